@@ -1,0 +1,435 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Follow a GradScaler step by step
+#
+# **What you'll do.** Train the smallest network there is, one weight and one bias, for one step in
+# fp32 and for one step in mixed precision, and look at every number on the way. Then make the
+# gradients overflow on purpose, watch the scaler recover, and write a scaler of your own that does
+# the same as PyTorch's.
+#
+# **What you'll learn.**
+# - what `scale`, `unscale_`, `step` and `update` each do, in which order, and why;
+# - why a step is sometimes skipped, and that this is no error;
+# - how the loss scale finds its value, and how to read its curve.
+#
+# **What you need.** [Notebook 01](01_number_formats.ipynb) for why small gradients vanish in fp16,
+# [notebook 02](02_autocast_dtypes.ipynb) for `torch.autocast`. No GPU: fp16 on a CPU is slow, but
+# on one weight nobody notices.
+
+# %%
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from amp_lab import plots
+from amp_lab.notebook import start
+
+device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
+plots.use_style()
+
+# %% [markdown]
+# ## The idea in five lines
+#
+# A gradient of 2^-26 is too small for fp16, and becomes zero. Multiplied by 4096 before it is
+# rounded, it survives; divided by 4096 afterwards, in fp32, it is what it was.
+
+# %%
+gradient = torch.tensor(2.0**-26)
+lost = gradient.half().float()
+kept = (gradient * 4096).half().float() / 4096
+print(f"{gradient:.3e} through fp16: {lost:.3e}; scaled, through fp16, unscaled: {kept:.3e}")
+assert lost == 0
+assert kept == gradient
+
+# %% [markdown]
+# Nobody can multiply the gradients *before* they are computed. But backpropagation is linear: if
+# the loss is 4096 times as large, so is every gradient. So the loss is scaled, which costs one
+# multiplication, and that number is the **loss scale**. `torch.amp.GradScaler` does this, undoes it
+# before the optimizer sees the gradients, and looks for a good scale while training.
+#
+# ## The smallest network
+#
+# One linear layer with one input and one output has two parameters, so all of them can be printed.
+# The output itself serves as the loss. Everything is drawn on the CPU and then moved, so that the
+# numbers are the same on every device.
+
+
+# %%
+def make():
+    """The same layer, input and optimizer every time."""
+    torch.manual_seed(47)
+    layer = nn.Linear(1, 1)
+    x = torch.randn(1, 1)
+    layer.to(device)
+    return layer, x.to(device), torch.optim.SGD(layer.parameters(), lr=1.0)
+
+
+def show(stage, layer):
+    """Print both parameters and their gradients."""
+    line = f"{stage:<18}"
+    for name, p in layer.named_parameters():
+        gradient = "none" if p.grad is None else f"{p.grad.item():.4f}"
+        line += f"{name} {p.item():7.4f}, gradient {gradient:<12}"
+    print(line.rstrip())
+
+
+# %% [markdown]
+# `check` compares such a state with the values that a reader of this page has in front of them.
+# They are printed to four decimals, so half a unit of the fourth is the tolerance.
+
+
+# %%
+def check(layer, weight, bias, grads=None):
+    """Assert the printed values: parameters, and gradients where there are any."""
+    found = [layer.weight.item(), layer.bias.item()]
+    if grads is not None:
+        found += [layer.weight.grad.item(), layer.bias.grad.item()]
+    torch.testing.assert_close(found, [weight, bias, *(grads or [])], atol=0.5e-4, rtol=0)
+
+
+layer, x, optimizer = make()
+show("at the start", layer)
+print(f"input {x.item():.4f}")
+check(layer, -0.8939, -0.9002)
+
+# %% [markdown]
+# ## One step in FP32
+#
+# First the forward pass: weight times input plus bias.
+
+# %%
+output = layer(x)
+print(f"output {output.item():.4f}, {output.dtype}")
+assert output.dtype is torch.float32
+assert abs(output.item() - -0.8473) < 0.5e-4
+
+# %% [markdown]
+# The backward pass. The derivative of `weight * x + bias` is `x` for the weight, and 1 for the
+# bias.
+
+# %%
+output.backward()
+show("after backward", layer)
+check(layer, -0.8939, -0.9002, [-0.0591, 1.0])
+
+# %% [markdown]
+# The optimizer subtracts each gradient, since the learning rate is 1.
+
+# %%
+optimizer.step()
+optimizer.zero_grad()
+show("after step", layer)
+check(layer, -0.8348, -1.9002)
+
+# %% [markdown]
+# That is all there is to an ordinary step: forward, backward, step. Now the same layer goes on, in
+# mixed precision.
+#
+# ## One step with autocast and GradScaler
+#
+# The scaler starts at 4096 here, to give numbers that can be followed; by default it starts at
+# 65536 (2^16). Lines that an fp32 loop does not have are marked `# AMP`.
+
+# %%
+scaler = torch.amp.GradScaler(device.type, init_scale=4096)  # AMP: once, before the training loop
+assert torch.amp.GradScaler(device.type).get_scale() == 65536
+
+with torch.autocast(device.type, dtype=torch.float16):  # AMP: the forward pass, and nothing else
+    output = layer(x)
+print(f"output {output.item():.4f}, {output.dtype}; the parameters stay {layer.weight.dtype}")
+assert output.dtype is torch.float16
+assert layer.weight.dtype is torch.float32
+assert abs(output.item() - -1.8506) < 0.5e-4
+
+# %% [markdown]
+# The output is fp16, because a linear layer runs in fp16 under autocast. The parameters are the
+# fp32 **master weights**: autocast used fp16 copies of them for this one call.
+#
+# `scale` multiplies the loss by 4096, so `backward` leaves gradients that are 4096 times too large.
+# They pass through fp16 on the way, and arrive in fp32, the dtype of their parameters.
+
+# %%
+scaler.scale(output).backward()  # AMP: was output.backward()
+show("after backward", layer)
+check(layer, -0.8348, -1.9002, [-242.25, 4096.0])
+assert layer.weight.grad.dtype is torch.float32
+
+# %% [markdown]
+# `unscale_` divides them again, in place, and notes whether any of them is infinite or NaN. A loop
+# that does not look at its gradients may leave this line out: `step` does it then. Whoever clips or
+# logs gradients needs it here, since before it they are 4096 times what they should be.
+
+# %%
+scaler.unscale_(optimizer)  # AMP: optional
+show("after unscale_", layer)
+check(layer, -0.8348, -1.9002, [-0.0591, 1.0])
+
+# %% [markdown]
+# The gradients are those of the fp32 step, within the precision of fp16: the derivative for the
+# weight is the input, rounded to 11 significant bits.
+
+# %%
+print(f"in fp32 {x.item():.8f}, through fp16 {layer.weight.grad.item():.8f}")
+assert layer.weight.grad.item() == x.half().item()
+
+# %% [markdown]
+# `step` calls `optimizer.step()`, but only if `unscale_` found no infinity and no NaN. It did not.
+
+# %%
+scaler.step(optimizer)  # AMP: was optimizer.step()
+show("after step", layer)
+check(layer, -0.7756, -2.9002, [-0.0591, 1.0])
+
+# %% [markdown]
+# `update` comes last in the iteration, after `step` has been called for every optimizer there is:
+# it adjusts the scale for the next one, and makes the scaler forget which optimizers it has
+# unscaled. Nothing overflowed, so it counts one good step, and leaves the scale as it is.
+
+# %%
+scaler.update()  # AMP
+optimizer.zero_grad()
+good_steps = scaler.state_dict()["_growth_tracker"]
+print(f"scale {scaler.get_scale():.0f}, good steps in a row {good_steps}")
+assert (scaler.get_scale(), good_steps) == (4096, 1)
+
+# %% [markdown]
+# The order is not a matter of taste. Unscaling twice would divide by 4096 twice, so the scaler
+# refuses until `update` has been called. The same holds for a second `step`.
+
+# %%
+scaler.scale(layer(x)).backward()
+scaler.unscale_(optimizer)
+try:
+    scaler.unscale_(optimizer)
+except RuntimeError as error:
+    message = str(error)
+print(message)
+assert "unscale_() has already been called" in message
+
+# %% [markdown]
+# ## An overflow: the step is skipped, the scale halves
+#
+# The largest fp16 number is 65504. Here the loss is an fp16 tensor, and its gradient is the scale
+# itself, so a scale of 131072 (2^17) cannot be held: it becomes infinite. `train_step` is the whole
+# loop body from above, with a report.
+
+
+# %%
+def train_step(layer, x, optimizer, scaler):
+    """One AMP step; returns whether it was skipped."""
+    with torch.autocast(device.type, dtype=torch.float16):
+        output = layer(x)
+    scaler.scale(output).backward()
+    scaler.step(optimizer)  # unscales, looks for inf and NaN, and perhaps steps
+    before = scaler.get_scale()
+    scaler.update()
+    show(f"scale {before:.0f}", layer)
+    optimizer.zero_grad()
+    return scaler.get_scale() < before
+
+
+# %%
+layer, x, optimizer = make()
+scaler = torch.amp.GradScaler(device.type, init_scale=2.0**17)
+skipped = [train_step(layer, x, optimizer, scaler) for _ in range(4)]
+print("skipped:", skipped)
+assert skipped == [True, True, False, False]
+assert scaler.get_scale() == 2.0**15
+check(layer, -0.7756, -2.9002)
+
+# %% [markdown]
+# Two steps were skipped: the parameters did not move, although their gradients were infinite, and
+# the scale fell to 2^15, where training goes on. **A skipped step is how the scaler searches, not a
+# fault.** A few at the start and one now and then are normal. A scale that goes on falling is not:
+# then the gradients are bad at *any* scale, and the cause is elsewhere, often in the loss.
+#
+# Note that get_scale() copies a number from the device, and makes it wait: fine in a walk-through,
+# not in every step of a real loop.
+#
+# ## Growth: after enough good steps, the scale doubles
+#
+# A scale that only fell would end too low. So after `growth_interval` good steps in a row (2000 by
+# default, 3 here) it doubles, to see whether there is room.
+
+# %%
+layer, x, optimizer = make()
+scaler = torch.amp.GradScaler(device.type, init_scale=4096, growth_interval=3)
+scales = []
+for _ in range(7):
+    scales.append(scaler.get_scale())
+    train_step(layer, x, optimizer, scaler)
+assert scales == [4096] * 3 + [8192] * 3 + [16384]
+
+# %% [markdown]
+# ## The scale over a whole training run
+#
+# Both rules together make the scale climb until it touches the limit, fall by half, and climb
+# again. To see it in a picture, a layer of eight weights learns a noisy line, with a growth
+# interval of 10. The loss is computed in fp32, as losses should be.
+
+# %%
+torch.manual_seed(0)
+layer = nn.Linear(8, 1).to(device)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler(device.type, init_scale=2.0**8, growth_interval=10)
+scales, truth = [], torch.randn(8, 1)
+for _ in range(300):
+    inputs = torch.randn(16, 8)
+    targets = inputs @ truth + 0.1 * torch.randn(16, 1)
+    scales.append(scaler.get_scale())
+    with torch.autocast(device.type, dtype=torch.float16):
+        outputs = layer(inputs.to(device))
+    loss = nn.functional.mse_loss(outputs.float(), targets.to(device))
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+# %% [markdown]
+# The scale halves in exactly those steps that were skipped, so they can be read from the list.
+
+# %%
+skipped = [step for step, (now, after) in enumerate(pairwise(scales)) if after < now]
+_ = plots.scale_over_time(scales, skipped)
+print(f"{len(skipped)} of {len(scales)} steps skipped")
+print(f"final loss {loss.item():.3f}; the noise alone gives {0.1**2:.3f}")
+assert 0 < len(skipped) < 0.1 * len(scales)
+assert loss.item() < 0.03
+
+# %% [markdown]
+# The picture shows the scale on a logarithmic axis over the steps: a staircase up, a stair for
+# every ten steps, then a saw: each cross marks a skipped step, after which the scale is half of
+# what it was and the climb begins anew. The limit is no straight line, since every batch has its
+# own largest gradient. The few skipped steps cost nothing that matters: the loss ends at the level
+# of the noise.
+#
+# ## A scaler written by hand
+#
+# All of this fits in 20 lines. What PyTorch's own adds is that it keeps scale and verdict on the
+# device, serves several optimizers and devices at once, and catches calls in the wrong order.
+
+
+# %%
+@dataclass
+class HandScaler:
+    value: float = 2.0**16
+    growth_interval: int = 2000
+    good_steps: int = 0
+
+    def scale(self, loss):
+        return loss * self.value
+
+    def step(self, optimizer):
+        grads = [p.grad for p in optimizer.param_groups[0]["params"]]
+        self.overflow = not all(grad.isfinite().all() for grad in grads)
+        for grad in grads:
+            grad /= self.value  # unscale_
+        if not self.overflow:
+            optimizer.step()
+
+    def update(self):
+        self.good_steps = 0 if self.overflow else self.good_steps + 1
+        if self.overflow:
+            self.value *= 0.5
+        elif self.good_steps == self.growth_interval:
+            self.value, self.good_steps = self.value * 2, 0
+
+
+# %% [markdown]
+# It is held against `GradScaler` for 500 steps of Adam on two copies of a network. In about one
+# step in ten, drawn at random, the loss is multiplied by infinity, so that both must skip it.
+
+
+# %%
+def run(scaler, steps=500):
+    """Train a small network; return its parameters and the scale after every step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    history = []
+    for _ in range(steps):
+        inputs, overflow = torch.randn(16, 8).to(device), torch.rand(()) < 0.1
+        loss = model(inputs).square().mean() * (torch.inf if overflow else 1.0)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        value = scaler.value if isinstance(scaler, HandScaler) else scaler.get_scale()
+        history.append((value, nn.utils.parameters_to_vector(model.parameters()).detach().clone()))
+    return history
+
+
+# %% [markdown]
+# Every scale and every parameter must be equal after every step, to the last bit: the scales are
+# powers of two, so that scaling and unscaling round nothing.
+
+# %%
+theirs = run(torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=7))
+ours = run(HandScaler(2.0**10, growth_interval=7))
+assert len(theirs) == len(ours) == 500
+assert all(a == b and torch.equal(p, q) for (a, p), (b, q) in zip(theirs, ours, strict=True))
+
+values = [value for value, _ in theirs]
+falls = sum(after < now for now, after in pairwise([2.0**10, *values]))
+print(f"500 steps equal to the last bit; {falls} of them skipped")
+print(f"scale between {min(values):g} and {max(values):g}")
+assert 30 < falls < 70  # one in ten of 500, give or take three standard deviations
+
+# %% [markdown]
+# ## When there is nothing to scale
+#
+# bf16 has the range of fp32, so its gradients do not vanish, and a scaler has nothing to do. The
+# same loop then serves both: a disabled scaler hands the loss through, and calls the optimizer.
+
+# %%
+for dtype in (torch.float16, torch.bfloat16):
+    scaler = torch.amp.GradScaler(device.type, enabled=(dtype is torch.float16))
+    loss = torch.ones((), device=device)
+    scaled = scaler.scale(loss).item()
+    print(f"{dtype!s:<15} scaler enabled: {scaler.is_enabled()!s:<5}  1 scaled: {scaled:g}")
+    assert scaled == (65536 if dtype is torch.float16 else 1)
+
+# %% [markdown]
+# ## Summary
+#
+# | line | what it does |
+# |---|---|
+# | `scaler.scale(loss).backward()` | multiplies the loss, and with it every gradient, by the scale |
+# | `scaler.unscale_(optimizer)` | divides the gradients in place, looks for inf and NaN; needed before clipping |
+# | `scaler.step(optimizer)` | unscales if that was not done; calls `optimizer.step()` unless something was not finite |
+# | `scaler.update()` | after a bad step: half the scale; after 2000 good ones in a row: twice |
+#
+# A skipped step is the scaler's way of searching. One scaler lives as long as the training does,
+# and belongs into the checkpoint. Only fp16 needs one.
+#
+# ## Exercises
+#
+# 1. Set `init_scale=1` in the AMP step, and multiply the input by 2^-20. Which gradient vanishes?
+#    From which scale on does it survive?
+# 2. In the picture, set `growth_interval` to 2 and to 100. How many steps are skipped, and what
+#    does the final loss say about it?
+# 3. Call `scaler.update()` before `scaler.step(optimizer)`, and read the message. Why could the
+#    scaler not do what you meant?
+# 4. Give `HandScaler` an `unscale_` method of its own, so that gradients can be clipped between
+#    `backward` and `step`, and let the comparison with `GradScaler` pass with clipping on both
+#    sides.
+# 5. Save `scaler.state_dict()` after 250 steps, go on from it with a new scaler, and show that the
+#    remaining scales are the same. What is lost without it?
+#
+# ## Further reading
+#
+# - P. Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740), ICLR 2018:
+#   loss scaling, and how large the scale has to be.
+# - [Automatic mixed precision
+#   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): clipping, accumulation,
+#   several losses and optimizers with one scaler.
+# - [`torch.amp`](https://docs.pytorch.org/docs/stable/amp.html): the reference for `GradScaler`.

@@ -1,0 +1,461 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Train in FP32 and with AMP, and measure both
+#
+# **What you'll do.** Train one network on one picture, first in plain FP32, then with automatic
+# mixed precision; compare what they learn, how long a step takes and how much memory it needs; and
+# do the same for inference.
+#
+# **What you'll learn.**
+# - which lines of a training loop AMP changes, and which it does not;
+# - how to tell whether reduced precision costs accuracy: by comparing with the spread between
+#   seeds;
+# - how to measure time and memory so that the figures mean something, and how easily they do not.
+#
+# **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for `torch.autocast`, [notebook
+# 03](03_grad_scaler_step_by_step.ipynb) for `GradScaler`. It runs on a CPU in less than a minute;
+# on a GPU it takes the problem in its full size.
+#
+# Problem and network come from an [article by
+# AMD](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html),
+# which trained them on an AMD GPU. The last section looks at what it measured, and how.
+
+# %%
+import statistics
+import time
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from torch import nn
+
+from amp_lab import Precision, describe_device, measure, plots
+from amp_lab.convmodel import ConvModel, quantized_sine
+from amp_lab.notebook import start
+
+device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
+plots.use_style()
+
+# %% [markdown]
+# The full scale is exactly the article's. The quick one keeps network and optimizer, and takes a
+# smaller picture and fewer epochs.
+
+# %%
+config = {
+    "quick": {
+        "size": 64,  # pixels along each edge of the picture
+        "hidden": 256,  # channels between the convolutions
+        "epochs": 60,  # one step each, since there is one picture
+        "lr": 1e-3,  # of Adam
+        "seeds": (0, 1, 2),  # one training run each
+    },
+    "full": {"size": 512, "hidden": 256, "epochs": 512, "lr": 1e-3, "seeds": (0, 1, 2)},
+}[scale]
+
+# %% [markdown]
+# ## The problem: a picture, from its coordinates
+#
+# The network gets two numbers for each pixel, its x and its y coordinate, and has to say how bright
+# that pixel is. The brightness is a sum of two cosine waves, rounded to four levels.
+
+# %%
+inputs, target = quantized_sine(config["size"], device)  # (1, 2, H, W), (1, 1, H, W)
+_ = plots.picture_problem(inputs, target)
+assert target.unique().numel() == 4
+
+# %% [markdown]
+# Left and middle, the two inputs: x grows from black to white to the right, y downwards. Right, the
+# target: diamonds in four greys, four across and two down. The inputs are smooth and the target has
+# sharp edges, which makes this harder than it looks.
+#
+# ## The network
+#
+# Its convolutions have 1x1 kernels, so each is a matrix product over the channels of every pixel.
+# That is the kind of work that reduced precision speeds up most.
+
+# %%
+print(ConvModel(config["hidden"]))
+
+# %% [markdown]
+# ## The plain step
+#
+# Nothing here knows about precision. The loss stays on the device, because reading it
+# (`loss.item()`) would make the CPU wait for the GPU in every step.
+
+
+# %%
+def step_fp32(model, optimizer):
+    """One training step; returns the loss."""
+    optimizer.zero_grad()
+    output = model(inputs)
+    loss = nn.functional.mse_loss(output, target)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+# %% [markdown]
+# ## The same step with AMP
+#
+# The marked lines are all there is to it: autocast around the forward pass and the loss, and the
+# scaler around the backward pass and the optimizer.
+
+
+# %%
+def step_amp(model, optimizer, scaler, dtype):
+    """One training step under autocast; returns the loss."""
+    optimizer.zero_grad()
+    with torch.autocast(device.type, dtype=dtype):  # AMP
+        output = model(inputs)
+        loss = nn.functional.mse_loss(output, target)
+    scaler.scale(loss).backward()  # AMP: was loss.backward()
+    scaler.step(optimizer)  # AMP: was optimizer.step()
+    scaler.update()  # AMP
+    return loss.detach()
+
+
+# %% [markdown]
+# A run is a network, an optimizer, and for AMP one scaler. It is enabled for fp16 alone; with bf16
+# it hands everything through, so that the step serves both.
+
+
+# %%
+def new_run(precision, seed):
+    """A new network, and the function that trains it for one step."""
+    torch.manual_seed(seed)
+    model = ConvModel(config["hidden"]).to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=config["lr"])
+    if precision.dtype is torch.float32:
+        return model, partial(step_fp32, model, optimizer)
+    scaler = torch.amp.GradScaler(device.type, enabled=(precision is Precision.FP16))  # AMP
+    return model, partial(step_amp, model, optimizer, scaler, precision.dtype)
+
+
+# %% [markdown]
+# ## Which precisions to compare
+#
+# FP32, and those that this device accelerates: `describe_device` tries a matrix product in each. If
+# it accelerates none, bf16 is in the comparison all the same, to show what that costs.
+
+# %% tags=["nbval-ignore-output"]
+report = describe_device(device)
+precisions = [Precision.FP32, *reversed(report.accelerated or [Precision.BF16])]
+print(f"{report.name}: comparing", ", ".join(precisions))
+assert report.accelerated == () or report.speedup(precisions[-1]) == max(
+    map(report.speedup, Precision)
+)
+
+# %% [markdown]
+# The name FP32 needs care. A recent NVIDIA GPU runs fp32 convolutions in TF32 unless it is told not
+# to, and a speed-up over that is no speed-up over FP32. `Precision.FP32.autocast` switches TF32 off
+# for a block, `Precision.TF32.autocast` on. AMP steps have their autocast already.
+
+
+# %%
+def float32_mode(precision):
+    """TF32 off for FP32, on for TF32; nothing to set for the others."""
+    return precision.autocast(device.type) if precision.dtype is torch.float32 else nullcontext()
+
+
+def train(precision, seed):
+    """Train a new network; return it and its loss in each epoch (epochs,)."""
+    model, step = new_run(precision, seed)
+    with float32_mode(precision):
+        return model, torch.stack([step() for _ in range(config["epochs"])]).cpu()
+
+
+# %% [markdown]
+# ## Do they learn the same?
+#
+# Each precision trains with three seeds. One run would prove little: the seeds differ among
+# themselves, and it is this spread that a difference between precisions has to be held against.
+
+# %% tags=["nbval-ignore-output"]
+runs = {precision: [train(precision, seed) for seed in config["seeds"]] for precision in precisions}
+losses = {precision: torch.stack([loss for _, loss in runs[precision]]) for precision in precisions}
+_ = plots.loss_curves(losses)
+assert all(loss.isfinite().all() for loss in losses.values())
+
+# %% [markdown]
+# Each line is the mean loss over the seeds, on a logarithmic axis, and the band around it reaches
+# from the lowest seed to the highest. The lines of all precisions lie on top of each other.
+#
+# In numbers: the loss of a run is its mean over the last ten epochs, because a single epoch jumps
+# up and down. Two precisions may differ, but by less than two seeds do.
+
+# %% tags=["nbval-ignore-output"]
+final = {
+    precision: loss[:, -10:].mean(dim=1) for precision, loss in losses.items()
+}  # (seeds,) each
+spread = (final[Precision.FP32].max() - final[Precision.FP32].min()).item()
+for precision, loss in final.items():
+    difference = (loss.mean() - final[Precision.FP32].mean()).item()
+    print(f"{precision}: mean loss {loss.mean():.5f}, {difference:+.5f} against fp32")
+    assert abs(difference) < spread
+print(f"from seed to seed, fp32 differs by {spread:.5f}")
+
+# %% [markdown]
+# ## What they drew
+#
+# The outputs of the first seed, beside the target. `inference_mode` switches off everything that
+# only training needs, and `eval` makes batch normalisation use its running statistics.
+
+
+# %%
+@torch.inference_mode()
+def predict(model, precision):
+    """The picture (1, 1, H, W) that a network draws, in fp32."""
+    with precision.autocast(device.type):
+        return model.eval()(inputs).float()
+
+
+# %% tags=["nbval-ignore-output"]
+pictures = {str(precision): predict(runs[precision][0][0], precision) for precision in precisions}
+_ = plots.side_by_side({"target": target} | pictures)
+for precision in precisions[1:]:
+    difference = (pictures[precision] - pictures["fp32"]).abs().mean().item()
+    print(f"{precision} and fp32 differ by {difference:.3f} on average, levels by {1 / 3:.3f}")
+    assert difference < 1 / 6  # half a level
+
+# %% [markdown]
+# On the left the target, beside it what each precision drew. The networks blur the same edges, and
+# miss in the same places. Single pixels differ, because two runs that round differently drift
+# apart.
+#
+# ## Time of a training step
+#
+# `measure` calls a function a few times to warm up, then ten times with the device synchronised
+# before and after, and reports the median. The precisions take turns, and then once more in reverse
+# order: a machine that slows down in the meantime does so for all of them.
+
+
+# %%
+def take_turns(functions):
+    """Measure {precision: function} in turns; return {precision: [Measurement, Measurement]}."""
+    results = {precision: [] for precision in functions}
+    for precision in [*functions, *reversed(functions)]:
+        with float32_mode(precision):
+            results[precision].append(measure(functions[precision], device=device))
+    return results
+
+
+def median_ms(measurements):
+    """Median over the repeats of all turns, in milliseconds."""
+    return 1e3 * statistics.median(sample for m in measurements for sample in m.samples_s)
+
+
+# %% [markdown]
+# The two medians of each precision, one per turn, show how far the figures can be trusted: what
+# differs by no more than they do is noise.
+
+# %% tags=["nbval-ignore-output"]
+steps = {precision: new_run(precision, seed=0)[1] for precision in precisions}
+training = take_turns(steps)
+training_ms = {precision: median_ms(m) for precision, m in training.items()}
+for precision, (first, second) in training.items():
+    speedup = training_ms[Precision.FP32] / training_ms[precision]
+    turns = f"turns {1e3 * first.median_s:.1f} and {1e3 * second.median_s:.1f}"
+    print(f"{precision}: {training_ms[precision]:6.1f} ms a step ({turns})  {speedup:.2f}x")
+assert min(training_ms.values()) > 0
+
+# %% [markdown]
+# ## Memory of a training step
+#
+# A GPU's allocator counts its bytes, and `measure` has read the peak. A CPU has no such count, but
+# most of the memory of a training step can be counted on any device: the tensors that the forward
+# pass keeps for the backward pass. Autograd shows each of them to a hook. One storage counts once,
+# and the parameters do not count, since they are there anyway.
+
+
+# %%
+def kept_for_backward(model, precision):
+    """Bytes that the forward pass keeps for the backward pass, beside the parameters."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        precision.autocast(device.type),
+    ):
+        loss = nn.functional.mse_loss(model(inputs), target)
+    assert loss.requires_grad  # the graph is alive, so no storage has been reused for another
+    return sum(size for address, size in kept.items() if address not in parameters)
+
+
+# %% [markdown]
+# Both figures, side by side:
+
+# %% tags=["nbval-ignore-output"]
+kept_mib = {
+    p: kept_for_backward(ConvModel(config["hidden"]).to(device), p) / 2**20 for p in precisions
+}
+peak_mib = {
+    p: m.peak_bytes / 2**20
+    for p, turns in training.items()
+    for m in turns
+    if m.peak_bytes is not None
+}
+for precision in precisions:
+    peak = f"peak {peak_mib[precision]:.0f} MiB" if peak_mib else "peak not known on this device"
+    share = kept_mib[precision] / kept_mib[Precision.FP32]
+    print(f"{precision}: kept {kept_mib[precision]:6.1f} MiB, {share:.0%} of fp32; {peak}")
+    assert precision.dtype is torch.float32 or 0.45 < share < 0.75
+
+# %% [markdown]
+# What is kept falls to about half: activations are half as wide, and they are nearly all of it. The
+# *peak* falls by less, the more so the smaller the picture, since weights, gradients and the state
+# of Adam stay fp32. Both in one picture, time on the left:
+
+# %% tags=["nbval-ignore-output"]
+_ = plots.time_and_memory(
+    training_ms, peak_mib or kept_mib, "peak" if peak_mib else "kept for backward"
+)
+
+# %% [markdown]
+# The bars start at FP32 on the left. Above each of the others stands what it gains: how many times
+# as fast a step is, and which share of the memory it needs.
+#
+# ## Inference
+#
+# Inference is the forward pass alone, so autocast is all there is to switch on, and no scaler is
+# involved. Under `inference_mode` nothing is kept for a backward pass that never comes.
+
+# %% tags=["nbval-ignore-output"]
+models = {precision: runs[precision][0][0] for precision in precisions}
+inference = take_turns(
+    {precision: partial(predict, models[precision], precision) for precision in precisions}
+)
+inference_ms = {precision: median_ms(m) for precision, m in inference.items()}
+for precision, ms in inference_ms.items():
+    print(f"{precision}: {ms:6.1f} ms a pass  {inference_ms[Precision.FP32] / ms:.2f}x")
+assert min(inference_ms.values()) > 0
+
+# %% [markdown]
+# A pass is a part of a training step, and gains about as much as the whole does, less what the cast
+# of the weights costs: they are cast again in every pass.
+#
+# ## How not to measure
+#
+# The article that this problem comes from reports the figures below, from an AMD GPU that it does
+# not name. It calls the first of them a speed-up of 46 %.
+
+# %%
+article = {"training": (13.98, 7.50, 2061, 1035), "inference": (4.24, 2.87, 3338, 1676)}
+for task, (fp32_s, amp_s, fp32_mb, amp_mb) in article.items():
+    less, speedup = 1 - amp_s / fp32_s, fp32_s / amp_s
+    print(f"{task}: {less:.1%} less time is {speedup:.2f}x; memory {amp_mb / fp32_mb - 1:+.1%}")
+    assert speedup > 1 / (1 - less) - 1e-9  # the same statement, in other words
+assert article["inference"][2] > article["training"][2]
+
+# %% [markdown]
+# *Less time* and *speed-up* are different numbers, so say which: half the time is a speed-up of 2x.
+# And something is wrong with the memory: how can inference need more of it than training?
+#
+# **It kept what it did not need.** Its inference ran without `no_grad`, so each pass stored its
+# activations for a backward pass. Counted for FP32:
+
+# %%
+model = models[Precision.FP32].eval()
+with_grad = kept_for_backward(model, Precision.FP32)
+with torch.inference_mode():
+    without_grad = model(inputs)
+print(f"kept with gradients {with_grad / 2**20:.1f} MiB, under inference_mode nothing: no graph")
+assert with_grad > 0
+assert without_grad.grad_fn is None
+
+# %% [markdown]
+# **It stopped the clock too early.** Work on a GPU runs after the call that asked for it has
+# returned. Who reads the clock before synchronising measures how fast the CPU can ask. On a CPU
+# both are the same.
+
+# %% tags=["nbval-ignore-output"]
+_, step = new_run(precisions[-1], seed=0)
+honest = measure(step, device=device)
+hurried_ms = []
+for _ in range(10):
+    started = time.perf_counter()
+    step()
+    hurried_ms.append(1e3 * (time.perf_counter() - started))  # the device may still be working
+honest_ms, hurried_ms = 1e3 * honest.median_s, statistics.median(hurried_ms)
+print(f"synchronised {honest_ms:.1f} ms, not synchronised {hurried_ms:.1f} ms")
+assert device.type == "cpu" or hurried_ms < honest_ms
+
+# %% [markdown]
+# **It counted the first step.** The first steps load kernels, choose algorithms, fill caches. FP32
+# always ran first, and so paid for all of it, which makes AMP look better than it is.
+
+# %% tags=["nbval-ignore-output"]
+_, step = new_run(Precision.FP32, seed=0)
+cold = measure(step, device=device, warmup=0, repeats=1)
+warm = measure(step, device=device)
+print(f"first step {1e3 * cold.median_s:.1f} ms, later steps {warm}")
+assert len(warm.samples_s) == 10
+
+# %% [markdown]
+# **It compared one run with one run.** Its loss fell from 0.0100 in FP32 to 0.0083 with AMP, with
+# no seed set. Is that better? The seeds of FP32 alone, above, differ among each other by:
+
+# %% tags=["nbval-ignore-output"]
+article_gain = 1 - 0.0083 / 0.0100
+seed_spread = spread / final[Precision.FP32].mean().item()
+print(
+    f"the article's difference: {article_gain:.0%} of the loss; our FP32 seeds: {seed_spread:.0%}"
+)
+assert seed_spread > 0
+
+# %% [markdown]
+# A difference that another seed could have made says nothing about precision.
+#
+# ## Summary
+#
+# AMP changed five lines of the training step, and none of network, data or optimizer. What that
+# gave on this device:
+
+# %% tags=["nbval-ignore-output"]
+memory_mib = peak_mib or kept_mib
+for precision in precisions[1:]:
+    faster = training_ms[Precision.FP32] / training_ms[precision]
+    infers = inference_ms[Precision.FP32] / inference_ms[precision]
+    memory = memory_mib[precision] / memory_mib[Precision.FP32]
+    print(f"{precision}: training {faster:.2f}x, inference {infers:.2f}x, memory {memory:.0%}")
+    assert memory < 1 or precision is Precision.TF32  # TF32 tensors are fp32 tensors
+
+# %% [markdown]
+# - Compare the losses of several seeds; a precision costs accuracy only if it moves them by more
+#   than the seed does.
+# - Synchronise, warm up, repeat, take turns, and say what the baseline is: FP32, or TF32?
+# - Weights, gradients and optimizer state stay fp32, so memory falls towards half only where
+#   activations are most of it.
+#
+# ## Exercises
+#
+# 1. Set `hidden` to 16. Does AMP still pay? Find the width at which it begins to.
+# 2. Move `loss.backward()` of the AMP step into the autocast block. What changes, in the losses and
+#    in the time? Why do PyTorch's documents advise against it?
+# 3. Convert model, inputs and target with `.bfloat16()` and train without autocast. How does the
+#    loss differ, and why? ([Notebook 01](01_number_formats.ipynb) has a word for it.)
+# 4. Convert model and inputs `.to(memory_format=torch.channels_last)`, and measure again.
+# 5. Leave out the scaler in fp16, on a GPU. Which gradients become zero, and does the loss notice?
+#
+# ## Further reading
+#
+# - [Automatic mixed precision
+#   recipe](https://docs.pytorch.org/tutorials/recipes/recipes/amp_recipe.html): the same few lines,
+#   in PyTorch's own tutorial.
+# - [PyTorch benchmark recipe](https://docs.pytorch.org/tutorials/recipes/recipes/benchmark.html):
+#   how `torch.utils.benchmark` measures.
+# - [TF32 on NVIDIA
+#   GPUs](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices):
+#   what is on by default.

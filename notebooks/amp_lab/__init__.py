@@ -1,0 +1,51 @@
+"""Tools behind the AMP Lab notebooks: what the notebooks teach, for your own model and device.
+
+    from amp_lab import Precision, describe_device, measure, pick_device
+
+A name is loaded, and torch with it, when it is first used; `import amp_lab` alone costs nothing.
+"""
+
+import importlib
+import sys
+import types
+
+__version__ = "0.1.0"
+
+_EXPORTS = {  # public name: the module that defines it
+    "AmpLabError": "errors",
+    "DeviceError": "errors",
+    "ScaleError": "errors",
+    "Precision": "precision",
+    "DeviceReport": "device",
+    "describe_device": "device",
+    "pick_device": "device",
+    "recommend_precision": "device",
+    "Measurement": "measure",
+    "measure": "measure",
+}
+
+__all__ = sorted(_EXPORTS)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    setattr(sys.modules[__name__], name, value)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+class _Package(types.ModuleType):
+    """Keeps `amp_lab.measure` the function although the module of that name is loaded too."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if isinstance(value, types.ModuleType) and _EXPORTS.get(name) == name:
+            value = getattr(value, name)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

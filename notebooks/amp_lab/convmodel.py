@@ -1,0 +1,50 @@
+"""The quantized-sine problem: a picture to be learned from its coordinates, and the network for it.
+
+Problem and network are those of AMD's ROCm blog, "Automatic mixed precision in PyTorch using AMD
+GPUs" (March 2024). Four 1x1 convolutions over a large image are nearly all matrix product, which is
+what reduced precision speeds up most.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+LEVELS = 4
+
+
+def quantized_sine(
+    size: int = 512, device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The one training example: inputs (1, 2, size, size), target (1, 1, size, size), both float32.
+
+    The inputs are the x and y coordinate of each pixel, in [0, 1]. The target is
+    cos(4·2πx) + cos(2·2πy), rounded to `LEVELS` levels and scaled to [0, 1].
+
+    Raises `ValueError` if `size` is less than 2.
+    """
+    if size < 2:
+        raise ValueError(f"quantized_sine: size={size} must be at least 2")
+    line = torch.linspace(0, 1, size, device=device)
+    y, x = torch.meshgrid(line, line, indexing="ij")  # each (size, size)
+    wave = torch.cos(4 * 2 * math.pi * x) + torch.cos(2 * 2 * math.pi * y)  # in [-2, 2]
+    steps = LEVELS - 1
+    target = torch.round((wave + 2) / 4 * steps) / steps
+    return torch.stack([x, y])[None], target[None, None]
+
+
+class ConvModel(nn.Sequential):
+    """Three times 1x1 convolution, batch normalisation, ReLU, then a 1x1 convolution.
+
+    Maps (B, 2, H, W) to (B, 1, H, W); between, every pixel has `hidden` channels.
+    """
+
+    def __init__(self, hidden: int = 256):
+        layers = []
+        for channels in (2, hidden, hidden):
+            layers += [
+                nn.Conv2d(channels, hidden, kernel_size=1),
+                nn.BatchNorm2d(hidden),
+                nn.ReLU(),
+            ]
+        super().__init__(*layers, nn.Conv2d(hidden, 1, kernel_size=1))

@@ -1,0 +1,227 @@
+"""The device: choose it, describe it, and measure which precisions it accelerates."""
+
+import functools
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from amp_lab.errors import DeviceError
+from amp_lab.measure import measure
+from amp_lab.precision import Precision, has_tf32, require_backend
+
+# A precision counts as accelerated when its matrix product is at least this many times as fast as
+# fp32's. Less drowns in the casts that autocast inserts, and in the noise of a shared machine.
+ACCELERATED = 1.25
+
+# What readers type who know their card but not torch's name for it.
+_ALSO_KNOWN_AS = {
+    "gpu": "cuda",
+    "nvidia": "cuda",
+    "rocm": "cuda",
+    "hip": "cuda",
+    "amd": "cuda",
+    "metal": "mps",
+}
+
+
+@dataclass(frozen=True)
+class DeviceReport:
+    """What `describe_device` found out about a device."""
+
+    device: torch.device
+    name: str
+    """The name its maker gave it."""
+    backend: str
+    """What torch drives it with, e.g. ``CUDA 13.0, compute capability 9.0``."""
+    memory_bytes: int | None
+    """Its memory in bytes (for a CPU: what this process may use); None if it does not say."""
+    rates: dict[Precision, float | None]
+    """Measured rate of a matrix product in FLOP/s; None for a precision that it does not have."""
+    recommended: Precision
+    why: str
+    """The reason for `recommended`, in a sentence with its figures."""
+
+    @property
+    def accelerated(self) -> tuple[Precision, ...]:
+        """The precisions whose matrix product is measurably faster than fp32's, fastest first."""
+        faster = [
+            p for p in Precision if p is not Precision.FP32 and self.speedup(p) >= ACCELERATED
+        ]
+        return tuple(sorted(faster, key=self.speedup, reverse=True))
+
+    def speedup(self, precision: Precision) -> float:
+        """Rate of `precision` as a multiple of fp32's; 0 if the device does not have it."""
+        return _speedup(self.rates, precision)
+
+
+def pick_device(name: str | None = None) -> torch.device:
+    """The device called `name`, checked to be there.
+
+    Without a name: the one in the environment variable AMP_LAB_DEVICE; else the accelerator of this
+    machine; else the CPU. Raises `DeviceError` if the name is no device or the device is not there;
+    another one is never taken in its place.
+    """
+    origin = ""
+    if name is None:
+        name, origin = os.environ.get("AMP_LAB_DEVICE") or None, "AMP_LAB_DEVICE="
+    if name is None:
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    asked = f"{origin}{name!r}"
+    if name in _ALSO_KNOWN_AS:
+        raise DeviceError(
+            f"{asked}: torch calls this device {_ALSO_KNOWN_AS[name]!r}; use that name"
+        )
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise DeviceError(f"{asked} is not a device; {_devices_here()}") from None
+    if device.type == "meta":
+        raise DeviceError(f"{asked} stores no values, so nothing can run there; {_devices_here()}")
+    try:
+        require_backend(device.type)
+    except DeviceError:
+        raise DeviceError(f"{asked} is not there; {_devices_here()}") from None
+    count = 1 if device.type == "cpu" else torch.get_device_module(device.type).device_count()
+    if device.index is not None and device.index >= count:
+        raise DeviceError(f"{asked}: there is no such number, the highest is {count - 1}")
+    return device
+
+
+def _devices_here() -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    names = "'cpu'" if accelerator is None else f"'{accelerator.type}' and 'cpu'"
+    return f"this machine has {names} (with torch {torch.__version__})"
+
+
+@functools.cache
+def _describe(device: torch.device) -> DeviceReport:
+    rates = _matmul_rates(device)
+    recommended, why = _recommend(rates)
+    return DeviceReport(
+        device, _name(device), _backend(device), _memory_bytes(device), rates, recommended, why
+    )
+
+
+def describe_device(device: torch.device | str) -> DeviceReport:
+    """Name, memory and measured matrix-product rates of a device, and which precision to use there.
+
+    Takes up to a few seconds the first time, for the measurement; later calls for the same device
+    return the same report. Raises `DeviceError` if the device is not there.
+    """
+    return _describe(pick_device(str(device)))
+
+
+def recommend_precision(device: torch.device | str) -> Precision:
+    """The precision to train with on `device`: `describe_device(device).recommended`."""
+    return describe_device(device).recommended
+
+
+def _matmul_rates(device: torch.device) -> dict[Precision, float | None]:
+    """FLOP/s of a square matrix product in each precision; None if the device does not have it.
+
+    The size is the same for all: it doubles until the product takes 10 ms in fp32, enough to fill
+    the device. On a CPU it stops at 1024, because fp16 without hardware for it then takes seconds.
+    """
+    largest = 1024 if device.type == "cpu" else 8192
+    n = 128
+    while n < largest and _matmul_seconds(device, Precision.FP32, n) < 10e-3:
+        n *= 2
+    return {
+        precision: 2 * n**3 / _matmul_seconds(device, precision, n)  # n^3 products and as many sums
+        if precision is not Precision.TF32 or has_tf32(device.type)
+        else None
+        for precision in Precision
+    }
+
+
+def _matmul_seconds(device: torch.device, precision: Precision, n: int) -> float:
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (
+        torch.randn(n, n, device=device, generator=generator).to(precision.dtype) for _ in range(2)
+    )
+    mode = Precision.TF32 if precision is Precision.TF32 else Precision.FP32
+    with mode.autocast(device.type):
+        first = measure(lambda: left @ right, device=device, warmup=0, repeats=1)
+        if first.median_s > 0.5:  # the first call's own cost does not matter then
+            return first.median_s
+        return measure(lambda: left @ right, device=device, warmup=1, repeats=5).median_s
+
+
+def _speedup(rates: dict[Precision, float | None], precision: Precision) -> float:
+    return (rates[precision] or 0.0) / rates[Precision.FP32]
+
+
+def _recommend(rates: dict[Precision, float | None]) -> tuple[Precision, str]:
+    """The precision to use, given the rate of each, and the sentence that says why."""
+    bf16, fp16, tf32 = (
+        _speedup(rates, p) for p in (Precision.BF16, Precision.FP16, Precision.TF32)
+    )
+    if bf16 >= ACCELERATED and bf16 >= 0.75 * fp16:
+        why = (
+            f"its matrix product runs at {bf16:.2f}x the rate of fp32, and it has the range of fp32"
+        )
+        return Precision.BF16, f"{why}, so gradients need no scaling"
+    if fp16 >= ACCELERATED:
+        why = f"its matrix product runs at {fp16:.2f}x the rate of fp32, bf16's at {bf16:.2f}x"
+        return Precision.FP16, f"{why}; its range is small, so use a gradient scaler"
+    if tf32 >= ACCELERATED:
+        return (
+            Precision.TF32,
+            f"its matrix product runs at {tf32:.2f}x the rate of fp32, and nothing else is faster",
+        )
+    return (
+        Precision.FP32,
+        f"nothing is measurably faster (bf16 {bf16:.2f}x, fp16 {fp16:.2f}x its rate)",
+    )
+
+
+def _name(device: torch.device) -> str:
+    module = torch.get_device_module(device.type)
+    if hasattr(module, "get_device_name"):
+        return module.get_device_name(device)
+    if platform.system() == "Darwin":  # CPU and GPU of an Apple chip share its name
+        asked = subprocess.run(
+            ["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True
+        )
+        return asked.stdout.strip() or platform.machine()
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text()
+    except OSError:  # not Linux
+        return platform.processor() or platform.machine()
+    names = [
+        line.partition(":")[2].strip()
+        for line in cpuinfo.splitlines()
+        if line.startswith("model name")
+    ]
+    return names[0] if names else platform.machine()
+
+
+def _backend(device: torch.device) -> str:
+    if device.type == "cpu":
+        return f"CPU, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    if device.type == "cuda" and torch.version.hip:
+        return f"ROCm {torch.version.hip}"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"CUDA {torch.version.cuda}, compute capability {major}.{minor}"
+    return device.type.upper()
+
+
+def _memory_bytes(device: torch.device) -> int | None:
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    if device.type != "cpu":
+        return torch.accelerator.get_memory_info(device)[1]
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError):  # no sysconf, as on Windows
+        return None
+    try:  # a container may be allowed less than the machine has
+        allowed = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return total if allowed == "max" else min(total, int(allowed))

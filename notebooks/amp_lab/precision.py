@@ -1,0 +1,144 @@
+"""The `Precision` enum, and what each value means for autocast, loss scaling and TF32."""
+
+import enum
+import functools
+import warnings
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+
+from amp_lab.errors import DeviceError
+
+# Every place where torch keeps a mode for float32 arithmetic: cuBLAS and cuDNN (hipBLAS and MIOpen
+# on ROCm), and oneDNN (the CPU and XPU). Each is "ieee", "tf32", "bf16", or "none" for unset.
+_FLOAT32_MODES = (
+    torch.backends.cuda.matmul,
+    torch.backends.cudnn.conv,
+    torch.backends.cudnn.rnn,
+    torch.backends.mkldnn.matmul,
+    torch.backends.mkldnn.conv,
+    torch.backends.mkldnn.rnn,
+)
+
+
+class Precision(enum.StrEnum):
+    """How to compute: in which number format, and with which help.
+
+    - ``fp32``: IEEE single precision, with TF32 switched off where it would be on by default.
+    - ``tf32``: fp32 tensors, whose matrix products and convolutions may round their inputs to TF32.
+    - ``fp16``: autocast to float16, with a gradient scaler.
+    - ``bf16``: autocast to bfloat16, without one.
+    """
+
+    FP32 = "fp32"
+    TF32 = "tf32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensors that enter a matrix product in this precision."""
+        return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.value, torch.float32)
+
+    def autocast(self, device_type: str) -> AbstractContextManager:
+        """A context in which the forward pass runs in this precision.
+
+        For ``fp16`` and ``bf16`` it is `torch.autocast`. For ``fp32`` and ``tf32`` autocast is off
+        in the block, and torch's float32 mode is "ieee" or "tf32" for the whole process until the
+        block ends, however it ends; then every mode is what it was. Can be used again, and nested.
+
+        Raises `DeviceError` if there is no such device here, where `torch.autocast` would do
+        nothing, with a warning at best. Warns for ``tf32`` on a device without it, which then
+        computes in fp32.
+        """
+        require_backend(device_type)
+        if self in (Precision.FP16, Precision.BF16):
+            return torch.autocast(device_type, dtype=self.dtype)
+        if self is Precision.TF32 and not has_tf32(device_type):
+            warnings.warn(
+                f"tf32: device {device_type!r} has none here and computes in fp32", stacklevel=2
+            )
+        return _Float32Mode(device_type, "tf32" if self is Precision.TF32 else "ieee")
+
+    def grad_scaler(self, device_type: str, **kw) -> torch.amp.GradScaler:
+        """The `torch.amp.GradScaler` for this precision: enabled for ``fp16`` alone.
+
+        Its methods may be called all the same in every precision, so that one loop serves all.
+        Keywords go to `GradScaler`; ``enabled=False`` switches it off for ``fp16`` too. Raises
+        `DeviceError` if there is no such device here.
+        """
+        require_backend(device_type)
+        enabled = kw.pop("enabled", True) and self is Precision.FP16
+        return torch.amp.GradScaler(device_type, enabled=enabled, **kw)
+
+
+def require_backend(device_type: str) -> None:
+    """Raise `DeviceError` unless a device of this type ("cpu", "cuda", …) is here."""
+    if device_type == "cpu":
+        return
+    try:
+        available = torch.get_device_module(device_type).is_available()
+    except (AttributeError, RuntimeError):  # torch's answer to a name that is no backend
+        available = False
+    if not available:
+        raise DeviceError(
+            f"device {device_type!r}: this machine and this torch ({torch.__version__}) have none"
+        )
+
+
+@functools.cache
+def has_tf32(device_type: str) -> bool:
+    """Whether a float32 matrix product on this device really rounds its inputs to TF32 when it may.
+
+    Found by trying: 1 + 2^-12 times the identity comes back as it is in IEEE arithmetic, and loses
+    its last bit with TF32's 10 bits of mantissa. The device must be there.
+    """
+    left = torch.full((256, 256), 1 + 2**-12, device=device_type)
+    with _Float32Mode(device_type, "tf32"):
+        return not torch.equal(left @ torch.eye(256, device=device_type), left)
+
+
+class _Modes(NamedTuple):
+    """A state of torch's float32 settings, under their new names and their old ones."""
+
+    new: tuple[str, ...]  # one for each of _FLOAT32_MODES
+    old: tuple[str, bool] | None  # matmul precision, cudnn.allow_tf32; None: not to be read or set
+
+    @classmethod
+    def read(cls) -> "_Modes":
+        try:
+            old = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        except RuntimeError:  # new and old names were mixed before, so torch refuses the old
+            old = None
+        return cls(tuple(backend.fp32_precision for backend in _FLOAT32_MODES), old)
+
+    def write(self) -> None:
+        # The old names first, since setting them also sets some of the new. They are set at all
+        # because torch refuses to read them out of step, and torch.compile does read them.
+        if self.old is not None:
+            torch.set_float32_matmul_precision(self.old[0])
+            torch.backends.cudnn.allow_tf32 = self.old[1]
+        for backend, mode in zip(_FLOAT32_MODES, self.new, strict=True):
+            backend.fp32_precision = mode
+
+
+class _Float32Mode(AbstractContextManager):
+    """Autocast off, and one float32 mode everywhere, until the block ends."""
+
+    def __init__(self, device_type: str, mode: str):
+        self._device_type, self._mode = device_type, mode
+        self._saved: list[tuple[_Modes, torch.autocast]] = []  # one for each nested use
+
+    def __enter__(self) -> None:
+        before, autocast = _Modes.read(), torch.autocast(self._device_type, enabled=False)
+        tf32 = self._mode == "tf32"
+        old = None if before.old is None else ("high" if tf32 else "highest", tf32)
+        _Modes((self._mode,) * len(_FLOAT32_MODES), old).write()
+        autocast.__enter__()
+        self._saved.append((before, autocast))
+
+    def __exit__(self, *error) -> None:
+        before, autocast = self._saved.pop()
+        autocast.__exit__(*error)
+        before.write()

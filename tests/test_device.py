@@ -1,0 +1,201 @@
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from amp_lab import (
+    DeviceError,
+    Precision,
+    ScaleError,
+    describe_device,
+    pick_device,
+    recommend_precision,
+)
+from amp_lab.device import _memory_bytes, _recommend
+from amp_lab.errors import AmpLabError
+from amp_lab.notebook import Scale, pick_scale, start
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """torch as it answers on a machine with two CUDA devices, as far as choosing one goes."""
+    module = SimpleNamespace(is_available=lambda: True, device_count=lambda: 2)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: CUDA
+    )
+    monkeypatch.delenv("AMP_LAB_DEVICE", raising=False)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available=False: None
+    )
+    module = SimpleNamespace(is_available=lambda: False, device_count=lambda: 0)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.delenv("AMP_LAB_DEVICE", raising=False)
+
+
+def test_the_accelerator_is_the_default(two_gpus):
+    assert pick_device() == CUDA
+
+
+def test_the_cpu_is_the_default_without_one(no_gpu):
+    assert pick_device() == CPU
+
+
+def test_the_environment_decides_over_the_accelerator(two_gpus, monkeypatch):
+    monkeypatch.setenv("AMP_LAB_DEVICE", "cpu")
+    assert pick_device() == CPU
+    monkeypatch.setenv("AMP_LAB_DEVICE", "cuda:1")
+    assert pick_device() == torch.device("cuda:1")
+
+
+def test_an_empty_variable_is_an_unset_one(two_gpus, monkeypatch):
+    monkeypatch.setenv("AMP_LAB_DEVICE", "")
+    assert pick_device() == CUDA
+
+
+def test_a_name_decides_over_the_environment(two_gpus, monkeypatch):
+    monkeypatch.setenv("AMP_LAB_DEVICE", "cuda")
+    assert pick_device("cpu") == CPU
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("cuda", "'cuda' is not there; this machine has 'cpu'"),
+        ("cuda:1", "'cuda:1' is not there"),
+        ("banana", "'banana' is not a device; this machine has 'cpu'"),
+        ("", "'' is not a device"),
+        ("cuda:-1", "'cuda:-1' is not a device"),
+        ("CPU", "'CPU' is not a device"),
+        ("meta", "'meta' stores no values"),
+        ("gpu", "'gpu': torch calls this device 'cuda'"),
+        ("rocm", "'rocm': torch calls this device 'cuda'"),
+        ("cpu:1", "'cpu:1': there is no such number"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(no_gpu, monkeypatch, name, said):
+    with pytest.raises(DeviceError, match="^" + said):
+        pick_device(name)
+    if name:
+        monkeypatch.setenv("AMP_LAB_DEVICE", name)
+        with pytest.raises(DeviceError, match="^AMP_LAB_DEVICE=" + said):
+            pick_device()
+
+
+def test_a_gpu_beyond_the_last_is_refused(two_gpus):
+    with pytest.raises(DeviceError, match="'cuda:2': there is no such number"):
+        pick_device("cuda:2")
+
+
+def test_what_is_there_is_named_in_the_message(two_gpus):
+    with pytest.raises(DeviceError, match="this machine has 'cuda' and 'cpu'"):
+        pick_device("banana")
+
+
+@pytest.mark.parametrize(
+    ("device", "value", "scale"),
+    [
+        (CPU, None, "quick"),
+        (CUDA, None, "full"),
+        (CPU, "", "quick"),
+        (CPU, "full", "full"),
+        (CUDA, "quick", "quick"),
+    ],
+)
+def test_scale_follows_the_device_unless_it_is_set(monkeypatch, device, value, scale):
+    monkeypatch.delenv("AMP_LAB_SCALE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("AMP_LAB_SCALE", value)
+    assert pick_scale(device) is Scale(scale)
+
+
+def test_a_wrong_scale_is_refused(monkeypatch):
+    monkeypatch.setenv("AMP_LAB_SCALE", "huge")
+    with pytest.raises(
+        ScaleError, match="AMP_LAB_SCALE='huge' is not a scale; use 'quick' or 'full'"
+    ):
+        pick_scale(CPU)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("AMP_LAB_DEVICE", "banana"), ("AMP_LAB_DEVICE", "xpu"), ("AMP_LAB_SCALE", "huge")],
+)
+def test_a_notebook_as_a_script_ends_with_one_line_and_in_jupyter_with_the_error(
+    monkeypatch, capsys, name, value
+):
+    monkeypatch.setenv(name, value)
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    with pytest.raises(SystemExit) as exit_:
+        start()
+    assert exit_.value.code == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert f"{name}='{value}'" in said
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    with pytest.raises(AmpLabError, match=f"{name}='{value}'"):
+        start()
+
+
+def rates(**multiples: float | None) -> dict[Precision, float | None]:
+    """Rates as multiples of fp32's."""
+    return {
+        p: None if multiples.get(p, 1.0) is None else 50e12 * multiples.get(p, 1.0)
+        for p in Precision
+    }
+
+
+@pytest.mark.parametrize(
+    ("measured", "recommended"),
+    [
+        pytest.param(rates(tf32=8, fp16=16, bf16=16), "bf16", id="a recent NVIDIA GPU"),
+        pytest.param(rates(tf32=None, fp16=4, bf16=0.3), "fp16", id="a V100: no bf16 units"),
+        pytest.param(
+            rates(tf32=None, fp16=4, bf16=1.5), "fp16", id="bf16 emulated, a little faster"
+        ),
+        pytest.param(
+            rates(tf32=None, fp16=0.005, bf16=2.2), "bf16", id="a CPU with bf16 instructions"
+        ),
+        pytest.param(rates(tf32=None, fp16=0.005, bf16=0.9), "fp32", id="a CPU without"),
+        pytest.param(rates(tf32=4, fp16=1, bf16=1), "tf32", id="nothing but TF32"),
+        pytest.param(rates(tf32=None, fp16=1.1, bf16=1.2), "fp32", id="within the noise"),
+    ],
+)
+def test_recommendation(measured, recommended):
+    precision, why = _recommend(measured)
+    assert precision == recommended
+    assert "x" in why  # a measured multiple, not a platitude
+
+
+def test_report_of_this_cpu():
+    report = describe_device("cpu")
+    assert report.device == CPU
+    assert report.name
+    assert report.memory_bytes > 2**28
+    assert report.rates[Precision.FP32] > 1e8
+    assert report.speedup(Precision.FP32) == 1.0
+    assert Precision.FP32 not in report.accelerated
+    assert all(report.speedup(p) >= 1.25 for p in report.accelerated)
+    assert recommend_precision("cpu") is report.recommended
+    assert describe_device(CPU) is report  # measured once
+
+
+def test_report_of_a_device_that_is_not_there():
+    with pytest.raises(DeviceError):
+        describe_device("hpu")
+
+
+def test_memory_of_a_container_is_what_it_may_use(monkeypatch):
+    def limited(path):
+        assert str(path) == "/sys/fs/cgroup/memory.max"
+        return "1048576\n"
+
+    monkeypatch.setattr("amp_lab.device.Path.read_text", limited)
+    assert _memory_bytes(CPU) == 2**20

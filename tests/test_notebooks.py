@@ -1,0 +1,149 @@
+"""The notebooks: pairs in step and executed, every cell run, each also a plain script."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+import notebooks
+
+SOURCES = notebooks.find()
+NAMES = [source.stem for source in SOURCES]
+MAX_BYTES = 250_000
+MAX_CELL_LINES = 20
+
+each_notebook = pytest.mark.parametrize("source", SOURCES, ids=NAMES)
+
+
+def read_pair(source: Path) -> nbformat.NotebookNode:
+    return nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+
+
+def code_cells(source: Path) -> list[nbformat.NotebookNode]:
+    return [cell for cell in notebooks.read_source(source).cells if cell.cell_type == "code"]
+
+
+def run_script(source: Path, **settings: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-W", "error", source],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_there_are_notebooks_numbered_without_a_gap():
+    assert [int(name[:2]) for name in NAMES] == list(range(1, len(NAMES) + 1))
+    assert len(NAMES) >= 4
+
+
+@each_notebook
+def test_pair_is_in_step(source):
+    notebooks.check([source])
+
+
+@each_notebook
+def test_a_changed_line_puts_the_pair_out_of_step(source, tmp_path):
+    for path in (source, source.with_suffix(".ipynb")):
+        shutil.copy(path, tmp_path)
+    shutil.copy(notebooks.FOLDER.parent / "pyproject.toml", tmp_path)
+    copy = tmp_path / source.name
+    notebooks.check([copy])
+    copy.write_text(copy.read_text() + "\n# %%\nassert True\n")
+    with pytest.raises(notebooks.Problem, match="out of step"):
+        notebooks.check([copy])
+
+
+@each_notebook
+def test_pair_was_executed_from_top_to_bottom_without_a_word_on_stderr(source):
+    pair = read_pair(source)
+    code = [cell for cell in pair.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell.outputs]
+    assert all(output.output_type != "error" for output in outputs)
+    assert all(output.get("name") != "stderr" for output in outputs)
+
+
+@each_notebook
+def test_pair_is_small_and_holds_no_metadata_of_a_machine(source):
+    assert source.with_suffix(".ipynb").stat().st_size < MAX_BYTES
+    pair = read_pair(source)
+    assert set(pair.metadata) == {"kernelspec"}
+    for cell in pair.cells:  # jupytext keeps the blank lines of the .py in lines_to_next_cell
+        assert set(cell.metadata) <= {"tags", "lines_to_next_cell"}
+        assert set(cell.metadata.get("tags", [])) <= {"nbval-ignore-output"}
+
+
+@each_notebook
+def test_frame(source):
+    """One H1; what you'll do, learn and need; summary, exercises and further reading last."""
+    text = "\n".join(
+        c.source for c in notebooks.read_source(source).cells if c.cell_type == "markdown"
+    )
+    assert len(re.findall(r"^# \S", text, re.MULTILINE)) == 1
+    for heading in ("**What you'll do.**", "**What you'll learn.**", "**What you need.**"):
+        assert heading in text
+    sections = re.findall(r"^## (.+)", text, re.MULTILINE)
+    assert sections[-3:] == ["Summary", "Exercises", "Further reading"]
+
+
+@each_notebook
+def test_cells_are_short_and_the_notebook_asserts(source):
+    cells = code_cells(source)
+    lines = {i: sum(map(bool, cell.source.splitlines())) for i, cell in enumerate(cells)}
+    assert {i: n for i, n in lines.items() if n > MAX_CELL_LINES} == {}
+    asserting = [
+        cell
+        for cell in cells
+        if any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(cell.source)))
+    ]
+    assert len(asserting) >= len(cells) / 3
+
+
+@each_notebook
+def test_a_cell_that_nbval_does_not_compare_asserts_or_draws(source):
+    for cell in code_cells(source):
+        if "nbval-ignore-output" in cell.metadata.get("tags", []):
+            assert re.search(r"\bassert\b|plots\.|assert_close", cell.source), cell.source
+
+
+@each_notebook
+def test_links_between_notebooks_lead_somewhere(source):
+    for cell in notebooks.read_source(source).cells:
+        for target in re.findall(r"\]\((?!https?://)([^)#]+)", cell.source):
+            assert (source.parent / target).exists(), target
+
+
+@each_notebook
+def test_runs_as_a_plain_script_without_a_warning(source):
+    done = run_script(source)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+@each_notebook
+def test_set_up_is_the_same_in_every_notebook(source):
+    assert "device, scale = start()" in code_cells(source)[0].source
+
+
+def test_script_refuses_a_wrong_setting_in_one_line():
+    done = run_script(SOURCES[2], AMP_LAB_DEVICE="banana")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "AMP_LAB_DEVICE='banana' is not a device" in done.stderr
+
+
+def test_every_cell_of_every_notebook_ran(request, cells_passed):
+    chosen = [arg for arg in request.config.invocation_params.args if not str(arg).startswith("-")]
+    if chosen:
+        pytest.skip(f"counts only when everything runs; chosen were {chosen}")
+    found = {name: sum(f"{name}.ipynb::" in nodeid for nodeid in cells_passed) for name in NAMES}
+    assert found == {source.stem: len(code_cells(source)) for source in SOURCES}
+    print("cells run:", found)

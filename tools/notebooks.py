@@ -1,0 +1,162 @@
+"""Execute the notebooks and write their pairs: `pdm run notebooks [NAME …]`; `--check` compares.
+
+People edit `NAME.py`; `NAME.ipynb` is made from it, with outputs from the CPU at the quick scale.
+The last figure of notebook 04 is also written as a picture, for the README.
+"""
+
+import argparse
+import base64
+import hashlib
+import os
+import sys
+from pathlib import Path
+
+import jupytext
+import nbformat
+from jupytext.config import load_jupytext_config
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+
+FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
+SETTINGS = {
+    "AMP_LAB_DEVICE": "cpu",
+    "AMP_LAB_SCALE": "quick",
+}  # what the committed outputs are made with
+CELL_TIMEOUT_S = 600
+README_FIGURE = FOLDER / "04_fp32_vs_amp.png"  # the last figure of the notebook of that name
+
+
+class Problem(Exception):
+    """Something to tell the user in one line."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run this tool; return 0, or 2 for something the user can put right."""
+    parser = argparse.ArgumentParser(prog="notebooks", description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="beginning of a file name, e.g. 04 (default: all)"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="run nothing; fail if a pair is out of step"
+    )
+    options = parser.parse_args(argv)
+    try:
+        sources = find(options.names)
+        if options.check:
+            check(sources)
+        else:
+            for source in sources:
+                print(source.name, flush=True)
+                write_pair(execute(source), source)
+    except Problem as problem:
+        print(f"notebooks: {problem}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def find(names: list[str] = ()) -> list[Path]:
+    """The notebooks' `.py` files in order; with `names`, those that begin with one."""
+    sources = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
+    for name in names:
+        if not any(source.name.startswith(name) for source in sources):
+            raise Problem(
+                f"no notebook begins with {name!r}; there are {', '.join(s.stem for s in sources)}"
+            )
+    return [source for source in sources if not names or source.name.startswith(tuple(names))]
+
+
+def read_source(source: Path) -> nbformat.NotebookNode:
+    """The notebook in a `.py` file, without outputs."""
+    return jupytext.read(source, config=load_jupytext_config(str(source)))
+
+
+def check(sources: list[Path]) -> None:
+    """Raise `Problem` if a pair is missing or says something else than its source."""
+    for source in sources:
+        pair = source.with_suffix(".ipynb")
+        if not pair.exists():
+            raise Problem(
+                f"{source.name} has no pair; make it with: pdm run notebooks {source.stem}"
+            )
+        notebook = nbformat.read(pair, as_version=4)
+        text = jupytext.writes(notebook, fmt="py:percent", config=load_jupytext_config(str(source)))
+        if text != source.read_text(encoding="utf-8"):
+            raise Problem(
+                f"{pair.name} is out of step with {source.name}; "
+                f"run: pdm run notebooks {source.stem}"
+            )
+
+
+def execute(source: Path) -> nbformat.NotebookNode:
+    """The notebook in `source`, run from top to bottom on the CPU at the quick scale."""
+    for name, value in SETTINGS.items():
+        asked = os.environ.get(name) or value
+        if asked != value:
+            raise Problem(
+                f"{name}={asked!r}: committed outputs are made with {name}={value}; unset it"
+            )
+    os.environ.update(SETTINGS)  # for the kernel, which inherits them
+    notebook = read_source(source)
+    client = NotebookClient(
+        notebook,
+        extra_arguments=["--log-level=ERROR"],  # of the kernel: it warns of itself at every start
+        timeout=CELL_TIMEOUT_S,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(source.parent)}},
+        record_timing=False,
+        coalesce_streams=True,
+    )
+    try:
+        client.execute()
+    except CellExecutionError as error:
+        reason = f"raised {error.ename}: {error.evalue}".splitlines()[0]
+    except CellTimeoutError:
+        reason = f"took more than {CELL_TIMEOUT_S} s"
+    except DeadKernelError:
+        reason = "killed its kernel"
+    else:
+        return notebook
+    raise Problem(f"{source.name}: {_last_run(notebook, source)} {reason} (its pair is unchanged)")
+
+
+def _last_run(notebook: nbformat.NotebookNode, source: Path) -> str:
+    """The last code cell that was started: its place in the notebook, and its line in `source`."""
+    started = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.execution_count]
+    failed = next(
+        (cell for cell in started for out in cell.outputs if out.output_type == "error"), None
+    )
+    cell = failed or started[-1]
+    line = source.read_text(encoding="utf-8").partition(cell.source)[0].count("\n") + 1
+    return f"cell {notebook.cells.index(cell) + 1} (line {line})"
+
+
+def write_pair(notebook: nbformat.NotebookNode, source: Path) -> None:
+    """Write the `.ipynb` of `source`; running again changes nothing but what the cells print."""
+    notebook.metadata = {
+        "kernelspec": notebook.metadata["kernelspec"]
+    }  # no Python version, no jupytext header
+    seen: dict[str, int] = {}
+    for (
+        cell
+    ) in notebook.cells:  # ids that follow from the cell's text, where jupytext draws random ones
+        digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:8]
+        seen[digest] = seen.get(digest, 0) + 1
+        cell.id = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
+    pair = source.with_suffix(".ipynb")
+    draft = pair.with_suffix(".ipynb.tmp")
+    nbformat.write(notebook, draft)
+    draft.replace(pair)
+    if source.stem == README_FIGURE.stem:
+        README_FIGURE.write_bytes(figures(notebook)[-1])
+
+
+def figures(notebook: nbformat.NotebookNode) -> list[bytes]:
+    """The figures that the cells of an executed notebook show, in order, as PNG files."""
+    outputs = [
+        output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])
+    ]
+    return [base64.b64decode(data["image/png"]) for data in outputs if "image/png" in data]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
