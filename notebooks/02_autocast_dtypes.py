@@ -488,18 +488,15 @@ with torch.autocast(device.type, dtype=low):
 assert gradient.count_nonzero() == gradient.numel()
 
 # %% [markdown]
-# The second is a trap that is still there: the cache does not note the dtype of its entries. Who
-# nests two dtypes *and* uses the same weight in both gets the wrong copy. `cache_enabled=False` on
-# the inner block avoids it.
+# The second is a trap that is still there: the cache does not note the dtype of its entries. Nest
+# two dtypes, use the same weight in both, and the inner block gets the cast of the outer one, which
+# fails. `cache_enabled=False` on the inner block avoids it.
 
 # %%
 with torch.autocast(device.type, dtype=low):
     wide @ weight  # caches the weight in `low`
     with torch.autocast(device.type, dtype=other):
-        try:
-            print(f"inner block with the cache: {(wide @ weight).dtype}")
-        except RuntimeError as error:
-            print(f"inner block with the cache: {error}")
+        print(error_of(torch.matmul, wide, weight))
     with torch.autocast(device.type, dtype=other, cache_enabled=False):
         assert (wide @ weight).dtype is other
 

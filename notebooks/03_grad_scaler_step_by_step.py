@@ -83,8 +83,7 @@ def show(stage, layer):
 
 
 # %% [markdown]
-# `check` compares such a state with the values that a reader of this page has in front of them.
-# They are printed to four decimals, so half a unit of the fourth is the tolerance.
+# `check` asserts the values printed on this page, to half a unit of the fourth decimal.
 
 
 # %%
@@ -99,6 +98,7 @@ def check(layer, weight, bias, grads=None):
 layer, x, optimizer = make()
 show("at the start", layer)
 print(f"input {x.item():.4f}")
+assert abs(x.item() - -0.0591) < 0.5e-4
 check(layer, -0.8939, -0.9002)
 
 # %% [markdown]
@@ -143,7 +143,7 @@ check(layer, -0.8348, -1.9002)
 scaler = torch.amp.GradScaler(device.type, init_scale=4096)  # AMP: once, before the training loop
 assert torch.amp.GradScaler(device.type).get_scale() == 65536
 
-with torch.autocast(device.type, dtype=torch.float16):  # AMP: the forward pass, and nothing else
+with torch.autocast(device.type, dtype=torch.float16):  # AMP: the forward pass and the loss
     output = layer(x)
 print(f"output {output.item():.4f}, {output.dtype}; the parameters stay {layer.weight.dtype}")
 assert output.dtype is torch.float16
@@ -252,8 +252,8 @@ check(layer, -0.7756, -2.9002)
 # fault.** A few at the start and one now and then are normal. A scale that goes on falling is not:
 # then the gradients are bad at *any* scale, and the cause is elsewhere, often in the loss.
 #
-# Note that get_scale() copies a number from the device, and makes it wait: fine in a walk-through,
-# not in every step of a real loop.
+# Note that `get_scale()` waits for the device. So does `step`, which has to read whether anything
+# overflowed: one wait in each step is what a scaler costs.
 #
 # ## Growth: after enough good steps, the scale doubles
 #
@@ -274,7 +274,7 @@ assert scales == [4096] * 3 + [8192] * 3 + [16384]
 #
 # Both rules together make the scale climb until it touches the limit, fall by half, and climb
 # again. To see it in a picture, a layer of eight weights learns a noisy line, with a growth
-# interval of 10. The loss is computed in fp32, as losses should be.
+# interval of 10. The loss is in the block as well: autocast computes it in fp32 on every backend.
 
 # %%
 torch.manual_seed(0)
@@ -288,7 +288,7 @@ for _ in range(300):
     scales.append(scaler.get_scale())
     with torch.autocast(device.type, dtype=torch.float16):
         outputs = layer(inputs.to(device))
-    loss = nn.functional.mse_loss(outputs.float(), targets.to(device))
+        loss = nn.functional.mse_loss(outputs, targets.to(device))
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -306,16 +306,15 @@ assert 0 < len(skipped) < 0.1 * len(scales)
 assert loss.item() < 0.03
 
 # %% [markdown]
-# The picture shows the scale on a logarithmic axis over the steps: a staircase up, a stair for
-# every ten steps, then a saw: each cross marks a skipped step, after which the scale is half of
-# what it was and the climb begins anew. The limit is no straight line, since every batch has its
-# own largest gradient. The few skipped steps cost nothing that matters: the loss ends at the level
-# of the noise.
+# The picture shows the scale on a logarithmic axis over the steps. It climbs one stair every ten
+# steps, until a gradient overflows. There (a cross) the step is skipped, the scale halves, and the
+# climb begins again. The limit is no straight line, since every batch has its own largest gradient.
+# The few skipped steps cost nothing that matters: the loss ends at the level of the noise.
 #
 # ## A scaler written by hand
 #
-# All of this fits in 20 lines. What PyTorch's own adds is that it keeps scale and verdict on the
-# device, serves several optimizers and devices at once, and catches calls in the wrong order.
+# All of this fits in 20 lines. PyTorch's own also serves several optimizers and devices at once,
+# catches calls in the wrong order, and reads its verdict from the device only once in a step.
 
 
 # %%
@@ -387,8 +386,9 @@ assert 30 < falls < 70  # one in ten of 500, give or take three standard deviati
 # %% [markdown]
 # ## When there is nothing to scale
 #
-# bf16 has the range of fp32, so its gradients do not vanish, and a scaler has nothing to do. The
-# same loop then serves both: a disabled scaler hands the loss through, and calls the optimizer.
+# bf16 has the range of fp32, so its gradients vanish only where those of fp32 would, and a scaler
+# has nothing to do. The same loop then serves both: a disabled scaler hands the loss through, and
+# calls the optimizer.
 
 # %%
 for dtype in (torch.float16, torch.bfloat16):
@@ -409,12 +409,13 @@ for dtype in (torch.float16, torch.bfloat16):
 # | `scaler.update()` | after a bad step: half the scale; after 2000 good ones in a row: twice |
 #
 # A skipped step is the scaler's way of searching. One scaler lives as long as the training does,
-# and belongs into the checkpoint. Only fp16 needs one.
+# and belongs in the checkpoint. Only fp16 needs one.
 #
 # ## Exercises
 #
-# 1. Set `init_scale=1` in the AMP step, and multiply the input by 2^-20. Which gradient vanishes?
-#    From which scale on does it survive?
+# 1. In the AMP step, use `init_scale=1` and multiply the output by 2^-13 twice, inside the block.
+#    Which gradients vanish? From which scale on does the gradient of the bias survive, and from
+#    which that of the weight?
 # 2. In the picture, set `growth_interval` to 2 and to 100. How many steps are skipped, and what
 #    does the final loss say about it?
 # 3. Call `scaler.update()` before `scaler.step(optimizer)`, and read the message. Why could the

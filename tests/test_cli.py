@@ -73,6 +73,15 @@ def test_a_wrong_device_is_one_line_on_stderr_and_exit_2(
     assert said in printed.err
 
 
+def test_without_torch_it_says_what_to_do():
+    done = run_python(
+        NO_TORCH + "import sys; from amp_lab.cli import main; sys.exit(main(['doctor']))"
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("amp-lab doctor: torch is not installed; run")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_the_same_from_the_shell():
     done = amp_lab("doctor", AMP_LAB_DEVICE="banana")
     assert done.returncode == 2

@@ -12,6 +12,7 @@ from amp_lab import (
     pick_device,
     recommend_precision,
 )
+from amp_lab import device as device_module
 from amp_lab.device import _memory_bytes, _recommend
 from amp_lab.errors import AmpLabError
 from amp_lab.notebook import Scale, pick_scale, start
@@ -172,6 +173,64 @@ def test_recommendation(measured, recommended):
     precision, why = _recommend(measured)
     assert precision == recommended
     assert "x" in why  # a measured multiple, not a platitude
+
+
+SECONDS = {Precision.FP32: 1e-2, Precision.FP16: 2.0, Precision.BF16: 4e-3}
+
+
+def timed(monkeypatch, seconds):
+    """Rates, trust and calls when a product takes `seconds(precision, n)`."""
+    asked = []
+
+    def matmul_seconds(device, precision, n, calls=5):
+        asked.append((precision, n, calls))
+        return seconds(precision, n)
+
+    monkeypatch.setattr(device_module, "_matmul_seconds", matmul_seconds)
+    monkeypatch.setattr(device_module, "has_tf32", lambda device_type: False)
+    return *device_module._matmul_rates(CPU), asked
+
+
+def test_rates_are_of_one_size_and_a_slow_precision_is_called_once(monkeypatch):
+    rates, trusted, asked = timed(monkeypatch, lambda p, n: SECONDS[p] * (n / 1024) ** 3)
+    assert trusted
+    assert rates[Precision.TF32] is None
+    for precision, seconds in SECONDS.items():
+        assert rates[precision] == pytest.approx(2 * 1024**3 / seconds)
+    assert [call for call in asked if call[:2] == (Precision.FP16, 1024)] == [
+        (Precision.FP16, 1024, 1)
+    ]
+
+
+def test_a_call_that_something_else_slowed_down_does_not_count(monkeypatch):
+    slowed = iter([1.0])
+
+    def seconds(precision, n):
+        late = next(slowed, 0.0) if (precision, n) == (Precision.BF16, 1024) else 0.0
+        return SECONDS[precision] * (n / 1024) ** 3 + late
+
+    rates, _, _ = timed(monkeypatch, seconds)
+    assert rates[Precision.BF16] == pytest.approx(2 * 1024**3 / SECONDS[Precision.BF16])
+
+
+def test_turns_that_disagree_are_not_trusted(monkeypatch):
+    factors = iter([1.0, 1.6])  # of fp32 at the full size, in the first turn and in the second
+
+    def seconds(precision, n):
+        busy = (precision, n) == (Precision.FP32, 1024)
+        return SECONDS[precision] * (n / 1024) ** 3 * (next(factors) if busy else 1.0)
+
+    _, trusted, _ = timed(monkeypatch, seconds)
+    assert not trusted
+
+
+def test_a_device_that_torch_cannot_use_is_said(monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no kernel image is available\nfor this device")
+
+    monkeypatch.setattr(torch, "ones", fail)
+    with pytest.raises(DeviceError, match=r"torch cannot use it: no kernel image is available$"):
+        device_module._describe.__wrapped__(CPU)
 
 
 def test_report_of_this_cpu():

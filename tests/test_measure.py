@@ -58,6 +58,7 @@ class Accelerator:
     def __init__(self, monkeypatch, counts=True):
         self.log, self.counts, self.now = [], counts, 0.0
         for name in (
+            "empty_cache",
             "synchronize",
             "reset_peak_memory_stats",
             "max_memory_allocated",
@@ -70,6 +71,9 @@ class Accelerator:
         self.log.append("clock")
         self.now += 1.0
         return self.now
+
+    def empty_cache(self):
+        self.log.append("empty")
 
     def synchronize(self, device):
         self.log.append("sync")
@@ -92,7 +96,7 @@ def test_the_device_is_synchronised_before_the_clock_is_read_and_peaks_reset_aft
     accelerator = Accelerator(monkeypatch)
     result = measure(lambda: accelerator.log.append("run"), device="cuda", warmup=1, repeats=2)
     once = ["sync", "clock", "run", "sync", "clock"]
-    assert accelerator.log == ["run", "reset", *once, *once]
+    assert accelerator.log == ["empty", "run", "sync", "reset", *once, *once]
     assert (result.peak_bytes, result.reserved_bytes) == (100, 200)
 
 

@@ -1,11 +1,15 @@
 """`pdm run lab` and `pdm run notebooks`, given something wrong."""
 
+import json
 import os
 import re
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import nbformat
 import pytest
@@ -23,6 +27,16 @@ HEADER = """# ---
 # ---
 
 """
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def run_lab(*arguments: str, **settings: str) -> subprocess.CompletedProcess:
@@ -56,10 +70,62 @@ def test_a_wrong_port_is_said(port):
     assert lab.port_problem("127.0.0.1", port).endswith("a port is a whole number from 1 to 65535")
 
 
+def test_a_wrong_address_is_said():
+    assert lab.port_problem("nowhere.invalid", "8888").startswith("--ip nowhere.invalid: ")
+    assert lab.port_problem("", "8888").startswith("--ip needs an address")
+
+
+@pytest.mark.parametrize("ip", ["*", "0.0.0.0", "localhost"])
+def test_addresses_that_jupyter_takes_are_taken(ip):
+    assert lab.port_problem(ip, str(free_port())) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "empty"),
+    [
+        ([], "", "JUPYTER_TOKEN"),
+        (["--IdentityProvider.token="], "x", "--IdentityProvider.token="),
+        (["--ServerApp.token=''"], None, "--ServerApp.token=''"),
+    ],
+)
+def test_an_empty_token_is_refused(monkeypatch, arguments, environment, empty):
+    if environment is None:
+        monkeypatch.delenv("JUPYTER_TOKEN", raising=False)
+    else:
+        monkeypatch.setenv("JUPYTER_TOKEN", environment)
+    assert lab.token_problem(arguments).startswith(f"{empty} is empty")
+    monkeypatch.setenv("JUPYTER_TOKEN", "secret")
+    assert lab.token_problem(["--IdentityProvider.token=secret"]) is None
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path):
+    said = lab.folder_problem(tmp_path / "missing")
+    assert said is not None
+    assert lab.folder_problem(tmp_path) is None
+
+
+def test_lab_starts_and_answers(tmp_path):
+    port = free_port()
+    command = [sys.executable, ROOT / "tools" / "lab.py", f"--port={port}", "--no-browser"]
+    home = {"HOME": str(tmp_path), "JUPYTER_TOKEN": "secret"}
+    address = f"http://127.0.0.1:{port}"
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=os.environ | home, **quiet) as server:
+        try:
+            while not answers(port):
+                assert server.poll() is None
+                time.sleep(0.2)
+            contents = f"{address}/api/contents/notebooks?token=secret"
+            names = [entry["name"] for entry in json.load(urlopen(contents))["content"]]
+            assert "01_number_formats.ipynb" in names
+            with pytest.raises(HTTPError, match="403"):
+                urlopen(f"{address}/api/contents/notebooks")
+        finally:
+            server.terminate()
+
+
 def test_a_free_port_is_no_problem():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    assert lab.port_problem("127.0.0.1", str(port)) is None
+    assert lab.port_problem("127.0.0.1", str(free_port())) is None
 
 
 @pytest.mark.parametrize(
@@ -87,6 +153,16 @@ def test_a_notebook_that_fails_is_named_with_its_line_and_its_pair_is_kept(folde
     said = capsys.readouterr().err.splitlines()[-1]
     assert "01_broken.py: cell 2 (line 13) raised ZeroDivisionError: division by zero" in said
     assert source.with_suffix(".ipynb").read_text() == "as it was"
+
+
+def test_a_damaged_pair_is_named(folder, capsys):
+    source = folder / "01_sound.py"
+    source.write_text(HEADER + "# %%\n1 + 1\n")
+    source.with_suffix(".ipynb").write_text("<<<<<<< HEAD\n{}\n")
+    assert notebooks.main(["--check"]) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert "01_sound.ipynb is damaged" in said
 
 
 def test_running_twice_changes_nothing(folder):

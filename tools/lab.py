@@ -1,15 +1,21 @@
 """Open JupyterLab on the notebooks: `pdm run lab [--port N] [any option of jupyter lab]`.
 
-JupyterLab alone would take another port when the one asked for is taken, and refuse to run as root.
+JupyterLab alone would take another port when the one asked for is taken, refuse to run as root, and
+accept an empty token.
 """
 
 import argparse
+import importlib.util
 import os
+import re
 import socket
 import sys
+import tempfile
+import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+NOTEBOOKS = ROOT / "notebooks"
 SETTINGS = ROOT / "tools" / "jupyterlab_settings"
 
 
@@ -18,50 +24,107 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="lab", description=__doc__.splitlines()[0], allow_abbrev=False
     )
-    parser.add_argument(
-        "--port", default=os.environ.get("JUPYTER_PORT", "8888"), help="default: 8888"
-    )
-    parser.add_argument(
-        "--ip", default="127.0.0.1", help="address to listen on (default: %(default)s)"
-    )
+    port = os.environ.get("JUPYTER_PORT", "8888")
+    parser.add_argument("--port", nargs="?", const="", default=port)
+    parser.add_argument("--ip", nargs="?", const="", default="127.0.0.1")
     options, rest = parser.parse_known_args(argv)
-    problem = port_problem(options.ip, options.port) or setting_problem()
+    problem = (
+        token_problem(rest)
+        or port_problem(options.ip, options.port)
+        or folder_problem(NOTEBOOKS)
+        or temporary_problem()
+        or setting_problem()
+    )
     if problem:
         print(f"lab: {problem}", file=sys.stderr)
         return 2
 
+    from jupyter_server.utils import JupyterServerAuthWarning
     from jupyterlab.labapp import main as jupyter_lab
 
+    # It names routes that do not ask for the token by themselves. With allow_unauthenticated_access
+    # off, the server asks in their place.
+    warnings.simplefilter("ignore", JupyterServerAuthWarning)
     arguments = [
         f"--ip={options.ip}",
         f"--port={options.port}",
         "--ServerApp.port_retries=0",
+        "--ServerApp.allow_unauthenticated_access=False",
         f"--ServerApp.root_dir={ROOT}",
-        f"--ServerApp.preferred_dir={ROOT / 'notebooks'}",
+        f"--ContentsManager.preferred_dir={NOTEBOOKS}",
         f"--LabApp.app_settings_dir={SETTINGS}",  # no questions about news, and no look-ups
         *rest,
     ]
+    if os.environ.get("AMP_LAB_PORT"):  # a container's port has another number outside
+        address = f"http://127.0.0.1:{os.environ['AMP_LAB_PORT']}"
+        arguments.append(f"--ServerApp.custom_display_url={address}")
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         arguments.append("--allow-root")
     return jupyter_lab(arguments) or 0
+
+
+def token_problem(arguments: list[str]) -> str | None:
+    """A line if the token is given and empty, which would let anyone in; None otherwise."""
+    empty = [a for a in arguments if re.fullmatch(r"--\w+\.token=['\"]*", a)]
+    if os.environ.get("JUPYTER_TOKEN") == "":
+        empty.append("JUPYTER_TOKEN")
+    if not empty:
+        return None
+    return f"{empty[0]} is empty, and would let anyone in: give a token, or leave it out to get one"
 
 
 def port_problem(ip: str, port: str) -> str | None:
     """What keeps a server from listening there, in a line; None if nothing does."""
     if not port.isdecimal() or not 0 < int(port) < 65536:
         return f"--port {port}: a port is a whole number from 1 to 65535"
+    if not ip:
+        return "--ip needs an address, 127.0.0.1 for one"
     try:
-        with socket.create_server((ip, int(port))):
+        family, *_, address = socket.getaddrinfo("0.0.0.0" if ip == "*" else ip, int(port))[0]
+    except OSError:
+        return f"--ip {ip}: this is no address of this machine"
+    try:
+        with socket.create_server(address[:2], family=family):
             return None
     except OSError as error:
+        reason = os.strerror(error.errno)
         hint = "stop what uses it, perhaps another JupyterLab, or take another with --port"
-        return f"port {port} on {ip} cannot be used ({error.strerror}): {hint}"
+        return f"port {port} on {ip} cannot be used ({reason}): {hint}"
+
+
+def folder_problem(folder: Path) -> str | None:
+    """A line if notebooks could not be saved there; None otherwise."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        if not folder.exists() or not hasattr(os, "geteuid"):
+            return f"nothing can be saved in {folder} ({error.strerror})"
+        owner, mine = folder.stat(), f"{os.geteuid()}:{os.getegid()}"
+        return (
+            f"nothing can be saved in {folder} ({error.strerror}): it belongs to "
+            f"{owner.st_uid}:{owner.st_gid}, this server runs as {mine}. In a container, set "
+            f"AMP_LAB_UID={owner.st_uid} and AMP_LAB_GID={owner.st_gid}, and mount it writable"
+        )
+
+
+def temporary_problem() -> str | None:
+    """A line if there is no room for temporary files; None otherwise."""
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(bytes(2**20))
+            file.flush()
+            return None
+    except OSError as error:
+        return f"no temporary file can be written ({error.strerror}): make room in /tmp"
 
 
 def setting_problem() -> str | None:
     """What is wrong with AMP_LAB_DEVICE or AMP_LAB_SCALE, said now and not in the first cell."""
     if not os.environ.get("AMP_LAB_DEVICE") and not os.environ.get("AMP_LAB_SCALE"):
         return None  # the usual case, which need not load torch
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed; run `pdm run sync`, or on AMD see the README"
     from amp_lab.device import pick_device
     from amp_lab.errors import AmpLabError
     from amp_lab.notebook import pick_scale

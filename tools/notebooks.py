@@ -78,7 +78,14 @@ def check(sources: list[Path]) -> None:
             raise Problem(
                 f"{source.name} has no pair; make it with: pdm run notebooks {source.stem}"
             )
-        notebook = nbformat.read(pair, as_version=4)
+        try:
+            notebook = nbformat.read(pair, as_version=4)
+        except (nbformat.reader.NotJSONError, nbformat.ValidationError) as error:
+            reason = str(error).splitlines()[0][:100]
+            raise Problem(
+                f"{pair.name} is damaged ({reason}); make it again with: "
+                f"pdm run notebooks {source.stem}"
+            ) from error
         text = jupytext.writes(notebook, fmt="py:percent", config=load_jupytext_config(str(source)))
         if text != source.read_text(encoding="utf-8"):
             raise Problem(

@@ -1,25 +1,46 @@
 """Bring the environment in step with pdm.lock: what the other scripts do first.
 
-A torch that does not come from the lock, such as AMD's build, is left alone: such a build carries a
-label in its version (2.11.0+rocm7.1), which the lock's never does.
+Does nothing if neither pdm.lock nor pyproject.toml has changed since it last did, so that it needs
+no network then. A torch that does not come from the lock, such as AMD's build, is left alone: such
+a build carries a label in its version (2.11.0+rocm7.1), which the lock's never does.
 """
 
+import hashlib
 import importlib.metadata
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STAMP = Path(sys.prefix) / "amp-lab-synced"  # in the environment, which it describes
 
 
-def main() -> int:
-    """Run `pdm sync`; return its exit code, or 2 if pdm cannot be found."""
+def main(arguments: list[str] | None = None) -> int:
+    """Run `pdm sync` if need be; return its exit code, or 2 if pdm cannot be found.
+
+    `arguments` go to `pdm sync`.
+    """
+    arguments = (sys.argv[1:] if arguments is None else arguments) or without_torch()
+    wanted = fingerprint()
+    if STAMP.exists() and STAMP.read_text() == wanted:
+        return 0
     pdm = shutil.which("pdm")
     if pdm is None:
-        print(
-            "sync: there is no command `pdm` on the PATH; run this through `pdm run`",
-            file=sys.stderr,
-        )
+        print("sync: no command `pdm` on the PATH; run this through `pdm run`", file=sys.stderr)
         return 2
-    return subprocess.run([pdm, "sync", *without_torch()]).returncode
+    code = subprocess.run([pdm, "sync", *arguments], cwd=ROOT).returncode
+    if code == 0:
+        STAMP.write_text(wanted)
+    return code
+
+
+def fingerprint() -> str:
+    """A text that changes with whatever decides what is to be installed, and from where."""
+    digest = hashlib.sha256(str(ROOT).encode())
+    for name in ("pyproject.toml", "pdm.lock"):
+        digest.update((ROOT / name).read_bytes())
+    return digest.hexdigest()
 
 
 def without_torch() -> list[str]:

@@ -24,6 +24,12 @@ def main(argv: list[str] | None = None) -> int:
     except AmpLabError as error:
         print(f"amp-lab {options.command}: {error}", file=sys.stderr)
         return 2
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        remedy = "run `pdm run sync`, or on AMD see the README"
+        print(f"amp-lab {options.command}: torch is not installed; {remedy}", file=sys.stderr)
+        return 2
     except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
@@ -76,6 +82,9 @@ def _doctor(options: argparse.Namespace) -> None:
             remark = f"  {1 / speedup:.0f} times slower: avoid it here"
         print(f"{precision:<11}{_flops(rate):>16}{speedup:>14.3g}x{remark}")
 
+    if not report.trusted:
+        print("\nThis machine is busy: the same product took 1.5 times as long in a second try.")
+        print("Measure again when it is idle.")
     print(f"\nUse {report.recommended}: {report.why}.")
     for line in _recipe(report.recommended, report.device.type):
         print(f"    {line}")

@@ -41,6 +41,8 @@ class DeviceReport:
     """Its memory in bytes (for a CPU: what this process may use); None if it does not say."""
     rates: dict[Precision, float | None]
     """Measured rate of a matrix product in FLOP/s; None for a precision that it does not have."""
+    trusted: bool
+    """Whether repeated measurements agreed; if not, the machine was busy: measure again."""
     recommended: Precision
     why: str
     """The reason for `recommended`, in a sentence with its figures."""
@@ -99,10 +101,22 @@ def _devices_here() -> str:
 
 @functools.cache
 def _describe(device: torch.device) -> DeviceReport:
-    rates = _matmul_rates(device)
+    try:
+        torch.ones(2, device=device).sum().item()
+    except RuntimeError as error:  # a GPU that this torch has no kernels for, or a broken driver
+        reason = str(error).splitlines()[0]
+        raise DeviceError(f"{str(device)!r} is there, but torch cannot use it: {reason}") from error
+    rates, trusted = _matmul_rates(device)
     recommended, why = _recommend(rates)
     return DeviceReport(
-        device, _name(device), _backend(device), _memory_bytes(device), rates, recommended, why
+        device=device,
+        name=_name(device),
+        backend=_backend(device),
+        memory_bytes=_memory_bytes(device),
+        rates=rates,
+        trusted=trusted,
+        recommended=recommended,
+        why=why,
     )
 
 
@@ -120,35 +134,45 @@ def recommend_precision(device: torch.device | str) -> Precision:
     return describe_device(device).recommended
 
 
-def _matmul_rates(device: torch.device) -> dict[Precision, float | None]:
-    """FLOP/s of a square matrix product in each precision; None if the device does not have it.
+def _matmul_rates(device: torch.device) -> tuple[dict[Precision, float | None], bool]:
+    """FLOP/s of a square matrix product in each precision, and whether the figures can be trusted.
 
-    The size is the same for all: it doubles until the product takes 10 ms in fp32, enough to fill
-    the device. On a CPU it stops at 1024, because fp16 without hardware for it then takes seconds.
+    None stands for a precision that the device does not have. The size is the same for all: it
+    doubles until the product takes 10 ms in fp32, enough to fill the device. On a CPU it stops at
+    1024, because fp16 without hardware for it then takes seconds. The rate is that of the fastest
+    call, since whatever else the machine does can only slow a call down. The precisions take
+    turns, and if two turns of fp32 differ by more than half, the machine is too busy to tell.
     """
-    largest = 1024 if device.type == "cpu" else 8192
-    n = 128
+    here = [p for p in Precision if p is not Precision.TF32 or has_tf32(device.type)]
+    small = {precision: _matmul_seconds(device, precision, 256) for precision in here}
+    slow = {p for p in here if small[p] > 10 * small[Precision.FP32]}  # not worth a second call
+    largest, n = (1024 if device.type == "cpu" else 8192), 256
     while n < largest and _matmul_seconds(device, Precision.FP32, n) < 10e-3:
         n *= 2
-    return {
-        precision: 2 * n**3 / _matmul_seconds(device, precision, n)  # n^3 products and as many sums
-        if precision is not Precision.TF32 or has_tf32(device.type)
-        else None
-        for precision in Precision
-    }
+    turns = [
+        {p: _matmul_seconds(device, p, n, calls=1 if p in slow else 5) for p in precisions}
+        for precisions in (here, [p for p in here if p not in slow])
+    ]
+    fp32 = [turn[Precision.FP32] for turn in turns]
+    rates = dict.fromkeys(Precision) | {
+        p: 2 * n**3 / min(turn[p] for turn in turns if p in turn) for p in here
+    }  # n^3 products and as many sums
+    return rates, max(fp32) < 1.5 * min(fp32)
 
 
-def _matmul_seconds(device: torch.device, precision: Precision, n: int) -> float:
+def _matmul_seconds(device: torch.device, precision: Precision, n: int, calls: int = 5) -> float:
+    """Seconds of the fastest of some products of two n x n matrices."""
     generator = torch.Generator(device).manual_seed(0)
     left, right = (
         torch.randn(n, n, device=device, generator=generator).to(precision.dtype) for _ in range(2)
     )
     mode = Precision.TF32 if precision is Precision.TF32 else Precision.FP32
     with mode.autocast(device.type):
-        first = measure(lambda: left @ right, device=device, warmup=0, repeats=1)
-        if first.median_s > 0.5:  # the first call's own cost does not matter then
-            return first.median_s
-        return measure(lambda: left @ right, device=device, warmup=1, repeats=5).median_s
+        return min(
+            measure(
+                lambda: left @ right, device=device, warmup=int(calls > 1), repeats=calls
+            ).samples_s
+        )
 
 
 def _speedup(rates: dict[Precision, float | None], precision: Precision) -> float:

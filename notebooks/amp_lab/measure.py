@@ -59,9 +59,12 @@ def measure(
             f"measure: repeats={repeats} must be at least 1 and warmup={warmup} at least 0"
         )
     device = torch.device(device)
+    gc.collect()  # what earlier code left behind is not this function's memory, nor its time
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
     for _ in range(warmup):
         fn()
-    gc.collect()  # what earlier code left behind is not this function's memory, nor its time
+    _synchronize(device)
     counted = _resets_peak(device)
     samples = []
     for _ in range(repeats):
