@@ -1,8 +1,58 @@
 import importlib.metadata
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 
 import sync
+
+
+@pytest.fixture
+def pdm(monkeypatch, tmp_path):
+    """Stands in for pdm: notes what it is called with, and exits as it is told to."""
+    pdm = SimpleNamespace(calls=[], code=0)
+
+    def run(command, cwd):
+        pdm.calls.append(command[1:])
+        return SimpleNamespace(returncode=pdm.code)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(sync.shutil, "which", lambda name: f"/somewhere/{name}")
+    monkeypatch.setattr(sync, "STAMP", tmp_path / "stamp")
+    monkeypatch.setattr(sync, "without_torch", lambda: [])
+    return pdm
+
+
+def test_it_syncs_once(pdm):
+    assert sync.main([]) == 0
+    assert sync.main([]) == 0
+    assert pdm.calls == [["sync"]]
+
+
+def test_it_syncs_again_when_the_lock_has_changed(pdm, monkeypatch):
+    sync.main([])
+    monkeypatch.setattr(sync, "fingerprint", lambda: "another lock")
+    sync.main([])
+    assert pdm.calls == [["sync"], ["sync"]]
+
+
+def test_a_sync_that_failed_is_tried_again(pdm):
+    pdm.code = 1
+    assert sync.main([]) == 1
+    pdm.code = 0
+    assert sync.main([]) == 0
+    assert len(pdm.calls) == 2
+
+
+def test_arguments_go_to_pdm(pdm):
+    sync.main(["--without", "browser"])
+    assert pdm.calls == [["sync", "--without", "browser"]]
+
+
+def test_without_pdm_it_says_so(pdm, monkeypatch, capsys):
+    monkeypatch.setattr(sync.shutil, "which", lambda name: None)
+    assert sync.main([]) == 2
+    assert "no command `pdm`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -24,9 +74,3 @@ def test_a_fresh_environment_gets_everything(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     assert sync.without_torch() == []
-
-
-def test_without_pdm_it_says_so(monkeypatch, capsys):
-    monkeypatch.setenv("PATH", "")
-    assert sync.main() == 2
-    assert "no command `pdm`" in capsys.readouterr().err

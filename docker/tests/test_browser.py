@@ -1,0 +1,135 @@
+"""A reader's session in a real browser, with the container and with plain `pdm run lab`."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect, sync_playwright
+
+from conftest import OWNER, ROOT, TOKEN, free_port
+
+NAME = "03_grad_scaler_step_by_step"
+CELL_TIMEOUT_MS = 120_000
+CHROMIUM_OPTIONS = [
+    "--no-sandbox",  # which refuses to run as root otherwise, as in CI
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """The Chromium that is installed."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.skip(f"none of {', '.join(names)} is installed")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=CHROMIUM_OPTIONS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(params=["container", "host"])
+def session(request, tmp_path) -> tuple[str, Path, int]:
+    """A running JupyterLab: its address, the checkout that it serves, and the owner of that."""
+    if request.param == "container":
+        lab = request.getfixturevalue("lab")
+        yield f"http://127.0.0.1:{lab.settings['AMP_LAB_PORT']}", lab.checkout, OWNER
+        return
+    checkout, port = tmp_path / "checkout", free_port()
+    ignore = shutil.ignore_patterns(".venv", ".git", "__pycache__", ".ipynb_checkpoints")
+    shutil.copytree(ROOT, checkout, ignore=ignore)
+    settings = {"HOME": str(tmp_path), "JUPYTER_TOKEN": TOKEN, "AMP_LAB_DEVICE": "cpu"}
+    command = [sys.executable, checkout / "tools" / "lab.py", f"--port={port}", "--no-browser"]
+    with open(tmp_path / "log", "w") as log:
+        server = subprocess.Popen(command, env=os.environ | settings, stdout=log, stderr=log)
+    try:
+        yield f"http://127.0.0.1:{port}", checkout, os.geteuid()
+    finally:
+        server.terminate()
+        server.wait(timeout=20)
+
+
+def sign_in(page: Page, address: str) -> None:
+    """Open JupyterLab without the token in the address, and type it into the form."""
+    end = time.monotonic() + 30
+    while True:
+        try:
+            page.goto(f"{address}/lab?reset")
+            break
+        except Exception:  # the server of the host is still starting
+            assert time.monotonic() < end, "no answer"
+            time.sleep(0.5)
+    page.get_by_label("Password or token").fill(TOKEN)
+    page.get_by_role("button", name="Log in", exact=True).click()
+    page.wait_for_selector("#jp-main-dock-panel", timeout=60_000)
+
+
+def open_notebook(page: Page, address: str, file: str, factory: str = "") -> None:
+    """Open a file of notebooks/ as a notebook, and wait until its kernel is idle."""
+    query = f"?factory={factory}&reset" if factory else "?reset"
+    page.goto(f"{address}/lab/tree/notebooks/{file}{query}")
+    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
+    idle = page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").first
+    expect(idle).to_be_attached(timeout=60_000)
+
+
+def run_all(page: Page) -> None:
+    page.get_by_role("menuitem", name="Run", exact=True).click()
+    page.get_by_text("Run All Cells", exact=True).first.click()
+    time.sleep(1)
+    idle = page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").first
+    expect(idle).to_be_attached(timeout=CELL_TIMEOUT_MS)
+
+
+def count(page: Page, kind: str) -> int:
+    """How many outputs of a kind there are in all cells, seen or scrolled out of sight."""
+    found, top = 0, 0
+    panel = ".jp-Notebook .jp-WindowedPanel-outer"
+    while True:
+        page.eval_on_selector(panel, f"panel => panel.scrollTop = {top}")
+        time.sleep(0.3)
+        found += page.locator(f'.jp-OutputArea-output[data-mime-type="{kind}"]').count()
+        height, view = page.eval_on_selector(panel, "p => [p.scrollHeight, p.clientHeight]")
+        top += view
+        if top >= height:
+            return found
+
+
+def test_a_readers_session(browser, session):
+    address, checkout, owner = session
+    source, pair = (checkout / "notebooks" / f"{NAME}.{kind}" for kind in ("py", "ipynb"))
+    page = browser.new_page(viewport={"width": 1300, "height": 1200})
+    sign_in(page, address)
+
+    open_notebook(page, address, f"{NAME}.ipynb")
+    run_all(page)
+    assert count(page, "application/vnd.jupyter.error") == 0
+    assert count(page, "application/vnd.jupyter.stderr") == 0
+    assert count(page, "application/vnd.jupyter.stdout") > 5
+    assert count(page, "image/png") >= 1
+
+    page.eval_on_selector(".jp-Notebook .jp-WindowedPanel-outer", "panel => panel.scrollTop = 0")
+    editor = page.locator(".jp-Notebook .jp-CodeCell .cm-content").first
+    editor.click()
+    page.keyboard.press("Control+End")
+    page.keyboard.type("\n# a remark of the reader")
+    page.keyboard.press("Control+s")
+    end = time.monotonic() + 20
+    while "a remark of the reader" not in source.read_text():
+        assert time.monotonic() < end, "not saved"
+        time.sleep(0.3)
+    assert "a remark of the reader" in pair.read_text()
+    assert {path.stat().st_uid for path in (source, pair)} == {owner}
+
+    open_notebook(page, address, f"{NAME}.py", factory="Jupytext%20Notebook")
+    expect(page.locator(".jp-Notebook")).to_contain_text("Follow a GradScaler step by step")
+    expect(page.locator(".jp-Notebook")).to_contain_text("a remark of the reader")
+    page.close()
