@@ -21,10 +21,10 @@ def main(arguments: list[str] | None = None) -> int:
 
     `arguments` go to `pdm sync`.
     """
-    arguments = (sys.argv[1:] if arguments is None else arguments) or without_torch()
     wanted = fingerprint()
     if STAMP.exists() and STAMP.read_text() == wanted:
         return 0
+    arguments = (sys.argv[1:] if arguments is None else arguments) or without_torch()
     pdm = shutil.which("pdm")
     if pdm is None:
         print("sync: no command `pdm` on the PATH; run this through `pdm run`", file=sys.stderr)

@@ -77,16 +77,15 @@ def open_notebook(page: Page, address: str, file: str, factory: str = "") -> Non
     query = f"?factory={factory}&reset" if factory else "?reset"
     page.goto(f"{address}/lab/tree/notebooks/{file}{query}")
     page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-    idle = page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").first
-    expect(idle).to_be_attached(timeout=60_000)
+    expect(page.get_by_text("(ipykernel) | Idle")).to_be_visible(timeout=60_000)
 
 
 def run_all(page: Page) -> None:
+    """Run all cells, and wait until the last has ended."""
     page.get_by_role("menuitem", name="Run", exact=True).click()
     page.get_by_text("Run All Cells", exact=True).first.click()
-    time.sleep(1)
-    idle = page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").first
-    expect(idle).to_be_attached(timeout=CELL_TIMEOUT_MS)
+    expect(page.get_by_text("(ipykernel) | Busy")).to_be_visible(timeout=20_000)
+    expect(page.get_by_text("(ipykernel) | Idle")).to_be_visible(timeout=CELL_TIMEOUT_MS)
 
 
 def count(page: Page, kind: str) -> int:

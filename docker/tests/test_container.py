@@ -126,7 +126,7 @@ def test_no_websocket_opens_without_the_token(lab, routes):
     assert len(sockets) >= 3
     for path in sockets:
         status, _, _ = request(lab, "GET", path, websocket_headers())
-        assert status in (401, 403, 404), (path, status)
+        assert status in (302, 401, 403, 404), (path, status)  # 101 would be an open one
 
 
 def test_with_the_token_they_work(lab):
@@ -266,8 +266,12 @@ def test_a_taken_port_is_said(image):
 
 def test_a_changed_notebook_rebuilds_nothing_but_its_copy(image):
     notebook = image / "notebooks" / "01_number_formats.py"
-    notebook.write_text(notebook.read_text() + "\n")
-    done = Service(image, "docker/compose.yaml").compose("--progress", "plain", "build")
+    text = notebook.read_text()
+    try:
+        notebook.write_text(text + "\n")
+        done = Service(image, "docker/compose.yaml").compose("--progress", "plain", "build")
+    finally:
+        notebook.write_text(text)
     steps = re.findall(r"^#(\d+) \[lab .*?\] (.*)$", done.stdout + done.stderr, re.MULTILINE)
     cached = set(re.findall(r"^#(\d+) CACHED", done.stdout + done.stderr, re.MULTILINE))
     ran = [step for number, step in dict(steps).items() if number not in cached]
