@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -72,12 +73,20 @@ def sign_in(page: Page, address: str) -> None:
     page.wait_for_selector("#jp-main-dock-panel", timeout=60_000)
 
 
-def open_notebook(page: Page, address: str, file: str, factory: str = "") -> None:
-    """Open a file of notebooks/ as a notebook, and wait until its kernel is idle."""
-    query = f"?factory={factory}&reset" if factory else "?reset"
-    page.goto(f"{address}/lab/tree/notebooks/{file}{query}")
+def open_notebook(page: Page, address: str, file: str) -> None:
+    """Open a notebook of notebooks/, and wait until its kernel is idle."""
+    page.goto(f"{address}/lab/tree/notebooks/{file}?reset")
     page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
     expect(page.get_by_text("(ipykernel) | Idle")).to_be_visible(timeout=60_000)
+
+
+def open_source_as_notebook(page: Page, address: str, file: str) -> None:
+    """Open a `.py` of notebooks/ with a right click, Open With, Notebook."""
+    page.goto(f"{address}/lab/tree/notebooks?reset")
+    page.locator(f'.jp-DirListing-item[title*="{file}"]').click(button="right")
+    page.get_by_text("Open With", exact=True).hover()
+    page.locator(".lm-Menu-itemLabel").get_by_text("Notebook", exact=True).click()
+    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
 
 
 def run_all(page: Page) -> None:
@@ -102,9 +111,16 @@ def count(page: Page, kind: str) -> int:
             return found
 
 
-def test_a_readers_session(browser, session):
+def write_back(contents: dict[Path, bytes]) -> None:
+    """Undo what the reader did, for the tests that come after."""
+    for file, content in contents.items():
+        file.write_bytes(content)
+
+
+def test_a_readers_session(browser, session, request):
     address, checkout, owner = session
-    source, pair = (checkout / "notebooks" / f"{NAME}.{kind}" for kind in ("py", "ipynb"))
+    source, pair = files = [checkout / "notebooks" / f"{NAME}.{kind}" for kind in ("py", "ipynb")]
+    request.addfinalizer(partial(write_back, {file: file.read_bytes() for file in files}))
     page = browser.new_page(viewport={"width": 1300, "height": 1200})
     sign_in(page, address)
 
@@ -128,7 +144,7 @@ def test_a_readers_session(browser, session):
     assert "a remark of the reader" in pair.read_text()
     assert {path.stat().st_uid for path in (source, pair)} == {owner}
 
-    open_notebook(page, address, f"{NAME}.py", factory="Jupytext%20Notebook")
+    open_source_as_notebook(page, address, f"{NAME}.py")
     expect(page.locator(".jp-Notebook")).to_contain_text("Follow a GradScaler step by step")
     expect(page.locator(".jp-Notebook")).to_contain_text("a remark of the reader")
     page.close()
