@@ -101,6 +101,11 @@ def folder_problem(folder: Path) -> str | None:
         if not folder.exists() or not hasattr(os, "geteuid"):
             return f"nothing can be saved in {folder} ({error.strerror})"
         owner, mine = folder.stat(), f"{os.geteuid()}:{os.getegid()}"
+        if owner.st_uid == 0:
+            return (
+                f"nothing can be saved in {folder} ({error.strerror}): it belongs to root. Give it "
+                f"to the user that this server runs as: chown -R {mine} notebooks data"
+            )
         return (
             f"nothing can be saved in {folder} ({error.strerror}): it belongs to "
             f"{owner.st_uid}:{owner.st_gid}, this server runs as {mine}. In a container, set "
