@@ -412,7 +412,7 @@ assert device.type == "cpu" or hurried_ms < honest_ms
 
 # %% tags=["nbval-ignore-output"]
 print(f"first step {1e3 * first_step.median_s:.1f} ms, later steps {honest}")
-assert first_step.median_s > min(honest.samples_s)
+assert device.type == "cpu" or first_step.median_s > honest.median_s
 
 # %% [markdown]
 # **It compared one run with one run.** Its loss fell from 0.0100 in FP32 to 0.0083 with AMP, with

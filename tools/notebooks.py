@@ -7,6 +7,7 @@ The last figure of notebook 04 is also written as a picture, for the README.
 import argparse
 import base64
 import hashlib
+import io
 import os
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ import nbformat
 from jupytext.config import load_jupytext_config
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from PIL import Image
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 SETTINGS = {
@@ -149,6 +151,9 @@ def write_pair(notebook: nbformat.NotebookNode, source: Path) -> None:
         digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:8]
         seen[digest] = seen.get(digest, 0) + 1
         cell.id = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
+    for data in _figure_outputs(notebook):
+        png = _few_colours(base64.b64decode(data["image/png"]))
+        data["image/png"] = base64.b64encode(png).decode()
     pair = source.with_suffix(".ipynb")
     draft = pair.with_suffix(".ipynb.tmp")
     nbformat.write(notebook, draft)
@@ -159,10 +164,24 @@ def write_pair(notebook: nbformat.NotebookNode, source: Path) -> None:
 
 def figures(notebook: nbformat.NotebookNode) -> list[bytes]:
     """The figures that the cells of an executed notebook show, in order, as PNG files."""
+    return [base64.b64decode(data["image/png"]) for data in _figure_outputs(notebook)]
+
+
+def _figure_outputs(notebook: nbformat.NotebookNode) -> list[dict]:
     outputs = [
         output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])
     ]
-    return [base64.b64decode(data["image/png"]) for data in outputs if "image/png" in data]
+    return [data for data in outputs if "image/png" in data]
+
+
+def _few_colours(png: bytes) -> bytes:
+    """A drawing with a palette of 256 colours, which is a third of the size; a photograph as is."""
+    picture = Image.open(io.BytesIO(png)).convert("RGB")
+    if picture.getcolors(maxcolors=4096) is None:
+        return png
+    smaller = io.BytesIO()
+    picture.quantize(256, dither=Image.Dither.NONE).save(smaller, "PNG", optimize=True)
+    return min(smaller.getvalue(), png, key=len)
 
 
 if __name__ == "__main__":

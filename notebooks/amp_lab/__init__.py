@@ -13,8 +13,13 @@ __version__ = "0.1.0"
 
 _EXPORTS = {  # public name: the module that defines it
     "AmpLabError": "errors",
+    "AmpLabWarning": "errors",
+    "DataError": "errors",
     "DeviceError": "errors",
     "ScaleError": "errors",
+    "CheckpointError": "errors",
+    "RunError": "errors",
+    "NumericsError": "errors",
     "Precision": "precision",
     "DeviceReport": "device",
     "describe_device": "device",
@@ -22,6 +27,17 @@ _EXPORTS = {  # public name: the module that defines it
     "recommend_precision": "device",
     "Measurement": "measure",
     "measure": "measure",
+    "load_dataset": "data",
+    "make_stand_in": "stand_ins",
+    "fit": "training",
+    "evaluate": "training",
+    "save_checkpoint": "checkpoint",
+    "load_checkpoint": "checkpoint",
+    "UnderflowReport": "numerics",
+    "gradient_underflow": "numerics",
+    "ScaleLog": "numerics",
+    "NonfiniteReport": "numerics",
+    "find_nonfinite": "numerics",
 }
 
 __all__ = sorted(_EXPORTS)

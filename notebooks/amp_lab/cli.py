@@ -1,11 +1,14 @@
 """The command line, `amp-lab …`: the one module that prints for a person and exits."""
 
 import argparse
+import functools
 import os
 import sys
+import warnings
+from dataclasses import fields
 
 from amp_lab import __version__
-from amp_lab.errors import AmpLabError
+from amp_lab.errors import AmpLabError, AmpLabWarning
 
 # torch takes seconds to load, so the commands import it, not this module: --help answers at once.
 
@@ -16,10 +19,16 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `amp-lab` with these arguments; return its exit code: 0, or 2 for a user's mistake."""
+    """Run `amp-lab` with these arguments; return its exit code.
+
+    It is 0, or 2 for a user's mistake, or 128 plus the number of the signal that ended it.
+    """
     options = _parser().parse_args(argv)
     try:
-        options.run(options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("default", AmpLabWarning)
+            warnings.showwarning = functools.partial(_show_warning, options.command)
+            code = options.run(options) or 0
         sys.stdout.flush()
     except AmpLabError as error:
         print(f"amp-lab {options.command}: {error}", file=sys.stderr)
@@ -31,10 +40,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"amp-lab {options.command}: torch is not installed; {remedy}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _print_no_more()
+        return 0
     except KeyboardInterrupt:
         return 130
-    return 0
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -55,7 +65,62 @@ def _parser() -> argparse.ArgumentParser:
         help="cpu, cuda, cuda:1, xpu, mps (default: AMP_LAB_DEVICE, else accelerator)",
     )
     doctor.set_defaults(run=_doctor)
+    _add_train(commands)
     return parser
+
+
+def _add_train(commands) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train an image classifier, in a folder, resumably",
+        description="Train a classifier of torchvision in any precision. The folder given by --out "
+        "gets config.json, metrics.csv, loss.png, accuracy.png and checkpoint.pt; a run that was "
+        "stopped or killed goes on with --resume, and ends as if it had not been.",
+    )
+    # No defaults here: a run that is resumed takes what is not given from its folder.
+    run = train.add_argument_group("settings of the run, which --resume cannot change")
+    option = functools.partial(run.add_argument, default=argparse.SUPPRESS)
+    option("--dataset", metavar="NAME", help="digits (default), cifar10, caltech256")
+    option("--model", metavar="NAME", help="a classifier of torchvision (default: mobilenet_v2)")
+    option("--precision", metavar="NAME", help="fp32 (default), tf32, fp16, bf16")
+    option("--batch-size", type=int, metavar="N", help="images in a batch (default: 64)")
+    option("--epochs", type=int, metavar="N", help="default: 15")
+    option("--lr", type=float, metavar="X", help="highest learning rate (default: 0.002)")
+    option("--seed", type=int, metavar="N", help="default: 0")
+    option("--image-size", type=int, metavar="N", help="in pixels (default: the data set's own)")
+    option("--limit", type=int, metavar="N", help="train on at most so many images")
+    option("--accumulate", type=int, metavar="N", help="batches for each step (default: 1)")
+    option("--clip-norm", type=float, metavar="X", help="largest norm of a step's gradients")
+    option("--pretrained", action="store_true", help="start from ImageNet weights")
+    option("--freeze", action="store_true", help="train the head alone")
+    option("--channels-last", action="store_true", help="keep images as N, H, W, C")
+    option("--compile", action="store_true", help="compile the model")
+    option("--skip-damaged", action="store_true", help="leave out images that cannot be decoded")
+
+    train.add_argument("--out", required=True, metavar="DIR", help="the folder of the run")
+    train.add_argument("--resume", action="store_true", help="go on with the run in that folder")
+    train.add_argument(
+        "--data", default="data", metavar="DIR", help="where data sets are kept (default: data)"
+    )
+    train.add_argument(
+        "--device", metavar="NAME", help="default: AMP_LAB_DEVICE, else accelerator, else cpu"
+    )
+    train.add_argument("--workers", type=int, metavar="N", help="processes that load images")
+    train.add_argument(
+        "--checkpoint-every",
+        type=int,
+        metavar="STEPS",
+        help="save also after so many steps (default: after each epoch)",
+    )
+    train.set_defaults(run=_train)
+
+
+def _print_no_more() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _show_warning(command: str, message: Warning, *where: object) -> None:
+    print(f"amp-lab {command}: {message}", file=sys.stderr)
 
 
 def _doctor(options: argparse.Namespace) -> None:
@@ -88,6 +153,31 @@ def _doctor(options: argparse.Namespace) -> None:
     print(f"\nUse {report.recommended}: {report.why}.")
     for line in _recipe(report.recommended, report.device.type):
         print(f"    {line}")
+
+
+def _train(options: argparse.Namespace) -> int:
+    os.environ.setdefault("MPLBACKEND", "agg")  # the figures go into files
+
+    from amp_lab import runs
+
+    def say(line: str) -> None:
+        try:
+            print(line, flush=True)
+        except BrokenPipeError:  # whoever read along has seen enough, but the run goes on
+            _print_no_more()
+
+    given = vars(options)
+    stopped_by = runs.train(
+        {field.name: given[field.name] for field in fields(runs.RunConfig) if field.name in given},
+        options.out,
+        resume=options.resume,
+        data=options.data,
+        device=options.device,
+        workers=options.workers,
+        checkpoint_every=options.checkpoint_every,
+        say=say,
+    )
+    return 0 if stopped_by is None else 128 + stopped_by  # as a shell counts it
 
 
 def _flops(rate: float) -> str:

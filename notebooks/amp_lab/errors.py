@@ -12,9 +12,29 @@ class AmpLabError(Exception):
         return [f"{type(self).__name__}: {self}"]
 
 
+class AmpLabWarning(UserWarning):
+    """Base of what the user should know, though it stops nothing; also told in one line."""
+
+
 class DeviceError(AmpLabError, ValueError):
     """The device asked for does not exist, or is not there."""
 
 
 class ScaleError(AmpLabError, ValueError):
     """AMP_LAB_SCALE names no scale."""
+
+
+class CheckpointError(AmpLabError):
+    """A checkpoint cannot be written, or what is there is no whole checkpoint."""
+
+
+class RunError(AmpLabError, ValueError):
+    """A training run cannot start, or go on, as it was asked to."""
+
+
+class DataError(AmpLabError):
+    """A data set, or a file of one, is not there, cannot be read, or is not what it should be."""
+
+
+class NumericsError(AmpLabError, ValueError):
+    """A tool of `amp_lab.numerics` was given what it cannot work on, or used out of turn."""

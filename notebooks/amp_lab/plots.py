@@ -3,6 +3,7 @@
 import math
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import LogLocator
 
 # One look per precision in every figure. The colours differ in lightness too, and bars are hatched.
 COLOURS = {
@@ -274,4 +275,333 @@ def dtype_grid(outcomes) -> plt.Axes:
     ax.xaxis.tick_top()
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
+    return ax
+
+
+def training_curves(ax, curves, what) -> None:
+    """Into `ax`, a measure {"train": [...], "test": [...]} of each epoch; `what` is its name."""
+    for (part, values), line in zip(curves.items(), ["--", "-"], strict=True):
+        ax.plot(range(1, len(values) + 1), values, f"{line}o", color=COLOURS["fp32"], label=part)
+    ax.set_xlabel("epoch")
+    ax.set_ylabel(what)
+    ax.legend()
+
+
+def save_training_curves(path, curves, what) -> None:
+    """Write `training_curves` to a PNG file."""
+    use_style()
+    figure, ax = plt.subplots()
+    training_curves(ax, curves, what)
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def augmentation_grid(rows) -> plt.Figure:
+    """Images {title: [(3, H, W) in epoch 0, …]} with values in [0, 1], a row for each title.
+
+    Drawn in 16 levels a channel: noise in all 256 would fill a notebook's file.
+    """
+    columns = len(next(iter(rows.values())))
+    figure, axes = plt.subplots(
+        len(rows), columns, figsize=(1.3 * columns, 1.3 * len(rows) + 0.3), squeeze=False
+    )
+    for line, (title, images) in zip(axes, rows.items(), strict=True):
+        for epoch, (ax, image) in enumerate(zip(line, images, strict=True)):
+            levels = (image.permute(1, 2, 0).clip(0, 1) * 15).round() / 15
+            ax.imshow(levels.numpy(), interpolation="nearest")
+            ax.set_xticks([])
+            ax.set_yticks([])
+            ax.spines[:].set_visible(False)
+            if ax in axes[0]:
+                ax.set_title(f"epoch {epoch}", fontsize=11)
+        line[0].set_ylabel(title, fontsize=9)
+    return figure
+
+
+def memory_by_dtype(panels, limit, limit_label) -> plt.Figure:
+    """Bars {panel: {name: tensors}} of memory, split by dtype, beside a limit in bytes.
+
+    `tensors` has an attribute `peak`, a list of (shape, dtype, bytes). Each panel has its own axis.
+    """
+    looks = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    figure, axes = plt.subplots(1, len(panels), figsize=(9.0, 2.9), squeeze=False)
+    for ax, (title, bars) in zip(axes[0], panels.items(), strict=True):
+        for row, tensors in enumerate(bars.values()):
+            sizes = {}
+            for _, dtype, size in tensors.peak:
+                look = looks.get(str(dtype).removeprefix("torch."), "integers")
+                sizes[look] = sizes.get(look, 0) + size / 2**30
+            left = 0
+            for look in sorted(sizes, key=["fp32", "bf16", "fp16", "integers"].index):
+                ax.barh(
+                    row,
+                    sizes[look],
+                    left=left,
+                    height=0.6,
+                    color=COLOURS.get(look, "0.75"),
+                    hatch=HATCHES.get(look, ".."),
+                    edgecolor="white",
+                    label=look if sizes[look] > 0.1 else None,
+                )
+                left += sizes[look]
+        ax.axvline(limit / 2**30, color="white", linewidth=4)  # shows the line on a dark bar
+        ax.axvline(limit / 2**30, color="black", linestyle="--", linewidth=1.5)
+        ax.set_yticks(range(len(bars)), list(bars))
+        ax.invert_yaxis()
+        ax.set_xlabel("peak memory of a step (GiB)")
+        ax.set_title(title, fontsize=11, pad=20)
+        ax.text(limit / 2**30, 1.02, limit_label, transform=ax.get_xaxis_transform(), ha="center")
+    labels = {}
+    for ax in axes[0]:
+        labels |= dict(zip(*reversed(ax.get_legend_handles_labels()), strict=True))
+    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=len(labels))
+    return figure
+
+
+def class_pictures(images, names) -> plt.Figure:
+    """One picture (3, H, W) of any range of values for each class, with its name."""
+    rows = 2
+    columns = -(-len(images) // rows)
+    figure, axes = plt.subplots(rows, columns, figsize=(1.3 * columns, 1.6 * rows))
+    for ax in axes.flat:
+        ax.set_axis_off()
+    for ax, image, name in zip(axes.flat, images, names, strict=False):
+        low, high = image.min(), image.max()
+        levels = ((image - low) / (high - low) * 15).round() / 15  # fewer make a smaller file
+        ax.imshow(levels.permute(1, 2, 0).numpy(), interpolation="nearest")
+        ax.set_title(name, fontsize=11)
+    return figure
+
+
+def loss_and_accuracy(losses, accuracies) -> plt.Figure:
+    """Loss and accuracy {precision: (seeds, epochs)}: mean, and a band from lowest to highest."""
+    figure, axes = plt.subplots(1, 2, figsize=(7.5, 2.9))
+    lines, markers = ["-", "--", "-.", ":"], "osd^"
+    for ax, curves in zip(axes, (losses, accuracies), strict=True):
+        for (precision, values), line, marker in zip(curves.items(), lines, markers, strict=False):
+            values, colour = values.numpy(), COLOURS[precision]
+            epochs = range(1, values.shape[1] + 1)
+            ax.fill_between(
+                epochs, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0
+            )
+            ax.plot(
+                epochs,
+                values.mean(0),
+                line,
+                marker=marker,
+                color=colour,
+                linewidth=2,
+                label=precision,
+            )
+        ax.set_xlabel("epoch")
+        ax.xaxis.get_major_locator().set_params(integer=True)
+    axes[0].set_ylabel("training loss (cross-entropy)")
+    axes[0].set_ylim(bottom=0)
+    axes[0].legend()
+    axes[1].set_ylabel("held-out accuracy")
+    axes[1].set_ylim(0, 1)
+    axes[1].yaxis.set_major_formatter("{x:.0%}")
+    return figure
+
+
+def flops_per_byte(panels) -> plt.Figure:
+    """FLOPs per byte of layers in their order: `panels[title]` is a list of (kind, value)."""
+    figure, axes = plt.subplots(1, len(panels), figsize=(8.0, 3.4), sharey=True)
+    kinds = list(dict.fromkeys(kind for layers in panels.values() for kind, _ in layers))
+    looks = dict(
+        zip(kinds, [("k", "*"), ("0.6", "^"), (COLOURS["bf16"], "o"), ("k", "v")], strict=False)
+    )
+    for ax, (title, layers) in zip(axes, panels.items(), strict=True):
+        for kind, (colour, marker) in looks.items():
+            at = [i for i, (found, _) in enumerate(layers) if found == kind]
+            values = [layers[i][1] for i in at]
+            ax.plot(
+                at,
+                values,
+                marker,
+                color=colour,
+                markeredgecolor="black",
+                markeredgewidth=0.6,
+                markersize=7,
+                label=kind,
+            )
+        ax.set_yscale("log")
+        ax.set_yticks([1, 10, 100], ["1", "10", "100"])
+        ax.set_title(title, fontsize=11)
+        ax.set_xlabel("layer, from input to output")
+        ax.grid(axis="y", color="0.9")
+    axes[0].set_ylabel("FLOPs per byte, in fp32")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    return figure
+
+
+def time_by_kind(milliseconds) -> plt.Axes:
+    """Bars `milliseconds[precision][kind]`, with their speed-up over the first precision."""
+    _, ax = plt.subplots(figsize=(7.0, 3.2))
+    first = next(iter(milliseconds.values()))
+    width = 0.8 / len(milliseconds)
+    for i, (precision, times) in enumerate(milliseconds.items()):
+        at = [k + i * width for k in range(len(times))]
+        ax.bar(
+            at,
+            list(times.values()),
+            width,
+            color=COLOURS[precision],
+            hatch=HATCHES[precision],
+            edgecolor="white",
+            label=precision,
+        )
+        if i == 0:
+            continue
+        for x, (kind, value) in zip(at, times.items(), strict=True):
+            text = f"{first[kind] / value:.2f}x"
+            ax.annotate(text, (x, value), ha="center", xytext=(0, 3), textcoords="offset points")
+    ax.set_xticks([k + 0.4 - width / 2 for k in range(len(first))], list(first))
+    ax.tick_params(axis="x", length=0)
+    ax.set_ylabel("forward and backward (ms)")
+    ax.margins(y=0.15)
+    ax.legend()
+    return ax
+
+
+def speedup_over_size(sizes, speedups) -> plt.Axes:
+    """Speed-up over fp32 against the image size; `speedups[label]` has a value for each size.
+
+    The first word of a label is a key of `COLOURS`.
+    """
+    _, ax = plt.subplots(figsize=(7.0, 3.2))
+    ax.axhline(1, color="black", linewidth=1)
+    for (label, values), line in zip(speedups.items(), ["-o", "--s"], strict=True):
+        colour, face = COLOURS[label.split()[0]], None if line == "-o" else "white"
+        ax.plot(sizes, values, line, color=colour, markerfacecolor=face, linewidth=2, label=label)
+    ax.set_xticks(sizes)
+    ax.set_xlabel("height and width of the images (pixels)")
+    ax.set_ylabel("speed-up over fp32")
+    ax.set_ylim(bottom=0)
+    ax.legend(loc="lower right")
+    return ax
+
+
+def rate_over_size(panels, multiple) -> plt.Figure:
+    """Rates against a size near a multiple of 8, each divided by the median of its line.
+
+    `panels[what]` maps a precision to {size: rate}. Grid lines stand at multiples of `multiple`.
+    """
+    figure, axes = plt.subplots(1, len(panels), figsize=(8.5, 2.9), sharey=True)
+    for ax, (what, rates) in zip(axes, panels.items(), strict=True):
+        for (precision, found), line in zip(rates.items(), ["-", "--"], strict=True):
+            values = sorted(found.values())
+            middle = values[len(values) // 2]
+            ax.plot(
+                found.keys(),
+                [rate / middle for rate in found.values()],
+                line,
+                marker="o",
+                markersize=4,
+                color=COLOURS[precision],
+                label=precision,
+            )
+        ax.set_xticks([size for size in found if size % multiple == 0])
+        ax.grid(axis="x", color="0.7")
+        ax.set_xlabel(what)
+    axes[0].set_ylabel("rate / median rate")
+    axes[0].set_ylim(bottom=0)
+    axes[0].legend(loc="lower left")
+    return figure
+
+
+def gradient_norm_in_step(norms, scaled) -> plt.Axes:
+    """Length of the gradient after each stage {name: length} of a step, on a log2 axis.
+
+    The stages named in `scaled` come first; they are set off by a grey background.
+    """
+    _, ax = plt.subplots(figsize=(8.0, 3.2))
+    ax.axvspan(-0.5, len(scaled) - 0.5, color="0.85")
+    ax.plot(range(len(norms)), norms.values(), ":", color="0.4", zorder=1)
+    ax.plot(range(len(norms)), norms.values(), "o", color=COLOURS["fp16"], markersize=10)
+    for at, value in enumerate(norms.values()):
+        text = f"{value:,.0f}" if value > 100 else f"{value:.2f}"
+        ax.annotate(text, (at, value), xytext=(12, 6), textcoords="offset points")
+    for at, text in ((0, "scaled: do not look"), (len(scaled), "true: clip, log, step")):
+        ax.text(at - 0.45, 0.96, text, transform=ax.get_xaxis_transform(), va="top")
+    ax.set_yscale("log", base=2)
+    ax.margins(y=0.3)
+    ax.set_xlim(-0.5, len(norms) - 0.5)
+    ax.set_xticks(range(len(norms)), norms)
+    ax.set_xlabel("after this stage of the step")
+    ax.set_ylabel("length of the gradient")
+    return ax
+
+
+def exponents_against_fp16(histograms, scales) -> list[plt.Axes]:
+    """Histograms of gradient exponents, moved by each of `scales`, over the range of fp16.
+
+    `histograms` maps a name to {exponent k: number of values between 2^k and 2^(k+1)}; each is
+    drawn as shares of its own values, since parameters and outputs differ in number. What lies
+    at or below 2^-25 is zero in fp16, from there to 2^-14 subnormal, and from 65520 on infinite.
+    """
+    looks = [(COLOURS["fp16"], ""), (COLOURS["bf16"], "//"), (COLOURS["tf32"], "xx")]
+    left, right = -60, 20
+    for histogram in histograms.values():
+        left = max(-130, min([left, *histogram]))
+    _, axes = plt.subplots(
+        len(scales), sharex=True, sharey=True, squeeze=False, figsize=(8.0, 2.2 * len(scales) + 0.6)
+    )
+    axes = list(axes[:, 0])
+    for ax, scale in zip(axes, scales, strict=True):
+        ax.axvspan(left, -25, color="0.80")
+        ax.axvspan(-25, -14, color="0.91")
+        ax.axvspan(16, right, color="0.80")
+        shift = math.log2(scale)
+        for (name, histogram), (colour, hatch) in zip(histograms.items(), looks, strict=False):
+            total = max(1, sum(histogram.values()))
+            ax.bar(
+                [k + shift for k in histogram],
+                [100 * count / total for count in histogram.values()],
+                width=1.0,
+                align="edge",
+                color=colour,
+                hatch=hatch,
+                edgecolor="white",
+                linewidth=0.3,
+                alpha=0.7,
+                label=name,
+            )
+        ax.set_title(rf"loss scale $2^{{{shift:.0f}}}$", loc="left", fontsize=11)
+        ax.set_ylabel("values (%)")
+        ax.margins(y=0.25)  # room for the names of the ranges
+    for x, text in ((-19.5, "subnormal"), (1, "normal"), (18, "inf"), (-31, "zero in fp16")):
+        axes[0].text(
+            x,
+            0.97,
+            text,
+            transform=axes[0].get_xaxis_transform(),
+            ha="center",
+            va="top",
+            fontsize=10,
+        )
+    axes[0].legend(loc="center left")
+    axes[-1].set_xlim(left, right)
+    axes[-1].set_xlabel("log2 of |gradient × loss scale|")
+    return axes
+
+
+def loss_scales(histories) -> plt.Axes:
+    """Loss scales {name: scale after each step} on a log2 axis; at 1 a dotted line, if in sight.
+
+    A name that begins with a precision has its colour.
+    """
+    _, ax = plt.subplots()
+    for (name, scales), (colour, line) in zip(
+        histories.items(), [("black", "-"), ("0.45", "--")], strict=True
+    ):
+        colour = COLOURS.get(name.split()[0], colour)
+        steps = range(1, len(scales) + 1)
+        ax.step(steps, scales, line, where="mid", color=colour, linewidth=2, label=name)
+    ax.axhline(1, color="black", linestyle=":", linewidth=1)
+    ax.set_yscale("log", base=2)
+    ax.yaxis.set_major_locator(LogLocator(base=2**16))
+    ax.set_xlabel("step")
+    ax.set_ylabel("loss scale")
+    ax.legend(loc="center right")
     return ax

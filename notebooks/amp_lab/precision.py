@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from amp_lab.errors import DeviceError
+from amp_lab.errors import AmpLabWarning, DeviceError
 
 # Every place where torch keeps a mode for float32 arithmetic: cuBLAS and cuDNN (hipBLAS and MIOpen
 # on ROCm), and oneDNN (the CPU and XPU). Each is "ieee", "tf32", "bf16", or "none" for unset.
@@ -57,7 +57,9 @@ class Precision(enum.StrEnum):
             return torch.autocast(device_type, dtype=self.dtype)
         if self is Precision.TF32 and not has_tf32(device_type):
             warnings.warn(
-                f"tf32: device {device_type!r} has none here and computes in fp32", stacklevel=2
+                f"tf32: device {device_type!r} has none here and computes in fp32",
+                AmpLabWarning,
+                stacklevel=2,
             )
         return _Float32Mode(device_type, "tf32" if self is Precision.TF32 else "ieee")
 

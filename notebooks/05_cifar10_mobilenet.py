@@ -1,0 +1,968 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Put AMP into an image-classification loop, and keep accuracy
+#
+# **What you'll do.** Write an ordinary training loop for MobileNetV2, put AMP into it line by line,
+# train it in several precisions, and compare what they reach. Then look at the places where such a
+# loop goes wrong: a network that AMP makes slower, clipped gradients, and an interrupted run.
+#
+# **What you'll learn.**
+# - which lines of the loop change, and how one function serves every precision;
+# - how to tell whether reduced precision has cost accuracy;
+# - why a network can lose time under autocast, how to find the layers to blame, and what to do;
+# - how to clip gradients, and how to save and resume, when there is a scaler;
+# - whether sizes in multiples of 8 matter on your device.
+#
+# **What you need.** [Notebook 03](03_grad_scaler_step_by_step.ipynb) for `GradScaler`, [notebook
+# 04](04_fp32_vs_amp.ipynb) for the AMP step and for measuring. It runs on a CPU in about a minute,
+# without a download; on a GPU it takes the network and the number of epochs in full.
+#
+# Network, data and task are those of a widely shared notebook, *Mixed Precision Training (PyTorch,
+# TF2.X)*.
+
+# %%
+import gc
+import os
+import statistics
+import tempfile
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchvision.models import MobileNetV2
+
+from amp_lab import Precision, describe_device, load_checkpoint, measure, plots, save_checkpoint
+from amp_lab.checkpoint import random_states, restore_random_states
+from amp_lab.data import batches, load_dataset
+from amp_lab.notebook import start
+
+device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
+plots.use_style()
+
+# %% [markdown]
+# What AMP changes in a network that you have not touched, and what it leaves alone, in a few lines:
+
+# %%
+torch.manual_seed(0)
+model = MobileNetV2(num_classes=10, width_mult=0.25).to(device)
+with torch.autocast(device.type, dtype=torch.bfloat16):
+    logits = model(torch.randn(4, 3, 32, 32, device=device))
+    loss = F.cross_entropy(logits.float(), torch.arange(4, device=device))
+loss.backward()
+weight = model.features[0][0].weight
+print(
+    f"logits {logits.dtype}; loss {loss.dtype}; weights {weight.dtype}; grads {weight.grad.dtype}"
+)
+assert logits.dtype is torch.bfloat16
+assert loss.dtype is weight.dtype is weight.grad.dtype is torch.float32
+
+# %% [markdown]
+# The activations become narrow. The weights and their gradients stay FP32, so the optimizer never
+# notices. Everything below rests on that.
+#
+# ## Settings
+#
+# The full scale is that of the source: the whole network, and batches of 128. The quick scale takes
+# a network with a third of the channels and a quarter of the blocks, which two CPU cores can train
+# six times while you read on.
+
+# %%
+DOWNLOAD = False  # True: fetch CIFAR-10 (170 MB) into data/ if it is not there
+stages = [[1, 16, 1, 2], [6, 24, 1, 2], [6, 32, 1, 2], [6, 64, 1, 1]]  # of the small network:
+# expansion, channels, blocks, and the stride of the first block
+config = {
+    "quick": {
+        "network": {"width_mult": 0.35, "inverted_residual_setting": stages},
+        "limit": 1500,  # training images at most
+        "batch_size": 64,
+        "epochs": 5,
+        "lr": 1e-2,  # the highest of the schedule
+    },
+    "full": {"network": {}, "limit": None, "batch_size": 128, "epochs": 30, "lr": 5e-3},
+}[scale]
+seeds = (0, 1, 2)  # one training run each, for every precision
+
+# %% [markdown]
+# ## The data
+#
+# CIFAR-10 is used if it is in `data/`, or if you set `DOWNLOAD` above. Otherwise the network learns
+# scikit-learn's handwritten digits, enlarged to the same 32x32 pixels.
+
+# %% tags=["nbval-ignore-output"]
+root = Path("data") if Path("data").is_dir() else Path("../data")  # the notebook may run in either
+cifar10 = DOWNLOAD or (root / "cifar-10-batches-py").is_dir()
+name = "cifar10" if cifar10 else "digits"
+data = load_dataset(name, root, limit=config["limit"], download=DOWNLOAD)
+print("generated pictures in place of" if data.stand_in else "the real", data.name, end=": ")
+print(f"{len(data.train)} training and {len(data.test)} test images of {data.image_size} pixels")
+assert len(data.train) > config["batch_size"]
+assert data.image_size == 32
+
+# %% [markdown]
+# One test image of each class, with the name of the class above it:
+
+# %% tags=["nbval-ignore-output"]
+first = [data.test.targets.tolist().index(target) for target in range(len(data.classes))]
+_ = plots.class_pictures([data.test[index][0] for index in first], data.classes)
+
+# %% [markdown]
+# `batches` serves them as float32 tensors (B, 3, 32, 32), already normalised. The training images
+# are moved about a little, and come in an order that depends on nothing but seed and epoch, so
+# every precision sees the same pixels.
+
+
+# %%
+def train_loader(epoch, seed):
+    """Batches of training images and targets, shuffled."""
+    size = config["batch_size"]
+    return batches(data.train, size, epoch=epoch, seed=seed, drop_last=True, device=device)
+
+
+def test_loader():
+    """Batches of held-out images and targets."""
+    return batches(data.test, 256, device=device)
+
+
+# %% [markdown]
+# ## The plain loop
+#
+# As one would write it without a thought of precision. `channels_last` is a matter of layout in
+# memory that most convolutions prefer; FP32 gets it too, since a comparison is only worth something
+# against the best baseline. The loss is summed on the device, and read once per epoch, because
+# every `loss.item()` makes the CPU wait for the GPU.
+
+
+# %%
+def train_epoch_fp32(model, loader, optimizer, scheduler):
+    """Train for one pass over `loader`; returns the mean loss."""
+    model.train()
+    loss_sum, samples = torch.zeros((), device=device), 0
+    for images, targets in loader:
+        images = images.to(device, non_blocking=True, memory_format=torch.channels_last)
+        targets = targets.to(device, non_blocking=True)
+        outputs = model(images)
+        loss = F.cross_entropy(outputs, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        loss_sum += loss.detach() * len(targets)
+        samples += len(targets)
+    return loss_sum.item() / samples
+
+
+# %% [markdown]
+# ## The same loop with AMP
+#
+# The marked lines are new or changed, and nothing else is. The forward pass and the loss go under
+# autocast; the scaler takes over `backward` and `step`.
+#
+# `outputs.float()` has the whole loss computed in FP32. Without it the backend decides: a CPU
+# computes cross-entropy in FP32 anyway, but CUDA rounds the log-probabilities inside it to the
+# narrow format before they are averaged. Where the outputs are FP32 already, it does nothing.
+
+
+# %%
+def train_epoch_amp(model, loader, optimizer, scheduler, scaler, dtype):
+    """Train for one pass over `loader` under autocast; returns the mean loss."""
+    model.train()
+    loss_sum, samples = torch.zeros((), device=device), 0
+    for images, targets in loader:
+        images = images.to(device, non_blocking=True, memory_format=torch.channels_last)
+        targets = targets.to(device, non_blocking=True)
+        with torch.autocast(device.type, dtype=dtype):  # AMP
+            outputs = model(images)
+            loss = F.cross_entropy(outputs.float(), targets)  # AMP: in fp32
+        scaler.scale(loss).backward()  # AMP: was loss.backward()
+        scaler.step(optimizer)  # AMP: was optimizer.step()
+        scaler.update()  # AMP
+        optimizer.zero_grad()
+        scheduler.step()
+        loss_sum += loss.detach() * len(targets)
+        samples += len(targets)
+    return loss_sum.item() / samples
+
+
+# %% [markdown]
+# ## One loop for every precision
+#
+# Two loops are one too many: sooner or later a bug is fixed in only one of them. Both autocast and
+# `GradScaler` take `enabled=`, and do nothing when it is false. So one loop serves all, if autocast
+# is enabled for fp16 and bf16, and the scaler for fp16 alone.
+
+
+# %%
+def train_epoch(model, loader, optimizer, scheduler, scaler, dtype):
+    """Train for one pass over `loader`, in any precision; returns the mean loss."""
+    model.train()
+    loss_sum, samples = torch.zeros((), device=device), 0
+    for images, targets in loader:
+        images = images.to(device, non_blocking=True, memory_format=torch.channels_last)
+        targets = targets.to(device, non_blocking=True)
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32):
+            outputs = model(images)
+            loss = F.cross_entropy(outputs.float(), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scheduler.step()
+        loss_sum += loss.detach() * len(targets)
+        samples += len(targets)
+    return loss_sum.item() / samples
+
+
+# %% [markdown]
+# Evaluation needs autocast and no scaler, since there are no gradients.
+
+
+# %%
+@torch.inference_mode()
+def evaluate(model, loader, dtype):
+    """Share of the images in `loader` that `model` classifies right, from 0 to 1."""
+    model.eval()
+    correct, samples = torch.zeros((), dtype=torch.int64, device=device), 0
+    for images, targets in loader:
+        images = images.to(device, non_blocking=True, memory_format=torch.channels_last)
+        targets = targets.to(device, non_blocking=True)
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32):
+            outputs = model(images)
+        correct += (outputs.argmax(1) == targets).sum()
+        samples += len(targets)
+    return correct.item() / samples
+
+
+# %% [markdown]
+# A run has a network, an optimizer, a schedule, and *one* scaler that lives as long as the run. A
+# new scaler in each epoch would forget the loss scale it had found, and look for it again by
+# skipping steps. `fused=True` gives an optimizer that the scaler can tell to skip a step without
+# waiting for the device.
+
+
+# %%
+def new_run(dtype, seed, steps):
+    """Everything that changes while a network is trained, by name."""
+    torch.manual_seed(seed)
+    model = MobileNetV2(num_classes=len(data.classes), **config["network"])
+    model = model.to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"], fused=True)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, config["lr"], total_steps=steps)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+
+
+# %% [markdown]
+# Does the one loop compute what the two did? Two batches in each, from the same start. On a CPU the
+# losses are equal to the last bit; a GPU may add up in another order each time.
+
+# %%
+pair = [data.train.batch(range(16)), data.train.batch(range(16, 32))]
+for dtype, other_loop in ((torch.float32, train_epoch_fp32), (torch.bfloat16, train_epoch_amp)):
+    loss = train_epoch(loader=pair, dtype=dtype, **new_run(dtype, seed=0, steps=2))
+    run = new_run(dtype, seed=0, steps=2)
+    if dtype is torch.float32:
+        del run["scaler"]  # the plain loop has none
+        expected = other_loop(loader=pair, **run)
+    else:
+        expected = other_loop(loader=pair, dtype=dtype, **run)
+    assert loss == expected if device.type == "cpu" else abs(loss - expected) < 1e-2
+
+# %% [markdown]
+# ## Train in each precision
+#
+# A recent NVIDIA GPU runs FP32 convolutions in TF32 unless told not to, so FP32 and TF32 are set
+# for the whole pass, forward and backward, as in notebook 04.
+
+
+# %%
+def float32_mode(precision):
+    """TF32 off for FP32, on for TF32; nothing to set for the others."""
+    return precision.autocast(device.type) if precision.dtype is torch.float32 else nullcontext()
+
+
+def train(precision, seed):
+    """Train a new network; returns its mean loss and held-out accuracy by epoch, (2, epochs)."""
+    steps = config["epochs"] * len(train_loader(0, seed))
+    run, history = new_run(precision.dtype, seed, steps), []
+    with float32_mode(precision):
+        for epoch in range(config["epochs"]):
+            loss = train_epoch(loader=train_loader(epoch, seed), dtype=precision.dtype, **run)
+            accuracy = evaluate(run["model"], test_loader(), precision.dtype)
+            history.append((loss, accuracy))
+    return torch.tensor(history).T
+
+
+# %% [markdown]
+# The precisions are FP32, and those that this device accelerates; bf16 if it accelerates none. fp16
+# is left out on a CPU, where convolutions in fp16 can take hundreds of times as long as in FP32.
+# Each precision trains three times.
+
+# %% tags=["nbval-ignore-output"]
+fit_for = [p for p in describe_device(device).accelerated if device.type != "cpu" or p != "fp16"]
+precisions = [Precision.FP32, *reversed(fit_for or [Precision.BF16])]
+print("comparing", ", ".join(precisions))
+runs = {p: torch.stack([train(p, seed) for seed in seeds]) for p in precisions}
+# each (seeds, 2, epochs): losses and accuracies
+losses, accuracies = ({p: run[:, i] for p, run in runs.items()} for i in (0, 1))
+_ = plots.loss_and_accuracy(losses, accuracies)
+assert all(run.isfinite().all() for run in runs.values())
+
+# %% [markdown]
+# Left the training loss, right the accuracy on images that were not trained on. Each line is the
+# mean over three seeds, and the band around it reaches from the lowest seed to the highest. The
+# question is whether a line leaves the band of FP32.
+#
+# ## Has accuracy been kept?
+#
+# Two things make accuracies differ that have nothing to do with precision. Seeds differ among
+# themselves. And a test set of $n$ images knows an accuracy $p$ only to within about $\sqrt{p (1 -
+# p) / n}$, its standard error. A rough yardstick is both together: a difference counts if it is
+# larger than the spread of seeds and two standard errors.
+
+# %% tags=["nbval-ignore-output"]
+final = {precision: accuracy[:, -1] for precision, accuracy in accuracies.items()}  # (seeds,) each
+base = final[Precision.FP32].mean().item()
+spread = max((found.max() - found.min()).item() for found in final.values())
+error = (base * (1 - base) / len(data.test)) ** 0.5
+for precision, found in final.items():
+    difference = found.mean().item() - base
+    print(f"{precision}: {found.mean():.1%}, {100 * difference:+.1f} points against fp32")
+    assert abs(difference) <= spread + 2 * error
+    assert found.mean() > 1.5 / len(data.classes)  # chance is 1 / classes
+print(f"seeds differ by up to {100 * spread:.1f} points, the standard error is {100 * error:.1f}")
+
+# %% [markdown]
+# The difference between the precisions is within what chance explains. That is all that three seeds
+# can say: with more of them, or a larger test set, a smaller difference would show.
+#
+# ## Is it faster?
+#
+# Not necessarily. For this we time one training step of the real, full-width network over a range
+# of image sizes. A step is `train_epoch` with a single batch, which is on the device already.
+
+# %%
+step_sizes, step_batch = {
+    "quick": ((32, 64, 128, 192), 8),
+    "full": ((32, 64, 96, 128, 160, 224), 128),
+}[scale]
+
+
+def new_step(dtype, size, prepare=lambda model: None):
+    """A function that takes a training step on `step_batch` images of `size` pixels a side."""
+    torch.manual_seed(0)
+    model = MobileNetV2(num_classes=10).to(device, memory_format=torch.channels_last)
+    prepare(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
+    images = torch.randn(step_batch, 3, size, size, device=device)
+    images = images.to(memory_format=torch.channels_last)
+    loader = [(images, torch.arange(step_batch, device=device) % 10)]
+    return partial(train_epoch, model, loader, optimizer, scheduler, scaler, dtype)
+
+
+# %% [markdown]
+# Whatever else a machine does can only slow a call down, so the fastest of several calls says most.
+# The functions take turns, so that a busy minute hits all of them.
+
+
+# %%
+def fastest_ms(functions):
+    """Milliseconds of the fastest call of each of {name: function}, of two turns."""
+    samples = {name: [] for name in functions}
+    gc.freeze()  # `measure` collects garbage, and need not look for it in all that is loaded
+    for _ in range(2):
+        for name, function in functions.items():
+            with Precision.FP32.autocast(device.type) if name == "fp32" else nullcontext():
+                found = measure(function, device=device, warmup=1, repeats=2)  # TF32 off in fp32
+            samples[name] += found.samples_s
+    gc.unfreeze()
+    return {name: 1e3 * min(seconds) for name, seconds in samples.items()}
+
+
+# %% [markdown]
+# FP32 is compared with the fastest of the precisions that need autocast.
+
+# %% tags=["nbval-ignore-output"]
+amp = next((p for p in fit_for if p.dtype is not torch.float32), Precision.BF16)
+both = (Precision.FP32, amp)
+step_ms = {size: fastest_ms({p: new_step(p.dtype, size) for p in both}) for size in step_sizes}
+for size, ms in step_ms.items():
+    fp32, low = ms[Precision.FP32], ms[amp]
+    print(f"{size:3d} pixels: fp32 {fp32:5.0f} ms, {amp} {low:5.0f} ms  {fp32 / low:.2f}x")
+    assert min(ms.values()) > 0
+
+# %% [markdown]
+# Below 1.00x autocast costs time. If that is so in the first line and not in the last, you have seen
+# the whole problem: it is the same network, and the image size decides.
+#
+# ## Why: little arithmetic for every byte
+#
+# MobileNetV2 alternates two kinds of convolution. A *pointwise* one has 1x1 kernels, and is a
+# matrix product over the channels. A *depthwise* one has 3x3 kernels, each of which sees a single
+# channel. A hook notes the shapes of every layer; on the meta device that costs nothing.
+
+
+# %%
+def convolutions(size):
+    """Each convolution of MobileNetV2, with the shapes of its input and output, in their order."""
+    found = []
+    with torch.device("meta"):
+        model, images = MobileNetV2(num_classes=10), torch.zeros(step_batch, 3, size, size)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_hook(lambda m, x, y: found.append((m, x[0].shape, y.shape)))
+    model(images)
+    return found
+
+
+def kind(layer):
+    """What kind of convolution this is."""
+    if layer.groups == 1:
+        return "pointwise" if layer.kernel_size == (1, 1) else "first"
+    return "depthwise, stride 2" if layer.stride == (2, 2) else "depthwise"
+
+
+# %% [markdown]
+# Counting is simple. Each value of the output takes as many products and sums as one filter has
+# weights; and input, weights and output each have to travel between memory and the cores.
+
+
+# %%
+def work(layer, input_shape, output_shape):
+    """FLOPs of the forward pass of a convolution, and the bytes it reads and writes in fp32."""
+    flops = 2 * output_shape.numel() * layer.weight[0].numel()
+    return flops, 4 * (input_shape.numel() + layer.weight.numel() + output_shape.numel())
+
+
+# %%
+intensity = {}
+for size in (32, 224):
+    layers = [(kind(layer), work(layer, x, y)) for layer, x, y in convolutions(size)]
+    intensity[size] = [(name, flops / moved) for name, (flops, moved) in layers]
+    total = sum(flops for _, (flops, _) in layers) / step_batch
+    pointwise = sum(flops for name, (flops, _) in layers if name == "pointwise") / step_batch
+    print(f"{size} pixels: {total / 1e6:.0f} MFLOP an image, {pointwise / total:.0%} pointwise")
+assert 590e6 < total < 610e6  # the paper counts 300 million products and sums at 224 pixels
+_ = plots.flops_per_byte({f"{size} pixels": values for size, values in intensity.items()})
+
+# %% [markdown]
+# Upwards, on a logarithmic axis, how many FLOPs a layer does for each byte it moves. Depthwise
+# layers (triangles) lie at the bottom in both panels, those with stride 2 (black) the lowest.
+# Pointwise ones (circles) climb at 224 pixels, and come down at 32: their maps have shrunk to a few
+# pixels, and most bytes are those of the weights.
+
+# %%
+for size, values in intensity.items():
+    middle = {
+        name: statistics.median(value for found, value in values if found.startswith(name))
+        for name in ("depthwise", "pointwise")
+    }
+    print(f"{size} pixels, median FLOPs per byte:", {k: round(v, 1) for k, v in middle.items()})
+    assert middle["depthwise"] < 2.5 < middle["pointwise"]
+
+# %% [markdown]
+# Narrow formats make arithmetic several times as fast, and memory traffic at most twice. A layer
+# with few FLOPs per byte waits for memory, or for its own start-up, and has little to win.
+#
+# ## Why: casts, whatever the size of the images
+#
+# In every step autocast casts each weight to the narrow format, and the gradient of each back to
+# FP32. This takes as long for small images as for large ones. It is measured here by itself, and
+# shown beside the FP32 step at the smallest and the largest size:
+
+# %% tags=["nbval-ignore-output"]
+model = MobileNetV2(num_classes=10).to(device)
+weights = [weight.detach() for weight in model.parameters() if weight.dim() > 1]
+cast_ms = fastest_ms({"casts": lambda: [weight.to(amp.dtype).float() for weight in weights]})
+for size in (step_sizes[0], step_sizes[-1]):
+    fp32, casts = step_ms[size][Precision.FP32], cast_ms["casts"]
+    print(f"{len(weights)} weights there and back {casts:.2f} ms; {size} pixels: {fp32:.0f} ms")
+assert len(weights) == 53  # 52 convolutions and the classifier
+
+# %% [markdown]
+# The share of a step tells whether casts matter on your device: the faster the step, the more.
+#
+# ## Why: a kernel that is not there
+#
+# Both reasons explain why little is gained, but not why much is lost. For that we time the layers of
+# each kind by themselves, forward and backward.
+
+
+# %%
+def new_layer_call(layer, input_shape, dtype):
+    """A function that runs this convolution forward and backward on random images."""
+    channels, options = (layer.in_channels, layer.out_channels), {"groups": layer.groups}
+    options |= {name: getattr(layer, name) for name in ("kernel_size", "stride", "padding")}
+    layer = nn.Conv2d(*channels, bias=False, **options)
+    layer = layer.to(device, memory_format=torch.channels_last)
+    images = torch.randn(input_shape, device=device).to(dtype, memory_format=torch.channels_last)
+    images.requires_grad_()
+
+    def call():
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32):
+            output = layer(images)
+        output.backward(output.detach())
+
+    return call
+
+
+def all_layers(name, size, dtype):
+    """A function that runs all convolutions of one kind."""
+    calls = [new_layer_call(m, x, dtype) for m, x, _ in convolutions(size) if kind(m) == name]
+    return lambda: [call() for call in calls]
+
+
+# %% [markdown]
+# At 64 pixels, all layers of a kind together:
+
+# %% tags=["nbval-ignore-output"]
+kinds = ("first", "pointwise", "depthwise", "depthwise, stride 2")
+found = {name: fastest_ms({p: all_layers(name, 64, p.dtype) for p in both}) for name in kinds}
+kind_ms = {p: {name: found[name][p] for name in kinds} for p in both}
+_ = plots.time_by_kind(kind_ms)
+assert [kind(layer) for layer, _, _ in convolutions(64)].count("depthwise, stride 2") == 4
+
+# %% [markdown]
+# A pair of bars for each kind of layer: FP32 on the left, and beside it, hatched, autocast with its
+# speed-up above the bar. Look for a kind whose second bar is much the higher one, although there is
+# less work in it than in others.
+#
+# On the CPU that made the committed outputs it is the depthwise layers with stride 2, four out of
+# 52. oneDNN, which computes convolutions there, has a kernel made for depthwise layers, but for the
+# gradient of their input in bf16 with stride 2 it takes a general one. (`ONEDNN_VERBOSE=1` in the
+# environment makes it print the kernel of every call: `jit_dw` in the one case, `brgconv_strided`
+# in the other.)
+#
+# ## The remedy: leave those layers in FP32
+#
+# Autocast can be disabled inside autocast. The depthwise layers that lost in the figure above become
+# FP32 islands, and the rest stays as it is.
+
+
+# %%
+def keep_in_fp32(layer):
+    """Make `layer` compute in fp32, inside an autocast block as well."""
+    forward = layer.forward
+
+    def forward_in_fp32(x):
+        with torch.autocast(device.type, enabled=False):
+            return forward(x.float())
+
+    layer.forward = forward_in_fp32
+
+
+losers = [
+    name
+    for name in ("depthwise", "depthwise, stride 2")
+    if kind_ms[amp][name] > kind_ms[Precision.FP32][name]
+]
+
+
+def make_islands(model):
+    """Keep the layers of those kinds in fp32."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d) and kind(module) in losers:
+            keep_in_fp32(module)
+
+
+# %% [markdown]
+# First, that it does what it says:
+
+# %%
+layer = nn.Conv2d(8, 8, 3, groups=8).to(device)
+images = torch.randn(1, 8, 4, 4, device=device)
+with torch.autocast(device.type, dtype=amp.dtype):
+    assert layer(images).dtype is amp.dtype
+    keep_in_fp32(layer)
+    assert layer(images).dtype is torch.float32
+
+# %% [markdown]
+# And then what it buys. All three take turns once more, since the machine may have become slower or
+# faster in the meantime.
+
+# %% tags=["nbval-ignore-output"]
+print("kept in fp32:", " and ".join(losers) or "nothing, since nothing lost")
+labels = (f"{amp}", f"{amp} with fp32 islands")
+speedups = {label: [] for label in labels}
+for size in step_sizes:
+    steps = {"fp32": new_step(torch.float32, size), labels[0]: new_step(amp.dtype, size)}
+    ms = fastest_ms(steps | {labels[1]: new_step(amp.dtype, size, make_islands)})
+    for label in labels:
+        speedups[label].append(ms["fp32"] / ms[label])
+_ = plots.speedup_over_size(step_sizes, speedups)
+assert all(value > 0 for values in speedups.values() for value in values)
+
+# %% [markdown]
+# The speed-up of a step over FP32 against the size of the images; the dashed line has the islands.
+# Where a line crosses 1, autocast begins to pay. On a device where nothing lost, both lines are the
+# same, up to noise.
+#
+# The lesson is not about one layer of one library. It is that a speed-up is the sum of many parts,
+# that a single bad part can eat it up, and that a timing by kind of layer finds it in a minute.
+# [Notebook 04](04_fp32_vs_amp.ipynb) has the other case: hardly anything but large matrix products.
+#
+# ## Clip gradients: unscale first
+#
+# With a scaler, the gradients in `.grad` after `backward` are multiplied by the loss scale, 65,536
+# at the start. Clipping compares their norm with `max_norm`, so it must see the real ones:
+# `scaler.unscale_(optimizer)` divides them, and `scaler.step` then knows not to do so again.
+
+
+# %%
+def clipped_step(optimizer_class, max_norm, unscale_first):
+    """Take one fp16 step; returns the norm that clipping saw, and how far the weights moved."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4).to(device)
+    optimizer = optimizer_class(model.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler(device.type)
+    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    with torch.autocast(device.type, dtype=torch.float16):
+        loss = model(torch.ones(2, 8, device=device)).float().square().sum()
+    scaler.scale(loss / 16).backward()
+    if unscale_first:
+        scaler.unscale_(optimizer)  # the line that matters
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    scaler.step(optimizer)
+    scaler.update()
+    after = nn.utils.parameters_to_vector(model.parameters()).detach()
+    return norm.item(), (after - before).norm().item()
+
+
+# %% [markdown]
+# With plain SGD and a learning rate of 1, the weights move by exactly the clipped gradient. Here
+# are both ways, with a `max_norm` of 0.5:
+
+# %%
+right_norm, right_move = clipped_step(torch.optim.SGD, max_norm=0.5, unscale_first=True)
+wrong_norm, wrong_move = clipped_step(torch.optim.SGD, max_norm=0.5, unscale_first=False)
+print(f"with unscale_:    norm {right_norm:8.2f}, weights move by {right_move:.1e}")
+print(f"without unscale_: norm {wrong_norm:8.0f}, weights move by {wrong_move:.1e}")
+assert 0.5 < right_norm < 10
+assert abs(wrong_norm / right_norm / 65_536 - 1) < 1e-3
+assert abs(right_move - 0.5) < 1e-3
+assert abs(wrong_move * 65_536 - 0.5) < 1e-3
+
+# %% [markdown]
+# Without `unscale_` the norm is 65,536 times too large. Every gradient is cut to a norm of 0.5, and
+# the scaler divides what is left by 65,536: the step is next to nothing. `max_norm` has lost its
+# meaning, and its effect changes whenever the scale does. (The source of this notebook leaves
+# `unscale_` out, and sets `max_norm='inf'`, which clips nothing.)
+#
+# With Adam the mistake hides. Adam divides by the size of the gradients, so that a factor common to
+# all steps cancels out:
+
+# %%
+adam = torch.optim.AdamW
+_, right_move = clipped_step(adam, max_norm=0.5, unscale_first=True)
+_, wrong_move = clipped_step(adam, max_norm=0.5, unscale_first=False)
+print(f"AdamW: with unscale_ {right_move:.2f}, without {wrong_move:.2f}")
+assert abs(wrong_move / right_move - 1) < 0.02
+
+# %% [markdown]
+# The loss falls and nothing looks wrong, but now *every* gradient is clipped, large or small, and
+# the rare huge one that clipping was meant for is not told from the others. If a gradient has
+# overflowed, its norm is infinite or NaN, and the scaler skips the step as always.
+#
+# ## Save: the whole file or none
+#
+# A run of hours will be interrupted one day, perhaps while it is saving. `torch.save` writes over
+# the old file, so that if it does not get to the end, both are lost. Here the disk runs full in the
+# middle, imitated by an object that cannot be written:
+
+
+# %%
+class FullDisk:
+    """Fails when it is saved, in the middle of a file."""
+
+    def __reduce__(self):
+        raise OSError("no space left on device")
+
+
+folder = tempfile.TemporaryDirectory()
+path = Path(folder.name, "checkpoint.pt")
+torch.save({"epoch": 1}, path)
+try:
+    torch.save({"epoch": 2, "more": FullDisk()}, path)
+except OSError as error:
+    print(error)
+try:
+    torch.load(path)
+    survived = True
+except RuntimeError:
+    survived = False
+assert not survived  # neither epoch 2 nor epoch 1
+
+# %% [markdown]
+# Both checkpoints are gone. The remedy has three parts: write under another name, make sure that the
+# file is on the disk, and only then give it the real name, which the file system does at once or
+# not at all. This is what *atomic* means.
+
+
+# %%
+def save_atomically(state, path):
+    """Save `state` so that `path` is the old file or the new one, never a part of it."""
+    partial_path = path.with_suffix(".partial")
+    with open(partial_path, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())  # on the disk, not only on its way there
+    os.replace(partial_path, path)
+
+
+save_atomically({"epoch": 1}, path)
+try:
+    save_atomically({"epoch": 2, "more": FullDisk()}, path)
+except OSError as error:
+    print(error)
+assert torch.load(path) == {"epoch": 1}
+
+# %% [markdown]
+# `amp_lab.save_checkpoint` does that, and adds a checksum, so that `load_checkpoint` can tell if a
+# file has been damaged.
+#
+# ## Resume: to the last bit
+#
+# What has to be in the file? Everything that changes during a run: network, optimizer, schedule,
+# scaler, the random states (dropout draws from them), and how far the run has come. The test of
+# completeness: an interrupted run must end with *the same weights, bit for bit*, as one that was
+# not.
+#
+# The run is a tiny one in fp16, on digits of 8x8 pixels. Its scaler starts far too high and grows
+# every five steps, so that it has something to remember within 16 steps.
+
+# %%
+tiny = load_dataset("digits", image_size=8, limit=64)
+
+
+def new_tiny_run(seed):
+    """As `new_run`, for a network so small that fp16 is no burden to a CPU."""
+    torch.manual_seed(seed)
+    hidden = [nn.Linear(3 * 8 * 8, 16), nn.ReLU(), nn.Dropout(0.2)]
+    model = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(16, 10)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=16)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**24, growth_interval=5)
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+
+
+def go_on(run, epochs):
+    """Train `run` for these epochs, of four steps each."""
+    for epoch in epochs:
+        loader = batches(tiny.train, 16, epoch=epoch, seed=0)
+        train_epoch(loader=loader, dtype=torch.float16, **run)
+
+
+# %% [markdown]
+# One run goes through, and another is saved in the middle. The order of the images needs no saving,
+# because it depends on seed and epoch alone.
+
+# %%
+whole = new_tiny_run(seed=0)
+go_on(whole, range(4))
+
+half = new_tiny_run(seed=0)
+go_on(half, range(2))
+save_checkpoint(path, **half, random=random_states(device), epochs_done=2)
+scales = [run["scaler"].get_scale() for run in (new_tiny_run(seed=0), half, whole)]
+print("loss scale at the start, in the middle, at the end:", scales)
+assert scales[0] > scales[1]  # it has skipped steps
+
+# %% [markdown]
+# To resume is to make everything anew, fill it from the file, and go on. The new network starts
+# from another seed, so that whatever is missing from the file cannot be right by accident.
+
+
+# %%
+def resume(path, forget=()):
+    """Go on with the run saved under `path`; the states named in `forget` are not restored."""
+    state = load_checkpoint(path)
+    run = new_tiny_run(seed=1)
+    for name, part in run.items():
+        if name not in forget:
+            part.load_state_dict(state[name])
+    if "random" not in forget:
+        restore_random_states(state["random"], device)
+    go_on(run, range(state["epochs_done"], 4))
+    return run
+
+
+# %%
+resumed = resume(path)
+for mine, theirs in zip(resumed["model"].parameters(), whole["model"].parameters(), strict=True):
+    assert torch.equal(mine, theirs)
+    for key, value in whole["optimizer"].state[theirs].items():
+        assert torch.equal(resumed["optimizer"].state[mine][key], value)
+assert resumed["scaler"].state_dict() == whole["scaler"].state_dict()
+assert resumed["scheduler"].state_dict() == whole["scheduler"].state_dict()
+print("bitwise equal: weights, optimizer, scaler, schedule")
+
+# %% [markdown]
+# Now the same with one of the states forgotten. How far do the weights end from where they should?
+
+
+# %%
+def distance(run):
+    """Largest difference between a weight of `run` and the same of the whole run."""
+    mine, theirs = (
+        nn.utils.parameters_to_vector(r["model"].parameters()).detach() for r in (run, whole)
+    )
+    return (mine - theirs).abs().max().item()
+
+
+for name in ("optimizer", "scheduler", "scaler", "random"):
+    forgetful = resume(path, forget=[name])
+    print(f"{name} forgotten: weights are off by up to {distance(forgetful):.3f}")
+    assert distance(forgetful) > 0
+assert distance(resumed) == 0
+folder.cleanup()
+
+# %% [markdown]
+# None of them raises an error; only the comparison shows it. A forgotten scaler starts again from
+# its initial scale, and skips steps until it has found one that works. A forgotten optimizer starts
+# Adam's averages from zero.
+#
+# ## Sizes in multiples of 8: measure
+#
+# A common piece of advice, meant for Tensor Cores, is to choose channels and batch sizes as
+# multiples of 8. Whether it matters depends on device, library and shape, so here is the
+# experiment: the rate of three operations at sizes around a multiple of 8. It is the rate, FLOPs
+# per second, that is compared, since larger sizes take longer anyway.
+
+# %%
+middle_sizes = {
+    "quick": {"matrix n x n": 256, "channels": 96, "batch size": 64},
+    "full": {"matrix n x n": 4096, "channels": 256, "batch size": 256},
+}[scale]
+images_shape = {"quick": (8, 14, 14), "full": (128, 28, 28)}[scale]  # batch, height, width
+
+
+def new_product(what, n, dtype):
+    """A matrix product or a 1x1 convolution with a size of `n`: the function, and its FLOPs."""
+    if what == "channels":
+        batch, height, width = images_shape
+        layer = nn.Conv2d(n, n, 1, bias=False).to(device, dtype, memory_format=torch.channels_last)
+        images = torch.randn(batch, n, height, width, device=device, dtype=dtype)
+        images = images.to(memory_format=torch.channels_last)
+        return partial(layer, images), 2 * images.numel() * n
+    rows, inner = (n, n) if what == "matrix n x n" else (n, 1280)  # 1280: MobileNetV2's head
+    left = torch.randn(rows, inner, device=device, dtype=dtype)
+    right = torch.randn(inner, inner, device=device, dtype=dtype)
+    return partial(torch.matmul, left, right), 2 * rows * inner * inner
+
+
+# %% [markdown]
+# One call may be too short for the clock, so a measurement is of ten.
+
+
+# %%
+@torch.inference_mode()
+def ten_calls(call):
+    """Ten calls of a function, without a graph."""
+    for _ in range(10):
+        call()
+
+
+# %% [markdown]
+# Each size is timed in both precisions, forward only.
+
+# %% tags=["nbval-ignore-output"]
+rates = {what: {p: {} for p in both} for what in middle_sizes}
+for what, middle in middle_sizes.items():
+    for n in [middle + offset for offset in (-9, -8, -7, -4, -1, 0, 1, 4, 7, 8, 9)]:
+        calls = {p: new_product(what, n, p.dtype) for p in both}
+        ms = fastest_ms({p: partial(ten_calls, call) for p, (call, _) in calls.items()})
+        for p, (_, flops) in calls.items():
+            rates[what][p][n] = 10 * flops / ms[p]
+_ = plots.rate_over_size(rates, multiple=8)
+assert all(
+    rate > 0 for found in rates.values() for line in found.values() for rate in line.values()
+)
+
+# %% [markdown]
+# One panel for each operation, one line for each precision: its rate at every size, as a multiple
+# of the line's median. The vertical lines stand at multiples of 8. If those sizes were special, the
+# lines would have a peak on each vertical line. In numbers, how many times as fast the multiples of
+# 8 are as the sizes between them:
+
+# %% tags=["nbval-ignore-output"]
+for what, lines in rates.items():
+    for precision, line in lines.items():
+        multiples = statistics.median(rate for n, rate in line.items() if n % 8 == 0)
+        others = statistics.median(rate for n, rate in line.items() if n % 8)
+        print(f"{what:12s} {precision}: {multiples / others:.2f}x")
+        assert multiples / others > 0
+
+# %% [markdown]
+# Around 1.00x the size does not matter on this device. Well above, it does, and rounding the
+# channels of a layer up to the next multiple of 8 may make it faster *and* larger. torchvision does
+# so for MobileNetV2 anyway:
+
+# %%
+channels = {
+    m.out_channels for m in MobileNetV2(width_mult=0.35).modules() if isinstance(m, nn.Conv2d)
+}
+print("output channels at width 0.35:", sorted(channels))
+assert all(count % 8 == 0 for count in channels)
+
+# %% [markdown]
+# ## The ready-made version
+#
+# `amp-lab train` is this loop as a command, with what a long run needs: it saves in the middle of
+# an epoch too, survives being killed, and draws its curves.
+#
+# ```bash
+# pdm run amp-lab train --dataset cifar10 --precision bf16 --out runs/x
+# ```
+#
+# `--dataset digits` needs no download, `--clip-norm` clips the way it should be, and `--resume`
+# goes on with an interrupted run. Its loop is `amp_lab.fit`, which computes the same, bit for bit,
+# as the one in this notebook.
+#
+# ## Summary
+#
+# - AMP changed or added five lines of the loop. With `enabled=`, one loop serves every precision,
+#   and one scaler serves the whole run.
+# - Accuracy was kept: the precisions differed by no more than seeds and a finite test set explain.
+# - Autocast pays where there is arithmetic to speed up. Time it on your shapes; if it loses, time
+#   the layers by kind, and leave those that lose in FP32.
+# - `unscale_` before clipping, or `max_norm` means nothing; with Adam the mistake does not show.
+# - A checkpoint needs the scaler, the random states and an atomic write; bitwise equality is the
+#   test that nothing is missing.
+# - Whether multiples of 8 matter is a question for a measurement.
+#
+# ## Exercises
+#
+# 1. Train in bf16 and evaluate in FP32, then the other way round. Does the accuracy change by more
+#    than the standard error?
+# 2. Set the learning rate ten times as high. Do the precisions still agree? Is the spread of seeds
+#    still the same?
+# 3. Remove `channels_last` from `new_step`, in both precisions. Where is the crossover now, and
+#    which of the two gained from the layout?
+# 4. Add clipping to `train_epoch`. How often does `max_norm=1` really clip? Check your loop against
+#    `amp_lab.fit(…, clip_norm=1.0)`: the weights should be equal, bit for bit.
+# 5. Make `resume` work from the middle of an epoch. `batches` has an argument for it; what else
+#    must be in the file?
+#
+# ## Further reading
+#
+# - [Sandler et al., *MobileNetV2: Inverted Residuals and Linear
+#   Bottlenecks*](https://arxiv.org/abs/1801.04381): the network.
+# - [Automatic mixed precision examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html):
+#   clipping, accumulation, several losses, in PyTorch's own words.
+# - [Saving and loading models](https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html),
+#   and [reproducibility](https://docs.pytorch.org/docs/stable/notes/randomness.html): what bitwise
+#   equality takes elsewhere.
+# - [NVIDIA, *Matrix multiplication background user's
+#   guide*](https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html):
+#   where the advice about multiples of 8 comes from.

@@ -1,0 +1,1872 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Find out why AMP broke, and repair it
+#
+# **What you'll do.** Start from what you see: an error message, a warning, a NaN, or a run that is
+# no faster than before. Find it in one of the two tables, follow the link, and read how it comes
+# about, in a program of a few lines that does the same thing, and what to do about it.
+#
+# **What you'll learn.**
+# - to recognise 35 failures that people really meet, and to reproduce each in a few lines;
+# - why each happens, so that you recognise its relatives too;
+# - the repair, run and checked, and how to notice the trouble before it costs a night.
+#
+# **What you need.** Nothing, if you came with a message. To read from beginning to end, which takes
+# half an hour, have [notebook 02](02_autocast_dtypes.ipynb) and [notebook
+# 03](03_grad_scaler_step_by_step.ipynb) behind you. No GPU.
+#
+# ## Look up what you see
+#
+# **A message.** Search this page for yours (Ctrl+F), or find it here. Every message in the table was
+# produced by the code of its section, on tiny tensors on the CPU. Dtypes may be the other way round
+# in yours, and say `BFloat16` where this page has `Half`.
+#
+# | message | section |
+# |---|---|
+# | `value cannot be converted to type c10::Half without overflow` | [section&nbsp;4](#4-A-mask-value-does-not-fit-into-fp16) |
+# | `Function 'MulBackward0' returned nan values in its 0th output.` | [section&nbsp;8](#8-Anomaly-detection-stops-at-a-harmless-overflow) |
+# | `Attempting to unscale FP16 gradients.` | [section&nbsp;9](#9-The-parameters-are-fp16) |
+# | `unscale_() has already been called on this optimizer since the last update().` | [section&nbsp;10](#10-Gradients-are-unscaled-twice) |
+# | `No inf checks were recorded for this optimizer.` | [section&nbsp;11](#11-An-optimizer-has-no-gradients) |
+# | `step() has already been called since the last update().` | [section&nbsp;12](#12-Scaler-methods-are-called-in-the-wrong-order) |
+# | `unscale_() is being called after step().` | [section&nbsp;12](#12-Scaler-methods-are-called-in-the-wrong-order) |
+# | `No inf checks were recorded prior to update.` | [section&nbsp;12](#12-Scaler-methods-are-called-in-the-wrong-order) |
+# | `Attempted step but _scale is None.` | [section&nbsp;12](#12-Scaler-methods-are-called-in-the-wrong-order) |
+# | `Closure use is not currently supported if GradScaler is enabled.` | [section&nbsp;13](#13-The-optimizer-needs-a-closure) |
+# | ``Detected call of `lr_scheduler.step()` before `optimizer.step()`.`` | [section&nbsp;14](#14-The-scheduler-warns-that-it-came-before-the-optimizer) |
+# | ``The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped.`` | [section&nbsp;16](#16-Clipping-refuses-a-norm-that-is-not-finite) |
+# | `The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler.` | [section&nbsp;17](#17-The-state-of-the-scaler-cannot-be-loaded) |
+# | `mat1 and mat2 must have the same dtype, but got Half and Float` | [section&nbsp;18](#18-A-half-precision-output-leaves-the-block) |
+# | `expected m1 and m2 to have the same dtype, but got: c10::Half != float` | [section&nbsp;18](#18-A-half-precision-output-leaves-the-block) |
+# | `expected scalar type Float but found Half` | [section&nbsp;18](#18-A-half-precision-output-leaves-the-block) |
+# | `Input type (c10::Half) and bias type (float) should be the same` | [section&nbsp;18](#18-A-half-precision-output-leaves-the-block) |
+# | `Index put requires the source and destination dtypes match, got Float for the destination and Half for the source.` | [section&nbsp;19](#19-Writing-into-a-buffer-fails) |
+# | `index_add_(): self (Float) and source (Half) must have the same scalar type` | [section&nbsp;19](#19-Writing-into-a-buffer-fails) |
+# | `scatter(): Expected self.dtype to be equal to src.dtype` | [section&nbsp;19](#19-Writing-into-a-buffer-fails) |
+# | `expected scalar type Half but found Float` | [section&nbsp;20](#20-A-function-of-your-own-fails-in-backward) |
+# | `mat1 and mat2 must have the same dtype, but got BFloat16 and Half` | [section&nbsp;21](#21-Two-dtypes-are-nested-around-one-weight) |
+# | `torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.` | [section&nbsp;22](#22-BCELoss-is-refused-on-a-GPU) |
+# | `quantile() input tensor must be either float or double dtype` | [section&nbsp;23](#23-An-op-does-not-exist-in-half-precision) |
+# | `linalg.inv: Low precision dtypes not supported. Got Half` | [section&nbsp;23](#23-An-op-does-not-exist-in-half-precision) |
+# | `"lu_cpu" not implemented for 'Half'` | [section&nbsp;23](#23-An-op-does-not-exist-in-half-precision) |
+# | `Got unsupported ScalarType BFloat16` | [section&nbsp;24](#24-NumPy-does-not-know-bf16) |
+# | `element 0 of tensors does not require grad and does not have a grad_fn` | [section&nbsp;25](#25-Weights-get-no-gradient-after-an-evaluation-pass) |
+# | `CUDA is not available or torch_xla is imported. Disabling autocast.` | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off) |
+# | `torch.cuda.amp.GradScaler is enabled, but CUDA is not available.` | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off) |
+# | `In CPU autocast, but the target dtype is not supported. Disabling autocast.` | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off) |
+# | `` `torch.cuda.amp.autocast(args...)` is deprecated. `` | [section&nbsp;35](#35-Old-names-warn) |
+# | `` `torch.cuda.amp.GradScaler(args...)` is deprecated. `` | [section&nbsp;35](#35-Old-names-warn) |
+#
+# **No message.** Then something is wrong with what comes out.
+#
+# | symptom | section |
+# |---|---|
+# | the loss is NaN, in the first step or later | [section&nbsp;1](#1-The-loss-is-NaN-because-an-activation-exceeds-65504), [section&nbsp;5](#5-NaN-because-an-epsilon-of-1e-8-is-zero-in-fp16), [section&nbsp;4](#4-A-mask-value-does-not-fit-into-fp16) |
+# | the loss scale falls and falls, or every step is skipped | [section&nbsp;2](#2-The-loss-scale-falls-towards-0) |
+# | the loss scale grows without end | [section&nbsp;28](#28-The-scaler-runs-with-bf16-or-the-dtype-is-not-the-one-you-meant) |
+# | the loss does not fall, or no longer | [section&nbsp;3](#3-A-layer-does-not-learn-because-its-gradients-underflow), [section&nbsp;15](#15-Clipping-leaves-next-to-nothing-of-the-gradients), [section&nbsp;26](#26-The-loss-stands-still-because-the-whole-loop-is-in-one-block), [section&nbsp;29](#29-Half-precision-weights-stop-moving) |
+# | some gradients are zero | [section&nbsp;3](#3-A-layer-does-not-learn-because-its-gradients-underflow), [section&nbsp;6](#6-A-norm-written-by-hand-overflows-above-256) |
+# | some gradients are `None` | [section&nbsp;11](#11-An-optimizer-has-no-gradients), [section&nbsp;25](#25-Weights-get-no-gradient-after-an-evaluation-pass) |
+# | a layer puts out nothing but zeros | [section&nbsp;6](#6-A-norm-written-by-hand-overflows-above-256) |
+# | training is fine, evaluation is NaN | [section&nbsp;7](#7-Training-is-fine-but-evaluation-is-NaN) |
+# | parameters are NaN after one step of Adam | [section&nbsp;29](#29-Half-precision-weights-stop-moving) |
+# | fine on short inputs, bad on long ones | [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
+# | other results with `torch.compile` | [section&nbsp;27](#27-A-compiled-model-has-other-gradients) |
+# | a step is no faster, or slower | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off), [section&nbsp;32](#32-A-thread-runs-without-autocast-or-in-another-dtype), [section&nbsp;33](#33-Autocast-makes-the-model-no-faster) |
+# | no less memory is used, or more | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off), [section&nbsp;34](#34-The-memory-is-not-halved) |
+#
+# ## Set up
+#
+# The failing programs run on the CPU whatever device you have: on a GPU they fail in the same way,
+# but a message may be worded differently. fp16 on a CPU is slow, so everything is tiny. Where a
+# failure belongs to the GPU, the section says so.
+
+# %%
+import math
+import threading
+import warnings
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_lab import DeviceError, Precision, measure, plots
+from amp_lab.notebook import start
+from amp_lab.numerics import ScaleLog, find_nonfinite, gradient_underflow
+
+device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
+plots.use_style()
+
+# %% [markdown]
+# Two helpers return messages as text, so that they can be printed and checked: one for a call that
+# must fail, one for a call that must warn.
+
+
+# %%
+def message_of(call):
+    """The message of the error that `call()` must raise."""
+    try:
+        call()
+    except Exception as error:
+        return str(error)
+    raise AssertionError("this was expected to fail")
+
+
+def warnings_of(call):
+    """The messages of all warnings that `call()` gives, one after the other."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return "\n".join(str(warning.message) for warning in caught)
+
+
+# %% [markdown]
+# The next applies the rules of CUDA's autocast without a GPU, to fake tensors, which have a device
+# and a dtype but no data ([notebook 02](02_autocast_dtypes.ipynb) explains it).
+
+
+# %%
+@contextmanager
+def cuda_rules(dtype=torch.float16):
+    """Inside: fake tensors only, and the policy of CUDA's autocast. Needs no GPU."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    try:
+        with FakeTensorMode():
+            yield
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+
+
+# %% [markdown]
+# And the last makes a model with its optimizer, the same every time.
+
+
+# %%
+def make(*layers, lr=0.1):
+    """A model of `layers` (by default one linear layer), its weights drawn anew, and its SGD."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layers or [nn.Linear(2, 2)]))
+    for layer in model:
+        if hasattr(layer, "reset_parameters"):
+            layer.reset_parameters()
+    return model, torch.optim.SGD(model.parameters(), lr=lr)
+
+
+model, _ = make()
+x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
+message = message_of(lambda: model(x.half()))
+print(message)
+assert "mat1 and mat2 must have the same dtype, but got Half and Float" in message
+
+# %% [markdown]
+# There is the first one. Paste it into the search of this page, and you land in section 18.
+#
+# ## Numbers leave the range of fp16
+#
+# fp16 ends at 65504, and below 6e-8 there is only zero ([notebook 01](01_number_formats.ipynb)).
+# The failures of this part are values on the wrong side of one of these limits. Most of them do not
+# exist in bf16, which is the shortest repair of all where the hardware has it.
+
+# %% [markdown]
+# ### 1 The loss is NaN because an activation exceeds 65504
+#
+# **What you see.** The loss is `nan`, in the first step or after thousands; in fp32 all is well.
+#
+# **The smallest program that does it.** A layer with large weights, a normalisation after it, and a
+# loss. The same function computes it in any precision.
+
+
+# %%
+def loss_in(dtype, model):
+    """The loss of `model` under autocast to `dtype`; fp32 means no autocast."""
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not torch.float32):
+        return F.mse_loss(model(10 * x), torch.ones(1, 2))
+
+
+model, _ = make(nn.Linear(2, 2), nn.LayerNorm(2), nn.Linear(2, 2))
+with torch.no_grad():
+    model[0].weight.copy_(torch.tensor([[5000.0, 5000.0], [500.0, 500.0]]))
+for dtype in (torch.float32, torch.float16):
+    print(f"{dtype}: loss {loss_in(dtype, model).item():.2f}")
+assert loss_in(torch.float16, model).isnan()
+
+# %% [markdown]
+# **Why.** The first layer gives 150,000 (30 times 5000), which is infinite in fp16. The mean of the
+# normalisation is then infinite too, and infinity minus infinity is NaN. In large trained
+# transformers a few features do get that large.
+#
+# **The fix.** bf16, which has the range of fp32; or an fp32 *island* around what overflows: autocast
+# off, and the inputs cast by hand.
+
+
+# %%
+class Island(nn.Module):
+    """Runs a module in fp32, whatever autocast says outside."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=False):
+            return self.module(x.float())
+
+
+exact = loss_in(torch.float32, model)
+repaired = nn.Sequential(Island(model[0]), *model[1:])
+torch.testing.assert_close(loss_in(torch.bfloat16, model), exact, rtol=0.05, atol=0)  # 8 bits
+torch.testing.assert_close(loss_in(torch.float16, repaired), exact, rtol=0.01, atol=0)  # 11 bits
+
+# %% [markdown]
+# **Notice it earlier.** `find_nonfinite` watches a step and names the place. Without it, switch off
+# the scaler and then autocast, one at a time: if the NaN goes with autocast, it is a range problem.
+
+# %%
+with find_nonfinite(model) as finder:
+    loss_in(torch.float16, model).backward()
+print(f"made by {finder.report.op} in module {finder.report.where}: {finder.report.value}")
+assert finder.report.module == "0"
+
+# %% [markdown]
+# ### 2 The loss scale falls towards 0
+#
+# **What you see.** Every step is skipped, and the scale halves each time: 65536, 32768, and so on to
+# 0. The loss itself may look perfectly good.
+#
+# **The smallest program that does it.** A parameter that starts at exactly zero, and a loss with a
+# square root in it. `train` is an ordinary loop that notes the scale.
+
+
+# %%
+def train(loss_of, scaler, steps):
+    """Train two weights with a scaler; return their final values and the scale after each step."""
+    weights = nn.Parameter(torch.tensor([0.0, 2.0]))
+    optimizer = torch.optim.SGD([weights], lr=0.1)
+    scales = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(weights)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return weights.detach(), scales
+
+
+def sick_loss(weights):
+    return weights.square().sqrt().sum()  # as in a distance or a standard deviation
+
+
+weights, scales = train(sick_loss, torch.amp.GradScaler("cpu"), steps=170)
+print(f"the loss is {sick_loss(weights):.1f}")
+print("scale after 1, 17 and 166 steps:", *[scales[step - 1] for step in (1, 17, 166)])
+assert weights.tolist() == [0.0, 2.0]  # nothing was learned
+assert scales[164] == 2.0**-149  # the smallest number that fp32 has
+assert scales[165:] == [0.0] * 5  # from where no doubling leads back
+
+# %% [markdown]
+# **Why.** The slope of the square root at 0 is infinite, and infinity times the inner slope, 0, is
+# NaN: at *any* scale. The scaler can only try a smaller scale, in vain, and at 0 it stays for good.
+# Anything else that makes a gradient NaN does the same: `log(0)`, 0/0, or a NaN in the data.
+#
+# **The fix.** Repair the loss, not the scaler. Here, something under the root that keeps it away
+# from 0.
+
+
+# %%
+def healthy_loss(weights):
+    return (weights.square() + 1e-4).sqrt().sum()
+
+
+scaler = torch.amp.GradScaler("cpu", growth_interval=20)  # the default is 2000
+learned, healthy = train(healthy_loss, scaler, steps=60)
+_ = plots.loss_scales({"NaN in every gradient": scales[:60], "healthy": healthy})
+assert learned.abs().max() < 0.2
+assert healthy == [2.0**16] * 19 + [2.0**17] * 20 + [2.0**18] * 20 + [2.0**19]
+
+# %% [markdown]
+# The picture has the scale after each of 60 steps on a logarithmic axis. The healthy one climbs in
+# stairs; the other falls step by step, and below 1, the dotted line, after 17 of them. A few
+# halvings at the start of a run are normal. A scale below 1 is not.
+#
+# **Notice it earlier.** Stop the run when `scaler.get_scale() < 1`; `ScaleLog` keeps the history.
+
+# %%
+scaler = torch.amp.GradScaler("cpu")
+with ScaleLog(scaler) as log:
+    train(sick_loss, scaler, steps=20)
+print(f"{len(log.skipped)} of {len(log.scales)} steps skipped; lowest scale {min(log.scales):g}")
+assert log.skipped == list(range(20))
+
+# %% [markdown]
+# ### 3 A layer does not learn because its gradients underflow
+#
+# **What you see.** No message. The loss falls slowly or not at all, and some gradients are exactly
+# zero.
+#
+# **The smallest program that does it.** fp16 without a scaler, and a loss with a small weight, which
+# is a mean over many outputs besides.
+
+
+# %%
+def gradient_of(weight, scaler):
+    """The gradient of a small loss, by way of fp16."""
+    with torch.autocast("cpu", dtype=torch.float16):
+        outputs = torch.ones(256, 4) @ weight  # (256, 64)
+        loss = 1e-4 * outputs.float().mean()
+    (gradient,) = torch.autograd.grad(scaler.scale(loss), weight)
+    return gradient / scaler.get_scale()
+
+
+weight = torch.ones(4, 64, requires_grad=True)
+lost = gradient_of(weight, torch.amp.GradScaler("cpu", enabled=False))
+print("largest gradient:", lost.max().item())
+assert lost.count_nonzero() == 0
+
+# %% [markdown]
+# **Why.** The gradient of each of the 16,384 outputs is 1e-4 / 16384 = 6e-9. That is less than half
+# of fp16's smallest number, 6e-8, so it is rounded to zero on its way back through the product.
+#
+# **The fix.** A scaler.
+
+# %%
+kept = gradient_of(weight, torch.amp.GradScaler("cpu"))
+exact = 256 * 1e-4 / 16384
+print(f"with a scaler {kept.mean():.3e}, in exact arithmetic {exact:.3e}")
+torch.testing.assert_close(kept, torch.full_like(kept, exact), rtol=2e-3, atol=0)  # 11 bits
+
+# %% [markdown]
+# **Notice it earlier.** `gradient_underflow` counts, layer by layer, what fp16 would lose.
+
+# %%
+model, _ = make(nn.Linear(4, 64))
+loss = 1e-4 * model(torch.ones(256, 4)).mean()
+report = gradient_underflow(model, loss)
+print(f"fp16 loses {report.outputs.lost(1.0):.0%} of the gradients of the outputs")
+print(f"and keeps 99.9 % of all with a scale of {report.smallest_scale:.0f} or more")
+assert report.outputs.lost(1.0) == 1
+assert report.smallest_scale == 8
+
+# %% [markdown]
+# ### 4 A mask value does not fit into fp16
+#
+# **What you see.**
+# `value cannot be converted to type c10::Half without overflow`
+# (`type at::Half` in older versions). Or no message, and NaN where a whole row is masked.
+#
+# **The smallest program that does it.** Attention scores, and two customary ways to mask them.
+
+# %%
+with torch.autocast("cpu", dtype=torch.float16):
+    scores = x.T @ x  # (2, 2), fp16
+mask = torch.tensor([[True, True], [False, True]])  # True: hidden, so row 0 sees nothing
+message = message_of(lambda: scores.masked_fill(mask, -1e9))
+print(message)
+assert "value cannot be converted to type c10::Half without overflow" in message
+added = (scores + mask.half() * -1e9).softmax(-1)
+print(added)
+assert added[0].isnan().all()
+
+# %% [markdown]
+# **Why.** -1e9 lies outside fp16. `masked_fill` checks its number and refuses. Arithmetic does not
+# check; it gives -inf, and a softmax over nothing but -inf is 0/0.
+#
+# **The fix.** The lowest number of the dtype at hand; or a boolean mask for
+# `F.scaled_dot_product_attention`, which never needs such a number.
+
+# %%
+lowest = torch.finfo(scores.dtype).min
+attention = scores.masked_fill(mask, lowest).softmax(-1)
+print(attention)
+assert attention.tolist() == [[0.5, 0.5], [1.0, 0.0]]
+
+# %% [markdown]
+# **Notice it earlier.** Search the model's source for `1e9`, `1e10` and `1e20` before it runs.
+
+# %% [markdown]
+# ### 5 NaN because an epsilon of 1e-8 is zero in fp16
+#
+# **What you see.** NaN, often from padding or from an image that is all black.
+#
+# **The smallest program that does it.** A row of zeros, divided by its own largest value.
+
+
+# %%
+def rescale(h, eps=1e-8):
+    return h / (h.abs().amax(-1, keepdim=True) + eps)
+
+
+h = torch.tensor([[1.0, 2.0], [0.0, 0.0]])
+print(rescale(h.half()))
+assert rescale(h).isfinite().all()
+assert rescale(h.half())[1].isnan().all()
+assert torch.tensor(1e-8).half() == 0
+
+# %% [markdown]
+# **Why.** 1e-8 is less than half of the smallest fp16 number, so it *is* zero, and protects against
+# nothing. On the CPU even `F.normalize`, whose epsilon is 1e-12, is caught by this; on CUDA autocast
+# takes its norm in fp32. Adam's 1e-8 is the same trap once the parameters are fp16.
+#
+# **The fix.** An epsilon that the dtype has, at least `torch.finfo(dtype).tiny`; or fp32.
+
+# %%
+assert F.normalize(h.half())[1].isnan().all()
+with cuda_rules():
+    fake = torch.rand(2, 2, device="cuda").half()
+    assert F.normalize(fake).dtype is torch.float32
+    assert rescale(fake).dtype is torch.float16  # no help from autocast there either
+for repaired in (rescale(h.half(), eps=1e-4), rescale(h.float()), F.normalize(h.half(), eps=1e-4)):
+    assert repaired.isfinite().all()
+assert torch.finfo(torch.float16).tiny < 1e-4
+
+# %% [markdown]
+# **Notice it earlier.** Feed the model one batch of zeros, and see whether its output is finite.
+
+# %% [markdown]
+# ### 6 A norm written by hand overflows above 256
+#
+# **What you see.** No NaN, no message: the output of a layer is exactly zero, and no layer before it
+# learns.
+#
+# **The smallest program that does it.** Root-mean-square normalisation, as many models spell it out.
+
+
+# %%
+def rms_norm(h):
+    return h * torch.rsqrt((h * h).mean(-1, keepdim=True) + 1e-4)
+
+
+with torch.autocast("cpu", dtype=torch.float16):
+    h = (150 * x) @ torch.eye(2)  # (1, 2): 150 and 300, in fp16
+    print(rms_norm(h))
+    assert rms_norm(h).count_nonzero() == 0
+
+# %% [markdown]
+# **Why.** 300 times 300 is 90,000, infinite in fp16. The root of the mean is infinite, and a number
+# divided by infinity is 0. A multiplication is on no list of autocast (`pow` is, on CUDA), so it
+# stays in fp16. Squares, variances and distances all overflow long before their inputs do.
+#
+# **The fix.** The library's function, which computes in fp32 inside; or `.float()` on the way in.
+
+# %%
+exact = rms_norm(150 * x)
+with torch.autocast("cpu", dtype=torch.float16):
+    torch.testing.assert_close(rms_norm(h.float()), exact, rtol=1e-3, atol=0)  # 11 bits
+    library = F.rms_norm(h, (2,)).float()
+    torch.testing.assert_close(library, exact, rtol=1e-3, atol=0)
+with cuda_rules():
+    fake = torch.rand(2, device="cuda").half()
+    assert ((fake * fake).dtype, fake.pow(2).dtype) == (torch.float16, torch.float32)
+
+# %% [markdown]
+# **Notice it earlier.** Look at the gradients of a step: a whole layer of exact zeros is no accident.
+
+# %% [markdown]
+# ### 7 Training is fine but evaluation is NaN
+#
+# **What you see.** One bad batch, one skipped step, and training goes on as if nothing had happened.
+# Hours later `model.eval()` gives NaN for every input.
+#
+# **The smallest program that does it.** Batch normalisation, and one batch that overflows.
+
+
+# %%
+def train_step(model, optimizer, scaler, batch):
+    """An ordinary AMP step; returns the loss."""
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = F.mse_loss(model(batch), torch.ones(8, 1))
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return loss.item()
+
+
+# %% [markdown]
+# One of the four batches holds values that fp16 cannot.
+
+# %%
+model, optimizer = make(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+scaler = torch.amp.GradScaler("cpu")
+batches = [torch.randn(8, 2) * factor for factor in (1, 1e6, 1, 1)]  # the second overflows
+losses = [train_step(model, optimizer, scaler, batch) for batch in batches]
+print("training, loss finite:", *[math.isfinite(loss) for loss in losses])
+print("evaluation:", model.eval()(x).item())
+assert [math.isfinite(loss) for loss in losses] == [True, False, True, True]
+assert model(x).isnan()
+
+# %% [markdown]
+# **Why.** The scaler protects *parameters*: it skips the optimizer. The running mean and variance of
+# batch normalisation are *buffers*, and the forward pass has updated them before anyone looked.
+# Training does not use them, evaluation does.
+#
+# **The fix.** `update_bn` measures the statistics anew, on good batches. Then repair the overflow.
+
+# %%
+assert all(parameter.isfinite().all() for parameter in model.parameters())
+good = [batches[0], batches[2], batches[3]]
+torch.optim.swa_utils.update_bn(good, model)
+print("evaluation, output finite:", model.eval()(x).isfinite().item())
+assert model(x).isfinite()
+
+# %% [markdown]
+# **Notice it earlier.** Before each checkpoint: `all(b.isfinite().all() for b in model.buffers())`.
+
+# %% [markdown]
+# ### 8 Anomaly detection stops at a harmless overflow
+#
+# **What you see.**
+# `Function 'MulBackward0' returned nan values in its 0th output.`
+# It comes (with some other function's name) as soon as anomaly detection is switched on, in a run
+# that trains well without it.
+#
+# **The smallest program that does it.** A gradient that overflows at the present scale, and a mask
+# that multiplies it by 0.
+
+
+# %%
+def masked_step(scaler):
+    """Forward and backward of a masked sum in fp16, under anomaly detection."""
+    weights = torch.ones(2, requires_grad=True)
+    keep = torch.tensor([0.0, 1.0]).half()
+    with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True):
+        warnings.simplefilter("ignore")  # the traceback of the forward call
+        scaler.scale((weights.half() * keep).sum()).backward()
+    return weights.grad
+
+
+message = message_of(lambda: masked_step(torch.amp.GradScaler("cpu", init_scale=2.0**17)))
+print(message)
+assert "Function 'MulBackward0' returned nan values in its 0th output." in message
+
+# %% [markdown]
+# **Why.** An overflow is how the scaler searches ([notebook 03](03_grad_scaler_step_by_step.ipynb)):
+# infinity times 0 is NaN, the step would be skipped, and the scale halved. Anomaly detection knows
+# nothing of that, and raises first.
+#
+# **The fix.** Hunt with a scale that does not overflow. What is NaN then is a real fault.
+
+# %%
+calm = torch.amp.GradScaler("cpu", init_scale=1.0)  # or enabled=False, in bf16 or fp32
+assert masked_step(calm).tolist() == [0.0, 1.0]
+
+# %% [markdown]
+# **Notice it earlier.** If it is only the scaler at work, a halved scale ends it: look at `ScaleLog`.
+
+# %% [markdown]
+# ## The scaler raises or warns
+#
+# `GradScaler` refuses calls in an order in which it could not do what was meant. Each of its
+# messages is a hint at a line in the training loop; the repaired loops, at length, are in
+# [notebook 07](07_training_recipes.ipynb).
+
+# %% [markdown]
+# ### 9 The parameters are fp16
+#
+# **What you see.**
+# `Attempting to unscale FP16 gradients.`
+#
+# **The smallest program that does it.** A model converted with `.half()`, or loaded from a
+# checkpoint in half precision, and then trained with a scaler.
+
+
+# %%
+def step_with_parameters_in(dtype):
+    model, optimizer = make()
+    model.to(dtype)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(x.to(dtype)).sum()).backward()
+    scaler.step(optimizer)
+
+
+message = message_of(lambda: step_with_parameters_in(torch.float16))
+print(message)
+assert "Attempting to unscale FP16 gradients." in message
+
+# %% [markdown]
+# **Why.** A gradient has the dtype of its parameter. Divided by the scale *in fp16* it would vanish
+# again, which the scale was there to prevent. And fp16 weights cannot take small updates anyway.
+# (bf16 parameters are not refused. They fail in the way of section 29.)
+#
+# **The fix.** Parameters stay fp32; autocast makes the fp16 copies. `.float()` undoes a `.half()`.
+
+# %%
+model, optimizer = make()
+model.half().float()  # as after loading half-precision weights
+scaler = torch.amp.GradScaler("cpu")
+with torch.autocast("cpu", dtype=torch.float16):
+    loss = model(x).sum()
+scaler.scale(loss).backward()
+scaler.step(optimizer)
+assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+step_with_parameters_in(torch.bfloat16)  # no message
+
+# %% [markdown]
+# **Notice it earlier.** `assert {p.dtype for p in model.parameters()} == {torch.float32}` at the top.
+
+# %% [markdown]
+# ### 10 Gradients are unscaled twice
+#
+# **What you see.**
+# `unscale_() has already been called on this optimizer since the last update().`
+#
+# **The smallest program that does it.** Accumulation over two batches, with clipping after each.
+
+
+# %%
+def accumulate(clip_each):
+    """Sum the gradients of two batches, clip them, and step; returns the weights."""
+    model, optimizer = make()
+    scaler = torch.amp.GradScaler("cpu")
+    for i, batch in enumerate((x, -x)):
+        scaler.scale(model(batch).square().mean() / 2).backward()
+        if clip_each or i == 1:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    scaler.step(optimizer)
+    scaler.update()
+    return model[0].weight.detach()
+
+
+message = message_of(lambda: accumulate(clip_each=True))
+print(message)
+assert "unscale_() has already been called on this optimizer since the last update()." in message
+
+# %% [markdown]
+# **Why.** `unscale_` divides in place. After the first call, the second backward pass would add
+# *scaled* gradients to unscaled ones, and the second call would divide the first batch's part twice.
+#
+# **The fix.** Accumulate scaled gradients; unscale and clip once, before the step. Compared with
+# fp32:
+
+# %%
+model, optimizer = make()
+for batch in (x, -x):
+    (model(batch).square().mean() / 2).backward()
+nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+optimizer.step()
+torch.testing.assert_close(accumulate(clip_each=False), model[0].weight.detach())
+
+# %% [markdown]
+# **Notice it earlier.** Keep `unscale_`, clipping, `step` and `update` in one block of the loop.
+
+# %% [markdown]
+# ### 11 An optimizer has no gradients
+#
+# **What you see.**
+# `No inf checks were recorded for this optimizer.`
+#
+# **The smallest program that does it.** Two parts with an optimizer each, only one of which got a
+# gradient: the other is frozen, or its turn comes in another step.
+
+
+# %%
+def two_parts(step_both):
+    body, body_optimizer = make()
+    head, head_optimizer = make()
+    scaler = torch.amp.GradScaler("cpu")
+    with torch.no_grad():  # the body is frozen
+        features = body(x)
+    scaler.scale(head(features).sum()).backward()
+    for optimizer in (body_optimizer, head_optimizer):
+        if step_both or any(p.grad is not None for p in optimizer.param_groups[0]["params"]):
+            scaler.step(optimizer)
+    scaler.update()
+    return [part[0].weight.grad is not None for part in (body, head)]
+
+
+message = message_of(lambda: two_parts(step_both=True))
+print(message)
+assert "No inf checks were recorded for this optimizer." in message
+
+# %% [markdown]
+# **Why.** `step` looks for infinities in the gradients of that optimizer, and there are none: every
+# `.grad` is `None`. Other ways to get there: `backward()` left out, a loss that was detached, an
+# optimizer that was built for another copy of the model.
+#
+# **The fix.** If the part is meant to be frozen, do not step its optimizer. If not, find out where
+# the graph is cut.
+
+# %%
+assert two_parts(step_both=False) == [False, True]
+
+# %% [markdown]
+# **Notice it earlier.** Print the names of the parameters whose `.grad` is `None` after one step.
+
+# %% [markdown]
+# ### 12 Scaler methods are called in the wrong order
+#
+# **What you see.** One of
+# - `step() has already been called since the last update().`
+# - `unscale_() is being called after step().`
+# - `No inf checks were recorded prior to update.`
+# - `Attempted step but _scale is None.`
+#
+# **The smallest program that does it.** After one backward pass, the calls named on the left.
+
+
+# %%
+def call(*names, scaled=True):
+    """One backward pass, then methods of the scaler in this order."""
+    model, optimizer = make()
+    scaler = torch.amp.GradScaler("cpu")
+    loss = model(x).sum()
+    (scaler.scale(loss) if scaled else loss).backward()
+    for name in names:
+        getattr(scaler, name)(*([] if name == "update" else [optimizer]))
+
+
+messages = {
+    "step, step": message_of(lambda: call("step", "step")),
+    "step, unscale_": message_of(lambda: call("step", "unscale_")),
+    "update": message_of(lambda: call("update")),
+    "step without scale": message_of(lambda: call("step", scaled=False)).split("  ")[0],
+}
+for names, message in messages.items():
+    print(f"{names:<20}{message}")
+
+# %%
+assert "step() has already been called since the last update()." in messages["step, step"]
+assert "unscale_() is being called after step()." in messages["step, unscale_"]
+assert "No inf checks were recorded prior to update." in messages["update"]
+assert "Attempted step but _scale is None." in messages["step without scale"]
+
+# %% [markdown]
+# **Why.** `update` ends an iteration: it needs the verdict of at least one `step` or `unscale_`, and
+# makes the scaler forget it. A second step would apply the same gradients once more. And without
+# `scale(loss)` there is nothing to undo.
+#
+# **The fix.** One order, in every iteration. With several optimizers: `step` each, `update` once.
+
+# %%
+call("unscale_", "step", "update")  # unscale_ only for those who clip or log
+call("step", "update")
+assert message_of(lambda: call("update", "step")) == messages["update"]
+
+# %% [markdown]
+# **Notice it earlier.** It is noticed: all of these raise in the first iteration.
+
+# %% [markdown]
+# ### 13 The optimizer needs a closure
+#
+# **What you see.**
+# `Closure use is not currently supported if GradScaler is enabled.`
+#
+# **The smallest program that does it.** L-BFGS, which evaluates the loss several times in a step.
+
+
+# %%
+def lbfgs(scaler, dtype, by_position=False):
+    """One step of L-BFGS under autocast; returns the loss before and after."""
+    model, _ = make()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    losses = []
+
+    def closure():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):
+            loss = F.mse_loss(model(x), torch.ones(1, 2))
+        losses.append(loss.item())
+        scaler.scale(loss).backward()
+        return loss.detach()
+
+    closure()  # `step` of a scaler needs gradients
+    if by_position:
+        scaler.step(optimizer, closure)
+    else:
+        scaler.step(optimizer, closure=closure)
+    return losses[0], closure().item()
+
+
+# %% [markdown]
+# With an enabled scaler:
+
+
+# %%
+message = message_of(lambda: lbfgs(torch.amp.GradScaler("cpu"), torch.float16))
+print(message)
+assert "Closure use is not currently supported if GradScaler is enabled." in message
+lbfgs(torch.amp.GradScaler("cpu"), torch.float16, by_position=True)  # no message
+
+# %% [markdown]
+# **Why.** The closure runs `backward` inside the optimizer, where the scaler can neither unscale nor
+# look. It notices only a closure that is passed *by name*: `scaler.step(optimizer, closure)` is let
+# through, and trains on scaled gradients that nobody checks.
+#
+# **The fix.** bf16, or fp32, where the scaler is disabled and hands the closure on.
+
+# %%
+before, after = lbfgs(torch.amp.GradScaler("cpu", enabled=False), torch.bfloat16)
+print(f"loss {before:.1f} -> {after:.1f}")
+assert after < 0.01 * before
+
+# %% [markdown]
+# **Notice it earlier.** A `closure` in the loop and an enabled scaler do not go together: search.
+
+# %% [markdown]
+# ### 14 The scheduler warns that it came before the optimizer
+#
+# **What you see.**
+# ``Detected call of `lr_scheduler.step()` before `optimizer.step()`.``
+#
+# **The smallest program that does it.** The usual loop, in which the very first step is skipped.
+
+
+# %%
+def schedule(only_if_stepped):
+    """Three steps, the first of which overflows; returns the learning rate after each."""
+    model, optimizer = make(lr=1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    rates = []
+    for factor in (torch.inf, 1.0, 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model(x).sum() * factor).backward()
+        scaler.step(optimizer)
+        before = scaler.get_scale()
+        scaler.update()
+        if not only_if_stepped or scaler.get_scale() >= before:
+            scheduler.step()
+        rates.append(scheduler.get_last_lr()[0])
+    return rates
+
+
+message = warnings_of(lambda: schedule(only_if_stepped=False)).partition(" In PyTorch")[0]
+print(message)
+assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`." in message
+
+# %% [markdown]
+# **Why.** The order in the loop is right, but the scaler skipped `optimizer.step()` because of an
+# overflow, as it often does in the first steps. The schedule is then one step ahead of the training.
+#
+# **The fix.** `update` lowers the scale if and only if the step was skipped. So advance the schedule
+# only if it did not fall.
+
+# %%
+assert warnings_of(lambda: schedule(only_if_stepped=True)) == ""
+assert schedule(only_if_stepped=True) == [1.0, 0.5, 0.25]
+
+# %% [markdown]
+# **Notice it earlier.** `ScaleLog` counts the skipped steps; each of them is one such case, though
+# the warning comes only once.
+
+# %% [markdown]
+# ### 15 Clipping leaves next to nothing of the gradients
+#
+# **What you see.** No message. With clipping the model hardly learns, without it does.
+#
+# **The smallest program that does it.** Clipping to a norm of 1, straight after `backward`.
+
+
+# %%
+def clipped_step(unscale):
+    """One step with clipping; returns the norm that was found, and how far the weights moved."""
+    model, optimizer = make(lr=1.0)
+    start = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(x).square().sum()).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    moved = nn.utils.parameters_to_vector(model.parameters()).detach() - start
+    return norm.item(), moved.norm().item()
+
+
+norm, moved = clipped_step(unscale=False)
+print(f"norm before clipping {norm:.1e}, moved by {moved:.1e}")
+assert moved < 2e-5
+
+# %% [markdown]
+# **Why.** The gradients were still scaled by 65536. They were cut to a norm of 1 and *then* divided:
+# 1.5e-5 is left. Adam rescales its gradients and so hides most of it, but *every* step is clipped.
+#
+# **The fix.** `scaler.unscale_(optimizer)` before clipping.
+
+# %%
+norm, moved = clipped_step(unscale=True)
+print(f"norm before clipping {norm:.1e}, moved by {moved:.1e}")
+assert abs(moved - 1) < 1e-3  # the full length that clipping allows
+
+# %% [markdown]
+# **Notice it earlier.** Log what `clip_grad_norm_` returns: the norm before clipping.
+
+# %% [markdown]
+# ### 16 Clipping refuses a norm that is not finite
+#
+# **What you see.**
+# ``The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped.``
+#
+# **The smallest program that does it.** Clipping told to be strict, in a step that overflows.
+
+
+# %%
+def overflowing_step(strict):
+    """A step with an infinite gradient; returns whether the weights are as before."""
+    model, optimizer = make()
+    before = model[0].weight.detach().clone()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(x).sum() * torch.inf).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=strict)
+    scaler.step(optimizer)
+    scaler.update()
+    return torch.equal(model[0].weight, before)
+
+
+message = message_of(lambda: overflowing_step(strict=True))
+print(message)
+assert (
+    "The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped."
+    in message
+)
+
+# %% [markdown]
+# **Why.** Strict clipping is good practice in fp32, where an infinite gradient is a fault. With a
+# scaler, an overflow now and then is normal, and is dealt with in the next line.
+#
+# **The fix.** `error_if_nonfinite=False`, the default. `unscale_` has taken note of the infinity, so
+# `step` skips.
+
+# %%
+assert overflowing_step(strict=False)
+
+# %% [markdown]
+# **Notice it earlier.** Count the norms that are not finite: they should be as many as skipped steps.
+
+# %% [markdown]
+# ### 17 The state of the scaler cannot be loaded
+#
+# **What you see.**
+# `The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler.`
+#
+# **The smallest program that does it.** A checkpoint from a bf16 run, resumed in fp16.
+
+# %%
+from_bf16 = torch.amp.GradScaler("cpu", enabled=False).state_dict()
+scaler = torch.amp.GradScaler("cpu")
+message = message_of(lambda: scaler.load_state_dict(from_bf16))
+print(message)
+assert (
+    "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
+    in message
+)
+
+# %% [markdown]
+# **Why.** A disabled scaler has no state, and saves an empty dict. The other way round nothing is
+# raised: a disabled scaler ignores what it is told to load.
+#
+# **The fix.** Load what there is. A fresh scaler finds its scale in a few steps.
+
+# %%
+for saved in (from_bf16, torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict()):
+    scaler = torch.amp.GradScaler("cpu")
+    if saved:
+        scaler.load_state_dict(saved)
+    print(f"resumed with a scale of {scaler.get_scale():.0f}")
+assert scaler.get_scale() == 1024
+
+# %% [markdown]
+# **Notice it earlier.** Keep the precision in the checkpoint, and compare it when you resume.
+
+# %% [markdown]
+# ## Dtypes do not match
+#
+# Autocast casts what enters the ops on its list, inside its block, on its device. The messages of
+# this part come from ops that are not on the list, or from just outside the block.
+
+# %% [markdown]
+# ### 18 A half precision output leaves the block
+#
+# **What you see.** One of these, with any two dtypes in either order:
+# - `mat1 and mat2 must have the same dtype, but got Half and Float`
+# - `expected m1 and m2 to have the same dtype, but got: c10::Half != float`
+# - `expected scalar type Float but found Half`
+# - `Input type (c10::Half) and bias type (float) should be the same`
+#
+# **The smallest program that does it.** The output of a block, used after its end.
+
+# %%
+model, _ = make()
+with torch.autocast("cpu", dtype=torch.float16):
+    h = model(x)  # (1, 2), fp16
+messages = {
+    "linear": message_of(lambda: model(h)),
+    "mm": message_of(lambda: h @ torch.eye(2)),
+    "bmm": message_of(lambda: torch.eye(2)[None] @ h.expand(1, 2, 2)),
+    "conv2d": message_of(lambda: nn.Conv2d(1, 1, 1)(h[None, None])),
+}
+for name, message in messages.items():
+    print(f"{name:<8}{message}")
+
+# %%
+assert "mat1 and mat2 must have the same dtype, but got Half and Float" in messages["linear"]
+assert "expected m1 and m2 to have the same dtype, but got: c10::Half != float" in messages["mm"]
+assert "expected scalar type Float but found Half" in messages["bmm"]
+assert "Input type (c10::Half) and bias type (float) should be the same" in messages["conv2d"]
+
+# %% [markdown]
+# **Why.** At the end of the block autocast stops casting, but its results stay in low precision.
+# (Older versions say `expected mat1 and mat2 to have the same dtype`.) A model or an input that was
+# converted by hand does the same, with no autocast at all.
+#
+# **The fix.** Move the line into the block, or turn what leaves it into fp32.
+
+# %%
+with torch.autocast("cpu", dtype=torch.float16):
+    inside = model(model(x))
+outside = model(h.float())
+torch.testing.assert_close(inside.float(), outside, rtol=2e-3, atol=2e-3)  # 11 bits
+
+# %% [markdown]
+# **Notice it earlier.** Let the model's `forward` end with `.float()` on what it returns.
+
+# %% [markdown]
+# ### 19 Writing into a buffer fails
+#
+# **What you see.** One of
+# - `Index put requires the source and destination dtypes match, got Float for the destination and Half for the source.`
+# - `index_add_(): self (Float) and source (Half) must have the same scalar type`
+# - `scatter(): Expected self.dtype to be equal to src.dtype`
+#
+# **The smallest program that does it.** Features are collected in a tensor that was made with
+# `torch.zeros`, as detectors and graph networks do.
+
+
+# %%
+def collect(write):
+    """Call `write(buffer, index, features)` inside an autocast block."""
+    model, _ = make()
+    with torch.autocast("cpu", dtype=torch.float16):
+        features = model(x)  # (1, 2), fp16
+        write(torch.zeros(4, 2), torch.tensor([2]), features)
+
+
+messages = [
+    message_of(lambda: collect(lambda buffer, i, f: buffer.__setitem__(i, f))),  # buffer[i] = f
+    message_of(lambda: collect(lambda buffer, i, f: buffer.index_add_(0, i, f))),
+    message_of(lambda: collect(lambda buffer, i, f: buffer.scatter_(0, i[None].expand(1, 2), f))),
+]
+print(*messages, sep="\n")
+
+# %%
+assert (
+    "Index put requires the source and destination dtypes match, got Float for the destination and Half for the source."
+    in messages[0]
+)
+assert "index_add_(): self (Float) and source (Half) must have the same scalar type" in messages[1]
+assert "scatter(): Expected self.dtype to be equal to src.dtype" in messages[2]
+
+# %% [markdown]
+# **Why.** Autocast leaves in-place operations alone, since it cannot change the dtype of a tensor
+# that exists. `torch.zeros` made it fp32, with autocast or without.
+#
+# **The fix.** Cast on the way in, or take the dtype of the buffer from what goes into it.
+
+# %%
+collect(lambda buffer, i, f: buffer.__setitem__(i, f.to(buffer.dtype)))
+collect(lambda buffer, i, f: buffer.index_add_(0, i, f.to(buffer.dtype)))
+collect(lambda _, i, f: f.new_zeros(4, 2).scatter_(0, i[None].expand(1, 2), f))
+assert h.new_zeros(4, 2).dtype is torch.float16
+
+# %% [markdown]
+# **Notice it earlier.** Look for `torch.zeros` and `torch.empty` inside every `forward`.
+
+# %% [markdown]
+# ### 20 A function of your own fails in backward
+#
+# **What you see.**
+# `expected scalar type Half but found Float`
+# or one of the messages of section 18, but in `backward()`.
+#
+# **The smallest program that does it.** A batched product as an `autograd.Function`.
+
+
+# %%
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)  # the arguments, fp32, and not autocast's casts of them
+        return a @ b
+
+    @staticmethod
+    def backward(ctx, grad):  # fp16, like the output
+        a, b = ctx.saved_tensors
+        return grad @ b.mT, a.mT @ grad
+
+
+def backward_through(function):
+    weight = torch.eye(2)[None].requires_grad_()  # (1, 2, 2)
+    with torch.autocast("cpu", dtype=torch.float16):
+        output = function.apply(weight, weight)
+    output.sum().backward()
+    return weight.grad
+
+
+message = message_of(lambda: backward_through(Product))
+print(message)
+assert "expected scalar type Half but found Float" in message
+
+# %% [markdown]
+# **Why.** `forward` ran inside the block, where autocast cast for it. `backward` runs outside, with
+# an fp16 gradient and fp32 tensors.
+#
+# **The fix.** The two decorators of `torch.amp`. With `cast_inputs`, both directions compute in that
+# dtype and never see autocast; [notebook 02](02_autocast_dtypes.ipynb) shows the other variant.
+
+
+# %%
+class AmpProduct(torch.autograd.Function):
+    forward = staticmethod(
+        torch.amp.custom_fwd(Product.forward, device_type="cpu", cast_inputs=torch.float32)
+    )
+    backward = staticmethod(torch.amp.custom_bwd(Product.backward, device_type="cpu"))
+
+
+assert torch.equal(backward_through(AmpProduct), torch.full((1, 2, 2), 2.0))
+
+# %% [markdown]
+# **Notice it earlier.** Test each function of your own once under autocast, with a backward pass.
+
+# %% [markdown]
+# ### 21 Two dtypes are nested around one weight
+#
+# **What you see.**
+# `mat1 and mat2 must have the same dtype, but got BFloat16 and Half`
+#
+# **The smallest program that does it.** An fp16 block, in it a bf16 block for a delicate part, and
+# one layer that is used in both.
+
+
+# %%
+def nested(**options):
+    model, _ = make()
+    with torch.autocast("cpu", dtype=torch.float16):
+        model(x)  # the cast of the weight goes into the cache
+        with torch.autocast("cpu", dtype=torch.bfloat16, **options):
+            return model(x)
+
+
+message = message_of(nested)
+print(message)
+assert "mat1 and mat2 must have the same dtype, but got BFloat16 and Half" in message
+
+# %% [markdown]
+# **Why.** Autocast keeps the cast of a weight until the outermost block ends, and does not note its
+# dtype. The inner block casts the input to bf16, and finds an fp16 weight.
+#
+# **The fix.** An inner block without the cache.
+
+# %%
+assert nested(cache_enabled=False).dtype is torch.bfloat16
+
+# %% [markdown]
+# **Notice it earlier.** One dtype for the whole model; for a delicate part, fp32 (section 1).
+
+# %% [markdown]
+# ### 22 BCELoss is refused on a GPU
+#
+# **What you see.** On CUDA and ROCm, not on the CPU:
+# `torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.`
+#
+# **The smallest program that does it.** It needs the rules of CUDA; where there is a GPU, it also
+# runs on that.
+
+
+# %%
+def bce():
+    logits, target = torch.rand(4, device="cuda"), torch.rand(4, device="cuda")
+    nn.BCELoss()(logits.sigmoid(), target)
+
+
+with cuda_rules():
+    message = message_of(bce).splitlines()[0]
+print(message)
+assert (
+    "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast."
+    in message
+)
+if torch.cuda.is_available():  # the real thing
+    with torch.autocast("cuda", dtype=torch.float16):
+        assert message in message_of(bce)
+
+# %% [markdown]
+# **Why.** The loss takes the logarithm of a probability. In fp16 a probability close to 0 or 1 *is*
+# 0 or 1, and no cast afterwards can bring back what was lost before the loss was called.
+#
+# **The fix.** Leave out the sigmoid, and give the logits to the loss that has it built in. It is
+# computed in fp32, and means the same.
+
+# %%
+with cuda_rules():
+    logits = torch.rand(4, device="cuda").half()
+    assert F.binary_cross_entropy_with_logits(logits, logits).dtype is torch.float32
+logits, target = torch.tensor([-2.0, 0.5, 20.0]), torch.tensor([0.0, 1.0, 1.0])
+expected = F.binary_cross_entropy(logits.sigmoid(), target)
+torch.testing.assert_close(F.binary_cross_entropy_with_logits(logits, target), expected)
+assert torch.tensor(20.0).half().sigmoid() == 1  # the log of 1 minus this is minus infinity
+
+# %% [markdown]
+# **Notice it earlier.** Test the loss under `cuda_rules` in a unit test; it runs without a GPU.
+
+# %% [markdown]
+# ### 23 An op does not exist in half precision
+#
+# **What you see.** One of
+# - `quantile() input tensor must be either float or double dtype`
+# - `linalg.inv: Low precision dtypes not supported. Got Half`
+# - `"lu_cpu" not implemented for 'Half'`, or any other name in the quotes.
+#
+# **The smallest program that does it.** A quantile under the rules of CUDA; an inverse and a
+# determinant of a matrix that is fp16 already.
+
+# %%
+with cuda_rules():
+    a = torch.rand(2, 2, device="cuda") @ torch.rand(2, 2, device="cuda")
+    quantile = message_of(lambda: a.quantile(0.5))
+inverse = message_of(lambda: torch.linalg.inv(torch.eye(2).half()))
+determinant = message_of(lambda: torch.linalg.det(torch.eye(2).half()))
+print(quantile, inverse, determinant, sep="\n")
+assert "quantile() input tensor must be either float or double dtype" in quantile
+assert "linalg.inv: Low precision dtypes not supported. Got Half" in inverse
+assert "\"lu_cpu\" not implemented for 'Half'" in determinant
+
+# %% [markdown]
+# **Why.** These ops have no half-precision kernel, and autocast does not help everywhere: on the CPU
+# it casts for the quantile and the inverse, on CUDA for neither.
+#
+# **The fix.** `.float()`, on the input of that one op.
+
+# %%
+with cuda_rules():
+    a = torch.rand(2, 2, device="cuda") @ torch.rand(2, 2, device="cuda")
+    assert a.float().quantile(0.5).dtype is torch.float32
+with torch.autocast("cpu", dtype=torch.float16):
+    for op in (torch.linalg.inv, partial(torch.quantile, q=0.5)):
+        assert op(torch.eye(2).half()).dtype is torch.float32
+listed = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+assert not any("quantile" in op or "linalg_inv" in op for op in listed)
+assert torch.linalg.det(torch.eye(2).half().float()) == 1
+
+# %% [markdown]
+# **Notice it earlier.** Trace the model with the tool of notebook 09, which shows each op's dtypes.
+
+# %% [markdown]
+# ### 24 NumPy does not know bf16
+#
+# **What you see.**
+# `Got unsupported ScalarType BFloat16`
+#
+# **The smallest program that does it.** A prediction, on its way to a plot or a metric.
+
+# %%
+model, _ = make()
+with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
+    prediction = model(x)
+message = message_of(prediction.numpy)
+print(message)
+assert "Got unsupported ScalarType BFloat16" in message
+
+# %% [markdown]
+# **Why.** NumPy has no such type. It does have fp16: then there is no message, and all that follows
+# is computed in fp16 without autocast to look after it.
+#
+# **The fix.** What leaves the block leaves it as fp32.
+
+# %%
+assert prediction.float().numpy().dtype == "float32"
+assert (prediction.half().numpy() + 1).dtype == "float16"  # and so it goes on
+
+# %% [markdown]
+# **Notice it earlier.** As in section 18: let `forward` end with `.float()`.
+
+# %% [markdown]
+# ## Wrong without a message
+#
+# Everything runs, and the result is not what it should be.
+
+# %% [markdown]
+# ### 25 Weights get no gradient after an evaluation pass
+#
+# **What you see.** In older versions of PyTorch, gradients that are `None`, or
+# `element 0 of tensors does not require grad and does not have a grad_fn`
+#
+# **The smallest program that does it.** A pass without gradients and one with, in the same block.
+
+
+# %%
+def evaluate_then_train():
+    """The gradient after an evaluation pass in the same block."""
+    model, _ = make()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.no_grad():
+            evaluated = model(x)
+        trained = model(x)
+    trained.sum().backward()
+    return evaluated, model[0].weight.grad
+
+
+evaluated, gradient = evaluate_then_train()
+message = message_of(evaluated.sum().backward)  # what older versions said of `trained`
+print(message)
+assert "element 0 of tensors does not require grad and does not have a grad_fn" in message
+assert torch.equal(gradient, x.expand(2, 2))  # right, in this version
+
+# %% [markdown]
+# **Why.** The pass without gradients put the weight's cast into autocast's cache; that cast had no
+# history, and older versions used it again for training. In 2.11 this is repaired: a cached cast has
+# its history even if it was made without gradients. What is left of the trap: the cache still holds
+# *values* (section 26), and the casts of the evaluation pass take up memory until the block ends.
+#
+# **The fix.** A block of its own for evaluation, which works in every version.
+
+# %%
+model, _ = make()
+with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+    model(x)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    trained = model(x)
+trained.sum().backward()
+assert torch.equal(model[0].weight.grad, x.expand(2, 2))
+
+# %% [markdown]
+# **Notice it earlier.** After one step, assert that no trained parameter's `.grad` is `None`.
+
+# %% [markdown]
+# ### 26 The loss stands still because the whole loop is in one block
+#
+# **What you see.** Exactly the same loss in every step.
+#
+# **The smallest program that does it.** Autocast around the loop instead of the forward pass.
+
+
+# %%
+def losses_of(outer):
+    """The losses of three steps inside the context manager `outer`."""
+    model, optimizer = make()
+    losses = []
+    with outer:
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = F.mse_loss(model(x), torch.ones(1, 2))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    return losses
+
+
+stuck = losses_of(torch.autocast("cpu", dtype=torch.bfloat16))
+print("one block around the loop:", *[f"{loss:.1f}" for loss in stuck])
+assert stuck[0] == stuck[1] == stuck[2]
+
+# %% [markdown]
+# **Why.** The outermost block keeps the casts of the weights until it ends. The optimizer changed
+# the weights, and the casts do not notice. An outer block with `enabled=False` counts as well.
+#
+# **The fix.** One block for each forward pass, and none around it. Trained weights that are changed
+# inside a block in another way (clipped, or replaced by averaged ones) go stale just so.
+
+# %%
+learning = losses_of(nullcontext())
+print("one block a step:         ", *[f"{loss:.1f}" for loss in learning])
+assert learning[0] == stuck[0]
+assert learning[2] < learning[1] < learning[0]
+assert losses_of(torch.autocast("cpu", enabled=False)) == stuck
+
+# %% [markdown]
+# **Notice it earlier.** Two equal losses in a row are a reason to stop and look.
+
+# %% [markdown]
+# ### 27 A compiled model has other gradients
+#
+# **What you see.** With `torch.compile` the loss curve differs, or overflows, and the outputs are
+# the same.
+#
+# **The smallest program that does it.** An fp32 island, compiled, and called inside a block. (The
+# backend `aot_eager` divides the work as the default does, and needs no C++ compiler.)
+
+
+# %%
+def island(x, weight):
+    with torch.autocast("cpu", enabled=False):
+        return x @ weight
+
+
+def called_in_a_block(function):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return function(torch.full((1, 2), 1.001), weight)
+
+
+weight = torch.full((2, 1), 1.001, requires_grad=True)
+compiled = torch.compile(island, backend="aot_eager")
+gradients = {}
+for name, function in {"eager": island, "compiled": compiled}.items():
+    output = called_in_a_block(function)
+    (gradient,) = torch.autograd.grad(output.sum(), weight)
+    gradients[name] = gradient[0].item()
+    print(f"{name:<10}output {output.item():.3f}  gradient {gradients[name]:.3f}")
+assert (gradients["eager"], gradients["compiled"]) == (torch.tensor(1.001).item(), 1.0)
+
+# %% [markdown]
+# **Why.** The compiler plans the backward pass together with the forward pass, and assumes that the
+# autocast that is on around the call will be on in `backward()` too. So the gradient of the island,
+# which is to be fp32, went through bf16.
+#
+# **The fix.** Put the block *inside* the compiled function, where the compiler sees its end. Or set
+# `torch._functorch.config.backward_pass_autocast = "off"`, which is no public interface.
+
+
+# %%
+@torch.compile(backend="aot_eager")
+def with_its_block(x, weight):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return island(x, weight)
+
+
+output = with_its_block(torch.full((1, 2), 1.001), weight)
+(gradient,) = torch.autograd.grad(output.sum(), weight)
+assert gradient[0].item() == gradients["eager"]
+
+# %% [markdown]
+# **Notice it earlier.** Compare the gradients of one step, compiled and not, before the long run.
+
+# %% [markdown]
+# ### 28 The scaler runs with bf16 or the dtype is not the one you meant
+#
+# **What you see.** A loss scale that grows without end; or overflows in a run that was to be bf16.
+#
+# **The smallest program that does it.** bf16 with a scaler, and a growth interval of 1 (2000 is the
+# default) so that it takes 150 steps.
+
+
+# %%
+def scales_in(dtype, enabled):
+    """The loss scale over 150 steps."""
+    model, optimizer = make(lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=1, enabled=enabled)
+    scales = []
+    for _ in range(150):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):
+            loss = model(x).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+pointless = scales_in(torch.bfloat16, enabled=True)
+_ = plots.loss_scales({"bf16 with a scaler": pointless, "fp16": scales_in(torch.float16, True)})
+assert max(scales_in(torch.float16, enabled=True)) < 2.0**17
+assert max(pointless) > 2.0**120
+assert any(after < before for before, after in pairwise(pointless))
+
+# %% [markdown]
+# The picture has both scales over 150 steps. In fp16 the scale meets fp16's limit at once, and stays
+# there. In bf16 it climbs on a straight line to the end of fp32, and there it too skips steps.
+#
+# **Why.** Two defaults meet. A scaler is enabled unless told otherwise, and in bf16 nothing stops it
+# before fp32 ends. And autocast without `dtype=` is fp16 on a GPU, but bf16 on a CPU.
+#
+# **The fix.** Say the dtype once, and let it decide about the scaler.
+
+# %%
+assert torch.get_autocast_dtype("cuda") is torch.float16
+assert torch.get_autocast_dtype("cpu") is torch.bfloat16
+for dtype in (torch.bfloat16, torch.float16):
+    scaler = torch.amp.GradScaler("cpu", enabled=(dtype is torch.float16))
+    assert scaler.is_enabled() is (dtype is torch.float16)
+assert set(scales_in(torch.bfloat16, enabled=False)) == {1.0}
+
+# %% [markdown]
+# **Notice it earlier.** `ScaleLog`: where the scale never falls, there is nothing for it to do.
+
+# %% [markdown]
+# ### 29 Half precision weights stop moving
+#
+# **What you see.** The loss falls, and then stays where it is; with fp32 weights it goes on. Or the
+# parameters are NaN after the first step of Adam.
+#
+# **The smallest program that does it.** Weights loaded from a bf16 checkpoint with `assign=True`, and
+# a hundred small updates.
+
+
+# %%
+def after_updates(model):
+    """The first weight after 100 updates of 1e-3, from 1 on."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for parameter in model.parameters():
+        parameter.data.fill_(1.0)
+        parameter.grad = torch.ones_like(parameter)
+    for _ in range(100):
+        optimizer.step()
+    return next(model.parameters()).flatten()[0].item()
+
+
+checkpoint = {name: value.bfloat16() for name, value in make()[0].state_dict().items()}
+model, _ = make()
+model.load_state_dict(checkpoint, assign=True)
+print(f"weights in {model[0].weight.dtype}: 1 -> {after_updates(model):.2f}")
+assert after_updates(model) == 1.0
+
+# %% [markdown]
+# **Why.** Just below 1 bf16 has steps of 2^-8, and less than half of one is rounded away. `assign=True`
+# took over the checkpoint's dtype. The state of an optimizer follows that of the parameters; in fp16
+# Adam's epsilon of 1e-8 is 0, and a weight whose gradient is 0 becomes 0/0:
+
+# %%
+half = nn.Parameter(torch.ones(1).half())
+half.grad = torch.zeros(1).half()
+adam = torch.optim.Adam([half])
+adam.step()
+assert adam.state[half]["exp_avg_sq"].dtype is torch.float16
+assert half.isnan().all()
+
+# %% [markdown]
+# **The fix.** fp32 weights. Without `assign`, loading copies into them; `.float()` repairs a model
+# that is in half precision already. Then make the optimizer.
+
+# %%
+model, _ = make()
+model.load_state_dict(checkpoint)
+print(f"weights in {model[0].weight.dtype}: 1 -> {after_updates(model):.2f}")
+assert abs(after_updates(model) - 0.9) < 1e-4
+
+# %% [markdown]
+# **Notice it earlier.** The assertion of section 9, right before the optimizer is made.
+
+# %% [markdown]
+# ### 30 Positions or counts are wrong beyond 256
+#
+# **What you see.** No message. A model that is good on short inputs fails on long ones; a count stops
+# at 256.
+#
+# **The smallest program that does it.** The angles of rotary position embeddings, which are positions
+# times frequencies: a matrix product, so autocast lowers it.
+
+
+# %%
+def angles(length):
+    """Position times frequency, (length, 1); the frequency is 1."""
+    return torch.arange(length, dtype=torch.float32)[:, None] @ torch.ones(1, 1)
+
+
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    print(f"{angles(1024).unique().numel()} different angles for 1024 positions")
+    assert angles(1024).unique().numel() == 513
+one = torch.ones((), dtype=torch.bfloat16)
+assert sum([one] * 1000, start=0 * one) == 256  # 256 + 1 is 256
+
+# %% [markdown]
+# **Why.** bf16 has 8 significant bits: it counts to 256, from there in steps of 2, from 512 in steps
+# of 4. (fp16 counts to 2048.) Neighbours get the same angle. This has happened in well-known models
+# (the last link of this page).
+#
+# **The fix.** An island, as in section 1. Indices, positions, counters and sums of losses are never
+# kept in half precision.
+
+# %%
+with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
+    assert angles(1024).unique().numel() == 1024
+
+# %% [markdown]
+# **Notice it earlier.** Compare the outputs in bf16 and in fp32 on the longest input you allow.
+
+# %% [markdown]
+# ## Nothing breaks and nothing is gained
+#
+# The run goes through in plain fp32, or AMP is on and does not pay.
+
+# %% [markdown]
+# ### 31 Autocast or the scaler is switched off
+#
+# **What you see.** Warnings, easily lost in a log:
+# - `CUDA is not available or torch_xla is imported. Disabling autocast.`
+# - `torch.cuda.amp.GradScaler is enabled, but CUDA is not available.`
+# - `In CPU autocast, but the target dtype is not supported. Disabling autocast.`
+#
+# **The smallest program that does it.** A script for a GPU, on a machine without one; and a dtype
+# that autocast does not know. (Where there is a GPU, the first two do not warn.)
+
+# %%
+warned = {
+    "autocast": warnings_of(lambda: torch.autocast("cuda")),
+    "scaler": " ".join(warnings_of(lambda: torch.amp.GradScaler("cuda")).split()),
+    "dtype": warnings_of(lambda: torch.autocast("cpu", dtype=torch.float32)).partition("\n")[0],
+}
+print(*warned.values(), sep="\n")
+expected = {
+    "autocast": "CUDA is not available or torch_xla is imported. Disabling autocast.",
+    "scaler": "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.",
+    "dtype": "In CPU autocast, but the target dtype is not supported. Disabling autocast.",
+}
+for what, message in expected.items():
+    assert message in warned[what] or (what != "dtype" and torch.cuda.is_available())
+
+# %% [markdown]
+# **Why.** Each of them switches itself off and goes on in fp32. For `"xpu"` and `"mps"` there is not
+# even a warning ([notebook 02](02_autocast_dtypes.ipynb)).
+#
+# **The fix.** Take the name from the device that the tensors are on, and refuse what is not there.
+# `Precision` of this collection's package raises.
+
+# %%
+with torch.autocast(x.device.type, dtype=torch.bfloat16):
+    assert (x @ x.T).dtype is torch.bfloat16
+absent = "xpu" if torch.cuda.is_available() else "cuda"
+try:
+    Precision.BF16.autocast(absent)
+    raised = False
+except DeviceError:
+    raised = True
+assert raised
+
+# %% [markdown]
+# **Notice it earlier.** `warnings.simplefilter("error")` in tests; print the dtype of one output.
+
+# %% [markdown]
+# ### 32 A thread runs without autocast or in another dtype
+#
+# **What you see.** fp32 speed, or the wrong half precision, in code that runs a model in threads.
+#
+# **The smallest program that does it.** A thread started inside the block; and a thread that enters
+# autocast again, but does not say in which dtype.
+
+
+# %%
+def in_a_thread(function):
+    """What `function()` returns when another thread calls it inside an fp16 block."""
+    results = []
+    with torch.autocast("cpu", dtype=torch.float16):
+        thread = threading.Thread(target=lambda: results.append(function()))
+        thread.start()
+        thread.join()
+    return results[0]
+
+
+def enter_again(**options):
+    with torch.autocast("cpu", **options):
+        return (x @ x.T).dtype
+
+
+found = in_a_thread(lambda: (x @ x.T).dtype), in_a_thread(enter_again)
+print("in the thread:", *found)
+assert found == (torch.float32, torch.bfloat16)
+
+# %% [markdown]
+# **Why.** Both autocast's switch and its dtype belong to a thread, and a new thread has the defaults.
+# `nn.DataParallel` has a thread for each GPU, and enters autocast again in each, but leaves out the
+# dtype, as `enter_again()` does: what was to be bf16 runs in fp16 there.
+#
+# **The fix.** Autocast with its dtype in the function that the thread runs, or as a decorator of
+# `forward`. In place of `DataParallel`, use DDP, which has processes (notebook 11).
+
+# %%
+assert in_a_thread(lambda: enter_again(dtype=torch.float16)) is torch.float16
+
+# %% [markdown]
+# **Notice it earlier.** `assert torch.is_autocast_enabled(device.type)` inside `forward`.
+
+# %% [markdown]
+# ### 33 Autocast makes the model no faster
+#
+# **What you see.** The same time for a step as before, or a longer one.
+#
+# **The smallest program that does it.** A network of five small layers. `CountOps` counts the ops
+# that compute something; on a GPU, each is at least one kernel to launch.
+
+
+# %%
+class CountOps(TorchDispatchMode):
+    """While active, counts ops, and how many of them are casts; views do not count."""
+
+    ops = casts = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops += not func.is_view
+        self.casts += func.overloadpacket.__name__ == "_to_copy"
+        return func(*args, **(kwargs or {}))
+
+
+small, _ = make(*[nn.Linear(16, 16) for _ in range(5)])
+inputs = torch.ones(4, 16)
+with CountOps() as plain:
+    small(inputs)
+with CountOps() as amp, torch.autocast("cpu", dtype=torch.bfloat16):
+    small(inputs)
+print(f"fp32: {plain.ops} ops; autocast: {amp.ops} ops, {amp.casts} of them casts")
+assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
+
+# %% [markdown]
+# **Why.** Five weights, five biases and the input are cast, in every step. That is work too, and pays
+# only if the products are large. Four other reasons: the hardware has no fast path for the dtype
+# (fp16 on most CPUs, bf16 on older GPUs); the data loader or the launching of kernels is the limit,
+# and not arithmetic; the "fp32" you compare with is really TF32; the clock was read before the GPU
+# had finished.
+#
+# **The fix.** Large products in a dtype that the device accelerates: `amp-lab doctor` on the command
+# line says which. Here the forward pass of the same layer, small and large:
+
+
+# %% tags=["nbval-ignore-output"]
+def forward(layer, batch, enabled):
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=enabled), torch.no_grad():
+        return layer(batch)
+
+
+for width in (16, 512):
+    layer, batch = nn.Linear(width, width).to(device), torch.ones(width, width, device=device)
+    fp32, bf16 = (
+        1e6 * measure(partial(forward, layer, batch, enabled), device=device).median_s
+        for enabled in (False, True)
+    )
+    print(f"width {width:>3}: fp32 {fp32:.0f} µs, bf16 {bf16:.0f} µs, {fp32 / bf16:.2f}x")
+assert forward(layer, batch, enabled=True).dtype is torch.bfloat16
+
+# %% [markdown]
+# The last number of each line is the speed-up. Expect less than 1 for the small layer, whose casts
+# cost more than its product. Whether the large one gains depends on the hardware.
+#
+# **Notice it earlier.** Measure one step in each precision before the long run; [notebook
+# 04](04_fp32_vs_amp.ipynb) shows how.
+
+# %% [markdown]
+# ### 34 The memory is not halved
+#
+# **What you see.** The same peak memory as in fp32, or more.
+#
+# **The smallest program that does it.** Large weights, and a single example. `kept_bytes` adds up
+# what the forward pass keeps for the backward pass, beside the parameters.
+
+
+# %%
+def kept_bytes(model, batch, enabled):
+    """Bytes of the tensors that are kept for backward, each storage once, parameters aside."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled),
+    ):
+        loss = model(batch).square().mean()
+    assert loss.requires_grad  # the graph is alive, so no storage was used twice
+    return sum(s.nbytes() for address, s in kept.items() if address not in parameters)
+
+
+wide, _ = make(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
+single = [kept_bytes(wide, torch.ones(1, 512), enabled) for enabled in (False, True)]
+print(f"batch of 1: fp32 {single[0] / 1024:.0f} KiB, autocast {single[1] / 1024:.0f} KiB")
+assert single[1] > 50 * single[0]
+
+# %% [markdown]
+# **Why.** Autocast narrows *activations*. Weights, gradients and the two moments of Adam stay fp32,
+# 16 bytes for each parameter; and the casts of the weights, 2 bytes more, are kept for the backward
+# pass as well. With many weights and few activations, that is more and not less.
+#
+# **The fix.** What AMP saves, it saves on a large batch, so make it larger. Against the rest, other
+# means help: gradient checkpointing, sharding, an optimizer with less state.
+
+# %%
+batch = torch.ones(2048, 512)
+fp32, amp = (kept_bytes(wide, batch, enabled) for enabled in (False, True))
+print(f"batch of 2048: fp32 {fp32 / 2**20:.1f} MiB, autocast {amp / 2**20:.1f} MiB")
+assert 0.5 < amp / fp32 < 0.6
+
+# %% [markdown]
+# **Notice it earlier.** Count before you run: 16 bytes a parameter, plus the activations of a batch.
+
+# %% [markdown]
+# ### 35 Old names warn
+#
+# **What you see.**
+# - `` `torch.cuda.amp.autocast(args...)` is deprecated. ``
+# - `` `torch.cuda.amp.GradScaler(args...)` is deprecated. ``
+#
+# **The smallest program that does it.** The names that most tutorials still use.
+
+# %%
+old_autocast = warnings_of(lambda: torch.cuda.amp.autocast(enabled=False))
+old_scaler = warnings_of(lambda: torch.cuda.amp.GradScaler(enabled=False))
+print(old_autocast, old_scaler, sep="\n")
+assert "`torch.cuda.amp.autocast(args...)` is deprecated." in old_autocast
+assert "`torch.cuda.amp.GradScaler(args...)` is deprecated." in old_scaler
+
+# %% [markdown]
+# **Why.** The functions have moved to `torch.amp`, which serves every kind of device. The old names
+# still work, on CUDA and ROCm alone.
+#
+# **The fix.** `torch.autocast("cuda", dtype=…)` and `torch.amp.GradScaler("cuda")`; notebook 13
+# migrates whole projects.
+
+# %%
+assert warnings_of(lambda: torch.autocast("cuda", dtype=torch.float16, enabled=False)) == ""
+assert warnings_of(lambda: torch.amp.GradScaler("cuda", enabled=False)) == ""
+assert issubclass(torch.cuda.amp.autocast, torch.autocast)  # the same thing underneath
+
+# %% [markdown]
+# **Notice it earlier.** Run the tests with `python -W error::FutureWarning`.
+
+# %% [markdown]
+# ## Summary
+#
+# Thirty-five failures, and five questions that find most of them:
+#
+# 1. **Are the parameters fp32?** If not, nothing else helps (9, 29).
+# 2. **Does each forward pass have a block of its own, with its dtype, and end it with `.float()`?**
+#    (18, 19, 24 to 28, 32)
+# 3. **Is the order `scale`, `backward`, `unscale_`, clip, `step`, `update`, once per step?** (10 to
+#    16)
+# 4. **Does it go away in bf16?** Then fp16's range is the cause, and an island will do (1 to 6, 22).
+# 5. **Does the scale stay above 1, with a skipped step now and then?** If it only falls: the loss
+#    (2), or a forward pass that overflows (1, 7). If it only climbs: nothing to scale (28).
+#
+# ## Exercises
+#
+# 1. In section 6, replace `mean` by `sum`. For two equal inputs, from which value on does it overflow
+#    now? Find out by reasoning, and check with a program.
+# 2. In section 2, put 1e-8 under the root in place of 1e-4. That is enough there. Why would it not be
+#    if the square were an fp16 tensor?
+# 3. Section 7 repairs the statistics afterwards. Write a step that puts the buffers back as they were
+#    whenever the scaler skips, and show with the four batches that evaluation stays finite.
+# 4. Call the L-BFGS of section 13 with `scaler.step(optimizer, closure)`, by position. What does the
+#    first update move the weights by? Compare with fp32.
+# 5. Plant one of these failures in the network of [notebook 04](04_fp32_vs_amp.ipynb), and let
+#    somebody else find it with the tables at the top.
+#
+# ## Further reading
+#
+# - [Automatic mixed precision
+#   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): the right order of calls
+#   for clipping, accumulation, several losses, models and optimizers.
+# - [`torch.amp`](https://docs.pytorch.org/docs/stable/amp.html): what each backend casts, and the
+#   ban on `binary_cross_entropy`.
+# - [Numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html): limits
+#   of what any precision promises.
+# - Threads where people met these: [NaN under mixed
+#   precision](https://github.com/pytorch/pytorch/issues/40497), [statistics of batch normalisation
+#   ruined by one batch](https://github.com/pytorch/pytorch/issues/88474), [gradients lost after
+#   `no_grad`](https://github.com/pytorch/pytorch/issues/112583), [compiled gradients that
+#   overflow](https://github.com/pytorch/pytorch/issues/153044), [rotary embeddings in
+#   bf16](https://github.com/huggingface/transformers/pull/29285).

@@ -1,0 +1,145 @@
+"""Checkpoints that are whole or not there: atomic save, checked load, and the random states."""
+
+import contextlib
+import hashlib
+import io
+import os
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from amp_lab.errors import CheckpointError
+
+# A checkpoint is an ordinary file of `torch.save`, which is a zip archive, whose comment (its very
+# last bytes) holds the format's version and the SHA-256 of all that stands before it. So plain
+# `torch.load` reads it too, a file that ends early has no comment, and a changed byte shows.
+VERSION = 1
+_COMMENT = b"amp-lab checkpoint %d sha256 %s"
+_COMMENT_BYTES = len(_COMMENT % (VERSION, b"0" * 64))
+_END_OF_ARCHIVE = b"PK\x05\x06"
+
+
+def save_checkpoint(path: str | os.PathLike, **state) -> None:
+    """Write `state` to `path`, so that at any moment the old file or the new one is there, whole.
+
+    A value with a `state_dict` (a model, an optimizer, a `GradScaler`) is saved as its state dict;
+    the rest must be tensors, numbers, strings, None, and dicts, lists and tuples of those, which is
+    what `load_checkpoint` reads back. The state is written beside `path` under another name, and
+    takes that name only when it is safely on the disk.
+
+    Raises `CheckpointError` if it cannot be written (a full disk, no such folder, no permission),
+    and leaves what was under `path` as it was; `TypeError` for a value that could not be read back.
+    """
+    path = Path(path)
+    archive = _serialise(state)
+    checksum = hashlib.sha256(archive[:-2]).hexdigest().encode()
+    comment = _COMMENT % (VERSION, checksum)
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with open(partial, "wb") as file:
+            file.write(archive[:-2])  # the last two bytes are the length of the comment: 0
+            file.write(len(comment).to_bytes(2, "little") + comment)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # the first error is the one to tell
+            partial.unlink(missing_ok=True)
+        raise CheckpointError(f"{path}: could not be saved ({error.strerror})") from error
+
+
+def _serialise(state: dict) -> memoryview:
+    states = {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in state.items()}
+    buffer = io.BytesIO()  # a write that fails half-way inside torch.save would lose the reason
+    torch.save(states, buffer)
+    buffer.seek(0)
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+    if unsafe:
+        raise TypeError(f"save_checkpoint: could not be read back safely: {', '.join(unsafe)}")
+    return buffer.getbuffer()
+
+
+def sync_folder(folder: Path) -> None:
+    """Put a folder's entries, such as a new name, safely on the disk."""
+    if os.name == "posix":  # elsewhere a folder cannot be opened
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def load_checkpoint(path: str | os.PathLike) -> dict:
+    """The state that `save_checkpoint` wrote, with its tensors on the CPU.
+
+    Every byte is checked before anything is unpickled, and then with `weights_only=True`. Raises
+    `CheckpointError`, which says what is wrong with which file: missing, unreadable, truncated,
+    altered, of another format version, or not a checkpoint of this package at all.
+    """
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    archive, comment = content[:-_COMMENT_BYTES], content[-_COMMENT_BYTES:]
+    written = re.fullmatch(rb"amp-lab checkpoint (\d+) sha256 ([0-9a-f]{64})", comment)
+    if written is None:
+        raise CheckpointError(f"{path}: {_what_else(content)}")
+    version, checksum = int(written[1]), written[2].decode()
+    if version != VERSION:
+        age = "an older" if version < VERSION else "a newer"
+        raise CheckpointError(
+            f"{path}: written by {age} amp_lab, in format {version}; this one reads {VERSION}"
+        )
+    is_whole = archive[-2:] == len(comment).to_bytes(2, "little")
+    if not is_whole or hashlib.sha256(archive[:-2]).hexdigest() != checksum:
+        raise CheckpointError(f"{path}: altered since it was saved: its checksum does not fit")
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def _what_else(content: bytes) -> str:
+    """What a file is that does not end as a checkpoint does."""
+    if not content:
+        return "empty"
+    if not content.startswith(b"PK\x03\x04"):
+        return "not a checkpoint"
+    if _END_OF_ARCHIVE in content[-65_557:]:  # the record and the longest comment there can be
+        return "not a checkpoint of amp_lab, or its last bytes were altered"
+    return "truncated: its end is missing"
+
+
+def random_states(device: torch.device | str = "cpu") -> dict:
+    """The state of every global random generator: Python's, NumPy's, torch's and the device's.
+
+    In types that `save_checkpoint` takes; `restore_random_states` puts it back.
+    """
+    device = torch.device(device)
+    algorithm, keys, position, has_normal, normal = np.random.get_state()
+    states = {
+        "python": random.getstate(),
+        "numpy": (algorithm, keys.tolist(), position, has_normal, normal),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device.type).get_rng_state(*_index(device))
+    return states
+
+
+def restore_random_states(states: dict, device: torch.device | str = "cpu") -> None:
+    """Put back what `random_states` returned; a device that was not in use then is left alone."""
+    device = torch.device(device)
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if device.type in states:
+        module = torch.get_device_module(device.type)
+        module.set_rng_state(states[device.type], *_index(device))
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    """The argument that says which of several devices; MPS has one, and takes none."""
+    return () if device.type == "mps" else (device,)

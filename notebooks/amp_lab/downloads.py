@@ -1,0 +1,111 @@
+"""Downloads that can be broken off at any moment, and go on from there; and unpacking them."""
+
+import hashlib
+import http.client
+import tarfile
+import tempfile
+import urllib.error
+import urllib.request
+import zlib
+from functools import partial
+from pathlib import Path
+
+from tqdm import tqdm
+
+from amp_lab.errors import DataError
+
+
+def download(url: str, path: str | Path, *, md5: str) -> None:
+    """Fetch `url` to `path`, which exists only once all of it is there and has this MD5.
+
+    What has come so far is in `path`.part, and a later call goes on from there if the server can.
+    Raises `DataError` if the server cannot be reached, refuses or breaks off, if the file is not
+    the right one, and if it cannot be written.
+    """
+    path = Path(path)
+    part = path.with_name(f"{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        resumed = part.exists()
+        _receive(url, part)
+        if resumed and md5_of(part) != md5:  # the two parts are of different versions: start afresh
+            part.unlink()
+            _receive(url, part)
+        if (found := md5_of(part)) != md5:
+            part.unlink()
+            raise DataError(f"{url} has the MD5 {found} instead of {md5}: not the right file")
+        part.replace(path)
+    except (OSError, http.client.HTTPException) as error:
+        raise DataError(
+            f"{url} cannot be fetched to {path}: {reason_of(error)}; "
+            "try again later: it goes on from where it stopped"
+        ) from error
+
+
+def _receive(url: str, part: Path) -> None:
+    """Fetch the rest of `part`, over more connections as long as each brings something."""
+    while True:
+        before = part.stat().st_size if part.exists() else 0
+        try:
+            return _receive_once(url, part, before)
+        except (ConnectionError, TimeoutError, http.client.HTTPException):
+            if not part.exists() or part.stat().st_size <= before:
+                raise
+
+
+def _receive_once(url: str, part: Path, before: int) -> None:
+    """Append to `part`, which has `before` bytes; a server that cannot resume sends all again."""
+    headers = {"User-Agent": "amp-lab"} | ({"Range": f"bytes={before}-"} if before else {})
+    try:
+        response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and before:
+            return  # there is no more: the checksum tells whether that is all of it
+        raise
+    with response:
+        start = before if response.status == http.HTTPStatus.PARTIAL_CONTENT else 0
+        total = start + response.length if response.length is not None else None
+        with (
+            part.open("ab" if start else "wb") as file,
+            tqdm(
+                desc=part.stem,
+                initial=start,
+                total=total,
+                unit="B",
+                unit_scale=True,
+                disable=None,
+            ) as progress,
+        ):
+            while chunk := response.read(2**20):
+                file.write(chunk)
+                progress.update(len(chunk))
+    if total is not None and (size := part.stat().st_size) != total:
+        raise ConnectionError(f"the connection ended after {size} of {total} bytes")
+
+
+def unpack(archive: Path, place: Path) -> None:
+    """Unpack the folder `place` from an archive that holds it, and delete the archive."""
+    try:
+        with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}.") as temporary:
+            with tarfile.open(archive) as tar:
+                # The first releases of Python 3.11 have no filters, and leave this unread.
+                tar.extraction_filter = getattr(tarfile, "data_filter", None)
+                tar.extractall(temporary)
+            Path(temporary, place.name).rename(place)
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise DataError(f"{archive} cannot be unpacked: {reason_of(error)}; delete it") from error
+    archive.unlink()
+
+
+def md5_of(path: Path) -> str:
+    """MD5 of a file, in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, partial(hashlib.md5, usedforsecurity=False)).hexdigest()
+
+
+def reason_of(error: Exception) -> str:
+    """What went wrong, in one line."""
+    if isinstance(error, urllib.error.URLError) and isinstance(error.reason, Exception):
+        error = error.reason  # HTTPError is a URLError too, and its reason a text
+    return " ".join(str(error).split()) or type(error).__name__

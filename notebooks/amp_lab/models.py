@@ -1,0 +1,76 @@
+"""torchvision's image classifiers by name, with a head for other classes."""
+
+import contextlib
+import difflib
+import functools
+import io
+from urllib.error import URLError
+
+import torch
+import torchvision
+from torch import nn
+
+from amp_lab.errors import RunError
+
+
+@functools.cache
+def model_names() -> tuple[str, ...]:
+    """Names of torchvision's image classifiers."""
+    return tuple(torchvision.models.list_models(module=torchvision.models))
+
+
+def build_model(
+    name: str, classes: int, *, pretrained: bool = False, freeze: bool = False
+) -> nn.Module:
+    """torchvision's classifier `name` with logits (N, classes).
+
+    `pretrained` loads torchvision's default ImageNet weights into all but the head, which stays
+    random. `freeze` leaves only the head to be trained: no other parameter requires gradients.
+
+    Raises `RunError` for an unknown name, and for weights that are not there and cannot be fetched.
+    """
+    if name not in model_names():
+        near = difflib.get_close_matches(name, model_names())
+        hint = f"; near: {', '.join(near)}" if near else ""
+        raise RunError(f"no classifier of torchvision {torchvision.__version__}: {name!r}{hint}")
+    model = _build(name, classes)
+    head = _head(name, classes)
+    if pretrained:
+        state = _fetch_weights(name)
+        backbone = {key: state[key] for key in model.state_dict() if key not in head}
+        model.load_state_dict(backbone, strict=False)  # all but the head is there, or KeyError
+    if freeze:
+        for key, parameter in model.named_parameters():
+            parameter.requires_grad_(key in head)
+    return model
+
+
+def _build(name: str, classes: int) -> nn.Module:
+    options = {"num_classes": classes, "weights": None}
+    if name in ("googlenet", "inception_v3"):  # whose second head would return a tuple
+        options |= {"aux_logits": False, "init_weights": True}
+    return torchvision.models.get_model(name, **options)
+
+
+def _head(name: str, classes: int) -> set[str]:
+    """Names of the parameters whose shape depends on the number of classes."""
+    with torch.device("meta"):
+        shapes, others = (
+            {key: value.shape for key, value in _build(name, n).state_dict().items()}
+            for n in (classes, classes + 1)
+        )
+    return {key for key in shapes if shapes[key] != others[key]}
+
+
+def _fetch_weights(name: str) -> dict[str, torch.Tensor]:
+    weights = torchvision.models.get_model_weights(name).DEFAULT
+    try:
+        said = io.StringIO()  # by torch.hub, on one or the other
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            return weights.get_state_dict(progress=False, check_hash=True)
+    except (URLError, OSError, RuntimeError) as error:  # RuntimeError: the hash does not fit
+        folder = torch.hub.get_dir()
+        raise RunError(
+            f"pretrained weights of {name} cannot be fetched from {weights.url} ({error}); put the "
+            f"file into {folder}/checkpoints, or train without pretrained weights"
+        ) from error

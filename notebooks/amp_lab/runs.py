@@ -1,0 +1,469 @@
+"""A training run that lives in a folder: its settings, metrics, checkpoint and resumption."""
+
+import contextlib
+import csv
+import dataclasses
+import io
+import json
+import math
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import filelock
+import numpy as np
+import torch
+
+from amp_lab.checkpoint import (
+    load_checkpoint,
+    random_states,
+    restore_random_states,
+    save_checkpoint,
+    sync_folder,
+)
+from amp_lab.data import DATASETS, ImageData, batches, load_dataset
+from amp_lab.device import describe_device, pick_device
+from amp_lab.errors import AmpLabWarning, CheckpointError, RunError
+from amp_lab.models import build_model
+from amp_lab.precision import Precision
+from amp_lab.training import EpochMetrics, Progress, fit
+
+CONFIG, METRICS, CHECKPOINT = "config.json", "metrics.csv", "checkpoint.pt"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What decides the result of a run; with the same torch, threads and device, bit for bit.
+
+    Raises `RunError` for a value that makes no sense.
+    """
+
+    dataset: str = "digits"
+    model: str = "mobilenet_v2"
+    precision: str = "fp32"
+    batch_size: int = 64
+    """Images in a batch; the last batch of an epoch is left out if it would be smaller."""
+    epochs: int = 15
+    lr: float = 2e-3
+    """The highest learning rate of the one-cycle schedule."""
+    seed: int = 0
+    """Of the initial weights, the order of the images, the augmentation and dropout."""
+    image_size: int | None = None
+    """Height and width in pixels; None: the data set's own."""
+    limit: int | None = None
+    """Train on at most so many images."""
+    accumulate: int = 1
+    """Batches for one step of the optimizer."""
+    clip_norm: float | None = None
+    """Largest norm of the gradients of a step."""
+    pretrained: bool = False
+    freeze: bool = False
+    channels_last: bool = False
+    compile: bool = False
+    skip_damaged: bool = False
+    """Leave out images that cannot be decoded, instead of refusing to start."""
+
+    def __post_init__(self):
+        if self.dataset not in DATASETS:
+            raise RunError(f"no data set {self.dataset!r}; there are {', '.join(DATASETS)}")
+        if self.precision not in list(Precision):
+            raise RunError(f"no precision {self.precision!r}; there are {', '.join(Precision)}")
+        object.__setattr__(self, "precision", str(self.precision))  # JSON and checkpoints take text
+        for name in ("batch_size", "epochs", "image_size", "limit", "accumulate"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise RunError(f"{name.replace('_', ' ')} must be at least 1, not {value}")
+        for name in ("lr", "clip_norm"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise RunError(f"{name.replace('_', ' ')} must be a positive number, not {value}")
+        if not 0 <= self.seed < 2**63:
+            raise RunError(f"seed must be from 0 to 2^63 - 1, not {self.seed}")
+
+
+def train(
+    config: RunConfig | dict,
+    out: str | os.PathLike,
+    *,
+    resume: bool = False,
+    data: str | os.PathLike = "data",
+    device: str | None = None,
+    workers: int | None = None,
+    checkpoint_every: int | None = None,
+    say: Callable[[str], None] = print,
+) -> signal.Signals | None:
+    """Train as `config` says, in the folder `out`.
+
+    Returns None if the run was finished, and else the signal that stopped it, SIGINT or SIGTERM:
+    then the state was saved, and `resume` goes on from it. `config` may be a dict of some of the
+    settings; a run that is resumed takes the rest from the folder, and starts from the beginning if
+    the folder holds no run yet. For the same torch, device and number of threads, a run that was
+    killed at any moment and resumed ends bitwise equal to one that was not, on a CPU.
+
+    Into the folder go config.json, metrics.csv (a row per epoch), checkpoint.pt (after each epoch,
+    and each `checkpoint_every` steps of the optimizer), loss.png and accuracy.png. `workers`
+    processes load the images (None: as many as are of use). `say` gets what is to be told, by line.
+
+    Raises `RunError`, `DataError`, `DeviceError` or `CheckpointError` with one line that says why
+    the run cannot start or go on.
+    """
+    if checkpoint_every is not None and checkpoint_every < 1:
+        raise RunError(f"checkpoint every {checkpoint_every} steps: must be at least 1")
+    if workers is not None and workers < 0:
+        raise RunError(f"workers must be at least 0, not {workers}")
+    settings = config if isinstance(config, dict) else dataclasses.asdict(config)
+    config, out = RunConfig(**settings), Path(out)
+    with _folder_to_itself(out):
+        saved = _read_config(out, resume)
+        if saved is not None:
+            config = _same_config(saved, settings, out)
+        device = pick_device(device)
+        images = load_dataset(
+            config.dataset,
+            data,
+            image_size=config.image_size,
+            limit=config.limit,
+            seed=config.seed,
+            skip_damaged=config.skip_damaged,
+        )
+        if saved is not None and saved["images"] != images.fingerprint:
+            raise RunError(f"{data}: not the images that the run in {out} was started with")
+        if config.batch_size > len(images.train):
+            raise RunError(
+                f"batch size {config.batch_size} is larger than the {len(images.train)} images"
+            )
+        run = _Run(config, images, device, out, _workers(workers, config), checkpoint_every, say)
+        if saved is None:
+            _write_config(config, images, out)
+        elif saved["environment"] != _environment():
+            say(f"Started with {saved['environment']}, goes on with {_environment()}:")
+            say("the result may differ in its last bits.")
+        if (out / CHECKPOINT).exists():
+            run.restore()
+        elif resume:
+            say(f"Nothing was saved in {out} yet: starting from the beginning.")
+        return run.train()
+
+
+class _Run:
+    """All that changes while a run is trained."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        images: ImageData,
+        device: torch.device,
+        out: Path,
+        workers: int,
+        checkpoint_every: int | None,
+        say: Callable[[str], None],
+    ):
+        self.config, self.images, self.device, self.out = config, images, device, out
+        self.workers, self.checkpoint_every, self.say = workers, checkpoint_every, say
+        self.precision = Precision(config.precision)
+        random.seed(config.seed)
+        np.random.seed(config.seed % 2**32)
+        torch.manual_seed(config.seed)
+        self.model = build_model(
+            config.model, len(images.classes), pretrained=config.pretrained, freeze=config.freeze
+        ).to(device)
+        if config.compile:
+            self.model.compile()
+        self.optimizer = torch.optim.AdamW(
+            [p for p in self.model.parameters() if p.requires_grad], lr=config.lr, fused=True
+        )
+        steps = math.ceil(len(images.train) // config.batch_size / config.accumulate)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            self.optimizer, max_lr=config.lr, total_steps=steps * config.epochs
+        )
+        self.scaler = self.precision.grad_scaler(device.type)
+        self.progress = Progress()
+        self.steps = 0  # of the optimizer, in this process
+        if self.precision is Precision.FP16 and device.type == "cpu":
+            _warn_of_slow_fp16(device)
+
+    def restore(self) -> None:
+        path = self.out / CHECKPOINT
+        state = load_checkpoint(path)
+        if state.get("config") != dataclasses.asdict(self.config):
+            raise CheckpointError(f"{path}: of another run than {self.out / CONFIG} describes")
+        try:
+            for name in ("model", "optimizer", "scheduler", "scaler"):
+                getattr(self, name).load_state_dict(state[name])
+            self.progress = Progress.from_state_dict(state["progress"])
+            restore_random_states(state["random"], self.device)
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise CheckpointError(f"{path}: does not fit this run ({reason})") from error
+
+    def save(self) -> None:
+        save_checkpoint(
+            self.out / CHECKPOINT,
+            config=dataclasses.asdict(self.config),
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            scaler=self.scaler,
+            progress=self.progress,
+            random=random_states(self.device),
+        )
+
+    def train(self) -> signal.Signals | None:
+        config, progress = self.config, self.progress
+        self._describe()
+        _write_metrics(progress.epochs, self.out)
+        started = time.perf_counter()
+        with _Signals() as stop:
+
+            def after_step(_: Progress) -> bool:
+                self.steps += 1
+                due = self.checkpoint_every and self.steps % self.checkpoint_every == 0
+                if due or stop.signal:
+                    self.save()
+                return stop.signal is not None
+
+            def after_epoch(metrics: EpochMetrics) -> None:
+                _append_metrics(metrics, self.out)
+                self.save()
+                self.say(_line(metrics))
+
+            fit(
+                self.model,
+                self._train_batches,
+                test_batches=lambda: batches(
+                    self.images.test, config.batch_size, workers=self.workers, device=self.device
+                ),
+                optimizer=self.optimizer,
+                precision=self.precision,
+                device=self.device,
+                epochs=config.epochs,
+                scaler=self.scaler,
+                scheduler=self.scheduler,
+                accumulate=config.accumulate,
+                clip_norm=config.clip_norm,
+                channels_last=config.channels_last,
+                progress=progress,
+                after_step=after_step,
+                after_epoch=after_epoch,
+            )
+        if len(progress.epochs) < config.epochs:
+            self.say(
+                f"Stopped in epoch {len(progress.epochs) + 1} after {progress.batch} batches; "
+                "saved: --resume goes on from there."
+            )
+            return stop.signal
+        self._summarise(time.perf_counter() - started)
+        return None
+
+    def _train_batches(self, epoch: int, batch: int):
+        return batches(
+            self.images.train,
+            self.config.batch_size,
+            epoch=epoch,
+            seed=self.config.seed,
+            start=batch,
+            drop_last=True,
+            workers=self.workers,
+            device=self.device,
+        )
+
+    def _describe(self) -> None:
+        config, images = self.config, self.images
+        kind = " (generated stand-in)" if images.stand_in else ""
+        self.say(
+            f"{images.name}{kind}: {len(images.train)} training and {len(images.test)} test images "
+            f"of {images.image_size}x{images.image_size}, {len(images.classes)} classes"
+        )
+        if images.skipped:
+            self.say(f"left out as damaged: {len(images.skipped)} ({', '.join(images.skipped)})")
+        sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
+        self.say(
+            f"{config.model}: {sum(n for n, _ in sizes):,} parameters, "
+            f"{sum(n for n, trained in sizes if trained):,} trained; "
+            f"{config.precision} on {self.device}"
+        )
+        if self.progress.epochs or self.progress.batch:
+            self.say(
+                f"Resuming in epoch {len(self.progress.epochs) + 1} after "
+                f"{self.progress.batch} batches."
+            )
+
+    def _summarise(self, seconds: float) -> None:
+        epochs = self.progress.epochs
+        from amp_lab import plots  # matplotlib takes a second to load
+
+        for what in ("loss", "accuracy"):
+            plots.save_training_curves(
+                self.out / f"{what}.png",
+                {
+                    part: [getattr(e, f"{part}_{what}") for e in epochs]
+                    for part in ("train", "test")
+                },
+                what,
+            )
+        rate = sum(e.images_per_s * e.seconds for e in epochs) / sum(e.seconds for e in epochs)
+        self.say(
+            f"Trained {len(epochs)} epochs in {seconds:.1f} s, {rate:.0f} images/s, "
+            f"peak memory {_peak_memory(self.device) / 2**20:.0f} MiB"
+        )
+
+
+def _workers(asked: int | None, config: RunConfig) -> int:
+    """Processes that load images: none where they wait in memory, else one per core up to 8."""
+    if asked is not None:
+        return asked
+    return min(8, os.cpu_count() or 1) if config.dataset == "caltech256" else 0
+
+
+def _line(m: EpochMetrics) -> str:
+    """An epoch in a line."""
+    return (
+        f"epoch {m.epoch:3d}  loss {m.train_loss:.4f}  accuracy {m.train_accuracy:.2%}  "
+        f"test loss {m.test_loss:.4f}  test accuracy {m.test_accuracy:.2%}  "
+        f"{m.images_per_s:.0f} images/s"
+    )
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: of tensors on an accelerator that keeps count, else of this process."""
+    if device.type not in ("cpu", "mps"):
+        return torch.accelerator.max_memory_allocated(device)
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@contextlib.contextmanager
+def _folder_to_itself(out: Path) -> Iterator[None]:
+    """Make the folder; keep any other run out of it for the block, which no kill -9 outlasts."""
+    lock = filelock.FileLock(out / ".lock")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        raise RunError(f"{out}: another run is at work in this folder") from None
+    except OSError as error:
+        raise RunError(f"{out}: nothing can be written there ({error.strerror})") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _read_config(out: Path, resume: bool) -> dict | None:
+    """What is in the folder's config.json, or None if there is no run yet."""
+    path = out / CONFIG
+    if not path.exists():
+        if (out / CHECKPOINT).exists():
+            raise RunError(f"{out}: has a checkpoint but no {CONFIG}; choose another folder")
+        return None
+    if not resume:
+        raise RunError(f"{out}: holds a run already; --resume goes on with it, or choose another")
+    try:
+        saved = json.loads(path.read_text())
+        return {"config": RunConfig(**saved["config"])} | {
+            key: saved[key] for key in ("images", "environment")
+        }
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RunError(f"{path}: not the settings of a run ({error})") from error
+
+
+def _same_config(saved: dict, settings: dict, out: Path) -> RunConfig:
+    """The settings of the saved run; whatever is asked for now must be the same."""
+    for name, value in settings.items():
+        before = getattr(saved["config"], name)
+        if value != before:
+            raise RunError(
+                f"{out}: the run was started with {name.replace('_', ' ')} {before}, and cannot go "
+                f"on with {value}"
+            )
+    return saved["config"]
+
+
+def _write_config(config: RunConfig, images: ImageData, out: Path) -> None:
+    content = {
+        "config": dataclasses.asdict(config),
+        "images": images.fingerprint,
+        "environment": _environment(),
+    }
+    _write(out / CONFIG, json.dumps(content, indent=2) + "\n")
+
+
+def _environment() -> str:
+    """What else the last bits of a result depend on."""
+    return f"torch {torch.__version__} and {torch.get_num_threads()} threads"
+
+
+def _write_metrics(epochs: list[EpochMetrics], out: Path) -> None:
+    """The file anew, with the epochs that the checkpoint knows of: a kill may have come between."""
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(field.name for field in dataclasses.fields(EpochMetrics))
+    writer.writerows(dataclasses.astuple(epoch) for epoch in epochs)
+    _write(out / METRICS, text.getvalue())
+
+
+def _append_metrics(metrics: EpochMetrics, out: Path) -> None:
+    try:
+        with open(out / METRICS, "a", newline="") as file:
+            csv.writer(file).writerow(dataclasses.astuple(metrics))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise RunError(f"{out / METRICS}: cannot be written ({error.strerror})") from error
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a small file so that it is never there in part."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with open(partial, "w", newline="") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise RunError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+class _Signals:
+    """Notes the first SIGINT or SIGTERM within the block; the second ends the program as ever."""
+
+    def __init__(self):
+        self.signal: signal.Signals | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "_Signals":
+        if threading.current_thread() is threading.main_thread():  # others cannot be asked to
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: types.FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+        signal.signal(number, self._before[number])
+
+
+def _warn_of_slow_fp16(device: torch.device) -> None:
+    slowdown = 1 / describe_device(device).speedup(Precision.FP16)
+    if slowdown > 1:
+        warnings.warn(
+            f"fp16: a matrix product takes {slowdown:.0f} times as long as in fp32 on this CPU; "
+            "bf16 needs no more memory",
+            AmpLabWarning,
+            stacklevel=4,
+        )

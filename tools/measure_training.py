@@ -1,0 +1,204 @@
+"""Measure what training costs and keeps: `python tools/measure_training.py --out FILE`.
+
+Ratios are of figures from the same run, taken in turns. The parts are
+
+- speed: a training step of ResNet-50 and MobileNetV2 in fp32 and bf16, with and without
+  channels_last;
+- loop: `amp_lab.fit` against a bare loop of the same model, and what loading the data takes of it;
+- checkpoint: saving MobileNetV2 with its optimizer;
+- accuracy: held-out digits with three seeds in each precision.
+"""
+
+import argparse
+import datetime
+import itertools
+import json
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from amp_lab import Precision, describe_device, fit, measure, pick_device, save_checkpoint
+from amp_lab.data import batches, load_dataset
+from amp_lab.models import build_model
+from amp_lab.runs import RunConfig, train
+
+PARTS = ("speed", "loop", "checkpoint", "accuracy")
+
+
+def make_step(model, optimizer, images, targets, precision, device, channels_last=False):
+    """A training step, written as one would without amp_lab."""
+    if channels_last:
+        model.to(memory_format=torch.channels_last)
+        images = images.to(memory_format=torch.channels_last)
+    scaler = precision.grad_scaler(device.type)
+    enabled = precision in (Precision.FP16, Precision.BF16)
+
+    def step():
+        with torch.autocast(device.type, dtype=precision.dtype, enabled=enabled):
+            loss = F.cross_entropy(model(images).float(), targets)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return step
+
+
+def adamw(model):
+    """The optimizer of `amp-lab train`."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def measure_speed(device, turns):
+    """Milliseconds of a step, the fastest of some turns, for each model, size and precision."""
+    low = [Precision.BF16] if device.type == "cpu" else [p for p in Precision if p != "fp32"]
+    result = {}
+    for name, size, batch in (
+        ("resnet50", 224, 16),
+        ("mobilenet_v2", 224, 16),
+        ("mobilenet_v2", 32, 64),
+    ):
+        batch *= 1 if device.type == "cpu" else 8
+        images = torch.randn(batch, 3, size, size, device=device)
+        targets = torch.zeros(batch, dtype=torch.long, device=device)
+        steps = {}
+        for precision, last in itertools.product([Precision.FP32, *low], (False, True)):
+            model = build_model(name, 10).to(device)
+            step = make_step(model, adamw(model), images, targets, precision, device, last)
+            steps[f"{precision}{' channels_last' if last else ''}"] = precision, step
+        times = {kind: [] for kind in steps}
+        for turn in range(turns):
+            for kind, (precision, step) in steps.items():
+                mode = precision if precision in ("fp32", "tf32") else Precision.FP32
+                with mode.autocast(device.type):
+                    m = measure(step, device=device, warmup=int(turn == 0), repeats=2)
+                times[kind] += m.samples_s
+        ms = {kind: 1e3 * min(samples) for kind, samples in times.items()}
+        ratios = {kind: ms["fp32"] / value for kind, value in ms.items()}
+        result[f"{name} {batch}x{size}x{size}"] = {"ms": ms, "times as fast as fp32": ratios}
+    return result
+
+
+def measure_loop(device, turns):
+    """Seconds of an epoch on digits: a bare loop over tensors, `fit` on them, `fit` with data."""
+    data = load_dataset("digits").train
+    loaded = list(batches(data, 64, seed=0, drop_last=True))
+    kinds = {
+        "bare loop": None,
+        "fit": lambda epoch, start: loaded,
+        "fit and data": lambda epoch, start: batches(data, 64, seed=0, epoch=epoch, drop_last=True),
+    }
+    times = {kind: [] for kind in kinds}
+    for _, (kind, source) in itertools.product(range(turns), kinds.items()):
+        torch.manual_seed(0)
+        model = build_model("mobilenet_v2", 10).to(device).train()
+        optimizer = adamw(model)
+        started = time.perf_counter()
+        if source is None:
+            with Precision.FP32.autocast(device.type):
+                for images, targets in loaded:
+                    images, targets = images.to(device), targets.to(device)
+                    F.cross_entropy(model(images).float(), targets).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
+        else:
+            fit(model, source, optimizer=optimizer, precision="fp32", device=device, epochs=1)
+        times[kind].append(time.perf_counter() - started)
+    started = time.perf_counter()
+    for _ in batches(data, 64, seed=0, drop_last=True):
+        pass
+    loading = time.perf_counter() - started
+    best = {kind: min(samples) for kind, samples in times.items()}
+    return {
+        "seconds": best,
+        "samples": times,
+        "fit against bare loop": best["fit"] / best["bare loop"],
+        "median of paired ratios": statistics.median(
+            a / b for a, b in zip(times["fit"], times["bare loop"], strict=True)
+        ),
+        "share of loading": loading / best["fit and data"],
+    }
+
+
+def measure_checkpoint(device, turns):
+    """Milliseconds to save MobileNetV2 and its optimizer, safely on the disk."""
+    model = build_model("mobilenet_v2", 10).to(device)
+    optimizer = adamw(model)
+    model(torch.randn(2, 3, 32, 32, device=device)).sum().backward()
+    optimizer.step()
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        path = Path(folder, "checkpoint.pt")
+        m = measure(
+            lambda: save_checkpoint(path, model=model, optimizer=optimizer),
+            device=device,
+            repeats=10 * turns,
+        )
+        return {
+            "median ms": 1e3 * m.median_s,
+            "fastest ms": 1e3 * min(m.samples_s),
+            "bytes": path.stat().st_size,
+        }
+
+
+def measure_accuracy(device, model, precisions):
+    """Held-out accuracy of `amp-lab train` with its defaults, three seeds in each precision."""
+    result = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for precision in precisions:
+            accuracies = []
+            for seed in range(3):
+                out = Path(folder, f"{precision}-{seed}")
+                train(
+                    RunConfig(model=model, precision=precision, seed=seed),
+                    out,
+                    device=device.type,
+                    say=lambda line: None,
+                )
+                last = (out / "metrics.csv").read_text().splitlines()[-1]
+                accuracies.append(float(last.split(",")[4]))
+            result[precision] = {"each": accuracies, "mean": statistics.mean(accuracies)}
+            print(precision, result[precision], flush=True)
+    return {"model": model, **result}
+
+
+def main():
+    """Measure the parts asked for, print each, and write them all as JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--model", default="mobilenet_v2", help="for the accuracy")
+    parser.add_argument("--precision", action="append", help="for the accuracy; default: all")
+    options = parser.parse_args()
+    device = pick_device()
+    precisions = options.precision or [p for p in Precision if p != "tf32"]
+    measures = {
+        "speed": lambda: measure_speed(device, options.turns),
+        "loop": lambda: measure_loop(device, options.turns),
+        "checkpoint": lambda: measure_checkpoint(device, options.turns),
+        "accuracy": lambda: measure_accuracy(device, options.model, precisions),
+    }
+    result = {
+        "device": describe_device(device).name,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "date": datetime.date.today().isoformat(),
+    }
+    for part in options.part or PARTS:
+        result[part] = measures[part]()
+        print(json.dumps({part: result[part]}, indent=1), flush=True)
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
