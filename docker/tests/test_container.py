@@ -282,5 +282,4 @@ def test_the_whole_test_line_passes_inside(image):
     service = Service(image, "docker/compose.yaml")
     service.settings["COMPOSE_PROJECT_NAME"] = "amp-lab-inside"
     done = service.compose("run", "--rm", "-T", "lab", "pdm", "run", "test")
-    assert re.search(r"=+ \d+ passed.* in ", done.stdout), done.stdout[-2000:]
-    assert "failed" not in done.stdout
+    assert re.search(r"=+ \d+ passed(, \d+ skipped)? in ", done.stdout), done.stdout[-2000:]
