@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -18,7 +19,7 @@ import matplotlib.image
 import pytest
 import torch
 
-from amp_lab import Precision, load_checkpoint, make_stand_in, save_checkpoint
+from amp_lab import Precision, describe_device, load_checkpoint, make_stand_in, save_checkpoint
 from amp_lab.cli import main
 from amp_lab.runs import RunConfig, train
 
@@ -145,12 +146,19 @@ def test_from_python_it_takes_the_enum_and_tells_what_stopped_it(tmp_path):
     assert load_checkpoint(tmp_path / "x" / "checkpoint.pt")["config"]["precision"] == "bf16"
 
 
-def test_fp16_on_a_cpu_works_and_is_warned_of_once(tmp_path, capsys):
+@pytest.mark.parametrize(("speedup", "warned"), [(1 / 200, True), (0.8, False)])
+def test_fp16_works_on_a_cpu_and_is_warned_of_once_where_slow(
+    tmp_path, capsys, monkeypatch, speedup, warned
+):
+    measured = describe_device("cpu")
+    rates = {**measured.rates, Precision.FP16: speedup * measured.rates[Precision.FP32]}
+    report = dataclasses.replace(measured, rates=rates)
+    monkeypatch.setattr("amp_lab.runs.describe_device", lambda device: report)
     line = arguments(tmp_path / "x", epochs=1, limit=8, precision="fp16")
     assert main(line) == 0
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1
-    assert "fp16: a matrix product takes" in said[0]
+    assert len(said) == warned
+    assert all("takes 200 times as long as in fp32 on this CPU" in line for line in said)
 
 
 def test_a_finished_run_has_nothing_to_resume(finished, capsys):

@@ -459,10 +459,10 @@ class _Signals:
 
 
 def _warn_of_slow_fp16(device: torch.device) -> None:
-    slowdown = 1 / describe_device(device).speedup(Precision.FP16)
-    if slowdown > 1:
+    speedup = describe_device(device).speedup(Precision.FP16)
+    if speedup < 0.5:
         warnings.warn(
-            f"fp16: a matrix product takes {slowdown:.0f} times as long as in fp32 on this CPU; "
+            f"fp16: a matrix product takes {1 / speedup:.0f} times as long as in fp32 on this CPU; "
             "bf16 needs no more memory",
             AmpLabWarning,
             stacklevel=4,
