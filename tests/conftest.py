@@ -1,25 +1,61 @@
 """Settings for the whole test run, and the count of notebook cells that ran."""
 
 import os
+from collections import Counter
+from collections.abc import Iterable
 
+import nbformat
 import pytest
+
+import notebooks
 
 # What the committed outputs were made with.
 SETTINGS = {"AMP_LAB_DEVICE": "cpu", "AMP_LAB_SCALE": "quick"}
 
 
 class CellCount:
-    """Notes which notebook cells passed.
+    """Fails a run of everything in which not every cell of every notebook ran.
 
     A plugin of its own, because pytest calls the hooks of a conftest.py only for tests below it.
     """
 
     def __init__(self):
         self.passed: set[str] = set()
+        self.problem = ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if ".ipynb::" in report.nodeid and report.when == "call" and report.passed:
             self.passed.add(report.nodeid)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        config = session.config
+        everything = (
+            config.args_source is pytest.Config.ArgsSource.TESTPATHS
+            and not hasattr(config, "workerinput")  # a part of a run in parallel
+            and not (config.option.keyword or config.option.markexpr or config.option.collectonly)
+        )
+        if everything and session.exitstatus == pytest.ExitCode.OK:
+            missing = cells_not_run(self.passed)
+            if missing:
+                self.problem = f"cells of notebooks that did not run: {missing}"
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.problem:
+            terminalreporter.write_line(self.problem, red=True)
+
+
+def cells_not_run(passed: Iterable[str]) -> dict[str, int]:
+    """How many code cells of each notebook are not among these node ids, where any are not."""
+    ran = Counter(nodeid.partition("::")[0].rpartition("/")[2] for nodeid in passed)
+    missing = {}
+    for source in notebooks.find():
+        pair = source.with_suffix(".ipynb")
+        cells = nbformat.read(pair, as_version=4).cells
+        count = sum(cell.cell_type == "code" for cell in cells) - ran[pair.name]
+        if count:
+            missing[pair.name] = count
+    return missing
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,10 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if asked != value:
             message = f"{name}={asked!r}: the tests run with {name}={value}; unset it"
             pytest.exit(message, returncode=2)
+    if hasattr(config, "workerinput"):  # workers share the cores
+        share = max(1, (os.cpu_count() or 1) // config.workerinput["workercount"])
+        os.environ.setdefault("OMP_NUM_THREADS", str(share))
     config.pluginmanager.register(CellCount(), "cell-count")
-
-
-@pytest.fixture
-def cells_passed(pytestconfig: pytest.Config) -> set[str]:
-    """Node ids of the notebook cells that have run and passed so far."""
-    return pytestconfig.pluginmanager.get_plugin("cell-count").passed

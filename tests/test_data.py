@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -308,9 +309,12 @@ def test_the_global_random_states_are_neither_used_nor_changed(any_data, workers
     assert torch.equal(all_of(any_data.train, seed=0, workers=workers)[0], first)
 
 
-def test_workers_leave_signals_to_the_main_process(digits):
+@pytest.mark.parametrize("still_starting", [False, True])
+def test_workers_leave_signals_to_the_main_process(digits, monkeypatch, still_starting):
+    start = data._start_worker
+    monkeypatch.setattr(data, "_start_worker", lambda n: time.sleep(n * still_starting) or start(n))
     passing = iter(batches(digits.train, 8, seed=0, workers=2))
-    seen = [next(passing)]
+    seen = [next(passing)]  # from worker 0; worker 1 waits a second
     children = multiprocessing.active_children()
     assert len(children) == 2
     for child in children:

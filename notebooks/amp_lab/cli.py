@@ -156,8 +156,6 @@ def _doctor(options: argparse.Namespace) -> None:
 
 
 def _train(options: argparse.Namespace) -> int:
-    os.environ.setdefault("MPLBACKEND", "agg")  # the figures go into files
-
     from amp_lab import runs
 
     def say(line: str) -> None:

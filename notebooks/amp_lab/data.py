@@ -678,6 +678,7 @@ def batches(
 # Forked workers start at once, and notice when this process dies; those of a fork server, which a
 # newer Python would use, wait for ever. Elsewhere than on Linux forking is not safe.
 _START = "fork" if sys.platform == "linux" else None
+_TO_STOP = {signal.SIGINT, signal.SIGTERM}
 
 
 class _WholeBatches(Dataset):
@@ -707,7 +708,8 @@ class _Batches:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        iterator = iter(self._loader)
+        with _signals_held():
+            iterator = iter(self._loader)
         # Workers ignore SIGTERM, so torch and Python could not end them as they do by default when
         # a pass is left unfinished. Hence the call here, and at exit for a pass still going on.
         stop = iterator._shutdown_workers if self._loader.num_workers else _do_nothing
@@ -731,7 +733,22 @@ def _as_it_is(batch: object) -> object:
     return batch
 
 
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Hold the signals to stop back while workers start, until each has set what it does on one."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_STOP)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _start_worker(_: int) -> None:
     """Let the main process alone decide when to stop: Ctrl-C goes to its workers as well."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in _TO_STOP:
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_STOP)

@@ -3,6 +3,7 @@
 import math
 
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 # One look per precision in every figure. The colours differ in lightness too, and bars are hatched.
@@ -288,12 +289,11 @@ def training_curves(ax, curves, what) -> None:
 
 
 def save_training_curves(path, curves, what) -> None:
-    """Write `training_curves` to a PNG file."""
+    """Write `training_curves` to a PNG file, without a window and without pyplot's list of them."""
     use_style()
-    figure, ax = plt.subplots()
-    training_curves(ax, curves, what)
+    figure = Figure()
+    training_curves(figure.subplots(), curves, what)
     figure.savefig(path)
-    plt.close(figure)
 
 
 def augmentation_grid(rows) -> plt.Figure:
