@@ -22,7 +22,8 @@
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for `torch.autocast`, [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for `GradScaler`. No GPU. Reading all of it takes half an
 # hour, but every recipe stands on its own. After running the cells up to the first one, go to the
-# one that you need:
+# one that you need. (If it is a message or a NaN that stopped you: [notebook
+# 08](08_when_amp_breaks.ipynb) has an index of those.)
 #
 # | what the loop does | recipe |
 # |---|---|

@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import nbformat
 import pytest
@@ -68,3 +68,17 @@ def pytest_configure(config: pytest.Config) -> None:
         share = max(1, (os.cpu_count() or 1) // config.workerinput["workercount"])
         os.environ.setdefault("OMP_NUM_THREADS", str(share))
     config.pluginmanager.register(CellCount(), "cell-count")
+
+
+@pytest.fixture
+def one_thread_and_seed() -> Iterator[None]:
+    """The same random numbers and sums in each test, and no figure left open after it."""
+    import matplotlib.pyplot as plt
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(threads)
+    plt.close("all")

@@ -130,7 +130,7 @@ def test_links_between_notebooks_lead_somewhere(source):
 def test_is_a_plain_script_that_needs_little(source):
     """nbval runs the cells; as a script they need no more than a GPU machine's Python has."""
     modules, names = set(), set()
-    for path in (source, *(source.parent / "amp_lab").glob("*.py")):
+    for path in (source, *(source.parent / "amp_lab").rglob("*.py")):
         nodes = list(ast.walk(ast.parse(path.read_text())))
         for node in nodes:
             if isinstance(node, ast.Import):

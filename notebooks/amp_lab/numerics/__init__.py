@@ -1,0 +1,22 @@
+"""Numerics of training in fp16: gradients that underflow, the loss scale, the first inf or NaN.
+
+Three tools, each for one question about your own model:
+
+- `gradient_underflow`: which gradients would fp16 lose, and which loss scale keeps them?
+- `ScaleLog`: what did the `GradScaler` do, step by step?
+- `find_nonfinite`: where did the NaN come from?
+"""
+
+from amp_lab.numerics.nonfinite import NonfiniteReport, TensorSummary, find_nonfinite
+from amp_lab.numerics.scale_log import ScaleLog
+from amp_lab.numerics.underflow import GradientCount, UnderflowReport, gradient_underflow
+
+__all__ = [
+    "GradientCount",
+    "NonfiniteReport",
+    "ScaleLog",
+    "TensorSummary",
+    "UnderflowReport",
+    "find_nonfinite",
+    "gradient_underflow",
+]

@@ -1,0 +1,159 @@
+"""The loss scale over time."""
+
+import torch
+
+from amp_lab.errors import NumericsError
+from amp_lab.numerics._shared import plural
+
+
+class ScaleLog:
+    """Log the loss scale of every step of a `torch.amp.GradScaler`, and the steps it skipped.
+
+        with ScaleLog(scaler) as log:
+            train(…)
+        log.plot()
+
+    A step is a call of ``scaler.update()``. The scaler goes on as before: its `step` and `update`
+    are called as they are, and the scale and the found infs are copied on their device, so that
+    the host waits for nothing that it did not wait for before. They are read when you ask.
+
+    Use it as a context manager, or call `close`, which leaves the scaler as it was; the log can
+    still be read. With a scaler that is disabled every scale is 1 and no step is skipped. While
+    the log is open, save the scaler by its `state_dict`, as one does, and not whole.
+
+    Raises `NumericsError` if `scaler` is no GradScaler, or has an open ScaleLog already.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler):
+        if not isinstance(scaler, torch.amp.GradScaler):
+            raise NumericsError(f"ScaleLog: {type(scaler).__name__} is no torch.amp.GradScaler")
+        if isinstance(getattr(vars(scaler).get("update"), "__self__", None), ScaleLog):
+            raise NumericsError("ScaleLog: this scaler has an open ScaleLog; close that first")
+        self._scaler = scaler
+        self._steps = 0
+        self._scales = _Values()  # one for each step
+        self._found = _Values()  # one for each optimizer's step
+        self._found_at: list[tuple[int, int]] = []  # the step and the optimizer of each
+        self._optimizers: list[torch.optim.Optimizer] = []  # in the order of their first step
+        self._stepped: list[torch.optim.Optimizer] = []  # since the last update
+        self._open = True
+        self._before = {name: vars(scaler).get(name) for name in ("step", "update")}
+        self._step, self._update = scaler.step, scaler.update
+        scaler.step, scaler.update = self._log_step, self._log_update
+
+    def _log_step(self, optimizer, *args, **kwargs):
+        result = self._step(optimizer, *args, **kwargs)
+        if self._open:
+            self._stepped.append(optimizer)
+        return result
+
+    def _log_update(self, *args, **kwargs):
+        # What there is to log is gone after the update, but counts only if that succeeds.
+        scaler, scale, found = self._scaler, None, []
+        if self._open and scaler.is_enabled() and scaler._scale is not None:
+            scale = scaler._scale.clone()
+            states = scaler._per_optimizer_states
+            for optimizer in self._stepped:
+                flags = states[id(optimizer)]["found_inf_per_device"].values()
+                # Copied, since update adds the flags of all optimizers to the first of them.
+                flags = [flag.to(scale.device, non_blocking=True).clone() for flag in flags]
+                if flags:
+                    found.append((optimizer, sum(flags[1:], start=flags[0])))
+        result = self._update(*args, **kwargs)
+        if self._open:
+            if scale is not None:
+                self._scales.append(scale)
+            indices = {id(optimizer): self._index(optimizer) for optimizer in self._stepped}
+            for optimizer, flag in found:
+                self._found.append(flag)
+                self._found_at.append((self._steps, indices[id(optimizer)]))
+            self._stepped.clear()
+            self._steps += 1
+        return result
+
+    def _index(self, optimizer: torch.optim.Optimizer) -> int:
+        for index, known in enumerate(self._optimizers):
+            if known is optimizer:
+                return index
+        self._optimizers.append(optimizer)
+        return len(self._optimizers) - 1
+
+    @property
+    def scales(self) -> list[float]:
+        """The scale in force at each step; the one to come after the last is not among them."""
+        return self._scales.tolist() if self._scaler.is_enabled() else [1.0] * self._steps
+
+    @property
+    def skipped(self) -> list[int]:
+        """Numbers of the steps, from 0, at which at least one optimizer's step was skipped."""
+        return sorted({step for steps in self.skipped_by for step in steps})
+
+    @property
+    def skipped_by(self) -> list[list[int]]:
+        """The same for each optimizer, in the order in which they first stepped."""
+        steps: list[list[int]] = [[] for _ in self._optimizers]
+        for (step, index), found in zip(self._found_at, self._found.tolist(), strict=True):
+            if found:
+                steps[index].append(step)
+        return steps
+
+    def plot(self):
+        """The scale at each step, with the skipped steps marked; `NumericsError` without steps."""
+        from amp_lab import plots  # matplotlib only where a figure is drawn
+
+        if not self._steps:
+            raise NumericsError(
+                "ScaleLog: no step was logged; call scaler.update() while it is open"
+            )
+        return plots.scale_over_time(self.scales, self.skipped)
+
+    def close(self) -> None:
+        """Stop logging and leave the scaler as it was; nothing happens the second time."""
+        if not self._open:
+            return
+        self._open = False
+        for name, ours in (("step", self._log_step), ("update", self._log_update)):
+            if vars(self._scaler).get(name) != ours:
+                continue  # wrapped by someone else since; ours then only passes the call on
+            if self._before[name] is None:
+                delattr(self._scaler, name)
+            else:
+                setattr(self._scaler, name, self._before[name])
+
+    def __enter__(self) -> "ScaleLog":
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        scales = self.scales
+        if not scales:
+            return "ScaleLog: no steps yet"
+        text = f"ScaleLog: {plural(len(scales), 'step')}, {len(self.skipped)} skipped"
+        if not self._scaler.is_enabled():
+            return f"{text}; the scaler is disabled"
+        text += (
+            f"; scale {scales[0]:g} at first, {scales[-1]:g} at the last, lowest {min(scales):g}"
+        )
+        if min(scales) < 1:
+            text += ". Below 1 a scale no longer helps: something else is wrong, see find_nonfinite"
+        return text
+
+
+class _Values:
+    """Numbers that stay on their device until they are read, in few pieces however many."""
+
+    def __init__(self):
+        self._whole: list[torch.Tensor] = []
+        self._single: list[torch.Tensor] = []
+
+    def append(self, value: torch.Tensor) -> None:
+        self._single.append(value)
+        if len(self._single) == 1024:  # each takes 512 bytes of a GPU's memory on its own
+            self._whole.append(torch.stack(self._single))
+            self._single = []
+
+    def tolist(self) -> list[float]:
+        rest = [torch.stack(self._single)] if self._single else []
+        return [value for piece in (*self._whole, *rest) for value in piece.tolist()]
