@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "a-token-for-the-tests"
 OWNER = 12345  # neither root nor the image's default user
 HEALTHY_WITHIN_S = 30
+PROJECT = "amp-lab-tests-" + os.environ.get("PYTEST_XDIST_WORKER", "alone")
 
 
 class Service:
@@ -23,7 +24,7 @@ class Service:
         self.checkout = checkout
         self.files = [argument for file in files for argument in ("-f", str(file))]
         owner = {"AMP_LAB_UID": str(OWNER), "AMP_LAB_GID": str(OWNER)}
-        self.settings = {"COMPOSE_PROJECT_NAME": "amp-lab-tests"} | owner | settings
+        self.settings = {"COMPOSE_PROJECT_NAME": PROJECT} | owner | settings
 
     def compose(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess:
         """Run `docker compose …`; with `check`, fail the test with its output if it fails."""

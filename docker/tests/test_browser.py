@@ -55,7 +55,10 @@ def session(request, tmp_path) -> tuple[str, Path, int]:
         yield f"http://127.0.0.1:{port}", checkout, os.geteuid()
     finally:
         server.terminate()
-        server.wait(timeout=20)
+        try:
+            server.wait(timeout=20)
+        finally:
+            server.kill()  # for one that did not stop
 
 
 def sign_in(page: Page, address: str) -> None:
@@ -147,4 +150,5 @@ def test_a_readers_session(browser, session, request):
     open_source_as_notebook(page, address, f"{NAME}.py")
     expect(page.locator(".jp-Notebook")).to_contain_text("Follow a GradScaler step by step")
     expect(page.locator(".jp-Notebook")).to_contain_text("a remark of the reader")
+    expect(page.get_by_text("(ipykernel) | Idle")).to_be_visible(timeout=60_000)
     page.close()
