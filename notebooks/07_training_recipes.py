@@ -22,8 +22,7 @@
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for `torch.autocast`, [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for `GradScaler`. No GPU. Reading all of it takes half an
 # hour, but every recipe stands on its own. After running the cells up to the first one, go to the
-# one that you need. (If it is a message or a NaN that stopped you: [notebook
-# 08](08_when_amp_breaks.ipynb) has an index of those.)
+# one that you need:
 #
 # | what the loop does | recipe |
 # |---|---|
@@ -1460,7 +1459,7 @@ assert all(p.dtype is torch.float32 for p in model.parameters())
 # Whatever makes gradients starts from `scaler.scale(…)`; whatever looks at them comes after
 # `unscale_`; whatever looks at weights stays as it was, because weights are fp32. The lines below
 # come on top of the four of every AMP loop: autocast, `scale`, `scaler.step`, `update`. If it
-# breaks all the same, notebook 08 starts from the error message.
+# breaks all the same, [notebook 08](08_when_amp_breaks.ipynb) starts from the error message.
 #
 # | recipe | what AMP adds | what goes wrong without |
 # |---|---|---|

@@ -800,7 +800,7 @@ def lbfgs(scaler, dtype, by_position=False):
 message = message_of(lambda: lbfgs(torch.amp.GradScaler("cpu"), torch.float16))
 print(message)
 assert "Closure use is not currently supported if GradScaler is enabled." in message
-lbfgs(torch.amp.GradScaler("cpu"), torch.float16, by_position=True)  # no message
+_ = lbfgs(torch.amp.GradScaler("cpu"), torch.float16, by_position=True)  # no message
 
 # %% [markdown]
 # **Why.** The closure runs `backward` inside the optimizer, where the scaler can neither unscale nor
@@ -1836,8 +1836,8 @@ assert issubclass(torch.cuda.amp.autocast, torch.autocast)  # the same thing und
 # 1. **Are the parameters fp32?** If not, nothing else helps (9, 29).
 # 2. **Does each forward pass have a block of its own, with its dtype, and end it with `.float()`?**
 #    (18, 19, 24 to 28, 32)
-# 3. **Is the order `scale`, `backward`, `unscale_`, clip, `step`, `update`, once per step?** (10 to
-#    16)
+# 3. **Is the order `scale`, `backward`, `unscale_`, clip, `step`, `update`, once per step?**
+#    (10 to 16)
 # 4. **Does it go away in bf16?** Then fp16's range is the cause, and an island will do (1 to 6, 22).
 # 5. **Does the scale stay above 1, with a skipped step now and then?** If it only falls: the loss
 #    (2), or a forward pass that overflows (1, 7). If it only climbs: nothing to scale (28).
