@@ -11,7 +11,6 @@ import random
 import signal
 import sys
 import threading
-import time
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -220,7 +219,6 @@ class _Run:
         config, progress = self.config, self.progress
         self._describe()
         _write_metrics(progress.epochs, self.out)
-        started = time.perf_counter()
         with _Signals() as stop:
 
             def after_step(_: Progress) -> bool:
@@ -260,7 +258,7 @@ class _Run:
                 "saved: --resume goes on from there."
             )
             return stop.signal
-        self._summarise(time.perf_counter() - started)
+        self._summarise()
         return None
 
     def _train_batches(self, epoch: int, batch: int):
@@ -296,7 +294,7 @@ class _Run:
                 f"{self.progress.batch} batches."
             )
 
-    def _summarise(self, seconds: float) -> None:
+    def _summarise(self) -> None:
         epochs = self.progress.epochs
         from amp_lab import plots  # matplotlib takes a second to load
 
@@ -309,7 +307,8 @@ class _Run:
                 },
                 what,
             )
-        rate = sum(e.images_per_s * e.seconds for e in epochs) / sum(e.seconds for e in epochs)
+        seconds = sum(e.seconds for e in epochs)  # before and after a stop
+        rate = sum(e.images_per_s * e.seconds for e in epochs) / seconds
         self.say(
             f"Trained {len(epochs)} epochs in {seconds:.1f} s, {rate:.0f} images/s, "
             f"peak memory {_peak_memory(self.device) / 2**20:.0f} MiB"
