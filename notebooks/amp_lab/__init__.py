@@ -38,6 +38,19 @@ _EXPORTS = {  # public name: the module that defines it
     "ScaleLog": "numerics",
     "NonfiniteReport": "numerics",
     "find_nonfinite": "numerics",
+    "DtypeError": "errors",
+    "TraceError": "errors",
+    "XrayError": "errors",
+    "MemoryForecastError": "errors",
+    "TargetError": "errors",
+    "OpRule": "ops",
+    "op_table": "ops",
+    "OpRecord": "xray",
+    "Xray": "xray",
+    "xray": "xray",
+    "MemoryForecast": "memory",
+    "forecast_memory": "memory",
+    "largest_batch": "memory",
 }
 
 __all__ = sorted(_EXPORTS)

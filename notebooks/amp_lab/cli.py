@@ -66,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor)
     _add_train(commands)
+    _add_ops(commands)
+    _add_xray(commands)
+    _add_memory(commands)
     return parser
 
 
@@ -113,6 +116,72 @@ def _add_train(commands) -> None:
         help="save also after so many steps (default: after each epoch)",
     )
     train.set_defaults(run=_train)
+
+
+DEVICE = {"metavar": "NAME", "help": "cuda (also for ROCm; the default), xpu, mps, cpu"}
+FORMAT = {"choices": ("table", "markdown", "json"), "default": "table", "help": "default: table"}
+
+
+def _add_ops(commands) -> None:
+    ops = commands.add_parser(
+        "ops",
+        help="what autocast does to each op, on a device that need not be here",
+        description="Print the autocast rule of every op on a backend, each checked by a call.",
+    )
+    ops.add_argument("--device", default="cuda", **DEVICE)
+    ops.add_argument("--dtype", choices=("fp16", "bf16"), help="default: the backend's own")
+    ops.add_argument("--against", metavar="NAME", help="print how another backend differs")
+    ops.add_argument("--format", **FORMAT)
+    ops.set_defaults(run=_ops)
+
+
+def _add_target(command: argparse.ArgumentParser) -> None:
+    """The model, its input, the device."""
+    command.add_argument(
+        "target", metavar="PACKAGE.MODULE:CALLABLE", help="returns the model when it is called"
+    )
+    command.add_argument("--input", required=True, metavar="SHAPE", help="such as 8,3,224,224")
+    command.add_argument(
+        "--input-dtype", choices=("float32", "int64"), default="float32", help="int64 for tokens"
+    )
+    command.add_argument("--device", default="cuda", **DEVICE)
+    command.add_argument("--format", **FORMAT)
+
+
+def _add_xray(commands) -> None:
+    xray = commands.add_parser(
+        "xray",
+        help="what autocast does to a model, on a device that need not be here",
+        description="Print the dtypes that a model runs in under autocast, and what is to be said "
+        "of them. Nothing is computed, so no such device is needed.",
+    )
+    _add_target(xray)
+    xray.add_argument(
+        "--dtype", choices=("fp16", "bf16", "fp32"), help="default: the backend's own; fp32: off"
+    )
+    xray.add_argument("--against", metavar="NAME", help="print how it differs on another backend")
+    xray.add_argument("--real", action="store_true", help="run it on the device itself")
+    xray.set_defaults(run=_xray)
+
+
+def _add_memory(commands) -> None:
+    memory = commands.add_parser(
+        "memory",
+        help="forecast the memory of a training step, on a device that need not be here",
+        description="Print what a training step needs in each precision, and the largest batch.",
+    )
+    _add_target(memory)
+    memory.add_argument("--memory", metavar="SIZE", help="of the card, such as 24GiB or 24GB")
+    memory.add_argument(
+        "--precision",
+        action="append",
+        metavar="NAME",
+        help="fp32, tf32, fp16, bf16; may be repeated (default: fp32, fp16, bf16)",
+    )
+    memory.add_argument(
+        "--optimizer", default="adam", metavar="NAME", help="default: adam; also sgd, adamw, …"
+    )
+    memory.set_defaults(run=_memory)
 
 
 def _print_no_more() -> None:
@@ -176,6 +245,75 @@ def _train(options: argparse.Namespace) -> int:
         say=say,
     )
     return 0 if stopped_by is None else 128 + stopped_by  # as a shell counts it
+
+
+def _show(result, form: str) -> None:
+    """Print a result of the tools in the format asked for."""
+    print({"table": str, "markdown": _as_markdown, "json": _as_json}[form](result))
+
+
+def _as_markdown(result) -> str:
+    return result.to_markdown()
+
+
+def _as_json(result) -> str:
+    return result.to_json()
+
+
+def _ops(options: argparse.Namespace) -> None:
+    from amp_lab.ops import differences, op_table
+
+    dtype = _dtype(options.dtype)
+    table = op_table(options.device, dtype)
+    if options.against:
+        table = differences(table, op_table(options.against, dtype))
+    _show(table, options.format)
+
+
+def _xray(options: argparse.Namespace) -> None:
+    import torch
+
+    from amp_lab.targets import load_model, parse_shape
+    from amp_lab.xray import compare, xray
+
+    inputs = torch.zeros(
+        parse_shape(options.input),
+        dtype=getattr(torch, options.input_dtype),
+        device="cpu" if options.real else "meta",
+    )
+    model = load_model(options.target)
+    devices = [options.device, *([options.against] if options.against else [])]
+    found = [
+        xray(model, inputs, device_type=name, dtype=_dtype(options.dtype), real=options.real)
+        for name in devices
+    ]
+    _show(compare(*found) if options.against else found[0], options.format)
+
+
+def _memory(options: argparse.Namespace) -> None:
+    import torch
+
+    from amp_lab.memory import compare_memory
+    from amp_lab.targets import load_model, parse_shape
+
+    shape = parse_shape(options.input)
+    asked = {"precisions": options.precision} if options.precision else {}
+    table = compare_memory(
+        load_model(options.target),
+        shape,
+        memory_bytes=options.memory,
+        device_type=options.device,
+        optimizer=options.optimizer,
+        input_dtype=getattr(torch, options.input_dtype),
+        **asked,
+    )
+    _show(table, options.format)
+
+
+def _dtype(name: str | None):
+    from amp_lab.precision import Precision
+
+    return None if name is None else Precision(name).dtype
 
 
 def _flops(rate: float) -> str:

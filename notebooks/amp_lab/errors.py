@@ -38,3 +38,23 @@ class DataError(AmpLabError):
 
 class NumericsError(AmpLabError, ValueError):
     """A tool of `amp_lab.numerics` was given what it cannot work on, or used out of turn."""
+
+
+class DtypeError(AmpLabError, ValueError):
+    """Autocast does not take the dtype asked for."""
+
+
+class TraceError(AmpLabError, RuntimeError):
+    """A model cannot be run, or not followed, on fake tensors."""
+
+
+class MemoryForecastError(AmpLabError, ValueError):
+    """The memory of a model cannot be forecast, or an amount of memory is none."""
+
+
+class XrayError(TraceError):
+    """A model, or an input of it, cannot be X-rayed as it was asked."""
+
+
+class TargetError(AmpLabError, ValueError):
+    """``PACKAGE.MODULE:CALLABLE`` names no model, or a text is no shape."""

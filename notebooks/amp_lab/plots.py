@@ -605,3 +605,74 @@ def loss_scales(histories) -> plt.Axes:
     ax.set_ylabel("loss scale")
     ax.legend(loc="center right")
     return ax
+
+
+def memory_against_batch(curves, limit=None) -> plt.Axes:
+    """Peak memory of a step against the batch; `curves[precision]` is (batches, bytes).
+
+    `limit` is the memory of the card in bytes. What lies above it does not fit.
+    """
+    _, ax = plt.subplots(figsize=(7.0, 3.2))
+    lines = {"fp32": "-", "tf32": (0, (5, 1)), "fp16": "--", "bf16": ":"}
+    for precision, (batches, peaks) in curves.items():
+        ax.plot(
+            batches,
+            [peak / 2**30 for peak in peaks],
+            color=COLOURS[precision],
+            linestyle=lines[precision],
+            linewidth=2,
+            label=precision,
+        )
+    if limit is not None:
+        limit /= 2**30
+        ax.axhline(limit, color="black", linewidth=1)
+        ax.annotate(
+            f"the card: {limit:.3g} GiB",
+            (0, limit),
+            xycoords=("axes fraction", "data"),
+            xytext=(6, 3),
+            textcoords="offset points",
+        )
+    ax.set_xlim(left=0)
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("batch")
+    ax.set_ylabel("peak memory of a step (GiB)")
+    ax.legend(loc="lower right")
+    return ax
+
+
+def dtypes_by_model(outcomes) -> plt.Figure:
+    """What the ops of models compute in on backends: `outcomes[model][backend][op]`.
+
+    That is a key of `COLOURS`, or another word; a model without the op has an empty field.
+    """
+    ops = list(dict.fromkeys(op for m in outcomes.values() for b in m.values() for op in b))
+    figure, axes = plt.subplots(
+        1, len(outcomes), sharey=True, figsize=(9.0, 0.3 * len(ops) + 0.8), squeeze=False
+    )
+    for ax, (title, backends) in zip(axes[0], outcomes.items(), strict=True):
+        for column, found in enumerate(backends.values()):
+            for row, op in enumerate(ops):
+                if op in found:
+                    text = found[op]
+                    ax.add_patch(
+                        plt.Rectangle(
+                            (column, row),
+                            0.96,
+                            0.9,
+                            facecolor=COLOURS.get(text, "white"),
+                            edgecolor="0.4",
+                        )
+                    )
+                    ink = "white" if text in ("fp32", "fp16") else "black"
+                    at = (column + 0.48, row + 0.45)
+                    ax.text(*at, text, ha="center", va="center", color=ink, fontsize=9)
+        ax.set_xlim(0, len(backends))
+        ax.set_ylim(len(ops), 0)
+        ax.set_xticks([column + 0.48 for column in range(len(backends))], backends)
+        ax.set_yticks([row + 0.45 for row in range(len(ops))], ops)
+        ax.xaxis.tick_top()
+        ax.tick_params(length=0)
+        ax.spines[:].set_visible(False)
+        ax.set_title(title, fontsize=11)
+    return figure

@@ -1,0 +1,319 @@
+"""Run a model as if on a device that is not here: fake tensors, and that device's autocast."""
+
+import copy
+import ctypes
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+
+from amp_lab.errors import DeviceError, DtypeError, TraceError
+
+BACKENDS = ("cuda", "xpu", "mps", "cpu")
+"""The device types whose autocast can be had without the device. ROCm is "cuda" to torch."""
+
+LOWER_DTYPES = (torch.float16, torch.bfloat16)
+"""The dtypes that autocast takes, on every backend."""
+
+
+def checked_backend(device_type: str) -> str:
+    """`device_type`, if it is one of `BACKENDS`; else raises `DeviceError`."""
+    if device_type not in BACKENDS:
+        raise DeviceError(
+            f"device type {device_type!r}: give 'cuda' (NVIDIA, and AMD with ROCm), 'xpu' (Intel), "
+            "'mps' (Apple) or 'cpu'"
+        )
+    return device_type
+
+
+def checked_dtype(device_type: str, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype that autocast on `device_type` computes in, its own default for None.
+
+    Raises `DeviceError` or `DtypeError` for what autocast does not take.
+    """
+    checked_backend(device_type)
+    if dtype is None:
+        return torch.get_autocast_dtype(device_type)
+    if dtype not in LOWER_DTYPES:
+        raise DtypeError(
+            f"autocast on {device_type!r} does not take {dtype!r}: "
+            "give torch.float16 or torch.bfloat16"
+        )
+    return dtype
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors have a shape, a dtype and a device, but no values and no memory.
+
+    Real tensors that a module made for itself take part as fake ones. An op that torch cannot run
+    without values raises, and is never run for real on zeros.
+    """
+    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+
+
+@contextmanager
+def autocast_on(
+    device_type: str,
+    dtype: torch.dtype | None = None,
+    *,
+    enabled: bool = True,
+    cache_enabled: bool = True,
+) -> Iterator[None]:
+    """What `torch.autocast` does for the block, also for a device that is not there.
+
+    `torch.autocast` checks that the device is there, then sets this state. The dispatcher obeys the
+    state alone, so that fake tensors on the device are cast as real ones are. However the block
+    ends, the state is then what it was. Raises `DeviceError` or `DtypeError` for what autocast does
+    not take.
+    """
+    dtype = checked_dtype(device_type, dtype)
+    before = (
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+        torch.is_autocast_cache_enabled(),
+    )
+    torch.set_autocast_enabled(device_type, enabled)
+    torch.set_autocast_dtype(device_type, dtype)
+    torch.set_autocast_cache_enabled(cache_enabled)
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        torch.set_autocast_enabled(device_type, before[0])
+        torch.set_autocast_dtype(device_type, before[1])
+        torch.set_autocast_cache_enabled(before[2])
+
+
+@contextmanager
+def absent_device(device_type: str) -> Iterator[None]:
+    """The block in which torch does not look for the device when it works on fake tensors there.
+
+    Recording for autograd, and copying, ask for the device's current stream through its *device
+    guard*; where torch was built without the device, that ends the whole process. For CUDA
+    `FakeTensorMode` puts an idle guard in the empty place. This puts that of ``meta`` there for the
+    others, and takes attention apart for them. For CUDA it switches off cuDNN, whose recurrent
+    networks read the memory of their weights.
+
+    Does nothing if the device is here. Raises `DeviceError` if torch keeps its guards out of reach.
+    """
+    checked_backend(device_type)
+    if device_type == "cpu" or torch.get_device_module(device_type).is_available():
+        yield
+        return
+    with _cudnn_off() if device_type == "cuda" else _idle_guard(device_type):
+        yield
+
+
+@contextmanager
+def _logged_nothing() -> Iterator[None]:
+    """Fake tensors log the traceback of an error of an op, and then raise it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextmanager
+def _cudnn_off() -> Iterator[None]:
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
+
+
+@contextmanager
+def _idle_guard(device_type: str) -> Iterator[None]:
+    kinds = torch._C._autograd.DeviceType
+    place, meta = int(getattr(kinds, device_type.upper())), int(kinds.Meta)
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    path = Path(torch.__file__).parent / "lib" / f"libc10{suffix}"
+    try:  # an array of pointers, one for each type of device
+        guards = (ctypes.c_void_p * (1 + max(place, meta))).in_dll(
+            ctypes.CDLL(str(path)), "_ZN3c104impl26device_guard_impl_registryE"
+        )
+    except (OSError, ValueError):
+        raise DeviceError(
+            f"device type {device_type!r}: torch {torch.__version__} on {sys.platform} cannot do "
+            "without the device: take 'cuda' or 'cpu'"
+        ) from None
+    if guards[place] is not None:  # in a block of ours already
+        yield
+        return
+    guards[place] = guards[meta]
+    library = torch.library.Library("aten", "IMPL")  # what it registers goes when it is destroyed
+    try:
+        library.impl("scaled_dot_product_attention", _attention, f"Autograd{device_type.upper()}")
+        yield
+    finally:
+        library._destroy()
+        guards[place] = None
+
+
+def _attention(query, key, value, mask=None, dropout=0.0, causal=False, *, scale=None, **kwargs):
+    """Attention in plain ops: torch asks the device which of its own kernels to take."""
+    return torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, mask, dropout, causal, scale=scale, **kwargs
+    )[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeRun:
+    """A model and its inputs on a fake device; made by `on_fake_device`."""
+
+    model: nn.Module
+    parameters: dict[str, nn.Parameter]
+    """Fake copies under all their names: a tied parameter is the same tensor under each."""
+    buffers: dict[str, torch.Tensor]
+    args: tuple
+    kwargs: dict[str, Any]
+    fake: Callable[[Any], Any]
+    """Makes fake copies, on the same device, of all tensors in a structure, such as a target."""
+
+    def call(self) -> Any:
+        """The output of the model for `args` and `kwargs`, with its fake tensors in place."""
+        return torch.func.functional_call(
+            self.model, self.parameters | self.buffers, self.args, self.kwargs, tie_weights=False
+        )
+
+
+@contextmanager
+def on_fake_device(
+    model: nn.Module,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    device_type: str,
+    mode: FakeTensorMode,
+) -> Iterator[FakeRun]:
+    """The block in which `model` runs on fake tensors of `device_type`, wherever it really is.
+
+    In the block `mode` is on, and tensors made without a device are on `device_type`, as after
+    `torch.set_default_device`. The model's own tensors are neither moved nor changed, may be on
+    ``meta``, and tensors that share memory do so as fakes too. What the forward pass leaves in
+    attributes of its modules is taken back when the block ends, however it ends. Compute with its
+    tensors inside the block alone: after it, torch looks for the device again.
+
+    Raises `DeviceError` for an unknown device type, and `TraceError` for a model that has no fake
+    copy: one with lazy, sparse or quantised tensors, or one of TorchScript.
+    """
+    device = torch.device(checked_backend(device_type))
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TraceError(f"module {name or 'model'!r} is TorchScript: give the nn.Module")
+    # A function mode closes torch's fast paths for attention: there is none where none is needed.
+    same = torch.get_default_device().type == device.type
+    with (
+        mode,
+        nullcontext() if same else device,
+        absent_device(device_type),
+        _logged_nothing(),
+        _attributes_restored(model),
+    ):
+        copies = _Copies(device)
+        parameters, buffers = (
+            {name: copies.of(tensor, name) for name, tensor in named(remove_duplicate=False)}
+            for named in (model.named_parameters, model.named_buffers)
+        )
+
+        def fake(structure: Any) -> Any:
+            return _map_tensors(lambda tensor: copies.of(tensor, "an input"), structure)
+
+        yield FakeRun(model, parameters, buffers, fake(tuple(args)), fake(dict(kwargs)), fake)
+
+
+class _Copies:
+    """Fake copies of tensors on one device, one for each tensor, one storage for each storage."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        # The originals are kept, so that no other tensor can come to have their address.
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def of(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        if id(tensor) not in self._copies:
+            self._copies[id(tensor)] = tensor, self._make(tensor, name)
+        return self._copies[id(tensor)][1]
+
+    def _make(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        if is_lazy(tensor):
+            raise TraceError(f"{name} has no shape yet: run the lazy model once on real inputs")
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            kind = "quantised" if tensor.is_quantized else "sparse"
+            raise TraceError(f"{name} is {kind}: only dense tensors have a fake copy")
+        storage = tensor.untyped_storage()
+        key = storage._cdata, tensor.dtype  # the address of the storage itself: meta has no data
+        with torch.no_grad():
+            if key not in self._storages:
+                self._storages[key] = torch.empty(
+                    storage.nbytes() // tensor.itemsize, dtype=tensor.dtype, device=self._device
+                )
+            copied = self._storages[key].as_strided(
+                tensor.size(), tensor.stride(), tensor.storage_offset()
+            )
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(copied, tensor.requires_grad)
+        return copied.detach().requires_grad_(tensor.requires_grad)
+
+
+def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any) -> Any:
+    """`structure` with `function` of every tensor in its tuples, lists, dicts and dataclasses."""
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return function(leaf)
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        copied = copy.copy(leaf)
+        for field in dataclasses.fields(leaf):
+            mapped = _map_tensors(function, getattr(leaf, field.name))
+            object.__setattr__(copied, field.name, mapped)  # a frozen dataclass refuses setattr
+        return copied
+
+    return pytree.tree_map(of_leaf, structure)
+
+
+@contextmanager
+def _attributes_restored(model: nn.Module) -> Iterator[None]:
+    """Take back, when the block ends, what it did to attributes of the modules.
+
+    Some models keep a tensor of the forward pass (torchvision's anchors, a mask, a weight computed
+    by a hook); a fake one would break the next real call. Containers are restored too, one level
+    deep, which covers a module's parameters, buffers and hooks.
+    """
+    containers = (list, dict, set)
+    before = [
+        (
+            module,
+            dict(vars(module)),
+            [(v, copy.copy(v)) for v in vars(module).values() if isinstance(v, containers)],
+        )
+        for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes, contents in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for container, content in contents:
+                if isinstance(container, list):
+                    container[:] = content
+                else:
+                    container.clear()
+                    container.update(content)
