@@ -38,7 +38,7 @@ RUN = {
 STEPS = 12
 # How often the tests kill each run; `AMP_LAB_KILLS=30 pytest tests/test_runs.py -k kill` is the
 # long version.
-KILLS = int(os.environ.get("AMP_LAB_KILLS", "2"))
+KILLS = int(os.environ.get("AMP_LAB_KILLS", "1"))
 
 
 @pytest.fixture(scope="module", autouse=True)
