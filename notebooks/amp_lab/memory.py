@@ -84,7 +84,7 @@ def parse_bytes(text: str | int) -> int:
     return count
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MemoryForecast:
     """What one training step takes, in bytes; made by `forecast_memory`.
 
@@ -147,11 +147,13 @@ class MemoryForecast:
     def __str__(self) -> str:
         return str(MemoryTable((self,)))
 
+    __repr__ = __str__
+
     def _repr_html_(self) -> str:
         return MemoryTable((self,))._repr_html_()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MemoryTable:
     """Forecasts for one model side by side; made by `compare_memory`."""
 
@@ -202,6 +204,8 @@ class MemoryTable:
         lines[at:at] = [rule]
         lines[1:1] = [rule]
         return "\n".join([self._title(), "", *lines, "", *self._notes()])
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         def tr(cells: Iterable[str], tag: str) -> str:

@@ -895,6 +895,10 @@ def _loss_advice(rows: list[OpRecord]) -> list[str]:
 
 
 def _why(row: OpRecord, device: str) -> str:
+    if row.op in _FUSED_RNNS and device == "mps":
+        return "autocast on mps has no rule for the layer"
+    if row.op in _FUSED_RNNS and device == "cpu":
+        return "it is seen from outside; inside, oneDNN may compute in low precision"
     if not row.autocast:
         return "autocast is switched off there"
     if row.dtype is torch.float64:
