@@ -1025,7 +1025,10 @@ class _ByBatch:
 
     def _trace(self, batch: int) -> _Trace:
         inputs = torch.empty(batch, *self._rest, dtype=self._dtype, device=self._job.device_type)
-        return self._job.trace(self._run, (inputs,))
+        try:
+            return self._job.trace(self._run, (inputs,))
+        except MemoryForecastError as error:
+            raise MemoryForecastError(f"{error} (tried with a batch of {batch})") from error
 
     def _check(self, agrees: bool) -> None:
         if not agrees:
