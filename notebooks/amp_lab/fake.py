@@ -96,6 +96,25 @@ def autocast_on(
 
 
 @contextmanager
+def autocast_of_the_model(device_type: str) -> Iterator[None]:
+    """Let a ``torch.autocast("cuda")`` in the model's own code count where there is no CUDA.
+
+    Activation checkpointing opens one too, to compute again as it did before.
+    """
+    if device_type != "cuda" or torch.cuda.is_available():
+        yield
+        return
+    common = torch.cuda.amp.common
+    before = common.amp_definitely_not_available, torch.cuda.is_bf16_supported
+    common.amp_definitely_not_available = lambda: False
+    torch.cuda.is_bf16_supported = lambda *args, **kwargs: True
+    try:
+        yield
+    finally:
+        common.amp_definitely_not_available, torch.cuda.is_bf16_supported = before
+
+
+@contextmanager
 def absent_device(device_type: str) -> Iterator[None]:
     """The block in which torch does not look for the device when it works on fake tensors there.
 

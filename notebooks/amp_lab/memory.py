@@ -11,10 +11,9 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -26,7 +25,15 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_lab.errors import AmpLabError, MemoryForecastError
-from amp_lab.fake import FakeRun, autocast_on, checked_backend, fake_mode, on_fake_device
+from amp_lab.fake import (
+    LOWER_DTYPES,
+    FakeRun,
+    autocast_of_the_model,
+    autocast_on,
+    checked_backend,
+    fake_mode,
+    on_fake_device,
+)
 from amp_lab.precision import Precision
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -54,7 +61,6 @@ _KINDS = (
     "cast_cache",
     "temporaries",
 )
-_PHASES = ("forward", "backward", "optimizer")
 
 _DEVICE_OF, _TO_COPY = torch.ops.prim.device.default, torch.ops.aten._to_copy.default
 
@@ -442,7 +448,7 @@ class _Job:
             on_fake_device(self.model, (), {}, self.device_type, fake_mode()) as run,
             torch.enable_grad(),
             _without_onednn(),
-            _autocast_allowed(self.device_type),
+            autocast_of_the_model(self.device_type),
         ):
             yield run
 
@@ -553,22 +559,6 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-@contextmanager
-def _autocast_allowed(device_type: str) -> Iterator[None]:
-    """Let `torch.autocast("cuda")` work where there is no CUDA.
-
-    Activation checkpointing opens it to compute again as it did before, and some models do.
-    """
-    with ExitStack() as stack:
-        if device_type == "cuda" and not torch.cuda.is_available():
-            for owner, name, answer in (
-                (torch.cuda.amp.common, "amp_definitely_not_available", False),
-                (torch.cuda, "is_bf16_supported", True),
-            ):
-                stack.enter_context(mock.patch.object(owner, name, return_value=answer))
-        yield
 
 
 def _batch_norm(x, weight, bias, mean, variance, training, momentum, eps):
@@ -919,7 +909,7 @@ def _attention(
             t.to(dtype) if t.dtype == torch.float32 else t for t in (query, key, value)
         )
     head = query.size(-1)
-    low = query.dtype in (torch.float16, torch.bfloat16)
+    low = query.dtype in LOWER_DTYPES
     same = query.dim() == 4 and head == key.size(-1) == value.size(-1)
     if attn_mask is None and low and same and head <= 256:
         pad = -head % 8

@@ -22,7 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from amp_lab.errors import TraceError, XrayError
-from amp_lab.fake import autocast_on, checked_backend, checked_dtype, fake_mode, on_fake_device
+from amp_lab.fake import (
+    LOWER_DTYPES,
+    autocast_of_the_model,
+    autocast_on,
+    checked_backend,
+    checked_dtype,
+    fake_mode,
+    on_fake_device,
+)
 from amp_lab.precision import require_backend
 
 LOSS = "(loss)"
@@ -32,7 +40,6 @@ LARGE = 0.05
 
 _MAX_LINES = 28  # of the table; deeper modules are summed up
 _DEEPEST = 12
-_LOW = (torch.float16, torch.bfloat16)
 _SHORT = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
@@ -168,7 +175,7 @@ class Xray:
     def low_share(self) -> float:
         """Share of the arithmetic of matrix products and convolutions in low precision, 0 to 1."""
         total = sum(row.flops for row in self.rows)
-        low = sum(row.flops for row in self.rows if row.dtype in _LOW)
+        low = sum(row.flops for row in self.rows if row.dtype in LOWER_DTYPES)
         return low / total if total else 0.0
 
     def to_markdown(self) -> str:
@@ -341,7 +348,7 @@ def _check(model: object, inputs: tuple, kwargs: dict, real: bool) -> None:
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise XrayError(f"{type(model).__name__} wraps the model: give its .module")
     for name, tensor in model.named_parameters():
-        if tensor.dtype in _LOW:
+        if tensor.dtype in LOWER_DTYPES:
             raise XrayError(
                 f"parameter {name!r} is {_name(tensor.dtype)} already: autocast casts float32 "
                 "weights itself; call model.float() first"
@@ -447,7 +454,7 @@ class _Tracer:
                     module.register_forward_hook(self._leave(name), always_call=True).remove
                 )
             stack.enter_context(autocast_on(self.device_type, self.dtype, enabled=self.enabled))
-            stack.enter_context(_autocast_of_the_model(self.device_type))
+            stack.enter_context(autocast_of_the_model(self.device_type))
             stack.enter_context(_Functions(self))
             stack.enter_context(_Dispatch(self))
             try:
@@ -531,9 +538,11 @@ class _Tracer:
 
     def note(self, call: "_Call", name: str, ins: list, outs: list, flops: int) -> None:
         """Add a row."""
-        widened = any(c.from_dtype in _LOW and c.to_dtype not in _LOW for c in self._pending)
+        widened = any(
+            c.from_dtype in LOWER_DTYPES and c.to_dtype not in LOWER_DTYPES for c in self._pending
+        )
         if name in ("_softmax", "_log_softmax") and call.dtype and not call.casts:
-            widened = widened or (ins[0].dtype in _LOW and outs[0].dtype is torch.float32)
+            widened = widened or (ins[0].dtype in LOWER_DTYPES and outs[0].dtype is torch.float32)
         self.rows.append(
             OpRecord(
                 module=self.module,
@@ -581,7 +590,11 @@ class _Tracer:
         )
         if row is not None:
             self._made[_storage(result)] = row
-            if self.rows[row].widened and result.dtype in _LOW and source.dtype not in _LOW:
+            if (
+                self.rows[row].widened
+                and result.dtype in LOWER_DTYPES
+                and source.dtype not in LOWER_DTYPES
+            ):
                 self.bounces.setdefault((row, self.module, call.name))
         self.casts.append(cast)
         self._pending.append(cast)
@@ -752,22 +765,6 @@ def _attention_seen(functions: _Functions) -> Iterator[None]:
         F.scaled_dot_product_attention = original
 
 
-@contextlib.contextmanager
-def _autocast_of_the_model(device_type: str) -> Iterator[None]:
-    """Lets a ``torch.autocast("cuda")`` in the model's own code count where there is no CUDA."""
-    if device_type != "cuda" or torch.cuda.is_available():
-        yield
-        return
-    common = torch.cuda.amp.common
-    before = common.amp_definitely_not_available, torch.cuda.is_bf16_supported
-    common.amp_definitely_not_available = lambda: False
-    torch.cuda.is_bf16_supported = lambda *args, **kwargs: True
-    try:
-        yield
-    finally:
-        common.amp_definitely_not_available, torch.cuda.is_bf16_supported = before
-
-
 def _rnn_dtype(call: _Call, device_type: str) -> torch.dtype | None:
     """What autocast casts a fused recurrent layer to, which fake tensors do not reach.
 
@@ -828,21 +825,21 @@ def _advise(tracer: _Tracer, raised: str | None) -> list[str]:
     written = sum(row.nbytes for row in rows)
     wide, memory, lows, odd = (defaultdict(list) for _ in range(4))
     for row in rows:
-        if row.flops and row.dtype not in _LOW:
+        if row.flops and row.dtype not in LOWER_DTYPES:
             wide[row.called, row.dtype, _why(row, device)].append(row)
         elif row.dtype is torch.float32 and row.widened:
             memory[row.called].append(row)
         if (
             (row.op in _SOFTMAX or row.op in _NORMS)
-            and row.dtype in _LOW
-            and all(d in _LOW for d in row.out_dtypes)
+            and row.dtype in LOWER_DTYPES
+            and all(d in LOWER_DTYPES for d in row.out_dtypes)
         ):
             lows[row.called, row.dtype].append(row)
-        if row.flops and row.dtype in _LOW and device != "cpu":
+        if row.flops and row.dtype in LOWER_DTYPES and device != "cpu":
             problems = ", ".join(_not_whole(row, row.flops >= 0.01 * work))
             if problems:
                 odd[row.called, problems].append(row)
-    if work and not any(row.dtype in _LOW for row in rows if row.flops):
+    if work and not any(row.dtype in LOWER_DTYPES for row in rows if row.flops):
         advice.append(f"Autocast does not speed this model up: none of its work is done in {low}.")
     for (called, dtype, why), found in wide.items():
         share = sum(row.flops for row in found) / work
@@ -885,7 +882,7 @@ def _loss_advice(rows: list[OpRecord]) -> list[str]:
     for row in rows:
         losses = row.op in _LOSSES or (row.op == "_log_softmax" and "cross_entropy" in row.called)
         reduces = row.module == LOSS and row.op in ("mean", "sum", "norm", "linalg_vector_norm")
-        if (losses or reduces) and row.dtype in _LOW:
+        if (losses or reduces) and row.dtype in LOWER_DTYPES:
             found[row.called, row.op, row.dtype].append(row)
     return [
         f"{called} in {_places(rows)}: its {op.strip('_')} runs in {_short(dtype)}, so the loss is "
@@ -912,7 +909,8 @@ def _untouched(found: list[OpRecord], rows: list[OpRecord]) -> bool:
     """Whether nothing in the modules of these rows is in low precision."""
     modules = {row.module for row in found} - {"", LOSS}
     return bool(modules) and not any(
-        row.module in modules and set(row.in_dtypes + row.out_dtypes) & set(_LOW) for row in rows
+        row.module in modules and set(row.in_dtypes + row.out_dtypes) & set(LOWER_DTYPES)
+        for row in rows
     )
 
 
