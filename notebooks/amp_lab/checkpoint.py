@@ -1,6 +1,5 @@
 """Checkpoints that are whole or not there: atomic save, checked load, and the random states."""
 
-import contextlib
 import hashlib
 import io
 import os
@@ -12,6 +11,7 @@ import numpy as np
 import torch
 
 from amp_lab.errors import CheckpointError
+from amp_lab.files import write_whole
 
 # A checkpoint is an ordinary file of `torch.save`, which is a zip archive, whose comment (its very
 # last bytes) holds the format's version and the SHA-256 of all that stands before it. So plain
@@ -37,18 +37,10 @@ def save_checkpoint(path: str | os.PathLike, **state) -> None:
     archive = _serialise(state)
     checksum = hashlib.sha256(archive[:-2]).hexdigest().encode()
     comment = _COMMENT % (VERSION, checksum)
-    partial = path.with_name(path.name + ".partial")
     try:
-        with open(partial, "wb") as file:
-            file.write(archive[:-2])  # the last two bytes are the length of the comment: 0
-            file.write(len(comment).to_bytes(2, "little") + comment)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        sync_folder(path.parent)
+        # The last two bytes of the archive are the length of the comment: 0.
+        write_whole(path, [archive[:-2], len(comment).to_bytes(2, "little"), comment])
     except OSError as error:
-        with contextlib.suppress(OSError):  # the first error is the one to tell
-            partial.unlink(missing_ok=True)
         raise CheckpointError(f"{path}: could not be saved ({error.strerror})") from error
 
 
@@ -61,16 +53,6 @@ def _serialise(state: dict) -> memoryview:
     if unsafe:
         raise TypeError(f"save_checkpoint: could not be read back safely: {', '.join(unsafe)}")
     return buffer.getbuffer()
-
-
-def sync_folder(folder: Path) -> None:
-    """Put a folder's entries, such as a new name, safely on the disk."""
-    if os.name == "posix":  # elsewhere a folder cannot be opened
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def load_checkpoint(path: str | os.PathLike) -> dict:

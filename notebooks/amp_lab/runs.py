@@ -26,11 +26,11 @@ from amp_lab.checkpoint import (
     random_states,
     restore_random_states,
     save_checkpoint,
-    sync_folder,
 )
 from amp_lab.data import DATASETS, ImageData, batches, load_dataset
 from amp_lab.device import describe_device, pick_device
 from amp_lab.errors import AmpLabWarning, CheckpointError, RunError
+from amp_lab.files import write_whole
 from amp_lab.models import build_model
 from amp_lab.precision import Precision
 from amp_lab.training import EpochMetrics, Progress, fit
@@ -423,14 +423,8 @@ def _append_metrics(metrics: EpochMetrics, out: Path) -> None:
 
 def _write(path: Path, text: str) -> None:
     """Write a small file so that it is never there in part."""
-    partial = path.with_name(path.name + ".partial")
     try:
-        with open(partial, "w", newline="") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        sync_folder(path.parent)
+        write_whole(path, [text.encode()])
     except OSError as error:
         raise RunError(f"{path}: cannot be written ({error.strerror})") from error
 
