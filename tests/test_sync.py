@@ -1,5 +1,6 @@
 import importlib.metadata
 import subprocess
+import tomllib
 from types import SimpleNamespace
 
 import pytest
@@ -59,8 +60,8 @@ def test_without_pdm_it_says_so(pdm, monkeypatch, capsys):
     ("version", "arguments"),
     [
         ("2.15.0", []),
-        ("2.11.0+rocm7.1", ["--without", "torch"]),
-        ("2.13.0+cpu", ["--without", "torch"]),
+        ("2.11.0+rocm7.1", ["--without", "torch", "--without", "bench"]),
+        ("2.13.0+cpu", ["--without", "torch", "--without", "bench"]),
     ],
 )
 def test_a_torch_that_is_not_from_the_lock_is_kept(monkeypatch, version, arguments):
@@ -74,3 +75,12 @@ def test_a_fresh_environment_gets_everything(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
     assert sync.without_torch() == []
+
+
+def test_what_is_left_out_leaves_no_torch():
+    """No other group may bring the lock's torch along."""
+    left_out = {"torch", "bench"}
+    lock = tomllib.loads((sync.ROOT / "pdm.lock").read_text())
+    torch = [package for package in lock["package"] if package["name"].startswith("torch")]
+    assert torch
+    assert all(set(package["groups"]) <= left_out for package in torch)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
@@ -223,4 +224,7 @@ def test_what_the_readme_links_to_is_there():
 
 
 def test_the_lock_names_no_addresses():
-    assert "://" not in (ROOT / "pdm.lock").read_text()
+    lock = tomllib.loads((ROOT / "pdm.lock").read_text())
+    for package in lock["package"]:
+        package.pop("summary", None)  # in which its author may name one
+    assert "://" not in str(lock)

@@ -2,7 +2,8 @@
 
 Does nothing if neither pdm.lock nor pyproject.toml has changed since it last did, so that it needs
 no network then. A torch that does not come from the lock, such as AMD's build, is left alone: such
-a build carries a label in its version (2.11.0+rocm7.1), which the lock's never does.
+a build carries a label in its version (2.11.0+rocm7.1), which the lock's never does. The group
+"bench" is left out then too, since its packages would bring the lock's torch with them.
 """
 
 import hashlib
@@ -52,7 +53,7 @@ def without_torch() -> list[str]:
     if "+" not in version:
         return []
     print(f"sync: keeping torch {version}, which is not the one in pdm.lock", flush=True)
-    return ["--without", "torch"]
+    return ["--without", "torch", "--without", "bench"]
 
 
 if __name__ == "__main__":

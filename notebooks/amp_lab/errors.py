@@ -58,3 +58,32 @@ class XrayError(TraceError):
 
 class TargetError(AmpLabError, ValueError):
     """``PACKAGE.MODULE:CALLABLE`` names no model, or a text is no shape."""
+
+
+class OptionError(AmpLabError, ValueError):
+    """Options of a command do not go together, or one has a value that it does not take."""
+
+
+class PeerError(AmpLabError):
+    """A library to compare with is not there, or does not do what was asked."""
+
+
+class BenchError(AmpLabError, ValueError):
+    """A benchmark cannot run as it was asked to, or a file holds no results of one."""
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says in a line; the name of its type if it says nothing.
+
+    The first line of its message, and the second too if the first ends with a colon.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")
+
+
+def with_type(error: BaseException) -> str:
+    """The same after the type of the error, as at the end of a traceback."""
+    kind, line = type(error).__name__, first_line(error)
+    return kind if line == kind else f"{kind}: {line}"
