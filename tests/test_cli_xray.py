@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 
 import pytest
 
@@ -40,9 +41,78 @@ def test_a_real_run_and_a_fake_one_print_the_same_table(capsys):
     assert fake == real
 
 
-def test_two_backends_side_by_side(capsys):
-    assert "cuda fp16 against mps fp16" in printed(capsys, "xray", NET, *INPUT, "--against", "mps")
-    assert "cuda" in printed(capsys, "ops", "--against", "cpu")
+@pytest.mark.parametrize(
+    ("options", "title"),
+    [
+        (("--against", "mps"), "cuda fp16 against mps fp16"),
+        (("--against", "cpu"), "cuda fp16 against cpu bf16"),
+        (("--against", "bf16"), "cuda fp16 against cuda bf16"),
+        (("--against", "cpu:fp16"), "cuda fp16 against cpu fp16"),
+        (("--dtype", "bf16", "--against", "mps"), "cuda bf16 against mps bf16"),
+        (("--dtype", "bf16", "--against", "fp32"), "cuda bf16 against cuda fp32"),
+        (("--device", "cpu", "--against", "fp32", "--real"), "cpu bf16 against cpu fp32"),
+    ],
+)
+def test_two_side_by_side(capsys, options, title):
+    out = printed(capsys, "xray", NET, *INPUT, *options)
+    assert f"SqueezeNet: {title}" in out
+    differ, total = map(int, re.search(r"(\d+) of (\d+) ops differ", out).groups())
+    assert differ <= total
+    assert bool(differ) == ("mps" not in title)  # what this model calls, both treat alike
+
+
+def test_two_op_tables_side_by_side(capsys):
+    assert re.search(r"^op +cuda +cpu$", printed(capsys, "ops", "--against", "cpu"), re.M)
+
+
+MODELS = """
+from torch import nn
+def translator(): return nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token, self.other = nn.Embedding(10, 16), nn.Linear(16, 16)
+    def forward(self, tokens, x, mask):
+        return (self.token(tokens) + self.other(x)).masked_fill(mask[..., None], 0)
+"""
+TRANSLATOR = ("my_inputs:translator", "--input", "2,5,16", "--input", "2,4,16")
+MASKED = ("my_inputs:Masked", "--input", "2,5", "--input", "2,5,16", "--input", "2,5")
+DTYPES = ("--input-dtype", "int64", "--input-dtype", "float32", "--input-dtype", "bool")
+
+
+@pytest.fixture
+def my_inputs(tmp_path, monkeypatch):
+    (tmp_path / "my_inputs.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    yield
+    sys.modules.pop("my_inputs", None)
+
+
+@pytest.mark.usefixtures("my_inputs")
+def test_a_model_may_have_several_inputs_of_several_dtypes(capsys):
+    assert "Output: fp32 (2, 4, 16)." in printed(capsys, "xray", *TRANSLATOR)
+    assert "Output: fp32 (2, 5, 16)." in printed(capsys, "xray", *MASKED, *DTYPES)
+    assert "(2, 5, 16)" in printed(capsys, "xray", *MASKED, *DTYPES, "--device", "cpu", "--real")
+    out = printed(capsys, "memory", *MASKED, *DTYPES, "--memory", "1GiB")
+    assert out.startswith("Masked, input 2x5, 2x5x16, 2x5, one training step")
+    assert "largest batch in 1 GiB" in out
+
+
+@pytest.mark.usefixtures("my_inputs")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("xray", *MASKED, *DTYPES[:4]), "--input-dtype is given 2 times for 3 --input"),
+        (("memory", *MASKED, *DTYPES[:4]), "--input-dtype is given 2 times for 3 --input"),
+        (("xray", *MASKED, "--input-dtype", "int8"), "invalid choice: 'int8'"),
+        (("xray", *TRANSLATOR[:3]), "missing 1 required positional argument: 'tgt'"),
+        (("xray", *TRANSLATOR, "--input", "2,4,x"), "'2,4,x' is no shape"),
+        (("memory", *TRANSLATOR[:3]), "missing 1 required positional argument: 'tgt'"),
+        (("memory", *TRANSLATOR[:4], "3,4,16"), "the first size is the batch"),
+    ],
+)
+def test_wrong_inputs_are_one_line_and_exit_2(capsys, arguments, said):
+    refused(capsys, arguments, said)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +151,15 @@ def test_memory_in_each_precision_and_the_largest_batch(capsys):
         (("xray", NET, *INPUT, "--device", "tpu"), "device type 'tpu'"),
         (("xray", NET, *INPUT, "--dtype", "fp8"), "invalid choice: 'fp8'"),
         (("xray", NET, *INPUT, "--device", "xpu", "--real"), "xpu"),
+        (("xray", NET, *INPUT, "--against", "tpu"), "device type 'tpu'"),
+        (("xray", NET, *INPUT, "--against", "fp8"), "device type 'fp8'"),
+        (("xray", NET, *INPUT, "--against", ""), "device type ''"),
+        (("xray", NET, *INPUT, "--against", "cpu:fp8"), "'cpu:fp8': give a device"),
+        (("xray", NET, *INPUT, "--against", "cpu:"), "'cpu:': give a device"),
+        (("xray", NET, *INPUT, "--against", ":bf16"), "device type ''"),
+        (("xray", NET, *INPUT, "--against", "cuda:1"), "or both, as cpu:bf16"),
+        (("xray", NET, *INPUT, "--against", "cuda"), "'cuda' is the same again"),
+        (("xray", NET, *INPUT, "--against", "cuda:fp16"), "'cuda:fp16' is the same again"),
         (("memory", NET, *INPUT, "--memory", "24G"), "24GiB"),
         (("memory", NET, *INPUT, "--memory=-1GiB"), "'-1GiB'"),
         (("memory", NET, *INPUT, "--precision", "fp8"), "fp8"),
@@ -90,6 +169,10 @@ def test_memory_in_each_precision_and_the_largest_batch(capsys):
     ],
 )
 def test_a_users_mistake_is_one_line_and_exit_2(capsys, arguments, said):
+    refused(capsys, arguments, said)
+
+
+def refused(capsys, arguments, said):
     try:
         code = main(list(arguments))
     except SystemExit as stop:  # what argparse refuses

@@ -14,51 +14,13 @@ from amp_lab import memory
 from amp_lab.errors import DeviceError, MemoryForecastError
 from amp_lab.memory import compare_memory, forecast_memory, largest_batch, parse_bytes
 from amp_lab.precision import Precision
+from gpt import Gpt
 
 MIB = 2**20
 
 
-class Block(nn.Module):
-    """A transformer block with fused causal attention, (B, T, C) to (B, T, C)."""
-
-    def __init__(self, width=64, heads=4):
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x):
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(self.norm1(x)).chunk(3, -1)
-        )
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
-
-
-class Gpt(nn.Module):
-    """Token numbers (B, T) to logits (B, T, V); input and output embedding are one parameter."""
-
-    def __init__(self, width=64, vocabulary=500, depth=3, checkpoint=False, heads=4):
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.embed.weight
-        self.checkpoint = checkpoint
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            if self.checkpoint:
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-            else:
-                x = block(x)
-        return self.head(x)
+def small_gpt(width=64, vocabulary=500, depth=3, heads=4, **options):
+    return Gpt(vocabulary, width, heads, depth, **options)
 
 
 class Autoencoder(nn.Sequential):
@@ -111,8 +73,8 @@ MODELS = {
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2),
         torch.rand(4, 20, 64),
     ),
-    "gpt": (Gpt, torch.randint(0, 500, (4, 32))),
-    "gpt, checkpointed": (lambda: Gpt(checkpoint=True), torch.randint(0, 500, (4, 32))),
+    "gpt": (small_gpt, torch.randint(0, 500, (4, 32))),
+    "gpt, checkpointed": (lambda: small_gpt(checkpoint=True), torch.randint(0, 500, (4, 32))),
 }
 
 
@@ -280,7 +242,7 @@ def test_views_and_in_place_ops_count_once():
 def test_checkpointing_lowers_activations_and_is_paid_again_in_the_backward_pass():
     tokens = torch.randint(0, 500, (4, 32))
     plain, checkpointed = (
-        forecast_memory(Gpt(checkpoint=c), tokens, precision="fp16") for c in (False, True)
+        forecast_memory(small_gpt(checkpoint=c), tokens, precision="fp16") for c in (False, True)
     )
     assert checkpointed.activations < 0.5 * plain.activations
     assert checkpointed.phases["backward"] > checkpointed.phases["forward"]
@@ -290,7 +252,7 @@ def test_checkpointing_lowers_activations_and_is_paid_again_in_the_backward_pass
 def test_attention_on_a_gpu_keeps_no_matrix_of_scores():
     def activations(length, **kw):
         tokens = torch.empty(1, length, dtype=torch.int64, device="meta")
-        return forecast_memory(Gpt(depth=1), tokens, **kw).activations
+        return forecast_memory(small_gpt(depth=1), tokens, **kw).activations
 
     for precision in ("fp32", "fp16"):
         short, long = (activations(n, precision=precision) for n in (256, 512))
@@ -301,7 +263,7 @@ def test_attention_on_a_gpu_keeps_no_matrix_of_scores():
 
 @pytest.mark.parametrize("device_type", ["cuda", "xpu", "mps", "cpu"])
 def test_low_precision_keeps_less_on_every_backend(device_type):
-    model, inputs = Gpt(depth=1), torch.randint(0, 500, (4, 32))
+    model, inputs = small_gpt(depth=1), torch.randint(0, 500, (4, 32))
     high, tf32, low, other = (
         forecast_memory(model, inputs, device_type=device_type, precision=precision)
         for precision in ("fp32", Precision.TF32, "fp16", Precision.BF16)
@@ -331,7 +293,7 @@ def test_the_model_is_left_as_it_was():
 
 def test_a_transformer_of_billions_of_parameters_on_meta_needs_no_memory():
     with torch.device("meta"):
-        model = Gpt(4096, 32000, depth=8, heads=32)
+        model = small_gpt(4096, 32000, depth=8, heads=32)
     parameters = sum(p.numel() for p in model.parameters())
     assert parameters > 1.7e9
     tokens = torch.empty(1, 2048, dtype=torch.int64, device="meta")
@@ -366,7 +328,7 @@ def test_largest_batch_of_tokens_with_a_loss():
 
     def largest(loss_fn):
         return largest_batch(
-            Gpt(depth=1),
+            small_gpt(depth=1),
             (1, 32),
             memory_bytes="64 MiB",
             precision="bf16",
@@ -394,6 +356,81 @@ def test_a_memory_that_is_not_affine_in_the_batch_is_refused():
         largest_batch(Pairs(4, 4), (1, 4), memory_bytes="1 GiB", precision="fp32")
 
 
+class Two(nn.Module):
+    """Tokens (B, T) and their features (B, T, C) to (B, C), each with a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.layer = nn.Embedding(10, 64), nn.Linear(64, 64)
+
+    def forward(self, tokens, features, *, mask=None):
+        x = (self.token(tokens) + self.layer(features)).relu()
+        return (x if mask is None else x * mask).mean(1)
+
+
+def test_inputs_by_keyword_count_as_inputs_do():
+    model, x, mask = Two(), torch.rand(4, 8, 64), torch.rand(4, 8, 64)
+    tokens = torch.zeros(4, 8, dtype=torch.int64)
+
+    def forecast(*args, **kwargs):
+        return forecast_memory(
+            model, *args, **kwargs, device_type="cpu", precision="fp32", optimizer="sgd"
+        )
+
+    plain, named = forecast(tokens, x), forecast(tokens, features=x)
+    assert named.phases == plain.phases
+    masked = forecast(tokens, x, mask=mask)
+    assert masked.input_shapes == ((4, 8), (4, 8, 64), (4, 8, 64))
+    assert masked.activations == plain.activations + mask.nbytes  # its gradient needs the mask
+    with pytest.raises(MemoryForecastError, match="unexpected keyword argument 'optimiser'"):
+        forecast(tokens, x, optimiser="sgd")
+
+
+def test_largest_batch_of_several_inputs():
+    options = {"memory_bytes": "16 MiB", "input_dtype": (torch.int64, torch.float32)}
+    batches = {
+        largest_batch(Two(), shapes, precision="fp32", **options)
+        for shapes in ([(1, 8), (1, 8, 64)], [(8,), (8, 64)])
+    }
+    table = compare_memory(Two(), [(4, 8), (4, 8, 64)], precisions=["fp32"], **options)
+    assert batches == {table.largest["fp32"]}
+    (batch,) = batches
+    assert batch > 100
+    peaks = [
+        forecast_memory(
+            Two(), torch.empty(b, 8, dtype=torch.int64), torch.empty(b, 8, 64), precision="fp32"
+        ).peak
+        for b in (4, batch, batch + 1)
+    ]
+    assert table["fp32"].peak == peaks[0]
+    assert table["fp32"].input_shapes == ((4, 8), (4, 8, 64))
+    assert peaks[1] <= 16 * MIB < peaks[2]
+
+
+def test_inputs_that_do_not_go_together_are_refused():
+    shapes = [(4, 8), (3, 8, 64)]
+    with pytest.raises(MemoryForecastError, match=r"\(4, 8\), \(3, 8, 64\): the first size is"):
+        compare_memory(Two(), shapes)
+    with pytest.raises(MemoryForecastError, match="1 input dtypes for 2 inputs: give one for all"):
+        compare_memory(Two(), shapes, input_dtype=[torch.int64])
+    for wrong in ([(4, 8), ()], [(4, 8), (0, 8)], [(4, 8), 3]):
+        with pytest.raises(MemoryForecastError, match=r"^input shape .*give sizes of 1 or more"):
+            compare_memory(Two(), wrong)
+
+
+def test_a_mask_whose_kind_torch_reads_is_told_with_the_remedy():
+    model = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
+    source, target = torch.rand(2, 5, 16), torch.rand(2, 4, 16)
+    mask = nn.Transformer.generate_square_subsequent_mask(4)
+    with pytest.raises(MemoryForecastError, match="tgt_is_causal=True or False") as error:
+        forecast_memory(model, source, target, tgt_mask=mask, precision="fp16")
+    assert "\n" not in str(error.value)
+    told = {"tgt_mask": mask, "tgt_is_causal": True, "precision": "fp16"}
+    found = forecast_memory(model, source, target, **told)
+    assert found.input_shapes == ((2, 5, 16), (2, 4, 16), (4, 4))
+    assert found.weights == found.gradients == sum(p.nbytes for p in model.parameters())
+
+
 # -------------------------------------------------------------------------------------- rendering
 
 
@@ -406,8 +443,9 @@ def test_the_table_shows_all_precisions_side_by_side():
     ]
     for what in ("weights", "gradients", "optimizer state", "activations", "peak of the step"):
         assert f"\n{what}" in text
-        assert f"| {what}" in table.to_markdown()
-        assert f"<{'th' if what.startswith('peak') else 'td'}>{what}" in table._repr_html_()
+        mark, tag = ("**", "th") if what.startswith("peak") else ("", "td")
+        assert f"| {mark}{what}" in table.to_markdown()
+        assert f"<{tag}>{what}" in table._repr_html_()
     last = next(line for line in text.splitlines() if line.startswith("largest batch"))
     assert last.split()[:5] == ["largest", "batch", "in", "1", "GiB"]
     assert last.split()[5:] == [f"{batch:,}" for batch in table.largest.values()]

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from amp_lab.errors import AmpLabWarning, DeviceError, DtypeError
 from amp_lab.fake import BACKENDS
 from amp_lab.ops import POLICIES, OpRule, OpTable, differences, op_table
+from amp_lab.tables import dtype_name, short_name
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 
@@ -328,7 +329,7 @@ def test_table_is_printed_with_every_op(tables, device_type):
     table = tables[device_type]
     text, markdown, page = str(table), table.to_markdown(), table._repr_html_()
     for rule in table:
-        observed = "-" if rule.observed is None else str(rule.observed).removeprefix("torch.")
+        observed = "-" if rule.observed is None else short_name(rule.observed)
         (line,) = re.findall(rf"^{rule.policy} +{re.escape(rule.op)} .*$", text, re.MULTILINE)
         assert observed in line.split()
         assert f"| {rule.policy} | {rule.op} | " in markdown
@@ -342,7 +343,7 @@ def test_table_is_printed_with_every_op(tables, device_type):
     assert loaded["device_type"] == device_type
     assert [(r["op"], r["policy"]) for r in loaded["ops"]] == [(r.op, r.policy) for r in table]
     for row, rule in zip(loaded["ops"], table, strict=True):
-        assert row["observed"] == (rule.observed and str(rule.observed).removeprefix("torch."))
+        assert row["observed"] == (rule.observed and dtype_name(rule.observed))
         assert (row["reason"], row["agrees"]) == (rule.reason, rule.agrees)
 
 

@@ -17,7 +17,7 @@ class Holder:
     inner = nn.ReLU
 def build(): print("built"); return nn.Linear(4, 5)
 def needs(width): return nn.Linear(width, 1)
-def fails(): raise RuntimeError("two\\nlines")
+def fails(): raise RuntimeError("missing:\\n  weight")
 def empty(): pass
 """
 
@@ -59,7 +59,7 @@ def test_a_model_of_this_folder_in_every_form(here):
         ("torchvision.models:resnet51", "torchvision.models has no 'resnet51'"),
         ("my_models:number", "is of type int: give a callable"),
         ("my_models:needs", "cannot be called without arguments: TypeError"),
-        ("my_models:fails", "RuntimeError: two lines"),
+        ("my_models:fails", "RuntimeError: missing: weight"),
         ("my_models:empty", "returns a NoneType, not an nn.Module"),
         ("my_broken:net", "No module named 'no_such_thing'"),
         ("my_syntax:net", "cannot be imported: SyntaxError"),

@@ -107,6 +107,64 @@ def test_recurrent_layers_follow_the_rule_of_their_backend():
     assert not any(cast.cached for cast in found["cuda"].casts)
 
 
+RECURRENT = {
+    "lstm": (nn.LSTM, {}),
+    "lstm, batch first": (nn.LSTM, {"batch_first": True}),
+    "lstm, bidirectional": (nn.LSTM, {"bidirectional": True, "batch_first": True}),
+    "lstm, two layers": (nn.LSTM, {"num_layers": 2, "dropout": 0.5}),
+    "lstm, projected": (nn.LSTM, {"proj_size": 4}),
+    "gru": (nn.GRU, {}),
+    "gru, batch first": (nn.GRU, {"batch_first": True}),
+    "gru, bidirectional": (nn.GRU, {"bidirectional": True}),
+    "rnn": (nn.RNN, {"nonlinearity": "relu"}),
+    "rnn, bidirectional": (nn.RNN, {"bidirectional": True, "batch_first": True}),
+}
+
+
+@contextlib.contextmanager
+def onednn_if(enabled):
+    """What torch.backends.mkldnn.flags does, which warns where there is no Intel GPU."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(enabled)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+@pytest.mark.parametrize("onednn", [True, False], ids=["oneDNN", "torch's own"])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_recurrent_layer_on_the_cpu_says_what_its_products_compute_in(name, onednn):
+    kind, options = RECURRENT[name]
+    model, inputs = kind(8, 16, **options), torch.randn(4, 3, 8)
+    with onednn_if(onednn):
+        real, fake = (xray(model, inputs, device_type="cpu", real=r) for r in (True, False))
+        off = xray(model, inputs, device_type="cpu", dtype=FP32)
+    assert fake.rows == real.rows
+    assert fake.casts == real.casts
+    for found in (fake, real):
+        (row,) = (row for row in found.rows if row.flops)
+        assert row.product_dtype is row.dtype is BF16
+        assert row.in_dtypes[0] is BF16
+        assert found.low_share == 1
+        assert not any("stays in fp32" in line for line in found.advice)
+        weights = {c.what for c in found.casts if c.what.startswith("parameter ")}
+        assert weights == {f"parameter {name}" for name, _ in model.named_parameters()}
+        assert "input 0" in {cast.what for cast in found.casts}
+    assert [row.product_dtype for row in off.rows if row.flops] == [FP32]
+    if kind is nn.GRU:  # its state stays wide, from outside it looks like fp32
+        assert row.out_dtypes[0] is FP32
+
+
+def test_a_cell_says_what_its_products_compute_in():
+    found = xray(CellRnn(), series(), device_type="cpu")
+    cells = [row for row in found.rows if row.op == "gru_cell"]
+    assert len(cells) == 5
+    assert {row.product_dtype for row in cells} == {BF16}
+    assert {row.product_dtype for row in found.rows if row.op != "gru_cell"} == {None}
+
+
 def test_a_long_recurrent_layer_is_as_whole_as_a_short_one():
     for options in ({"batch_first": True, "bidirectional": True}, {"num_layers": 2}):
         model, x = nn.GRU(8, 16, **options), torch.randn(40, 50, 8)
@@ -380,6 +438,16 @@ def test_structures_come_in_and_go_out():
     assert batch.x.device.type == "cpu"
 
 
+def test_a_mask_whose_kind_torch_reads_is_told_with_the_remedy():
+    model = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
+    inputs = torch.randn(2, 5, 16), torch.randn(2, 4, 16)
+    mask = nn.Transformer.generate_square_subsequent_mask(4)
+    with pytest.raises(XrayError, match=r"in 'decoder' depends .* tgt_is_causal=True or False"):
+        xray(model, *inputs, tgt_mask=mask)
+    options = {"tgt_mask": mask, "tgt_is_causal": True, "device_type": "cpu"}
+    assert xray(model, *inputs, **options).rows == xray(model, *inputs, **options, real=True).rows
+
+
 # Nothing changes
 
 
@@ -530,7 +598,7 @@ def test_the_table_of_a_deep_model_is_short_and_adds_up():
     table = lines[4 : lines.index("", 4)]
     assert 5 < len(table) <= 28
     assert any(line.startswith("layer3.1 … 5") for line in table)
-    _, cells = found._table()
+    cells = found._table().rows
     assert sum(int(line[2].replace(",", "")) for line in cells) == len(found.rows)
     assert sum(int(line[6]) for line in cells if line[6] != "-") == len(found.casts)
     assert "100.0 % of the work" in str(found)

@@ -9,57 +9,31 @@ is in the real peak and in no forecast; "ratio" leaves it out. Without a GPU: th
 the forecast expects against the bytes that autograd keeps on this CPU.
 """
 
-import argparse
-import datetime
 import gc
-import json
-import platform
-from pathlib import Path
 
 import torch
 import torchvision
 from torch import nn
 
+import gpt
 from amp_lab.device import pick_device
 from amp_lab.memory import OPTIMIZERS, forecast_memory, largest_batch, parse_bytes
 from amp_lab.precision import Precision
+from recording import parser, record
 
 PRECISIONS = (Precision.FP32, Precision.FP16, Precision.BF16)
 
 
-class Block(nn.Module):
-    """A block of GPT-2, (B, T, C) to (B, T, C)."""
-
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x):
-        """The block's output, of the shape of its input."""
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-            for part in self.qkv(self.norm1(x)).chunk(3, -1)
-        )
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm2(x))
-
-
-def gpt():
+def gpt_blocks():
     """The blocks of GPT-2's smallest model."""
-    return nn.Sequential(*[Block(768, 12) for _ in range(12)])
+    return nn.Sequential(*[gpt.Block(768, 12) for _ in range(12)])
 
 
 WORKLOADS = {  # name: model, shape of one item, batches on a GPU, batches on a CPU
     "resnet50": (torchvision.models.resnet50, (3, 224, 224), (16, 64, 256), (2,)),
     "mobilenet_v2": (torchvision.models.mobilenet_v2, (3, 224, 224), (16, 64, 256), (2,)),
     "vit_b_16": (torchvision.models.vit_b_16, (3, 224, 224), (16, 64, 256), (2,)),
-    "gpt": (gpt, (1024, 768), (2, 8, 32), (1,)),
+    "gpt": (gpt_blocks, (1024, 768), (2, 8, 32), (1,)),
 }
 
 
@@ -99,7 +73,6 @@ def real_peak(build, shape, batch, precision, device, optimizer_name):
 
 def measure_peaks(device, optimizer_name):
     """Forecast and real peak for every model, precision and batch."""
-    rows = []
     for name, (build, shape, batches, _) in WORKLOADS.items():
         with torch.device("meta"):
             model = build()
@@ -114,28 +87,23 @@ def measure_peaks(device, optimizer_name):
                     loss_fn=loss_of,
                 )
                 peak, workspace = real_peak(build, shape, batch, precision, device, optimizer_name)
-                rows.append(
-                    {
-                        "model": name,
-                        "precision": precision,
-                        "batch": batch,
-                        "forecast": forecast.peak,
-                        "phase": forecast.peak_phase,
-                        "real": peak,
-                        "workspace": workspace,
-                        "ratio": forecast.peak / (peak - workspace),
-                        "ratio with workspace": forecast.peak / peak,
-                    }
-                )
-                print(json.dumps(rows[-1]), flush=True)
-    return rows
+                yield {
+                    "model": name,
+                    "precision": precision,
+                    "batch": batch,
+                    "forecast": forecast.peak,
+                    "phase": forecast.peak_phase,
+                    "real": peak,
+                    "workspace": workspace,
+                    "ratio": forecast.peak / (peak - workspace),
+                    "ratio with workspace": forecast.peak / peak,
+                }
 
 
 def measure_largest(device, optimizer_name, cap):
     """The solved batch, and the largest whose real step stays within the cap (a bisection)."""
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), device)
-    rows = []
     for name, (build, shape, _, _) in WORKLOADS.items():
         with torch.device("meta"):
             model = build()
@@ -161,24 +129,19 @@ def measure_largest(device, optimizer_name, cap):
             while high - low > max(1, solved // 100):
                 middle = (low + high) // 2
                 low, high = (middle, high) if fits(middle) else (low, middle)
-            rows.append(
-                {
-                    "model": name,
-                    "precision": precision,
-                    "cap": cap,
-                    "solved": solved,
-                    "real": low,
-                    "ratio": solved / low,
-                }
-            )
-            print(json.dumps(rows[-1]), flush=True)
+            yield {
+                "model": name,
+                "precision": precision,
+                "cap": cap,
+                "solved": solved,
+                "real": low,
+                "ratio": solved / low,
+            }
     torch.cuda.set_per_process_memory_fraction(1.0, device)
-    return rows
 
 
 def measure_activations():
     """What autograd keeps on the CPU, beyond the model's own storages, against the forecast."""
-    rows = []
     for name, (build, shape, _, batches) in WORKLOADS.items():
         model = build()
         own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
@@ -200,45 +163,32 @@ def measure_activations():
                     model, inputs, device_type="cpu", precision=precision, loss_fn=loss_of
                 )
                 expected = forecast.activations + forecast.cast_kept
-                rows.append(
-                    {
-                        "model": name,
-                        "precision": precision,
-                        "batch": batch,
-                        "forecast": expected,
-                        "real": real,
-                        "ratio": expected / real,
-                    }
-                )
-                print(json.dumps(rows[-1]), flush=True)
-    return rows
+                yield {
+                    "model": name,
+                    "precision": precision,
+                    "batch": batch,
+                    "forecast": expected,
+                    "real": real,
+                    "ratio": expected / real,
+                }
 
 
 def main():
     """Measure what this machine can show, print each figure, and write them all as JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="JSON file")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
-    parser.add_argument("--cap", default="16GiB", help="memory for the largest batch")
-    options = parser.parse_args()
-    device, cap = pick_device(), parse_bytes(options.cap)
-    torch.manual_seed(0)
-    result = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
-        "optimizer": options.optimizer,
+    device = pick_device()
+    parts = ("peaks", "largest") if device.type == "cuda" else ("activations",)
+    options_of = parser(__doc__, parts)
+    options_of.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
+    options_of.add_argument("--cap", default="16GiB", help="memory for the largest batch")
+    options = options_of.parse_args()
+    cap = parse_bytes(options.cap)
+    measures = {
+        "peaks": lambda: measure_peaks(device, options.optimizer),
+        "largest": lambda: measure_largest(device, options.optimizer, cap),
+        "activations": measure_activations,
     }
-    if device.type == "cuda":
-        result["peaks"] = measure_peaks(device, options.optimizer)
-        result["largest"] = measure_largest(device, options.optimizer, cap)
-    else:
-        result["activations"] = measure_activations()
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    chosen = {part: measures[part] for part in parts}
+    record(chosen, options, device, optimizer=options.optimizer)
 
 
 if __name__ == "__main__":

@@ -10,14 +10,9 @@ With `--cpu-time` the clock counts what this process ran, not what it waited for
 shared, with one thread (OMP_NUM_THREADS=1).
 """
 
-import argparse
 import contextlib
-import datetime
-import json
-import platform
 import statistics
 import time
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +20,7 @@ from torch import nn
 
 from amp_lab import ScaleLog, find_nonfinite, gradient_underflow, pick_device
 from amp_lab.models import build_model
+from recording import parser, record
 
 PARTS = ("underflow", "scale", "nonfinite")
 
@@ -178,34 +174,18 @@ def measure_nonfinite(device, turns, clock):
 
 def main():
     """Measure the parts asked for, print each, and write them all as JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file")
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--cpu-time", action="store_true", help="see above")
-    options = parser.parse_args()
+    options_of = parser(__doc__, PARTS)
+    options_of.add_argument("--turns", type=int, default=7)
+    options_of.add_argument("--cpu-time", action="store_true", help="see above")
+    options = options_of.parse_args()
     device = pick_device()
     clock = time.process_time if options.cpu_time else time.perf_counter
     measures = {
-        "underflow": measure_underflow,
-        "scale": measure_scale,
-        "nonfinite": measure_nonfinite,
+        "underflow": lambda: measure_underflow(device, options.turns, clock),
+        "scale": lambda: measure_scale(device, options.turns, clock),
+        "nonfinite": lambda: measure_nonfinite(device, options.turns, clock),
     }
-    result = {
-        "device": str(device),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
-        "clock": clock.__name__,
-        "date": datetime.date.today().isoformat(),
-    }
-    for part in options.part or PARTS:
-        torch.manual_seed(0)
-        result[part] = measures[part](device, options.turns, clock)
-        print(json.dumps({part: result[part]}, indent=1, ensure_ascii=False), flush=True)
-    options.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    record(measures, options, device, clock=clock.__name__)
 
 
 if __name__ == "__main__":

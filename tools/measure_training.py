@@ -9,11 +9,7 @@ Ratios are of figures from the same run, taken in turns. The parts are
 - accuracy: held-out digits with three seeds in each precision.
 """
 
-import argparse
-import datetime
 import itertools
-import json
-import platform
 import statistics
 import tempfile
 import time
@@ -22,10 +18,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from amp_lab import Precision, describe_device, fit, measure, pick_device, save_checkpoint
+from amp_lab import Precision, fit, measure, pick_device, save_checkpoint
 from amp_lab.data import batches, load_dataset
 from amp_lab.models import build_model
 from amp_lab.runs import RunConfig, train
+from recording import parser, record
 
 PARTS = ("speed", "loop", "checkpoint", "accuracy")
 
@@ -170,15 +167,11 @@ def measure_accuracy(device, model, precisions):
 
 def main():
     """Measure the parts asked for, print each, and write them all as JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
-    parser.add_argument("--out", type=Path, required=True, help="JSON file")
-    parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--model", default="mobilenet_v2", help="for the accuracy")
-    parser.add_argument("--precision", action="append", help="for the accuracy; default: all")
-    options = parser.parse_args()
+    options_of = parser(__doc__, PARTS)
+    options_of.add_argument("--turns", type=int, default=5)
+    options_of.add_argument("--model", default="mobilenet_v2", help="for the accuracy")
+    options_of.add_argument("--precision", action="append", help="for the accuracy; default: all")
+    options = options_of.parse_args()
     device = pick_device()
     precisions = options.precision or [p for p in Precision if p != "tf32"]
     measures = {
@@ -187,17 +180,7 @@ def main():
         "checkpoint": lambda: measure_checkpoint(device, options.turns),
         "accuracy": lambda: measure_accuracy(device, options.model, precisions),
     }
-    result = {
-        "device": describe_device(device).name,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "threads": torch.get_num_threads(),
-        "date": datetime.date.today().isoformat(),
-    }
-    for part in options.part or PARTS:
-        result[part] = measures[part]()
-        print(json.dumps({part: result[part]}, indent=1), flush=True)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    record(measures, options, device)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import warnings
 from dataclasses import fields
 
 from amp_lab import __version__
-from amp_lab.errors import AmpLabError, AmpLabWarning
+from amp_lab.errors import AmpLabError, AmpLabWarning, OptionError
 
 # torch takes seconds to load, so the commands import it, not this module: --help answers at once.
 
@@ -119,6 +119,7 @@ def _add_train(commands) -> None:
 
 
 DEVICE = {"metavar": "NAME", "help": "cuda (also for ROCm; the default), xpu, mps, cpu"}
+_DTYPES = ("fp16", "bf16", "fp32")
 FORMAT = {"choices": ("table", "markdown", "json"), "default": "table", "help": "default: table"}
 
 
@@ -140,9 +141,18 @@ def _add_target(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "target", metavar="PACKAGE.MODULE:CALLABLE", help="returns the model when it is called"
     )
-    command.add_argument("--input", required=True, metavar="SHAPE", help="such as 8,3,224,224")
     command.add_argument(
-        "--input-dtype", choices=("float32", "int64"), default="float32", help="int64 for tokens"
+        "--input",
+        required=True,
+        action="append",
+        metavar="SHAPE",
+        help="such as 8,3,224,224; repeat it for a model with several inputs",
+    )
+    command.add_argument(
+        "--input-dtype",
+        choices=("float32", "int64", "bool"),
+        action="append",
+        help="once for all inputs or for each (default: float32; int64 for tokens)",
     )
     command.add_argument("--device", default="cuda", **DEVICE)
     command.add_argument("--format", **FORMAT)
@@ -156,10 +166,13 @@ def _add_xray(commands) -> None:
         "of them. Nothing is computed, so no such device is needed.",
     )
     _add_target(xray)
+    xray.add_argument("--dtype", choices=_DTYPES, help="default: the backend's own; fp32: off")
     xray.add_argument(
-        "--dtype", choices=("fp16", "bf16", "fp32"), help="default: the backend's own; fp32: off"
+        "--against",
+        metavar="OTHER",
+        help="print how it differs on another device (mps), in another dtype (bf16), or both "
+        "(cpu:bf16)",
     )
-    xray.add_argument("--against", metavar="NAME", help="print how it differs on another backend")
     xray.add_argument("--real", action="store_true", help="run it on the device itself")
     xray.set_defaults(run=_xray)
 
@@ -273,38 +286,72 @@ def _ops(options: argparse.Namespace) -> None:
 def _xray(options: argparse.Namespace) -> None:
     import torch
 
-    from amp_lab.targets import load_model, parse_shape
+    from amp_lab.targets import load_model
     from amp_lab.xray import compare, xray
 
-    inputs = torch.zeros(
-        parse_shape(options.input),
-        dtype=getattr(torch, options.input_dtype),
-        device="cpu" if options.real else "meta",
-    )
+    sides = [(options.device, options.dtype)]
+    if options.against is not None:
+        sides.append(_other_side(options.against, *sides[0]))
+    where = "cpu" if options.real else "meta"
+    inputs = [torch.zeros(shape, dtype=dtype, device=where) for shape, dtype in _inputs(options)]
     model = load_model(options.target)
-    devices = [options.device, *([options.against] if options.against else [])]
     found = [
-        xray(model, inputs, device_type=name, dtype=_dtype(options.dtype), real=options.real)
-        for name in devices
+        xray(model, *inputs, device_type=device, dtype=_dtype(name), real=options.real)
+        for device, name in sides
     ]
-    _show(compare(*found) if options.against else found[0], options.format)
+    if options.against is None:
+        _show(found[0], options.format)
+        return
+    if found[0].title == found[1].title:
+        raise OptionError(
+            f"--against {options.against!r} is the same again: give another device or dtype"
+        )
+    _show(compare(*found), options.format)
+
+
+def _other_side(text: str, device: str, dtype: str | None) -> tuple[str, str | None]:
+    """The device and dtype that `--against` names: ``mps``, ``bf16`` or ``cpu:bf16``."""
+    first, colon, second = text.partition(":")
+    if not colon:
+        return (device, first) if first in _DTYPES else (first, dtype)
+    if second not in _DTYPES:
+        raise OptionError(
+            f"--against {text!r}: give a device (cuda, xpu, mps, cpu), a dtype "
+            f"({', '.join(_DTYPES)}), or both, as cpu:bf16"
+        )
+    return first, second
+
+
+def _inputs(options: argparse.Namespace) -> list[tuple]:
+    """Shape and dtype of each input."""
+    import torch
+
+    from amp_lab.targets import parse_shape
+
+    shapes = [parse_shape(text) for text in options.input]
+    dtypes = options.input_dtype or ["float32"]
+    if len(dtypes) not in (1, len(shapes)):
+        raise OptionError(
+            f"--input-dtype is given {len(dtypes)} times for {len(shapes)} --input: give it once, "
+            "or once for each"
+        )
+    dtypes = [getattr(torch, name) for name in dtypes]
+    return list(zip(shapes, dtypes * len(shapes) if len(dtypes) == 1 else dtypes, strict=True))
 
 
 def _memory(options: argparse.Namespace) -> None:
-    import torch
-
     from amp_lab.memory import compare_memory
-    from amp_lab.targets import load_model, parse_shape
+    from amp_lab.targets import load_model
 
-    shape = parse_shape(options.input)
+    shapes, dtypes = zip(*_inputs(options), strict=True)
     asked = {"precisions": options.precision} if options.precision else {}
     table = compare_memory(
         load_model(options.target),
-        shape,
+        shapes,
         memory_bytes=options.memory,
         device_type=options.device,
         optimizer=options.optimizer,
-        input_dtype=getattr(torch, options.input_dtype),
+        input_dtype=dtypes,
         **asked,
     )
     _show(table, options.format)

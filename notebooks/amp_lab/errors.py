@@ -72,6 +72,10 @@ class BenchError(AmpLabError, ValueError):
     """A benchmark cannot run as it was asked to, or a file holds no results of one."""
 
 
+class PlotError(AmpLabError):
+    """A figure cannot be written."""
+
+
 def first_line(error: BaseException) -> str:
     """What an error says in a line; the name of its type if it says nothing.
 

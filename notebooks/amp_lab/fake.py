@@ -5,6 +5,7 @@ import ctypes
 import dataclasses
 import logging
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -132,6 +133,20 @@ def absent_device(device_type: str) -> Iterator[None]:
         return
     with _cudnn_off() if device_type == "cuda" else _idle_guard(device_type):
         yield
+
+
+def how_to_do_without(error: Exception) -> str | None:
+    """What to do about an error of fake tensors, which have no values, if torch itself wants one.
+
+    `nn.Transformer` compares a mask with the causal one, unless it is told what the mask is.
+    """
+    names = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
+    if "_detect_is_causal_mask" in names:
+        return (
+            "torch reads the mask to see whether it is causal: call the model with "
+            "tgt_is_causal=True or False (is_causal or src_is_causal for an encoder)"
+        )
+    return None
 
 
 @contextmanager

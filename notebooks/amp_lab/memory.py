@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import gc
 import heapq
-import html
 import itertools
 import json
 import re
@@ -24,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_lab.errors import AmpLabError, MemoryForecastError
+from amp_lab.errors import AmpLabError, MemoryForecastError, first_line
 from amp_lab.fake import (
     LOWER_DTYPES,
     FakeRun,
@@ -32,9 +31,11 @@ from amp_lab.fake import (
     autocast_on,
     checked_backend,
     fake_mode,
+    how_to_do_without,
     on_fake_device,
 )
 from amp_lab.precision import Precision
+from amp_lab.tables import Printed, Table, dtype_name
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters, **kw: torch.optim.SGD(parameters, lr=0.1, **kw),
@@ -91,7 +92,7 @@ def parse_bytes(text: str | int) -> int:
 
 
 @dataclass(frozen=True, repr=False)
-class MemoryForecast:
+class MemoryForecast(Printed):
     """What one training step takes, in bytes; made by `forecast_memory`.
 
     The parts do not add up to the peak, since they are not there at one time: `at_peak` does.
@@ -146,21 +147,12 @@ class MemoryForecast:
         """`as_dict` as text."""
         return json.dumps(self.as_dict(), indent=1)
 
-    def to_markdown(self) -> str:
-        """The table of `__str__` in Markdown."""
-        return MemoryTable((self,)).to_markdown()
-
-    def __str__(self) -> str:
-        return str(MemoryTable((self,)))
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return MemoryTable((self,))._repr_html_()
+    def _table(self) -> Table:
+        return MemoryTable((self,))._table()
 
 
 @dataclass(frozen=True, repr=False)
-class MemoryTable:
+class MemoryTable(Printed):
     """Forecasts for one model side by side; made by `compare_memory`."""
 
     forecasts: tuple[MemoryForecast, ...]
@@ -188,44 +180,6 @@ class MemoryTable:
             fields |= {"memory_bytes": self.memory_bytes, "largest_batch": self.largest}
         return json.dumps(fields, indent=1)
 
-    def to_markdown(self) -> str:
-        """The table in Markdown, with the same words around it."""
-        head, *body = self._table()
-        lines = [head, ["---", *["---:"] * len(self.forecasts)], *body]
-        rows = ["| " + " | ".join(line) + " |" for line in lines]
-        return "\n\n".join([self._title(), "\n".join(rows), *self._notes()])
-
-    def __str__(self) -> str:
-        table = self._table()
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if i else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in table
-        ]
-        rule = "-" * len(lines[0])
-        at = next(i for i, row in enumerate(table) if row[0] == "peak of the step")
-        lines[at:at] = [rule]
-        lines[1:1] = [rule]
-        return "\n".join([self._title(), "", *lines, "", *self._notes()])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        def tr(cells: Iterable[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-
-        head, *body = self._table()
-        strong = ("peak of the step", self._largest_label())
-        rows = "".join(tr(row, "th" if row[0] in strong else "td") for row in body)
-        notes = "<br>".join(html.escape(line) for line in self._notes())
-        return (
-            f"<p>{html.escape(self._title())}</p><table><thead>{tr(head, 'th')}</thead>"
-            f"<tbody>{rows}</tbody></table><p>{notes}</p>"
-        )
-
     def _title(self) -> str:
         first = self.forecasts[0]
         shapes = ", ".join("x".join(map(str, shape)) for shape in first.input_shapes)
@@ -234,10 +188,7 @@ class MemoryTable:
             f"on {first.device_type}"
         )
 
-    def _largest_label(self) -> str:
-        return "" if self.memory_bytes is None else f"largest batch in {_amount(self.memory_bytes)}"
-
-    def _table(self) -> list[list[str]]:
+    def _table(self) -> Table:
         largest = max(f.peak for f in self.forecasts)
         unit, name = (2**30, "GiB") if largest >= 10 * 2**30 else (2**20, "MiB")
 
@@ -246,7 +197,6 @@ class MemoryTable:
             return [label, *[_figure(cell, unit) for cell in cells]]
 
         rows = [
-            [f"in {name}", *[str(f.precision) for f in self.forecasts]],
             row("weights", lambda f: f.weights),
             row("buffers", lambda f: f.buffers),
             row("gradients", lambda f: f.gradients),
@@ -254,14 +204,22 @@ class MemoryTable:
             row("activations kept for backward", lambda f: f.activations),
             row("weights cast by autocast", lambda f: f.cast_cache),
             row("temporaries at the peak", lambda f: f.temporaries),
+        ]
+        foot = [
             row("peak of the step", lambda f: f.peak),
             ["reached in", *[f.peak_phase for f in self.forecasts]],
         ]
         if self.memory_bytes is not None:
-            rows.append(
-                [self._largest_label(), *[f"{self.largest[f.precision]:,}" for f in self.forecasts]]
-            )
-        return rows
+            largest = [f"{self.largest[f.precision]:,}" for f in self.forecasts]
+            foot.append([f"largest batch in {_amount(self.memory_bytes)}", *largest])
+        return Table(
+            [f"in {name}", *[str(f.precision) for f in self.forecasts]],
+            rows,
+            caption=self._title(),
+            facts=self._notes(),
+            foot=foot,
+            right=range(1, 1 + len(self.forecasts)),
+        )
 
     def _notes(self) -> list[str]:
         return [
@@ -291,21 +249,23 @@ def forecast_memory(
     precision: Precision | str,
     optimizer: str = "adam",
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    **kwargs: Any,
 ) -> MemoryForecast:
     """Forecast the memory of one training step of `model` on a device that need not be there.
 
-    The step is ``loss_fn(model(*inputs)).backward(); optimizer.step()``, under autocast for fp16
-    and bf16, as it is from the second time on: the optimizer has its state, and no gradient is left
-    from the step before. It runs on fake tensors, which have no memory: the forward pass with the
-    autocast rules of the device, the backward pass node by node in the order of torch's engine, the
-    optimizer on the shapes of the parameters. Each storage counts from its making to its end, so
-    that views, in-place ops and activation checkpointing (without ``use_reentrant``) count for what
-    they are. The peak is the most that is in use at one time.
+    The step is ``loss_fn(model(*inputs, **kwargs)).backward(); optimizer.step()``, under autocast
+    for fp16 and bf16, as it is from the second time on: the optimizer has its state, and no
+    gradient is left from the step before. It runs on fake tensors, which have no memory: the
+    forward pass with the autocast rules of the device, the backward pass node by node in the order
+    of torch's engine, the optimizer on the shapes of the parameters. Each storage counts from its
+    making to its end, so that views, in-place ops and activation checkpointing (without
+    ``use_reentrant``) count for what they are. The peak is the most that is in use at one time.
 
-    `inputs` are tensors, or structures of them, on any device, also ``meta``; only shape and dtype
-    matter. Without `loss_fn` every floating-point output gets a gradient of its own size, as from a
-    loss that keeps nothing for itself; give one, from the output of the model to one number, if the
-    loss is large, as that of a language model is. `optimizer` is a key of `OPTIMIZERS`.
+    `inputs` and `kwargs` are tensors, or structures of them, on any device, also ``meta``; only
+    shape and dtype matter. Without `loss_fn` every floating-point output gets a gradient of its own
+    size, as from a loss that keeps nothing for itself; give one, from the output of the model to
+    one number, if the loss is large, as that of a language model is. `optimizer` is a key of
+    `OPTIMIZERS`.
 
     Attention on ``cuda`` is taken to run fused (flash or memory-efficient) wherever torch does that
     on a recent GPU. Not counted: the workspaces of cuBLAS and cuDNN, the memory that the driver
@@ -318,25 +278,26 @@ def forecast_memory(
     """
     job = _checked_job(model, device_type, precision, optimizer, loss_fn)
     with job.opened() as run:
-        return job.trace(run, run.fake(inputs)).forecast()
+        return job.trace(run, run.fake(inputs), run.fake(kwargs)).forecast()
 
 
 def largest_batch(
     model: nn.Module,
-    input_shape: Sequence[int],
+    input_shape: Sequence[int] | Sequence[Sequence[int]],
     *,
     memory_bytes: int | str,
     precision: Precision | str,
     device_type: str = "cuda",
     optimizer: str = "adam",
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    input_dtype: torch.dtype = torch.float32,
+    input_dtype: torch.dtype | Sequence[torch.dtype] = torch.float32,
 ) -> int:
     """The largest batch whose training step fits into `memory_bytes`; 0 if not even one fits.
 
     `input_shape` has a batch dimension of 1 first, as in ``(1, 3, 224, 224)``, or none, as in
-    ``(3, 224, 224)``: a first dimension other than 1 is no batch. For the step and the other
-    arguments see `forecast_memory`.
+    ``(3, 224, 224)``: a first dimension other than 1 is no batch. A model with several inputs gets
+    a sequence of such shapes, and one `input_dtype` for all or for each. For the step and the
+    other arguments see `forecast_memory`.
 
     It is solved, not tried: two forecasts give the size of every storage as a constant plus a
     multiple of the batch, and with that the peak of every batch; a third forecast, at the solution,
@@ -344,48 +305,46 @@ def largest_batch(
     such number, or the sizes do not grow so.
     """
     limit = parse_bytes(memory_bytes)
+    _, inputs = _checked_inputs(input_shape, input_dtype, batched=False)
     job = _checked_job(model, device_type, precision, optimizer, loss_fn)
     with job.opened() as run:
-        return _ByBatch(job, run, input_shape, input_dtype, limit=limit).largest
+        return _ByBatch(job, run, inputs, limit=limit).largest
 
 
 def compare_memory(
     model: nn.Module,
-    input_shape: Sequence[int],
+    input_shape: Sequence[int] | Sequence[Sequence[int]],
     *,
     memory_bytes: int | str | None = None,
     precisions: Iterable[Precision | str] = (Precision.FP32, Precision.FP16, Precision.BF16),
     device_type: str = "cuda",
     optimizer: str = "adam",
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    input_dtype: torch.dtype = torch.float32,
+    input_dtype: torch.dtype | Sequence[torch.dtype] = torch.float32,
 ) -> MemoryTable:
     """Forecasts in several precisions side by side, with the largest batch that fits into memory.
 
-    The forecasts are for `input_shape` as it is, with a batch of one if it names none. tf32 needs
-    what fp32 does. The rest is as for `largest_batch`, which is asked only if there is a
-    `memory_bytes`.
+    The forecasts are for `input_shape` as it is, whose first size is the batch. tf32 needs what
+    fp32 does. The rest is as for `largest_batch`, which is asked only if there is a `memory_bytes`.
     """
     limit = None if memory_bytes is None else parse_bytes(memory_bytes)
     precisions = [_checked_precision(precision) for precision in precisions]
     if not precisions:
         raise MemoryForecastError("precisions is empty; give at least one")
-    shape = _checked_shape(input_shape)
+    batch, inputs = _checked_inputs(input_shape, input_dtype, batched=True)
     jobs = [_checked_job(model, device_type, p, optimizer, loss_fn) for p in precisions]
     solved: dict[str, _ByBatch] = {}
     twins: dict[int, _ByBatch] = {}  # by the size of a number
     with jobs[0].opened() as run:
         for job in jobs:
             size = job.precision.dtype.itemsize
-            by = _ByBatch(
-                job, run, shape, input_dtype, limit=limit, batched=True, twin=twins.get(size)
-            )
+            by = _ByBatch(job, run, inputs, limit=limit, twin=twins.get(size))
             solved[str(job.precision)] = twins[size] = by
     largest = {} if limit is None else {p: by.largest for p, by in solved.items()}
-    end = max([2 * shape[0], 16, *(5 * batch // 4 for batch in largest.values())])
+    end = max([2 * batch, 16, *(5 * n // 4 for n in largest.values())])
     batches = tuple(sorted({max(1, end * i // 16) for i in range(17)}))
     return MemoryTable(
-        tuple(by.at(shape[0]) for by in solved.values()),
+        tuple(by.at(batch) for by in solved.values()),
         limit,
         largest,
         {p: (batches, tuple(by.at(b).peak for b in batches)) for p, by in solved.items()},
@@ -407,6 +366,37 @@ def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return sizes
 
 
+def _checked_inputs(
+    input_shape: Sequence[int] | Sequence[Sequence[int]],
+    input_dtype: torch.dtype | Sequence[torch.dtype],
+    *,
+    batched: bool,
+) -> tuple[int, list[tuple[tuple[int, ...], torch.dtype]]]:
+    """The batch, and for each input the shape of one item and its dtype.
+
+    With `batched`, the first size of each is the batch, else only if it is 1.
+    """
+    given = tuple(input_shape)
+    several = bool(given) and all(isinstance(shape, Sequence) for shape in given)
+    shapes = [_checked_shape(shape) for shape in (given if several else (given,))]
+    one = isinstance(input_dtype, torch.dtype)
+    dtypes = [input_dtype] * len(shapes) if one else list(input_dtype)
+    if len(dtypes) != len(shapes):
+        raise MemoryForecastError(
+            f"{len(dtypes)} input dtypes for {len(shapes)} inputs: give one for all, or one for "
+            "each"
+        )
+    batches = {shape[0] for shape in shapes}
+    if not batched and batches != {1}:
+        return 1, list(zip(shapes, dtypes, strict=True))
+    if len(batches) > 1:
+        raise MemoryForecastError(
+            f"inputs of shapes {', '.join(map(str, shapes))}: the first size is the batch; give "
+            "the same for all"
+        )
+    return shapes[0][0], [(s[1:], dtype) for s, dtype in zip(shapes, dtypes, strict=True)]
+
+
 def _checked_job(
     model: nn.Module,
     device_type: str,
@@ -422,10 +412,9 @@ def _checked_job(
         raise MemoryForecastError(f"optimizer {optimizer!r}: give one of {', '.join(OPTIMIZERS)}")
     for name, parameter in model.named_parameters():
         if parameter.dtype.is_floating_point and parameter.dtype.itemsize < 4:
-            dtype = str(parameter.dtype).removeprefix("torch.")
             raise MemoryForecastError(
-                f"parameter {name} is {dtype} already: autocast works on fp32 weights; give the "
-                "model before .half() or .to(dtype), or call model.float()"
+                f"parameter {name} is {dtype_name(parameter.dtype)} already: autocast works on "
+                "fp32 weights; give the model before .half() or .to(dtype), or call model.float()"
             )
     return _Job(model, device_type, precision, optimizer, loss_fn)
 
@@ -452,10 +441,10 @@ class _Job:
         ):
             yield run
 
-    def trace(self, run: FakeRun, inputs: tuple) -> "_Trace":
+    def trace(self, run: FakeRun, inputs: tuple, kwargs: dict[str, Any]) -> "_Trace":
         """Run one step on fake inputs and note every storage's coming and going."""
         name = type(self.model).__name__
-        given = pytree.tree_leaves(inputs)
+        given = pytree.tree_leaves((inputs, kwargs))
         shapes = tuple(tuple(leaf.shape) for leaf in given if isinstance(leaf, torch.Tensor))
         ledger = _Ledger(self.device_type)
         ledger.own("weights", run.parameters.values())
@@ -467,7 +456,7 @@ class _Job:
             gradients = torch.func.functional_call(
                 _Inside(self.model),
                 tensors,
-                (lambda: self._step(ledger, inputs),),
+                (lambda: self._step(ledger, inputs, kwargs),),
                 tie_weights=False,
             )
             leaves = {id(p): p for p in run.parameters.values() if id(p) in gradients}
@@ -476,13 +465,15 @@ class _Job:
             ledger.mark("backward")
         return ledger.trace(self, shapes, trained)
 
-    def _step(self, ledger: "_Ledger", inputs: tuple) -> dict[int, torch.Tensor]:
+    def _step(
+        self, ledger: "_Ledger", inputs: tuple, kwargs: dict[str, Any]
+    ) -> dict[int, torch.Tensor]:
         """Forward and backward pass; the gradients of the leaves, by the id of the leaf."""
         low = self.precision.dtype is not torch.float32
         hooks = torch.autograd.graph.saved_tensors_hooks(ledger.keep, lambda tensor: tensor)
         with autocast_on(self.device_type, self.precision.dtype if low else None, enabled=low):
             with hooks:
-                output = self.model(*inputs)
+                output = self.model(*inputs, **kwargs)
                 if self.loss_fn is not None:
                     output = _checked_loss(self.loss_fn(output))
             ledger.mark("cached")
@@ -534,9 +525,10 @@ def _one_line_errors(name: str, shapes: tuple) -> Iterator[None]:
         fake_tensor.DataDependentOutputException,
         fake_tensor.DynamicOutputShapeException,
     ) as error:
+        remedy = how_to_do_without(error) or "forecast the part of the model before or after it"
         raise MemoryForecastError(
-            f"{name}: the result of {error.func} depends on values, which a forecast does not have;"
-            " forecast the part of the model before or after it"
+            f"{name}: the result of {error.func} depends on values, which a forecast does not have:"
+            f" {remedy}"
         ) from error
     except fake_tensor.UnsupportedOperatorException as error:
         raise MemoryForecastError(
@@ -545,8 +537,7 @@ def _one_line_errors(name: str, shapes: tuple) -> Iterator[None]:
     except AmpLabError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise MemoryForecastError(f"{name} with {given}: {reason}") from error
+        raise MemoryForecastError(f"{name} with {given}: {first_line(error)}") from error
 
 
 @contextmanager
@@ -579,7 +570,7 @@ def _batch_norm_backward(grad, x, weight, mean, variance, save_mean, save_std, t
 
 # For these, fake tensors take a long way through Python, which also gives the statistics the dtype
 # of the input, as no kernel does.
-_SHORT = {
+_WITHOUT_DETOUR = {
     torch.ops.aten.native_batch_norm.default: _batch_norm,
     torch.ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
 }
@@ -611,7 +602,7 @@ class _Ledger(TorchDispatchMode):
         self._watches: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        short = _SHORT.get(func) if args and isinstance(args[0], FakeTensor) else None
+        short = _WITHOUT_DETOUR.get(func) if args and isinstance(args[0], FakeTensor) else None
         result = (short or func)(*args, **(kwargs or {}))
         if func is _DEVICE_OF:  # asked for more often than all else
             return result
@@ -991,16 +982,12 @@ class _ByBatch:
         self,
         job: _Job,
         run: FakeRun,
-        shape: Sequence[int],
-        dtype: torch.dtype,
+        inputs: list[tuple[tuple[int, ...], torch.dtype]],
         *,
         limit: int | None,
-        batched: bool = False,
         twin: "_ByBatch | None" = None,
     ):
-        shape = _checked_shape(shape)
-        self._job, self._run, self._dtype = job, run, dtype
-        self._rest = shape[1:] if batched or shape[0] == 1 else shape
+        self._job, self._run, self._inputs = job, run, inputs
         self._second = self._trace(self._SECOND)
         if twin is not None and self._second.equals(twin._second):
             self._first = dataclasses.replace(twin._first, job=job)
@@ -1014,9 +1001,12 @@ class _ByBatch:
         self._check(self.at(third) == self._trace(third).forecast())
 
     def _trace(self, batch: int) -> _Trace:
-        inputs = torch.empty(batch, *self._rest, dtype=self._dtype, device=self._job.device_type)
+        device = self._job.device_type
+        inputs = tuple(
+            torch.empty(batch, *shape, dtype=dtype, device=device) for shape, dtype in self._inputs
+        )
         try:
-            return self._job.trace(self._run, (inputs,))
+            return self._job.trace(self._run, inputs, {})
         except MemoryForecastError as error:
             raise MemoryForecastError(f"{error} (tried with a batch of {batch})") from error
 
@@ -1030,7 +1020,7 @@ class _ByBatch:
     def at(self, batch: int) -> MemoryForecast:
         """The forecast for a batch."""
         sizes = self._first.sizes + self._slope * (batch - self._FIRST)
-        shapes = ((batch, *self._rest),)
+        shapes = tuple((batch, *shape) for shape, _ in self._inputs)
         return dataclasses.replace(self._first, sizes=sizes, shapes=shapes).forecast()
 
     def _solve(self, limit: int) -> int:

@@ -6,7 +6,6 @@ to one is read from a call that is caught between autocast's kernel for the op a
 
 import dataclasses
 import functools
-import html
 import itertools
 import json
 import warnings
@@ -22,8 +21,9 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_lab.errors import AmpLabWarning
+from amp_lab.errors import AmpLabWarning, first_line
 from amp_lab.fake import absent_device, autocast_on, checked_dtype, fake_mode
+from amp_lab.tables import Printed, Table, dtype_name, short_name
 
 POLICIES = {
     "lower_precision": "casts floating-point inputs to autocast's dtype",
@@ -58,7 +58,7 @@ class OpRule:
     """
 
 
-class OpTable(list[OpRule]):
+class OpTable(Printed, list[OpRule]):
     """The rules of one backend; made by `op_table`."""
 
     def __init__(self, rules: Iterable[OpRule], device_type: str, dtype: torch.dtype, real: bool):
@@ -67,14 +67,6 @@ class OpTable(list[OpRule]):
         self.real = real
         """Whether the ops were called on the device itself; else on fake tensors of its type."""
 
-    def __str__(self) -> str:
-        head, *body = self._cells()
-        return "\n".join([self._summary(), "", *_text([head, *body]), "", *_legend()])
-
-    def to_markdown(self) -> str:
-        """The table in Markdown, after a line about it."""
-        return "\n".join([self._summary(), "", *_markdown(self._cells())])
-
     def to_json(self) -> str:
         """The table as JSON, with dtypes by their names."""
         rules = [
@@ -82,8 +74,8 @@ class OpTable(list[OpRule]):
                 "op": rule.op,
                 "overloads": list(rule.overloads),
                 "policy": rule.policy,
-                "given": [_short(dtype) for dtype in rule.given],
-                "observed": rule.observed and _short(rule.observed),
+                "given": [dtype_name(dtype) for dtype in rule.given],
+                "observed": rule.observed and dtype_name(rule.observed),
                 "reason": rule.reason,
                 "agrees": rule.agrees,
             }
@@ -92,34 +84,36 @@ class OpTable(list[OpRule]):
         about = {
             "torch": torch.__version__,
             "device_type": self.device_type,
-            "dtype": _short(self.dtype),
+            "dtype": dtype_name(self.dtype),
             "real": self.real,
         }
         return json.dumps(about | {"ops": rules}, indent=2)
 
-    def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self._summary())}</p>{_html(self._cells())}"
-
-    def _cells(self) -> list[list[str]]:
+    def _table(self) -> Table:
         rows = [
             [
                 rule.policy,
                 rule.op,
-                ", ".join(dict.fromkeys(map(_short, rule.given))),
-                _short(rule.observed) if rule.observed else "-",
+                ", ".join(dict.fromkeys(map(short_name, rule.given))),
+                short_name(rule.observed) if rule.observed else "-",
                 rule.reason or ("not what the policy says" if rule.agrees is False else ""),
             ]
             for rule in self
         ]
-        return [["policy", "op", "given", "returned", "note"], *rows]
+        return Table(
+            ["policy", "op", "given", "returned", "note"],
+            rows,
+            caption=self._summary(),
+            facts=[f"{policy}: {meaning}" for policy, meaning in POLICIES.items()],
+        )
 
     def _summary(self) -> str:
         count = Counter(rule.policy for rule in self)
         parts = ", ".join(f"{count[policy]} {policy}" for policy in POLICIES if count[policy])
         where = "the device" if self.real else "fake tensors"
         return (
-            f"autocast on {self.device_type!r} to {_short(self.dtype)}, torch {torch.__version__}: "
-            f"{len(self)} ops ({parts}), called on {where}"
+            f"autocast on {self.device_type!r} to {short_name(self.dtype)}, "
+            f"torch {torch.__version__}: {len(self)} ops ({parts}), called on {where}"
         )
 
 
@@ -133,31 +127,21 @@ class OpDifference(NamedTuple):
     second: str | None
 
 
-class OpDifferences(list[OpDifference]):
+class OpDifferences(Printed, list[OpDifference]):
     """The ops that have different policies in two tables; made by `differences`."""
 
     def __init__(self, rows: Iterable[OpDifference], names: tuple[str, str]):
         super().__init__(rows)
         self.names = names
 
-    def __str__(self) -> str:
-        return "\n".join([self._summary(), "", *_text(self._cells())])
-
-    def to_markdown(self) -> str:
-        """The table in Markdown, after a line about it."""
-        return "\n".join([self._summary(), "", *_markdown(self._cells())])
-
     def to_json(self) -> str:
         """The table as JSON, with dtypes by their names."""
         rows = [{"op": row.op, "policies": [row.first, row.second]} for row in self]
         return json.dumps({"device_types": list(self.names), "ops": rows}, indent=2)
 
-    def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self._summary())}</p>{_html(self._cells())}"
-
-    def _cells(self) -> list[list[str]]:
+    def _table(self) -> Table:
         rows = [[row.op, row.first or "-", row.second or "-"] for row in self]
-        return [["op", *self.names], *rows]
+        return Table(["op", *self.names], rows, caption=self._summary())
 
     def _summary(self) -> str:
         return (
@@ -484,7 +468,7 @@ def _told(error: Exception) -> str:
     """What an error says, in a line."""
     if isinstance(error, (NotImplementedError, UnsupportedOperatorException)):
         return "torch has no kernel for it here, and none for fake tensors"
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line(error)
 
 
 @contextmanager
@@ -608,35 +592,3 @@ def _merged(base: str, rules: list[OpRule]) -> Iterable[OpRule]:
         overloads = tuple(rule.overloads[0] for rule in rules)
         return [dataclasses.replace(called[0], overloads=overloads)]
     return [dataclasses.replace(rule, op=f"{base}.{rule.overloads[0]}") for rule in rules]
-
-
-# --- Printing.
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _legend() -> list[str]:
-    return [f"{policy}: {meaning}" for policy, meaning in POLICIES.items()]
-
-
-def _text(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
-
-
-def _markdown(rows: list[list[str]]) -> list[str]:
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return [lines[0], "|" + " --- |" * len(rows[0]), *lines[1:]]
-
-
-def _html(rows: list[list[str]]) -> str:
-    def tr(cells: list[str], tag: str) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-
-    body = "".join(tr(row, "td") for row in rows[1:])
-    return f"<table><thead>{tr(rows[0], 'th')}</thead><tbody>{body}</tbody></table>"

@@ -343,9 +343,9 @@ def _accelerate_state(ours: list[dict]) -> Iterator[None]:
 
     Its state is a singleton, with one precision for a process; each peer has its own this way.
     """
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    shared = [cls._shared_state for cls in (PartialState, AcceleratorState, GradientState)]
+    state = importlib.import_module("accelerate.state")
+    singletons = state.PartialState, state.AcceleratorState, state.GradientState
+    shared = [cls._shared_state for cls in singletons]
     theirs = [dict(state) for state in shared]
     _replace(shared, ours)
     try:

@@ -8,7 +8,7 @@ import sys
 
 from torch import nn
 
-from amp_lab.errors import TargetError
+from amp_lab.errors import TargetError, with_type
 
 _FORM = "PACKAGE.MODULE:CALLABLE, such as torchvision.models:resnet50"
 
@@ -41,7 +41,7 @@ def load_model(target: str) -> nn.Module:
             model = found()
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise TargetError(
-            f"{target!r} cannot be called without arguments: {_one_line(error)}; write a function "
+            f"{target!r} cannot be called without arguments: {with_type(error)}; write a function "
             "without parameters that calls it"
         ) from error
     if not isinstance(model, nn.Module):
@@ -72,14 +72,9 @@ def _imported(target: str, module_name: str) -> object:
             raise TargetError(
                 f"{target!r}: no module {error.name!r} is installed, or in this folder"
             ) from None
-        raise TargetError(f"{target!r} cannot be imported: {_one_line(error)}") from error
+        raise TargetError(f"{target!r} cannot be imported: {with_type(error)}") from error
     except (Exception, SystemExit) as error:  # whatever the user's code raises
-        raise TargetError(f"{target!r} cannot be imported: {_one_line(error)}") from error
+        raise TargetError(f"{target!r} cannot be imported: {with_type(error)}") from error
     finally:
         if added:
             sys.path.remove(here)
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__

@@ -5,11 +5,10 @@ import copy
 import dataclasses
 import difflib
 import functools
-import html
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from amp_lab.errors import TraceError, XrayError
+from amp_lab.errors import TraceError, XrayError, first_line, with_type
 from amp_lab.fake import (
     LOWER_DTYPES,
     autocast_of_the_model,
@@ -29,9 +28,11 @@ from amp_lab.fake import (
     checked_backend,
     checked_dtype,
     fake_mode,
+    how_to_do_without,
     on_fake_device,
 )
 from amp_lab.precision import require_backend
+from amp_lab.tables import Printed, Table, dtype_name, listed, plural, short_name
 
 LOSS = "(loss)"
 """Stands for a module's name in rows of the loss."""
@@ -40,14 +41,9 @@ LARGE = 0.05
 
 _MAX_LINES = 28  # of the table; deeper modules are summed up
 _DEEPEST = 12
-_SHORT = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-}
 _FUSED_RNNS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 _RNNS = _FUSED_RNNS | {f"{name}_cell" for name in _FUSED_RNNS}
+_RNN_KERNELS = {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "_lstm_mps"}
 _ATTENTION = "scaled_dot_product_attention"
 # Each is one row, whatever kernels it chooses: that choice needs the device, the dtypes do not.
 _NORMS = {"layer_norm", "group_norm", "rms_norm", "instance_norm"}
@@ -100,17 +96,24 @@ class OpRecord:
     """Whether autocast was on where it was called."""
     widened: bool = False
     """Whether autocast made it compute on a low-precision input in fp32."""
+    product_dtype: torch.dtype | None = None
+    """Of a recurrent layer or cell: the dtype, the widest of several, that the matrix products
+    inside it computed in, which may be narrower than its state."""
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype that it computed in: the wider of its first floating input and output."""
+        """The dtype that it computed in.
+
+        That of the matrix products inside a recurrent layer; else the wider of the first floating
+        input and output.
+        """
+        if self.product_dtype is not None:
+            return self.product_dtype
         found = [
             next((dtype for dtype in dtypes if dtype.is_floating_point), None)
             for dtypes in (self.in_dtypes, self.out_dtypes)
         ]
-        if self.op in _RNNS and found[0]:  # a state may be wider than the matrix products
-            return found[0]
-        return max((d for d in found if d), key=lambda dtype: dtype.itemsize, default=None)
+        return _widest(d for d in found if d)
 
     @property
     def nbytes(self) -> int:
@@ -141,7 +144,7 @@ class Cast:
 
 
 @dataclass(frozen=True, repr=False)
-class Xray:
+class Xray(Printed):
     """What `xray` found; `str` of it is made to be read."""
 
     model: str
@@ -167,7 +170,9 @@ class Xray:
     @property
     def title(self) -> str:
         """What was X-rayed, in a line."""
-        how = "autocast off" if self.dtype is torch.float32 else f"autocast {_short(self.dtype)}"
+        how = (
+            "autocast off" if self.dtype is torch.float32 else f"autocast {short_name(self.dtype)}"
+        )
         seen = "a real run" if self.real else "fake tensors, no such device needed"
         return f"{self.model} on {self.device_type}, {how} ({seen})"
 
@@ -177,14 +182,6 @@ class Xray:
         total = sum(row.flops for row in self.rows)
         low = sum(row.flops for row in self.rows if row.dtype in LOWER_DTYPES)
         return low / total if total else 0.0
-
-    def to_markdown(self) -> str:
-        """The same as `str`, in Markdown."""
-        head, lines = self._table()
-        rows = ["| " + " | ".join(line) + " |" for line in [head, *lines]]
-        rows.insert(1, "|" + "---|" * len(head))
-        text = [f"**{self.title}**", "", *rows, "", *self._facts()]
-        return "\n".join([*text, "", *(f"- {sentence}" for sentence in self.advice)]) + "\n"
 
     def to_json(self) -> str:
         """Everything, as JSON; dtypes are written as ``float16``."""
@@ -205,66 +202,47 @@ class Xray:
         everything["casts"] = [plain(cast) for cast in self.casts]
         return json.dumps(everything, indent=1)
 
-    def _repr_html_(self) -> str:
-        head, lines = self._table()
-        return _html(self.title, head, lines, [*self._facts(), *self.advice])
-
-    def __str__(self) -> str:
-        head, lines = self._table()
-        text = [self.title, "", *_aligned(head, lines), "", *self._facts()]
-        if self.advice:
-            text += ["", "Look at:", *(f"- {sentence}" for sentence in self.advice)]
-        return "\n".join(text)
-
-    __repr__ = __str__
-
-    def _table(self) -> tuple[list[str], list[list[str]]]:
-        head = [
-            "module",
-            "class",
-            "ops",
-            "work",
-            "work in",
-            "other ops in",
-            "casts",
-            "output",
-        ]
-        groups = _summaries(self)
+    def _table(self) -> Table:
         total = sum(row.flops for row in self.rows)
-        lines = []
-        for group in groups:
-            part = group.times * group.flops
-            lines.append(
-                [
-                    group.label,
-                    group.kind,
-                    f"{group.times * group.ops:,}",
-                    _percent(part, total),
-                    _mix(group.matrix, group.times),
-                    _mix(group.others, group.times),
-                    f"{group.times * group.casts:,}" if group.casts else "-",
-                    group.output,
-                ]
-            )
-        return head, lines
+        lines = [
+            [
+                group.label,
+                group.kind,
+                f"{group.times * group.ops:,}",
+                _percent(group.times * group.flops, total),
+                _mix(group.matrix, group.times),
+                _mix(group.others, group.times),
+                f"{group.times * group.casts:,}" if group.casts else "-",
+                group.output,
+            ]
+            for group in _summaries(self)
+        ]
+        return Table(
+            ["module", "class", "ops", "work", "work in", "other ops in", "casts", "output"],
+            lines,
+            caption=self.title,
+            facts=self._facts(),
+            advice=self.advice,
+            right=(2, 3, 6),
+        )
 
     def _facts(self) -> list[str]:
         facts = []
         if self.dtype is not torch.float32:
             facts.append(
                 f"{100 * self.low_share:.1f} % of the work of matrix products and convolutions is "
-                f"done in {_short(self.dtype)}."
+                f"done in {short_name(self.dtype)}."
             )
             weights = [c for c in self.casts if c.what.startswith("parameter ")]
             cached = sum(cast.cached for cast in weights)
             written = _size(sum(cast.nbytes for cast in self.casts))
             facts.append(
-                f"Autocast inserted {_plural(len(self.casts), 'cast')}: {len(weights):,} of "
+                f"Autocast inserted {plural(len(self.casts), 'cast')}: {len(weights):,} of "
                 f"parameters ({cached:,} kept in its cache), {len(self.casts) - len(weights):,} of "
                 f"other values; they write {written}."
             )
         outputs = ", ".join(
-            f"{place + ' ' if place else ''}{_short(dtype)} {shape}"
+            f"{place + ' ' if place else ''}{short_name(dtype)} {shape}"
             for place, (dtype, shape) in list(self.outputs.items())[:6]
         )
         if len(self.outputs) > 6:
@@ -272,7 +250,7 @@ class Xray:
         if outputs:
             facts.append(f"Output: {outputs}.")
         if self.loss_dtype is not None:
-            facts.append(f"Loss: {_short(self.loss_dtype)}.")
+            facts.append(f"Loss: {short_name(self.loss_dtype)}.")
         return facts
 
 
@@ -350,7 +328,7 @@ def _check(model: object, inputs: tuple, kwargs: dict, real: bool) -> None:
     for name, tensor in model.named_parameters():
         if tensor.dtype in LOWER_DTYPES:
             raise XrayError(
-                f"parameter {name!r} is {_name(tensor.dtype)} already: autocast casts float32 "
+                f"parameter {name!r} is {dtype_name(tensor.dtype)} already: autocast casts float32 "
                 "weights itself; call model.float() first"
             )
         if real and tensor.is_meta:
@@ -400,7 +378,7 @@ def _run_real(tracer: "_Tracer", model: nn.Module, inputs: tuple, kwargs: dict, 
     try:
         copied, inputs, kwargs = copy.deepcopy((model, inputs, kwargs))
     except (RuntimeError, TypeError) as error:  # tensors of a graph, locks, open files
-        raise XrayError(f"real=True runs a copy of the model: {_first_line(error)}") from error
+        raise XrayError(f"real=True runs a copy of the model: {first_line(error)}") from error
     copied.to(device)
     inputs, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), (inputs, kwargs))
     devices = [] if device == "cpu" else [torch.accelerator.current_device_index()]
@@ -507,10 +485,11 @@ class _Tracer:
                 f"{where}: torch cannot run it on fake tensors; X-ray the modules before it one by "
                 "one, or use real=True where the device is"
             )
-        return (
-            f"{where} depends on values, which fake tensors have not: X-ray the part before it "
-            "(such as model.backbone), or use real=True where the device is"
+        remedy = how_to_do_without(error) or (
+            "X-ray the part before it (such as model.backbone), or use real=True where the device "
+            "is"
         )
+        return f"{where} depends on values, which fake tensors have not: {remedy}"
 
     # Ops
 
@@ -531,7 +510,12 @@ class _Tracer:
                 self._note_cast(call, source, outs[0])
                 return
         if call.whole:
-            call.flops += _flops(name, args, outs)
+            flops = _flops(name, args, outs)
+            call.flops += flops
+            if flops or name in _RNN_KERNELS:
+                call.products.add(outs[0].dtype)
+            elif name == "clone" and call.name in _RNNS and call.key(source) in call.sources:
+                call.origins[_storage(outs[0])] = call.key(source)  # an argument, in another order
             return
         ins = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         self.note(call, name, ins, outs, _flops(name, args, outs))
@@ -563,7 +547,7 @@ class _Tracer:
             self._made[_storage(tensor)] = row
 
     def _note_cast(self, call: "_Call", source: torch.Tensor, result: torch.Tensor) -> None:
-        storage = _storage(source)
+        storage = call.origin(source)
         row = self._made.get(storage)
         if storage in self._names:
             what = self._names[storage]
@@ -611,6 +595,8 @@ class _Call:
     flops: int = 0
     sources: dict[int, torch.dtype] = field(default_factory=dict)  # dtypes of its arguments
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    products: set[torch.dtype] = field(default_factory=set)  # dtypes of matrix products inside
+    origins: dict[int, int] = field(default_factory=dict)  # by storage: copies made inside
 
     def inserts_cast(self, source: torch.Tensor, result: torch.Tensor) -> bool:
         """Whether a cast during this call is autocast's."""
@@ -630,7 +616,12 @@ class _Call:
 
     def key(self, tensor: torch.Tensor) -> int:
         """What tells one argument from another: a recurrent layer takes its own to pieces."""
-        return _storage(tensor) if self.name in _RNNS else id(tensor)
+        return self.origin(tensor) if self.name in _RNNS else id(tensor)
+
+    def origin(self, tensor: torch.Tensor) -> int:
+        """The storage of a tensor, or of what it was copied from inside this call."""
+        storage = _storage(tensor)
+        return self.origins.get(storage, storage)
 
 
 class _Functions(TorchFunctionMode):
@@ -690,7 +681,10 @@ class _Functions(TorchFunctionMode):
             flops = 2 * (named["query"].numel() + outs[0].numel()) * named["key"].shape[-2]
         dtypes = tuple(call.sources[call.key(t)] for t in ins)
         tracer.note(call, call.name, ins, outs, flops)
-        tracer.rows[-1] = dataclasses.replace(tracer.rows[-1], in_dtypes=dtypes)
+        inside = _widest(call.products) if call.name in _RNNS else None
+        tracer.rows[-1] = dataclasses.replace(
+            tracer.rows[-1], in_dtypes=dtypes, product_dtype=inside
+        )
         return out
 
     def _rnn(self, call: _Call, func: Callable, args: tuple) -> tuple[torch.Tensor, ...]:
@@ -778,6 +772,10 @@ def _rnn_dtype(call: _Call, device_type: str) -> torch.dtype | None:
     return call.dtype
 
 
+def _widest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+    return max(dtypes, key=lambda dtype: dtype.itemsize, default=None)
+
+
 def _storage(tensor: torch.Tensor) -> int:
     try:
         return tensor.untyped_storage()._cdata
@@ -799,13 +797,15 @@ def _flops(name: str, args: tuple, outs: list[torch.Tensor]) -> int:
 
 def _explain(tracer: _Tracer, model: nn.Module, inputs: tuple, kwargs: dict) -> str:
     """The model's own error in a line, with the shapes that it was given."""
-    shapes = ", ".join(f"{tuple(t.shape)} {_name(t.dtype)}" for _, t in _tensors((inputs, kwargs)))
+    shapes = ", ".join(
+        f"{tuple(t.shape)} {dtype_name(t.dtype)}" for _, t in _tensors((inputs, kwargs))
+    )
     where = ""
     if tracer.failed:
         where = f" in {_where(tracer.failed[0])} ({tracer.failed[1]})"
     return (
         f"{type(model).__name__} fails on input {shapes or 'of no tensor'}{where}: "
-        f"{type(tracer.error).__name__}: {_first_line(tracer.error)}"
+        f"{with_type(tracer.error)}"
     )
 
 
@@ -813,7 +813,7 @@ def _explain(tracer: _Tracer, model: nn.Module, inputs: tuple, kwargs: dict) -> 
 
 
 def _advise(tracer: _Tracer, raised: str | None) -> list[str]:
-    rows, low, device = tracer.rows, _short(tracer.dtype), tracer.device_type
+    rows, low, device = tracer.rows, short_name(tracer.dtype), tracer.device_type
     advice = []
     if raised:
         tip = ""
@@ -848,7 +848,7 @@ def _advise(tracer: _Tracer, raised: str | None) -> list[str]:
             what = " autocast leaves it untouched," if untouched else ""
             advice.append(
                 f"{called} in {_places(found)}:{what} {100 * share:.1f} % of the work stays in "
-                f"{_short(dtype)}, because {why}."
+                f"{short_name(dtype)}, because {why}."
             )
     for called, found in memory.items():
         size = sum(row.nbytes for row in found)
@@ -859,7 +859,7 @@ def _advise(tracer: _Tracer, raised: str | None) -> list[str]:
             )
     for (called, dtype), found in lows.items():
         advice.append(
-            f"{called} in {_places(found)} runs in {_short(dtype)} on {device}: its input and "
+            f"{called} in {_places(found)} runs in {short_name(dtype)} on {device}: its input and "
             "its output are rounded to it."
         )
     bounced = defaultdict(list)
@@ -885,8 +885,8 @@ def _loss_advice(rows: list[OpRecord]) -> list[str]:
         if (losses or reduces) and row.dtype in LOWER_DTYPES:
             found[row.called, row.op, row.dtype].append(row)
     return [
-        f"{called} in {_places(rows)}: its {op.strip('_')} runs in {_short(dtype)}, so the loss is "
-        "computed in low precision; give it output.float()."
+        f"{called} in {_places(rows)}: its {op.strip('_')} runs in {short_name(dtype)}, so the "
+        "loss is computed in low precision; give it output.float()."
         for (called, op, dtype), rows in found.items()
     ]
 
@@ -894,8 +894,6 @@ def _loss_advice(rows: list[OpRecord]) -> list[str]:
 def _why(row: OpRecord, device: str) -> str:
     if row.op in _FUSED_RNNS and device == "mps":
         return "autocast on mps has no rule for the layer"
-    if row.op in _FUSED_RNNS and device == "cpu":
-        return "it is seen from outside; inside, oneDNN may compute in low precision"
     if not row.autocast:
         return "autocast is switched off there"
     if row.dtype is torch.float64:
@@ -948,20 +946,12 @@ def _recast(tracer: _Tracer) -> list[str]:
         return []
     most = max(uses.values())
     return [
-        f"{_listed(again)}: cast anew for each use, up to {most} times; autocast caches only "
-        "parameters in fp32 that require a gradient."
+        f"{listed(again, 3)}: cast anew for each use, up to {most} times; autocast caches only "
+        "whole parameters in fp32 that require a gradient."
     ]
 
 
 # Words and tables
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _short(dtype: torch.dtype) -> str:
-    return _SHORT.get(dtype, _name(dtype))
 
 
 def _where(module: str) -> str:
@@ -969,12 +959,7 @@ def _where(module: str) -> str:
 
 
 def _places(rows: list[OpRecord]) -> str:
-    return _listed([_where(module) for module in dict.fromkeys(row.module for row in rows)])
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+    return listed([_where(module) for module in dict.fromkeys(row.module for row in rows)], 3)
 
 
 def _percent(part: int, whole: int) -> str:
@@ -987,18 +972,9 @@ def _size(count: int) -> str:
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
 
 
-def _plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else "no message"
-
-
 def _plain(value: object) -> object:
     if isinstance(value, torch.dtype):
-        return _name(value)
+        return dtype_name(value)
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value
@@ -1127,7 +1103,7 @@ def _summary(label: str, kind: str, rows: list[OpRecord], casts: list[Cast]) -> 
     matrix, others = Counter(), Counter()
     for row in rows:
         if row.dtype is not None:
-            (matrix if row.flops else others)[_short(row.dtype)] += 1
+            (matrix if row.flops else others)[short_name(row.dtype)] += 1
     outputs = [d for row in rows[-1:] for d in row.out_dtypes[:1]]
     return _Summary(
         label,
@@ -1137,32 +1113,7 @@ def _summary(label: str, kind: str, rows: list[OpRecord], casts: list[Cast]) -> 
         tuple(matrix.most_common()),
         tuple(others.most_common()),
         len(casts),
-        _short(outputs[0]) if outputs else "-",
-    )
-
-
-def _aligned(head: list[str], lines: list[list[str]]) -> list[str]:
-    widths = [max(len(line[i]) for line in [head, *lines]) for i in range(len(head))]
-    right = {i for i, name in enumerate(head) if name in ("ops", "work", "casts")}
-    rows = [
-        "  ".join(
-            f"{cell:>{width}}" if i in right else f"{cell:<{width}}"
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in [head, *lines]
-    ]
-    return [rows[0], "-" * max(map(len, rows)), *rows[1:]]
-
-
-def _html(title: str, head: list[str], lines: list[list[str]], facts: list[str]) -> str:
-    def cells(kind: str, line: list[str]) -> str:
-        return "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in line)
-
-    body = "".join(f"<tr>{cells('td', line)}</tr>" for line in lines)
-    items = "".join(f"<li>{html.escape(fact)}</li>" for fact in facts)
-    return (
-        f"<table><caption>{html.escape(title)}</caption><thead><tr>{cells('th', head)}</tr></thead>"
-        f"<tbody>{body}</tbody></table><ul>{items}</ul>"
+        short_name(outputs[0]) if outputs else "-",
     )
 
 
@@ -1170,7 +1121,7 @@ def _html(title: str, head: list[str], lines: list[list[str]], facts: list[str])
 
 
 @dataclass(frozen=True, repr=False)
-class Comparison:
+class Comparison(Printed):
     """Two X-rays side by side; `str` of it is made to be read."""
 
     a: Xray
@@ -1181,15 +1132,8 @@ class Comparison:
     @property
     def names(self) -> tuple[str, str]:
         """A short name for each."""
-        named = tuple(f"{x.device_type} {_short(x.dtype)}" for x in (self.a, self.b))
+        named = tuple(f"{x.device_type} {short_name(x.dtype)}" for x in (self.a, self.b))
         return named if named[0] != named[1] else (f"{named[0]} (a)", f"{named[1]} (b)")
-
-    def to_markdown(self) -> str:
-        """The same as `str`, in Markdown."""
-        head, lines = self._table()
-        rows = ["| " + " | ".join(line) + " |" for line in [head, *lines]]
-        rows.insert(1, "|" + "---|" * len(head))
-        return "\n".join([f"**{self._title()}**", "", *rows, "", *self._facts()]) + "\n"
 
     def to_json(self) -> str:
         """The ops that differ, as JSON."""
@@ -1199,39 +1143,37 @@ class Comparison:
         ]
         return json.dumps({"names": self.names, "different": pairs}, indent=1)
 
-    def _repr_html_(self) -> str:
-        return _html(self._title(), *self._table(), self._facts())
-
-    def __str__(self) -> str:
-        head, lines = self._table()
-        body = _aligned(head, lines) if lines else []
-        return "\n".join([self._title(), "", *body, *([""] if lines else []), *self._facts()])
-
-    __repr__ = __str__
-
-    def _title(self) -> str:
-        return f"{self.a.model}: {self.names[0]} against {self.names[1]}"
-
-    def _table(self) -> tuple[list[str], list[list[str]]]:
+    def _table(self) -> Table:
         groups: dict[tuple[str, str, str], list[OpRecord]] = defaultdict(list)
         for left, right in self.different:
             row = left or right
             groups[row.called, _flow(left), _flow(right)].append(row)
         lines = [
-            [called, f"{len(rows):,}", one, other, _listed(
-                list(dict.fromkeys(row.module or "the model" for row in rows)))]
+            [
+                called,
+                f"{len(rows):,}",
+                one,
+                other,
+                listed(list(dict.fromkeys(row.module or "the model" for row in rows)), 3),
+            ]
             for (called, one, other), rows in groups.items()
-        ]  # fmt: skip
-        return ["called", "ops", *self.names, "where"], lines
+        ]
+        return Table(
+            ["called", "ops", *self.names, "where"],
+            lines,
+            caption=f"{self.a.model}: {self.names[0]} against {self.names[1]}",
+            facts=self._facts(),
+            right=(1,),
+        )
 
     def _facts(self) -> list[str]:
-        total = max(len(self.a.rows), len(self.b.rows))
+        total = len(self.a.rows) + sum(left is None for left, _ in self.different)
         facts = [f"{len(self.different):,} of {total:,} ops differ."]
         for name, x in zip(self.names, (self.a, self.b), strict=True):
-            outputs = ", ".join(dict.fromkeys(_short(dtype) for dtype in x.output_dtypes))
+            outputs = ", ".join(dict.fromkeys(short_name(dtype) for dtype in x.output_dtypes))
             facts.append(
                 f"{name}: {100 * x.low_share:.1f} % of the work in low precision, "
-                f"{_plural(len(x.casts), 'cast')}, output {outputs or 'none'}."
+                f"{plural(len(x.casts), 'cast')}, output {outputs or 'none'}."
             )
         return facts
 
@@ -1241,8 +1183,8 @@ def _flow(row: OpRecord | None) -> str:
         return "not run"
     output = row.out_dtypes[0] if row.out_dtypes else None
     if row.dtype is None or output is row.dtype:
-        return _short(output) if output else "-"
-    return f"{_short(row.dtype)} → {_short(output)}"
+        return short_name(output) if output else "-"
+    return f"{short_name(row.dtype)} → {short_name(output)}"
 
 
 def compare(a: Xray, b: Xray) -> Comparison:
@@ -1255,8 +1197,7 @@ def compare(a: Xray, b: Xray) -> Comparison:
             different += [
                 pair
                 for pair in pairs
-                if (pair[0].in_dtypes, pair[0].out_dtypes)
-                != (pair[1].in_dtypes, pair[1].out_dtypes)
+                if len({(r.in_dtypes, r.out_dtypes, r.product_dtype) for r in pair}) > 1
             ]
         else:
             different += [(row, None) for row in a.rows[i1:i2]]

@@ -41,12 +41,3 @@ def percent(part: int, whole: int) -> str:
     if part < whole and percent > 99.9:
         return ">99.9"
     return f"{percent:.3g}"
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
-
-
-def listed(names: tuple[str, ...]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 import amp_lab
 from amp_lab.errors import NumericsError
 from amp_lab.numerics._shared import checked_model, percent
+from amp_lab.tables import dtype_name
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class TensorSummary:
         return frozenset(kind for kind, count in counts.items() if count)
 
     def __str__(self) -> str:
-        text = f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
+        text = f"{dtype_name(self.dtype)} {self.shape}"
         if not self.values:
             return f"{text}, no values"
         bad = self.nan + self.inf + self.neg_inf
@@ -741,7 +742,7 @@ def _advise(report: NonfiniteReport) -> str:
             return advice
     if first is not None and kinds & {"inf", "-inf"}:
         return (
-            f"The result exceeds the range of {str(report.value.dtype).removeprefix('torch.')}: "
+            f"The result exceeds the range of {dtype_name(report.value.dtype)}: "
             "see how its inputs came to be so large."
         )
     return "0 * inf, inf - inf or 0 / 0: see which of its inputs is zero or very large, and why."

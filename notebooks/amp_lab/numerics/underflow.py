@@ -1,15 +1,15 @@
 """Gradients that fp16 would lose, and the loss scale that keeps them."""
 
-import html
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from amp_lab.errors import NumericsError
-from amp_lab.numerics._shared import LARGEST_POWER, checked_model, listed, log2_of, percent, power
+from amp_lab.errors import NumericsError, first_line
+from amp_lab.numerics._shared import LARGEST_POWER, checked_model, log2_of, percent, power
+from amp_lab.tables import Printed, Table, listed
 
 KEEP = 0.999
 """The share of the non-zero gradient values that `smallest_scale` keeps."""
@@ -103,8 +103,8 @@ class GradientCount:
         self._classes.update(other._classes)
 
 
-@dataclass(frozen=True)
-class UnderflowReport:
+@dataclass(frozen=True, repr=False)
+class UnderflowReport(Printed):
     """What `gradient_underflow` found."""
 
     rows: tuple[GradientCount, ...]
@@ -138,33 +138,22 @@ class UnderflowReport:
         return self.total.largest_scale
 
     def __str__(self) -> str:
-        shown = sorted(self.rows, key=lambda row: row.lost(self.scales[0]), reverse=True)[:20]
-        table = [self._header()]
-        table += [self._cells(row) for row in self.rows if any(row is other for other in shown)]
-        table += [self._cells(row) for row in (self.outputs, self.parameters)]
-        widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if i < 2 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in table
-        ]
-        lines.insert(-2, "-" * max(map(len, lines)))
-        if len(self.rows) > len(shown):
-            lines.insert(-3, f"… and {len(self.rows) - len(shown)} that lose no more; see .rows")
-        return "\n".join([*lines, "", *self._summary()])
+        worst = sorted(self.rows, key=lambda row: row.lost(self.scales[0]), reverse=True)[:20]
+        shown = [row for row in self.rows if any(row is other for other in worst)]
+        return self._table(shown).text()
 
-    def _repr_html_(self) -> str:
-        def tr(cells: Iterable[str], tag: str = "td") -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-
-        body = [tr(self._cells(row)) for row in self.rows]
-        foot = [tr(self._cells(row), "th") for row in (self.outputs, self.parameters)]
-        summary = "<br>".join(html.escape(line) for line in self._summary())
-        return (
-            f"<table><thead>{tr(self._header(), 'th')}</thead><tbody>{''.join(body)}</tbody>"
-            f"<tfoot>{''.join(foot)}</tfoot></table><p>{summary}</p>"
+    def _table(self, rows: Sequence[GradientCount] | None = None) -> Table:
+        rows = self.rows if rows is None else rows
+        head, missing = self._header(), len(self.rows) - len(rows)
+        return Table(
+            head,
+            [self._cells(row) for row in rows],
+            foot=[self._cells(row) for row in (self.outputs, self.parameters)],
+            facts=[
+                *([f"… and {missing} that lose no more; see .rows."] if missing else []),
+                *self._summary(),
+            ],
+            right=range(2, len(head)),
         )
 
     def plot(self):
@@ -296,7 +285,7 @@ def gradient_underflow(
             loss, list(parameters), retain_graph=True, allow_unused=True
         )
     except RuntimeError as error:
-        reason = str(error).split(". ")[0].splitlines()[0]
+        reason = first_line(error).partition(". ")[0]
         raise NumericsError(
             f"gradient_underflow: no backward pass from this loss ({reason}); call it before "
             "loss.backward(), with the loss of a model that is not compiled"

@@ -1,0 +1,125 @@
+"""Tables as text, as Markdown and as HTML, and the words that stand in them."""
+
+import html
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+_SHORT = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells under a head, and what is said around them."""
+
+    head: list[str]
+    rows: list[list[str]]
+    caption: str = ""
+    facts: Sequence[str] = ()
+    """Sentences below the table."""
+    advice: Sequence[str] = ()
+    """Sentences below those, as a list under "Look at:"."""
+    foot: list[list[str]] = field(default_factory=list)
+    """Rows that sum up the others."""
+    right: Container[int] = ()
+    """Numbers of the columns whose text is set to the right."""
+
+    def text(self) -> str:
+        """The table in columns of equal width, with rules under the head and above the foot."""
+        cells = [self.head, *self.rows, *self.foot]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        head, *body = [
+            "  ".join(
+                cell.rjust(width) if i in self.right else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in cells
+        ]
+        rule = "-" * max(map(len, [head, *body]))
+        at = len(self.rows)
+        lines = [head, rule, *body[:at], *([rule] if self.foot else []), *body[at:]]
+        parts = [[self.caption] if self.caption else [], lines if body else [], list(self.facts)]
+        if self.advice:
+            parts.append(["Look at:", *(f"- {sentence}" for sentence in self.advice)])
+        return "\n\n".join("\n".join(part) for part in parts if part)
+
+    def markdown(self) -> str:
+        """The same in Markdown; the foot is bold."""
+        rules = ["---:" if i in self.right else "---" for i in range(len(self.head))]
+        foot = [[f"**{cell}**" for cell in row] for row in self.foot]
+        rows = [[c.replace("|", r"\|") for c in row] for row in [self.head, *self.rows, *foot]]
+        lines = ["| " + " | ".join(row) + " |" for row in [rows[0], rules, *rows[1:]]]
+        parts = [f"**{self.caption}**"] if self.caption else []
+        parts += ["\n".join(lines)] if len(rows) > 1 else []
+        parts += self.facts
+        parts += ["\n".join(f"- {sentence}" for sentence in self.advice)] if self.advice else []
+        return "\n\n".join(parts)
+
+    def html(self) -> str:
+        """The same in HTML."""
+
+        def tr(row: list[str], tag: str) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in row) + "</tr>"
+
+        def part(tag: str, rows: list[list[str]], cell: str) -> str:
+            return f"<{tag}>{''.join(tr(row, cell) for row in rows)}</{tag}>" if rows else ""
+
+        caption = f"<caption>{html.escape(self.caption)}</caption>" if self.caption else ""
+        facts = "<br>".join(map(html.escape, self.facts))
+        advice = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in self.advice)
+        table = (
+            f"<table>{caption}{part('thead', [self.head], 'th')}{part('tbody', self.rows, 'td')}"
+            f"{part('tfoot', self.foot, 'th')}</table>"
+        )
+        return (
+            (table if self.rows or self.foot else f"<p>{html.escape(self.caption)}</p>")
+            + (f"<p>{facts}</p>" if facts else "")
+            + (f"<p>Look at:</p><ul>{advice}</ul>" if advice else "")
+        )
+
+
+class Printed:
+    """Base of results that print as the table that their `_table` makes."""
+
+    def _table(self) -> Table:
+        raise NotImplementedError
+
+    def to_markdown(self) -> str:
+        """The table of `str`, in Markdown."""
+        return self._table().markdown()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+    def __str__(self) -> str:
+        return self._table().text()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float16`` for torch.float16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """``fp16`` for torch.float16, and so on; the names of integers are short already."""
+    return _SHORT.get(dtype, dtype_name(dtype))
+
+
+def plural(count: int, noun: str) -> str:
+    """A count and what is counted: ``1 cast``, ``1,000 casts``."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """The first names, and how many there are besides."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

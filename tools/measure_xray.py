@@ -1,0 +1,134 @@
+"""Measure what an X-ray and a memory forecast cost: `python tools/measure_xray.py --out FILE`.
+
+Each figure is of a Python of its own, which computes nothing before: "first" is the first call
+after the imports, as a command makes it, "again" a second one, "peak" the most memory that the
+process ever held. The fastest of `--turns` processes counts, since what else the machine does can
+only slow one down. Beside them stand limits, which a machine of two cores should keep.
+
+- xray: ResNet-50, batch 8, on each kind of device;
+- ops: the op table of each;
+- memory: for ResNet-50 the forecast in three precisions with the largest batch, and that batch
+  alone;
+- transformer: the same for a transformer of 6.7 billion parameters, built on `meta`, and its X-ray.
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torchvision
+
+import gpt
+from amp_lab.device import pick_device
+from amp_lab.fake import BACKENDS
+from amp_lab.memory import compare_memory, largest_batch
+from amp_lab.ops import op_table
+from amp_lab.xray import xray
+from recording import parser, record
+
+PARTS = ("xray", "ops", "memory", "transformer")
+IMAGE = (3, 224, 224)
+LIMITS = {  # seconds of the first call, bytes of the process
+    "xray": {"seconds": 3},
+    "ops": {"seconds": 10},
+    "memory": {"seconds": 3},
+    "transformer": {"seconds": 60, "bytes": 3 * 10**9},
+}
+
+
+def resnet50():
+    """The model, without memory for its weights."""
+    with torch.device("meta"):
+        return torchvision.models.resnet50()
+
+
+def transformer():
+    """A language model of 6.7 billion parameters, without memory for them."""
+    with torch.device("meta"):
+        return gpt.Gpt(32000, 4096, 32, 32, tied=False)
+
+
+def work(part, what):
+    """Make what the part is about, and return the call to measure."""
+    if part == "xray":
+        model, images = resnet50(), torch.empty(8, *IMAGE, device="meta")
+        return lambda: str(xray(model, images, device_type=what))
+    if part == "ops":
+        return lambda: str(op_table(what))
+    model, shape, settings = resnet50(), (1, *IMAGE), {"memory_bytes": "24GiB"}
+    if part == "transformer":
+        model, shape = transformer(), (1, 2048)
+        settings = {"memory_bytes": "141GB", "optimizer": "adamw", "input_dtype": torch.int64}
+    return {
+        "largest_batch": lambda: largest_batch(model, shape, precision="fp16", **settings),
+        "three precisions": lambda: str(compare_memory(model, shape, **settings)),
+        "xray": lambda: str(xray(model, torch.empty(shape, dtype=torch.int64, device="meta"))),
+    }[what]
+
+
+TASKS = {
+    "xray": BACKENDS,
+    "ops": BACKENDS,
+    "memory": ("largest_batch", "three precisions"),
+    "transformer": ("largest_batch", "three precisions", "xray"),
+}
+
+
+def run_alone(part, what):
+    """Do one task in this process, which is new, and print what it took as JSON."""
+    begun = time.perf_counter()
+    call = work(part, what)
+    built, seconds = time.perf_counter() - begun, []
+    for _ in range(2):
+        begun = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - begun)
+    figures = {"built": built, "first": seconds[0], "again": seconds[1], "peak": peak_bytes()}
+    print(json.dumps(figures))
+
+
+def peak_bytes():
+    """The most memory that this process ever held."""
+    status = Path("/proc/self/status")
+    if not status.exists():  # macOS, where it is in bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # On Linux getrusage would count the process that started this one too.
+    lines = status.read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+
+
+def measure(part, turns):
+    """The fastest of some processes for each task of a part."""
+    for what in TASKS[part]:
+        code = f"import measure_xray; measure_xray.run_alone({part!r}, {what!r})"
+        figures = []
+        for _ in range(turns):
+            alone = subprocess.run(
+                [sys.executable, "-c", code],
+                cwd=Path(__file__).parent,
+                check=True,
+                stdout=subprocess.PIPE,
+            )
+            figures.append(json.loads(alone.stdout))
+        best = min(figures, key=lambda one: one["first"])
+        limit = LIMITS[part]
+        kept = best["built"] + best["first"] <= limit["seconds"]
+        kept &= best["peak"] <= limit.get("bytes", best["peak"])
+        yield {"what": what, **best, "limit": limit, "within": kept}
+
+
+def main():
+    """Measure the parts asked for, print each figure, and write them all as JSON."""
+    options_of = parser(__doc__, PARTS)
+    options_of.add_argument("--turns", type=int, default=3, help="processes for each figure")
+    options = options_of.parse_args()
+    measures = {part: lambda part=part: measure(part, options.turns) for part in PARTS}
+    record(measures, options, pick_device())
+
+
+if __name__ == "__main__":
+    main()
