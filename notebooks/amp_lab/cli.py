@@ -8,7 +8,7 @@ import warnings
 from dataclasses import fields
 
 from amp_lab import __version__
-from amp_lab.errors import AmpLabError, AmpLabWarning, OptionError
+from amp_lab.errors import AmpLabError, AmpLabWarning, BenchError, OptionError
 
 # torch takes seconds to load, so the commands import it, not this module: --help answers at once.
 
@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor)
     _add_train(commands)
+    _add_bench(commands)
     _add_ops(commands)
     _add_xray(commands)
     _add_memory(commands)
@@ -121,6 +122,46 @@ def _add_train(commands) -> None:
 DEVICE = {"metavar": "NAME", "help": "cuda (also for ROCm; the default), xpu, mps, cpu"}
 _DTYPES = ("fp16", "bf16", "fp32")
 FORMAT = {"choices": ("table", "markdown", "json"), "default": "table", "help": "default: table"}
+
+
+def _add_bench(commands) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="time training and inference in each precision, up to the limit of the device",
+        description="Time workloads in each precision, from the plain recipe up to the limit of "
+        "the device; print a table, and write it as JSON with a picture beside it.",
+    )
+    bench.add_argument(
+        "--workload", action="append", metavar="NAME", help="may be repeated (default: all)"
+    )
+    bench.add_argument(
+        "--precision",
+        action="append",
+        metavar="NAME",
+        help="fp32, tf32, fp16, bf16; may be repeated (default: those that the device accelerates)",
+    )
+    bench.add_argument("--rung", action="append", metavar="NAME", help="may be repeated")
+    bench.add_argument("--list", action="store_true", help="print workloads and rungs, and end")
+    bench.add_argument("--quick", action="store_true", help="in less than 3 minutes")
+    bench.add_argument("--rounds", type=int, metavar="N", help="turns (default: 10; 5 if quick)")
+    bench.add_argument("--peers", action="store_true", help="other libraries' loops too")
+    bench.add_argument(
+        "--device", metavar="NAME", help="default: AMP_LAB_DEVICE, else accelerator, else cpu"
+    )
+    bench.add_argument(
+        "--out",
+        default="bench.json",
+        metavar="FILE",
+        help="JSON to write, with a .png beside it (default: bench.json)",
+    )
+    bench.add_argument(
+        "--compare", nargs="+", metavar="FILE", help="print the result beside recorded ones"
+    )
+    bench.add_argument(
+        "--results", metavar="FILE", help="take this recorded result, and measure nothing"
+    )
+    bench.add_argument("--format", **FORMAT)
+    bench.set_defaults(run=_bench)
 
 
 def _add_ops(commands) -> None:
@@ -258,6 +299,53 @@ def _train(options: argparse.Namespace) -> int:
         say=say,
     )
     return 0 if stopped_by is None else 128 + stopped_by  # as a shell counts it
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from amp_lab import plots
+    from amp_lab.bench import NAMES, RUNGS, compare_results, load_results, run_bench
+    from amp_lab.device import pick_device
+
+    if options.list:
+        print("workloads:", ", ".join(NAMES))
+        print("\n".join(f"{rung:<15}{what}" for rung, what in RUNGS.items()))
+        return 0
+    out = Path(options.out)
+    recorded = [load_results(path) for path in options.compare or []]  # before what takes minutes
+    if options.results:
+        results = load_results(options.results)
+    else:
+        if out.exists():
+            load_results(out)  # refuses to overwrite what is something else
+        elif not out.parent.is_dir():
+            raise BenchError(f"{out}: cannot be written, there is no folder {str(out.parent)!r}")
+        results = run_bench(
+            pick_device(options.device),
+            quick=options.quick,
+            names=options.workload or (),
+            precisions=options.precision or (),
+            rungs=options.rung or (),
+            rounds=options.rounds,
+            peers=options.peers,
+            say=lambda line: print(f"amp-lab bench: {line}", file=sys.stderr, flush=True),
+            after_round=lambda so_far: so_far.save(out),
+        )
+        results.save(out)
+        plots.save(plots.speed_ladder(results.ladder()), out.with_suffix(".png"))
+    _show(results, options.format)
+    if not options.results:
+        print(f"\nWritten: {out}, {out.with_suffix('.png')}", file=sys.stderr)
+    if recorded:
+        names = [Path(options.results or out).stem, *(Path(p).stem for p in options.compare)]
+        compared = compare_results([results, *recorded], names)
+        print()
+        _show(compared, options.format)
+        picture = out.with_name(f"{out.stem}-compared.png")
+        plots.save(plots.best_speedups(compared.best_speedups()), picture)
+        print(f"\nWritten: {picture}", file=sys.stderr)
+    return 0 if results.complete or options.results else 130
 
 
 def _show(result, form: str) -> None:

@@ -80,6 +80,11 @@ def measure(
     )
 
 
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes in tensors on a device now; 0 where the backend keeps no count, as on a CPU."""
+    return torch.accelerator.memory_allocated(device) if _resets_peak(device) else 0
+
+
 def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -6,6 +6,8 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
+from amp_lab.errors import PlotError
+
 # One look per precision in every figure. The colours differ in lightness too, and bars are hatched.
 COLOURS = {
     "fp32": "#1b1b3a",
@@ -294,6 +296,14 @@ def save_training_curves(path, curves, what) -> None:
     figure = Figure()
     training_curves(figure.subplots(), curves, what)
     figure.savefig(path)
+
+
+def save(figure: Figure, path) -> None:
+    """Write a figure as a PNG file. Raises `PlotError` if that fails."""
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise PlotError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def augmentation_grid(rows) -> plt.Figure:
@@ -675,4 +685,102 @@ def dtypes_by_model(outcomes) -> plt.Figure:
         ax.tick_params(length=0)
         ax.spines[:].set_visible(False)
         ax.set_title(title, fontsize=11)
+    return figure
+
+
+def speed_ladder(panels) -> Figure:
+    """Bars of time from the lowest rung to the highest, and a tick where the device's limit is.
+
+    `panels[title]` is a list of (precision, rung, milliseconds, milliseconds at the limit or None,
+    speed-up or None).
+    """
+    use_style()
+    heights = [len(bars) + 1.5 for bars in panels.values()]
+    figure = Figure(figsize=(8.0, 0.26 * sum(heights) + 0.6))
+    axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for ax, (title, bars) in zip(axes, panels.items(), strict=True):
+        for y, (precision, _, milliseconds, limit, speedup) in enumerate(bars):
+            ax.barh(
+                y,
+                milliseconds,
+                0.75,
+                color=COLOURS[precision],
+                hatch=HATCHES[precision],
+                edgecolor="white",
+            )
+            if limit is not None:
+                ax.plot([limit, limit], [y - 0.45, y + 0.45], color="black", linewidth=2)
+            text = "" if speedup is None else f" {speedup:.2f}x"
+            ax.annotate(text, (milliseconds, y), va="center", fontsize=9)
+        names = [f"{precision} {rung}" for precision, rung, *_ in bars]
+        ax.set_yticks(range(len(bars)), names, fontsize=9)
+        ax.tick_params(axis="y", length=0)
+        ax.invert_yaxis()
+        ax.margins(x=0.12)
+        ax.set_xlim(left=0)
+        ax.set_title(title, fontsize=10, loc="left")
+    axes[-1].set_xlabel("time of a step (ms); black: the limit of the device")
+    return figure
+
+
+def roofline(roofs, bytes_per_s, points) -> Figure:
+    """FLOP/s against FLOPs per byte, both logarithmic, below the roofs of each precision.
+
+    `roofs` is {precision: FLOP/s}; `points` are (label, precision, FLOPs per byte, FLOP/s).
+    """
+    use_style()
+    figure = Figure(figsize=(8.0, 4.2))
+    ax = figure.subplots()
+    intensities = [x for _, _, x, _ in points]
+    low, high = min([1.0, *intensities]) / 2, max([100.0, *intensities]) * 4
+    lines = ["-", "--", ":", "-."]
+    for (precision, flops_per_s), line in zip(roofs.items(), lines, strict=False):
+        ridge = flops_per_s / bytes_per_s
+        ax.plot(
+            [low, ridge, high],
+            [low * bytes_per_s, flops_per_s, flops_per_s],
+            line,
+            color=COLOURS[precision],
+            label=f"limit in {precision}",
+        )
+    markers = dict(zip(dict.fromkeys(label for label, *_ in points), "osD^vP*X", strict=False))
+    for label, precision, intensity, achieved in points:
+        ax.plot(
+            intensity,
+            achieved,
+            markers[label],
+            color=COLOURS[precision],
+            markeredgecolor="black",
+            markersize=8,
+        )
+    for label, marker in markers.items():
+        ax.plot([], [], marker, color="0.7", markeredgecolor="black", label=label)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xlabel("FLOPs per byte that the eager step moves")
+    ax.set_ylabel("FLOP/s")
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside right upper", fontsize=9)
+    return figure
+
+
+def best_speedups(machines) -> Figure:
+    """Bars of the best speed-up of each workload, side by side: `machines[name][workload]`."""
+    use_style()
+    names = list(dict.fromkeys(title for found in machines.values() for title in found))
+    figure = Figure(figsize=(8.0, 0.3 * len(names) * len(machines) + 1.4))
+    ax = figure.subplots()
+    height = 0.8 / len(machines)
+    greys = [str(0.15 + 0.6 * i / max(1, len(machines) - 1)) for i in range(len(machines))]
+    for i, ((machine, found), grey) in enumerate(zip(machines.items(), greys, strict=True)):
+        at = [names.index(title) + i * height for title in found]
+        ax.barh(at, list(found.values()), height, color=grey, edgecolor="white", label=machine)
+        for y, value in zip(at, found.values(), strict=True):
+            ax.annotate(f" {value:.2f}x", (value, y), va="center", fontsize=9)
+    middle = 0.4 - height / 2
+    ax.set_yticks([k + middle for k in range(len(names))], names, fontsize=9)
+    ax.tick_params(axis="y", length=0)
+    ax.invert_yaxis()
+    ax.margins(x=0.12)
+    ax.set_xlabel("best speed-up over fp32 eager on the same device")
+    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
     return figure

@@ -1,0 +1,141 @@
+"""`amp-lab bench` as a user types it, at toy size."""
+
+import json
+
+import pytest
+
+from amp_lab import bench
+from amp_lab.bench import (
+    Results,
+    convmodel_workload,
+    limits,
+    load_results,
+    product_workload,
+    runner,
+)
+from amp_lab.cli import main
+
+
+@pytest.fixture(autouse=True)
+def toy(monkeypatch, tmp_path):
+    tiny = [convmodel_workload(8, hidden=8), product_workload(16, 16, 16)]
+    monkeypatch.setattr(runner, "workloads", lambda device, quick: tiny)
+    monkeypatch.setattr(runner, "_TURN_S", 0.0)
+    monkeypatch.setitem(limits._LARGEST, "cpu", (64, 2**18))
+    monkeypatch.chdir(tmp_path)
+
+
+ARGUMENTS = ["bench", "--quick", "--rung", "fused-adam", "--device", "cpu"]
+
+
+def refused(capsys, *arguments):
+    """The one line on stderr of a command that is refused."""
+    assert main([*ARGUMENTS, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    *progress, line = err.splitlines()
+    assert len(progress) <= 1  # that the limits are being measured
+    assert line.startswith("amp-lab bench: ")
+    return line
+
+
+def test_it_prints_a_table_and_writes_json_and_a_picture(capsys, tmp_path):
+    assert main([*ARGUMENTS, "--out", "mine.json"]) == 0
+    out, err = capsys.readouterr()
+    assert "convmodel 1x2x8x8" in out
+    assert "bf16 fused-adam" in out
+    assert "The device's limits, measured: fp32 " in out
+    assert "Written: mine.json, mine.png" in err
+    results = load_results("mine.json")
+    assert results.complete
+    assert results.environment["quick"] is True
+    assert results.flops_per_s["bf16"] > 0
+    assert list(results.copy_bytes_per_s) == ["65536", "131072", "262144"]
+    assert (tmp_path / "mine.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.json", "mine.png"]
+
+
+@pytest.mark.parametrize(("form", "start"), [("markdown", "**"), ("json", "{")])
+def test_other_formats(capsys, form, start):
+    assert main([*ARGUMENTS, "--workload", "product", "--format", form]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(start)
+    if form == "json":
+        assert json.loads(out)["rows"][0]["workload"] == "product"
+
+
+def test_lists_what_there_is(capsys):
+    assert main(["bench", "--list"]) == 0
+    out = capsys.readouterr().out
+    assert "mobilenet-v2" in out
+    assert "by-hand" in out
+
+
+def test_unknown_names_are_refused(capsys):
+    assert "no workload is called 'x'" in refused(capsys, "--workload", "x")
+    assert "no precision is called 'fp12'" in refused(capsys, "--precision", "fp12")
+    assert "no rung is called 'y'" in refused(capsys, "--rung", "y")
+    assert "rounds=0" in refused(capsys, "--rounds", "0")
+
+
+def test_a_file_of_something_else_is_not_overwritten(capsys, tmp_path):
+    (tmp_path / "mine.json").write_text('{"notes": 1}')
+    assert "mine.json: no results of amp-lab bench" in refused(capsys, "--out", "mine.json")
+    assert (tmp_path / "mine.json").read_text() == '{"notes": 1}'
+
+
+def test_a_place_that_is_not_there_is_told_before_anything_is_timed(capsys):
+    line = refused(capsys, "--out", "none/mine.json")
+    assert "none/mine.json: cannot be written" in line
+
+
+def test_comparison_is_checked_first(capsys, tmp_path):
+    (tmp_path / "old.json").write_text("{")
+    assert "old.json: damaged" in refused(capsys, "--compare", "old.json")
+    assert "none.json: cannot be read" in refused(capsys, "--compare", "none.json")
+    assert "none.json: cannot be read" in refused(capsys, "--results", "none.json")
+
+
+def test_results_beside_recorded_ones(capsys, tmp_path):
+    assert main([*ARGUMENTS, "--out", "old.json"]) == 0
+    assert main([*ARGUMENTS, "--out", "new.json", "--compare", "old.json"]) == 0
+    out, err = capsys.readouterr()
+    assert "new" in out
+    assert "old: " in out
+    assert (tmp_path / "new-compared.png").exists()
+    assert "Written: new-compared.png" in err
+
+
+def test_recorded_results_without_measuring(capsys, monkeypatch, tmp_path):
+    assert main([*ARGUMENTS, "--out", "old.json"]) == 0
+    monkeypatch.setattr(bench, "run_bench", None)
+    capsys.readouterr()
+    assert main(["bench", "--results", "old.json"]) == 0
+    assert "convmodel 1x2x8x8" in capsys.readouterr().out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["old.json", "old.png"]
+
+
+def test_nothing_in_common_is_told(capsys, monkeypatch):
+    assert main([*ARGUMENTS, "--out", "old.json"]) == 0
+    other = [product_workload(8, 8, 8)]
+    monkeypatch.setattr(runner, "workloads", lambda device, quick: other)
+    assert main([*ARGUMENTS, "--out", "new.json", "--compare", "old.json"]) == 2
+    assert "new, old have nothing in common" in capsys.readouterr().err
+    assert load_results("new.json").complete  # what was measured is kept
+
+
+def test_ctrl_c_keeps_what_was_measured(capsys, monkeypatch):
+    save, turns = Results.save, []
+
+    def interrupted(self, path):
+        save(self, path)
+        turns.append(1)
+        if len(turns) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Results, "save", interrupted)
+    assert main([*ARGUMENTS, "--out", "mine.json"]) == 130
+    assert "The run was stopped before its end." in capsys.readouterr().out
+    results = load_results("mine.json")
+    assert not results.complete
+    assert {row.workload for row in results.rows} == {"convmodel"}
