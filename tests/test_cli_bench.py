@@ -25,7 +25,7 @@ def toy(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 
-ARGUMENTS = ["bench", "--quick", "--rung", "fused-adam", "--device", "cpu"]
+ARGUMENTS = ["bench", "--quick", "--rung", "eager", "--rung", "fused-adam", "--device", "cpu"]
 
 
 def refused(capsys, *arguments):
@@ -45,19 +45,24 @@ def test_it_prints_a_table_and_writes_json_and_a_picture(capsys, tmp_path):
     assert "convmodel 1x2x8x8" in out
     assert "bf16 fused-adam" in out
     assert "The device's limits, measured: fp32 " in out
-    assert "Written: mine.json, mine.png" in err
+    assert "Written: mine.json, mine.png, mine-roofline.png" in err
     results = load_results("mine.json")
     assert results.complete
     assert results.environment["quick"] is True
     assert results.flops_per_s["bf16"] > 0
-    assert list(results.copy_bytes_per_s) == ["65536", "131072", "262144"]
+    assert list(results.stream_bytes_per_s) == ["65536", "131072", "262144"]
     assert (tmp_path / "mine.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine.json", "mine.png"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "mine-roofline.png",
+        "mine.json",
+        "mine.png",
+    ]
 
 
 @pytest.mark.parametrize(("form", "start"), [("markdown", "**"), ("json", "{")])
 def test_other_formats(capsys, form, start):
-    assert main([*ARGUMENTS, "--workload", "product", "--format", form]) == 0
+    product = ["bench", "--device", "cpu", "--rounds", "1", "--workload", "product"]
+    assert main([*product, "--format", form]) == 0
     out = capsys.readouterr().out
     assert out.startswith(start)
     if form == "json":
@@ -87,13 +92,15 @@ def test_a_file_of_something_else_is_not_overwritten(capsys, tmp_path):
 def test_a_place_that_is_not_there_is_told_before_anything_is_timed(capsys):
     line = refused(capsys, "--out", "none/mine.json")
     assert "none/mine.json: cannot be written" in line
+    assert "give a name that ends with .json" in refused(capsys, "--out", "mine.png")
 
 
 def test_comparison_is_checked_first(capsys, tmp_path):
     (tmp_path / "old.json").write_text("{")
     assert "old.json: damaged" in refused(capsys, "--compare", "old.json")
     assert "none.json: cannot be read" in refused(capsys, "--compare", "none.json")
-    assert "none.json: cannot be read" in refused(capsys, "--results", "none.json")
+    assert main(["bench", "--results", "none.json"]) == 2
+    assert "none.json: cannot be read" in capsys.readouterr().err
 
 
 def test_results_beside_recorded_ones(capsys, tmp_path):
@@ -110,14 +117,39 @@ def test_recorded_results_without_measuring(capsys, monkeypatch, tmp_path):
     assert main([*ARGUMENTS, "--out", "old.json"]) == 0
     monkeypatch.setattr(bench, "run_bench", None)
     capsys.readouterr()
+    assert main(["bench", "--results", "old.json", "--quick"]) == 2
+    assert "--quick measures, and --results does not" in capsys.readouterr().err
     assert main(["bench", "--results", "old.json"]) == 0
     assert "convmodel 1x2x8x8" in capsys.readouterr().out
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["old.json", "old.png"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["old-roofline.png", "old.json", "old.png"]
+
+
+def test_files_of_one_name_are_told_apart(capsys, tmp_path):
+    (tmp_path / "other").mkdir()
+    for folder in (".", "other"):
+        assert main([*ARGUMENTS, "--out", f"{folder}/bench.json"]) == 0
+    capsys.readouterr()
+    assert main(["bench", "--results", "bench.json", "--compare", "other/bench.json"]) == 0
+    out = capsys.readouterr().out
+    assert "\nbench.json: " in out
+    assert "\nother/bench.json: " in out
+
+
+def test_ctrl_c_before_anything_is_timed_leaves_the_file(capsys, monkeypatch):
+    assert main([*ARGUMENTS, "--out", "mine.json"]) == 0
+    before = load_results("mine.json")
+
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "make_step", interrupted)
+    assert main([*ARGUMENTS, "--out", "mine.json"]) == 130
+    assert load_results("mine.json") == before
 
 
 def test_nothing_in_common_is_told(capsys, monkeypatch):
     assert main([*ARGUMENTS, "--out", "old.json"]) == 0
-    other = [product_workload(8, 8, 8)]
+    other = [convmodel_workload(9, hidden=8)]
     monkeypatch.setattr(runner, "workloads", lambda device, quick: other)
     assert main([*ARGUMENTS, "--out", "new.json", "--compare", "old.json"]) == 2
     assert "new, old have nothing in common" in capsys.readouterr().err

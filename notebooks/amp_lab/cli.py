@@ -313,14 +313,18 @@ def _bench(options: argparse.Namespace) -> int:
         print("\n".join(f"{rung:<15}{what}" for rung, what in RUNGS.items()))
         return 0
     out = Path(options.out)
+    if out.suffix != ".json":
+        raise BenchError(f"--out {options.out!r}: give a name that ends with .json")
     recorded = [load_results(path) for path in options.compare or []]  # before what takes minutes
     if options.results:
-        results = load_results(options.results)
+        measures = ("workload", "precision", "rung", "rounds", "quick", "peers")
+        for name in measures:
+            if getattr(options, name):
+                raise BenchError(f"--{name} measures, and --results does not: leave one out")
+        results, name = load_results(options.results), options.results
     else:
-        if out.exists():
-            load_results(out)  # refuses to overwrite what is something else
-        elif not out.parent.is_dir():
-            raise BenchError(f"{out}: cannot be written, there is no folder {str(out.parent)!r}")
+        name = options.out
+        _check_writable(out, load_results)
         results = run_bench(
             pick_device(options.device),
             quick=options.quick,
@@ -332,20 +336,46 @@ def _bench(options: argparse.Namespace) -> int:
             say=lambda line: print(f"amp-lab bench: {line}", file=sys.stderr, flush=True),
             after_round=lambda so_far: so_far.save(out),
         )
+        if not results.rows:
+            raise KeyboardInterrupt  # before anything was timed: what is under the name stays
         results.save(out)
-        plots.save(plots.speed_ladder(results.ladder()), out.with_suffix(".png"))
+        ladder, roofline = out.with_suffix(".png"), out.with_name(f"{out.stem}-roofline.png")
+        plots.save(ladder, plots.speed_ladder, results.ladder())
+        plots.save(roofline, plots.roofline, *results.roofline())
     _show(results, options.format)
     if not options.results:
-        print(f"\nWritten: {out}, {out.with_suffix('.png')}", file=sys.stderr)
+        print(f"\nWritten: {out}, {ladder}, {roofline}", file=sys.stderr)
     if recorded:
-        names = [Path(options.results or out).stem, *(Path(p).stem for p in options.compare)]
-        compared = compare_results([results, *recorded], names)
+        compared = compare_results([results, *recorded], _short_names([name, *options.compare]))
         print()
         _show(compared, options.format)
         picture = out.with_name(f"{out.stem}-compared.png")
-        plots.save(plots.best_speedups(compared.best_speedups()), picture)
+        plots.save(picture, plots.best_speedups, compared.best_speedups())
         print(f"\nWritten: {picture}", file=sys.stderr)
     return 0 if results.complete or options.results else 130
+
+
+def _check_writable(out, load_results) -> None:
+    """Raise `BenchError` if a result cannot be written, or would take the place of something else.
+
+    Better now than after minutes.
+    """
+    if not out.exists():
+        if not os.access(out.parent, os.W_OK):
+            raise BenchError(f"{out}: cannot be written into the folder {str(out.parent)!r}")
+        return
+    try:
+        load_results(out)
+    except BenchError as error:
+        raise BenchError(f"{error}; it is not overwritten: give another --out") from error
+
+
+def _short_names(paths: list[str]) -> list[str]:
+    """Names of files without their folders and endings, or the paths if two would be alike."""
+    from pathlib import Path
+
+    stems = [Path(path).stem for path in paths]
+    return stems if len(set(stems)) == len(stems) else paths
 
 
 def _show(result, form: str) -> None:

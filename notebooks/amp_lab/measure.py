@@ -85,6 +85,11 @@ def allocated_bytes(device: torch.device) -> int:
     return torch.accelerator.memory_allocated(device) if _resets_peak(device) else 0
 
 
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether torch found no memory; the CPU's allocator has no type of error for it."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

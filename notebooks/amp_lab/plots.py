@@ -298,8 +298,14 @@ def save_training_curves(path, curves, what) -> None:
     figure.savefig(path)
 
 
-def save(figure: Figure, path) -> None:
-    """Write a figure as a PNG file. Raises `PlotError` if that fails."""
+def save(path, draw, *arguments) -> None:
+    """Draw a figure and write it as a PNG file, without a window and without pyplot's list of them.
+
+    `draw` is one of the functions here that take a figure. Raises `PlotError` if it cannot be
+    written.
+    """
+    use_style()
+    figure = draw(*arguments, Figure())
     try:
         figure.savefig(path)
     except OSError as error:
@@ -688,21 +694,23 @@ def dtypes_by_model(outcomes) -> plt.Figure:
     return figure
 
 
-def speed_ladder(panels) -> Figure:
+def speed_ladder(panels, figure=None) -> Figure:
     """Bars of time from the lowest rung to the highest, and a tick where the device's limit is.
 
     `panels[title]` is a list of (precision, rung, milliseconds, milliseconds at the limit or None,
-    speed-up or None).
+    text beside the bar); without milliseconds there is the text alone. `figure` is one to draw in,
+    in place of pyplot's next.
     """
     use_style()
+    figure = figure or plt.figure()
     heights = [len(bars) + 1.5 for bars in panels.values()]
-    figure = Figure(figsize=(8.0, 0.26 * sum(heights) + 0.6))
+    figure.set_size_inches(8.0, 0.26 * sum(heights) + 0.6)
     axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
     for ax, (title, bars) in zip(axes, panels.items(), strict=True):
-        for y, (precision, _, milliseconds, limit, speedup) in enumerate(bars):
+        for y, (precision, _, milliseconds, limit, text) in enumerate(bars):
             ax.barh(
                 y,
-                milliseconds,
+                milliseconds or 0,
                 0.75,
                 color=COLOURS[precision],
                 hatch=HATCHES[precision],
@@ -710,8 +718,7 @@ def speed_ladder(panels) -> Figure:
             )
             if limit is not None:
                 ax.plot([limit, limit], [y - 0.45, y + 0.45], color="black", linewidth=2)
-            text = "" if speedup is None else f" {speedup:.2f}x"
-            ax.annotate(text, (milliseconds, y), va="center", fontsize=9)
+            ax.annotate(f" {text}", (milliseconds or 0, y), va="center", fontsize=9)
         names = [f"{precision} {rung}" for precision, rung, *_ in bars]
         ax.set_yticks(range(len(bars)), names, fontsize=9)
         ax.tick_params(axis="y", length=0)
@@ -723,13 +730,15 @@ def speed_ladder(panels) -> Figure:
     return figure
 
 
-def roofline(roofs, bytes_per_s, points) -> Figure:
+def roofline(roofs, bytes_per_s, points, figure=None) -> Figure:
     """FLOP/s against FLOPs per byte, both logarithmic, below the roofs of each precision.
 
     `roofs` is {precision: FLOP/s}; `points` are (label, precision, FLOPs per byte, FLOP/s).
+    `figure` is one to draw in, in place of pyplot's next.
     """
     use_style()
-    figure = Figure(figsize=(8.0, 4.2))
+    figure = figure or plt.figure()
+    figure.set_size_inches(8.0, 4.2)
     ax = figure.subplots()
     intensities = [x for _, _, x, _ in points]
     low, high = min([1.0, *intensities]) / 2, max([100.0, *intensities]) * 4
@@ -757,17 +766,21 @@ def roofline(roofs, bytes_per_s, points) -> Figure:
         ax.plot([], [], marker, color="0.7", markeredgecolor="black", label=label)
     ax.set_xscale("log")
     ax.set_yscale("log")
-    ax.set_xlabel("FLOPs per byte that the eager step moves")
+    ax.set_xlabel("FLOPs per byte moved")
     ax.set_ylabel("FLOP/s")
     figure.legend(*ax.get_legend_handles_labels(), loc="outside right upper", fontsize=9)
     return figure
 
 
-def best_speedups(machines) -> Figure:
-    """Bars of the best speed-up of each workload, side by side: `machines[name][workload]`."""
+def best_speedups(machines, figure=None) -> Figure:
+    """Bars of the best speed-up of each workload, side by side: `machines[name][workload]`.
+
+    `figure` is one to draw in, in place of pyplot's next.
+    """
     use_style()
+    figure = figure or plt.figure()
     names = list(dict.fromkeys(title for found in machines.values() for title in found))
-    figure = Figure(figsize=(8.0, 0.3 * len(names) * len(machines) + 1.4))
+    figure.set_size_inches(8.0, 0.3 * len(names) * len(machines) + 1.4)
     ax = figure.subplots()
     height = 0.8 / len(machines)
     greys = [str(0.15 + 0.6 * i / max(1, len(machines) - 1)) for i in range(len(machines))]
@@ -783,4 +796,29 @@ def best_speedups(machines) -> Figure:
     ax.margins(x=0.12)
     ax.set_xlabel("best speed-up over fp32 eager on the same device")
     figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
+    return figure
+
+
+def growth(panels) -> plt.Figure:
+    """Speed-up by AMP and its share of FP32's memory while something grows.
+
+    `panels[what]` is (values, speed-ups, shares), each with one entry for each value.
+    """
+    figure, axes = plt.subplots(2, len(panels), figsize=(8.5, 4.4), sharey="row", sharex="col")
+    for (upper, lower), (what, (values, speedups, shares)) in zip(
+        axes.T, panels.items(), strict=True
+    ):
+        upper.plot(values, speedups, "-o", color=COLOURS["bf16"], linewidth=2)
+        lower.plot(values, shares, "--s", color=COLOURS["fp32"], linewidth=2)
+        for ax, level in ((upper, 1), (lower, 0.5)):
+            ax.axhline(level, color="black", linewidth=1)
+        lower.set_xscale("log", base=2)
+        lower.set_xticks(values, [str(value) for value in values])
+        lower.minorticks_off()
+        lower.set_xlabel(what)
+    for row in axes:
+        highest = max(ax.dataLim.ymax for ax in row)
+        row[0].set_ylim(0, 1.1 * highest)  # the others of the row share it
+    axes[0, 0].set_ylabel("speed-up by AMP")
+    axes[1, 0].set_ylabel("memory, share of FP32")
     return figure

@@ -1,6 +1,7 @@
 """Our loop and those of other libraries against a bare one: same model, data and precision."""
 
 import copy
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -9,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_lab.bench.results import PeerRow
-from amp_lab.errors import PeerError
-from amp_lab.measure import allocated_bytes, measure
+from amp_lab.errors import PeerError, first_line
+from amp_lab.measure import allocated_bytes, is_out_of_memory, measure
 from amp_lab.models import build_model
 from amp_lab.peers import PEERS
 from amp_lab.precision import Precision
@@ -19,16 +20,17 @@ from amp_lab.precision import Precision
 def run_peers(
     device: torch.device,
     precisions: Sequence[Precision],
+    rows: list[PeerRow],
     *,
     quick: bool = False,
     rounds: int = 10,
     say: Callable[[str], None] = lambda line: None,
-) -> list[PeerRow]:
-    """Time a training step of ResNet-18 through each library of `amp_lab.peers`, in turns.
+) -> None:
+    """Time a training step of ResNet-18 through each library of `amp_lab.peers`; add to `rows`.
 
-    A ratio is the median over the turns of its time over that of the bare loop in the same turn, so
-    that a machine that slows down slows both. A library that is not installed, or refuses the
-    precision, is reported as not run.
+    They take turns. A ratio is the median over the turns of its time over that of the bare loop in
+    the same turn, so that a machine that slows down slows both. A library that is not installed, or
+    refuses the precision, is reported as not run, and one that fails as failed.
     """
     accelerator = device.type != "cpu"
     batch, size = (256, 224) if accelerator and not quick else (64, 32)
@@ -37,33 +39,43 @@ def run_peers(
     images = torch.randn(batch, 3, size, size).to(device)
     labels = (torch.arange(batch) % 10).to(device)
     model = build_model("resnet18", 10).to(device)
-    rows = []
+    title = f"resnet18 {batch}x3x{size}x{size}"
     for precision in precisions:
-        say(f"resnet18 {batch}x3x{size}x{size} through {', '.join(PEERS)} in {precision}")
+        say(f"{title} through {', '.join(PEERS)} in {precision}")
         here = {}
         for name, build in PEERS.items():
-            row = PeerRow(name, str(precision), "ok")
+            row = PeerRow(name, title, str(precision), "ok")
             rows.append(row)
+            held = allocated_bytes(device)
             own = copy.deepcopy(model)  # each trains its own
             optimizer = torch.optim.AdamW(own.parameters(), lr=1e-4, fused=True)
-            held = allocated_bytes(device)
             try:
                 run = build(own, optimizer, _loss, (images, labels), precision, device)
-                m = measure(lambda run=run: run(steps), device=device, warmup=1, repeats=1)
+                m = measure(functools.partial(run, steps), device=device, warmup=1, repeats=1)
             except PeerError as error:
                 row.status, row.reason = "not run", str(error)
+                continue
+            except RuntimeError as error:
+                row.status = "out of memory" if is_out_of_memory(error) else "failed"
+                row.reason = first_line(error)
                 continue
             row.peak_bytes = None if m.peak_bytes is None else m.peak_bytes - held
             here[name] = row, run
         for turn in range(rounds):
             order = list(here.values())
             for row, run in order if turn % 2 == 0 else reversed(order):
-                m = measure(lambda run=run: run(steps), device=device, warmup=0, repeats=1)
+                m = measure(
+                    functools.partial(run, steps),
+                    device=device,
+                    warmup=int(accelerator),  # `measure` empties the cache, which this fills again
+                    repeats=1,
+                )
                 row.samples_s.append(m.samples_s[0] / steps)
+        if "torch" not in here:
+            continue
         bare = here["torch"][0].samples_s
         for row, _ in here.values():
             row.ratio = statistics.median(a / b for a, b in zip(row.samples_s, bare, strict=True))
-    return rows
 
 
 def _loss(outputs: Tensor, targets: Tensor) -> Tensor:

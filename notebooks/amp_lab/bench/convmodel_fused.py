@@ -141,10 +141,10 @@ class _Normalised:
     @classmethod
     def from_sums(cls, norm, sums: list[tuple[Tensor, Tensor]], bias: Tensor, n: int):
         """From the sums of z and of its squares in each block."""
-        total, squares = (torch.stack(parts).double().sum(0) for parts in zip(*sums, strict=True))
+        total, squares = (torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))
         mean = total / n
         variance = (squares / n - mean * mean).clamp_min(0)
-        return cls(norm, mean.float(), variance.float(), bias, n)
+        return cls(norm, mean, variance, bias, n)
 
     def backward(self, g: Tensor, gz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Factors of gradient, of z, and the constant that make the gradient of z.

@@ -1,5 +1,7 @@
 """What a device can do at most, and what a step has to do at least."""
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,21 +26,30 @@ class Ceilings:
 
     flops_per_s: dict[str, float | None]
     """Of a large square matrix product, by precision; None for one that the device lacks."""
-    copy_bytes_per_s: dict[int, float]
-    """Of a copy, by the bytes that it reads and writes together: small ones stay in a cache."""
+    stream_bytes_per_s: dict[int, float]
+    """Of a copy or a sum, the faster, by the bytes read and written: few stay in a cache."""
     trusted: bool
     """Whether repeated measurements agreed."""
 
-    def copy_rate(self, nbytes: int) -> float:
-        """The highest rate of a copy of so many bytes or more, since a cache may hold them."""
-        sizes = sorted(self.copy_bytes_per_s)
-        nearest = max((size for size in sizes if size <= nbytes), default=sizes[0])
-        return max(rate for size, rate in self.copy_bytes_per_s.items() if size >= nearest)
+    def stream_rate(self, nbytes: int) -> float:
+        """The highest rate for so many bytes or more, since a cache may hold them."""
+        nearest = self._nearest(nbytes)
+        return max(rate for size, rate in self.stream_bytes_per_s.items() if size >= nearest)
+
+    def raise_stream_rate(self, nbytes: int, rate: float) -> None:
+        """Note that so many bytes were moved at this rate, if it is the highest."""
+        if rate > self.stream_rate(nbytes):
+            self.stream_bytes_per_s[self._nearest(nbytes)] = rate
+
+    def _nearest(self, nbytes: int) -> int:
+        """The largest measured size that is no larger, or else the smallest."""
+        sizes = sorted(self.stream_bytes_per_s)
+        return max((size for size in sizes if size <= nbytes), default=sizes[0])
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """Bytes/s of a copy that fits in no cache."""
-        return self.copy_bytes_per_s[max(self.copy_bytes_per_s)]
+        """Bytes/s of what fits in no cache."""
+        return self.stream_bytes_per_s[max(self.stream_bytes_per_s)]
 
 
 @dataclass(frozen=True)
@@ -46,7 +57,10 @@ class Count:
     """What one step does, counted and not timed."""
 
     flops: int
-    """Multiplications and additions of its matrix products and convolutions."""
+    """Multiplications and additions of its matrix products and convolutions.
+
+    Attention counts in full, although a causal kernel may leave out up to half of it.
+    """
     moved_bytes: int
     """What the ops of the plain eager step read and write, each op from and to memory."""
     least_bytes: int
@@ -57,7 +71,7 @@ class Count:
         rate = ceilings.flops_per_s[precision]
         if rate is None:
             return None
-        return max(self.flops / rate, self.least_bytes / ceilings.copy_rate(self.least_bytes))
+        return max(self.flops / rate, self.least_bytes / ceilings.stream_rate(self.least_bytes))
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
@@ -75,28 +89,33 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     trusted = all(max(found) < 1.25 * min(found) for found in turns.values())
     return Ceilings(
         flops_per_s={str(precision): rate for precision, rate in rates.items()},
-        copy_bytes_per_s=_copy_rates(device),
+        stream_bytes_per_s=_stream_rates(device),
         trusted=trusted,
     )
 
 
-def _copy_rates(device: torch.device) -> dict[int, float]:
-    """The fastest of some copies of each size, from 64 KiB to more than any cache holds."""
-    rates = {}
+def _stream_rates(device: torch.device) -> dict[int, float]:
+    """The fastest of some copies and sums, from 64 KiB to more than any cache holds."""
     _, largest = _LARGEST["cpu" if device.type == "cpu" else "accelerator"]
-    nbytes = 2**15
-    while nbytes < largest:
-        nbytes *= 2  # half of it read, half written
-        source = torch.empty(nbytes // 8, device=device).normal_()
-        copy = torch.empty_like(source)
+    memory = describe_device(device).memory_bytes
+    if memory is not None:
+        largest = min(largest, memory // 8)
+    rates: dict[int, float] = {}
+    nbytes = 2**16
+    while nbytes <= largest:
         calls = max(1, 2**24 // nbytes)  # a single small one is shorter than the clock can tell
+        source = torch.empty(nbytes // 4, device=device).normal_()
+        half = source[: source.numel() // 2]
+        copy = torch.empty_like(half)  # half of the bytes are read, half are written
+        for run in (functools.partial(copy.copy_, half), source.sum):
 
-        def copies(copy=copy, source=source, calls=calls) -> None:
-            for _ in range(calls):
-                copy.copy_(source)
+            def runs(run=run, calls=calls) -> None:
+                for _ in range(calls):
+                    run()
 
-        m = measure(copies, device=device, warmup=1, repeats=3)
-        rates[nbytes] = calls * nbytes / min(m.samples_s)
+            m = measure(runs, device=device, warmup=1, repeats=5)
+            rates[nbytes] = max(rates.get(nbytes, 0.0), calls * nbytes / min(m.samples_s))
+        nbytes *= 2
     return rates
 
 
@@ -134,10 +153,25 @@ def count_step(
     Adam's training step reads and writes each weight and two numbers of state, in fp32. Inference
     reads inputs and weights once, as they are kept.
     """
-    with FlopCounterMode(display=False) as flops:
+    backward = {torch.ops.aten.convolution_backward: _convolution_backward}
+    with FlopCounterMode(display=False, custom_mapping=backward) as flops:
         step()
     with _Moved() as moved:
         step()
     weights = sum(p.numel() * p.itemsize for p in model.parameters())
     read = inputs.numel() * inputs.itemsize + (6 if training else 1) * weights
     return Count(flops.get_total_flops(), moved.nbytes, read)
+
+
+def _convolution_backward(
+    gradient, inputs, weight, bias, stride, padding, dilation, transposed, output_padding, groups,
+    wanted, out_shape=None, **settings,
+) -> int:  # fmt: skip
+    """FLOPs for the gradients that are wanted: torch's own count leaves out the groups.
+
+    All but the last are shapes. Each gradient takes what the forward pass does: every weight meets
+    every pixel of the output (of the input, if transposed).
+    """
+    pixels = inputs if transposed else gradient  # (N, C, …)
+    forward = 2 * pixels[0] * math.prod(pixels[2:]) * math.prod(weight)
+    return forward * (wanted[0] + wanted[1])

@@ -54,7 +54,9 @@ class Row:
     share_of_limit: float | None = None
     """`floor_s` over the median: 1 is as fast as the device can."""
     error: float | None = None
-    """Difference of losses or output from fp32 eager's, relative, in the Euclidean norm."""
+    """Difference of the first loss, or the output, from fp32 eager's: relative, Euclidean norm."""
+    progress: float | None = None
+    """How far the loss falls in the first training steps, over how far it does in fp32 eager."""
 
     @property
     def title(self) -> str:
@@ -72,6 +74,7 @@ class PeerRow:
     """One library's training step, on the same model, data and precision."""
 
     peer: str
+    workload: str
     precision: str
     status: str
     reason: str = ""
@@ -87,10 +90,10 @@ class Results(Printed):
     """All that one run found; `str` of it is made to be read."""
 
     environment: dict[str, str | int | bool]
-    """Device, torch, driver, threads, date."""
+    """Device, backend, torch, threads, date, and how the run was asked for."""
     flops_per_s: dict[str, float | None]
     """Measured limit by precision; None for one that the device lacks."""
-    copy_bytes_per_s: dict[str, float]
+    stream_bytes_per_s: dict[str, float]
     """Measured limit of a copy, by the bytes that it reads and writes."""
     trusted: bool
     """Whether the ceilings repeated; if not, the machine was busy."""
@@ -110,31 +113,17 @@ class Results(Printed):
         except OSError as error:
             raise BenchError(f"{path}: cannot be written ({error.strerror})") from error
 
-    def find(self, workload: str, precision: str, rung: str) -> Row | None:
-        """The row of a workload, if it is there and has figures."""
-        for row in self.rows:
-            if (row.workload, row.precision, row.rung) == (workload, precision, rung):
-                return row if row.status == "ok" else None
-        return None
-
-    def best(self) -> dict[str, Row]:
-        """The fastest row of each workload that has figures, by its name and size."""
-        found: dict[str, Row] = {}
-        for row in self.rows:
-            if row.status == "ok" and (
-                row.title not in found or row.median_s < found[row.title].median_s
-            ):
-                found[row.title] = row
-        return found
-
     def ladder(self) -> dict[str, list[tuple]]:
-        """For `plots.speed_ladder`: the rows that have figures, by workload."""
+        """For `plots.speed_ladder`: the rows by workload, with their state where it is not ok."""
         panels: dict[str, list[tuple]] = {}
         for row in self.rows:
-            if row.status == "ok" and row.median_s is not None:
-                limit = None if row.floor_s is None else 1e3 * row.floor_s
-                bar = row.precision, row.rung, 1e3 * row.median_s, limit, row.speedup
-                panels.setdefault(row.title, []).append(bar)
+            bars = panels.setdefault(row.title, [])
+            if row.status != "ok":
+                bars.append((row.precision, row.rung, None, None, row.status))
+                continue
+            limit = None if row.floor_s is None else 1e3 * row.floor_s
+            speedup = f"{row.speedup:.2f}x" if row.speedup else ""
+            bars.append((row.precision, row.rung, 1e3 * row.median_s, limit, speedup))
         return panels
 
     def roofline(self) -> tuple[dict[str, float], float, list[tuple]]:
@@ -157,7 +146,7 @@ class Results(Printed):
     @property
     def memory_bytes_per_s(self) -> float:
         """Bytes/s of a copy that fits in no cache."""
-        return self.copy_bytes_per_s[max(self.copy_bytes_per_s, key=int)]
+        return self.stream_bytes_per_s[max(self.stream_bytes_per_s, key=int)]
 
     def _table(self) -> Table:
         head = [
@@ -170,6 +159,7 @@ class Results(Printed):
             "FLOP/s",
             "of limit",
             "off fp32",
+            "learns",
         ]
         rows, before = [], None
         for row in self.rows:
@@ -191,6 +181,7 @@ class Results(Printed):
                     rate(row.flops_per_s, "FLOP/s"),
                     f"{row.share_of_limit:.0%}" if row.share_of_limit is not None else "-",
                     f"{row.error:.1e}" if row.error is not None else "-",
+                    f"{row.progress:.0%}" if row.progress is not None else "-",
                 ]
             )
         if all(row.peak_bytes is None for row in self.rows):  # as on a CPU
@@ -213,8 +204,9 @@ class Results(Printed):
         facts = [
             f"The device's limits, measured: {rates}; copy {copy}.",
             "Speed-up: over fp32 eager in the same run. Of limit: the time that the counted FLOPs, "
-            "or the least bytes, take at those rates, over the time measured. Off fp32: how far "
-            "losses, or the output, are from those of fp32 eager.",
+            "or the least bytes, take at those rates, over the time measured.",
+            "Off fp32: how far the first loss, or the output, is from that of fp32 eager. Learns: "
+            "how far the loss falls in five steps, over how far it does there.",
         ]
         facts += [
             f"{row.title}, {row.precision} {row.rung}: {row.status}, {row.reason}."
@@ -230,11 +222,18 @@ class Results(Printed):
         for peer in self.peers:
             if peer.ratio is not None and peer.peer != "torch":
                 facts.append(
-                    f"{peer.peer} in {peer.precision}: {peer.ratio:.2f} of the time of a bare loop."
+                    f"{peer.workload} through {peer.peer} in {peer.precision}: {peer.ratio:.2f} of "
+                    f"the time of a bare loop{self._memory_ratio(peer)}."
                 )
             elif peer.status != "ok":
                 facts.append(f"{peer.peer} in {peer.precision}: {peer.status}, {peer.reason}.")
         return facts
+
+    def _memory_ratio(self, peer: PeerRow) -> str:
+        for bare in self.peers:
+            if (bare.peer, bare.precision) == ("torch", peer.precision) and bare.peak_bytes:
+                return f", {peer.peak_bytes / bare.peak_bytes:.2f} of its memory"
+        return ""
 
 
 def load_results(path: str | os.PathLike) -> Results:
@@ -255,18 +254,24 @@ def load_results(path: str | os.PathLike) -> Results:
         rows = [_checked(Row, row) for row in content.pop("rows")]
         peers = [_checked(PeerRow, row) for row in content.pop("peers")]
         results = _checked(Results, content | {"rows": [], "peers": []})
-        _check_environment(results)
+        results = dataclasses.replace(results, rows=rows, peers=peers)
+        _check_values(results)
     except (KeyError, TypeError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise BenchError(f"{path}: damaged, {what}") from error
-    return dataclasses.replace(results, rows=rows, peers=peers)
+    return results
 
 
-def _check_environment(results: Results) -> None:
+def _check_values(results: Results) -> None:
     for name in ("device", "torch", "threads", "date"):
         results.environment[name]
-    if not results.copy_bytes_per_s or not all(map(str.isdigit, results.copy_bytes_per_s)):
-        raise TypeError(f"'copy_bytes_per_s' is {results.copy_bytes_per_s!r}")
+    for row in results.rows:
+        if row.status not in STATES:
+            raise TypeError(f"'status' is {row.status!r}")
+        if row.status == "ok" and None in (row.median_s, row.iqr_s, row.items_per_s):
+            raise TypeError(f"{row.title}, {row.precision} {row.rung} is ok, but has no time")
+    if not results.stream_bytes_per_s or not all(map(str.isdigit, results.stream_bytes_per_s)):
+        raise TypeError(f"'stream_bytes_per_s' is {results.stream_bytes_per_s!r}")
 
 
 def _checked(kind: type, values: object):
@@ -309,6 +314,19 @@ class Compared(Printed):
         """Workload, size, precision and rung that all have, in the order of the first."""
         keys = [{row.key for row in r.rows if row.status == "ok"} for r in self.results]
         return [row.key for row in self.results[0].rows if all(row.key in k for k in keys)]
+
+    def to_json(self) -> str:
+        """What all have, as JSON."""
+        by_key = [{row.key: row for row in r.rows} for r in self.results]
+        rows = [
+            {
+                "key": key,
+                "median_s": [rows_of[key].median_s for rows_of in by_key],
+                "speedup": [rows_of[key].speedup for rows_of in by_key],
+            }
+            for key in self.common()
+        ]
+        return json.dumps({"names": self.names, "rows": rows}, indent=1)
 
     def best_speedups(self) -> dict[str, dict[str, float]]:
         """For `plots.best_speedups`: among what all have, the best of each workload."""

@@ -1,6 +1,11 @@
-"""The rungs of the speed ladder: each is a change to the step, on top of all before it."""
+"""The rungs of the speed ladder.
+
+Each is a change to the step, on top of all before it; a mode of torch.compile takes the place of
+the one before, and the step written by hand that of everything.
+"""
 
 import contextlib
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -11,6 +16,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from amp_lab.bench.convmodel_fused import FusedStep
 from amp_lab.bench.workloads import Problem, Workload
+from amp_lab.errors import BenchError
 from amp_lab.precision import Precision
 
 RUNGS = {
@@ -21,8 +27,9 @@ RUNGS = {
     "fold-norm": "batch normalisation folded into the convolution before it",
     "cast-once": "weights and input kept in the low precision, without autocast",
     "compile": "torch.compile: elementwise ops in one kernel, fewer calls",
-    "cuda-graphs": "the step recorded once and replayed, without the host",
+    "cuda-graphs": "forward and backward recorded once and replayed, without the host",
     "max-autotune": "torch.compile tries several kernels for each matrix product",
+    "fp8": "linear layers in float8, through torchao",
     "by-hand": "the step written anew, see convmodel_fused.py",
 }
 """Every rung, from the lowest, and what it is."""
@@ -39,18 +46,45 @@ def rungs_of(workload: Workload, precision: Precision, device: torch.device) -> 
     low = precision.dtype is not torch.float32
     exists = {
         "eager": True,
-        "channels-last": "channels_last" in workload.takes,
+        "channels-last": "channels-last" in workload.takes,
         "fused-adam": workload.kind == "training",
         "no-sync": workload.kind == "training" and accelerator,  # a CPU has nothing to wait for
-        "fold-norm": "fold norm" in workload.takes,
+        "fold-norm": "fold-norm" in workload.takes,
         "cast-once": workload.kind == "inference" and low,
         "compile": workload.kind != "product",
         "cuda-graphs": workload.kind != "product" and device.type == "cuda",
         "max-autotune": workload.kind != "product",
+        "fp8": "fp8" in workload.takes and precision is Precision.BF16 and has_fp8(device),
         # Its gradients are not scaled, so fp16 would lose them.
-        "by-hand": "by hand" in workload.takes and precision is not Precision.FP16,
+        "by-hand": "by-hand" in workload.takes and precision is not Precision.FP16,
     }
     return [rung for rung in RUNGS if exists[rung]]
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether a device multiplies matrices in float8: NVIDIA's, from Ada and Hopper on."""
+    if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def use_fp8(model: nn.Module, *, emulate: bool = False) -> None:
+    """Let linear layers compute in float8, scaled for each tensor; weights stay float32.
+
+    Layers whose sizes are no multiples of 16, which the kernels need, stay as they are. `emulate`
+    rounds to float8, and multiplies in the precision around. Raises `BenchError` without torchao.
+    """
+    try:
+        float8 = importlib.import_module("torchao.float8")
+    except ImportError as error:
+        raise BenchError("float8 needs torchao, of the dependency group bench: pdm sync") from error
+    float8.convert_to_float8_training(
+        model,
+        module_filter_fn=lambda layer, name: (
+            layer.weight.shape[0] % 16 == layer.weight.shape[1] % 16 == 0
+        ),
+        config=float8.Float8LinearConfig(emulate=emulate),
+    )
 
 
 def float32_mode(precision: Precision, device: torch.device) -> AbstractContextManager:
@@ -83,6 +117,8 @@ def make_step(workload: Workload, precision: Precision, rung: str, device: torch
     if "channels-last" in taken:
         problem.model.to(memory_format=torch.channels_last)
         problem.inputs = problem.inputs.to(memory_format=torch.channels_last)
+    if "fp8" in taken:
+        use_fp8(problem.model)
     if workload.kind == "training":
         if "by-hand" in taken:
             return _by_hand(problem, precision)

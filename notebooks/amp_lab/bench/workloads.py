@@ -109,7 +109,7 @@ def convmodel_workload(size: int, *, hidden: int = 256, kind: str = "training") 
         model = ConvModel(hidden).to(device)
         return Problem(model, inputs, lambda out: F.mse_loss(out, target), 1e-3, target)
 
-    takes = {"channels_last", "by hand"} if kind == "training" else {"channels_last", "fold norm"}
+    takes = {"channels-last", "by-hand"} if kind == "training" else {"channels-last", "fold-norm"}
     name = "convmodel" if kind == "training" else "convmodel-inference"
     return Workload(name, f"1x2x{size}x{size}", kind, "images", 1, build, frozenset(takes))
 
@@ -129,7 +129,7 @@ def classifier_workload(model_name: str, batch: int, size: int, *, classes: int 
         return Problem(model, images, lambda out: F.cross_entropy(out.float(), labels), 1e-4)
 
     shape = f"{batch}x3x{size}x{size}"
-    takes = frozenset({"channels_last"})
+    takes = frozenset({"channels-last"})
     name = model_name.replace("_", "-")
     return Workload(name, shape, "training", "images", batch, build, takes, many_layers=True)
 
@@ -147,7 +147,9 @@ def gpt_workload(batch: int, tokens: int, *, width: int, blocks: int, vocabulary
         return Problem(model, text[:, :-1].contiguous(), loss_fn, 1e-4)
 
     size = f"{batch}x{tokens}, width {width}, {blocks} blocks"
-    return Workload("gpt", size, "training", "tokens", batch * tokens, build)
+    return Workload(
+        "gpt", size, "training", "tokens", batch * tokens, build, takes=frozenset({"fp8"})
+    )
 
 
 def product_workload(m: int, k: int, n: int) -> Workload:

@@ -1,0 +1,563 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Climb from FP32 to the limit of your hardware
+#
+# **What you'll do.** Take the training step of [notebook 04](04_fp32_vs_amp.ipynb) and make it
+# faster, one change at a time: predict what the change will give, make it, measure it, and find out
+# why it gave more or less. Beside every figure stands the limit of your device, measured too.
+#
+# **What you'll learn.**
+# - how to count what a step has to do, and how long that takes at least;
+# - what each rung of the ladder changes: precision, memory format, optimizer, compiler, and last a
+#   step written anew;
+# - when AMP loses: small problems, problems without matrix products, and formats that the hardware
+#   does not have;
+# - which of it pays on *your* machine.
+#
+# **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb) for the problem and for how to measure;
+# [notebook 09](09_xray_your_model.ipynb) for memory forecasts. It runs on a CPU in about a minute.
+# Rungs that compile need a C++ compiler.
+
+# %%
+import functools
+import statistics
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from amp_lab import Precision, forecast_memory, measure, plots, recommend_precision, xray
+from amp_lab.bench import count_step, measure_ceilings
+from amp_lab.bench.convmodel_fused import FusedStep
+from amp_lab.cli import main as amp_lab_command
+from amp_lab.convmodel import ConvModel, quantized_sine
+from amp_lab.notebook import start
+
+device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
+plots.use_style()
+
+# %% [markdown]
+# The low precision to climb in is the one that `amp-lab doctor` recommends here; where it
+# recommends none, bf16 shows what that costs.
+
+# %% tags=["nbval-ignore-output"]
+config = {
+    "quick": {
+        "size": 128,
+        "hidden": 256,
+        "turns": 3,
+        "sizes": (16, 32, 64),
+        "widths": (16, 64, 256),
+    },
+    "full": {
+        "size": 512,
+        "hidden": 256,
+        "turns": 10,
+        "sizes": (32, 128, 512),
+        "widths": (16, 64, 256),
+    },
+}[scale]
+recommended = recommend_precision(device)
+low = recommended if recommended in ("fp16", "bf16") else Precision.BF16
+print(f"{device}, {scale} scale, from fp32 to {low}")
+assert low.dtype.itemsize == 2
+
+# %% [markdown]
+# ## The limit: what can this device do?
+#
+# A step multiplies matrices and moves data. Both have a highest rate, which can be measured: that
+# of one large matrix product, in each precision, and that of a copy. A copy that fits in a cache is
+# faster than one that does not, so there is a rate for each size.
+
+# %% tags=["nbval-ignore-output"]
+limits = measure_ceilings(device)
+for precision, rate in limits.flops_per_s.items():
+    print(f"{precision}: {'not here' if rate is None else f'{rate / 1e9:,.0f} GFLOP/s'}")
+for nbytes in (2**20, max(limits.stream_bytes_per_s)):
+    print(f"copy of {nbytes / 2**20:,.0f} MiB: {limits.stream_bytes_per_s[nbytes] / 1e9:.0f} GB/s")
+assert limits.flops_per_s["fp32"] > 0
+
+# %% [markdown]
+# ## The work: what must a step do?
+#
+# The ConvModel learns a picture from its coordinates. Its 1x1 convolutions multiply, for each of
+# the P pixels, a matrix of outputs x inputs with a vector: 2 FLOPs for each weight, one
+# multiplication and one addition. The backward pass does that twice more, for the gradient of the
+# weights and for that of the input; only the first convolution needs none of its input.
+
+# %%
+inputs, target = quantized_sine(config["size"], device)  # (1, 2, H, W), (1, 1, H, W)
+pixels, hidden = target.numel(), config["hidden"]
+weights = [2 * hidden, hidden * hidden, hidden * hidden, hidden]
+flops = 2 * pixels * (3 * sum(weights) - weights[0])
+print(f"{pixels:,} pixels, {sum(weights):,} weights: {flops / 1e9:.2f} GFLOP a step")
+
+# %% [markdown]
+# torch can count too, by watching the ops of a real step. Here is the recipe as one finds it
+# everywhere; the loss is read after every step, to be printed, which makes a GPU's host wait.
+
+
+# %%
+def new_model():
+    """The network and its optimizer, the same each time."""
+    torch.manual_seed(0)
+    model = ConvModel(hidden).to(device)
+    return model, torch.optim.Adam(model.parameters(), lr=1e-3)
+
+
+def recipe(inputs=inputs, target=target):
+    """The plain recipe; returns a function that does one step and returns the loss."""
+    model, optimizer = new_model()
+
+    def step():
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), target)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+with FlopCounterMode(display=False) as counter:
+    recipe()()
+print(f"counted by torch: {counter.get_total_flops() / 1e9:.2f} GFLOP")
+assert counter.get_total_flops() == flops
+
+# %% [markdown]
+# ## Predict
+#
+# If the step did nothing but multiply matrices at the measured rate, it would take:
+
+# %% tags=["nbval-ignore-output"]
+floor_ms = {p: 1e3 * flops / limits.flops_per_s[p] for p in ("fp32", low, "bf16")}
+for precision, floor in floor_ms.items():
+    print(f"{precision}: at least {floor:.2f} ms")
+print(f"so the low precision promises {floor_ms['fp32'] / floor_ms[low]:.2f}x")
+assert all(floor > 0 for floor in floor_ms.values())
+
+# %% [markdown]
+# Write down what you expect: how much of that promise will the change to AMP alone keep?
+#
+# ## Climb
+#
+# Each rung is a function that makes a step, as `recipe` does. The rungs take turns, so that a
+# machine that slows down in the meantime slows all of them. Before it is timed, a rung has to prove
+# that it computes the same: the losses of its first five steps are held against those of FP32.
+
+
+# %%
+def float32_mode(precision):
+    """TF32 off for FP32, which an NVIDIA GPU would otherwise use; nothing for AMP."""
+    return precision.autocast(device.type) if precision.dtype is torch.float32 else nullcontext()
+
+
+class Ladder:
+    """Steps by name, their losses, and their times in seconds."""
+
+    def __init__(self):
+        self.steps, self.losses, self.seconds = {}, {}, {}
+
+    def add(self, name, precision, step):
+        """Put a rung on top, after checking its losses against the lowest one's."""
+        with float32_mode(precision):
+            losses = torch.tensor([float(step()) for _ in range(5)])
+        first = next(iter(self.losses.values()), losses)
+        off = ((losses - first).norm() / first.norm()).item()
+        assert off < 0.06, name  # for bf16 16 roundings of 2^-8, about one for each op
+        self.steps[name], self.losses[name] = (precision, step), losses
+        return off
+
+
+# %% [markdown]
+# A sample is the time of three steps, a third of it for each: a device must be free to begin the
+# next step before the host has seen the end of the last.
+
+
+# %%
+def climb(ladder):
+    """Time all rungs in turns, forwards and backwards; return the median of each in ms."""
+    for turn in range(config["turns"]):
+        for name in list(ladder.steps)[:: 1 if turn % 2 == 0 else -1]:
+            precision, step = ladder.steps[name]
+            with float32_mode(precision):
+                three = functools.partial(lambda step: [step() for _ in range(3)], step)
+                m = measure(three, device=device, warmup=1, repeats=1)
+            ladder.seconds.setdefault(name, []).append(m.median_s / 3)
+    return {name: 1e3 * statistics.median(found) for name, found in ladder.seconds.items()}
+
+
+# %% [markdown]
+# **The ground: FP32**, as the recipe has it.
+
+# %%
+ladder = Ladder()
+assert ladder.add("recipe", Precision.FP32, recipe()) == 0
+assert ladder.losses["recipe"][-1] < ladder.losses["recipe"][0]  # it learns
+
+# %% [markdown]
+# **Rung 1: AMP.** Autocast around the forward pass, and in fp16 a scaler. From here on each rung
+# keeps what the one below it has, so the step takes its parts as arguments.
+
+
+# %%
+def amp_step(model, optimizer, inputs, target, read_loss=True):
+    """One AMP training step; returns a function."""
+    scaler = low.grad_scaler(device.type, init_scale=2.0**12)  # no step overflows: losses compare
+
+    def step():
+        optimizer.zero_grad()
+        with torch.autocast(device.type, dtype=low.dtype):  # rung 1
+            loss = nn.functional.mse_loss(model(inputs), target)
+        scaler.scale(loss).backward()  # rung 1
+        scaler.step(optimizer)  # rung 1
+        scaler.update()  # rung 1
+        return loss.item() if read_loss else loss.detach()
+
+    return step
+
+
+off = ladder.add("AMP", low, amp_step(*new_model(), inputs, target))
+assert 0 < off < 0.06  # it rounds, and no more than that
+
+# %% [markdown]
+# **Rung 2: channels last.** An image is stored channel by channel, N, C, H, W. A 1x1 convolution is
+# a matrix product over the channels of each pixel, so it wants those side by side: N, H, W, C. The
+# shape of the tensor stays; only its strides change.
+
+# %%
+model, optimizer = new_model()
+model.to(memory_format=torch.channels_last)  # rung 2
+inputs_last = inputs.to(memory_format=torch.channels_last)  # rung 2
+off = ladder.add("channels last", low, amp_step(model, optimizer, inputs_last, target))
+assert inputs_last.shape == inputs.shape
+assert inputs_last.stride()[1] == 1  # from one channel to the next
+
+# %% [markdown]
+# **Rung 3: a fused optimizer, and no waiting.** `fused=True` updates all weights in one kernel, and
+# moves the scaler's check for overflow into it. And the loss is no longer read after each step: it
+# stays on the device until someone looks. On a CPU, which has nothing to wait for, the second part
+# does nothing.
+
+
+# %%
+def new_fused_model():
+    """The same with channels last and the fused optimizer."""
+    model, _ = new_model()
+    model.to(memory_format=torch.channels_last)
+    return model, torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)  # rung 3
+
+
+parts = *new_fused_model(), inputs_last, target
+off = ladder.add("fused Adam, no waiting", low, amp_step(*parts, read_loss=False))
+assert off < 0.06
+
+# %% [markdown]
+# **Rung 4: torch.compile.** Convolution, normalisation and ReLU each read their input from memory
+# and write their output to it. The compiler turns what lies between two matrix products into one
+# kernel, and does the same for the backward pass.
+
+# %% tags=["nbval-ignore-output"]
+model, optimizer = new_fused_model()
+compiled = torch.compile(model)  # rung 4
+off = ladder.add(
+    "compiled", low, amp_step(compiled, optimizer, inputs_last, target, read_loss=False)
+)
+print(f"the losses of five steps differ by {off:.1e} from FP32's")
+assert off < 0.06
+
+# %% [markdown]
+# **Rung 5: by hand.** What a compiler may not do is change the computation. Batch normalisation
+# needs the mean of a whole layer before the next layer may begin, so a step takes five passes over
+# the pixels. `FusedStep` makes just these five. On a CPU it works on a block of pixels at a time,
+# that stays in the cache; it computes the first layer anew where it is needed, which is cheaper than
+# to store it; and of all activations it keeps two. Its source is worth
+# reading: `amp_lab/bench/convmodel_fused.py`, some 200 lines. It scales no gradients, so it computes
+# in bf16.
+
+# %% tags=["nbval-ignore-output"]
+model, optimizer = new_fused_model()
+by_hand = FusedStep(model, torch.bfloat16)  # rung 5
+
+
+def step_by_hand():
+    """Forward and backward in one call, then the optimizer."""
+    loss = by_hand(inputs, target)
+    optimizer.step()
+    return loss
+
+
+off = ladder.add("by hand", Precision.BF16, step_by_hand)
+print(f"the losses of five steps differ by {off:.1e} from FP32's")
+assert off < 0.06
+
+# %% [markdown]
+# Now all of them, in turns.
+
+# %% tags=["nbval-ignore-output"]
+milliseconds = climb(ladder)
+ground = milliseconds["recipe"]
+bars = []
+for name, (precision, _) in ladder.steps.items():
+    took, limit = milliseconds[name], floor_ms[precision]
+    bars.append((str(precision), name, took, limit, f"{ground / took:.2f}x"))
+    print(f"{name:<24}{took:8.2f} ms  {ground / took:5.2f}x  {limit / took:4.0%} of limit")
+assert len(bars) == 6
+
+# %% [markdown]
+# As a picture: each bar is the time of a step, the black tick is where the matrix products alone
+# would end.
+
+# %% tags=["nbval-ignore-output"]
+_ = plots.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})
+
+# %% [markdown]
+# Compare with what you wrote down: how much of the promise did AMP alone keep, and which rung brought
+# the rest nearer? The sections below explain what a rung can change.
+#
+# ## Explain: bytes, not FLOPs
+#
+# `count_step` watches every op of an eager step, and adds up what it reads and writes. Between two
+# matrix products there are normalisation, ReLU and their gradients. They compute next to nothing,
+# but each reads and writes all of the pixels.
+
+# %% tags=["nbval-ignore-output"]
+counts = {}
+for precision in (Precision.FP32, low):
+    model, optimizer = new_model()
+    step = amp_step(model, optimizer, inputs, target) if precision is low else recipe()
+    with float32_mode(precision):
+        counts[precision] = count_step(step, model, inputs, training=True)
+    moved = counts[precision].moved_bytes
+    print(f"{precision}: {moved / 2**20:,.0f} MiB, {flops / moved:.0f} FLOPs for each byte")
+assert counts[low].flops == flops
+assert counts[low].moved_bytes < counts["fp32"].moved_bytes
+
+# %% [markdown]
+# The step by hand stores two activations and one gradient of P x 256 values in two bytes each. It
+# writes each once; the first activation is read three times, the second twice, the gradient once. On
+# a CPU that is all, since its blocks stay in the cache; on a GPU a pass has some more.
+
+# %%
+moved_by_hand = (3 + 3 + 2 + 1) * 2 * pixels * hidden  # bytes
+print(f"by hand: {moved_by_hand / 2**20:,.0f} MiB, {flops / moved_by_hand:.0f} FLOPs for each byte")
+assert 5 * moved_by_hand < counts[low].moved_bytes
+
+# %% [markdown]
+# The **roofline** puts both limits into one picture. To the right, upwards: FLOPs for each byte
+# moved, and FLOP/s achieved. Under the slope, moving the data takes longer; under the flat part,
+# the arithmetic. A lower precision raises the flat part, and does nothing for the slope: a step
+# that is under the slope gains only what the smaller tensors save.
+
+# %% tags=["nbval-ignore-output"]
+points = [
+    (name, str(ladder.steps[name][0]), flops / moved, flops / milliseconds[name] * 1e3)
+    for name, moved in (
+        ("recipe", counts["fp32"].moved_bytes),
+        ("AMP", counts[low].moved_bytes),
+        ("by hand", moved_by_hand),
+    )
+]
+roofs = {p: limits.flops_per_s[p] for p in dict.fromkeys(("fp32", str(low), points[-1][1]))}
+assert all(rate > 0 for *_, rate in points)
+_ = plots.roofline(roofs, limits.memory_bytes_per_s, points)
+
+# %% [markdown]
+# The slope is that of memory; a point may lie above it where the data fits in a cache, which is the
+# aim of working in blocks. A point far below both limits wastes time in other ways: threads that wait for each other,
+# calls from Python, arithmetic that is no matrix product.
+#
+# ## Where AMP loses
+#
+# **No matrix products.** Autocast has a list of ops that it runs in the low precision. A model
+# without any of them gains nothing, and pays for what autocast does at each call.
+
+# %% tags=["nbval-ignore-output"]
+gate = nn.Sequential(nn.LayerNorm(1024), nn.GELU(), nn.LayerNorm(1024), nn.Softmax(-1)).to(device)
+rows = torch.randn(512, 1024, device=device)
+with torch.no_grad():
+    plain = measure(lambda: gate(rows), device=device, repeats=10)
+    with torch.autocast(device.type, dtype=low.dtype):
+        amp = measure(lambda: gate(rows), device=device, repeats=10)
+        assert gate[:3](rows).dtype is torch.float32  # autocast has cast nothing down
+print(f"norms, GELU and softmax: {plain.median_s / amp.median_s:.2f}x")
+
+# %% [markdown]
+# **Many small ops.** Fifty layers of 32 x 32: each computes for less time than it takes to call it,
+# and under autocast every call comes with casts, which are counted here. A GPU would be waiting for
+# the host.
+
+# %% tags=["nbval-ignore-output"]
+thin = nn.Sequential(*(nn.Linear(32, 32) for _ in range(50))).to(device)
+few = torch.randn(8, 32, device=device)
+
+
+def thin_step(enabled):
+    """Forward and backward of the thin network, with or without autocast."""
+    with torch.autocast(device.type, dtype=low.dtype, enabled=enabled):
+        loss = thin(few).float().square().mean()
+    loss.backward()
+
+
+plain, amp = (
+    measure(functools.partial(thin_step, enabled), device=device, repeats=10)
+    for enabled in (False, True)
+)
+casts = len(xray(thin, few, device_type=device.type, dtype=low.dtype).casts)
+print(f"fifty thin layers: {plain.median_s / amp.median_s:.2f}x, {casts} casts for 50 products")
+assert casts >= 2 * 50  # of weights and biases; inputs and outputs stay low in between
+
+# %% [markdown]
+# **A format that the hardware does not have.** fp16 on many CPUs is emulated, and then it is not
+# slower by a little. The product is small for that reason. Some CPUs do have it, and run it at the
+# rate of fp32, which is no reason to use it either.
+
+# %% tags=["nbval-ignore-output"]
+times = {}
+for name, dtype in (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16)):
+    small = torch.ones(128, 128, device=device, dtype=dtype)
+    times[name] = measure(functools.partial(torch.mm, small, small), device=device).median_s
+for name, seconds in times.items():
+    print(f"{name}: {1e6 * seconds:,.0f} us, {times['fp32'] / seconds:.2f}x")
+assert min(times.values()) > 0
+
+# %% [markdown]
+# ## From which size on does AMP pay?
+#
+# Forward and backward pass with channels last, in FP32 and with AMP, while the picture, the batch or
+# the network grows. The time is measured; the memory, of a whole training step with Adam, is the
+# forecast of notebook 09.
+
+
+# %%
+def grown_problem(size=32, batch=2, width=64):
+    """The network and its data, of one size."""
+    torch.manual_seed(0)
+    images, wanted = quantized_sine(size, device)
+    images, wanted = (t.repeat(batch, 1, 1, 1) for t in (images, wanted))
+    images = images.to(memory_format=torch.channels_last)
+    return ConvModel(width).to(device, memory_format=torch.channels_last), images, wanted
+
+
+# %% [markdown]
+# FP32 and AMP take turns, and the fastest of each counts: what else the machine does can only slow a
+# call down.
+
+
+# %%
+def speedup_and_memory(model, images, wanted):
+    """Speed-up by AMP, and its share of FP32's memory."""
+
+    def passes(precision):
+        with torch.autocast(device.type, dtype=low.dtype, enabled=precision is low):
+            loss = nn.functional.mse_loss(model(images), wanted)
+        loss.backward()
+
+    seconds = {Precision.FP32: [], low: []}
+    for precision in 3 * list(seconds):
+        with float32_mode(precision):
+            m = measure(functools.partial(passes, precision), device=device, warmup=1, repeats=3)
+        seconds[precision].append(min(m.samples_s))
+    fp32, amp = (min(found) for found in seconds.values())
+    peaks = [
+        forecast_memory(model, images, device_type=device.type, precision=p).peak for p in seconds
+    ]
+    return fp32 / amp, peaks[1] / peaks[0]
+
+
+# %% tags=["nbval-ignore-output"]
+growth = {}
+for what, name, values in (
+    ("picture (pixels along an edge)", "size", config["sizes"]),
+    ("batch (pictures)", "batch", (1, 4, 16)),
+    ("width (channels)", "width", config["widths"]),
+):
+    found = [speedup_and_memory(*grown_problem(**{name: value})) for value in values]
+    growth[what] = values, *zip(*found, strict=True)
+    print(
+        f"{what}: " + ", ".join(f"{v}: {s:.2f}x" for v, (s, _) in zip(values, found, strict=True))
+    )
+assert all(0 < share < 1.2 for _, _, shares in growth.values() for share in shares)
+_ = plots.growth(growth)
+
+# %% [markdown]
+# Above the line AMP pays, below it costs. Memory behaves better: the more of it is activations, the
+# nearer AMP comes to half.
+
+# %%
+for what in ("picture (pixels along an edge)", "batch (pictures)"):
+    shares = growth[what][2]
+    assert shares[-1] < shares[0]  # pictures make activations, and no weights
+    assert shares[-1] < 0.7
+
+# %% [markdown]
+#
+# ## What to do on your machine
+#
+# From the ladder, computed: the rung to climb to is the lowest that takes at most 1.1 times as long
+# as the fastest, since each comes with all below it; and AMP pays from the size on from which all
+# larger ones gain.
+
+# %% tags=["nbval-ignore-output"]
+fastest = min(milliseconds.values())
+enough = next(name for name, took in milliseconds.items() if took <= 1.1 * fastest)
+print(f"climb to: {enough}, {ground / milliseconds[enough]:.2f}x")
+for what, (values, speedups, _) in growth.items():
+    losing = [i for i, speedup in enumerate(speedups) if speedup <= 1]
+    first = losing[-1] + 1 if losing else 0
+    pays = f"from {values[first]} on" if first < len(values) else "at none of these sizes"
+    print(f"{what}: AMP pays {pays}")
+assert enough in ladder.steps
+
+# %% [markdown]
+# For other models there is a command. `amp-lab bench` climbs the same rungs with MobileNetV2,
+# ResNet-50, a language model and matrix products of awkward shapes, holds every rung's losses
+# against FP32's, and writes a table, a picture and a file. `--quick` takes less than three minutes;
+# `--compare FILE` puts your machine beside [recorded ones](../data/results/README.md).
+
+# %%
+assert amp_lab_command(["bench", "--list"]) == 0
+
+# %% [markdown]
+# ## Summary
+#
+# - Count first. FLOPs at the measured rate give the time that no rung can beat; bytes at the
+#   measured rate say why you are not there yet.
+# - A lower precision speeds up matrix products, and halves what the rest has to move. The first
+#   part is the promise, the second often decides.
+# - Channels last, a fused optimizer, no reading of the loss, `torch.compile`: each is one line, and
+#   each pays on some devices and not on others. Measure in turns, on yours.
+# - AMP can lose where there is nothing to multiply, where the ops are small, and in a format that
+#   the hardware does not have.
+#
+# ## Exercises
+#
+# 1. Compile with `mode="max-autotune"`. How long does it take, and after how many steps has it paid
+#    for itself?
+# 2. Set `hidden` to 255. Which rungs suffer, and does the compiler help?
+# 3. Write the inference ladder: fold each batch normalisation into the convolution before it
+#    (`torch.nn.utils.fusion.fuse_conv_bn_eval`), and convert the weights once instead of using
+#    autocast. Compare with `amp-lab bench --workload convmodel-inference`.
+# 4. `FusedStep` computes the first layer twice. Store it instead. Is it faster or slower, and what
+#    does the count of bytes say?
+# 5. On a GPU, profile the recipe with `torch.profiler` before and after rung 3. Where did the gaps
+#    go?
+#
+# ## Further reading
+#
+# - [Roofline: an insightful visual performance model](https://doi.org/10.1145/1498765.1498785), by
+#   Williams, Waterman and Patterson (2009).
+# - [Making deep learning go brrrr from first principles](https://horace.io/brrr_intro.html), by Horace
+#   He: compute, memory and overhead.
+# - [PyTorch's performance tuning
+#   guide](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html): more rungs.
+# - [Channels last memory
+#   format](https://docs.pytorch.org/tutorials/intermediate/memory_format_tutorial.html).
