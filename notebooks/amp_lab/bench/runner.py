@@ -278,14 +278,18 @@ def _made_ready(
     made = _Configuration(row, precision, make_step(workload, precision, row.rung, device))
     training = workload.kind == "training"
     found, peaks = [], []
+
+    def call() -> None:
+        if not training:
+            found.clear()  # an output is no part of the next call's memory
+        found.append(made.step.call())
+
     with float32_mode(precision, device):
-        for call in range(CHECKED_STEPS if training else 2):
-            if not training:
-                found.clear()
-            m = measure(lambda: found.append(made.step.call()), device=device, warmup=0, repeats=1)
-            made.seconds = m.median_s
+        for calls in (1, CHECKED_STEPS - 1):
+            m = measure(call, device=device, warmup=0, repeats=calls)
+            made.seconds = m.samples_s[-1]
             peaks.append(m.peak_bytes)
-            warm = call > 0 or device.type == "cpu"
+            warm = calls > 1 or device.type == "cpu"
             if row.rung == "eager" and ground and warm and _is_hopeless(made, ground):
                 raise BenchError(
                     f"a step takes {made.seconds:.3g} s, {made.seconds / ground.seconds:.0f} "
