@@ -294,6 +294,7 @@ def toy(monkeypatch):
     monkeypatch.setattr(runner, "describe_device", lambda device: Report)
     monkeypatch.setattr(runner, "measure_ceilings", lambda device: ceilings(**high))
     monkeypatch.setattr(runner, "_TURN_S", 0.0)
+    monkeypatch.setattr(runner, "_QUICK_TURN_S", 0.0)
 
     def run(**settings):
         return runner.run_bench(CPU, **{"rounds": 2, "rungs": CHEAP} | settings)
@@ -497,10 +498,10 @@ def test_without_fp32_eager_nothing_is_judged(toy, monkeypatch):
 def test_out_of_memory_while_timing_is_reported_too(toy, monkeypatch):
     time = runner._time
 
-    def full(configuration, device):
+    def full(configuration, device, turn_s):
         if configuration.row.rung == "channels-last":
             raise torch.OutOfMemoryError("out of memory")
-        time(configuration, device)
+        time(configuration, device, turn_s)
 
     monkeypatch.setattr(runner, "_time", full)
     rows = toy().rows

@@ -21,6 +21,7 @@ def toy(monkeypatch, tmp_path):
     tiny = [convmodel_workload(8, hidden=8), product_workload(16, 16, 16)]
     monkeypatch.setattr(runner, "workloads", lambda device, quick: tiny)
     monkeypatch.setattr(runner, "_TURN_S", 0.0)
+    monkeypatch.setattr(runner, "_QUICK_TURN_S", 0.0)
     monkeypatch.setitem(limits._LARGEST, "cpu", (64, 2**18))
     monkeypatch.chdir(tmp_path)
 

@@ -44,7 +44,10 @@ low precision learns another amount in them. On few random images, which have li
 be learned, that is a fifth. This finds a step that does not train, or trains something much
 different, and not every mistake.
 """
-_TURN_S = 0.25  # a turn of a fast step has several calls, that together take so long
+_TURN_S, _QUICK_TURN_S = (
+    0.25,
+    0.1,
+)  # a turn of a fast step has several calls, that together take so long
 
 
 _HOPELESS = 20  # times as long as fp32 eager: a format that is emulated; minutes for each step
@@ -96,6 +99,7 @@ def run_bench(
         raise BenchError(f"rounds={rounds}: must be at least 1")
     report = describe_device(device)
     chosen = _precisions(report, precisions)
+    turn_s = _QUICK_TURN_S if quick else _TURN_S
     plan = _planned(device, chosen, names, rungs, quick)
     say("measuring the limits of the device")
     ceilings = measure_ceilings(device)
@@ -110,7 +114,7 @@ def run_bench(
     try:
         for workload, ladders in plan:
             say(workload.title)
-            _run(workload, ladders, rounds, device, ceilings, results, after_round)
+            _run(workload, ladders, rounds, turn_s, device, ceilings, results, after_round)
         if peers:
             run_peers(device, chosen, results.peers, quick=quick, rounds=rounds, say=say)
         results.complete = True
@@ -192,6 +196,7 @@ def _run(
     workload: Workload,
     ladders: _Ladders,
     rounds: int,
+    turn_s: float,
     device: torch.device,
     ceilings: Ceilings,
     results: Results,
@@ -226,7 +231,7 @@ def _run(
             for configuration in ready if turn % 2 == 0 else reversed(ready):
                 if configuration.row.status == "ok":
                     with _told_in(configuration.row, device):
-                        _time(configuration, device)
+                        _time(configuration, device, turn_s)
             _set_speedups(ready)
             after_round(results)
     ready.clear()
@@ -357,15 +362,15 @@ def _set_count(row: Row, count: Count, ceilings: Ceilings) -> None:
     row.floor_s = count.floor_s(ceilings, row.precision)
 
 
-def _time(configuration: _Configuration, device: torch.device) -> None:
-    """One turn: as many calls as fill `_TURN_S`.
+def _time(configuration: _Configuration, device: torch.device, turn_s: float) -> None:
+    """One turn: as many calls as fill `turn_s` seconds.
 
     On a CPU each is a sample. On an accelerator the host must be free to run ahead from one step to
     the next, so there is one sample for all, their mean.
     """
     row, step = configuration.row, configuration.step
     known = row.median_s or configuration.seconds
-    calls = max(1, min(20, round(_TURN_S / known)))
+    calls = max(1, min(20, round(turn_s / known)))
 
     def run() -> None:
         for _ in range(calls):
