@@ -182,3 +182,16 @@ def test_scaler_takes_the_keywords_of_torch():
     assert scaler.get_scale() == 8.0
     assert scaler.get_growth_interval() == 3
     assert isinstance(scaler, torch.amp.GradScaler)
+
+
+@pytest.mark.parametrize("precision", [Precision.FP16, Precision.BF16])
+def test_float32_mode_leaves_a_low_precision_alone(precision):
+    before = modes()
+    with precision.float32_mode("cpu"):
+        assert not torch.is_autocast_enabled("cpu")
+        assert modes() == before
+
+
+def test_float32_mode_of_fp32_is_ieee():
+    with Precision.FP32.float32_mode("cpu"):
+        assert set(modes()) == {"ieee"}

@@ -15,7 +15,7 @@ import torch
 import torchvision
 from torch import nn
 
-import gpt
+from amp_lab.bench.workloads import Block
 from amp_lab.device import pick_device
 from amp_lab.memory import OPTIMIZERS, forecast_memory, largest_batch, parse_bytes
 from amp_lab.precision import Precision
@@ -26,7 +26,7 @@ PRECISIONS = (Precision.FP32, Precision.FP16, Precision.BF16)
 
 def gpt_blocks():
     """The blocks of GPT-2's smallest model."""
-    return nn.Sequential(*[gpt.Block(768, 12) for _ in range(12)])
+    return nn.Sequential(*[Block(768, 12) for _ in range(12)])
 
 
 WORKLOADS = {  # name: model, shape of one item, batches on a GPU, batches on a CPU

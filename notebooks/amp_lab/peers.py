@@ -15,7 +15,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import ModuleType
 
 import torch
@@ -54,7 +54,7 @@ def _peer(build: Build) -> Build:
         with _process_kept():
             run = build(model, optimizer, loss_fn, batch, precision, device)
         # IEEE for fp32 and TF32 for tf32, in the backward pass too, which no library sees to.
-        mode = nullcontext() if _is_mixed(precision) else precision.autocast(device.type)
+        mode = precision.float32_mode(device.type)
 
         def run_steps(n_steps: int) -> Tensor:
             if n_steps < 1:

@@ -260,6 +260,17 @@ def dtype_track(steps) -> plt.Axes:
     return ax
 
 
+def _set_grid(ax, backends, ops) -> None:
+    """A column for each backend and a row for each op, named on top and at the left."""
+    ax.set_xlim(0, len(backends))
+    ax.set_ylim(len(ops), 0)
+    ax.set_xticks([column + 0.48 for column in range(len(backends))], backends)
+    ax.set_yticks([row + 0.45 for row in range(len(ops))], ops)
+    ax.xaxis.tick_top()
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+
+
 def dtype_grid(outcomes) -> plt.Axes:
     """What ops return on backends: `outcomes[backend][op]` is a key of `COLOURS`, or "error"."""
     backends, ops = list(outcomes), list(next(iter(outcomes.values())))
@@ -271,13 +282,7 @@ def dtype_grid(outcomes) -> plt.Axes:
             ax.add_patch(plt.Rectangle((column, row), 0.96, 0.9, facecolor=face, edgecolor="0.4"))
             ink = "white" if found in ("fp32", "fp16") else "black"
             ax.text(column + 0.48, row + 0.45, found, ha="center", va="center", color=ink)
-    ax.set_xlim(0, len(backends))
-    ax.set_ylim(len(ops), 0)
-    ax.set_xticks([column + 0.48 for column in range(len(backends))], backends)
-    ax.set_yticks([row + 0.45 for row in range(len(ops))], ops)
-    ax.xaxis.tick_top()
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
+    _set_grid(ax, backends, ops)
     return ax
 
 
@@ -683,13 +688,7 @@ def dtypes_by_model(outcomes) -> plt.Figure:
                     ink = "white" if text in ("fp32", "fp16") else "black"
                     at = (column + 0.48, row + 0.45)
                     ax.text(*at, text, ha="center", va="center", color=ink, fontsize=9)
-        ax.set_xlim(0, len(backends))
-        ax.set_ylim(len(ops), 0)
-        ax.set_xticks([column + 0.48 for column in range(len(backends))], backends)
-        ax.set_yticks([row + 0.45 for row in range(len(ops))], ops)
-        ax.xaxis.tick_top()
-        ax.tick_params(length=0)
-        ax.spines[:].set_visible(False)
+        _set_grid(ax, backends, ops)
         ax.set_title(title, fontsize=11)
     return figure
 

@@ -3,7 +3,7 @@
 import enum
 import functools
 import warnings
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -62,6 +62,15 @@ class Precision(enum.StrEnum):
                 stacklevel=2,
             )
         return _Float32Mode(device_type, "tf32" if self is Precision.TF32 else "ieee")
+
+    def float32_mode(self, device_type: str) -> AbstractContextManager:
+        """A context for a whole step, backward pass included: fp32 without TF32, tf32 with it.
+
+        It does nothing for ``fp16`` and ``bf16``, whose autocast stands around the forward pass.
+        """
+        if self.dtype is torch.float32:
+            return self.autocast(device_type)
+        return nullcontext()
 
     def grad_scaler(self, device_type: str, **kw) -> torch.amp.GradScaler:
         """The `torch.amp.GradScaler` for this precision: enabled for ``fp16`` alone.

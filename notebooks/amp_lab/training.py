@@ -4,7 +4,6 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -144,7 +143,7 @@ def fit(
         progress.batch += len(group)
         progress.samples += samples
 
-    with _float32_mode(precision, device):
+    with precision.float32_mode(device.type):
         while len(progress.epochs) < epochs:
             epoch, samples_before = len(progress.epochs), progress.samples
             model.train()
@@ -209,7 +208,7 @@ def evaluate(
     correct = torch.zeros((), dtype=torch.int64, device=device)
     samples = 0
     model.eval()
-    with _float32_mode(precision, device), torch.inference_mode():
+    with precision.float32_mode(device.type), torch.inference_mode():
         for inputs, targets in _bar(batches, "evaluation"):
             inputs = inputs.to(device, non_blocking=True, memory_format=memory_format)
             targets = targets.to(device, non_blocking=True)
@@ -227,13 +226,6 @@ def _autocast(precision: Precision, device: torch.device) -> torch.autocast:
     """Autocast for the forward pass: one that does nothing in fp32 and tf32."""
     enabled = precision in (Precision.FP16, Precision.BF16)
     return torch.autocast(device.type, dtype=precision.dtype, enabled=enabled)
-
-
-def _float32_mode(precision: Precision, device: torch.device) -> AbstractContextManager:
-    """TF32 on for tf32 and off for fp32, in the backward pass too; else as the user set it."""
-    if precision in (Precision.FP16, Precision.BF16):
-        return nullcontext()
-    return precision.autocast(device.type)
 
 
 def _groups(batches: Batches, size: int) -> Iterator[list[tuple[Tensor, Tensor]]]:

@@ -145,7 +145,7 @@ class Results(Printed):
 
     @property
     def memory_bytes_per_s(self) -> float:
-        """Bytes/s of a copy that fits in no cache."""
+        """Bytes/s of what fits in no cache."""
         return self.stream_bytes_per_s[max(self.stream_bytes_per_s, key=int)]
 
     def _table(self) -> Table:
@@ -200,9 +200,9 @@ class Results(Printed):
             for name, value in self.flops_per_s.items()
             if value is not None
         )
-        copy = rate(self.memory_bytes_per_s, "B/s")
+        memory = rate(self.memory_bytes_per_s, "B/s")
         facts = [
-            f"The device's limits, measured: {rates}; copy {copy}.",
+            f"The device's limits, measured: {rates}; memory {memory}.",
             "Speed-up: over fp32 eager in the same run. Of limit: the time that the counted FLOPs, "
             "or the least bytes, take at those rates, over the time measured.",
             "Off fp32: how far the first loss, or the output, is from that of fp32 eager. Learns: "

@@ -4,10 +4,8 @@ Each is a change to the step, on top of all before it; a mode of torch.compile t
 the one before, and the step written by hand that of everything.
 """
 
-import contextlib
 import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -85,13 +83,6 @@ def use_fp8(model: nn.Module, *, emulate: bool = False) -> None:
         ),
         config=float8.Float8LinearConfig(emulate=emulate),
     )
-
-
-def float32_mode(precision: Precision, device: torch.device) -> AbstractContextManager:
-    """TF32 off for fp32 and on for tf32; as it is for the others, which have autocast."""
-    if precision.dtype is torch.float32:
-        return precision.autocast(device.type)
-    return contextlib.nullcontext()
 
 
 @dataclass

@@ -13,7 +13,7 @@ import torch
 from amp_lab.bench.against import run_peers
 from amp_lab.bench.limits import Ceilings, Count, count_step, measure_ceilings
 from amp_lab.bench.results import Results, Row
-from amp_lab.bench.rungs import COMPILED, RUNGS, Step, float32_mode, make_step, rungs_of
+from amp_lab.bench.rungs import COMPILED, RUNGS, Step, make_step, rungs_of
 from amp_lab.bench.workloads import NAMES, Workload, workloads
 from amp_lab.device import DeviceReport, describe_device
 from amp_lab.errors import BenchError, first_line
@@ -44,12 +44,8 @@ low precision learns another amount in them. On few random images, which have li
 be learned, that is a fifth. This finds a step that does not train, or trains something much
 different, and not every mistake.
 """
-_TURN_S, _QUICK_TURN_S = (
-    0.25,
-    0.1,
-)  # a turn of a fast step has several calls, that together take so long
-
-
+# Seconds of a turn: a fast step is called several times to fill it.
+_TURN_S, _QUICK_TURN_S = 0.25, 0.1
 _HOPELESS = 20  # times as long as fp32 eager: a format that is emulated; minutes for each step
 
 
@@ -289,7 +285,7 @@ def _made_ready(
             found.clear()  # an output is no part of the next call's memory
         found.append(made.step.call())
 
-    with float32_mode(precision, device):
+    with precision.float32_mode(device.type):
         for calls in (1, CHECKED_STEPS - 1):
             m = measure(call, device=device, warmup=0, repeats=calls)
             made.seconds = m.samples_s[-1]
@@ -317,7 +313,7 @@ def _is_hopeless(made: _Configuration, ground: _Configuration) -> bool:
 
 def _counted(workload: Workload, made: _Configuration, device: torch.device) -> Count:
     step, training = made.step, workload.kind == "training"
-    with float32_mode(made.precision, device):
+    with made.precision.float32_mode(device.type):
         return count_step(step.call, step.model, step.inputs, training=training)
 
 
@@ -376,7 +372,7 @@ def _time(configuration: _Configuration, device: torch.device, turn_s: float) ->
         for _ in range(calls):
             step.call()
 
-    with float32_mode(configuration.precision, device):
+    with configuration.precision.float32_mode(device.type):
         if device.type == "cpu":
             m = measure(step.call, device=device, warmup=0, repeats=calls)
         else:  # `measure` empties its cache, which the first calls fill again

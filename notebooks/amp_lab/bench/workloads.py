@@ -61,8 +61,8 @@ class _Product(nn.Module):
         return left @ self.right
 
 
-class _Block(nn.Module):
-    """A pre-norm transformer block with causal attention."""
+class Block(nn.Module):
+    """A pre-norm transformer block with causal attention, (B, T, width) to the same shape."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -74,7 +74,8 @@ class _Block(nn.Module):
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
-    def forward(self, x: Tensor) -> Tensor:  # (B, T, width)
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output."""
         q, k, v = (
             t.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, heads, T, width / heads)
             for t in self.qkv(self.norm1(x)).chunk(3, -1)
@@ -91,7 +92,7 @@ class Gpt(nn.Module):
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
         self.place = nn.Embedding(tokens, width)
-        self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(blocks)))
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(blocks)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
