@@ -11,7 +11,7 @@ from amp_lab import RunError
 from amp_lab.models import build_model, model_names
 
 SMALL = "squeezenet1_1"  # whose head is a convolution
-NAMES = [SMALL, "shufflenet_v2_x0_5", "mobilenet_v3_small", "mnasnet0_5"]
+NAMES = [SMALL, "shufflenet_v2_x0_5", "mobilenet_v3_small", "mnasnet0_5", "regnet_y_400mf"]
 
 
 def trained(model: torch.nn.Module) -> list[str]:
@@ -45,7 +45,11 @@ def test_a_second_head_is_left_out(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_freeze_trains_the_head_alone(name):
-    head = {SMALL: "classifier.1", "shufflenet_v2_x0_5": "fc", "mobilenet_v3_small": "classifier.3"}
+    head = {
+        "shufflenet_v2_x0_5": "fc",
+        "mobilenet_v3_small": "classifier.3",
+        "regnet_y_400mf": "fc",
+    }
     prefix = head.get(name, "classifier.1")
     assert trained(build_model(name, 7, freeze=True)) == [f"{prefix}.weight", f"{prefix}.bias"]
     assert len(trained(build_model(name, 7))) > 10

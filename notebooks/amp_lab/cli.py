@@ -4,18 +4,26 @@ import argparse
 import functools
 import os
 import sys
+import time
 import warnings
 from dataclasses import fields
 
 from amp_lab import __version__
-from amp_lab.errors import AmpLabError, AmpLabWarning, BenchError, OptionError
+from amp_lab.errors import (
+    AmpLabError,
+    AmpLabWarning,
+    BenchError,
+    OptionError,
+    OtherRankError,
+)
 
 # torch takes seconds to load, so the commands import it, not this module: --help answers at once.
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):  # the usage above it would bury the one line that matters
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        _tell(f"{self.prog}: {message} (see {self.prog} --help)")
+        self.exit(2)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,8 +38,10 @@ def main(argv: list[str] | None = None) -> int:
             warnings.showwarning = functools.partial(_show_warning, options.command)
             code = options.run(options) or 0
         sys.stdout.flush()
+    except OtherRankError:
+        return 2
     except AmpLabError as error:
-        print(f"amp-lab {options.command}: {error}", file=sys.stderr)
+        _tell(f"amp-lab {options.command}: {error}", at_once=error.is_agreed)
         return 2
     except ModuleNotFoundError as error:
         if error.name != "torch":
@@ -66,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.set_defaults(run=_doctor)
     _add_train(commands)
+    _add_export(commands)
     _add_bench(commands)
     _add_ops(commands)
     _add_xray(commands)
@@ -116,7 +127,39 @@ def _add_train(commands) -> None:
         metavar="STEPS",
         help="save also after so many steps (default: after each epoch)",
     )
+    together = train.add_argument_group(
+        "several processes",
+        "started by: torchrun --nproc-per-node N -m amp_lab train … --parallel ddp",
+    )
+    together.add_argument(
+        "--parallel", metavar="NAME", help="ddp: gradients averaged; fsdp: all sharded (FSDP2)"
+    )
+    together.add_argument(
+        "--reduce-dtype",
+        default="fp32",
+        metavar="NAME",
+        help="in which gradients are summed: fp32 (default), bf16, fp16",
+    )
+    together.add_argument(
+        "--timeout",
+        type=float,
+        default=300,
+        metavar="SECONDS",
+        help="how long to wait for another process (default: 300)",
+    )
     train.set_defaults(run=_train)
+
+
+def _add_export(commands) -> None:
+    export = commands.add_parser(
+        "export",
+        help="write the checkpoint of a run as one file",
+        description="Write the checkpoint of a run as one file, which plain torch.load reads: what "
+        "FSDP has written in shards is put together.",
+    )
+    export.add_argument("run_folder", metavar="DIR", help="the folder of the run")
+    export.add_argument("file", metavar="FILE", help="the file to write")
+    export.set_defaults(run=_export)
 
 
 DEVICE = {"metavar": "NAME", "help": "cuda (also for ROCm; the default), xpu, mps, cpu"}
@@ -238,6 +281,17 @@ def _add_memory(commands) -> None:
     memory.set_defaults(run=_memory)
 
 
+def _tell(line: str, at_once: bool = False) -> None:
+    """Print an error.
+
+    Of the processes that torchrun started on a machine, the first tells what all have met, and
+    torchrun then ends the others. Only if it does not is there something for another one to tell.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0" and not at_once:
+        time.sleep(3)
+    print(line, file=sys.stderr, flush=True)
+
+
 def _print_no_more() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -296,9 +350,19 @@ def _train(options: argparse.Namespace) -> int:
         device=options.device,
         workers=options.workers,
         checkpoint_every=options.checkpoint_every,
+        parallel=options.parallel,
+        reduce_dtype=options.reduce_dtype,
+        timeout_s=options.timeout,
         say=say,
     )
     return 0 if stopped_by is None else 128 + stopped_by  # as a shell counts it
+
+
+def _export(options: argparse.Namespace) -> None:
+    from amp_lab import runs
+
+    runs.export(options.run_folder, options.file)
+    print(f"Written: {options.file}")
 
 
 def _bench(options: argparse.Namespace) -> int:

@@ -632,6 +632,7 @@ def batches(
     seed: int | None = None,
     start: int = 0,
     drop_last: bool = False,
+    share: tuple[int, int] = (0, 1),
     workers: int = 0,
     device: torch.device | str = "cpu",
 ) -> "_Batches":
@@ -640,6 +641,10 @@ def batches(
     With a `seed` the order is a permutation that depends on it and on `epoch` alone; without, it is
     that of the data set. It begins at batch number `start`, and reads none before it. The last
     batch has what is left over, unless `drop_last` leaves it out.
+
+    `share` is the rank of this process and their number n: of each batch it gets every n-th
+    image, which is what `torch.utils.data.DistributedSampler` gives it from the same order. All get
+    as many batches, so a last one that has not an image for each goes with the one before it.
 
     `workers` processes read ahead; with none, this one reads. Starting them takes a tenth of a
     second each pass on Linux and seconds elsewhere, so it pays for files that must be decoded, not
@@ -660,11 +665,16 @@ def batches(
         order = torch.randperm(len(dataset), generator=_generator(seed, epoch, _SHUFFLE))
     if drop_last:
         order = order[: len(order) // batch_size * batch_size]
-    keys = epoch * len(dataset) + order[start * batch_size :]
+    rank, ranks = share
+    if len(order) < ranks and ranks > 1:
+        raise DataError(f"{len(order)} images are too few for {ranks} processes")
+    keys = (epoch * len(dataset) + order[start * batch_size :]).split(max(batch_size, ranks))
+    if len(keys) > 1 and len(keys[-1]) < ranks:
+        keys = (*keys[:-2], torch.cat(keys[-2:]))
     loader = DataLoader(
         _WholeBatches(dataset),
         batch_size=None,  # a key of the data set is a whole batch already
-        sampler=[part.tolist() for part in keys.split(batch_size)] if len(keys) else [],
+        sampler=[part[rank::ranks].tolist() for part in keys if len(part)],
         num_workers=workers,
         multiprocessing_context=_START if workers else None,
         collate_fn=_as_it_is,

@@ -8,6 +8,9 @@ class AmpLabError(Exception):
     stack under it would only show where in this package the value was checked.
     """
 
+    is_agreed = False
+    """Of several processes, all know of it, and this is the one to tell it."""
+
     def _render_traceback_(self) -> list[str]:  # IPython's own hook for such errors
         return [f"{type(self).__name__}: {self}"]
 
@@ -72,8 +75,24 @@ class BenchError(AmpLabError, ValueError):
     """A benchmark cannot run as it was asked to, or a file holds no results of one."""
 
 
+class ParallelError(AmpLabError):
+    """Processes cannot train together: they were not started so, differ, or do not answer."""
+
+
+class OtherRankError(AmpLabError):
+    """Another process of the same training has raised, and told, the error."""
+
+
 class PlotError(AmpLabError):
     """A figure cannot be written."""
+
+
+class CommunicationError(AmpLabError, RuntimeError):
+    """A collective of which it is not known what it sends."""
+
+
+class WorkersError(AmpLabError, RuntimeError):
+    """Processes of `run_workers` cannot be started, failed, or did not end in time."""
 
 
 def first_line(error: BaseException) -> str:

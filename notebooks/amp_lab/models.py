@@ -34,7 +34,7 @@ def build_model(
         hint = f"; near: {', '.join(near)}" if near else ""
         raise RunError(f"no classifier of torchvision {torchvision.__version__}: {name!r}{hint}")
     model = _build(name, classes)
-    head = _head(name, classes)
+    head = _head(name, classes) if pretrained or freeze else set()
     if pretrained:
         state = _fetch_weights(name)
         backbone = {key: state[key] for key in model.state_dict() if key not in head}
@@ -54,12 +54,17 @@ def _build(name: str, classes: int) -> nn.Module:
 
 def _head(name: str, classes: int) -> set[str]:
     """Names of the parameters whose shape depends on the number of classes."""
-    with torch.device("meta"):
-        shapes, others = (
-            {key: value.shape for key, value in _build(name, n).state_dict().items()}
-            for n in (classes, classes + 1)
-        )
+    try:
+        with torch.device("meta"):
+            shapes, others = _shapes(name, classes), _shapes(name, classes + 1)
+    except NotImplementedError:  # RegNet computes its widths with tensors
+        with torch.random.fork_rng(devices=[]):
+            shapes, others = _shapes(name, classes), _shapes(name, classes + 1)
     return {key for key in shapes if shapes[key] != others[key]}
+
+
+def _shapes(name: str, classes: int) -> dict[str, torch.Size]:
+    return {key: value.shape for key, value in _build(name, classes).state_dict().items()}
 
 
 def _fetch_weights(name: str) -> dict[str, torch.Tensor]:

@@ -8,9 +8,12 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
+import socket
 import sys
 import threading
+import time
 import types
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,13 +32,15 @@ from amp_lab.checkpoint import (
 )
 from amp_lab.data import DATASETS, ImageData, batches, load_dataset
 from amp_lab.device import describe_device, pick_device
-from amp_lab.errors import AmpLabWarning, CheckpointError, RunError
+from amp_lab.errors import AmpLabWarning, CheckpointError, RunError, first_line
 from amp_lab.files import write_whole
 from amp_lab.models import build_model
+from amp_lab.parallel import ALONE, TIMEOUT_S, Parallel, Ranks, is_lost, join
 from amp_lab.precision import Precision
 from amp_lab.training import EpochMetrics, Progress, fit
 
-CONFIG, METRICS, CHECKPOINT = "config.json", "metrics.csv", "checkpoint.pt"
+CONFIG, METRICS, CHECKPOINT, SHARDS = "config.json", "metrics.csv", "checkpoint.pt", "shards"
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # apart from the seeds that anyone would give beside another
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ class RunConfig:
     model: str = "mobilenet_v2"
     precision: str = "fp32"
     batch_size: int = 64
-    """Images in a batch; the last batch of an epoch is left out if it would be smaller."""
+    """Images in a batch, of all processes together; the last batch of an epoch is left out if it
+    would be smaller."""
     epochs: int = 15
     lr: float = 2e-3
     """The highest learning rate of the one-cycle schedule."""
@@ -97,6 +103,9 @@ def train(
     device: str | None = None,
     workers: int | None = None,
     checkpoint_every: int | None = None,
+    parallel: Parallel | str | None = None,
+    reduce_dtype: str = "fp32",
+    timeout_s: float = TIMEOUT_S,
     say: Callable[[str], None] = print,
 ) -> signal.Signals | None:
     """Train as `config` says, in the folder `out`.
@@ -111,21 +120,53 @@ def train(
     and each `checkpoint_every` steps of the optimizer), loss.png and accuracy.png. `workers`
     processes load the images (None: as many as are of use). `say` gets what is to be told, by line.
 
-    Raises `RunError`, `DataError`, `DeviceError` or `CheckpointError` with one line that says why
-    the run cannot start or go on.
+    With `parallel`, "ddp" or "fsdp", this is one of several processes that torchrun started, and
+    each does its share of every batch; see `amp_lab.parallel.join` for `reduce_dtype` and
+    `timeout_s`. Rank 0 alone writes and says anything, but for the shards of FSDP, which all write,
+    into folders that checkpoint.pt names. A run may go on in another number of processes, or in
+    another way; its result then is another one. Where torchrun starts all anew because one was
+    lost, the run goes on by itself.
+
+    Raises `RunError`, `DataError`, `DeviceError`, `CheckpointError` or `ParallelError` with one
+    line that says why the run cannot start or go on.
     """
-    if checkpoint_every is not None and checkpoint_every < 1:
-        raise RunError(f"checkpoint every {checkpoint_every} steps: must be at least 1")
-    if workers is not None and workers < 0:
-        raise RunError(f"workers must be at least 0, not {workers}")
-    settings = config if isinstance(config, dict) else dataclasses.asdict(config)
-    config, out = RunConfig(**settings), Path(out)
-    with _folder_to_itself(out):
-        saved = _read_config(out, resume)
-        if saved is not None:
-            config = _same_config(saved, settings, out)
-        device = pick_device(device)
-        images = load_dataset(
+    with join(
+        parallel, pick_device(device), reduce_dtype=reduce_dtype, timeout_s=timeout_s
+    ) as ranks:
+        settings = config if isinstance(config, dict) else dataclasses.asdict(config)
+        ranks.require_same(
+            settings
+            | {"parallel": str(parallel), "reduce_dtype": reduce_dtype, "resume": resume}
+            | {"checkpoint_every": checkpoint_every, "device": ranks.device.type}
+        )
+        with contextlib.ExitStack() as for_the_run:
+            run = _prepare(
+                settings, Path(out), resume, Path(data), workers, checkpoint_every, ranks,
+                say if ranks.rank == 0 else lambda line: None, for_the_run,
+            )  # fmt: skip
+            return run.train()
+
+
+def _prepare(
+    settings: dict,
+    out: Path,
+    resume: bool,
+    data: Path,
+    workers: int | None,
+    checkpoint_every: int | None,
+    ranks: Ranks,
+    say: Callable[[str], None],
+    for_the_run: contextlib.ExitStack,
+) -> "_Run":
+    """Check all that can be checked beforehand, and make the run, in the state that was saved."""
+    config = ranks.each(lambda: _checked(settings, workers, checkpoint_every, ranks))
+    ranks.first(lambda: for_the_run.enter_context(_folder_to_itself(out)))
+    saved = ranks.first(lambda: _read_config(out, resume))
+    if saved is not None:
+        config = ranks.each(lambda: _same_config(saved, settings, out))
+        ranks.each(lambda: _require_shares(config, ranks))
+    images = ranks.each(
+        lambda: load_dataset(
             config.dataset,
             data,
             image_size=config.image_size,
@@ -133,23 +174,74 @@ def train(
             seed=config.seed,
             skip_damaged=config.skip_damaged,
         )
-        if saved is not None and saved["images"] != images.fingerprint:
-            raise RunError(f"{data}: not the images that the run in {out} was started with")
-        if config.batch_size > len(images.train):
-            raise RunError(
-                f"batch size {config.batch_size} is larger than the {len(images.train)} images"
-            )
-        run = _Run(config, images, device, out, _workers(workers, config), checkpoint_every, say)
-        if saved is None:
-            _write_config(config, images, out)
-        elif saved["environment"] != _environment():
-            say(f"Started with {saved['environment']}, goes on with {_environment()}:")
-            say("the result may differ in its last bits.")
-        if (out / CHECKPOINT).exists():
-            run.restore()
-        elif resume:
-            say(f"Nothing was saved in {out} yet: starting from the beginning.")
-        return run.train()
+    )
+    ranks.require_same({"images": images.fingerprint})
+    if saved is not None and saved["images"] != images.fingerprint:
+        raise RunError(f"{data}: not the images that the run in {out} was started with")
+    if config.batch_size > len(images.train):
+        raise RunError(
+            f"batch size {config.batch_size} is larger than the {len(images.train)} images"
+        )
+    run = _Run(config, images, out, ranks, _workers(workers, config), checkpoint_every, say)
+    environment = _environment(ranks)
+    if saved is None:
+        ranks.first(lambda: _write_config(config, images, environment, out))
+    elif saved["environment"] != environment:
+        say(f"Started with {saved['environment']}; goes on with {environment}:")
+        say("the result may differ.")
+    if ranks.first((out / CHECKPOINT).exists):
+        run.restore()
+    elif resume or saved is not None:
+        say(f"Nothing was saved in {out} yet: starting from the beginning.")
+    return run
+
+
+def _checked(
+    settings: dict, workers: int | None, checkpoint_every: int | None, ranks: Ranks
+) -> RunConfig:
+    if checkpoint_every is not None and checkpoint_every < 1:
+        raise RunError(f"checkpoint every {checkpoint_every} steps: must be at least 1")
+    if workers is not None and workers < 0:
+        raise RunError(f"workers must be at least 0, not {workers}")
+    config = RunConfig(**settings)
+    _require_shares(config, ranks)
+    return config
+
+
+def _require_shares(config: RunConfig, ranks: Ranks) -> None:
+    if config.batch_size % ranks.size:
+        raise RunError(
+            f"batch size {config.batch_size} cannot be shared out to {ranks.size} processes: "
+            f"give a multiple of {ranks.size}"
+        )
+
+
+def export(out: str | os.PathLike, file: str | os.PathLike) -> None:
+    """Write the checkpoint of the run in the folder `out`, sharded or not, as one file.
+
+    It is then what a run in one process would have saved, for `load_checkpoint` or `torch.load`.
+    Raises `RunError`, `CheckpointError`.
+    """
+    out = Path(out)
+    state = load_checkpoint(out / CHECKPOINT)
+    if "ranks" not in state:
+        raise CheckpointError(f"{out / CHECKPOINT}: not of a run")
+    shards = state.pop("shards", None)
+    if shards is not None:
+        from amp_lab.sharded import load_shards
+
+        config = RunConfig(**state["config"])
+        model = build_model(config.model, state["classes"], freeze=config.freeze)
+        optimizer = _optimizer(model, config)
+        load_shards(out / shards["folder"], shards["files"], model, optimizer, ALONE)
+        state |= {"model": model, "optimizer": optimizer}
+    save_checkpoint(file, **state)
+
+
+def _optimizer(model: torch.nn.Module, config: RunConfig) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=config.lr, fused=True
+    )
 
 
 class _Run:
@@ -159,26 +251,35 @@ class _Run:
         self,
         config: RunConfig,
         images: ImageData,
-        device: torch.device,
         out: Path,
+        ranks: Ranks,
         workers: int,
         checkpoint_every: int | None,
         say: Callable[[str], None],
     ):
-        self.config, self.images, self.device, self.out = config, images, device, out
+        self.config, self.images, self.out, self.ranks = config, images, out, ranks
+        self.device = device = ranks.device
         self.workers, self.checkpoint_every, self.say = workers, checkpoint_every, say
         self.precision = Precision(config.precision)
         random.seed(config.seed)
         np.random.seed(config.seed % 2**32)
         torch.manual_seed(config.seed)
-        self.model = build_model(
-            config.model, len(images.classes), pretrained=config.pretrained, freeze=config.freeze
+        self.model = ranks.each(
+            lambda: build_model(
+                config.model,
+                len(images.classes),
+                pretrained=config.pretrained,
+                freeze=config.freeze,
+            )
         ).to(device)
+        if ranks.rank > 0:  # the same weights everywhere, but dropout of one's own
+            torch.manual_seed((config.seed + ranks.rank * _SEED_STRIDE) % 2**63)
+        if config.channels_last and ranks.kind is Parallel.DDP:  # whose buckets keep the format
+            self.model.to(memory_format=torch.channels_last)
+        self.trained = ranks.wrap(self.model, self.precision)
         if config.compile:
-            self.model.compile()
-        self.optimizer = torch.optim.AdamW(
-            [p for p in self.model.parameters() if p.requires_grad], lr=config.lr, fused=True
-        )
+            self.trained.compile()
+        self.optimizer = _optimizer(self.model, config)
         steps = math.ceil(len(images.train) // config.batch_size / config.accumulate)
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(
             self.optimizer, max_lr=config.lr, total_steps=steps * config.epochs
@@ -190,54 +291,103 @@ class _Run:
             _warn_of_slow_fp16(device)
 
     def restore(self) -> None:
-        path = self.out / CHECKPOINT
-        state = load_checkpoint(path)
+        path, ranks = self.out / CHECKPOINT, self.ranks
+        state = ranks.first(lambda: load_checkpoint(path))
         if state.get("config") != dataclasses.asdict(self.config):
             raise CheckpointError(f"{path}: of another run than {self.out / CONFIG} describes")
         try:
-            for name in ("model", "optimizer", "scheduler", "scaler"):
-                getattr(self, name).load_state_dict(state[name])
-            self.progress = Progress.from_state_dict(state["progress"])
-            restore_random_states(state["random"], self.device)
+            if "shards" in state:
+                from amp_lab.sharded import load_shards  # takes a second to load
+
+                shards = state["shards"]
+                load_shards(
+                    self.out / shards["folder"], shards["files"], self.model, self.optimizer, ranks
+                )
+            elif ranks.kind is Parallel.FSDP:
+                from amp_lab.sharded import load_whole
+
+                load_whole(state["model"], state["optimizer"], self.model, self.optimizer)
+            else:
+                self.model.load_state_dict(state["model"])
+                self.optimizer.load_state_dict(state["optimizer"])
+            self.scheduler.load_state_dict(state["scheduler"])
+            self.scaler.load_state_dict(state["scaler"])
+            self._restore_own(state["ranks"])
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise CheckpointError(f"{path}: does not fit this run ({reason})") from error
+            if is_lost(error):
+                raise
+            raise CheckpointError(f"{path}: does not fit this run ({first_line(error)})") from error
+
+    def _restore_own(self, states: list[dict]) -> None:
+        """What each rank has for itself; another number of ranks shares it out anew."""
+        rank, size = self.ranks.rank, self.ranks.size
+        if rank < len(states):
+            restore_random_states(states[rank]["random"], self.device)
+        progress = [Progress.from_state_dict(state["progress"]) for state in states]
+        if size == len(states):
+            self.progress = progress[rank]
+            return
+        self.progress = progress[0]
+        self.progress.samples = sum(p.samples for p in progress) // size
+        self.progress.loss_sum = sum(p.loss_sum for p in progress) * (rank == 0)
+        self.progress.correct = sum(p.correct for p in progress) * (rank == 0)
 
     def save(self) -> None:
-        save_checkpoint(
-            self.out / CHECKPOINT,
-            config=dataclasses.asdict(self.config),
-            model=self.model,
-            optimizer=self.optimizer,
-            scheduler=self.scheduler,
-            scaler=self.scaler,
-            progress=self.progress,
-            random=random_states(self.device),
-        )
+        ranks = self.ranks
+        ranks.share_buffers(self.model)
+        state = {
+            "config": dataclasses.asdict(self.config),
+            "classes": len(self.images.classes),
+            "scheduler": self.scheduler,
+            "scaler": self.scaler,
+            "ranks": ranks.gather(
+                {"progress": self.progress.state_dict(), "random": random_states(self.device)}
+            ),
+        }
+        if ranks.kind is Parallel.FSDP:
+            from amp_lab.sharded import save_shards
+
+            name = f"{SHARDS}-{len(self.progress.epochs)}-{self.progress.batch}"
+            files = save_shards(self.out / name, self.model, self.optimizer, ranks)
+            state["shards"] = {"folder": name, "files": files}
+        else:
+            state |= {"model": self.model, "optimizer": self.optimizer}
+        ranks.first(lambda: save_checkpoint(self.out / CHECKPOINT, **state))
+        ranks.first(lambda: _remove_shards(self.out, state.get("shards", {}).get("folder")))
 
     def train(self) -> signal.Signals | None:
-        config, progress = self.config, self.progress
+        config, progress, ranks = self.config, self.progress, self.ranks
         self._describe()
-        _write_metrics(progress.epochs, self.out)
-        with _Signals() as stop:
+        ranks.first(lambda: _write_metrics(progress.epochs, self.out))
+        stopped_by = None
+        with _Signals() as stop, warnings.catch_warnings():
+            # None of torchvision's models writes into what a block of it returns.
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
             def after_step(_: Progress) -> bool:
+                nonlocal stopped_by
                 self.steps += 1
+                # A signal to one rank stops all, at the same step.
+                stopped_by = ranks.largest_before(stop.signal or 0)
                 due = self.checkpoint_every and self.steps % self.checkpoint_every == 0
-                if due or stop.signal:
+                if due or stopped_by:
                     self.save()
-                return stop.signal is not None
+                return bool(stopped_by)
 
             def after_epoch(metrics: EpochMetrics) -> None:
-                _append_metrics(metrics, self.out)
+                ranks.first(lambda: _append_metrics(metrics, self.out))
                 self.save()
                 self.say(_line(metrics))
 
             fit(
-                self.model,
+                self.trained,
                 self._train_batches,
                 test_batches=lambda: batches(
-                    self.images.test, config.batch_size, workers=self.workers, device=self.device
+                    self.images.test,
+                    config.batch_size,
+                    share=(ranks.rank, ranks.size),
+                    workers=self.workers,
+                    device=self.device,
                 ),
                 optimizer=self.optimizer,
                 precision=self.precision,
@@ -249,6 +399,7 @@ class _Run:
                 clip_norm=config.clip_norm,
                 channels_last=config.channels_last,
                 progress=progress,
+                ranks=ranks,
                 after_step=after_step,
                 after_epoch=after_epoch,
             )
@@ -257,8 +408,9 @@ class _Run:
                 f"Stopped in epoch {len(progress.epochs) + 1} after {progress.batch} batches; "
                 "saved: --resume goes on from there."
             )
-            return stop.signal
-        self._summarise()
+            return signal.Signals(stopped_by)
+        peak = max(ranks.gather(_peak_memory(self.device)))
+        ranks.first(lambda: self._summarise(peak))
         return None
 
     def _train_batches(self, epoch: int, batch: int):
@@ -269,6 +421,7 @@ class _Run:
             seed=self.config.seed,
             start=batch,
             drop_last=True,
+            share=(self.ranks.rank, self.ranks.size),
             workers=self.workers,
             device=self.device,
         )
@@ -286,7 +439,7 @@ class _Run:
         self.say(
             f"{config.model}: {sum(n for n, _ in sizes):,} parameters, "
             f"{sum(n for n, trained in sizes if trained):,} trained; "
-            f"{config.precision} on {self.device}"
+            f"{config.precision} on {self.device}" + (f", {self.ranks}" if self.ranks.kind else "")
         )
         if self.progress.epochs or self.progress.batch:
             self.say(
@@ -294,7 +447,7 @@ class _Run:
                 f"{self.progress.batch} batches."
             )
 
-    def _summarise(self) -> None:
+    def _summarise(self, peak_bytes: int) -> None:
         epochs = self.progress.epochs
         from amp_lab import plots  # matplotlib takes a second to load
 
@@ -311,7 +464,8 @@ class _Run:
         rate = sum(e.images_per_s * e.seconds for e in epochs) / seconds
         self.say(
             f"Trained {len(epochs)} epochs in {seconds:.1f} s, {rate:.0f} images/s, "
-            f"peak memory {_peak_memory(self.device) / 2**20:.0f} MiB"
+            f"peak memory {peak_bytes / 2**20:.0f} MiB"
+            + (" of a process" if self.ranks.size > 1 else "")
         )
 
 
@@ -365,10 +519,12 @@ def _read_config(out: Path, resume: bool) -> dict | None:
         if (out / CHECKPOINT).exists():
             raise RunError(f"{out}: has a checkpoint but no {CONFIG}; choose another folder")
         return None
-    if not resume:
-        raise RunError(f"{out}: holds a run already; --resume goes on with it, or choose another")
     try:
         saved = json.loads(path.read_text())
+        if not resume and not _is_started_anew(saved):
+            raise RunError(
+                f"{out}: holds a run already; --resume goes on with it, or choose another"
+            )
         return {"config": RunConfig(**saved["config"])} | {
             key: saved[key] for key in ("images", "environment")
         }
@@ -388,18 +544,38 @@ def _same_config(saved: dict, settings: dict, out: Path) -> RunConfig:
     return saved["config"]
 
 
-def _write_config(config: RunConfig, images: ImageData, out: Path) -> None:
+def _write_config(config: RunConfig, images: ImageData, environment: str, out: Path) -> None:
     content = {
         "config": dataclasses.asdict(config),
         "images": images.fingerprint,
-        "environment": _environment(),
+        "environment": environment,
+        "started_by": _starter(),
     }
     _write(out / CONFIG, json.dumps(content, indent=2) + "\n")
 
 
-def _environment() -> str:
-    """What else the last bits of a result depend on."""
-    return f"torch {torch.__version__} and {torch.get_num_threads()} threads"
+def _environment(ranks: Ranks) -> str:
+    """What else a result depends on, if only in its last bits."""
+    return f"torch {torch.__version__}, {torch.get_num_threads()} threads, {ranks}"
+
+
+def _starter() -> str | None:
+    """What tells one torchrun, on the machine of rank 0, from another; None without."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    return run and f"{run} {os.environ.get('MASTER_PORT')} {socket.gethostname()} {os.getppid()}"
+
+
+def _is_started_anew(saved: dict) -> bool:
+    """Whether the torchrun that started the run has started its processes again, one being lost."""
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return again and saved.get("started_by") == _starter()
+
+
+def _remove_shards(out: Path, but: str | None) -> None:
+    """Remove the folders of checkpoints that another has replaced."""
+    for folder in out.glob(f"{SHARDS}-*"):
+        if folder.name != but:
+            shutil.rmtree(folder, ignore_errors=True)  # one that cannot go does no harm
 
 
 def _write_metrics(epochs: list[EpochMetrics], out: Path) -> None:
@@ -430,10 +606,15 @@ def _write(path: Path, text: str) -> None:
 
 
 class _Signals:
-    """Notes the first SIGINT or SIGTERM within the block; the second ends the program as ever."""
+    """Notes the first SIGINT or SIGTERM within the block; the next ends the program as ever.
+
+    One that comes within a second is the same: a batch system sends it to torchrun and to all
+    processes, and torchrun passes it on.
+    """
 
     def __init__(self):
         self.signal: signal.Signals | None = None
+        self._noted_s = 0.0
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "_Signals":
@@ -447,8 +628,11 @@ class _Signals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: types.FrameType | None) -> None:
-        self.signal = signal.Signals(number)
-        signal.signal(number, self._before[number])
+        if self.signal is None:
+            self.signal, self._noted_s = signal.Signals(number), time.monotonic()
+        elif time.monotonic() - self._noted_s > 1:
+            signal.signal(number, self._before[number])
+            signal.raise_signal(number)
 
 
 def _warn_of_slow_fp16(device: torch.device) -> None:

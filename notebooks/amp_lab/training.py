@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from amp_lab.parallel import ALONE, Parallel, Ranks
 from amp_lab.precision import Precision, require_backend
 
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -37,12 +38,15 @@ class EpochMetrics:
     seconds: float
     """Time of the training alone, from where this process took the epoch up."""
     images_per_s: float
-    """Samples trained on in this process, divided by `seconds`."""
+    """Samples trained on since then, by all processes together, divided by `seconds`."""
 
 
 @dataclass
 class Progress:
-    """How far a training has come. `fit` goes on from it, and keeps it up to date."""
+    """How far a training has come. `fit` goes on from it, and keeps it up to date.
+
+    Where several processes train together, each has its own.
+    """
 
     batch: int = 0
     """Batches done of the current epoch."""
@@ -59,7 +63,11 @@ class Progress:
 
     def state_dict(self) -> dict:
         """As plain values, for a checkpoint."""
-        return vars(self) | {"epochs": [vars(epoch) for epoch in self.epochs]}
+        return vars(self) | {
+            "loss_sum": self.loss_sum.cpu(),
+            "correct": self.correct.cpu(),
+            "epochs": [vars(epoch) for epoch in self.epochs],
+        }
 
     @classmethod
     def from_state_dict(cls, state: dict) -> "Progress":
@@ -92,6 +100,7 @@ def fit(
     clip_norm: float | None = None,
     channels_last: bool = False,
     progress: Progress | None = None,
+    ranks: Ranks = ALONE,
     after_step: Callable[[Progress], bool] = lambda progress: False,
     after_epoch: Callable[[EpochMetrics], None] = lambda metrics: None,
 ) -> list[EpochMetrics]:
@@ -103,6 +112,9 @@ def fit(
     by their sizes, which is what one large batch would give; its gradients are clipped to
     `clip_norm`. `scheduler` steps with the optimizer. `channels_last` puts the model and each batch
     of images into that memory format.
+
+    Where several processes train together, `ranks` is the group, `model` what its `wrap` returned,
+    and the batches are this process's equal share of each.
 
     Nothing in the loop waits for the device, so long as the optimizer is a fused one: the others
     make `GradScaler.step` read a flag from it.
@@ -120,18 +132,20 @@ def fit(
     progress.loss_sum = progress.loss_sum.to(device)
     progress.correct = progress.correct.to(device)
     memory_format = torch.channels_last if channels_last else torch.preserve_format
-    model.to(memory_format=memory_format)
+    if ranks.kind is not Parallel.FSDP:  # which keeps weights as rows of numbers, without a format
+        model.to(memory_format=memory_format)
 
     def step(group: list[tuple[Tensor, Tensor]]) -> None:
         """One optimizer step on the gradients of the batches in `group`."""
         samples = sum(len(targets) for _, targets in group)
-        for inputs, targets in group:
+        for number, (inputs, targets) in enumerate(group, 1):
             inputs = inputs.to(device, non_blocking=True, memory_format=memory_format)
             targets = targets.to(device, non_blocking=True)
-            with _autocast(precision, device):
-                outputs = model(inputs)
-                loss = loss_fn(outputs, targets)
-            scaler.scale(loss * (len(targets) / samples)).backward()
+            with ranks.gradient_sync(model, wanted=number == len(group)):
+                with _autocast(precision, device, ranks):
+                    outputs = model(inputs)
+                    loss = loss_fn(outputs, targets)
+                scaler.scale(loss * (len(targets) / samples)).backward()
             progress.loss_sum += loss.detach() * len(targets)
             progress.correct += (outputs.argmax(1) == targets).sum()
         if clip_norm is not None:
@@ -156,7 +170,8 @@ def fit(
                     scheduler.step()
                 if after_step(progress):
                     return progress.epochs
-            train_loss = (progress.loss_sum / progress.samples).item()  # waits for the device
+            samples = progress.samples * ranks.size
+            train_loss = (ranks.total(progress.loss_sum) / samples).item()  # waits for the device
             seconds = time.perf_counter() - started
             test_loss = test_accuracy = math.nan
             if test_batches is not None:
@@ -167,17 +182,18 @@ def fit(
                     device=device,
                     loss_fn=loss_fn,
                     channels_last=channels_last,
+                    ranks=ranks,
                 )
             metrics = EpochMetrics(
                 epoch=epoch + 1,
                 train_loss=train_loss,
-                train_accuracy=progress.correct.item() / progress.samples,
+                train_accuracy=ranks.total(progress.correct).item() / samples,
                 test_loss=test_loss,
                 test_accuracy=test_accuracy,
                 lr=progress.lr,
                 loss_scale=scaler.get_scale(),
                 seconds=seconds,
-                images_per_s=(progress.samples - samples_before) / seconds,
+                images_per_s=(progress.samples - samples_before) * ranks.size / seconds,
             )
             progress.epochs.append(metrics)
             progress.batch = progress.samples = 0
@@ -195,11 +211,13 @@ def evaluate(
     device: torch.device | str,
     loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
     channels_last: bool = False,
+    ranks: Ranks = ALONE,
 ) -> tuple[float, float]:
     """Mean loss and accuracy (0 to 1) of `model` over `batches`, in evaluation mode.
 
-    The arguments are those of `fit`. The model is left in the mode it was in. There is no scaler,
-    since there are no gradients.
+    The arguments are those of `fit`, and the batches of this process may be of another size than
+    those of others, so long as there are as many. The model is left in the mode it was in. There is
+    no scaler, since there are no gradients.
     """
     precision, device = Precision(precision), torch.device(device)
     memory_format = torch.channels_last if channels_last else torch.preserve_format
@@ -207,24 +225,26 @@ def evaluate(
     loss_sum = torch.zeros((), device=device)
     correct = torch.zeros((), dtype=torch.int64, device=device)
     samples = 0
+    ranks.share_buffers(model)
     model.eval()
     with precision.float32_mode(device.type), torch.inference_mode():
         for inputs, targets in _bar(batches, "evaluation"):
             inputs = inputs.to(device, non_blocking=True, memory_format=memory_format)
             targets = targets.to(device, non_blocking=True)
-            with _autocast(precision, device):
+            with _autocast(precision, device, ranks):
                 outputs = model(inputs)
                 loss = loss_fn(outputs, targets)
             loss_sum += loss * len(targets)
             correct += (outputs.argmax(1) == targets).sum()
             samples += len(targets)
     model.train(was_training)
-    return loss_sum.item() / samples, correct.item() / samples
+    samples = ranks.total(torch.tensor(samples)).item()
+    return ranks.total(loss_sum).item() / samples, ranks.total(correct).item() / samples
 
 
-def _autocast(precision: Precision, device: torch.device) -> torch.autocast:
-    """Autocast for the forward pass: one that does nothing in fp32 and tf32."""
-    enabled = precision in (Precision.FP16, Precision.BF16)
+def _autocast(precision: Precision, device: torch.device, ranks: Ranks) -> torch.autocast:
+    """Autocast for the forward pass; one that does nothing in fp32 and tf32, and under FSDP2."""
+    enabled = precision in (Precision.FP16, Precision.BF16) and ranks.kind is not Parallel.FSDP
     return torch.autocast(device.type, dtype=precision.dtype, enabled=enabled)
 
 
