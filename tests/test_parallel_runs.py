@@ -99,6 +99,16 @@ def test_rank_0_alone_prints_and_writes(finished, kind):
     assert names == files | ({"shards-2-0"} if kind == "fsdp" else set())
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_option_of_the_loop_runs(tmp_path, kind):
+    options = {"precision": "bf16", "reduce_dtype": "bf16", "accumulate": 2, "clip_norm": 1}
+    flags = {"freeze": True, "channels_last": True, "workers": 1, "epochs": 1}
+    first, _ = train_on(2, tmp_path / "x", kind, **options, **flags)
+    assert "12,810 trained; bf16 on cpu" in first.out
+    assert "gradients summed in bf16" in first.out
+    assert first.err == ""
+
+
 def test_a_ddp_checkpoint_is_that_of_one_process(finished, tmp_path):
     out, _ = finished("ddp")
     assert main(line(tmp_path / "alone", None)) == 0

@@ -297,7 +297,8 @@ def _print_no_more() -> None:
 
 
 def _show_warning(command: str, message: Warning, *where: object) -> None:
-    print(f"amp-lab {command}: {message}", file=sys.stderr)
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # the others have the same to say
+        print(f"amp-lab {command}: {message}", file=sys.stderr)
 
 
 def _doctor(options: argparse.Namespace) -> None:

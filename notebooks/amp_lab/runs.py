@@ -138,6 +138,7 @@ def train(
             settings
             | {"parallel": str(parallel), "reduce_dtype": reduce_dtype, "resume": resume}
             | {"checkpoint_every": checkpoint_every, "device": ranks.device.type}
+            | {"torch": torch.__version__}
         )
         with contextlib.ExitStack() as for_the_run:
             run = _prepare(
