@@ -1,6 +1,8 @@
 """Fake tensors on a device that is not here, and its autocast, against what is here: the CPU."""
 
 import logging
+import subprocess
+import sys
 import warnings
 from dataclasses import dataclass
 
@@ -391,3 +393,23 @@ def test_blocks_for_an_absent_device_nest():
                 x.detach().copy_(x)
                 assert (x @ x).requires_grad
         assert state() == before
+
+
+def test_cuda_can_be_done_without_where_torch_was_built_without_it():
+    """As in the builds for macOS; there the place of CUDA's device guard is empty."""
+    script = """
+import ctypes, sys, torch
+from pathlib import Path
+name = "libc10.dylib" if sys.platform == "darwin" else "libc10.so"
+library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name))
+guards = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+guards[1] = None
+torch.backends.cuda.is_built = lambda: False
+
+from amp_lab import xray
+layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+found = xray(torch.nn.Sequential(layer, torch.nn.Linear(16, 8)), torch.zeros(2, 4, 16))
+assert found.output_dtypes == [torch.float16]
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

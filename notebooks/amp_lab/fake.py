@@ -7,7 +7,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +120,10 @@ def absent_device(device_type: str) -> Iterator[None]:
     """The block in which torch does not look for the device when it works on fake tensors there.
 
     Recording for autograd, and copying, ask for the device's current stream through its *device
-    guard*; where torch was built without the device, that ends the whole process. For CUDA
-    `FakeTensorMode` puts an idle guard in the empty place. This puts that of ``meta`` there for the
-    others, and takes attention apart for them. For CUDA it switches off cuDNN, whose recurrent
-    networks read the memory of their weights.
+    guard*; where torch was built without the device, that ends the whole process. A torch that was
+    built with CUDA has an idle guard, which `FakeTensorMode` puts there. This puts that of ``meta``
+    there for all others, and takes attention apart for them. For CUDA it switches off cuDNN, whose
+    recurrent networks read the memory of their weights.
 
     Does nothing if the device is here. Raises `DeviceError` if torch keeps its guards out of reach.
     """
@@ -131,7 +131,11 @@ def absent_device(device_type: str) -> Iterator[None]:
     if device_type == "cpu" or torch.get_device_module(device_type).is_available():
         yield
         return
-    with _cudnn_off() if device_type == "cuda" else _idle_guard(device_type):
+    with ExitStack() as stack:
+        if device_type == "cuda":
+            stack.enter_context(_cudnn_off())
+        if device_type != "cuda" or not torch.backends.cuda.is_built():
+            stack.enter_context(_idle_guard(device_type))
         yield
 
 

@@ -25,7 +25,6 @@ TIMEOUT_S = 300.0
 """How long a process waits for the others, by default, before it gives them up."""
 REDUCE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The dtypes in which gradients can be summed over the processes."""
-_HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": default_hooks.bf16_compress_hook}
 _ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of torchrun
 _T = TypeVar("_T")
 
@@ -38,6 +37,14 @@ class Parallel(enum.StrEnum):
     FSDP = "fsdp"
     """Each keeps a part of weights, gradients and optimizer state, and gathers weights as needed
     (FSDP2)."""
+
+
+def _bf16_hook(group: dist.ProcessGroup | None, bucket: dist.GradBucket):
+    """torch's own, which DDP refuses by its name where torch was built without CUDA."""
+    return default_hooks.bf16_compress_hook(group, bucket)
+
+
+_HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": _bf16_hook}
 
 
 class Ranks:

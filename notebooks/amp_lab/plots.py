@@ -821,3 +821,75 @@ def growth(panels) -> plt.Figure:
     axes[0, 0].set_ylabel("speed-up by AMP")
     axes[1, 0].set_ylabel("memory, share of FP32")
     return figure
+
+
+def sent_bytes(setups, ranks) -> plt.Axes:
+    """Stacked bars of what a rank sends in a step; `setups[name]` lists (collective, dtype, bytes).
+
+    A dtype is a key of `COLOURS`. The number of ranks stands on the axis.
+    """
+    _, ax = plt.subplots(figsize=(8.5, 0.48 * len(setups) + 1.0))
+    seen = {}
+    longest = max(sum(size for *_, size in parts) for parts in setups.values())
+    for y, parts in enumerate(setups.values()):
+        left = 0
+        for kind, dtype, size in parts:
+            look = {"color": COLOURS[dtype], "hatch": HATCHES[dtype], "edgecolor": "white"}
+            seen[dtype] = ax.barh(y, size / 2**10, 0.75, left=left / 2**10, linewidth=1.5, **look)
+            if size > longest / 8:
+                ax.text(
+                    (left + size / 2) / 2**10,
+                    y,
+                    kind.replace("_", "-\n"),
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    linespacing=0.9,
+                    bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
+                )
+            left += size
+        ax.annotate(f" {left / 2**10:,.0f}", (left / 2**10, y), va="center", fontsize=9)
+    ax.set_yticks(range(len(setups)), list(setups), fontsize=9)
+    ax.tick_params(axis="y", length=0)
+    ax.invert_yaxis()
+    ax.margins(x=0.08)
+    ax.set_xlabel(f"sent by each of {ranks} ranks in a step (KiB)")
+    ax.figure.legend(seen.values(), seen.keys(), loc="outside right upper")
+    return ax
+
+
+def memory_per_rank(engines) -> plt.Figure:
+    """Stacked bars of memory against the number of ranks: `engines[name][ranks][part]` in bytes."""
+    figure, axes = plt.subplots(1, len(engines), figsize=(8.0, 3.2), sharey=True, squeeze=False)
+    looks = [("0.15", ""), ("0.5", "//"), ("0.8", "..")]
+    for ax, (title, sizes) in zip(axes[0], engines.items(), strict=True):
+        for x, parts in enumerate(sizes.values()):
+            bottom = 0
+            for (part, size), (grey, hatch) in zip(parts.items(), looks, strict=True):
+                ax.bar(
+                    x,
+                    size / 2**20,
+                    0.6,
+                    bottom=bottom / 2**20,
+                    color=grey,
+                    hatch=hatch,
+                    edgecolor="white",
+                    label=part if x == 0 else None,
+                )
+                bottom += size
+            ax.annotate(
+                f"{bottom / 2**20:.3g}",
+                (x, bottom / 2**20),
+                ha="center",
+                va="bottom",
+                xytext=(0, 3),
+                textcoords="offset points",
+            )
+        ax.set_xticks(range(len(sizes)), list(sizes))
+        ax.set_xlabel("ranks")
+        ax.set_title(title, fontsize=11)
+        ax.margins(y=0.15)
+    axes[0, 0].set_ylabel("memory of a rank (MiB)")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(reversed(handles), reversed(labels), loc="outside right upper")
+    return figure

@@ -1,0 +1,135 @@
+"""Measure what several processes buy and send: `python tools/measure_scale.py --out FILE`.
+
+Everything is ResNet-18 on digits at 64x64, with 32 images and one thread for each process. Speed is
+that of `amp-lab train` itself, in ratios of runs that took turns. The parts are
+
+- speed: images per second in 2 processes against 1, with DDP and FSDP2, in each reduce dtype;
+- sent: what a step of each sends, counted.
+"""
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from amp_lab import Precision, pick_device
+from amp_lab.communication import count_communication
+from amp_lab.models import build_model
+from amp_lab.parallel import join
+from amp_lab.runs import METRICS
+from amp_lab.workers import run_workers
+from recording import parser, record
+
+BATCH = 32  # images of each process
+WAYS = {  # what is measured: processes and options
+    "1 process": (1, []),
+    "1 process, ddp": (1, ["--parallel", "ddp"]),
+    "2 processes, ddp": (2, ["--parallel", "ddp"]),
+    "2 processes, ddp, bf16 sums": (2, ["--parallel", "ddp", "--reduce-dtype", "bf16"]),
+    "2 processes, fsdp": (2, ["--parallel", "fsdp"]),
+    "2 processes, fsdp, bf16 sums": (2, ["--parallel", "fsdp", "--reduce-dtype", "bf16"]),
+}
+
+
+def images_per_s(processes: int, options: list[str], precision: str, device: torch.device) -> float:
+    """Of the faster of two epochs after the first, which sets everything up."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        line = ["-m", "amp_lab", "train", "--dataset", "digits", "--model", "resnet18"]
+        line += ["--image-size", "64", "--batch-size", str(BATCH * processes)]
+        line += ["--limit", str(8 * BATCH * processes), "--epochs", "3"]
+        line += ["--precision", precision, "--device", device.type, "--out", str(out), *options]
+        if "--parallel" in options:
+            launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+            line = ["-m", *launch, *line]
+        subprocess.run(
+            [sys.executable, *line],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+        names, *rows = (out / METRICS).read_text().splitlines()
+        column = names.split(",").index("images_per_s")
+        return max(float(row.split(",")[column]) for row in rows[1:])
+
+
+def measure_speed(device: torch.device, turns: int) -> Iterator[dict]:
+    """Median images per second, and the median of the ratios to 1 process of the same turn."""
+    for precision in ("fp32", "bf16"):
+        rates = {way: [] for way in WAYS}
+        for turn in range(turns):
+            for way in list(WAYS)[:: 1 if turn % 2 == 0 else -1]:
+                rates[way].append(images_per_s(*WAYS[way], precision, device))
+        for way, found in rates.items():
+            ratios = [a / b for a, b in zip(found, rates["1 process"], strict=True)]
+            yield {
+                "precision": precision,
+                "way": way,
+                "images_per_s": statistics.median(found),
+                "times_1_process": statistics.median(ratios),
+                "lowest": min(ratios),
+                "highest": max(ratios),
+            }
+
+
+def sent(kind: str, reduce_dtype: str, precision: str, device_type: str, batch: int) -> dict:
+    """Bytes that a rank sends in one step, after a first one, by collective and dtype."""
+    with join(kind, torch.device(device_type), reduce_dtype=reduce_dtype) as ranks:
+        torch.manual_seed(0)
+        model = build_model("resnet18", 10).to(ranks.device)
+        trained = ranks.wrap(model, Precision(precision))
+        images = torch.randn(batch, 3, 64, 64, device=ranks.device)
+        for _ in range(2):
+            with count_communication() as found:
+                trained(images).float().square().mean().backward()
+        rows = {
+            f"{operation} {dtype}".replace("torch.", ""): total.sent_bytes
+            for (operation, dtype), total in found.totals().items()
+        }
+        return {"sent_bytes": found.sent_bytes, "of": rows}
+
+
+def measure_sent(device: torch.device) -> Iterator[dict]:
+    """The same on every rank; what all the parameters take in fp32 stands beside it."""
+    whole = 4 * sum(p.numel() for p in build_model("resnet18", 10).parameters())
+    for kind in ("ddp", "fsdp"):
+        for reduce_dtype in ("fp32", "bf16"):
+            # DDP sends gradients of fp32 weights, whatever autocast does.
+            for precision in ("fp32", "bf16") if kind == "fsdp" else ("fp32",):
+                first, second = run_workers(
+                    sent,
+                    processes=2,
+                    kind=kind,
+                    reduce_dtype=reduce_dtype,
+                    precision=precision,
+                    device_type=device.type,
+                    batch=BATCH,
+                )
+                assert first == second
+                yield (
+                    {"parallel": kind, "reduce_dtype": reduce_dtype, "precision": precision}
+                    | {"parameter_bytes": whole}
+                    | first
+                )
+
+
+def main() -> None:
+    """Measure the parts asked for, print each, and write them all."""
+    options_of = parser(__doc__, ("speed", "sent"))
+    options_of.add_argument("--turns", type=int, default=3, help="of speed (default: 3)")
+    options = options_of.parse_args()
+    device = pick_device()
+    measures = {
+        "speed": lambda: measure_speed(device, options.turns),
+        "sent": lambda: measure_sent(device),
+    }
+    record(measures, options, device, batch_of_a_process=BATCH, threads_of_a_process=1)
+
+
+if __name__ == "__main__":
+    main()
