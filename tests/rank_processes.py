@@ -106,7 +106,7 @@ def _run(function, folder: Path, rank: int, settings: dict, arguments: tuple) ->
     os.environ.update({name: str(value) for name, value in settings.items() if value is not None})
     torch.set_num_threads(1)
     value = function(*arguments)
-    if function in (command, command_by_rank):
+    if type(value) is int:  # a command's
         sys.exit(value)
     torch.save(value, folder / f"{rank}.pt")
 

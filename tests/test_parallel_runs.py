@@ -14,12 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from amp_lab import load_checkpoint, runs
+from amp_lab import load_checkpoint, runs, sharded
 from amp_lab.cli import main
 from amp_lab.data import batches
-from amp_lab.parallel import join
+from amp_lab.errors import CheckpointError, DataError
+from amp_lab.parallel import ALONE, join
 from amp_lab.training import evaluate
 from rank_processes import command, command_by_rank, run_ranks, start_ranks, values_of
 from test_runs import assert_equal, read_rows
@@ -207,6 +209,65 @@ def test_a_signal_to_one_rank_stops_all_and_the_run_goes_on_bitwise_equal(finish
     assert_equal(outcome(out), expected)
 
 
+def die_before_the_epoch_is_written(*line: str) -> int:
+    runs._append_metrics = lambda metrics, out: os.kill(os.getpid(), signal.SIGKILL)
+    return command(*line)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_after_the_last_step_of_an_epoch_it_ends_bitwise_equal(finished, tmp_path, kind):
+    """What is resumed then begins with the evaluation."""
+    out = tmp_path / "run"
+    ended = run_ranks(
+        die_before_the_epoch_is_written, 2, *line(out, kind, checkpoint_every=4, timeout=10)
+    )
+    assert ended[0].code == -signal.SIGKILL
+    assert load_checkpoint(out / "checkpoint.pt")["ranks"][1]["progress"]["batch"] == 4
+    train_on(2, out, kind, resume=True, checkpoint_every=4)
+    assert_equal(outcome(out), outcome(finished(kind)[0]))
+
+
+def test_the_same_torchrun_goes_on_without_being_told(finished, tmp_path):
+    """Another node may have lost a process, of which this one's count of restarts knows nothing."""
+    out = tmp_path / "run"
+    same = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": 0}
+    for expected in ("epoch   2", "Resuming in epoch 3 after 0 batches"):
+        ended = run_ranks(command, 2, *line(out, "ddp"), **same)
+        assert [one.code for one in ended] == [0, 0], ended
+        assert expected in ended[0].out
+    same["TORCHELASTIC_RUN_ID"] = "b"
+    said = refused(line(out, "ddp"), **same)
+    assert said.endswith(f"{out}: holds a run already; --resume goes on with it, or choose another")
+
+
+def fail_in_the_middle(*line: str) -> int:
+    def broken(*arguments, share, **options):
+        if share[0] == 1:
+            raise DataError("1.jpg: cannot be decoded")
+        return batches(*arguments, share=share, **options)
+
+    runs.batches = broken
+    return command(*line)
+
+
+def test_an_error_of_one_rank_in_the_middle_is_told_by_it_at_once(tmp_path):
+    ended = run_ranks(fail_in_the_middle, 2, *line(tmp_path / "x", timeout=10))
+    assert [one.code for one in ended] == [2, 2]
+    assert ended[1].err == "amp-lab train: 1.jpg: cannot be decoded\n"
+
+
+def test_what_one_rank_cannot_write_is_told_with_its_reason(tmp_path, monkeypatch):
+    def save(*arguments, **options):
+        raise CheckpointException("", {1: (OSError(28, "No space left on device"), None)})
+
+    monkeypatch.setattr(sharded.dcp, "save", save)
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match=r"shards: could not be saved \(rank 1: .*No space"):
+        sharded.save_shards(
+            tmp_path / "shards", model, torch.optim.AdamW(model.parameters()), ALONE
+        )
+
+
 def torchrun(size: int, *arguments: str, restarts: int = 0, log: Path) -> subprocess.Popen:
     """The real torchrun, in a process group of its own."""
     with log.open("w") as file:
@@ -281,7 +342,8 @@ def one_line(ended: list) -> str:
         (2, {"parallel": None}, "one of 2 processes of torchrun: add --parallel"),
         (2, {"parallel": "dp"}, "no way 'dp' to train in parallel; there are ddp, fsdp"),
         (2, {"reduce_dtype": "int8"}, "there are fp32, fp16, bf16"),
-        (2, {"timeout": -1}, "timeout must be a positive number of seconds, not -1"),
+        (2, {"timeout": -1}, "timeout must be 1 to 1,000,000 seconds, not -1"),
+        (2, {"batch_size": 2}, "batch norm has 1 image to normalise in a process"),
         (2, {"data": "pyproject.toml", "dataset": "cifar10"}, "pyproject.toml"),
     ],
 )

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 import warnings
+from collections import Counter
 from dataclasses import fields
 
 from amp_lab import __version__
@@ -41,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     except OtherRankError:
         return 2
     except AmpLabError as error:
-        _tell(f"amp-lab {options.command}: {error}", at_once=error.is_agreed)
+        _tell(f"amp-lab {options.command}: {error}", at_once=error.is_of_one_rank)
         return 2
     except ModuleNotFoundError as error:
         if error.name != "torch":
@@ -81,6 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_ops(commands)
     _add_xray(commands)
     _add_memory(commands)
+    _add_migrate(commands)
     return parser
 
 
@@ -279,6 +281,21 @@ def _add_memory(commands) -> None:
         "--optimizer", default="adam", metavar="NAME", help="default: adam; also sgd, adamw, …"
     )
     memory.set_defaults(run=_memory)
+
+
+def _add_migrate(commands) -> None:
+    migrate = commands.add_parser(
+        "migrate",
+        help="bring old mixed-precision code to today's names, and find its mistakes",
+        description="Print a diff from torch.cuda.amp, torch.cpu.amp and NVIDIA Apex to torch.amp, "
+        "and what is to be done by hand, with line numbers. Files and notebooks are left as they "
+        "are without --write.",
+    )
+    migrate.add_argument("paths", nargs="+", metavar="PATH", help="a .py or .ipynb file, or a folder")
+    how = migrate.add_mutually_exclusive_group()
+    how.add_argument("--write", action="store_true", help="change the files")
+    how.add_argument("--check", action="store_true", help="exit 1 if something is to be done")
+    migrate.set_defaults(run=_migrate)
 
 
 def _tell(line: str, at_once: bool = False) -> None:
@@ -538,6 +555,29 @@ def _memory(options: argparse.Namespace) -> None:
         **asked,
     )
     _show(table, options.format)
+
+
+def _migrate(options: argparse.Namespace) -> int:
+    from amp_lab.migrate.files import migrate_paths
+
+    results = []
+    for result in migrate_paths(options.paths, write=options.write):
+        results.append(result)
+        if result.error is not None:
+            print(f"amp-lab migrate: {result.error}", file=sys.stderr)
+        print(result.diff, end="")
+    if any(result.lines for result in results):
+        print()
+    for result in results:
+        for line in result.lines:
+            print(f"{result.path}:{line}")
+    kinds = Counter(line.kind for result in results for line in result.lines)
+    counts = ", ".join(f"{kinds[kind]} {kind}" for kind in ("rewritten", "by hand", "left"))
+    written = sum(result.written for result in results)
+    print(f"{counts}, {kinds['mistake']} mistakes; {written} files changed")
+    if any(result.error for result in results):
+        return 2
+    return 1 if options.check and any(result.to_do for result in results) else 0
 
 
 def _dtype(name: str | None):

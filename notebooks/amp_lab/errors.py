@@ -8,8 +8,8 @@ class AmpLabError(Exception):
     stack under it would only show where in this package the value was checked.
     """
 
-    is_agreed = False
-    """Of several processes, all know of it, and this is the one to tell it."""
+    is_of_one_rank = False
+    """Of several processes that train together, this is the one to tell it."""
 
     def _render_traceback_(self) -> list[str]:  # IPython's own hook for such errors
         return [f"{type(self).__name__}: {self}"]
@@ -93,6 +93,10 @@ class CommunicationError(AmpLabError, RuntimeError):
 
 class WorkersError(AmpLabError, RuntimeError):
     """Processes of `run_workers` cannot be started, failed, or did not end in time."""
+
+
+class MigrateError(AmpLabError, ValueError):
+    """A file cannot be migrated: it is no whole Python or notebook, or cannot be changed."""
 
 
 def first_line(error: BaseException) -> str:

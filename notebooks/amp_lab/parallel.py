@@ -1,5 +1,7 @@
 """One model trained by several processes: what DDP and FSDP2 need around the training loop."""
 
+from __future__ import annotations  # torch can be built without what some of them name
+
 import contextlib
 import datetime
 import enum
@@ -13,10 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parallel import DistributedDataParallel
 
 from amp_lab.errors import AmpLabError, OtherRankError, ParallelError, first_line
 from amp_lab.precision import Precision
@@ -37,14 +36,6 @@ class Parallel(enum.StrEnum):
     FSDP = "fsdp"
     """Each keeps a part of weights, gradients and optimizer state, and gathers weights as needed
     (FSDP2)."""
-
-
-def _bf16_hook(group: dist.ProcessGroup | None, bucket: dist.GradBucket):
-    """torch's own, which DDP refuses by its name where torch was built without CUDA."""
-    return default_hooks.bf16_compress_hook(group, bucket)
-
-
-_HOOKS = {"fp16": default_hooks.fp16_compress_hook, "bf16": _bf16_hook}
 
 
 class Ranks:
@@ -73,17 +64,18 @@ class Ranks:
     def each(self, call: Callable[[], _T]) -> _T:
         """What `call` returns here, once it has returned on every rank.
 
-        An `AmpLabError` on any rank is raised on all: there as it is, elsewhere as
-        `OtherRankError`, so that one rank tells it and none waits for another for ever.
+        An error on any rank is raised on all: there as it is, elsewhere as `OtherRankError`, so
+        that one rank tells it and none waits for another.
         """
         if self.kind is None:
             return call()
         value = error = None
         try:
             value = call()
-        except AmpLabError as caught:
+        except Exception as caught:
             error = caught
-        self._raise_first(self.gather(None if error is None else str(error)), error)
+        is_told_here = error is not None and not isinstance(error, OtherRankError)
+        self._raise_first(self.gather(str(error) if is_told_here else None), error)
         return value
 
     def first(self, call: Callable[[], _T]) -> _T:
@@ -143,13 +135,19 @@ class Ranks:
         return int(before[1])
 
     def wrap(self, model: nn.Module, precision: Precision) -> nn.Module:
-        """The module to train in place of `model`, which is on the device already.
+        """The module to train in place of `model`, put on the device.
 
         With FSDP2 it is `model` itself, whose parameters become shards, so its optimizer is made
         afterwards; its weights are gathered and multiplied in the dtype of `precision`, which takes
         the place of autocast. Batch norms keep fp32 weights, like their statistics.
         """
+        if self.kind is Parallel.FSDP:
+            self._shard(model, precision)  # which moves each part as it is cut
+            return model
+        model.to(self.device)
         if self.kind is Parallel.DDP:
+            from torch.nn.parallel import DistributedDataParallel
+
             # The buffers are those of rank 0 wherever it matters: see `share_buffers`.
             accepted = inspect.signature(DistributedDataParallel).parameters
             newer = "forward_sync_buffers" in accepted  # from torch 2.15 on
@@ -159,18 +157,19 @@ class Ranks:
                 gradient_as_bucket_view=True,
                 **{"forward_sync_buffers" if newer else "broadcast_buffers": False},
             )
-            if self.reduce_dtype in _HOOKS:
-                wrapped.register_comm_hook(None, _HOOKS[self.reduce_dtype])
+            hook = _hook(self.reduce_dtype)
+            if hook is not None:
+                wrapped.register_comm_hook(None, hook)
             return wrapped
-        if self.kind is Parallel.FSDP:
-            self._shard(model, precision)
         return model
 
     def _shard(self, model: nn.Module, precision: Precision) -> None:
         # Takes a second to load, which those who train alone need not wait for.
+        from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-        mesh = init_device_mesh(self.device.type, (self.size,))
+        # Of the group that there is: one that a mesh makes for itself has a timeout of its own.
+        mesh = DeviceMesh.from_group(dist.group.WORLD, self.device.type)
         low = precision.dtype if precision in (Precision.FP16, Precision.BF16) else None
         reduce = REDUCE_DTYPES[self.reduce_dtype]
         inside = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce)
@@ -209,7 +208,7 @@ class Ranks:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
 
-    def _raise_first(self, errors: list[str | None], mine: AmpLabError | None) -> None:
+    def _raise_first(self, errors: list[str | None], mine: Exception | None) -> None:
         for rank, error in enumerate(errors):
             if error is None:
                 continue
@@ -217,9 +216,21 @@ class Ranks:
                 # torchrun ends all as soon as one has ended, and the other has a line to print.
                 time.sleep(1)
                 raise OtherRankError(f"rank {rank}: {error}")
-            told = mine if rank == 0 else type(mine)(f"rank {rank}: {mine}")
-            told.is_agreed = True
-            raise told
+            named = str(mine).startswith("rank ")
+            if rank > 0 and isinstance(mine, AmpLabError) and not named:
+                raise type(mine)(f"rank {rank}: {mine}") from mine
+            raise mine
+
+
+def _hook(reduce_dtype: str) -> Callable | None:
+    """What DDP is to do with the gradients that it sends."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    def to_bf16(group, bucket):
+        # torch's own, which DDP refuses by its name where torch was built without CUDA.
+        return default_hooks.bf16_compress_hook(group, bucket)
+
+    return {"fp16": default_hooks.fp16_compress_hook, "bf16": to_bf16}.get(reduce_dtype)
 
 
 ALONE = Ranks()
@@ -239,7 +250,7 @@ def join(
     `reduce_dtype`, "fp32", "bf16" or "fp16". No process waits for another longer than `timeout_s`.
 
     Raises `ParallelError` if there is no torchrun, too few devices, or no connection to the others,
-    and within the block if one of them is lost.
+    and from within the block if gloo finds one of them lost; NCCL ends the process then.
     """
     kind = _checked(kind, reduce_dtype, timeout_s)
     if kind is None:
@@ -247,16 +258,26 @@ def join(
         return
     device = _own_device(device)
     _connect(_backend(device), timeout_s)
+    agreed = device.type == "cpu"  # NCCL would wait for those who still are in a collective
     try:
         yield Ranks(kind, device, reduce_dtype)
+        agreed = True
+    except OtherRankError:
+        agreed = True
+        raise
+    except AmpLabError as error:
+        error.is_of_one_rank = True
+        raise
     except RuntimeError as error:
         if not is_lost(error):
             raise
+        reason = first_line(error).partition(". This is typically")[0]
         raise ParallelError(
-            f"rank {os.environ['RANK']}: no answer from another process ({first_line(error)})"
+            f"rank {os.environ['RANK']}: no answer from another process ({reason})"
         ) from error
     finally:
-        dist.destroy_process_group()
+        if agreed:
+            dist.destroy_process_group()
 
 
 def _checked(kind: Parallel | str | None, reduce_dtype: str, timeout_s: float) -> Parallel | None:
@@ -264,8 +285,8 @@ def _checked(kind: Parallel | str | None, reduce_dtype: str, timeout_s: float) -
         raise ParallelError(
             f"no dtype {reduce_dtype!r} to sum gradients in; there are {', '.join(REDUCE_DTYPES)}"
         )
-    if not timeout_s > 0:
-        raise ParallelError(f"timeout must be a positive number of seconds, not {timeout_s:g}")
+    if not 1 <= timeout_s <= 1e6:
+        raise ParallelError(f"timeout must be 1 to 1,000,000 seconds, not {timeout_s:g}")
     if kind is None:
         size = os.environ.get("WORLD_SIZE", "1")
         if "RANK" in os.environ and size != "1":
@@ -379,6 +400,8 @@ def _backend(device: torch.device) -> str:
 
 def is_lost(error: BaseException) -> bool:
     """Whether an error says that another process does not answer; gloo's have no type of theirs."""
+    if not dist.is_available():
+        return False
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -177,12 +178,7 @@ def _prepare(
         )
     )
     ranks.require_same({"images": images.fingerprint})
-    if saved is not None and saved["images"] != images.fingerprint:
-        raise RunError(f"{data}: not the images that the run in {out} was started with")
-    if config.batch_size > len(images.train):
-        raise RunError(
-            f"batch size {config.batch_size} is larger than the {len(images.train)} images"
-        )
+    ranks.first(lambda: _require_images(images, config, ranks, saved, data, out))
     run = _Run(config, images, out, ranks, _workers(workers, config), checkpoint_every, say)
     environment = _environment(ranks)
     if saved is None:
@@ -207,6 +203,19 @@ def _checked(
     config = RunConfig(**settings)
     _require_shares(config, ranks)
     return config
+
+
+def _require_images(
+    images: ImageData, config: RunConfig, ranks: Ranks, saved: dict | None, data: Path, out: Path
+) -> None:
+    if saved is not None and saved["images"] != images.fingerprint:
+        raise RunError(f"{data}: not the images that the run in {out} was started with")
+    if config.batch_size > len(images.train):
+        raise RunError(
+            f"batch size {config.batch_size} is larger than the {len(images.train)} images"
+        )
+    if ranks.size > len(images.test):
+        raise RunError(f"{len(images.test)} test images are too few for {ranks.size} processes")
 
 
 def _require_shares(config: RunConfig, ranks: Ranks) -> None:
@@ -272,7 +281,7 @@ class _Run:
                 pretrained=config.pretrained,
                 freeze=config.freeze,
             )
-        ).to(device)
+        )
         if ranks.rank > 0:  # the same weights everywhere, but dropout of one's own
             torch.manual_seed((config.seed + ranks.rank * _SEED_STRIDE) % 2**63)
         if config.channels_last and ranks.kind is Parallel.DDP:  # whose buckets keep the format
@@ -293,9 +302,11 @@ class _Run:
 
     def restore(self) -> None:
         path, ranks = self.out / CHECKPOINT, self.ranks
-        state = ranks.first(lambda: load_checkpoint(path))
-        if state.get("config") != dataclasses.asdict(self.config):
-            raise CheckpointError(f"{path}: of another run than {self.out / CONFIG} describes")
+        state = ranks.first(lambda: self._load(path))
+        ranks.each(lambda: self._fill(state, path))
+
+    def _fill(self, state: dict, path: Path) -> None:
+        ranks = self.ranks
         try:
             if "shards" in state:
                 from amp_lab.sharded import load_shards  # takes a second to load
@@ -318,6 +329,12 @@ class _Run:
             if is_lost(error):
                 raise
             raise CheckpointError(f"{path}: does not fit this run ({first_line(error)})") from error
+
+    def _load(self, path: Path) -> dict:
+        state = load_checkpoint(path)
+        if state.get("config") != dataclasses.asdict(self.config):
+            raise CheckpointError(f"{path}: of another run than {self.out / CONFIG} describes")
+        return state
 
     def _restore_own(self, states: list[dict]) -> None:
         """What each rank has for itself; another number of ranks shares it out anew."""
@@ -361,7 +378,7 @@ class _Run:
         self._describe()
         ranks.first(lambda: _write_metrics(progress.epochs, self.out))
         stopped_by = None
-        with _Signals() as stop, warnings.catch_warnings():
+        with _Signals() as stop, self._lone_images_refused(), warnings.catch_warnings():
             # None of torchvision's models writes into what a block of it returns.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
@@ -413,6 +430,21 @@ class _Run:
         peak = max(ranks.gather(_peak_memory(self.device)))
         ranks.first(lambda: self._summarise(peak))
         return None
+
+    @contextlib.contextmanager
+    def _lone_images_refused(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            if "Expected more than 1 value per channel" not in str(error):
+                raise
+            self.ranks.first(self._refuse_lone_images)
+
+    def _refuse_lone_images(self) -> None:
+        size = self.config.batch_size // self.ranks.size
+        raise RunError(
+            f"batch norm has {size} image to normalise in a process: give a larger batch size"
+        )
 
     def _train_batches(self, epoch: int, batch: int):
         return batches(
@@ -522,15 +554,15 @@ def _read_config(out: Path, resume: bool) -> dict | None:
         return None
     try:
         saved = json.loads(path.read_text())
-        if not resume and not _is_started_anew(saved):
-            raise RunError(
-                f"{out}: holds a run already; --resume goes on with it, or choose another"
-            )
-        return {"config": RunConfig(**saved["config"])} | {
+        found = {"config": RunConfig(**saved["config"])} | {
             key: saved[key] for key in ("images", "environment")
         }
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise RunError(f"{path}: not the settings of a run ({error})") from error
+    # A torchrun that has lost a process starts the same command again.
+    if not resume and (_starter() is None or saved.get("started_by") != _starter()):
+        raise RunError(f"{out}: holds a run already; --resume goes on with it, or choose another")
+    return found
 
 
 def _same_config(saved: dict, settings: dict, out: Path) -> RunConfig:
@@ -563,19 +595,13 @@ def _environment(ranks: Ranks) -> str:
 def _starter() -> str | None:
     """What tells one torchrun, on the machine of rank 0, from another; None without."""
     run = os.environ.get("TORCHELASTIC_RUN_ID")
-    return run and f"{run} {os.environ.get('MASTER_PORT')} {socket.gethostname()} {os.getppid()}"
-
-
-def _is_started_anew(saved: dict) -> bool:
-    """Whether the torchrun that started the run has started its processes again, one being lost."""
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    return again and saved.get("started_by") == _starter()
+    return run and f"{run} {socket.gethostname()} {os.getppid()}"
 
 
 def _remove_shards(out: Path, but: str | None) -> None:
     """Remove the folders of checkpoints that another has replaced."""
-    for folder in out.glob(f"{SHARDS}-*"):
-        if folder.name != but:
+    for folder in out.glob(f"{SHARDS}-*-*"):
+        if folder.name != but and re.fullmatch(rf"{SHARDS}-\d+-\d+", folder.name):
             shutil.rmtree(folder, ignore_errors=True)  # one that cannot go does no harm
 
 

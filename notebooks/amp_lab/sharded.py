@@ -45,16 +45,25 @@ def save_shards(
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot be made ({error.strerror})") from error
 
+    def save() -> None:
+        with _told(folder, "could not be saved"):
+            dcp.save(_states(model, optimizer), checkpoint_id=folder)
+
+    def synchronise() -> None:
+        try:
+            sync_folder(folder)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: could not be saved ({error.strerror})") from error
+
     def look() -> None:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: not there; FSDP needs a folder that all nodes share")
 
     ranks.first(write)
     ranks.each(look)
-    with _told(folder, "could not be saved"):
-        dcp.save(_states(model, optimizer), checkpoint_id=folder)
+    ranks.each(save)
     digests = _digests(folder, ranks)
-    ranks.first(lambda: sync_folder(folder))
+    ranks.first(synchronise)
     return digests
 
 
@@ -80,15 +89,21 @@ def load_shards(
             if found[name] != digest:
                 raise CheckpointError(f"{folder / name}: altered since it was saved")
 
+    def load() -> None:
+        states = _states(model, optimizer)
+        with _told(folder, "does not fit this run"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process: right
+            dcp.load(states, checkpoint_id=folder)
+            set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=states["model"],
+                optim_state_dict=states["optimizer"],
+            )
+
     found = _digests(folder, ranks)
     ranks.each(compare)
-    states = _states(model, optimizer)
-    with _told(folder, "does not fit this run"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # for one process: right
-        dcp.load(states, checkpoint_id=folder)
-        set_state_dict(
-            model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"]
-        )
+    ranks.each(load)
 
 
 def load_whole(
@@ -144,7 +159,12 @@ def _told(folder: Path, what: str) -> Iterator[None]:
     """Turn what goes wrong inside torch, on any rank, into a `CheckpointError`."""
     try:
         yield
-    except (CheckpointException, KeyError, RuntimeError, ValueError) as error:
+    except CheckpointException as error:  # is no Exception; holds those of the ranks
+        rank, (reason, _) = min(error.failures.items())
+        if is_lost(reason):
+            raise reason from error
+        raise CheckpointError(f"{folder}: {what} (rank {rank}: {first_line(reason)})") from error
+    except (KeyError, RuntimeError, ValueError) as error:
         if is_lost(error):
             raise
         raise CheckpointError(f"{folder}: {what} ({first_line(error)})") from error

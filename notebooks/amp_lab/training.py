@@ -227,7 +227,9 @@ def evaluate(
     samples = 0
     ranks.share_buffers(model)
     model.eval()
-    with precision.float32_mode(device.type), torch.inference_mode():
+    # FSDP2 makes the memory that it gathers weights into once, and trains with it afterwards.
+    no_graph = torch.no_grad if ranks.kind is Parallel.FSDP else torch.inference_mode
+    with precision.float32_mode(device.type), no_graph():
         for inputs, targets in _bar(batches, "evaluation"):
             inputs = inputs.to(device, non_blocking=True, memory_format=memory_format)
             targets = targets.to(device, non_blocking=True)
