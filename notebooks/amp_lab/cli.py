@@ -291,7 +291,7 @@ def _add_migrate(commands) -> None:
         "and what is to be done by hand, with line numbers. Files and notebooks are left as they "
         "are without --write.",
     )
-    migrate.add_argument("paths", nargs="+", metavar="PATH", help="a .py or .ipynb file, or a folder")
+    migrate.add_argument("paths", nargs="+", metavar="PATH", help="a file, notebook or folder")
     how = migrate.add_mutually_exclusive_group()
     how.add_argument("--write", action="store_true", help="change the files")
     how.add_argument("--check", action="store_true", help="exit 1 if something is to be done")

@@ -1,0 +1,355 @@
+"""Python files and notebooks on the disk: read, migrated, shown as a diff, written back whole."""
+
+import concurrent.futures
+import dataclasses
+import difflib
+import functools
+import io
+import json
+import multiprocessing
+import os
+import re
+import stat
+import tokenize
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import libcst as cst
+
+from amp_lab import files
+from amp_lab.errors import MigrateError
+from amp_lab.migrate import edits_and_findings
+from amp_lab.migrate.tree import Edit, apply
+
+NAMES = (b"autocast", b"GradScaler", b"custom_fwd", b"custom_bwd", b"cuda.amp", b"cpu.amp", b"apex")
+MAX_BYTES = 1 << 20
+"""Of Python in one file: the tree of so much takes 400 MB."""
+_ENDINGS = (".py", ".pyi", ".pyw", ".ipynb")
+_SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
+_WORTH_PROCESSES = 60  # files; below it, starting a process takes longer than it saves
+
+
+class Line(NamedTuple):
+    """What there is to say about a line of a file, or of a cell (from 1) of a notebook."""
+
+    cell: int | None
+    line: int
+    kind: str
+    message: str
+
+    def __str__(self) -> str:
+        where = f"{self.line}" if self.cell is None else f"cell {self.cell}:{self.line}"
+        return f"{where}: {self.kind}: {self.message}"
+
+
+@dataclasses.dataclass
+class Result:
+    """What was found in a file, the `diff` to its migrated text, or the `error` that kept it."""
+
+    path: Path
+    lines: list[Line] = dataclasses.field(default_factory=list)
+    diff: str = ""
+    written: bool = False
+    error: str | None = None
+
+    @property
+    def to_do(self) -> list[Line]:
+        """The lines that are still to be changed, by this tool or by hand."""
+        done = ("left", "rewritten") if self.written else ("left",)
+        return [line for line in self.lines if line.kind not in done]
+
+
+def migrate_paths(paths: Iterable[str | Path], write: bool = False) -> Iterator[Result]:
+    """Migrate files, and the Python files and notebooks in folders; yield those with something.
+
+    Nothing is changed unless `write`. A file that cannot be done is yielded with its error, and
+    left as it was.
+    """
+    found: list[Path] = []
+    for path in dict.fromkeys(find(paths)):
+        try:
+            if has_names(path):
+                found.append(path)
+        except OSError as error:
+            yield Result(path, error=f"{path}: cannot be read: {error.strerror}")
+    work = functools.partial(migrate_file, write=write)
+    processes = min(os.cpu_count() or 1, 4)
+    if len(found) < _WORTH_PROCESSES or processes == 1:
+        results = map(work, found)
+        yield from filter(_has_something, results)
+        return
+    with concurrent.futures.ProcessPoolExecutor(
+        processes, mp_context=multiprocessing.get_context("spawn")
+    ) as pool:
+        yield from filter(_has_something, pool.map(work, found, chunksize=8))
+
+
+def _has_something(result: Result) -> bool:
+    return bool(result.lines or result.error)
+
+
+def find(paths: Iterable[str | Path]) -> Iterator[Path]:
+    """The files given, and those below the folders given that may hold Python."""
+    for path in map(Path, paths):
+        if not path.is_dir():
+            yield path
+            continue
+        for folder, below, names in os.walk(path):
+            below[:] = sorted(name for name in below if not _is_skipped(Path(folder, name)))
+            for name in sorted(names):
+                if name.endswith(_ENDINGS):
+                    yield Path(folder, name)
+
+
+def _is_skipped(folder: Path) -> bool:
+    name = folder.name
+    return name.startswith(".") or name in _SKIPPED_FOLDERS or (folder / "pyvenv.cfg").exists()
+
+
+def has_names(path: Path) -> bool:
+    """Whether a file has any of the names, as bytes, that the migration is about."""
+    data = path.read_bytes()
+    return any(name in data for name in NAMES)
+
+
+def migrate_file(path: Path, write: bool = False) -> Result:
+    """Migrate one file; the result holds the error if that cannot be done."""
+    try:
+        return _migrate(path, write)
+    except MigrateError as error:
+        return Result(path, error=f"{path}: {error}; left as it was")
+    except OSError as error:
+        return Result(path, error=f"{path}: {error.strerror or error}; left as it was")
+
+
+def _migrate(path: Path, write: bool) -> Result:
+    if path.is_symlink():
+        raise MigrateError("is a link: give the file itself")
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise MigrateError("is no file")
+    data = path.read_bytes()
+    migrated = _migrate_notebook(path, data) if path.suffix == ".ipynb" else _migrate_python(data)
+    new, lines, before_and_after = migrated
+    result = Result(path, lines)
+    if new == data:
+        return result
+    result.diff = "".join(_diff(f"{path}{part}", old, now) for part, old, now in before_and_after)
+    if write:
+        _write(path, data, new, status)
+        result.written = True
+    return result
+
+
+def _write(path: Path, old: bytes, new: bytes, status: os.stat_result) -> None:
+    if not status.st_mode & stat.S_IWUSR or not os.access(path, os.W_OK):
+        raise MigrateError("is read-only")
+    if status.st_nlink > 1:
+        raise MigrateError(f"has {status.st_nlink} names (hard links): copy it first")
+    if path.read_bytes() != old:
+        raise MigrateError("was changed meanwhile")
+    files.write_whole(path, [new])
+    os.chmod(path, stat.S_IMODE(status.st_mode))
+    if os.name == "posix" and (os.geteuid(), os.getegid()) != (status.st_uid, status.st_gid):
+        os.chown(path, status.st_uid, status.st_gid)
+
+
+def _diff(name: str, old: str, new: str) -> str:
+    before, after = (re.split(r"\r\n?|\n", text) for text in (old, new))
+    lines = difflib.unified_diff(before, after, name, name, lineterm="")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_BYTES:
+        raise MigrateError(f"has {size / 2**20:.1f} MiB of Python, and 1 is the most: split it")
+
+
+# Python.
+
+
+def _migrate_python(data: bytes) -> tuple[bytes, list[Line], list[tuple[str, str, str]]]:
+    _check_size(len(data))
+    try:
+        lines_of = io.BytesIO(data.replace(b"\r\n", b"\n").replace(b"\r", b"\n"))
+        encoding, _ = tokenize.detect_encoding(lines_of.readline)
+        text = data.decode(encoding)
+    except SyntaxError as error:  # an encoding that is not there, or a first line that breaks it
+        raise MigrateError(f"its encoding is wrong: {error.msg}") from error
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise MigrateError(f"line {line} is not {error.encoding}") from error
+    if "\0" in text:
+        raise MigrateError("has a null byte, so it is no Python")
+    if text.encode(encoding) != data:
+        raise MigrateError(f"its {encoding} cannot be written back as it was")
+    edits, findings = _edits_and_findings(text)
+    new = apply(text, edits)
+    lines = [Line(None, *finding) for finding in findings]
+    return new.encode(encoding), lines, [("", text, new)]
+
+
+def _edits_and_findings(text: str):
+    try:
+        return edits_and_findings(text)
+    except cst.ParserSyntaxError as error:
+        raise MigrateError(f"line {error.raw_line} does not parse as Python") from error
+    except RecursionError as error:
+        raise MigrateError("is nested too deeply") from error
+
+
+# Notebooks.
+
+
+class _Located(str):
+    """A string of a JSON text, and where in it the string starts and ends, without its quotes."""
+
+    __slots__ = ("end", "start")
+
+
+def _located_json(text: str) -> object:
+    """Parse JSON to the same objects as `json.loads`, but with `_Located` for values."""
+
+    def parse_string(text: str, start: int, strict: bool) -> tuple[str, int]:
+        value, end = json.decoder.scanstring(text, start, strict)
+        located = _Located(value)
+        located.start, located.end = start, end - 1
+        return located, end
+
+    decoder = json.JSONDecoder()
+    decoder.parse_string = parse_string
+    decoder.scan_once = json.scanner.py_make_scanner(decoder)
+    return decoder.decode(text)
+
+
+class _Cell(NamedTuple):
+    number: int
+    """From 1, among all cells."""
+    pieces: list[_Located]
+    start: int
+    """Where its text starts in the text of all code cells."""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+def _migrate_notebook(
+    path: Path, data: bytes
+) -> tuple[bytes, list[Line], list[tuple[str, str, str]]]:
+    try:
+        text = data.decode()
+        cells = _code_cells(_located_json(text))
+    except UnicodeDecodeError as error:
+        raise MigrateError(f"byte {error.start} is not UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise MigrateError(
+            f"is no whole notebook: line {error.lineno}, {error.msg.lower()}"
+        ) from error
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise MigrateError("is JSON, but no notebook") from error
+    code = "".join(cell.text + "\n" for cell in cells)
+    if not any(name.decode() in code for name in NAMES):
+        return data, [], []
+    _check_size(len(code))
+    try:
+        edits, findings = edits_and_findings(code)
+    except cst.ParserSyntaxError as error:
+        raise MigrateError(_why_no_python(cells)) from error
+    except RecursionError as error:
+        raise MigrateError("is nested too deeply") from error
+
+    starts = [cell.start for cell in cells]
+    line_of = [code.count("\n", 0, start) for start in starts]
+    lines = []
+    for line, kind, message in findings:
+        at = max(i for i, before in enumerate(line_of) if before < line)
+        lines.append(Line(cells[at].number, line - line_of[at], kind, message))
+    raw_edits, changes = [], []
+    for cell in cells:
+        size = len(cell.text)
+        own = [
+            Edit(start - cell.start, end - cell.start, new)
+            for start, end, new in edits
+            if cell.start <= start <= cell.start + size
+        ]
+        if own:
+            raw_edits += _in_json(text, cell, own)
+            changes.append((f" (cell {cell.number})", cell.text, apply(cell.text, own)))
+    return apply(text, raw_edits).encode(), lines, changes
+
+
+def _code_cells(notebook: dict) -> list[_Cell]:
+    """The code cells with something in them; none if the notebook is in another language."""
+    metadata = notebook["metadata"]
+    language = metadata.get("kernelspec", {}).get("language") or metadata.get(
+        "language_info", {}
+    ).get("name")
+    if language is not None and language.lower() not in ("python", "ipython"):
+        return []
+    cells, start = [], 0
+    for number, cell in enumerate(notebook["cells"], 1):
+        if cell["cell_type"] != "code":
+            continue
+        source = cell["source"]
+        pieces = [source] if isinstance(source, str) else list(source)
+        if not all(isinstance(piece, _Located) for piece in pieces):
+            raise TypeError("a source that is no text")
+        cells.append(_Cell(number, pieces, start))
+        start += len(cells[-1].text) + 1
+    return cells
+
+
+def _why_no_python(cells: list[_Cell]) -> str:
+    for cell in cells:
+        try:
+            cst.parse_module(cell.text)
+        except cst.ParserSyntaxError as error:
+            for line, content in enumerate(cell.text.splitlines(), 1):
+                if content.lstrip().startswith(("%", "!", "?")) or content.rstrip().endswith("?"):
+                    return f"cell {cell.number}:{line} is a magic, not Python: {content.strip()!r}"
+            return f"cell {cell.number}:{error.raw_line} does not parse as Python"
+    return "its cells do not parse together as Python"
+
+
+def _in_json(text: str, cell: _Cell, edits: list[Edit]) -> list[Edit]:
+    """Edits of a cell's source as edits of the JSON text that holds it."""
+    raw, before = [], 0
+    for i, piece in enumerate(cell.pieces):
+        after = before + len(piece)
+        is_last = i == len(cell.pieces) - 1
+        own = [e for e in edits if before <= e.start and (e.start < after or is_last)]
+        if own:
+            edits = [edit for edit in edits if edit not in own]
+            places = _places(text, piece)
+            for start, end, new in own:
+                if end > after:
+                    raise MigrateError(f"a change in cell {cell.number} spans lines: join them")
+                span = places[start - before], places[end - before]
+                raw.append(Edit(*span, _as_json(text, cell, new)))
+        before = after
+    return raw
+
+
+def _places(text: str, piece: _Located) -> list[int]:
+    """Where in the JSON text each character of a string starts, and the string ends."""
+    places, at = [], piece.start
+    for character in piece:
+        places.append(at)
+        if text[at] != "\\":
+            at += 1
+        elif text[at + 1] == "u":
+            at += 6 if character <= "\uffff" else 12
+        else:
+            at += 2
+    return [*places, at]
+
+
+def _as_json(text: str, cell: _Cell, new: str) -> str:
+    """A new piece of source, as a list of lines if that is how the cell is kept."""
+    first = cell.pieces[0].start - 1
+    separator = text[len(text[:first].rstrip()) : first]
+    is_list = text[: first - len(separator)].endswith("[")
+    encoded = json.dumps(new)[1:-1]
+    return encoded.replace("\\n", f'\\n",{separator}"') if is_list else encoded

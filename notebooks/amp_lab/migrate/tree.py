@@ -1,0 +1,442 @@
+"""A source file as a tree, with what each name in it is bound to.
+
+libcst's own scope analysis takes four times as long as its parser; this one walks the tree once and
+keeps only what the migration asks: imports, other bindings, uses of names.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import libcst as cst
+from libcst.metadata import CodePosition, MetadataWrapper, PositionProvider
+
+VERSION_TEST = re.compile(r"(?i)version|hasattr|getattr|find_spec|signature|torch_?(\d|(ge|gt|le|lt)\b)")
+FALLBACK_ERRORS = re.compile(
+    r"except\s*(:|.*\b(ImportError|ModuleNotFoundError|AttributeError|TypeError|NameError|Exception)\b)"
+)
+NEW_NAMES = re.compile(
+    r"\btorch\.amp\b|\btorch\.autocast\b|\bfrom torch import\b[^\n]*\bautocast\b"
+)
+
+
+class Finding(NamedTuple):
+    """Something about a line: what was changed, what is to be done by hand, or what is wrong."""
+
+    line: int
+    kind: str
+    """``rewritten``, ``by hand``, ``mistake``, or ``left`` where nothing is to be done."""
+    message: str
+
+
+class Edit(NamedTuple):
+    """A piece of the text, from `start` to `end`, and what takes its place."""
+
+    start: int
+    end: int
+    text: str
+
+
+@dataclasses.dataclass(eq=False)
+class Binding:
+    """A place where a name gets a value: `origin` is the dotted name of what an import binds."""
+
+    origin: str | None
+    node: cst.CSTNode
+    value: cst.CSTNode | None = None
+
+
+class Scope:
+    """The names bound in a module, class, function or comprehension."""
+
+    def __init__(self, kind: str, parent: "Scope | None" = None, node: cst.CSTNode | None = None):
+        self.kind, self.parent, self.node = kind, parent, node
+        self.bindings: dict[str, list[Binding]] = {}
+        self.elsewhere: set[str] = set()  # global and nonlocal
+
+    def find(self, name: str) -> "Scope | None":
+        """The scope in which `name` is bound, as it is seen from this one."""
+        scope = self
+        while scope is not None:
+            if name in scope.bindings and (scope is self or scope.kind != "class"):
+                return scope
+            scope = scope.parent
+        return None
+
+
+class Use(NamedTuple):
+    """A name or dotted name that is read, such as ``torch.cuda.amp``."""
+
+    node: cst.BaseExpression
+    parts: tuple[str, ...]
+    scope: Scope
+
+
+_NOT_CODE = ("whitespace", "lpar", "rpar", "lbracket", "rbracket", "lbrace", "rbrace", "comma")
+_NOT_CODE += (
+    "semicolon",
+    "equal",
+    "dot",
+    "leading_lines",
+    "header",
+    "footer",
+    "trailing",
+    "lines_",
+)
+_NOT_CODE += ("indent", "newline", "operator", "asynchronous", "encoding", "default_", "has_")
+
+
+@functools.cache
+def _fields(kind: type) -> tuple[str, ...]:
+    names = (field.name for field in dataclasses.fields(kind))
+    return tuple(name for name in names if not name.startswith(_NOT_CODE))
+
+
+def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """The parts of a node that are code, in order."""
+    for name in _fields(type(node)):
+        value = getattr(node, name)
+        if isinstance(value, cst.CSTNode):
+            yield value
+        elif isinstance(value, list | tuple):
+            for item in value:
+                if isinstance(item, cst.CSTNode):
+                    yield item
+
+
+def dotted(node: cst.CSTNode | None) -> tuple[str, ...] | None:
+    """``a.b.c`` as its parts, or None if the node is no such name."""
+    parts = []
+    while isinstance(node, cst.Attribute):
+        parts.append(node.attr.value)
+        node = node.value
+    if not isinstance(node, cst.Name):
+        return None
+    return (node.value, *reversed(parts))
+
+
+class Tree:
+    """A parsed file: `parents`, `scopes`, `uses` of names, and `line` and `span` of each node.
+
+    Raises `libcst.ParserSyntaxError` if the text is no Python.
+    """
+
+    def __init__(self, text: str):
+        self.text = text
+        self.module = cst.parse_module(text)
+        self.parents: dict[cst.CSTNode, cst.CSTNode] = {}
+        self.uses: list[Use] = []
+        self.imports: list[tuple[cst.Import | cst.ImportFrom, Scope]] = []
+        self.scope_of: dict[cst.CSTNode, Scope] = {}  # of each call
+        self.calls: list[cst.Call] = []
+        self.scopes = [Scope("module", node=self.module)]
+        self._visit_children(self.module, self.scopes[0])
+
+    # Walking.
+
+    def _visit(self, node: cst.CSTNode, parent: cst.CSTNode, scope: Scope) -> None:
+        self.parents[node] = parent
+        visit: Callable | None = _VISITORS.get(type(node))
+        if visit is None:
+            self._visit_children(node, scope)
+        else:
+            visit(self, node, scope)
+
+    def _visit_children(self, node: cst.CSTNode, scope: Scope) -> None:
+        for child in children(node):
+            self._visit(child, node, scope)
+
+    def _new_scope(self, kind: str, scope: Scope, node: cst.CSTNode) -> Scope:
+        self.scopes.append(Scope(kind, scope, node))
+        return self.scopes[-1]
+
+    def _bind(self, scope: Scope, name: str, binding: Binding) -> None:
+        if name in scope.elsewhere:
+            scope = self.scopes[0]
+        scope.bindings.setdefault(name, []).append(binding)
+
+    def _bind_target(self, target, parent, scope: Scope, value=None) -> None:
+        self.parents[target] = parent
+        if isinstance(target, cst.Name):
+            self._bind(scope, target.value, Binding(None, target, value))
+        elif isinstance(target, cst.Tuple | cst.List):
+            for element in target.elements:
+                self.parents[element] = target
+                self._bind_target(element.value, element, scope)
+        elif isinstance(target, cst.StarredElement):
+            self._bind_target(target.value, target, scope)
+        else:
+            self._visit(target, parent, scope)
+
+    def _visit_name(self, node: cst.Name, scope: Scope) -> None:
+        self.uses.append(Use(node, (node.value,), scope))
+
+    def _visit_attribute(self, node: cst.Attribute, scope: Scope) -> None:
+        parts = dotted(node)
+        if parts is None:
+            self._visit(node.value, node, scope)
+            return
+        self.uses.append(Use(node, parts, scope))
+
+    def _visit_call(self, node: cst.Call, scope: Scope) -> None:
+        self.calls.append(node)
+        self.scope_of[node] = scope
+        self._visit_children(node, scope)
+
+    def _visit_arg(self, node: cst.Arg, scope: Scope) -> None:
+        self._visit(node.value, node, scope)
+
+    def _visit_function(self, node: cst.FunctionDef, scope: Scope) -> None:
+        self._bind(scope, node.name.value, Binding(None, node))
+        for decorator in node.decorators:
+            self._visit(decorator, node, scope)
+        if node.returns:
+            self._visit(node.returns, node, scope)
+        inner = self._new_scope("function", scope, node)
+        self._visit_parameters(node.params, node, scope, inner)
+        self._visit(node.body, node, inner)
+
+    def _visit_lambda(self, node: cst.Lambda, scope: Scope) -> None:
+        inner = self._new_scope("function", scope, node)
+        self._visit_parameters(node.params, node, scope, inner)
+        self._visit(node.body, node, inner)
+
+    def _visit_parameters(self, params, parent, scope: Scope, inner: Scope) -> None:
+        self.parents[params] = parent
+        listed = [*params.posonly_params, *params.params, *params.kwonly_params]
+        for param in [*listed, params.star_arg, params.star_kwarg]:
+            if not isinstance(param, cst.Param):
+                continue
+            self.parents[param] = params
+            self._bind(inner, param.name.value, Binding(None, param))
+            for part in (param.annotation, param.default):
+                if part is not None:
+                    self._visit(part, param, scope)
+
+    def _visit_class(self, node: cst.ClassDef, scope: Scope) -> None:
+        self._bind(scope, node.name.value, Binding(None, node))
+        for part in (*node.decorators, *node.bases, *node.keywords):
+            self._visit(part, node, scope)
+        self._visit(node.body, node, self._new_scope("class", scope, node))
+
+    def _visit_comprehension(self, node, scope: Scope) -> None:
+        inner = self._new_scope("comprehension", scope, node)
+        self._visit(node.for_in, node, inner)
+        for child in children(node):
+            if child is not node.for_in:
+                self._visit(child, node, inner)
+
+    def _visit_for(self, node, scope: Scope) -> None:
+        self._bind_target(node.target, node, scope)
+        for child in children(node):
+            if child is not node.target:
+                self._visit(child, node, scope)
+
+    def _visit_assign(self, node: cst.Assign, scope: Scope) -> None:
+        self._visit(node.value, node, scope)
+        for target in node.targets:
+            self.parents[target] = node
+            self._bind_target(target.target, target, scope, node.value)
+
+    def _visit_other_assign(self, node, scope: Scope) -> None:
+        for child in children(node):
+            if child is not node.target:
+                self._visit(child, node, scope)
+        self._bind_target(node.target, node, scope, node.value)
+
+    def _visit_as_name(self, node: cst.AsName, scope: Scope) -> None:
+        self._bind_target(node.name, node, scope)
+
+    def _visit_match_name(self, node, scope: Scope) -> None:
+        if node.name is not None:
+            self._bind(scope, node.name.value, Binding(None, node))
+        if getattr(node, "pattern", None) is not None:
+            self._visit(node.pattern, node, scope)
+
+    def _visit_elsewhere(self, node: cst.Global | cst.Nonlocal, scope: Scope) -> None:
+        for item in node.names:
+            if isinstance(node, cst.Global):
+                scope.elsewhere.add(item.name.value)
+
+    def _visit_import(self, node: cst.Import, scope: Scope) -> None:
+        self.imports.append((node, scope))
+        for alias in node.names:
+            self.parents[alias] = node
+            parts = dotted(alias.name)
+            if alias.asname is None:
+                self._bind(scope, parts[0], Binding(parts[0], alias))
+            else:
+                self._bind(scope, alias.asname.name.value, Binding(".".join(parts), alias))
+
+    def _visit_import_from(self, node: cst.ImportFrom, scope: Scope) -> None:
+        self.imports.append((node, scope))
+        if isinstance(node.names, cst.ImportStar):
+            return
+        for alias in node.names:
+            self.parents[alias] = node
+            name = alias.name.value
+            bound = name if alias.asname is None else alias.asname.name.value
+            origin = None if node.relative else ".".join((*dotted(node.module), name))
+            self._bind(scope, bound, Binding(origin, alias))
+
+    # Asking.
+
+    def origins(self, use: Use) -> set[str | None]:
+        """The dotted names that a use may stand for; None for anything that is not imported."""
+        scope = use.scope.find(use.parts[0])
+        if scope is None:  # a module that some star import brings
+            return {".".join(use.parts)} if use.parts[0] in ("torch", "apex") else {None}
+        bindings = scope.bindings[use.parts[0]]
+        return {b.origin and ".".join((b.origin, *use.parts[1:])) for b in bindings}
+
+    def origin(self, node: cst.BaseExpression, scope: Scope) -> str | None:
+        """The dotted name that an expression stands for, if that is certain."""
+        parts = dotted(node)
+        if parts is None:
+            return None
+        found = self.origins(Use(node, parts, scope))
+        return found.pop() if len(found) == 1 else None
+
+    def ancestors(self, node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
+        """Each node above, with the one of its children through which it was reached."""
+        while (parent := self.parents.get(node)) is not None:
+            yield parent, node
+            node = parent
+
+    def statement(self, node: cst.CSTNode) -> cst.CSTNode:
+        """The statement, simple line or compound, that a node is in."""
+        for parent, child in self.ancestors(node):
+            if isinstance(parent, cst.Module | cst.IndentedBlock):
+                return child
+        return node
+
+    def code(self, node: cst.CSTNode) -> str:
+        """The text of a node."""
+        return self.module.code_for_node(node)
+
+    def is_guarded(self, node: cst.CSTNode) -> bool:
+        """Whether code runs only with some versions of torch, as far as the source shows it."""
+        for parent, child in self.ancestors(node):
+            if isinstance(parent, cst.If | cst.IfExp | cst.While):
+                if child is not parent.test and self._tests_version(parent.test):
+                    return True
+            elif isinstance(parent, cst.Call) and child is not parent.func:
+                if dotted(parent.func) in (("hasattr",), ("getattr",)):
+                    return True
+            elif isinstance(parent, cst.BooleanOperation):
+                if child is parent.right and self._tests_version(parent.left):
+                    return True
+            elif isinstance(parent, cst.ExceptHandler):
+                if FALLBACK_ERRORS.search(self.code(parent)):
+                    return True
+            elif isinstance(parent, cst.Try) and child is parent.body:
+                if any(NEW_NAMES.search(self.code(handler)) for handler in parent.handlers):
+                    return True
+            elif isinstance(parent, cst.Module | cst.IndentedBlock):
+                for earlier in parent.body:
+                    if earlier is child:
+                        break
+                    is_exit = isinstance(earlier, cst.If) and leaves(earlier.body)
+                    if is_exit and self._tests_version(earlier.test):
+                        return True
+        return False
+
+    def _tests_version(self, test: cst.BaseExpression) -> bool:
+        if VERSION_TEST.search(self.code(test)):
+            return True
+        for use in self._uses_below(test):
+            scope = use.scope.find(use.parts[0])
+            for binding in scope.bindings[use.parts[0]] if scope else ():
+                if binding.value is not None and VERSION_TEST.search(self.code(binding.value)):
+                    return True
+        return False
+
+    def _uses_below(self, node: cst.CSTNode) -> list[Use]:
+        def is_below(use: Use) -> bool:
+            return use.node is node or any(parent is node for parent, _ in self.ancestors(use.node))
+
+        return [use for use in self.uses if is_below(use)]
+
+    # Where it is. Positions cost more than parsing, and most files need none.
+
+    @functools.cached_property
+    def _positions(self):
+        wrapper = MetadataWrapper(self.module, unsafe_skip_copy=True)
+        return PositionProvider()._gen(wrapper)  # resolve() would walk the tree for nothing as well
+
+    @functools.cached_property
+    def _line_starts(self) -> list[int]:
+        return [0, *(match.end() for match in re.finditer(r"\r\n?|\n", self.text))]
+
+    def line(self, node: cst.CSTNode) -> int:
+        """The line, from 1, on which a node starts."""
+        return self._positions[node].start.line
+
+    def _offset(self, position: CodePosition) -> int:
+        return self._line_starts[position.line - 1] + position.column
+
+    def span(self, node: cst.CSTNode) -> tuple[int, int]:
+        """Where the text of a node, without brackets around it, starts and ends."""
+        where = self._positions[node]
+        return self._offset(where.start), self._offset(where.end)
+
+    def indent(self, offset: int) -> str | None:
+        """The blanks before `offset` in its line, or None if there is something else."""
+        start = max(self.text.rfind("\n", 0, offset), self.text.rfind("\r", 0, offset)) + 1
+        before = self.text[start:offset].lstrip("\ufeff")
+        return before if not before.strip() else None
+
+    @functools.cached_property
+    def newline(self) -> str:
+        """How the first line ends."""
+        found = re.search(r"\r\n?|\n", self.text)
+        return found.group() if found else "\n"
+
+
+def leaves(block: cst.BaseSuite) -> bool:
+    """Whether what stands after a block is not reached through it."""
+    last = block.body[-1] if block.body else None
+    if isinstance(last, cst.SimpleStatementLine):
+        last = last.body[-1]
+    return isinstance(last, cst.Return | cst.Raise | cst.Continue | cst.Break)
+
+
+_VISITORS = {
+    cst.Name: Tree._visit_name,
+    cst.Attribute: Tree._visit_attribute,
+    cst.Call: Tree._visit_call,
+    cst.Arg: Tree._visit_arg,
+    cst.FunctionDef: Tree._visit_function,
+    cst.Lambda: Tree._visit_lambda,
+    cst.ClassDef: Tree._visit_class,
+    cst.ListComp: Tree._visit_comprehension,
+    cst.SetComp: Tree._visit_comprehension,
+    cst.GeneratorExp: Tree._visit_comprehension,
+    cst.DictComp: Tree._visit_comprehension,
+    cst.For: Tree._visit_for,
+    cst.CompFor: Tree._visit_for,
+    cst.Assign: Tree._visit_assign,
+    cst.AnnAssign: Tree._visit_other_assign,
+    cst.AugAssign: Tree._visit_other_assign,
+    cst.NamedExpr: Tree._visit_other_assign,
+    cst.AsName: Tree._visit_as_name,
+    cst.MatchAs: Tree._visit_match_name,
+    cst.MatchStar: Tree._visit_match_name,
+    cst.Global: Tree._visit_elsewhere,
+    cst.Nonlocal: Tree._visit_elsewhere,
+    cst.Import: Tree._visit_import,
+    cst.ImportFrom: Tree._visit_import_from,
+}
+
+
+def apply(text: str, edits: list[Edit]) -> str:
+    """The text with every edit made; they may touch, but not overlap."""
+    parts, done = [], 0
+    for edit in sorted(dict.fromkeys(edits), key=lambda edit: (edit.start, edit.end)):
+        if edit.start < done:
+            raise ValueError(f"two edits overlap at {edit.start}: {edit.text!r}")
+        parts += [text[done : edit.start], edit.text]
+        done = edit.end
+    return "".join([*parts, text[done:]])
