@@ -13,7 +13,9 @@ from typing import NamedTuple
 import libcst as cst
 from libcst.metadata import CodePosition, MetadataWrapper, PositionProvider
 
-VERSION_TEST = re.compile(r"(?i)version|hasattr|getattr|find_spec|signature|torch_?(\d|(ge|gt|le|lt)\b)")
+VERSION_TEST = re.compile(
+    r"(?i)version|hasattr|getattr|find_spec|signature|torch_?(\d|(ge|gt|le|lt)\b)"
+)
 FALLBACK_ERRORS = re.compile(
     r"except\s*(:|.*\b(ImportError|ModuleNotFoundError|AttributeError|TypeError|NameError|Exception)\b)"
 )
