@@ -30,7 +30,8 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> int:
     """Run `amp-lab` with these arguments; return its exit code.
 
-    It is 0, or 2 for a user's mistake, or 128 plus the number of the signal that ended it.
+    It is 0, or 2 for a user's mistake, or 128 plus the number of the signal that ended it; `migrate
+    --check` returns 1 if something is to be done.
     """
     options = _parser().parse_args(argv)
     try:
