@@ -130,7 +130,10 @@ def test_links_between_notebooks_lead_somewhere(source):
 def test_is_a_plain_script_that_needs_little(source):
     """nbval runs the cells; as a script they need no more than a GPU machine's Python has."""
     modules, names = set(), set()
-    for path in (source, *(source.parent / "amp_lab").rglob("*.py")):
+    package = source.parent / "amp_lab"
+    for path in (source, *package.rglob("*.py")):
+        if path.parent == package / "migrate":
+            continue  # needs libcst, and nothing but its command loads it: see the next test
         nodes = list(ast.walk(ast.parse(path.read_text())))
         for node in nodes:
             if isinstance(node, ast.Import):
@@ -141,6 +144,15 @@ def test_is_a_plain_script_that_needs_little(source):
             names = {node.id for node in nodes if isinstance(node, ast.Name)}
     assert modules - sys.stdlib_module_names <= SCRIPT_NEEDS
     assert not names & {"get_ipython", "display"}
+
+
+def test_the_command_alone_loads_what_needs_more():
+    package = SOURCES[0].parent / "amp_lab"
+    for path in (*SOURCES, *package.glob("*.py"), *package.glob("*/*.py")):
+        if path.parent != package / "migrate" and path.name != "cli.py":
+            assert "amp_lab.migrate" not in path.read_text(), path
+    loaded = "import sys, amp_lab.cli; sys.exit('libcst' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", loaded]).returncode == 0
 
 
 def test_one_runs_as_a_script_without_a_warning():
