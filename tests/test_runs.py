@@ -55,9 +55,9 @@ def read_rows(out: Path) -> list[dict]:
         return list(csv.DictReader(file))
 
 
-def arguments(out: Path, **changed) -> list[str]:
-    """The command line of `RUN` into `out`; an option set to None is left out, True is a flag."""
-    options = RUN | {"--" + name.replace("_", "-"): value for name, value in changed.items()}
+def arguments(out: Path, run: dict = RUN, **changed) -> list[str]:
+    """The command line of a run into `out`; an option set to None is left out, True is a flag."""
+    options = run | {"--" + name.replace("_", "-"): value for name, value in changed.items()}
     line = ["train", "--out", str(out)]
     for name, value in options.items():
         if value is not None:
@@ -387,9 +387,9 @@ def test_a_full_disk_loses_nothing(disk_of_16_mb, capsys):
 # Stopped, killed and resumed
 
 
-def outcome(out: Path) -> dict:
+def outcome(out: Path, checkpoint: str = "checkpoint.pt") -> dict:
     """All that must be equal in two runs, bit for bit: the last state, and the figures before."""
-    state = load_checkpoint(out / "checkpoint.pt")
+    state = load_checkpoint(out / checkpoint)
     timed = {"seconds", "images_per_s"}
     for own in state["ranks"]:
         for epoch in own["progress"]["epochs"]:

@@ -230,7 +230,7 @@ def export(out: str | os.PathLike, file: str | os.PathLike) -> None:
     """Write the checkpoint of the run in the folder `out`, sharded or not, as one file.
 
     It is then what a run in one process would have saved, for `load_checkpoint` or `torch.load`.
-    Raises `RunError`, `CheckpointError`.
+    Raises `CheckpointError` if there is none, or it is damaged, or the file cannot be written.
     """
     out = Path(out)
     state = load_checkpoint(out / CHECKPOINT)
