@@ -2,7 +2,8 @@
 
 `PEERS` has a builder for each: ``torch`` (a bare loop), ``amp_lab`` (`training.fit`), ``fabric``
 (Lightning Fabric), ``accelerate`` (Hugging Face) and ``keras`` (Keras 3 on its torch backend). The
-last three are the dependency group ``bench``; nothing of them is imported before it is asked for.
+last three are in the dependency groups ``bench`` and ``keras``; nothing of them is imported before
+it is asked for.
 """
 
 import functools
@@ -260,7 +261,7 @@ def _is_mixed(precision: Precision) -> bool:
     return precision in (Precision.FP16, Precision.BF16)
 
 
-def _import(peer: str, module: str, package: str) -> ModuleType:
+def _import(peer: str, module: str, package: str, group: str = "bench") -> ModuleType:
     """The library `module`; `PeerError` if it is not installed."""
     try:
         return importlib.import_module(module)
@@ -268,7 +269,8 @@ def _import(peer: str, module: str, package: str) -> ModuleType:
         if error.name != module:  # it is there, but something that it needs is not
             raise
         raise PeerError(
-            f"{peer}: package {package!r} is not installed; `pdm sync` installs it (group 'bench')"
+            f"{peer}: package {package!r} is not installed; `pdm sync` installs it "
+            f"(group {group!r})"
         ) from None
 
 
@@ -280,7 +282,7 @@ def _import_keras() -> ModuleType:
         # the environment back.
         with tempfile.TemporaryDirectory() as home:
             os.environ.update(KERAS_BACKEND="torch", KERAS_HOME=home)
-            keras = _import("keras", "keras", "keras")
+            keras = _import("keras", "keras", "keras", group="keras")
     if keras.config.backend() != "torch":
         raise PeerError(
             f"keras: this process runs it on {keras.config.backend()!r}; "
