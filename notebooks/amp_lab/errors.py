@@ -92,7 +92,7 @@ class CommunicationError(AmpLabError, RuntimeError):
 
 
 class WorkersError(AmpLabError, RuntimeError):
-    """Processes of `run_workers` cannot be started, failed, or did not end in time."""
+    """Processes for a notebook's functions cannot be started, failed, or did not end in time."""
 
 
 class MigrateError(AmpLabError, ValueError):
