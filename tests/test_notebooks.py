@@ -21,6 +21,7 @@ MAX_CELL_LINES = 20
 SCRIPT_NEEDS = {"amp_lab", "torch", "torchvision", "numpy", "matplotlib", "sklearn", "tqdm"} | {
     "PIL", "filelock",  # come with torchvision and torch
 }  # fmt: skip
+START_NEEDS = {"12_keras": ("keras", "tensorflow")}  # besides; `start` refuses in a line without
 
 each_notebook = pytest.mark.parametrize("source", SOURCES, ids=NAMES)
 
@@ -142,7 +143,7 @@ def test_is_a_plain_script_that_needs_little(source):
                 modules.add(node.module.partition(".")[0])
         if path == source:
             names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    assert modules - sys.stdlib_module_names <= SCRIPT_NEEDS
+    assert modules - sys.stdlib_module_names <= SCRIPT_NEEDS.union(START_NEEDS.get(source.stem, ()))
     assert not names & {"get_ipython", "display"}
 
 
@@ -164,7 +165,8 @@ def test_one_runs_as_a_script_without_a_warning():
 
 @each_notebook
 def test_set_up_is_the_same_in_every_notebook(source):
-    assert "device, scale = start()" in code_cells(source)[0].source
+    more = ", ".join(f'"{name}"' for name in START_NEEDS.get(source.stem, ()))
+    assert f"device, scale = start({more})" in code_cells(source)[0].source
 
 
 def test_script_refuses_a_wrong_setting_in_one_line():
@@ -172,6 +174,14 @@ def test_script_refuses_a_wrong_setting_in_one_line():
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert "AMP_LAB_DEVICE='banana' is not a device" in done.stderr
+
+
+def test_script_refuses_a_missing_package_in_one_line():
+    code = "from amp_lab.notebook import start; start('json', 'no_such', 'nor_this')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "needs no_such and nor_this, not installed here; `pdm sync`" in done.stderr
 
 
 def test_a_cell_that_did_not_run_is_counted():

@@ -91,6 +91,10 @@ class CommunicationError(AmpLabError, RuntimeError):
     """A collective of which it is not known what it sends."""
 
 
+class PackageError(AmpLabError, ImportError):
+    """A notebook needs a package that is not installed."""
+
+
 class WorkersError(AmpLabError, RuntimeError):
     """Processes for a notebook's functions cannot be started, failed, or did not end in time."""
 

@@ -1,13 +1,15 @@
 """The set-up cell that every notebook starts with: on which device, and at which scale."""
 
 import enum
+import importlib.util
 import os
 import sys
+from collections.abc import Iterable
 
 import torch
 
 from amp_lab.device import pick_device
-from amp_lab.errors import AmpLabError, ScaleError
+from amp_lab.errors import AmpLabError, PackageError, ScaleError
 
 
 class Scale(enum.StrEnum):
@@ -34,13 +36,27 @@ def pick_scale(device: torch.device) -> Scale:
     return Scale(name)
 
 
-def start() -> tuple[torch.device, Scale]:
+def require(packages: Iterable[str]) -> None:
+    """Raise `PackageError` if one of these modules is not installed."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise PackageError(
+            f"this notebook needs {' and '.join(missing)}, not installed here; `pdm sync` installs "
+            "all that the notebooks need"
+        )
+
+
+def start(*packages: str) -> tuple[torch.device, Scale]:
     """Device and scale for a notebook, chosen by `pick_device` and `pick_scale`.
 
-    A wrong AMP_LAB_DEVICE or AMP_LAB_SCALE ends a plain script with one line on stderr and exit
-    code 2; in Jupyter the same line is the cell's error.
+    `packages` are those that it needs besides what all notebooks need, by the names of their
+    modules; they are not imported.
+
+    One that is not installed, or a wrong AMP_LAB_DEVICE or AMP_LAB_SCALE, ends a plain script with
+    one line on stderr and exit code 2; in Jupyter the same line is the cell's error.
     """
     try:
+        require(packages)
         device = pick_device()
         return device, pick_scale(device)
     except AmpLabError as error:

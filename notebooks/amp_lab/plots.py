@@ -4,7 +4,7 @@ import math
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from amp_lab.errors import PlotError
 
@@ -892,4 +892,19 @@ def memory_per_rank(engines) -> plt.Figure:
     axes[0, 0].set_ylabel("memory of a rank (MiB)")
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(reversed(handles), reversed(labels), loc="outside right upper")
+    return figure
+
+
+def loss_by_backend(panels) -> plt.Figure:
+    """Loss over the epochs, a panel for each backend: `panels[backend][precision]` is a list."""
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.0 * len(panels), 3.0), sharey=True)
+    for ax, (backend, losses) in zip(axes, panels.items(), strict=True):
+        for (precision, loss), line in zip(losses.items(), ["-", "--", ":"], strict=True):
+            epochs = range(1, len(loss) + 1)
+            ax.plot(epochs, loss, line, color=COLOURS[precision], linewidth=2.5, label=precision)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.set_title(backend)
+        ax.set_xlabel("epoch")
+    axes[0].set_ylabel("cross-entropy in training")
+    axes[0].legend()
     return figure

@@ -1,0 +1,767 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Train with dtype policies in Keras, on PyTorch and on TensorFlow
+#
+# **What you'll do.** Train MobileNetV2 with Keras 3 in float32, bfloat16 and float16, on the torch
+# and on the TensorFlow backend. Write a training step with a loss scale by hand for both. Then hold
+# Keras against plain `torch.amp`, step by step, from the same weights.
+#
+# **What you'll learn.**
+# - which two dtypes a policy names, and how to set it for everything or for one layer;
+# - in what a policy differs from autocast, and why the last layer should stay in float32;
+# - when `compile` adds a loss scale by itself, and when it does not although you need one;
+# - what goes wrong in a `train_step` of your own;
+# - how to save the loss scale, and what the names of TensorFlow 2.x are today.
+#
+# **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast, and [notebook
+# 03](03_grad_scaler_step_by_step.ipynb) for the scaler. Keras and TensorFlow come with `pdm run lab`;
+# no GPU is needed, and nothing is downloaded. It takes about a minute and a half.
+#
+# The subject is that of the second half of a widely shared notebook, *Mixed Precision Training
+# (PyTorch, TF2.X)*.
+
+# %% [markdown]
+# A process has one Keras backend, which the environment names before Keras is imported. Here it is
+# torch, unless you have chosen another. What both backends are to do runs in processes of their own.
+
+# %%
+import itertools
+import os
+import random
+import statistics
+import tempfile
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from amp_lab import load_dataset, op_table, plots
+from amp_lab.keras_demo import run_on_backends
+from amp_lab.notebook import start
+
+device, scale = start("keras", "tensorflow")  # AMP_LAB_DEVICE, AMP_LAB_SCALE override the choice
+os.environ.setdefault("KERAS_BACKEND", "torch")
+os.environ["KERAS_TORCH_DEVICE"] = str(device)
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # TensorFlow tells much about itself
+plots.use_style()
+
+# %% [markdown]
+# Only now may Keras be imported:
+
+# %%
+import keras
+from keras import layers, ops
+
+assert keras.backend.backend() == os.environ["KERAS_BACKEND"]
+
+
+def dtype_of(x):
+    """The dtype of a tensor of any backend, by its name in Keras."""
+    return keras.backend.standardize_dtype(x.dtype)
+
+
+# %% [markdown]
+# ## A policy names two dtypes
+#
+# A `DTypePolicy` says in what dtype a layer computes, and in what dtype it keeps its variables, the
+# weights. They differ in the two mixed policies alone.
+
+# %%
+POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
+for name in POLICIES:
+    policy = keras.DTypePolicy(name)
+    print(f"{name:<16} computes in {policy.compute_dtype:<10} keeps {policy.variable_dtype}")
+    assert (policy.variable_dtype == "float32") == (name == "float32" or name.startswith("mixed"))
+
+# %% [markdown]
+# So the weights of a mixed policy are master weights: the optimizer adds to a float32 number. The
+# last two policies keep no such copy, and small updates are lost, as [notebook
+# 01](01_number_formats.ipynb) shows.
+#
+# `set_dtype_policy` sets the policy of all layers made after it. `dtype=` sets that of one layer.
+
+# %%
+x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)).numpy()
+keras.config.set_dtype_policy("mixed_bfloat16")
+layer, exact = layers.Dense(3), layers.Dense(3, dtype="float32")
+for each in (layer, exact):
+    y = each(x)
+    print(f"{each.dtype_policy.name:<16} weights {each.kernel.dtype}, output {dtype_of(y)}")
+assert dtype_of(layer(x)) == layer.compute_dtype == "bfloat16"
+assert layer.kernel.dtype == layer.dtype == layer.variable_dtype == "float32"
+
+# %% [markdown]
+# `layer.dtype` is the dtype of the variables, which is not what most people expect. A layer keeps the
+# policy that it was made with:
+
+# %%
+keras.config.set_dtype_policy("mixed_float16")
+assert layer.dtype_policy.name == "mixed_bfloat16"
+assert layers.Dense(3).compute_dtype == "float16"
+
+# %% [markdown]
+# A layer casts the floating-point inputs of its call, and its weights where it reads them. Integers
+# stay as they are, and `autocast=False` switches the cast of inputs off.
+
+# %%
+same = layers.Identity()
+assert dtype_of(same(x)) == "float16"
+assert dtype_of(same(torch.arange(3).numpy())) == "int64"
+assert dtype_of(layers.Identity(autocast=False)(x)) == "float32"
+
+# %% [markdown]
+# ## Layers, not ops
+#
+# Autocast decides for each op: a matrix product in float16, a sum in float32. A policy decides for
+# each layer, and all that is in its `call` follows. Keras's own layers know what needs more range:
+# batch normalisation takes these inputs, whose squares float16 cannot hold, in float32 inside.
+
+# %%
+far = 1000 * torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).numpy()
+normal = layers.BatchNormalization()(far, training=True)
+print(f"batch normalisation: {dtype_of(normal)}, all finite: {bool(ops.all(ops.isfinite(normal)))}")
+assert dtype_of(normal) == "float16"
+assert ops.all(ops.isfinite(normal))
+
+# %% [markdown]
+# A layer of your own does only what it is told. This one overflows, until it is given float32:
+
+
+# %%
+class Energy(layers.Layer):
+    """Inputs (B, N) to the sum of their squares (B)."""
+
+    def call(self, x):
+        return ops.sum(ops.square(x), axis=-1)
+
+
+for energy in (Energy(), Energy(dtype="float32")):
+    values = ops.cast(energy(far)[:2], "float32")
+    print(f"{energy.dtype_policy.name:<14}", *(f"{float(value):.1e}" for value in values))
+assert ops.all(ops.isinf(Energy()(far)))
+assert ops.all(ops.isfinite(Energy(dtype="float32")(far)))
+
+# %% [markdown]
+# Autocast for CUDA would have done that by itself, as its table of ops says:
+
+# %%
+rules = {rule.op: rule.policy for rule in op_table("cuda")}
+print({op: rules[op] for op in ("pow", "sum", "softmax", "linear")})
+assert rules["pow"] == "fp32"
+assert rules["sum"] == rules["softmax"] == "fp32_set_opt_dtype"
+assert rules["linear"] == "lower_precision"
+
+# %% [markdown]
+# ## Keep the last layer in float32
+#
+# So a softmax or a sigmoid under `mixed_float16` returns float16, and the loss reads probabilities in
+# it. Below 1, the numbers of float16 are 2⁻¹¹ apart: a probability of 0.9998 becomes 1, and there is
+# nothing left to learn. Take a yes-or-no answer with a logit of 8.5, once right and once wrong:
+
+# %%
+from_probability = keras.losses.BinaryCrossentropy()
+from_logit = keras.losses.BinaryCrossentropy(from_logits=True)
+logit = torch.tensor([[8.5]]).numpy()
+exact = {
+    "right": F.softplus(torch.tensor(-8.5)).item(),
+    "wrong": F.softplus(torch.tensor(8.5)).item(),
+}
+losses = {}
+for case, target in (("right", 1.0), ("wrong", 0.0)):
+    target = ops.convert_to_tensor([[target]])
+    losses[case] = {
+        "sigmoid in float16": from_probability(target, layers.Activation("sigmoid")(logit)),
+        "sigmoid in float32": from_probability(target, ops.sigmoid(logit)),
+        "logit in float32": from_logit(target, logit),
+    }
+    shown = {name: f"{float(loss):.1e}" for name, loss in losses[case].items()}
+    print(f"{case}: {shown}, exactly {exact[case]:.1e}")
+
+# %% [markdown]
+# In float16 the right answer looks a thousand times as good as it is, and the wrong one nearly twice as
+# bad. The most accurate way is a last layer without activation, in float32, and `from_logits=True`:
+
+# %%
+for case, found in losses.items():
+    found = {name: float(loss) / exact[case] for name, loss in found.items()}
+    assert not 0.6 < found["sigmoid in float16"] < 1.5
+    assert abs(found["logit in float32"] - 1) < 1e-3
+
+# %% [markdown]
+# ## What compile adds
+#
+# float16 needs a loss scale. `compile` wraps the optimizer in a `LossScaleOptimizer` if the *model's*
+# policy is `mixed_float16`. `bfloat16` has the range of float32 and needs none.
+
+
+# %%
+def new_head(policy=None):
+    """Inputs (B, 8) to logits (B, 10), the last layer in float32."""
+    return keras.Sequential(
+        [layers.Input((8,)), layers.Dense(16, dtype=policy), layers.Dense(10, dtype="float32")]
+    )
+
+
+def optimizer_of(model, **options):
+    model.compile(optimizer="adam", loss="mse", **options)
+    return type(model.optimizer).__name__
+
+
+found = {}
+for name in POLICIES[:3]:
+    keras.config.set_dtype_policy(name)
+    found[name] = optimizer_of(new_head())
+print(found)
+assert [name for name, kind in found.items() if kind != "Adam"] == ["mixed_float16"]
+
+# %% [markdown]
+# Two ways to end without a loss scale. One is to ask for it, with `auto_scale_loss=False`. The other
+# happens by accident: if the policy is given to the layers, the model itself has the global one.
+
+# %%
+print("asked for:", optimizer_of(new_head(), auto_scale_loss=False))
+keras.config.set_dtype_policy("float32")
+by_layer = new_head("mixed_float16")
+print("by accident:", optimizer_of(by_layer), "with the policy", by_layer.dtype_policy.name)
+assert by_layer.layers[0].compute_dtype == "float16"
+assert optimizer_of(by_layer) == optimizer_of(new_head(), auto_scale_loss=False) == "Adam"
+
+# %% [markdown]
+# The cure is to wrap it yourself. `compile` then leaves it as it is:
+
+# %%
+Scaled = keras.optimizers.LossScaleOptimizer
+by_layer.compile(optimizer=Scaled(keras.optimizers.Adam(1e-3)), loss="mse")
+assert type(by_layer.optimizer) is Scaled
+print(f"starts at {by_layer.optimizer.initial_scale:g}, doubles after", end=" ")
+print(f"{by_layer.optimizer.dynamic_growth_steps} steps; torch starts at 2**16")
+assert by_layer.optimizer.initial_scale == 2**15
+assert torch.amp.GradScaler("cpu").get_growth_interval() == by_layer.optimizer.dynamic_growth_steps
+
+# %% [markdown]
+# Clipping belongs to the optimizer inside, which gets gradients that are divided by the scale already.
+# The wrapper refuses it. So Keras spares you the `unscale_` that is so easily forgotten in torch:
+
+# %%
+try:
+    Scaled(keras.optimizers.SGD(1.0), clipnorm=1.0)
+except ValueError as error:
+    print(error)
+else:
+    raise AssertionError("the wrapper took clipnorm")
+clipping = Scaled(keras.optimizers.SGD(1.0, clipnorm=1.0), initial_scale=1024)
+weight = keras.Variable([0.0, 0.0], dtype="float32")
+clipping.apply([ops.multiply(clipping.initial_scale, [3.0, 4.0])], [weight])
+assert ops.convert_to_numpy(ops.norm(weight.value)) - 1 < 1e-6  # not 5, and not 5120
+print("after a step:", [round(float(w), 3) for w in ops.convert_to_numpy(weight.value)])
+
+# %% [markdown]
+# ## Fit
+#
+# Now a real network, MobileNetV2, on handwritten digits enlarged to 32x32 pixels. Keras keeps images
+# with the channels last. The quick scale takes a third of the channels, and the first six blocks.
+
+# %%
+config = {
+    "quick": {"alpha": 0.35, "last": "block_5_add", "images": 320, "batch": 32, "epochs": 5},
+    "full": {"alpha": 1.0, "last": "out_relu", "images": 1437, "batch": 32, "epochs": 20},
+}[scale]
+digits = load_dataset("digits", image_size=32, augment=False)
+images, labels = digits.train.batch(range(config["images"]))
+images = images.permute(0, 2, 3, 1).contiguous()  # (N, 32, 32, 3)
+print(tuple(images.shape), images.dtype)
+assert images.shape[1:] == (32, 32, 3)
+
+
+# %% [markdown]
+# The network without its own last layer, and the one in float32 that we know to be needed:
+
+
+# %%
+def new_mobilenet(alpha, last):
+    """MobileNetV2 up to a layer: images (B, 32, 32, 3) to logits (B, 10), which are float32."""
+    body = keras.applications.MobileNetV2(
+        input_shape=(32, 32, 3), alpha=alpha, weights=None, include_top=False
+    )
+    pooled = layers.GlobalAveragePooling2D()(body.get_layer(last).output)
+    return keras.Model(body.input, layers.Dense(10, dtype="float32")(pooled))
+
+
+def get_weights(model):
+    """Copies of all weights as tensors, in Keras's order."""
+    return [torch.tensor(weight) for weight in model.get_weights()]
+
+
+random.seed(0)  # Keras draws the seeds of its initialisers from here
+model = new_mobilenet(config["alpha"], config["last"])
+weights = get_weights(model)
+print(f"{model.count_params():,} numbers in {len(weights)} weights")
+assert all(weight.dtype is torch.float32 for weight in weights)
+
+# %% [markdown]
+# What both backends run: `fit` in each policy, from the same weights, over the same images in the
+# same order. It returns the loss of every epoch, and how long the epochs took.
+
+
+# %%
+def fit_in(policies, weights, images, labels, config):
+    """{policy: {"loss", "accuracy", "seconds", "steps", "optimizer"}} of this backend."""
+    found = {}
+    for policy in policies:
+        keras.config.set_dtype_policy(policy)
+        model = new_mobilenet(config["alpha"], config["last"])
+        model.set_weights([weight.numpy() for weight in weights])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
+        clock = [time.perf_counter()]
+        stamp = keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda epoch, logs, clock=clock: clock.append(time.perf_counter())
+        )
+        data = images.numpy(), labels.numpy(), config["batch"], config["epochs"]
+        history = model.fit(*data, shuffle=False, verbose=0, callbacks=[stamp]).history
+        seconds = [after - before for before, after in itertools.pairwise(clock)]
+        found[policy] = {**history, "seconds": seconds, "steps": int(model.optimizer.iterations)}
+        found[policy]["optimizer"] = type(model.optimizer).__name__
+    return found
+
+
+# %% [markdown]
+# `run_on_backends` starts a process for each backend, gives it the source of these functions, and
+# brings back what they return:
+
+# %%
+fitted = run_on_backends(
+    fit_in,
+    new_mobilenet,
+    device=device,
+    policies=POLICIES[:3],
+    weights=weights,
+    images=images,
+    labels=labels,
+    config=config,
+)
+for backend, policies in fitted.items():
+    print(backend, {name: found["optimizer"] for name, found in policies.items()})
+assert all(
+    (found["optimizer"] == "LossScaleOptimizer") == (name == "mixed_float16")
+    for policies in fitted.values()
+    for name, found in policies.items()
+)
+
+# %% [markdown]
+# The loss over the epochs, one picture for each backend: in both, the three lines fall nearly as one,
+# that of float16 a little above the others.
+
+# %% tags=["nbval-ignore-output"]
+SHORT = {"float32": "fp32", "mixed_bfloat16": "bf16", "mixed_float16": "fp16"}
+_ = plots.loss_by_backend(
+    {
+        backend: {SHORT[name]: found["loss"] for name, found in policies.items()}
+        for backend, policies in fitted.items()
+    }
+)
+
+# %% [markdown]
+# The number of steps taken says why: in float16 a step was skipped where the loss scale was too high.
+
+# %% tags=["nbval-ignore-output"]
+for backend, policies in fitted.items():
+    full = policies["float32"]
+    for name, found in policies.items():
+        fall = (found["loss"][0] - found["loss"][-1]) / (full["loss"][0] - full["loss"][-1])
+        print(f"{backend:<11}{name:<15} {found['steps']} of {full['steps']} steps, ", end="")
+        print(f"{fall:.0%} of float32's fall, accuracy in training {found['accuracy'][-1]:.0%}")
+        assert 0.85 < fall < 1.15
+        assert found["accuracy"][-1] > 0.8
+        assert (found["steps"] < full["steps"]) == (name == "mixed_float16")
+
+# %% [markdown]
+# And the time of an epoch, against float32 on the same backend. The first epoch is left out: in it
+# TensorFlow traces the step into a graph. Here the processes run side by side, so compare within a
+# backend, not across.
+
+# %% tags=["nbval-ignore-output"]
+for backend, policies in fitted.items():
+    usual = statistics.median(policies["float32"]["seconds"][1:])
+    for name, found in policies.items():
+        epoch = statistics.median(found["seconds"][1:])
+        print(
+            f"{backend:<11}{name:<15} {epoch:6.2f} s an epoch, {usual / epoch:.2f}x as fast as float32"
+        )
+        assert epoch > 0
+
+# %% [markdown]
+# A policy makes a network faster only where the hardware has fast arithmetic for it, and only in
+# layers with enough of it: [notebook 05](05_cifar10_mobilenet.ipynb) shows for MobileNetV2 which
+# layers lose, and [notebook 10](10_speed_ladder.ipynb) why sizes should be multiples of 8.
+#
+# ## Write the step
+#
+# With a loop of your own, three things become yours: multiply the loss by the scale, take the
+# gradients of *that*, and hand them to `apply`, which divides them, looks for inf and NaN, and then
+# steps or skips. In torch:
+
+
+# %%
+def step_with_torch(self, data):
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+    self.zero_grad()
+    loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+    self.optimizer.scale_loss(loss).backward()  # AMP: was loss.backward()
+    weights = self.trainable_weights
+    with torch.no_grad():
+        self.optimizer.apply([weight.value.grad for weight in weights], weights)
+    return {"loss": loss}
+
+
+# %% [markdown]
+# In TensorFlow the scaled loss must be made while the tape records:
+
+
+# %%
+def step_with_tensorflow(self, data):
+    import tensorflow as tf
+
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+    with tf.GradientTape() as tape:
+        loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        scaled = self.optimizer.scale_loss(loss)  # AMP
+    gradients = tape.gradient(scaled, self.trainable_weights)  # AMP: was tape.gradient(loss, …
+    self.optimizer.apply(gradients, self.trainable_weights)
+    return {"loss": loss}
+
+
+# %% [markdown]
+# Those lines serve every precision: without a `LossScaleOptimizer`, `scale_loss` multiplies by nothing.
+# A small network that takes these steps:
+
+
+# %%
+def new_net():
+    """Digits (B, 8, 8, 1) to logits (B, 10), which are float32."""
+    on_torch = keras.backend.backend() == "torch"
+
+    class Net(keras.Sequential):
+        train_step = step_with_torch if on_torch else step_with_tensorflow
+
+    return Net(
+        [
+            layers.Input((8, 8, 1)),
+            layers.Conv2D(8, 3, padding="same"),
+            layers.BatchNormalization(momentum=0.9, epsilon=1e-5),
+            layers.ReLU(),
+            layers.Flatten(),
+            layers.Dense(10, dtype="float32"),
+        ]
+    )
+
+
+# %% [markdown]
+# The training, again for both backends. The first scale is far too high, so that there is something to
+# be seen, and it may double after five good steps.
+
+
+# %%
+def train_net(policies, weights, x, y, steps, scale, growth):
+    """{policy: outputs before, loss of each step, scale after it, steps counted}."""
+    found = {}
+    for policy in policies:
+        keras.config.set_dtype_policy(policy)
+        net, optimizer = new_net(), keras.optimizers.SGD(0.1)
+        net.set_weights([weight.numpy() for weight in weights])
+        if policy == "mixed_float16":
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, scale, growth)
+        net.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        found[policy] = told = {"losses": [], "scales": [], "counts": [], "weights": []}
+        told["outputs"] = torch.tensor(net.predict_on_batch(x.numpy()))
+        for _ in range(steps):
+            told["losses"].append(float(net.train_on_batch(x.numpy(), y.numpy())))
+            told["scales"].append(float(getattr(optimizer, "dynamic_scale", 1.0)))
+            told["counts"].append(int(optimizer.iterations))
+            told["weights"].append(torch.tensor(net.layers[0].get_weights()[0]))
+    return found
+
+
+# %% [markdown]
+# Run it on both:
+
+# %%
+small = load_dataset("digits", image_size=8, augment=False)
+x, y = small.train.batch(range(64))
+x = x[:, :1].permute(0, 2, 3, 1).contiguous()  # (64, 8, 8, 1)
+keras.config.set_dtype_policy("float32")
+random.seed(0)
+start_weights = get_weights(new_net())
+given = {"x": x, "y": y, "steps": 20, "scale": 2.0**24, "growth": 5}
+functions = train_net, new_net, step_with_torch, step_with_tensorflow
+trained = run_on_backends(
+    *functions, device=device, policies=POLICIES[:3], weights=start_weights, **given
+)
+for backend, policies in trained.items():
+    scales = [f"2^{torch.tensor(s).log2():.0f}" for s in policies["mixed_float16"]["scales"]]
+    print(backend, "scale after each step:", *scales)
+
+# %% [markdown]
+# Every halving is a skipped step: the weights stayed as they were, and `iterations` did not count. So
+# a learning-rate schedule, which reads `iterations`, waits too; nobody has to think of it, as one has
+# to in torch.
+
+# %%
+for backend, policies in trained.items():
+    told = policies["mixed_float16"]
+    scales = [given["scale"], *told["scales"]]
+    counts = [0, *told["counts"]]
+    kernels = [start_weights[0], *told["weights"]]
+    skipped = [i for i in range(given["steps"]) if scales[i + 1] < scales[i]]
+    print(f"{backend}: {len(skipped)} of {given['steps']} steps skipped: {skipped}")
+    for i in range(given["steps"]):
+        assert counts[i + 1] - counts[i] == (i not in skipped)
+        assert torch.equal(kernels[i], kernels[i + 1]) == (i in skipped)
+    assert 0 < len(skipped) < given["steps"] / 2
+    assert max(told["scales"][len(skipped) :]) > min(told["scales"])  # and it has doubled again
+
+# %% [markdown]
+# ## The same in plain torch AMP
+#
+# Is that the AMP of the other notebooks? The twin of the network in torch, with the weights of the
+# Keras model. Keras keeps convolution kernels as (H, W, in, out), matrices as (in, out), and flattens
+# with the channels last.
+
+
+# %%
+class Twin(nn.Module):
+    """The same network: digits (B, 8, 8, 1) to logits (B, 10)."""
+
+    def __init__(self, weights):
+        super().__init__()
+        kernel, bias, gamma, beta, _, _, matrix, head_bias = weights
+        self.conv = nn.Conv2d(1, 8, 3, padding=1)
+        self.norm, self.head = nn.BatchNorm2d(8), nn.Linear(512, 10)
+        new = [kernel.permute(3, 2, 0, 1), bias, gamma, beta, matrix.T, head_bias]
+        for parameter, value in zip(self.parameters(), new, strict=True):
+            parameter.data.copy_(value)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.conv(x.permute(0, 3, 1, 2))))
+        x = x.permute(0, 2, 3, 1).flatten(1)
+        with torch.autocast(x.device.type, enabled=False):  # the layer with dtype="float32"
+            return self.head(x.float())
+
+
+# %% [markdown]
+# And the loop of [notebook 04](04_fp32_vs_amp.ipynb), with the scaler started and grown as above:
+
+
+# %%
+def train_twin(dtype, weights, x, y, steps, scale, growth):
+    x, y = x.to(device), y.to(device)
+    twin = Twin(weights).to(device)
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    fp16 = dtype is torch.float16
+    scaler = torch.amp.GradScaler(device.type, scale, growth_interval=growth, enabled=fp16)
+    autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype is not torch.float32)
+    with torch.inference_mode(), autocast:
+        told = {"outputs": twin.eval()(x).cpu(), "losses": [], "scales": []}
+    twin.train()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with autocast:
+            loss = F.cross_entropy(twin(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        told["losses"].append(loss.item())
+        told["scales"].append(scaler.get_scale())
+    return told
+
+
+# %% [markdown]
+# How close should they be? In float32 each backend sums in an order of its own; what that makes of
+# twenty steps gets eight of the 24 bits. In bfloat16 and float16, whose numbers have 8 and 11 bits,
+# each layer rounds its result, and where a library rounds (before or after it adds the bias) is its
+# own choice. Two roundings are allowed, of 2⁻⁹ and of 2⁻¹² each.
+
+# %%
+DTYPES = {
+    "float32": torch.float32,
+    "mixed_bfloat16": torch.bfloat16,
+    "mixed_float16": torch.float16,
+}
+LIMITS = {"float32": 2.0**-16, "mixed_bfloat16": 2.0**-8, "mixed_float16": 2.0**-11}
+
+
+def distance(found, reference):
+    """Largest difference, relative to the largest value."""
+    found, reference = torch.as_tensor(found).double(), torch.as_tensor(reference).double()
+    return ((found - reference).abs().max() / reference.abs().max()).item()
+
+
+for policy, dtype in DTYPES.items():
+    twin = train_twin(dtype, start_weights, **given)
+    for backend, policies in trained.items():
+        off = {what: distance(policies[policy][what], twin[what]) for what in ("outputs", "losses")}
+        print(f"{policy:<15}{backend:<11}", end="within ")
+        print(
+            f"2^{torch.tensor(LIMITS[policy]).log2():.0f}: outputs, losses of {given['steps']} steps"
+        )
+        assert max(off.values()) < LIMITS[policy], off
+        assert policies[policy]["scales"] == twin["scales"]  # the same steps skipped
+
+# %% [markdown]
+# Outputs, losses, and every single decision about the loss scale are those of `torch.autocast` and
+# `torch.amp.GradScaler`. Is the limit tight enough to tell? In bfloat16 instead of float32, the losses
+# are outside it:
+
+# %%
+for policies in trained.values():
+    losses = {name: policies[name]["losses"] for name in DTYPES}
+    assert distance(losses["mixed_bfloat16"], losses["float32"]) > LIMITS["float32"]
+    assert distance(losses["mixed_float16"], losses["float32"]) > LIMITS["mixed_float16"]
+
+# %% [markdown]
+# ## Three mistakes in a step of your own
+#
+# **Dividing twice.** In TensorFlow 2.x one called `get_unscaled_gradients` before `apply_gradients`.
+# Today `apply` divides. Who still divides, or forgets `scale_loss`, steps 2¹⁵ times too short, and
+# nothing complains:
+
+# %%
+gradient = ops.convert_to_tensor([0.5])
+for name, factor in (("scaled, as it should be", 2.0**15), ("not scaled", 1.0)):
+    weight = keras.Variable([1.0], dtype="float32")
+    Scaled(keras.optimizers.SGD(1.0)).apply([gradient * factor], [weight])
+    moved = 1.0 - float(ops.convert_to_numpy(weight.value)[0])
+    print(f"{name}: the weight moves by {moved:.2g}")
+    assert abs(moved * 2.0**15 / factor - 0.5) < 1e-2
+
+# %% [markdown]
+# **Scaling before the optimizer is built.** `scale_loss` takes the initial scale until the first
+# `apply` has made its variables. That is right, unless weights are loaded between the two; then call
+# `optimizer.build(weights)` first, as the next section needs anyway.
+#
+# **A fixed scale without a check.** `loss_scale_factor` of any optimizer multiplies and divides, but
+# nothing looks for inf. One overflow ends the training:
+
+# %%
+fixed = keras.optimizers.SGD(1.0, loss_scale_factor=1024.0)
+weight = keras.Variable([1.0, 1.0], dtype="float32")
+fixed.apply([ops.convert_to_tensor([float("inf"), 1024.0])], [weight])
+print("fixed scale:", [float(w) for w in ops.convert_to_numpy(weight.value)])
+assert ops.any(ops.isinf(weight.value))
+
+# %% [markdown]
+# ## Save and resume
+#
+# The scale is state, like the moments of Adam. `model.save` keeps it. Three steps, save, three more;
+# then load and do the last three again:
+
+
+# %%
+def resume(weights, x, y):
+    """Losses after the save; those again from the file; the scales saved and loaded."""
+    keras.config.set_dtype_policy("mixed_float16")
+    x, y = x.numpy(), y.numpy()
+    net = keras.Sequential(new_net().layers)
+    net.set_weights([weight.numpy() for weight in weights])
+    inner = keras.optimizers.Adam(0.01)
+    net.compile(
+        keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**20),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    )
+    for _ in range(3):
+        net.train_on_batch(x, y)
+    with tempfile.TemporaryDirectory() as folder:
+        net.save(f"{folder}/net.keras")
+        saved = float(net.optimizer.dynamic_scale)
+        went_on = [float(net.train_on_batch(x, y)) for _ in range(3)]
+        again = keras.saving.load_model(f"{folder}/net.keras")
+    loaded = float(again.optimizer.dynamic_scale), again.dtype_policy.name
+    return went_on, [float(again.train_on_batch(x, y)) for _ in range(3)], saved, loaded
+
+
+# %% [markdown]
+# On a CPU the losses come out the same to the last bit:
+
+# %%
+resumed = run_on_backends(resume, *functions[1:], device=device, weights=start_weights, x=x, y=y)
+for backend, (went_on, again, saved, (loaded, policy)) in resumed.items():
+    print(f"{backend}: scale 2^{torch.tensor(saved).log2():.0f} saved and loaded, policy {policy}")
+    assert loaded == saved < 2.0**20
+    assert went_on == again if device.type == "cpu" else distance(again, went_on) < 2.0**-9
+
+# %% [markdown]
+# ## The names of TensorFlow 2.x
+#
+# | TensorFlow 2.x | Keras 3 |
+# |---|---|
+# | `tf.keras.mixed_precision.experimental.set_policy(…)` | `keras.config.set_dtype_policy(…)` |
+# | `tf.keras.mixed_precision.set_global_policy(…)` | the same; this name is kept |
+# | `tf.keras.mixed_precision.Policy` | `keras.DTypePolicy`; this name is kept |
+# | `Policy(…, loss_scale="dynamic")` | a policy has no scale: it is the optimizer's |
+# | `LossScaleOptimizer(optimizer, loss_scale="dynamic")` | `LossScaleOptimizer(optimizer)` |
+# | `LossScaleOptimizer(optimizer, dynamic=False, initial_scale=128)` | `optimizer.loss_scale_factor = 128` |
+# | `optimizer.get_scaled_loss(loss)` | `optimizer.scale_loss(loss)` |
+# | `optimizer.get_unscaled_gradients(g)`, then `apply_gradients(zip(g, w))` | `optimizer.apply(g, w)`, which divides |
+# | `optimizer.loss_scale` | `optimizer.dynamic_scale` |
+# | `tf.train.experimental.enable_mixed_precision_graph_rewrite(optimizer)` | gone: set a policy |
+#
+# What the table says of Keras 3 can be asked of it:
+
+# %%
+assert keras.mixed_precision.set_global_policy is keras.config.set_dtype_policy
+assert keras.mixed_precision.Policy is keras.DTypePolicy
+assert not hasattr(keras.mixed_precision, "experimental")
+for gone in ("get_scaled_loss", "get_unscaled_gradients", "loss_scale"):
+    assert not hasattr(Scaled, gone)
+for wrong in ({"dynamic": False}, {"loss_scale": "dynamic"}):
+    try:
+        Scaled(keras.optimizers.SGD(), **wrong)
+    except ValueError as error:
+        print(wrong, "->", str(error).partition(".")[0])
+    else:
+        raise AssertionError(wrong)
+
+# %% [markdown]
+# ## Summary
+#
+# - A policy names the dtype that layers compute in, and the dtype that they keep their weights in.
+#   The mixed ones keep float32. It is set for all layers made after, or for one.
+# - It holds for whole layers, where autocast decides for each op. A layer of your own that sums or
+#   squares may need `dtype="float32"`.
+# - Keep the last layer in float32, without activation, and take the loss `from_logits`.
+# - `compile` adds a loss scale if the model's policy is `mixed_float16`, and not if only its layers
+#   have it. Wrap the optimizer yourself then.
+# - In a step of your own, `scale_loss` multiplies and `apply` divides, checks, and steps or skips.
+#   Nothing else divides. Clipping belongs to the optimizer inside.
+# - The losses and every skipped step are those of plain torch AMP, on both backends.
+# - `model.save` keeps the scale, so a resumed run goes on to the bit on a CPU.
+#
+# ## Exercises
+#
+# 1. Set `KERAS_BACKEND=tensorflow` before you open this notebook, and run it again. What changes?
+# 2. Give `fit_in` the policy `bfloat16`, which keeps no master weights. How much does it learn, with a
+#    learning rate of 1e-4?
+# 3. Give the small net a wrong last layer: a softmax under the policy. How do the losses of the
+#    twenty steps differ?
+# 4. Put `torch.autocast` around a `keras.Model` whose policy is `float32`, on the torch backend. Which
+#    layers notice?
+# 5. Set `net.optimizer.dynamic_growth_steps` to 1. What share of steps is skipped in the long run, and
+#    why?
+#
+# ## Further reading
+#
+# - Keras, [Mixed precision](https://keras.io/api/mixed_precision/): policies and `LossScaleOptimizer`.
+# - Keras, [Writing a custom training loop in
+#   PyTorch](https://keras.io/guides/custom_train_step_in_torch/) and [in
+#   TensorFlow](https://keras.io/guides/custom_train_step_in_tensorflow/).
+# - TensorFlow, [Mixed precision](https://www.tensorflow.org/guide/mixed_precision): the guide to the
+#   names of 2.x.
+# - P. Micikevicius et al., [Mixed precision training](https://arxiv.org/abs/1710.03740), 2018.
