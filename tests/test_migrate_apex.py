@@ -32,8 +32,8 @@ def test_a_script_keeps_its_lines_and_gets_marks_above_them():
     rest = [line for line in lines if not line.lstrip().startswith(MARK)]
     old = SCRIPT.splitlines()
     changed = [i + 1 for i, (a, b) in enumerate(zip(old, rest, strict=True)) if a != b]
-    assert changed == [3, 6, 11]  # FusedAdam twice, and master_params
-    assert [f.line for f in findings if f.kind == "by hand"] == [6, 7, 9, 13]
+    assert changed == [3, 6]  # FusedAdam
+    assert [f.line for f in findings if f.kind == "by hand"] == [6, 7, 9, 11, 13]
     for call in ("amp.initialize", "DDP(model)", "amp.scale_loss", "amp.state_dict"):
         at = next(i for i, line in enumerate(lines) if call in line and MARK not in line)
         indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
@@ -52,7 +52,7 @@ def test_a_second_time_changes_nothing():
     [("O0", "plain float32"), ("O1", "torch.autocast"), ("O2", "master"), ("O3", "model.half()")],
 )
 def test_each_level_is_told_what_replaces_it(level, said):
-    code = f'from apex import amp\nm, o = amp.initialize(m, o, opt_level="{level}")\n'
+    code = f'from apex import amp\nm, o = amp.initialize(m, [o], opt_level="{level}")\n'
     (finding,) = migrate_source(code)[1]
     assert finding.line == 2
     assert said in finding.message
@@ -176,3 +176,11 @@ def test_a_name_that_is_taken_is_not_imported_again():
 def test_other_things_named_apex_or_amp_stay():
     code = "from mine.apex import amp\nimport apexlib\namp.initialize(apexlib.x)\n"
     assert migrate_source(code) == (code, [])
+
+
+def test_an_import_that_only_asks_whether_apex_is_there_is_marked_with_its_try():
+    code = "try:\n    from apex import amp\n    has_apex = True\nexcept ImportError:\n    pass\n"
+    new, (finding,) = migrate_source(code)
+    assert finding[:2] == (2, "by hand")
+    assert "delete it and the try around it" in finding.message
+    assert new.replace(f"    {MARK}{finding.message}\n", "") == code

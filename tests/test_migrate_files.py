@@ -1,15 +1,19 @@
 """Files and notebooks: what changes, what stays byte for byte, and what cannot be done is named."""
 
+import argparse
 import json
 import os
 import stat
 import subprocess
 import sys
+import timeit
+from pathlib import Path
 
 import pytest
 
 from amp_lab.cli import main
-from amp_lab.migrate import files
+from amp_lab.migrate import files, migrate_source
+from test_migrate import snippets
 
 OLD = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"
 NEW = 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
@@ -133,6 +137,10 @@ BAD = {  # what is wrong: how the file is made, what is said of it
         "too deep",
     ),
     "a sum too long": (lambda p: p.write_text(OLD + "x = " + "1 + " * 100_000 + "1\n"), "too deep"),
+    "binary": (
+        lambda p: p.write_bytes(b"\x7fELF\x02\0torch.cuda.amp\0GradScaler\xff\n"),
+        "has a null byte, so it is no Python",
+    ),
     "a null": (lambda p: p.write_bytes(OLD.encode() + b"x = '\0'\n"), "has a null byte"),
 }
 
@@ -157,6 +165,72 @@ def test_a_file_that_is_not_there_is_named(tmp_path, capsys):
     assert migrate("--write", tmp_path / "none.py", tmp_path) == 2
     assert "none.py: cannot be read: No such file" in capsys.readouterr().err
     assert (tmp_path / "good.py").read_text() == NEW
+
+
+def test_a_folder_without_python_is_named(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a.py").write_text(OLD)
+    assert migrate("--write", tmp_path / "empty", tmp_path / "mine") == 2
+    assert "empty: has no Python file and no notebook in it" in capsys.readouterr().err
+    assert (tmp_path / "mine" / "a.py").read_text() == NEW
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, capsys, monkeypatch):
+    shut = tmp_path / "shut"
+    shut.mkdir()
+    (tmp_path / "a.py").write_text(OLD)
+    scandir = os.scandir
+
+    def refuse(path):
+        if Path(path) == shut:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert migrate("--write", tmp_path) == 2
+    assert f"{shut}: cannot be read" in capsys.readouterr().err
+    assert (tmp_path / "a.py").read_text() == NEW
+
+
+def test_in_a_folder_that_cannot_be_written_a_file_stays_whole(tmp_path, capsys, monkeypatch):
+    def refuse(*paths):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "a.py").write_text(OLD)
+    monkeypatch.setattr(os, "replace", refuse)
+    assert migrate("--write", tmp_path) == 2
+    assert "a.py: Permission denied; left as it was" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["a.py"]
+    assert (tmp_path / "a.py").read_text() == OLD
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+def test_what_is_named_like_a_file_but_is_none(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe.py")  # nothing will ever write to it
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / "folder.py" / "a.py").write_text(OLD)
+    (tmp_path / "dangling.py").symlink_to("nowhere")
+    (tmp_path / "empty.py").touch()
+    assert migrate("--write", tmp_path) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "dangling.py: cannot be read: No such file" in line
+    assert (tmp_path / "folder.py" / "a.py").read_text() == NEW
+
+
+def test_the_summary_counts_in_words_that_fit(tmp_path, capsys):
+    path = tmp_path / "a.py"
+    path.write_text(OLD + "with torch.autocast('cuda'):\n    loss.backward()\n")
+    assert migrate(path) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "1 rewritten, 0 by hand, 0 left, 1 mistake; 1 file to change with --write"
+    assert migrate("--write", path) == 0
+    assert capsys.readouterr().out.endswith(" 1 mistake; 1 file changed\n")
+    assert migrate("--write", path) == 0
+    assert capsys.readouterr().out.endswith(" 1 mistake; 0 files changed\n")
+    path.write_text(NEW)
+    assert migrate("--write", path) == 0
+    assert capsys.readouterr().out == "nothing to do\n"
 
 
 @pytest.mark.parametrize("happens", ["vanishes", "is changed"])
@@ -190,6 +264,32 @@ def test_a_file_without_the_names_is_not_parsed(tmp_path, monkeypatch):
     (tmp_path / "a.py").write_text("x = (\n")
     monkeypatch.setattr(files, "edits_and_findings", pytest.fail)
     assert list(files.migrate_paths([tmp_path])) == []
+
+
+SNIPPETS = Path(__file__).parent / "migrate_snippets"
+
+
+@pytest.mark.parametrize("path", sorted(SNIPPETS.iterdir()), ids=lambda path: path.stem)
+def test_a_file_with_something_to_say_is_not_passed_over(tmp_path, path):
+    said = 0
+    for i, text in enumerate(snippets(path.stem).values()):
+        old = text.partition("--- becomes\n")[0]
+        (tmp_path / f"{i}.py").write_text(old)
+        if migrate_source(old)[1]:
+            said += 1
+            assert files.has_names(tmp_path / f"{i}.py")
+    assert said or path.stem == "right"
+
+
+def test_to_pass_over_a_file_takes_hardly_longer_than_to_read_it(tmp_path):
+    def fastest(call) -> float:
+        return min(timeit.repeat(call, number=100, repeat=10))
+
+    path = tmp_path / "a.py"
+    path.write_bytes(Path(argparse.__file__).read_bytes()[:10_000])
+    assert not files.has_names(path)
+    # 4 times as long when it was measured; parsing it takes some 10,000 times as long
+    assert fastest(lambda: files.has_names(path)) < 50 * fastest(path.read_bytes)
 
 
 def test_many_files_are_done_by_several_processes_with_the_same_result(tmp_path):
@@ -261,9 +361,9 @@ BAD_NOTEBOOKS = {
     "a cell magic": (json.dumps(notebook(["%%time\n", OLD])), "'%%time'"),
     "not Python": (json.dumps(notebook(OLD, "x = (")), "cell 2:1 does not parse"),
     "cut off": (json.dumps(notebook(OLD))[:-20], "is no whole notebook"),
-    "empty": ("autocast", "is no whole notebook"),
-    "no notebook": ('["autocast"]', "no notebook"),
-    "no cells": ('{"metadata": {}, "autocast": 1}', "no notebook"),
+    "empty": ("torch.autocast", "is no whole notebook"),
+    "no notebook": ('["torch.autocast"]', "no notebook"),
+    "no cells": ('{"metadata": {}, "torch.autocast": 1}', "no notebook"),
     "a source that is no text": (json.dumps(notebook([OLD, 3])), "no notebook"),
 }
 
@@ -280,3 +380,47 @@ def test_a_bad_notebook_is_named_and_left_and_the_others_are_done(tmp_path, caps
     (line,) = capsys.readouterr().err.splitlines()
     assert str(bad) in line
     assert said in line
+
+
+APEX = [
+    [
+        "import torch\n",
+        "try:\n",
+        "    from apex import amp\n",
+        "except ImportError:\n",
+        "    raise",
+    ],
+    ["m, o = make('é\\u2028')\n", 'm, o = amp.initialize(m, o, opt_level="O0")\n', "\n", "# 😀\n"],
+    ["loss = m(x).sum()\n", "with amp.scale_loss(loss, o) as s:\n", "  # é\n", "  s.backward()"],
+]
+APEX_NEW = [
+    ["import torch\n"],
+    ["m, o = make('é\\u2028')\n", "\n", "# 😀\n"],
+    ["loss = m(x).sum()\n", "# é\n", "loss.backward()"],
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("joined", [False, True])
+def test_lines_of_a_notebook_may_go_and_be_joined(tmp_path, form, joined):
+    def made(cells: list[list[str]]) -> bytes:
+        return FORMS[form](
+            notebook(*("".join(cell) if joined else cell for cell in cells))
+        ).encode()
+
+    path = tmp_path / "a.ipynb"
+    path.write_bytes(made(APEX))
+    assert migrate("--write", path) == 0
+    assert path.read_bytes() == made(APEX_NEW)
+    assert migrate("--check", path) == 0
+
+
+def test_a_cell_of_a_notebook_may_be_left_empty(tmp_path):
+    path = tmp_path / "a.ipynb"
+    rest = ["import torch\n", *APEX[1], "\n", *APEX[2]]
+    path.write_text(json.dumps(notebook(["from apex import amp"], rest), indent=1))
+    assert migrate("--write", path) == 0
+    assert json.loads(path.read_text())["cells"][0]["source"] == [""]
+    path.write_text(json.dumps(notebook(["from apex import amp\n", "\n", "x = 1"], rest), indent=1))
+    assert migrate("--write", path) == 0
+    assert json.loads(path.read_text())["cells"][0]["source"] == ["\n", "x = 1"]

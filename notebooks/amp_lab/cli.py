@@ -574,8 +574,15 @@ def _migrate(options: argparse.Namespace) -> int:
             print(f"{result.path}:{line}")
     kinds = Counter(line.kind for result in results for line in result.lines)
     counts = ", ".join(f"{kinds[kind]} {kind}" for kind in ("rewritten", "by hand", "left"))
-    written = sum(result.written for result in results)
-    print(f"{counts}, {kinds['mistake']} mistakes; {written} files changed")
+    changed = sum(result.written if options.write else bool(result.diff) for result in results)
+    files = f"{changed} file{'s' * (changed != 1)}"
+    if kinds:
+        print(
+            f"{counts}, {kinds['mistake']} mistake{'s' * (kinds['mistake'] != 1)}; "
+            f"{files} {'changed' if options.write else 'to change with --write'}"
+        )
+    elif not any(result.error for result in results):
+        print("nothing to do")
     if any(result.error for result in results):
         return 2
     return 1 if options.check and any(result.to_do for result in results) else 0

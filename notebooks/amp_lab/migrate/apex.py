@@ -6,7 +6,8 @@ What Apex's functions do, and their arguments and defaults, is from its sources
 
 import libcst as cst
 
-from amp_lab.migrate.tree import Edit, Finding, Tree, Use, dotted
+from amp_lab.migrate import apex_loop
+from amp_lab.migrate.tree import Edit, Finding, Scope, Tree, Use, dotted
 
 MARK = "# amp-lab migrate: "
 
@@ -89,19 +90,34 @@ _LEVELS = {
 }
 
 
+def _is_apex(origin: str) -> bool:
+    return origin.startswith("apex.")
+
+
 class _Rewriter:
     def __init__(self, tree: Tree):
         self.tree = tree
         self.edits: list[Edit] = []
         self.findings: list[Finding] = []
         self.marks: dict[cst.CSTNode, list[str]] = {}
+        self.doubt = ""
 
     def run(self) -> None:
         by_alias: dict[cst.CSTNode, list[Use]] = {}
-        for use in self.tree.uses:
-            found = sorted(o for o in self.tree.origins(use) if o and o.startswith("apex."))
-            if not found:
-                continue
+        uses = [
+            (use, found)
+            for use in self.tree.uses
+            if (found := sorted(o for o in self.tree.origins(use) if o and _is_apex(o)))
+        ]
+        loop, is_loop = None, any(found[0] == "apex.amp.initialize" for _, found in uses)
+        if is_loop:
+            try:
+                loop = apex_loop.rewrite(self.tree, [(use, found[0]) for use, found in uses])
+                self.edits += loop.edits
+                self.findings += loop.findings
+            except apex_loop.Doubt as doubt:
+                self.doubt = str(doubt)
+        for use, found in uses:
             bound = use.scope.find(use.parts[0])
             bindings = bound.bindings[use.parts[0]] if bound else []
             certain = len(bindings) == 1 and not self.tree.is_guarded(use.node)
@@ -116,12 +132,17 @@ class _Rewriter:
                     continue
                 if self._rewrite_spelled(use, found[0]):
                     continue
-            if found[0] == "apex.amp.master_params" and certain and self._rewrite_parameters(use):
+            is_alone = found[0] == "apex.amp.master_params" and (loop is not None or not is_loop)
+            if is_alone and certain and self._rewrite_parameters(use):
                 continue
-            self._mark(use.node, self._advice(use, found[0]))
+            if loop is not None and use.node in loop.uses:
+                continue
+            why = f"; not done here, as {self.doubt}" if self.doubt else ""
+            is_first = found[0] == "apex.amp.initialize"
+            self._mark(use.node, self._advice(use, found[0]), why if is_first else "")
         for node, scope in self.tree.imports:
             if isinstance(node, cst.ImportFrom):
-                self._rewrite_import(node, scope, by_alias)
+                self._rewrite_import(node, scope, by_alias, loop.aliases if loop else set())
         self._put_marks()
 
     # What is certain.
@@ -171,9 +192,13 @@ class _Rewriter:
         self._say(use.node, "rewritten", "amp.master_params: the parameters are the master weights")
         return True
 
-    def _rewrite_import(self, node: cst.ImportFrom, scope, by_alias: dict) -> None:
+    def _rewrite_import(self, node: cst.ImportFrom, scope, by_alias: dict, gone: set) -> None:
         """Replace an import if each name in it can be, else mark the uses that could have been."""
-        names = node.names if not isinstance(node.names, cst.ImportStar) else []
+        names = list(node.names) if not isinstance(node.names, cst.ImportStar) else []
+        if gone.intersection(names):
+            names = [alias for alias in names if alias not in gone]
+            if not names:
+                return
         module = "" if node.relative or node.module is None else ".".join(dotted(node.module))
         if not module.startswith("apex"):
             return
@@ -191,6 +216,7 @@ class _Rewriter:
             and all(new for _, new in news)
             and all(count[alias] == len(by_alias.get(alias, ())) > 0 for alias in names)
             and not self.tree.is_guarded(node)
+            and not gone.intersection(node.names)
         ):
             self.edits.append(Edit(*self.tree.span(node.module), news[0][0]))
             for alias, old, (_, new) in zip(names, olds, news, strict=True):
@@ -208,7 +234,9 @@ class _Rewriter:
                 else:
                     self._mark(use.node, self._advice(use, old))
             if left == 0:
-                self._mark(alias, f"nothing uses {old} here: delete it from the import")
+                is_tried = any(isinstance(p, cst.Try) for p, _ in self.tree.ancestors(node))
+                rest = "and the try around it" if is_tried else "from the import"
+                self._mark(alias, f"nothing uses {old} here: delete it {rest}")
 
     def _count_uses(self, alias: cst.ImportAlias, scope) -> int:
         name = alias.name.value if alias.asname is None else alias.asname.name.value
@@ -227,12 +255,22 @@ class _Rewriter:
         if old == "apex.amp.scale_loss":
             args = [self.tree.code(arg.value) for arg in call.args] if call is not None else []
             loss, optimizer = args if len(args) == 2 else ("loss", "optimizer")
-            return (
+            advice = (
                 f"write scaler.scale({loss}).backward(), and scaler.step({optimizer}) and "
                 f"scaler.update() for {optimizer}.step(); before clipping, "
                 f"scaler.unscale_({optimizer})"
             )
+            return advice + self._passed_to(use.scope)
         return self._rule(old)
+
+    def _passed_to(self, scope: Scope) -> str:
+        """What to add where a function does not make the scaler itself."""
+        if not isinstance(scope.node, cst.FunctionDef) or any(
+            self.tree.origins(use) == {"apex.amp.initialize"} and use.scope is scope
+            for use in self.tree.uses
+        ):
+            return ""
+        return f"; pass scaler to {scope.node.name.value}()"
 
     def _rule_of_level(self, call: cst.Call | None) -> str:
         level = "O1"
@@ -250,8 +288,8 @@ class _Rewriter:
             old = old.rpartition(".")[0]
         return _ADVICE[old]
 
-    def _mark(self, node: cst.CSTNode, advice: str) -> None:
-        self._say(node, "by hand", advice)
+    def _mark(self, node: cst.CSTNode, advice: str, why: str = "") -> None:
+        self._say(node, "by hand", advice + why)
         self.marks.setdefault(self.tree.statement(node), []).append(advice)
 
     def _put_marks(self) -> None:

@@ -1,10 +1,12 @@
 """Python files and notebooks on the disk: read, migrated, shown as a diff, written back whole."""
 
+import bisect
 import concurrent.futures
 import dataclasses
 import difflib
 import functools
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -23,6 +25,7 @@ from amp_lab.migrate import edits_and_findings
 from amp_lab.migrate.tree import Edit, apply
 
 NAMES = (b"autocast", b"GradScaler", b"custom_fwd", b"custom_bwd", b"cuda.amp", b"cpu.amp", b"apex")
+NAMES += (b".scale(",)  # of a scaler that is passed to this file's functions
 MAX_BYTES = 1 << 19
 """Of Python in one file: for twice as much, the tree and its positions took 620 MB."""
 _ENDINGS = (".py", ".pyi", ".pyw", ".ipynb")
@@ -67,7 +70,13 @@ def migrate_paths(paths: Iterable[str | Path], write: bool = False) -> Iterator[
     left as it was.
     """
     found: list[Path] = []
-    for path in dict.fromkeys(find(paths)):
+    looked_at: dict[Path, None] = {}
+    for given in paths:
+        below = dict.fromkeys(find([given]))
+        looked_at |= below
+        if not below:
+            yield Result(Path(given), error=f"{given}: has no Python file and no notebook in it")
+    for path in looked_at:
         try:
             if has_names(path):
                 found.append(path)
@@ -91,26 +100,35 @@ def _has_something(result: Result) -> bool:
 
 def find(paths: Iterable[str | Path]) -> Iterator[Path]:
     """The files given, and those below the folders given that may hold Python."""
+    broken: list[OSError] = []
     for path in map(Path, paths):
         if not path.is_dir():
             yield path
             continue
-        for folder, below, names in os.walk(path):
+        for folder, below, names in os.walk(path, onerror=broken.append):
             below[:] = sorted(name for name in below if not _is_skipped(Path(folder, name)))
             for name in sorted(names):
                 if name.endswith(_ENDINGS):
                     yield Path(folder, name)
+    yield from (Path(error.filename) for error in broken)  # to read them will tell why
 
 
 def _is_skipped(folder: Path) -> bool:
     name = folder.name
-    return name.startswith(".") or name in _SKIPPED_FOLDERS or (folder / "pyvenv.cfg").exists()
+    return name.startswith(".") or name in _SKIPPED_FOLDERS or os.path.exists(folder / "pyvenv.cfg")
 
 
 def has_names(path: Path) -> bool:
     """Whether a file has any of the names, as bytes, that the migration is about."""
-    data = path.read_bytes()
-    return any(name in data for name in NAMES)
+    with open(path, "rb", buffering=0, opener=_open_at_once) as file:
+        data = file.read() or b""
+    # Each of them is torch's or Apex's: for most files, the first line is all the search.
+    return (b"torch" in data or b"apex" in data) and any(name in data for name in NAMES)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file; a pipe too, without waiting for something to write to it."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def migrate_file(path: Path, write: bool = False) -> Result:
@@ -157,8 +175,11 @@ def _write(path: Path, old: bytes, new: bytes, status: os.stat_result) -> None:
 
 def _diff(name: str, old: str, new: str) -> str:
     before, after = (re.split(r"\r\n?|\n", text) for text in (old, new))
-    lines = difflib.unified_diff(before, after, name, name, lineterm="")
-    return "".join(f"{line}\n" for line in lines)
+    for lines in (before, after):
+        if not lines[-1]:
+            del lines[-1]  # what follows the end of the last line
+    diff = difflib.unified_diff(before, after, name, name, lineterm="")
+    return "".join(f"{line}\n" for line in diff)
 
 
 def _check_size(size: int) -> None:
@@ -171,6 +192,8 @@ def _check_size(size: int) -> None:
 
 def _migrate_python(data: bytes) -> tuple[bytes, list[Line], list[tuple[str, str, str]]]:
     _check_size(len(data))
+    if b"\0" in data:
+        raise MigrateError("has a null byte, so it is no Python")
     try:
         lines_of = io.BytesIO(data.replace(b"\r\n", b"\n").replace(b"\r", b"\n"))
         encoding, _ = tokenize.detect_encoding(lines_of.readline)
@@ -180,8 +203,6 @@ def _migrate_python(data: bytes) -> tuple[bytes, list[Line], list[tuple[str, str
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise MigrateError(f"line {line} is not {error.encoding}") from error
-    if "\0" in text:
-        raise MigrateError("has a null byte, so it is no Python")
     if text.encode(encoding) != data:
         raise MigrateError(f"its {encoding} cannot be written back as it was")
     edits, findings = _edits_and_findings(text)
@@ -244,9 +265,8 @@ def _migrate_notebook(
     except UnicodeDecodeError as error:
         raise MigrateError(f"byte {error.start} is not UTF-8") from error
     except json.JSONDecodeError as error:
-        raise MigrateError(
-            f"is no whole notebook: line {error.lineno}, {error.msg.lower()}"
-        ) from error
+        why = error.msg.lower().removesuffix(" at").removesuffix(" starting")
+        raise MigrateError(f"is no whole notebook: line {error.lineno}, {why}") from error
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MigrateError("is JSON, but no notebook") from error
     code = "".join(cell.text + "\n" for cell in cells)
@@ -270,7 +290,7 @@ def _migrate_notebook(
     for cell in cells:
         size = len(cell.text)
         own = [
-            Edit(start - cell.start, end - cell.start, new)
+            Edit(start - cell.start, min(end - cell.start, size), new)
             for start, end, new in edits
             if cell.start <= start <= cell.start + size
         ]
@@ -315,21 +335,37 @@ def _why_no_python(cells: list[_Cell]) -> str:
 
 def _in_json(text: str, cell: _Cell, edits: list[Edit]) -> list[Edit]:
     """Edits of a cell's source as edits of the JSON text that holds it."""
-    raw, before = [], 0
-    for i, piece in enumerate(cell.pieces):
-        after = before + len(piece)
-        is_last = i == len(cell.pieces) - 1
-        own = [e for e in edits if before <= e.start and (e.start < after or is_last)]
-        if own:
-            edits = [edit for edit in edits if edit not in own]
-            places = _places(text, piece)
-            for start, end, new in own:
-                if end > after:
-                    raise MigrateError(f"a change in cell {cell.number} spans lines: join them")
-                span = places[start - before], places[end - before]
-                raw.append(Edit(*span, _as_json(text, cell, new)))
-        before = after
+    ends = list(itertools.accumulate(map(len, cell.pieces)))
+    starts = [0, *ends[:-1]]
+    last = len(ends) - 1
+    raw = []
+    for start, end, new in _joined(edits):
+        i = min(bisect.bisect_right(ends, start), last)
+        j = max(bisect.bisect_left(ends, end), i)
+        is_whole = not new and start == starts[i] and end == ends[j] and len(ends) > 1
+        if is_whole and j < last:  # whole lines: they go with what separates them from the next
+            span = cell.pieces[i].start, cell.pieces[j + 1].start
+        elif is_whole and i > 0:
+            span = cell.pieces[i - 1].end, cell.pieces[j].end
+        else:
+            places = _places(text, cell.pieces[i]), _places(text, cell.pieces[j])
+            span = places[0][start - starts[i]], places[1][end - starts[j]]
+        raw.append(Edit(*span, _as_json(text, cell, new)))
     return raw
+
+
+def _joined(edits: list[Edit]) -> Iterator[Edit]:
+    """The edits in their order, with those that delete what stands together made one."""
+    before: Edit | None = None
+    for edit in sorted(dict.fromkeys(edits), key=lambda edit: (edit.start, edit.end)):
+        if before is not None and before.end == edit.start and not before.text and not edit.text:
+            before = Edit(before.start, edit.end, "")
+            continue
+        if before is not None:
+            yield before
+        before = edit
+    if before is not None:
+        yield before
 
 
 def _places(text: str, piece: _Located) -> list[int]:
@@ -351,5 +387,5 @@ def _as_json(text: str, cell: _Cell, new: str) -> str:
     first = cell.pieces[0].start - 1
     separator = text[len(text[:first].rstrip()) : first]
     is_list = text[: first - len(separator)].endswith("[")
-    encoded = json.dumps(new)[1:-1]
+    encoded = json.dumps(new, ensure_ascii=text.isascii())[1:-1]
     return encoded.replace("\\n", f'\\n",{separator}"') if is_list else encoded

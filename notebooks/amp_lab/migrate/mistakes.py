@@ -103,6 +103,7 @@ class _Finder:
         for unit in self.units:
             for node, message in [
                 *self._made_in_loop(unit),
+                *self._made_in_each_call(unit),
                 *self._clipped_scaled(unit),
                 *self._stepped_beside(unit),
                 *self._backward_in_autocast(unit),
@@ -360,7 +361,7 @@ class _Finder:
                 continue
             steps = [e for e in inside if e.kind == "scaler step" and e.of == made.of]
             optimizers = [e.optimizer for e in steps] or self._passed_along(calls, made.of, loop)
-            if any(not self._is_bound_in(key, loop, unit) for key in optimizers):
+            if any(not self._is_made_in(unit.scope, key, loop) for key in optimizers):
                 yield (
                     made.node,
                     f"{made.of} is made anew in each turn of the loop, and forgets the scale it "
@@ -383,13 +384,95 @@ class _Finder:
     def _is_below(self, node: cst.CSTNode, above: cst.CSTNode) -> bool:
         return any(parent is above for parent, _ in self.tree.ancestors(node))
 
-    def _is_bound_in(self, key: str, loop: cst.CSTNode, unit: _Unit) -> bool:
+    def _made_in_each_call(self, unit: _Unit) -> Iterator[tuple[cst.CSTNode, str]]:
+        """A scaler made in a function that a loop over epochs calls; the optimizer stays."""
+        if not isinstance(unit.node, cst.FunctionDef):
+            return
+        for made in unit.all("make"):
+            code = self.tree.code(unit.node)
+            bindings = unit.scope.bindings.get(made.of, ())
+            if (
+                not bindings
+                or any(isinstance(binding.node, cst.Param) for binding in bindings)
+                or made.place.loops
+                or made.of in self.disabled
+                or "init_scale" in self.tree.code(made.node)
+                or re.search(r"load_state_dict|\breturn\b.*\b" + made.of, code)
+                or self._escapes(made.of)
+            ):
+                continue
+            steps = [e.optimizer for e in unit.all("scaler step") if e.of == made.of]
+            for call in self._calls_of(unit):
+                loop = self._loop_around(call)
+                found = [self._passed(unit, call, optimizer) for optimizer in steps]
+                if loop is None or None in found or not found:
+                    continue
+                if not any(self._is_made_in(scope, key, loop) for scope, key in found):
+                    yield (
+                        made.node,
+                        f"{made.of} is made anew in each call of {unit.node.name.value}(), in the "
+                        f"loop of line {self.tree.line(loop)}, and forgets the scale it has found: "
+                        "make it once, before that loop",
+                    )
+                    break
+
+    def _calls_of(self, unit: _Unit) -> Iterator[cst.Call]:
+        """The calls of a function of this file, or of a method through ``self``."""
+        name = unit.node.name.value
+        for call in self.tree.calls:
+            parts, scope = dotted(call.func), self.tree.scope_of[call]
+            if unit.scope.parent.kind == "class":
+                if parts == ("self", name):
+                    yield call
+            elif parts == (name,):
+                home = scope.find(name)
+                if home and [binding.node for binding in home.bindings[name]] == [unit.node]:
+                    yield call
+
+    def _loop_around(self, call: cst.Call) -> cst.For | None:
+        """The loop over epochs or batches that a call stands in, if that trains on."""
+        for parent, _ in self.tree.ancestors(call):
+            if isinstance(parent, cst.FunctionDef | cst.Lambda | cst.While):
+                return None
+            if isinstance(parent, cst.For):
+                target = self.tree.code(parent.target)
+                if not _TRAINS_ON.search(target) or _TRAINS_ANEW.search(target):
+                    return None
+                functions = [
+                    self.tree.code(c.func) for c in self.tree.calls if self._is_below(c, parent)
+                ]
+                return None if any(map(_STARTS_ANEW.search, functions)) else parent
+        return None
+
+    def _passed(self, unit: _Unit, call: cst.Call, key: str) -> tuple[Scope, str] | None:
+        """The variable outside a function that a name in it stands for in a call of it."""
+        root, dot, _ = key.partition(".")
+        home = unit.scope.find(root)
+        if home is None or not re.fullmatch(r"[\w.]+", key):
+            return None
+        is_method = unit.scope.parent.kind == "class"
+        params = [p.name.value for p in unit.node.params.params][is_method:]
+        if home is not unit.scope or (dot and is_method and root == "self"):
+            return home, key
+        if key not in params:
+            return None
+        given = {
+            params[i] if arg.keyword is None else arg.keyword.value: arg.value
+            for i, arg in enumerate(call.args)
+            if not arg.star and (arg.keyword is not None or i < len(params))
+        }
+        parts = dotted(given.get(key))
+        scope = self.tree.scope_of[call].find(parts[0]) if parts else None
+        return None if scope is None else (scope, ".".join(parts))
+
+    def _is_made_in(self, scope: Scope, key: str, loop: cst.CSTNode) -> bool:
         root = re.match(r"\w*", key).group()
-        scope = unit.scope.find(root)
-        bindings = scope.bindings[root] if scope else []
+        home = scope.find(root)
+        bindings = home.bindings[root] if home else ()
         if any(self._is_below(binding.node, loop) for binding in bindings):
             return True
-        return bool(re.search(rf"{re.escape(key)}\s*(,[^=\n]*)?=[^=]", self.tree.code(loop)))
+        assigned = rf"(?m)^\s*([\w.]+\s*,\s*)*{re.escape(key)}\s*(,[^=(\n]*)?=[^=]"
+        return bool(re.search(assigned, self.tree.code(loop)))
 
     def _clipped_scaled(self, unit: _Unit) -> Iterator[tuple[cst.CSTNode, str]]:
         for clip in unit.all("clip"):
@@ -519,17 +602,28 @@ class _Finder:
             re.search(rf"\b{name}\s*\.\s*state_dict", code) or self._escapes(name) for name in names
         ):
             return
+        stepped = {
+            self._passed(unit, call, event.optimizer)
+            for unit in self.units
+            if isinstance(unit.node, cst.FunctionDef)
+            for event in unit.all("scaler step")
+            if _last(event.of) in names
+            for call in self._calls_of(unit)
+        }
         for call in self.tree.calls:
             scope = self.tree.scope_of[call]
             if self.tree.origin(call.func, scope) != "torch.save" or not call.args:
                 continue
-            if not any("." in e.of or scope.find(e.of) for name in names for e in self.made[name]):
-                continue  # the scaler is another function's
+            is_seen = any("." in e.of or scope.find(e.of) for n in names for e in self.made[n])
             saved = self._dict(call.args[0].value, self.tree.scope_of[call])
             if saved is None:
                 continue
             text = self.tree.code(saved)
             owners = re.findall(r"([\w.]+)\.state_dict\(\)", text)
+            if not is_seen and not any(
+                (scope.find(o), o) in stepped for o in owners if scope.find(o)
+            ):
+                continue  # the scaler is another function's, and so is the optimizer
             if any(map(self._is_optimizer, owners)) and not any(name in text for name in names):
                 yield (
                     call,

@@ -348,14 +348,16 @@ class Tree:
     def _tests_version(self, test: cst.BaseExpression) -> bool:
         if VERSION_TEST.search(self.code(test)):
             return True
-        for use in self._uses_below(test):
+        for use in self.uses_below(test):
             scope = use.scope.find(use.parts[0])
             for binding in scope.bindings[use.parts[0]] if scope else ():
                 if binding.value is not None and VERSION_TEST.search(self.code(binding.value)):
                     return True
         return False
 
-    def _uses_below(self, node: cst.CSTNode) -> list[Use]:
+    def uses_below(self, node: cst.CSTNode) -> list[Use]:
+        """The uses of names in a part of the tree."""
+
         def is_below(use: Use) -> bool:
             return use.node is node or any(parent is node for parent, _ in self.ancestors(use.node))
 
@@ -369,7 +371,8 @@ class Tree:
         return PositionProvider()._gen(wrapper)  # resolve() would walk the tree for nothing as well
 
     @functools.cached_property
-    def _line_starts(self) -> list[int]:
+    def line_starts(self) -> list[int]:
+        """Where in the text each line starts."""
         return [0, *(match.end() for match in re.finditer(r"\r\n?|\n", self.text))]
 
     def line(self, node: cst.CSTNode) -> int:
@@ -377,7 +380,7 @@ class Tree:
         return self._positions[node].start.line
 
     def _offset(self, position: CodePosition) -> int:
-        return self._line_starts[position.line - 1] + position.column
+        return self.line_starts[position.line - 1] + position.column
 
     def span(self, node: cst.CSTNode) -> tuple[int, int]:
         """Where the text of a node, without brackets around it, starts and ends."""
