@@ -895,6 +895,104 @@ def memory_per_rank(engines) -> plt.Figure:
     return figure
 
 
+def bytes_per_parameter(setups) -> plt.Axes:
+    """Stacked bars of what is held for one parameter: `setups[name][part]` in bytes."""
+    _, ax = plt.subplots(figsize=(8.5, 0.46 * len(setups) + 1.0))
+    looks = [("0.1", ""), ("0.45", "//"), ("0.65", "xx"), ("0.75", ""), ("0.9", "..")]
+    parts = dict.fromkeys(part for sizes in setups.values() for part in sizes)
+    for y, sizes in enumerate(setups.values()):
+        left = 0
+        for part, (grey, hatch) in zip(parts, looks, strict=True):
+            size = sizes.get(part, 0)
+            look = {"color": grey, "hatch": hatch, "edgecolor": "white"}
+            ax.barh(y, size, 0.75, left=left, label=None if y else part, **look)
+            left += size
+        ax.annotate(f" {left:.0f}", (left, y), va="center")
+    ax.set_yticks(range(len(setups)), list(setups))
+    ax.tick_params(axis="y", length=0)
+    ax.invert_yaxis()
+    ax.margins(x=0.08)
+    ax.set_xticks(range(0, 21, 4))
+    ax.set_xlabel("held for each parameter when Adam steps (bytes)")
+    ax.figure.legend(*ax.get_legend_handles_labels(), loc="outside right upper")
+    return ax
+
+
+def losses_by_setting(losses) -> plt.Axes:
+    """Losses {setting: loss of each step}, on a log axis; a setting begins with a precision.
+
+    fp32 is a wide line, on which the others can be seen to lie; the second setting of a precision
+    is dashed.
+    """
+    _, ax = plt.subplots()
+    looks = {"fp32": ("-", 8, 0.35), "fp16": ("-", 2, 1), "bf16": (":", 3, 1)}
+    seen = set()
+    for setting, values in losses.items():
+        precision = setting.split()[0].rstrip(",")
+        line, width, alpha = looks[precision]
+        line = "--" if precision in seen else line
+        seen.add(precision)
+        look = {"color": COLOURS[precision], "linewidth": width, "alpha": alpha}
+        ax.plot(values, line, label=setting, **look)
+    ax.set_yscale("log")
+    ax.set_xlabel("step")
+    ax.set_ylabel("loss")
+    ax.figure.legend(loc="outside right upper")
+    return ax
+
+
+def scales_by_setting(logs) -> plt.Figure:
+    """Loss scales and skipped steps, one panel a setting: `logs[setting]` is (scales, skipped)."""
+    figure, axes = plt.subplots(
+        len(logs), sharex=True, sharey=True, figsize=(8.0, 1.35 * len(logs) + 0.5)
+    )
+    for ax, (setting, (scales, skipped)) in zip(axes, logs.items(), strict=True):
+        ax.step(range(len(scales)), scales, where="mid", color=COLOURS["fp16"], linewidth=1.5)
+        ax.plot(skipped, [scales[step] for step in skipped], "x", color="black")
+        ax.set_yscale("log", base=2)
+        ax.set_title(f"{setting}: {len(skipped)} skipped", loc="left", fontsize=10)
+        ax.set_ylabel("loss scale")
+    axes[-1].set_xlabel("step; x: skipped")
+    return figure
+
+
+def scores_by_seed(scores) -> plt.Axes:
+    """Dots of a score for each seed, and a bar at their mean: `scores[precision]` is a list."""
+    _, ax = plt.subplots(figsize=(6.0, 2.0))
+    for y, (precision, values) in enumerate(scores.items()):
+        middle = sum(values) / len(values)
+        ax.plot(values, [y] * len(values), "o", color=COLOURS[precision], alpha=0.6, markersize=9)
+        ax.plot([middle, middle], [y - 0.3, y + 0.3], color="black", linewidth=2)
+    ax.set_yticks(range(len(scores)), list(scores))
+    ax.set_ylim(len(scores) - 0.5, -0.5)
+    ax.set_xlabel("test accuracy; bar: mean of the seeds (%)")
+    return ax
+
+
+def throughput_over_batch(rates) -> plt.Figure:
+    """Samples per second against the batch, `rates[precision][batch]`, and their ratio."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(8.5, 2.9))
+    (first, base), (second, other) = rates.items()
+    for precision, found, line in ((first, base, "-o"), (second, other, "--s")):
+        left.plot(
+            found.keys(), found.values(), line, color=COLOURS[precision], label=str(precision)
+        )
+    left.set_yscale("log")
+    left.set_ylabel("samples per second")
+    left.legend(loc="lower right")
+    ratios = [rate / base[batch] for batch, rate in other.items()]
+    right.plot(base.keys(), ratios, "-D", color="black")
+    right.axhline(1, color="black", linewidth=1)
+    right.set_ylim(bottom=0)
+    right.set_ylabel(f"speed-up of {second} over {first}")
+    for ax in (left, right):
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(list(base), [str(batch) for batch in base])
+        ax.minorticks_off()
+        ax.set_xlabel("batch")
+    return figure
+
+
 def loss_by_backend(panels) -> plt.Figure:
     """Loss over the epochs, a panel for each backend: `panels[backend][precision]` is a list."""
     figure, axes = plt.subplots(1, len(panels), figsize=(4.0 * len(panels), 3.0), sharey=True)
