@@ -22,8 +22,8 @@
 # - which of the ten practices matter, by how much, and which are half true.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast and [notebook
-# 03](03_grad_scaler_step_by_step.ipynb) for the scaler. No GPU, and no Apex, whose `amp` has been
-# superseded by `torch.amp`. It takes about half a minute.
+# 03](03_grad_scaler_step_by_step.ipynb) for the scaler. No GPU, and no Apex, which removed its `amp`
+# in 2025. It takes about half a minute.
 
 # %%
 import difflib
@@ -65,7 +65,8 @@ from amp_lab.numerics import ScaleLog
 
 fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
 names = {fp32: "fp32", fp16: "fp16", bf16: "bf16"}
-torch.set_num_threads(1)  # most tensors here are too small to share among CPU cores
+threads = torch.get_num_threads()
+torch.set_num_threads(1)  # the tensors are too small to share among CPU cores, up to the practices
 
 # %% [markdown]
 # ## The names, then and now
@@ -81,7 +82,7 @@ torch.set_num_threads(1)  # most tensors here are too small to share among CPU c
 # | `amp.master_params(optimizer)` | `model.parameters()`, after `scaler.unscale_` |
 # | `amp.state_dict()` | `scaler.state_dict()` |
 # | `amp.disable_casts()` | `torch.autocast(…, enabled=False)` |
-# | `amp.float_function`, `amp.half_function` | `torch.amp.custom_fwd`, or a block with its own setting |
+# | `amp.float_function`, `amp.half_function` | `torch.autocast(…, enabled=False)` in the function, and `.float()` or `.half()` |
 # | `apex.optimizers.FusedAdam` | `torch.optim.AdamW(…, weight_decay=0, fused=True)` |
 # | `apex.parallel.DistributedDataParallel` | `torch.nn.parallel.DistributedDataParallel` |
 # | `apex.parallel.convert_syncbn_model` | `torch.nn.SyncBatchNorm.convert_sync_batchnorm` |
@@ -105,9 +106,9 @@ print(f"{len(TODAY.split())} names of today found")
 # %% [markdown]
 # ## A toy Apex
 #
-# Apex needs a GPU, and a compiler to install it, and calls its own `amp` deprecated. But what it
-# did is quickly told, and what follows does the same in plain torch. A level was nothing but five
-# settings:
+# Since 2025 `from apex import amp` is an ImportError ([pull request
+# 1896](https://github.com/NVIDIA/apex/pull/1896) removed it). But what it did is quickly told, and what
+# follows does the same in plain torch. A level was nothing but five settings:
 
 
 # %%
@@ -285,12 +286,10 @@ class ToyApex(Scaling, ExitStack):
                 weight.copy_(master)
 
 
-assert issubclass(ToyApex, ExitStack)  # which undoes the patches at the end of the block
-
 # %% [markdown]
 # ## What each level did, and what does it today
 #
-# A network with batch normalisation, so small that fp16 is quick on a CPU too. The loss is 16 times
+# A network with batch normalisation, so small that fp16 is quick on a CPU too. The loss is 12 times
 # too large, so that the first scale is too: a few steps have to be skipped.
 
 # %%
@@ -313,8 +312,6 @@ def new_model():
 def new_adam(model):
     return torch.optim.Adam(model.parameters(), lr=1e-2)
 
-
-assert all(len(x) == 16 for x, _ in batches)
 
 # %% [markdown]
 # Training in Apex's way looked like this:
@@ -349,7 +346,7 @@ def train_apex(level, steps=24):
 def apex_step(amp, model, optimizer, step):
     x, y = batches[step % len(batches)]
     optimizer.zero_grad()
-    loss = 16 * F.mse_loss(model(x), y)
+    loss = 12 * F.mse_loss(model(x), y)
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
     optimizer.step()
@@ -365,7 +362,7 @@ def today_step(model, optimizer, scaler, dtype, step):
     x, y = batches[step % len(batches)]
     optimizer.zero_grad()
     with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-        loss = 16 * F.mse_loss(model(x), y)
+        loss = 12 * F.mse_loss(model(x), y)
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()
@@ -517,21 +514,36 @@ assert all(abs(moved[level] - 0.99) < 2**-11 for level in ("O0", "O1", "O2"))  #
 
 # %% [markdown]
 # A hundred updates move the weight to 0.99 in every level but O3, where it has not moved at all
-# ([notebook 01](01_number_formats.ipynb) calls that swamping). The second: Adam divides by the root
-# of a squared gradient, plus 1e-8. In fp16 both can be zero, and 0/0 is NaN:
+# ([notebook 01](01_number_formats.ipynb) calls that swamping). The second is what Adam makes of small
+# gradients. It divides by the root of an average of their squares, plus 1e-8. A new square has a weight
+# of 0.001 in that average; for a gradient of 0.0005 that is zero in fp16, and so is 1e-8. Look at the
+# weights after a single step:
+
+# %%
+run = train_apex("O3", 1)
+for name, weight in run.model.named_parameters():
+    infinite = weight.isinf().any().item()
+    is_small = (weight.grad.abs().max() < 1e-3).item()
+    print(f"{name}: infinite {infinite!s:<5}  gradients all below 0.001 {is_small}")
+    assert infinite == is_small == (name == "0.bias")
+assert 0.001 * torch.tensor(5e-4).half() ** 2 == 0 == torch.tensor(1e-8).half()
+
+# %% [markdown]
+# The bias in front of batch normalisation does nothing, since the mean is subtracted after it. Its
+# gradient is only what rounding left, its average of squares is zero, and something divided by zero is
+# inf. In the next forward pass, inf minus inf makes NaN of all:
 
 # %%
 losses = train_apex("O3", 3).losses
 print("losses in O3:", *(f"{loss:.1f}" for loss in losses))
 assert losses[0] > 0
 assert losses[1] != losses[1]  # NaN
-assert torch.tensor(1e-8).half() == 0
 one = torch.ones(())
 assert torch.tensor(1e-8).bfloat16() > 0
 assert one.bfloat16() - 0.001 == 1 != one.half() - 0.001  # swallowed in bf16, not in fp16
 
 # %% [markdown]
-# One step, and the weights are gone. With `model.bfloat16()` Adam's 1e-8 survives, but updates are
+# With `model.bfloat16()` squares and 1e-8 survive, but updates are
 # swallowed earlier, since bf16 has 8 bits; it is for inference, or for those who add master weights
 # or stochastic rounding by hand.
 #
@@ -875,8 +887,9 @@ class Exponential(torch.autograd.Function):
     @staticmethod
     @torch.amp.custom_fwd(device_type=device.type, cast_inputs=fp32)  # was without device_type
     def forward(ctx, x):
-        ctx.save_for_backward(x.exp())
-        return x.exp()
+        result = x.exp()
+        ctx.save_for_backward(result)
+        return result
 
     @staticmethod
     @torch.amp.custom_bwd(device_type=device.type)  # was @torch.cuda.amp.custom_bwd
@@ -922,9 +935,13 @@ for x, y in batches:
 
 
 # %%
+where = device if device.type == "cuda" else torch.device("cpu")  # it knows no others
+
+
 def run_program(text, action):
     """The losses of a program, with warnings treated as `action` says."""
-    namespace = globals() | {"model": new_model()}
+    moved = [(x.to(where), y.to(where)) for x, y in batches]
+    namespace = globals() | {"device": where, "model": new_model().to(where), "batches": moved}
     with warnings.catch_warnings():
         warnings.simplefilter(action)
         exec(text, namespace)
@@ -1128,12 +1145,6 @@ half_weights = {name: value.half() for name, value in whole.model.state_dict().i
 model = new_model()
 model.load_state_dict(half_weights)
 assert {p.dtype for p in model.parameters()} == {fp32}
-assert not torch.load(PATH, weights_only=True).keys() ^ {
-    "model",
-    "optimizer",
-    "amp",
-    "master params",
-}
 folder.cleanup()
 
 # %% [markdown]
@@ -1141,7 +1152,8 @@ folder.cleanup()
 #
 # An article about the way from Apex to `torch.amp` ends with ten pieces of advice. Most of them are
 # good. But advice without a figure is hard to weigh, so here is an experiment for each.
-# Those about time run on your device; those about numbers are tiny, and run in fp16.
+# Those about time run on your device, with all of its cores; those about numbers are tiny, and run in
+# fp16.
 
 # %% tags=["nbval-ignore-output"]
 config = {
@@ -1151,7 +1163,8 @@ config = {
 report = describe_device(device)
 low = fp16 if report.recommended == "fp16" else bf16
 print(f"{device}, {scale} scale, low precision: {names[low]}")
-assert low.itemsize == 2
+torch.set_num_threads(threads)
+assert report.speedup(names[low]) > 0
 
 # %% [markdown]
 # ### 1. Know the hardware
@@ -1182,7 +1195,7 @@ assert (ratio > 1) == (found > 1) or 0.5 < found < 2  # the same side of 1, unle
 # ### 2. Start with the defaults
 #
 # The first scale, 65,536, is often too high, and the first steps are lost until it fits. Is it
-# worth setting? Here the loss is 256 times too large:
+# worth setting? Here the loss is 180 times too large:
 
 
 # %%
@@ -1209,9 +1222,9 @@ def train_weighted(weight, steps, dtype=fp16, **options):
 # With the default scale, and with the one that it settled at:
 
 # %%
-by_default, _ = train_weighted(256, 40)
+by_default, _ = train_weighted(180, 40)
 fitting = by_default.scales[-1]
-tuned, _ = train_weighted(256, 40, init_scale=fitting)
+tuned, _ = train_weighted(180, 40, init_scale=fitting)
 print(f"default: {len(by_default.skipped)} steps lost, then {fitting:.0f} fits")
 print(f"tuned:   {len(tuned.skipped)} lost")
 assert len(tuned.skipped) < len(by_default.skipped) == 7
@@ -1275,8 +1288,8 @@ assert min(means) > 90
 assert abs(means[0] - means[1]) < min(max(found) - min(found) for found in scores.values())
 
 # %% [markdown]
-# Two rows of dots, with a bar at each mean. The bars are nearer to each other than the outer dots
-# of a row. **Verdict: right, with several seeds.** One run in each precision shows the luck of the
+# Two rows of dots, one a seed, with a bar at each mean. The bars are nearer to each other than the
+# outer dots of a row. **Verdict: right, with several seeds.** One run in each precision shows the luck of the
 # seed.
 #
 # ### 4. Only the forward pass in autocast
@@ -1348,19 +1361,13 @@ assert 2**-12 < error < 2**-7  # roundings of bf16
 # %% [markdown]
 # After the block, the island's two products run in fp32, as they should. Inside, autocast casts
 # them: the island has lost its precision in the backward pass, and casts are added. (The third
-# product, of the layer that is not on the island, is in bf16 either way.) And the time?
+# product, of the layer that is not on the island, is in bf16 either way.) And nothing shows it: the
+# gradients are fp32 tensors both times.
 
-# %% tags=["nbval-ignore-output"]
-times = {
-    inside: measure(lambda inside=inside: island_gradient(inside, 256), device="cpu").median_s
-    for inside in (False, True)
-}
-print(f"forward and backward: {times[False] / times[True]:.2f}x as fast with backward inside")
-assert island_gradient(True, 256).dtype is island_gradient(False, 256).dtype is fp32
+# %%
+assert exact.dtype is blurred.dtype is fp32
 
 # %% [markdown]
-# Where bf16 is accelerated, inside may well be faster, since products that were meant to be precise
-# are not: that is no bargain. The gradients are fp32 tensors both times, so nothing shows it.
 # **Verdict: right**, and with the optimizer in the block it gets worse: the cast of a weight is
 # kept until the block ends, so the next forward pass sees old weights ([notebook
 # 08](08_when_amp_breaks.ipynb#26-The-loss-stands-still-because-the-whole-loop-is-in-one-block)).
@@ -1477,7 +1484,7 @@ settings = {
     "interval 10, from 1": {"growth_interval": 10, "init_scale": 1.0},
     "from 1": {"init_scale": 1.0},
 }
-logs = {name: train_weighted(256, 300, **options)[0] for name, options in settings.items()}
+logs = {name: train_weighted(180, 300, **options)[0] for name, options in settings.items()}
 _ = plots.scales_by_setting({name: (log.scales, log.skipped) for name, log in logs.items()})
 skipped = {name: len(log.skipped) for name, log in logs.items()}
 assert skipped["default"] < skipped["interval 50"] < skipped["interval 10"]
@@ -1574,11 +1581,10 @@ rates = {
 speedups = [rates[names[low]][batch] / rates["fp32"][batch] for batch in config["batches"]]
 print(f"speed-up from {speedups[0]:.2f}x at batch 1 to {speedups[-1]:.2f}x at the largest")
 _ = plots.throughput_over_batch(rates)
-assert all(rate > 0 for found in rates.values() for rate in found.values())
 
 # %% [markdown]
 # On the left, samples per second over the batch, both logarithmic; on the right, the speed-up, with
-# a line at 1. At batch 1 weights are cast for a single sample; at the largest, the casts are shared
+# a line at 1, below which AMP loses. At batch 1 weights are cast for a single sample; at the largest, the casts are shared
 # by all. **Verdict: right.** But a larger batch is another training: it needs another learning
 # rate.
 #
@@ -1634,7 +1640,7 @@ assert count_ops(events)["cast", "bf16"] == 2
 # The step, and the two profiles:
 
 
-# %%
+# %% tags=["nbval-ignore-output"]
 def convolutional_step(dtype):
     """A training step of three convolutions in a dtype; fp32 is without autocast."""
     torch.manual_seed(0)
@@ -1676,12 +1682,11 @@ for precision, (found, _) in profiles.items():
         print(f"    {op:<30}{own[op]:8.2f} ms")
     assert (casts == 0) == (precision == "fp32")
 print(f"{times['fp32'] / times[names[low]]:.2f}x as fast")
-assert times["fp32"] > 0
 
 # %% [markdown]
-# Each profile has its four most expensive ops, by the time spent in the op itself. **Verdict:
-# right.** If a product stays in fp32, or casts (`copy_`) are high on the list, you know where to
-# look.
+# Each profile has its four most expensive ops, by the time spent in the op itself. A `copy_` among
+# them is a cast, or a change of layout, which convolutions on a CPU may need. **Verdict: right.** If a
+# product stays in fp32, or casts are high on the list, you know where to look.
 #
 # ## Summary
 #
@@ -1712,8 +1717,9 @@ assert times["fp32"] > 0
 #
 # ## Further reading
 #
-# - NVIDIA, [Apex](https://github.com/NVIDIA/apex): its `amp` in `apex/amp`, whose `frontend.py` has the
-#   levels, and its [manual](https://nvidia.github.io/apex/amp.html).
+# - NVIDIA, [Apex](https://github.com/NVIDIA/apex): [its `amp` as it last
+#   was](https://github.com/NVIDIA/apex/tree/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp), whose
+#   `frontend.py` has the levels, and the [manual](https://nvidia.github.io/apex/amp.html).
 # - PyTorch, [Automatic Mixed Precision package](https://docs.pytorch.org/docs/stable/amp.html): the
 #   reference, with the list of deprecated names, and [Automatic Mixed Precision
 #   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html).

@@ -1,5 +1,6 @@
 """Settings for the whole test run, and the count of notebook cells that ran."""
 
+import importlib.util
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -11,6 +12,11 @@ import notebooks
 
 # What the committed outputs were made with.
 SETTINGS = {"AMP_LAB_DEVICE": "cpu", "AMP_LAB_SCALE": "quick"}
+
+needs_keras = pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("keras", "tensorflow"))),
+    reason="the dependency group 'keras' is not installed",
+)
 
 
 class CellCount:

@@ -1,25 +1,19 @@
 """Notebook 12: its own steps are those of `fit`, and what it says of Keras holds on TensorFlow."""
 
 import ast
-import importlib.util
 import os
 import re
 import subprocess
 import sys
 
 import nbformat
-import pytest
 import torch
 
 import notebooks
 from amp_lab.keras_demo import run_on_backends
+from conftest import needs_keras
 
 SOURCE = notebooks.FOLDER / "12_keras.py"
-
-needs_keras = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("keras", "tensorflow"))),
-    reason="the dependency group 'keras' is not installed",
-)
 
 
 def functions_of_the_notebook() -> dict:
@@ -85,7 +79,7 @@ SECTIONS = {
     "Layers, not ops",
     "Keep the last layer in float32",
     "What compile adds",
-    "Three mistakes in a step of your own",
+    "Two mistakes in a step of your own",
     "The names of TensorFlow 2.x",
 }
 

@@ -56,7 +56,7 @@ def plain_losses(cells, steps):
     losses = []
     for step in range(steps):
         x, y = cells["batches"][step % 4]
-        loss = 16 * nn.functional.mse_loss(model(x), y)
+        loss = 12 * nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,6 +1,5 @@
 """Functions on several backends of Keras: what they return, and what is said when one fails."""
 
-import importlib.util
 import os
 import signal
 import sys
@@ -12,11 +11,7 @@ import torch
 
 from amp_lab.errors import WorkersError
 from amp_lab.keras_demo import BACKENDS, run_on_backends
-
-needs_keras = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("keras", "tensorflow"))),
-    reason="the dependency group 'keras' is not installed",
-)
+from conftest import needs_keras
 
 
 def doubled(x: torch.Tensor) -> torch.Tensor:

@@ -957,11 +957,15 @@ def scales_by_setting(logs) -> plt.Figure:
 
 
 def scores_by_seed(scores) -> plt.Axes:
-    """Dots of a score for each seed, and a bar at their mean: `scores[precision]` is a list."""
+    """Dots of a score for each seed, one below the other, and a bar at their mean.
+
+    `scores[precision]` is a list.
+    """
     _, ax = plt.subplots(figsize=(6.0, 2.0))
     for y, (precision, values) in enumerate(scores.items()):
         middle = sum(values) / len(values)
-        ax.plot(values, [y] * len(values), "o", color=COLOURS[precision], alpha=0.6, markersize=9)
+        heights = [y + 0.06 * (seed - (len(values) - 1) / 2) for seed in range(len(values))]
+        ax.plot(values, heights, "o", color=COLOURS[precision], alpha=0.6, markersize=7)
         ax.plot([middle, middle], [y - 0.3, y + 0.3], color="black", linewidth=2)
     ax.set_yticks(range(len(scores)), list(scores))
     ax.set_ylim(len(scores) - 0.5, -0.5)
