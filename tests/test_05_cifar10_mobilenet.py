@@ -1,33 +1,23 @@
 """Notebook 05: its loops compute what `amp_lab.training` does, and its remedies help."""
 
-import ast
 import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import notebooks
 from amp_lab import Precision
 from amp_lab.training import evaluate, fit
+from definitions import definitions
 
 SOURCE = notebooks.FOLDER / "05_cifar10_mobilenet.py"
-FUNCTIONS = {
-    "train_epoch_fp32", "train_epoch_amp", "train_epoch", "evaluate", "kind", "work",
-    "keep_in_fp32", "clipped_step",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def notebook() -> dict:
-    """The notebook's functions, by name."""
-    tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
-    kept = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name in FUNCTIONS]
-    assert {function.name for function in kept} == FUNCTIONS
-    namespace = {"torch": torch, "F": F, "nn": nn, "device": torch.device("cpu")}
-    exec(compile(ast.Module(kept, []), SOURCE, "exec"), namespace)
-    return namespace
+    """What the notebook defines, by name."""
+    return definitions(SOURCE, device=torch.device("cpu"))
 
 
 def make_model() -> nn.Module:

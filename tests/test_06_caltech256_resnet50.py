@@ -1,23 +1,16 @@
 """Notebook 06: its loop computes what `amp_lab.training` does; its counts and its search hold."""
 
-import ast
 import copy
-import gc
-import time
 from collections import Counter
-from contextlib import nullcontext
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torchvision.models import resnet50
 
 import notebooks
 from amp_lab import Precision
 from amp_lab.training import evaluate, fit
+from definitions import definitions
 
 SOURCE = notebooks.FOLDER / "06_caltech256_resnet50.py"
 CPU = torch.device("cpu")
@@ -25,19 +18,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def notebook() -> dict:
-    """Functions and classes of the notebook by name, and the modules that they use."""
-    tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
-    kept = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    names = (Counter, F, Precision, TorchDispatchMode, WeakKeyDictionary, gc, nn, nullcontext)
-    namespace = {
-        name.__name__.rpartition(".")[2] if name is not F else "F": name for name in names
-    } | {"torch": torch, "resnet50": resnet50, "device": CPU, "time": time}
-    wanted = {"train_step", "train_epoch", "evaluate", "transfer_model", "two_steps"}
-    wanted |= {"LiveTensors", "largest_batch", "fits_on_gpu"}
-    chosen = [node for node in kept if node.name in wanted]
-    assert {node.name for node in chosen} == wanted
-    exec(compile(ast.Module(chosen, []), SOURCE, "exec"), namespace)
-    return namespace
+    """What the notebook defines, by name."""
+    return definitions(SOURCE, device=CPU)
 
 
 def tiny_model() -> nn.Module:

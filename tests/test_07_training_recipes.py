@@ -1,6 +1,5 @@
 """Notebook 07: its recipes mark all they change and hold for every optimizer; its links lead on."""
 
-import ast
 import functools
 import re
 
@@ -8,8 +7,10 @@ import pytest
 import torch
 
 import notebooks
+from definitions import check_marks, definitions, names_defined
 
 SOURCE = notebooks.FOLDER / "07_training_recipes.py"
+SETTINGS = ("inputs", "targets", "batches", "MAX_NORM", "GROUP", "PENALTY", "scores")
 RECIPES = ("train", "clip", "accumulate", "penalty", "schedule", "average", "evaluate")
 OPTIMIZERS = {
     "SGD": functools.partial(torch.optim.SGD, lr=0.1),
@@ -36,39 +37,15 @@ def one_thread():
 
 
 @functools.cache
-def definitions() -> dict[str, ast.stmt]:
-    """The notebook's functions and classes by name."""
-    tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
-    kept = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    return {node.name: node for node in kept}
-
-
-@functools.cache
 def notebook() -> dict:
     """What the notebook's imports, functions and settings define; no other cell is run."""
-    tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
-    settings = {"inputs", "targets", "batches", "MAX_NORM", "GROUP", "PENALTY", "scores"}
-    kept = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef)
-        or (isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) in settings)
-    ]
-    namespace = {"device": torch.device("cpu")}
     torch.manual_seed(0)
-    exec(compile(ast.Module(kept, []), SOURCE, "exec"), namespace)
-    return namespace
-
-
-def lines(name: str) -> list[str]:
-    """The lines of a definition, without its first one and without indentation."""
-    node, text = definitions()[name], SOURCE.read_text(encoding="utf-8").splitlines()
-    return [line.strip() for line in text[node.lineno : node.end_lineno] if line.strip()]
+    return definitions(SOURCE, SETTINGS, device=torch.device("cpu"))
 
 
 PAIRS = [
     (name, f"{name.removesuffix('_plain')}_amp")
-    for name in definitions()
+    for name in names_defined(SOURCE)
     if name.endswith("_plain")
 ] + [("LinearReLU", "AmpLinearReLU")]
 
@@ -80,19 +57,7 @@ def test_there_is_a_pair_for_each_recipe_that_changes_the_loop():
 
 @pytest.mark.parametrize(("plain", "amp"), PAIRS)
 def test_every_changed_line_is_marked_and_nothing_else_changed(plain, amp):
-    """Without its marked lines, the AMP version is the plain one without those replaced."""
-    before, after = lines(plain), lines(amp)
-    unmarked = [line for line in after if "# AMP" not in line]
-    replaced = [
-        match[1] for line in after if (match := re.search(r"# AMP: was (.+?)(\(…\))?$", line))
-    ]
-    assert len(after) > len(unmarked)
-    for line in before:
-        if unmarked and line == unmarked[0]:
-            unmarked.pop(0)
-        else:
-            assert any(old in line for old in replaced), f"{line!r} went, and no comment says so"
-    assert unmarked == []
+    check_marks(SOURCE, plain, amp, "AMP")
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -1,18 +1,12 @@
 """Notebook 09: its tracer sees what `xray` reports; its count of kept bytes is a count by hand."""
 
-import ast
-from contextlib import contextmanager
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import notebooks
 from amp_lab import xray
+from definitions import definitions
 
 SOURCE = notebooks.FOLDER / "09_xray_your_model.py"
 SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -22,20 +16,8 @@ SHAPE = (2, 3, 12, 12)
 
 @pytest.fixture(scope="module")
 def notebook() -> dict:
-    """Functions and classes of the notebook by name, and what they use."""
-    tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
-    wanted = {"dtypes_of", "Tracer", "rules_of", "trace_on", "comparable", "kept_by_autograd"}
-    wanted |= {"mean_loss", "Block", "GPT", "at_once", "on_floats", "log_softmax_dtype"}
-    kept = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    chosen = [node for node in kept if node.name in wanted]
-    assert {node.name for node in chosen} == wanted
-    namespace = {
-        used.__name__: used
-        for used in (FakeTensorMode, TorchDispatchMode, contextmanager, tree_leaves, nn, torch)
-    }
-    namespace |= {"nn": nn, "F": F, "SHORT": SHORT, "PASSED_OVER": {"_to_copy", "view", "t"}}
-    exec(compile(ast.Module(chosen, []), SOURCE, "exec"), namespace)
-    return namespace
+    """What the notebook defines, by name."""
+    return definitions(SOURCE, ["SHORT", "PASSED_OVER"], device=torch.device("cpu"))
 
 
 def other_net() -> nn.Module:

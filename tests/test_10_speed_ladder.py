@@ -1,43 +1,29 @@
 """Notebook 10: a rung that computes something else is refused; its AMP step is the plain one."""
 
-import ast
-import functools
-import statistics
-from contextlib import nullcontext
-
 import pytest
 import torch
-from torch import nn
 
 import notebooks
-from amp_lab import Precision, measure
-from amp_lab.convmodel import ConvModel, quantized_sine
+from amp_lab import Precision
+from amp_lab.convmodel import quantized_sine
+from definitions import definitions
 
 SOURCE = notebooks.FOLDER / "10_speed_ladder.py"
 
 
 @pytest.fixture
 def notebook() -> dict:
-    """Functions and classes of the notebook by name, at toy size."""
-    tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
-    wanted = {"new_model", "recipe", "float32_mode", "Ladder", "amp_step", "climb"}
-    kept = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    chosen = [node for node in kept if node.name in wanted]
-    assert {node.name for node in chosen} == wanted
+    """What the notebook defines, by name, at toy size."""
     inputs, target = quantized_sine(16)
-    namespace = {"torch": torch, "nn": nn, "ConvModel": ConvModel, "Precision": Precision}
-    namespace |= {
-        "measure": measure,
-        "nullcontext": nullcontext,
-        "functools": functools,
-        "statistics": statistics,
-        "hidden": 16,
-        "low": Precision.BF16,
-    }
-    namespace |= {"device": torch.device("cpu"), "inputs": inputs, "target": target}
-    namespace |= {"config": {"turns": 2}}
-    exec(compile(ast.Module(chosen, []), SOURCE, "exec"), namespace)
-    return namespace
+    return definitions(
+        SOURCE,
+        device=torch.device("cpu"),
+        inputs=inputs,
+        target=target,
+        hidden=16,
+        low=Precision.BF16,
+        config={"turns": 2},
+    )
 
 
 def test_all_rungs_are_timed_in_turns(notebook):

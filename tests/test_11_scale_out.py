@@ -1,8 +1,6 @@
 """Notebook 11: its loops mark all they change, and are one loop; a run that differs is refused."""
 
-import ast
 import functools
-import re
 
 import pytest
 import torch
@@ -10,61 +8,23 @@ import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
 import notebooks
+from definitions import check_marks, definitions
 
 SOURCE = notebooks.FOLDER / "11_scale_out.py"
 CPU = torch.device("cpu")
+SETTINGS = ("PRECISIONS", "TOLERANCES", "SETUPS", "bf16", "fp16", "fp32")
 TOY = {"width": 16, "heads": 2, "layers": 1, "batch": 8, "lr": 1e-3}
-
-
-@functools.cache
-def tree() -> ast.Module:
-    return ast.parse(SOURCE.read_text(encoding="utf-8"))
 
 
 @functools.cache
 def notebook() -> dict:
     """What the notebook's imports, functions and settings define; no other cell is run."""
-    settings = {"PRECISIONS", "TOLERANCES", "SETUPS", ("bf16", "fp16", "fp32")}
-
-    def is_kept(node: ast.stmt) -> bool:
-        if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef):
-            return True
-        if not isinstance(node, ast.Assign):
-            return False
-        target = node.targets[0]
-        names = [name.id for name in getattr(target, "elts", [target]) if hasattr(name, "id")]
-        return (names[0] if len(names) == 1 else tuple(names)) in settings if names else False
-
-    namespace = {}
-    kept = [node for node in tree().body if is_kept(node)]
-    exec(compile(ast.Module(kept, []), SOURCE, "exec"), namespace)
-    return namespace
-
-
-def lines(name: str) -> list[str]:
-    """The lines of a function, without its first one and without indentation."""
-    node = next(n for n in tree().body if isinstance(n, ast.FunctionDef) and n.name == name)
-    text = SOURCE.read_text(encoding="utf-8").splitlines()
-    return [line.strip() for line in text[node.lineno : node.end_lineno] if line.strip()]
+    return definitions(SOURCE, SETTINGS)
 
 
 @pytest.mark.parametrize(("name", "mark"), [("train_ddp", "DDP"), ("train_fsdp", "FSDP2")])
 def test_every_changed_line_is_marked_and_nothing_else_changed(name, mark):
-    """Without its marked lines, a loop is the plain one without those replaced or moved."""
-    before, after = lines("train_plain"), lines(name)
-    unmarked = [line for line in after if f"# {mark}" not in line]
-    replaced = [
-        match[1]
-        for line in after
-        if (match := re.search(rf"# {mark}: was (?:in )?(.+?)(\(…\))?$", line))
-    ] + [line.partition("  #")[0] for line in after if f"# {mark}: was in " in line]
-    assert len(after) > len(unmarked)
-    for line in before:
-        if unmarked and line == unmarked[0]:
-            unmarked.pop(0)
-        else:
-            assert any(old in line for old in replaced), f"{line!r} went, and no comment says so"
-    assert unmarked == []
+    check_marks(SOURCE, "train_plain", name, mark)
 
 
 @pytest.fixture
@@ -148,12 +108,5 @@ def test_processes_run_on_gpus_if_there_is_one_for_each(
 ):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
     names = ("gpus", "where", "counts")
-    chosen = [
-        node
-        for node in tree().body
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) in names
-    ]
-    assert [node.targets[0].id for node in chosen] == list(names)
-    namespace = {"torch": torch, "device": torch.device(device_type)}
-    exec(compile(ast.Module(chosen, []), SOURCE, "exec"), namespace)
+    namespace = definitions(SOURCE, names, device=torch.device(device_type))
     assert (namespace["where"], namespace["counts"]) == (where, counts)

@@ -1,6 +1,5 @@
 """Notebook 12: its own steps are those of `fit`, and what it says of Keras holds on TensorFlow."""
 
-import ast
 import os
 import re
 import subprocess
@@ -12,18 +11,9 @@ import torch
 import notebooks
 from amp_lab.keras_demo import run_on_backends
 from conftest import needs_keras
+from definitions import definitions
 
 SOURCE = notebooks.FOLDER / "12_keras.py"
-
-
-def functions_of_the_notebook() -> dict:
-    """What its imports and functions define; no other cell is run."""
-    tree = ast.parse(SOURCE.read_text(encoding="utf-8"))
-    kinds = ast.Import | ast.ImportFrom | ast.FunctionDef
-    kept = [node for node in tree.body if isinstance(node, kinds)]
-    namespace = {"__name__": "notebook_12"}
-    exec(compile(ast.Module(kept, []), SOURCE, "exec"), namespace)
-    return namespace
 
 
 def steps_of_both(x, y):
@@ -52,7 +42,7 @@ def steps_of_both(x, y):
 @needs_keras
 def test_the_steps_by_hand_are_those_of_fit(monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "torch")
-    names = functions_of_the_notebook()
+    names = definitions(SOURCE)
     needed = (names[name] for name in ("new_net", "step_with_torch", "step_with_tensorflow"))
     x, y = torch.rand(16, 8, 8, 1), torch.arange(16) % 10
     for found in run_on_backends(steps_of_both, *needed, x=x, y=y).values():

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import notebooks
+from definitions import definitions
 
 SOURCE = notebooks.FOLDER / "13_from_apex.py"
-SETTINGS = {"names", "LEVELS", "WHITE", "BLACK", "SHORT", "SAME"}
+SETTINGS = {"fp32", "names", "LEVELS", "WHITE", "BLACK", "SHORT", "SAME"}
 CPU = torch.device("cpu")
 fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
 
@@ -25,24 +26,10 @@ def tree() -> ast.Module:
     return ast.parse(SOURCE.read_text(encoding="utf-8"))
 
 
-@functools.cache
-def code():
-    """The notebook's imports, functions, classes and settings, compiled; no other cell."""
-
-    def is_kept(node: ast.stmt) -> bool:
-        if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef):
-            return True
-        return isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in SETTINGS
-
-    kept = [node for node in tree().body if is_kept(node)]
-    return compile(ast.Module(kept, []), SOURCE, "exec")
-
-
 @pytest.fixture
 def cells() -> dict:
     """The notebook's definitions, with four small batches of its kind."""
-    namespace = {"device": CPU, "fp32": fp32, "fp16": fp16, "bf16": bf16}
-    exec(code(), namespace)
+    namespace = definitions(SOURCE, SETTINGS, device=CPU)
     inputs = torch.randn(64, 8)
     targets = inputs.sin().mean(dim=1, keepdim=True)
     namespace["batches"] = list(zip(inputs.split(16), targets.split(16), strict=True))
