@@ -59,8 +59,8 @@ def measure(
             f"measure: repeats={repeats} must be at least 1 and warmup={warmup} at least 0"
         )
     device = torch.device(device)
-    gc.collect()  # what earlier code left behind is not this function's memory, nor its time
-    if device.type != "cpu":
+    if device.type != "cpu":  # which keeps no peak; a collection may take longer than what is timed
+        gc.collect()  # what earlier code left behind is not this function's memory
         torch.accelerator.empty_cache()
     for _ in range(warmup):
         fn()
