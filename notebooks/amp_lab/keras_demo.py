@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import torch
 
 from amp_lab.errors import WorkersError
-from amp_lab.scripts import end_of, load_plain, save_plain, script_of
+from amp_lab.scripts import answer, end_of, load_plain, save_plain, script_of
 
 BACKENDS = ("torch", "tensorflow")
 _CALL = "import amp_lab.keras_demo\n\namp_lab.keras_demo.work({})\n"
@@ -114,12 +113,4 @@ def _settings(backend: str, device: torch.device, at_once: int, folder: Path) ->
 
 def work(function: Callable[..., object]) -> None:
     """Run `function` in a process that `run_on_backends` has started; called by its script."""
-    folder = Path(sys.argv[1])
-    try:
-        arguments = load_plain(folder / "arguments.pt")
-        save_plain(function(**arguments), folder / "result.pt", "the result")
-    except BaseException as error:
-        frames = error.__traceback__.tb_next  # without this one
-        text = "".join(traceback.format_exception(error.with_traceback(frames)))
-        (folder / "error.txt").write_text(text, encoding="utf-8")
-        raise
+    answer(function, Path(sys.argv[1]))

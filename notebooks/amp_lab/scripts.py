@@ -6,6 +6,7 @@ import inspect
 import pickle
 import sys
 import textwrap
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,6 +104,18 @@ def save_plain(value: object, path: Path, what: str) -> None:
 def load_plain(path: Path) -> object:
     """What `save_plain` wrote."""
     return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def answer(function: Callable[..., object], folder: Path, suffix: str = "") -> None:
+    """Call `function` with the arguments in a folder, and leave the result, or the error, there."""
+    try:
+        arguments = load_plain(folder / "arguments.pt")
+        save_plain(function(**arguments), folder / f"result{suffix}.pt", "the result")
+    except BaseException as error:
+        frames = error.__traceback__.tb_next  # without this one
+        text = "".join(traceback.format_exception(error.with_traceback(frames)))
+        (folder / f"error{suffix}.txt").write_text(text, encoding="utf-8")
+        raise
 
 
 def end_of(text: str) -> str:

@@ -8,14 +8,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from amp_lab.errors import WorkersError
-from amp_lab.scripts import end_of, load_plain, save_plain, script_of
+from amp_lab.scripts import answer, end_of, load_plain, save_plain, script_of
 
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 _CALL = "import amp_lab.workers\n\namp_lab.workers.work({})\n"
@@ -144,15 +143,7 @@ def _what_went_wrong(folder: Path, processes: int) -> str:
 
 def work(function: Callable[..., object]) -> None:
     """Run `function` in a process that `run_workers` has started; called by its script."""
-    folder, rank = Path(sys.argv[1]), os.environ["RANK"]
     if hasattr(faulthandler, "register"):  # not on Windows
         faulthandler.register(signal.SIGTERM, chain=True)  # where it was, if it is told to end
     torch.set_num_threads(1)
-    try:
-        arguments = load_plain(folder / "arguments.pt")
-        save_plain(function(**arguments), folder / f"result-{rank}.pt", "the result")
-    except BaseException as error:
-        frames = error.__traceback__.tb_next  # without this one
-        text = "".join(traceback.format_exception(error.with_traceback(frames)))
-        (folder / f"error-{rank}.txt").write_text(text, encoding="utf-8")
-        raise
+    answer(function, Path(sys.argv[1]), suffix=f"-{os.environ['RANK']}")
