@@ -14,7 +14,8 @@ def pdm(monkeypatch, tmp_path):
     pdm = SimpleNamespace(calls=[], code=0)
 
     def run(command, cwd):
-        pdm.calls.append(command[1:])
+        assert command[:2] == ["/somewhere/pdm", "--no-cache"]
+        pdm.calls.append(command[2:])
         return SimpleNamespace(returncode=pdm.code)
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -37,9 +38,11 @@ def test_it_syncs_again_when_the_lock_has_changed(pdm, monkeypatch):
     assert pdm.calls == [["sync"], ["sync"]]
 
 
-def test_a_sync_that_failed_is_tried_again(pdm):
+def test_a_sync_that_failed_says_what_is_free_and_is_tried_again(pdm, monkeypatch, capsys):
+    monkeypatch.setattr(sync.shutil, "disk_usage", lambda path: SimpleNamespace(free=260_000_000))
     pdm.code = 1
     assert sync.main([]) == 1
+    assert "failed, with 0.3 GB free in " in capsys.readouterr().err
     pdm.code = 0
     assert sync.main([]) == 0
     assert len(pdm.calls) == 2

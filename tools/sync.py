@@ -4,6 +4,9 @@ Does nothing if neither pdm.lock nor pyproject.toml has changed since it last di
 no network then. A torch that does not come from the lock, such as AMD's build, is left alone: such
 a build carries a label in its version (2.11.0+rocm7.1), which the lock's never does. The group
 "bench" is left out then too, since its packages would bring the lock's torch with them.
+
+PDM's cache of downloads stays off: PDM 2.29 with hishel 1.2 adds a copy of every wheel to it at
+every install and finds none of them again: 3.4 GB for this lock, and more time.
 """
 
 import hashlib
@@ -30,9 +33,12 @@ def main(arguments: list[str] | None = None) -> int:
     if pdm is None:
         print("sync: no command `pdm` on the PATH; run this through `pdm run`", file=sys.stderr)
         return 2
-    code = subprocess.run([pdm, "sync", *arguments], cwd=ROOT).returncode
+    code = subprocess.run([pdm, "--no-cache", "sync", *arguments], cwd=ROOT).returncode
     if code == 0:
         STAMP.write_text(wanted)
+    else:  # a full disk shows in PDM's output only as a failure to install some package
+        free = shutil.disk_usage(sys.prefix).free / 1e9
+        print(f"sync: `pdm sync` failed, with {free:.1f} GB free in {sys.prefix}", file=sys.stderr)
     return code
 
 
