@@ -112,6 +112,15 @@ def test_one_use_that_stays_keeps_the_import_for_itself():
     assert [(f.line, f.kind) for f in findings] == [(3, "rewritten"), (4, "by hand")]
 
 
+def test_a_name_that_is_deleted_keeps_its_import():
+    old = "from torch.cuda.amp import custom_fwd\nf = custom_fwd(print)\ndel custom_fwd\n"
+    new, findings = migrate_source(old)
+    assert new == "import torch\n" + old.replace(
+        "custom_fwd(print)", 'torch.amp.custom_fwd(print, device_type="cuda")'
+    )
+    assert [(f.line, f.kind) for f in findings] == [(2, "rewritten"), (3, "by hand")]
+
+
 def sources() -> list[Path]:
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     short = [path for path in files if path.stat().st_size < 20_000]

@@ -184,3 +184,10 @@ def test_an_import_that_only_asks_whether_apex_is_there_is_marked_with_its_try()
     assert finding[:2] == (2, "by hand")
     assert "delete it and the try around it" in finding.message
     assert new.replace(f"    {MARK}{finding.message}\n", "") == code
+
+
+def test_a_comment_among_the_arguments_stays():
+    old = "from apex import amp\nfor p in amp.master_params(\n    optimizer  # both\n):\n    pass\n"
+    new, findings = migrate_source(old)
+    assert [line for line in new.splitlines() if MARK not in line] == old.splitlines()
+    assert [f.kind for f in findings] == ["by hand"]

@@ -336,6 +336,58 @@ def main():
     assert new.count(MARK) == 2
 
 
+BESIDE = {  # what stands between backward and step; whether gradients have to be unscaled for it
+    "a meter": ("meter.update(loss.item(), x.size(0))", False),
+    "a sum": ("total += loss.item()", False),
+    "a list of parameters": ("adapt_(parameters, 0.01)", True),
+    "an object that has the model": ("average.update()", True),
+    "a method that is not seen": ("self.after_backward()", True),
+    "a function of this file": ("add_noise()", True),
+    "a function that prints": ("show(loss)", False),
+}
+HELPERS = """\
+parameters = list(model.parameters())
+average = make_average(model)
+def add_noise():
+    for p in parameters:
+        p.grad.add_(0.1)
+def show(loss):
+    print(loss.item())
+"""
+
+
+@pytest.mark.parametrize("kind", BESIDE)
+def test_what_may_see_gradients_sees_them_unscaled_as_with_apex(kind):
+    statement, unscales = BESIDE[kind]
+    is_seen = "add_noise" in statement  # else no .grad may stand anywhere: that is enough by itself
+    helpers = HELPERS if is_seen else HELPERS.replace("p.grad.add_(0.1)", "print(p)")
+    old = SURE.replace("model, optimizer = amp", f"{helpers}model, optimizer = amp")
+    old = old.replace("    optimizer.step()", f"    {statement}\n    optimizer.step()")
+    new, findings = migrate_source(old)
+    assert {f.kind for f in findings} == {"rewritten"}
+    before = "scaler.unscale_(optimizer)\n    " if unscales else ""
+    assert f".backward()\n    {before}{statement}\n    scaler.step" in new
+
+
+def test_a_loss_over_two_lines_is_marked_in_one():
+    old = SURE.replace("(loss, optimizer)", "(loss +\n        other, optimizer, loss_id=0)")
+    new, findings = migrate_source(old)
+    assert "write scaler.scale(loss + other).backward()" in new
+    compile(new, "marked", "exec")
+    assert migrate_source(new)[0] == new
+    assert {f.kind for f in findings} == {"by hand"}
+
+
+def test_functions_with_a_dtype_of_their_own_leave_a_loop_in_doubt_both_times():
+    old = SURE.replace(
+        "import torch\n", "import torch\n@torch.cuda.amp.custom_fwd\ndef f(x): pass\n"
+    )
+    new, _ = migrate_source(old)
+    assert '@torch.amp.custom_fwd(device_type="cuda")' in new
+    assert "GradScaler(" not in new.replace('scaler = torch.amp.GradScaler("cuda") once', "")
+    assert migrate_source(new)[0] == new
+
+
 def test_the_scale_begins_and_changes_as_that_of_apex():
     scaler = torch.amp.GradScaler("cpu")
     factors = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()

@@ -40,11 +40,14 @@ def _check_depth(text: str) -> None:
 
 
 def _check_python(text: str) -> None:
-    """Raise `libcst.ParserSyntaxError` if the text, which this module wrote, is no Python."""
+    """Raise `ValueError` if the text, which this module wrote, is no Python."""
     try:
         _parse(text)  # ten times as fast as libcst, but it knows no syntax of later versions
     except SyntaxError:
-        cst.parse_module(text)
+        try:
+            cst.parse_module(text)
+        except cst.ParserSyntaxError as error:
+            raise ValueError("what would be written is no Python") from error
 
 
 def _parse(text: str) -> None:
@@ -57,7 +60,7 @@ def edits_and_findings(text: str) -> tuple[list[Edit], list[Finding]]:
     """What to change in a Python text, and what there is to say about its lines, in their order.
 
     Raises `libcst.ParserSyntaxError` if the text is no Python, `RecursionError` if it is nested
-    too deeply.
+    too deeply, `ValueError` if the edits do not fit together.
     """
     if _may_be_too_deep(text):
         _check_depth(text)

@@ -8,6 +8,7 @@ import libcst as cst
 
 from amp_lab.migrate import apex_loop
 from amp_lab.migrate.tree import Edit, Finding, Scope, Tree, Use, dotted
+from amp_lab.migrate.versions import is_guarded
 
 MARK = "# amp-lab migrate: "
 
@@ -120,7 +121,7 @@ class _Rewriter:
         for use, found in uses:
             bound = use.scope.find(use.parts[0])
             bindings = bound.bindings[use.parts[0]] if bound else []
-            certain = len(bindings) == 1 and not self.tree.is_guarded(use.node)
+            certain = len(bindings) == 1 and not is_guarded(self.tree, use.node)
             alias = bindings[0].node if certain else None
             if (
                 found[0] in _CALLS
@@ -184,7 +185,8 @@ class _Rewriter:
         call = self._call(use)
         if call is None or len(call.args) != 1 or not dotted(call.args[0].value):
             return False
-        if call.args[0].keyword is not None or call.args[0].star:
+        has_comment = "#" in self.tree.text[slice(*self.tree.span(call))]
+        if call.args[0].keyword is not None or call.args[0].star or has_comment:
             return False
         optimizer = self.tree.code(call.args[0].value)
         new = f'(p for group in {optimizer}.param_groups for p in group["params"])'
@@ -215,7 +217,7 @@ class _Rewriter:
             and is_free
             and all(new for _, new in news)
             and all(count[alias] == len(by_alias.get(alias, ())) > 0 for alias in names)
-            and not self.tree.is_guarded(node)
+            and not is_guarded(self.tree, node)
             and not gone.intersection(node.names)
         ):
             self.edits.append(Edit(*self.tree.span(node.module), news[0][0]))
@@ -253,8 +255,7 @@ class _Rewriter:
         if old == "apex.amp.initialize":
             return self._rule_of_level(call)
         if old == "apex.amp.scale_loss":
-            args = [self.tree.code(arg.value) for arg in call.args] if call is not None else []
-            loss, optimizer = args if len(args) == 2 else ("loss", "optimizer")
+            loss, optimizer = self._loss_and_optimizer(call)
             advice = (
                 f"write scaler.scale({loss}).backward(), and scaler.step({optimizer}) and "
                 f"scaler.update() for {optimizer}.step(); before clipping, "
@@ -262,6 +263,15 @@ class _Rewriter:
             )
             return advice + self._passed_to(use.scope)
         return self._rule(old)
+
+    def _loss_and_optimizer(self, call: cst.Call | None) -> tuple[str, str]:
+        """What stands for them in a call of ``scale_loss``, in one line."""
+        given = {"loss": "loss", "optimizers": "optimizer"}
+        for name, arg in zip(given, call.args if call is not None else (), strict=False):
+            code = self.tree.code(arg.value)
+            if not arg.star and "#" not in code:
+                given[name if arg.keyword is None else arg.keyword.value] = " ".join(code.split())
+        return given["loss"], given["optimizers"]
 
     def _passed_to(self, scope: Scope) -> str:
         """What to add where a function does not make the scaler itself."""

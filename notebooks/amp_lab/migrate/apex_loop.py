@@ -10,6 +10,7 @@ Apex's own dynamic scale is that of GradScaler's defaults, but for a limit of 2^
 """
 
 import ast
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -17,7 +18,8 @@ from typing import NamedTuple
 import libcst as cst
 
 from amp_lab.migrate.torch_names import OLD
-from amp_lab.migrate.tree import Binding, Edit, Finding, Scope, Tree, Use, children, dotted
+from amp_lab.migrate.tree import Binding, Edit, Finding, Scope, Tree, Use, below, dotted
+from amp_lab.migrate.versions import is_guarded
 
 _INITIALIZE = (
     *("models", "optimizers", "enabled", "opt_level", "cast_model_type", "patch_torch_functions"),
@@ -41,7 +43,9 @@ _NO_FORWARD = {"train", "eval", "zero_grad", "parameters", "named_parameters", "
 _NO_FORWARD |= {"state_dict", "load_state_dict", "modules", "named_modules", "requires_grad_"}
 _NO_GRAPH = {"no_grad", "inference_mode", "set_grad_enabled", "enable_grad"}
 _NO_GRADIENT = {"train", "eval", "state_dict"}
-_TORCH_AMP = {*OLD, "torch.autocast", "torch.amp.autocast", "torch.amp.GradScaler"}
+_HOLDS_WEIGHTS = {"parameters", "named_parameters", "param_groups", "state_dict", "module"}
+_HOLDS_WEIGHTS |= {"modules", "named_modules", "children", "named_children"}
+_TORCH_AMP = {*OLD, "torch.autocast", *(f"torch.amp.{name}" for name, _ in OLD.values())}
 _AUTOCAST = 'with torch.autocast("cuda", dtype=torch.float16):'
 
 
@@ -90,7 +94,7 @@ class _Loop:
             if is_star and not node.relative and dotted(node.module)[0] == "apex":
                 raise Doubt("apex is imported with a star")
         for use in self.done:
-            if tree.is_guarded(use.node) or len(tree.origins(use)) > 1:
+            if is_guarded(tree, use.node) or len(tree.origins(use)) > 1:
                 raise Doubt("what amp is depends on more than this import")
         (use,) = self._one(of_amp["initialize"], "amp.initialize")
         call = self._call(use)
@@ -215,9 +219,9 @@ class _Loop:
             return None
         return use.parts[length:]
 
-    def _uses_of(self, identity: tuple[Scope, str], below: cst.CSTNode) -> Iterator[tuple]:
+    def _uses_of(self, identity: tuple[Scope, str], node: cst.CSTNode) -> Iterator[tuple]:
         """Each use of a variable below a node, and what it says after its name."""
-        for use in self.tree.uses_below(below):
+        for use in self.tree.uses_below(node):
             rest = self._rest(use, identity)
             if rest is not None:
                 yield use, rest
@@ -292,9 +296,9 @@ class _Loop:
             if isinstance(parent, cst.Module | cst.IndentedBlock):
                 for statement in parent.body[: parent.body.index(child)]:
                     names = [u for u in self.done if u not in self.of_amp["master_params"]]
-                    below = {use.node for use in self.tree.uses_below(statement)}
+                    here = {use.node for use in self.tree.uses_below(statement)}
                     is_later = isinstance(statement, cst.FunctionDef | cst.ClassDef)
-                    if not is_later and any(use.node in below for use in names):
+                    if not is_later and any(use.node in here for use in names):
                         raise Doubt("amp is used before it")
 
     def _check_parameters(self, use: Use) -> None:
@@ -311,7 +315,7 @@ class _Loop:
         ):
             raise Doubt("scaler is the name of something else here")
         if any(tree.origins(use) & _TORCH_AMP for use in tree.uses):
-            raise Doubt("autocast or GradScaler of torch is used here already")
+            raise Doubt("torch's own mixed precision is used here already")
         if re.search(r"\.half\(\)", tree.text):
             raise Doubt("something is made float16 by half()")
         backward = [use for use in tree.uses if use.parts[-1] == "backward"]
@@ -393,7 +397,7 @@ class _Loop:
 
     def _names_of_loss(self, loss: cst.BaseExpression, scope: Scope) -> list[Binding]:
         """The places that give the loss its value."""
-        for part in (loss, *_below(loss)):
+        for part in below(loss):
             if isinstance(part, cst.Call):
                 is_mean = isinstance(part.func, cst.Attribute) and not part.args
                 if not is_mean or part.func.attr.value not in ("mean", "sum"):
@@ -429,7 +433,7 @@ class _Loop:
         never = cst.FunctionDef | cst.ClassDef | cst.Yield | cst.Await | cst.Lambda
         strings = []
         for statement in statements:
-            for part in (statement, *_below(statement)):
+            for part in below(statement):
                 if isinstance(part, never) or part in self.all:
                     raise Doubt("the forward pass holds a definition, a yield, or more of Apex")
                 if isinstance(part, cst.SimpleString | cst.FormattedString):
@@ -526,19 +530,62 @@ class _Loop:
         body = list(self.tree.parents[first].body)
         leaving = cst.Continue | cst.Break | cst.Return
         between = body[body.index(first) : body.index(last)]
-        return any(isinstance(part, leaving) for s in between for part in (s, *_below(s)))
+        return any(isinstance(part, leaving) for s in between for part in below(s))
 
     def _above(self, node: cst.CSTNode) -> list[cst.CSTNode]:
         return [parent for parent, _ in self._path(node)]
 
     def _touches_gradients(self, statement: cst.CSTNode) -> bool:
-        if re.search(r"\.grad\b|clip|norm|master_params", self.tree.code(statement)):
+        """Whether a statement may read or change gradients, as far as names tell."""
+        tree = self.tree
+        if re.search(r"\.grad\b|clip|norm|master_params", tree.code(statement)):
             return True
-        return any(
+        if any(
             not rest or rest[0] not in _NO_GRADIENT
             for identity in (self.model, self.optimizer)
             for _, rest in self._uses_of(identity, statement)
-        )
+        ):
+            return True
+        for use in tree.uses_below(statement):
+            parent = tree.parents[use.node]
+            is_called = isinstance(parent, cst.Call) and parent.func is use.node
+            if self._holds_weights(use.parts) or (is_called and self._may_use_weights(use.parts)):
+                return True
+        return False
+
+    @functools.cached_property
+    def _assigned(self) -> dict[tuple[str, ...], list[cst.BaseExpression]]:
+        """What is assigned to each name and attribute of the file, whichever its scope."""
+        found: dict[tuple[str, ...], list[cst.BaseExpression]] = {}
+        for node in below(self.tree.module):
+            for target in node.targets if isinstance(node, cst.Assign) else ():
+                if parts := dotted(target.target):
+                    found.setdefault(parts, []).append(node.value)
+        return found
+
+    def _holds_weights(self, parts: tuple[str, ...], depth: int = 0) -> bool:
+        """Whether what a name stands for was made of the model or optimizer, not by calling it."""
+        names = (parts[:n] for n in range(1, len(parts) + 1))
+        for value in (v for name in names for v in self._assigned.get(name, ())):
+            for use in self.tree.uses_below(value):
+                parent = self.tree.parents[use.node]
+                is_called = isinstance(parent, cst.Call) and parent.func is use.node
+                for identity in (self.model, self.optimizer):
+                    rest = self._rest(use, identity)
+                    if (rest == () and not is_called) or (rest and rest[0] in _HOLDS_WEIGHTS):
+                        return True
+                if depth < 2 and use.parts != parts and self._holds_weights(use.parts, depth + 1):
+                    return True
+        return False
+
+    def _may_use_weights(self, parts: tuple[str, ...]) -> bool:
+        """Whether a function, of this file or inherited, may get hold of weights by itself."""
+        functions = [s.node for s in self.tree.scopes if isinstance(s.node, cst.FunctionDef)]
+        own = [f for f in functions if f.name.value == parts[-1]]
+        if not own:
+            return len(parts) == 2 and parts[0] == "self"
+        about_weights = r"\.grad\b|clip|norm|param|optim|model"
+        return any(re.search(about_weights, self.tree.code(function)) for function in own)
 
     def _rewrite_state(self, use: Use, name: str) -> None:
         call = self._call(use)
@@ -634,9 +681,3 @@ class _Loop:
         ]
         is_plain = node.orelse is None and node.finalbody is None
         return is_plain and all(raises) and "#" not in self.tree.code(node)
-
-
-def _below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    for child in children(node):
-        yield child
-        yield from _below(child)

@@ -1,5 +1,6 @@
 """Python files and notebooks on the disk: read, migrated, shown as a diff, written back whole."""
 
+import ast
 import bisect
 import concurrent.futures
 import dataclasses
@@ -13,6 +14,7 @@ import os
 import re
 import stat
 import tokenize
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +24,7 @@ import libcst as cst
 from amp_lab import files
 from amp_lab.errors import MigrateError
 from amp_lab.migrate import edits_and_findings
-from amp_lab.migrate.tree import Edit, apply
+from amp_lab.migrate.tree import Edit, Finding, apply
 
 NAMES = (b"autocast", b"GradScaler", b"custom_fwd", b"custom_bwd", b"cuda.amp", b"cpu.amp", b"apex")
 NAMES += (b".scale(",)  # of a scaler that is passed to this file's functions
@@ -211,13 +213,26 @@ def _migrate_python(data: bytes) -> tuple[bytes, list[Line], list[tuple[str, str
     return new.encode(encoding), lines, [("", text, new)]
 
 
-def _edits_and_findings(text: str):
+def _edits_and_findings(text: str) -> tuple[list[Edit], list[Finding]]:
     try:
         return edits_and_findings(text)
     except cst.ParserSyntaxError as error:
-        raise MigrateError(f"line {error.raw_line} does not parse as Python") from error
+        raise MigrateError(f"line {error.raw_line} {_why_not_read(text)}") from error
     except RecursionError as error:
         raise MigrateError("is nested too deeply") from error
+    except ValueError as error:
+        raise MigrateError(f"cannot be migrated: {error}") from error
+
+
+def _why_not_read(text: str) -> str:
+    """What to say of a text that libcst does not parse; Python itself may."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(text)
+    except (SyntaxError, RecursionError, MemoryError):
+        return "does not parse as Python"
+    return "is Python, but libcst cannot read it"
 
 
 # Notebooks.
@@ -279,6 +294,8 @@ def _migrate_notebook(
         raise MigrateError(_why_no_python(cells)) from error
     except RecursionError as error:
         raise MigrateError("is nested too deeply") from error
+    except ValueError as error:
+        raise MigrateError(f"cannot be migrated: {error}") from error
 
     starts = [cell.start for cell in cells]
     line_of = [code.count("\n", 0, start) for start in starts]

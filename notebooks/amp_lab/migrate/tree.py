@@ -13,16 +13,6 @@ from typing import NamedTuple
 import libcst as cst
 from libcst.metadata import CodePosition, MetadataWrapper, PositionProvider
 
-VERSION_TEST = re.compile(
-    r"(?i)version|hasattr|getattr|find_spec|signature|torch_?(\d|(ge|gt|le|lt)\b)"
-)
-FALLBACK_ERRORS = re.compile(
-    r"except\s*(:|.*\b(ImportError|ModuleNotFoundError|AttributeError|TypeError|NameError|Exception)\b)"
-)
-NEW_NAMES = re.compile(
-    r"\btorch\.amp\b|\btorch\.autocast\b|\bfrom torch import\b[^\n]*\bautocast\b"
-)
-
 
 class Finding(NamedTuple):
     """Something about a line: what was changed, what is to be done by hand, or what is wrong."""
@@ -43,11 +33,20 @@ class Edit(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Binding:
-    """A place where a name gets a value: `origin` is the dotted name of what an import binds."""
+    """A place where a name gets a value: `origin` is the dotted name of what an import binds.
+
+    `value` is what is assigned to it, `source` that or what it is unpacked from.
+    """
 
     origin: str | None
     node: cst.CSTNode
     value: cst.CSTNode | None = None
+    source: cst.CSTNode | None = None
+
+    @property
+    def is_none(self) -> bool:
+        """Whether the value is written as None."""
+        return isinstance(self.value, cst.Name) and self.value.value == "None"
 
 
 class Scope:
@@ -56,7 +55,7 @@ class Scope:
     def __init__(self, kind: str, parent: "Scope | None" = None, node: cst.CSTNode | None = None):
         self.kind, self.parent, self.node = kind, parent, node
         self.bindings: dict[str, list[Binding]] = {}
-        self.elsewhere: set[str] = set()  # global and nonlocal
+        self.elsewhere: dict[str, Scope] = {}  # global and nonlocal
 
     def find(self, name: str) -> "Scope | None":
         """The scope in which `name` is bound, as it is seen from this one."""
@@ -108,6 +107,27 @@ def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
                     yield item
 
 
+def below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """A node, and all the parts of it that are code, in order."""
+    yield node
+    for child in children(node):
+        yield from below(child)
+
+
+def _is_import_of_torch(value: cst.CSTNode | None) -> bool:
+    """Whether it is a call such as ``pytest.importorskip("torch")``."""
+    if not isinstance(value, cst.Call) or not value.args:
+        return False
+    first, name = value.args[0].value, (dotted(value.func) or ("",))[-1]
+    is_torch = isinstance(first, cst.SimpleString) and first.raw_value == "torch"
+    return is_torch and name in ("importorskip", "import_module", "__import__")
+
+
+def _enclosing(scope: Scope) -> Iterator[Scope]:
+    while (scope := scope.parent) is not None:
+        yield scope
+
+
 def dotted(node: cst.CSTNode | None) -> tuple[str, ...] | None:
     """``a.b.c`` as its parts, or None if the node is no such name."""
     parts = []
@@ -155,20 +175,21 @@ class Tree:
         return self.scopes[-1]
 
     def _bind(self, scope: Scope, name: str, binding: Binding) -> None:
-        if name in scope.elsewhere:
-            scope = self.scopes[0]
+        scope = scope.elsewhere.get(name, scope)
         scope.bindings.setdefault(name, []).append(binding)
 
-    def _bind_target(self, target, parent, scope: Scope, value=None) -> None:
+    def _bind_target(self, target, parent, scope: Scope, value=None, source=None) -> None:
         self.parents[target] = parent
+        source = source or value
         if isinstance(target, cst.Name):
-            self._bind(scope, target.value, Binding(None, target, value))
+            origin = "torch" if _is_import_of_torch(value) else None
+            self._bind(scope, target.value, Binding(origin, target, value, source))
         elif isinstance(target, cst.Tuple | cst.List):
             for element in target.elements:
                 self.parents[element] = target
-                self._bind_target(element.value, element, scope)
+                self._bind_target(element.value, element, scope, source=source)
         elif isinstance(target, cst.StarredElement):
-            self._bind_target(target.value, target, scope)
+            self._bind_target(target.value, target, scope, source=source)
         else:
             self._visit(target, parent, scope)
 
@@ -259,8 +280,11 @@ class Tree:
 
     def _visit_elsewhere(self, node: cst.Global | cst.Nonlocal, scope: Scope) -> None:
         for item in node.names:
-            if isinstance(node, cst.Global):
-                scope.elsewhere.add(item.name.value)
+            name, home = item.name.value, self.scopes[0]
+            if isinstance(node, cst.Nonlocal):
+                outer = [s for s in _enclosing(scope) if s.kind == "function"]
+                home = next((s for s in outer if name in s.bindings), outer[0] if outer else home)
+            scope.elsewhere[name] = home
 
     def _visit_import(self, node: cst.Import, scope: Scope) -> None:
         self.imports.append((node, scope))
@@ -286,11 +310,16 @@ class Tree:
     # Asking.
 
     def origins(self, use: Use) -> set[str | None]:
-        """The dotted names that a use may stand for; None for anything that is not imported."""
+        """The dotted names that a use may stand for; None for anything that is not imported.
+
+        A torch that is None where it cannot be imported has no attributes: no other meaning.
+        """
         scope = use.scope.find(use.parts[0])
         if scope is None:  # a module that some star import brings
             return {".".join(use.parts)} if use.parts[0] in ("torch", "apex") else {None}
         bindings = scope.bindings[use.parts[0]]
+        if len(use.parts) > 1 and any(b.origin == "torch" for b in bindings):
+            bindings = [b for b in bindings if not b.is_none]
         return {b.origin and ".".join((b.origin, *use.parts[1:])) for b in bindings}
 
     def origin(self, node: cst.BaseExpression, scope: Scope) -> str | None:
@@ -318,50 +347,14 @@ class Tree:
         """The text of a node."""
         return self.module.code_for_node(node)
 
-    def is_guarded(self, node: cst.CSTNode) -> bool:
-        """Whether code runs only with some versions of torch, as far as the source shows it."""
-        for parent, child in self.ancestors(node):
-            if isinstance(parent, cst.If | cst.IfExp | cst.While):
-                if child is not parent.test and self._tests_version(parent.test):
-                    return True
-            elif isinstance(parent, cst.Call) and child is not parent.func:
-                if dotted(parent.func) in (("hasattr",), ("getattr",)):
-                    return True
-            elif isinstance(parent, cst.BooleanOperation):
-                if child is parent.right and self._tests_version(parent.left):
-                    return True
-            elif isinstance(parent, cst.ExceptHandler):
-                if FALLBACK_ERRORS.search(self.code(parent)):
-                    return True
-            elif isinstance(parent, cst.Try) and child is parent.body:
-                if any(NEW_NAMES.search(self.code(handler)) for handler in parent.handlers):
-                    return True
-            elif isinstance(parent, cst.Module | cst.IndentedBlock):
-                for earlier in parent.body:
-                    if earlier is child:
-                        break
-                    is_exit = isinstance(earlier, cst.If) and leaves(earlier.body)
-                    if is_exit and self._tests_version(earlier.test):
-                        return True
-        return False
-
-    def _tests_version(self, test: cst.BaseExpression) -> bool:
-        if VERSION_TEST.search(self.code(test)):
-            return True
-        for use in self.uses_below(test):
-            scope = use.scope.find(use.parts[0])
-            for binding in scope.bindings[use.parts[0]] if scope else ():
-                if binding.value is not None and VERSION_TEST.search(self.code(binding.value)):
-                    return True
-        return False
+    @functools.cached_property
+    def use_at(self) -> dict[cst.CSTNode, Use]:
+        """The use of a name that a node is."""
+        return {use.node: use for use in self.uses}
 
     def uses_below(self, node: cst.CSTNode) -> list[Use]:
         """The uses of names in a part of the tree."""
-
-        def is_below(use: Use) -> bool:
-            return use.node is node or any(parent is node for parent, _ in self.ancestors(use.node))
-
-        return [use for use in self.uses if is_below(use)]
+        return [self.use_at[part] for part in below(node) if part in self.use_at]
 
     # Where it is. Positions cost more than parsing, and most files need none.
 

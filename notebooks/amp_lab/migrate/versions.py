@@ -1,0 +1,174 @@
+"""Whether code is meant for some versions of torch alone, as far as its source shows that.
+
+Such code stays as it is: the branch for an old torch needs the old names.
+"""
+
+import re
+from collections.abc import Iterator
+
+import libcst as cst
+
+from amp_lab.migrate.tree import Tree, Use, below, dotted, leaves
+
+_NAMED_AFTER_TORCH = re.compile(  # TORCH_GE_2_4, is_torch_version, torch_at_least, PT24
+    r"(?i)(?<![a-z])(?:py)?torch_?(?:\d|greater|less|at_least|newer|older|since"
+    r"|(?:v|ver|version|major|minor|min|ge|gt|le|lt)(?![a-z]))|(?<![a-z])pt_?v?\d"
+)
+_VERSIONS = re.compile(r"torch\.(?:__version__|torch_version|version\.(?!cuda|hip))")
+_OF_AMP = re.compile(r"(?i)amp|autocast|scaler|custom_(?:fwd|bwd)")
+_NEW = {
+    "torch.autocast": "autocast",
+    "torch.amp.autocast": "autocast",
+    "torch.amp.GradScaler": "GradScaler",
+    "torch.amp.custom_fwd": "custom_fwd",
+    "torch.amp.custom_bwd": "custom_bwd",
+}
+_FALLBACK = re.compile(
+    r"except\s*(:|.*\b(ImportError|ModuleNotFoundError|AttributeError|TypeError|NameError|Exception)\b)"
+)
+_MISSING = re.compile(r"except.*\b(ImportError|ModuleNotFoundError|AttributeError|NameError)\b")
+_FURTHEST = 3  # assignments that a name in a test is followed through
+
+
+def is_guarded(tree: Tree, node: cst.CSTNode) -> bool:
+    """Whether a test of torch's version, or a try of its new names, decides if a node runs."""
+    for parent, child in tree.ancestors(node):
+        if isinstance(parent, cst.If | cst.IfExp):
+            if child is parent.test:
+                continue
+            arms = [arm for arm in (parent.body, parent.orelse) if arm not in (None, child)]
+            if _asks_for_torch(tree, parent.test) or any(_is_newer(tree, a, node) for a in arms):
+                return True
+        elif isinstance(parent, cst.While):
+            if child is not parent.test and _asks_for_torch(tree, parent.test):
+                return True
+        elif isinstance(parent, cst.Call):
+            if dotted(parent.func) in (("hasattr",), ("getattr",)) and child is parent.args[0]:
+                return True
+        elif isinstance(parent, cst.BooleanOperation):
+            if child is parent.right and _asks_for_torch(tree, parent.left):
+                return True
+        elif isinstance(parent, cst.ExceptHandler):
+            if _is_fallback(tree, parent):
+                return True
+        elif isinstance(parent, cst.Try) and child is parent.body:
+            if any(_names_new(tree, handler) for handler in parent.handlers):
+                return True
+        elif isinstance(parent, cst.Module | cst.IndentedBlock):
+            for earlier in parent.body[: parent.body.index(child)]:
+                is_exit = isinstance(earlier, cst.If) and leaves(earlier.body)
+                if is_exit and (
+                    _asks_for_torch(tree, earlier.test) or _is_newer(tree, earlier.body, node)
+                ):
+                    return True
+    return False
+
+
+def _asks_for_torch(tree: Tree, test: cst.BaseExpression, depth: int = 0) -> bool:
+    """Whether an expression depends on the version of torch, or on what names it has."""
+    if any(isinstance(node, cst.Call) and _looks_up(tree, node) for node in below(test)):
+        return True
+    for use in tree.uses_below(test):
+        if any(map(_NAMED_AFTER_TORCH.search, use.parts)):
+            return True
+        if any(origin and _VERSIONS.match(origin) for origin in tree.origins(use)):
+            return True
+        scope = use.scope.find(use.parts[0])
+        for binding in scope.bindings[use.parts[0]] if scope and depth < _FURTHEST else ():
+            if binding.source is None or isinstance(binding.source, cst.IfExp):
+                continue  # an IfExp chooses by a version, which what it gives no longer tells
+            if _asks_for_torch(tree, binding.source, depth + 1):
+                return True
+    return False
+
+
+def _looks_up(tree: Tree, call: cst.Call) -> bool:
+    """Whether a call asks for a name of torch's mixed precision, or for torch's version."""
+    name = (dotted(call.func) or ("",))[-1]
+    if not call.args:
+        return False
+    first, texts = call.args[0].value, [_literal(arg.value) for arg in call.args]
+    if name in ("hasattr", "getattr"):
+        module = _any_origin(tree, first)
+        asked = texts[1] if len(texts) > 1 else None
+        is_torch = module is not None and module.partition(".")[0] == "torch"
+        return is_torch and (asked is None or bool(_OF_AMP.search(asked)))
+    if name in ("version", "distribution"):
+        return texts[0] == "torch"
+    if name in ("find_spec", "import_module"):
+        return texts[0] is not None and bool(re.match(r"torch\..*amp", texts[0]))
+    if name in ("signature", "getfullargspec", "dir", "vars"):
+        return any(
+            origin is not None and origin.startswith("torch") and bool(_OF_AMP.search(origin))
+            for use in tree.uses_below(first)
+            for origin in tree.origins(use)
+        )
+    return False
+
+
+def _literal(node: cst.BaseExpression) -> str | None:
+    return node.raw_value if isinstance(node, cst.SimpleString) else None
+
+
+def _any_origin(tree: Tree, node: cst.BaseExpression) -> str | None:
+    use = tree.use_at.get(node)
+    return next((o for o in tree.origins(use) if o), None) if use is not None else None
+
+
+def _new_uses(tree: Tree, node: cst.CSTNode) -> Iterator[tuple[Use | None, str]]:
+    """Each use or import of today's names below a node; None for an import."""
+    for use in tree.uses_below(node):
+        for origin in tree.origins(use):
+            if origin in _NEW:
+                yield use, _NEW[origin]
+    for part in below(node):
+        if isinstance(part, cst.ImportFrom) and not isinstance(part.names, cst.ImportStar):
+            module = "" if part.relative else ".".join(dotted(part.module))
+            for alias in part.names:
+                if (name := f"{module}.{alias.name.value}") in _NEW:
+                    yield None, _NEW[name]
+
+
+def _names_new(tree: Tree, node: cst.CSTNode) -> bool:
+    return any(True for _ in _new_uses(tree, node))
+
+
+def _is_newer(tree: Tree, arm: cst.CSTNode, node: cst.CSTNode) -> bool:
+    """Whether the other arm of a branch does with today's name what a node does with the old one.
+
+    That of another device does not count. As ``torch.autocast`` is older than the scaler's new
+    name, a device that is not written out in its call makes it a choice of devices.
+    """
+    use, old = tree.use_at.get(node), None
+    if use is not None:
+        old = {origin.rpartition(".")[2] for origin in tree.origins(use) if origin}
+    elif isinstance(node, cst.ImportAlias):
+        old = {node.name.value}
+    for new, name in _new_uses(tree, arm):
+        if old is not None and not old & {name, "amp"}:
+            continue
+        call = tree.parents[new.node] if new is not None else None
+        if new is None:
+            return True
+        is_called = isinstance(call, cst.Call) and call.func is new.node
+        devices = [
+            _literal(arg.value)
+            for i, arg in enumerate(call.args if is_called else ())
+            if (i == 0 and arg.keyword is None)
+            or (arg.keyword is not None and arg.keyword.value in ("device", "device_type"))
+        ]
+        device = devices[0] if devices else None
+        if device is None and name != "autocast":
+            return True
+        if device is not None and device.partition(":")[0] == "cuda":
+            return True
+    return False
+
+
+def _is_fallback(tree: Tree, handler: cst.ExceptHandler) -> bool:
+    """Whether a handler is for what an old torch lacks."""
+    header, tried = tree.code(handler), tree.parents[handler].body
+    if not _FALLBACK.search(header):
+        return False
+    imports = (isinstance(part, cst.Import | cst.ImportFrom) for part in below(tried))
+    return _names_new(tree, tried) or bool(_MISSING.search(header) and any(imports))
