@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from amp_lab.migrate.torch_names import OLD
-from amp_lab.migrate.tree import Finding, Scope, Tree, children, dotted, leaves
+from amp_lab.migrate.torch_names import OLD, OLD_MODULES
+from amp_lab.migrate.tree import Finding, Scope, Tree, below, children, dotted, leaves
 
 SCALERS = {name for name, (new, _) in OLD.items() if new == "GradScaler"}
 SCALERS |= {"torch.amp.GradScaler", "torch.amp.grad_scaler.GradScaler"}
@@ -71,6 +71,35 @@ class _Unit:
         return [event for event in self.events if event.kind == kind]
 
 
+def _star_of_amp(found: tuple[cst.Import | cst.ImportFrom, Scope]) -> str | None:
+    """The module of mixed precision that a star import is of."""
+    node, _ = found
+    is_star = isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar)
+    module = ".".join(dotted(node.module)) if is_star and not node.relative else ""
+    return module if module in (*OLD_MODULES, "torch.amp") else None
+
+
+def _is_false(node: cst.CSTNode | None) -> bool:
+    """Whether it is written as False, or 0."""
+    return (isinstance(node, cst.Name) and node.value == "False") or (
+        isinstance(node, cst.Integer) and node.evaluated_value == 0
+    )
+
+
+def _pairs(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
+    """Each target of an assignment, and what it is given."""
+    if isinstance(node, cst.AnnAssign | cst.NamedExpr) and node.value is not None:
+        yield node.target, node.value
+    for target in node.targets if isinstance(node, cst.Assign) else ():
+        targets, value = target.target, node.value
+        if isinstance(targets, cst.Tuple) and isinstance(value, cst.Tuple):
+            if len(targets.elements) == len(value.elements):
+                for one, its in zip(targets.elements, value.elements, strict=True):
+                    yield one.value, its.value
+        else:
+            yield targets, value
+
+
 def _last(key: str) -> str:
     return key.rpartition(".")[2]
 
@@ -88,8 +117,17 @@ class _Finder:
         self.units: list[_Unit] = []
         scopes = {id(scope.node): scope for scope in tree.scopes}
         self.scopes = scopes
+        self.star = next(filter(None, map(_star_of_amp, tree.imports)), None)
         self.disabled: set[str] = set()
         self.made: dict[str, list[_Event]] = {}  # by the last part of the name
+        self.names = {  # of scalers, by their last part
+            _last(self._key(target))
+            for call in tree.calls
+            if self._origin(call.func, tree.scope_of[call]) in SCALERS
+            for above, _ in tree.ancestors(call)
+            for target, value in _pairs(above)
+            if any(part is call for part in below(value))
+        }
         self._read(tree.module, _Place())
         self.events = [event for unit in self.units for event in unit.events]
         self.stepped = {e.optimizer for e in self.events if e.kind in ("scaler step", "unscale")}
@@ -111,6 +149,21 @@ class _Finder:
                 yield Finding(self.tree.line(node), "mistake", message)
         for node, message in [*self._never_updated(), *self._saved_without()]:
             yield Finding(self.tree.line(node), "mistake", message)
+
+    def _origin(self, node: cst.CSTNode, scope: Scope | None) -> str | None:
+        """The dotted name that an expression stands for, also after ``amp = torch.cuda.amp``."""
+        parts = dotted(node)
+        if parts is None or scope is None:
+            return None
+        bound = scope.find(parts[0])
+        if bound is None and parts[0] not in ("torch", "apex"):
+            return ".".join((self.star, *parts)) if self.star else None
+        bindings = bound.bindings[parts[0]] if bound is not None else []
+        if len(bindings) == 1 and dotted(bindings[0].value) and bindings[0].value is not node:
+            whole = self.tree.origin(bindings[0].value, bound)
+            if whole is not None:
+                return ".".join((whole, *parts[1:]))
+        return self.tree.origin(node, scope)
 
     # Reading.
 
@@ -177,53 +230,57 @@ class _Finder:
         return self._is_autocast(node, self.tree.scope_of.get(node)) and self._is_on(node)
 
     def _is_autocast(self, node: cst.BaseExpression, scope: Scope | None) -> bool:
-        return isinstance(node, cst.Call) and self.tree.origin(node.func, scope) in AUTOCASTS
+        return isinstance(node, cst.Call) and self._origin(node.func, scope) in AUTOCASTS
 
     def _is_on(self, call: cst.Call) -> bool:
         """Whether the call does not say that it is off."""
-        old = self.tree.origin(call.func, self.tree.scope_of[call]) in OLD
+        old = self._origin(call.func, self.tree.scope_of[call]) in OLD
         place = 0 if old else 2
         given = [
             a.value for a in call.args if a.keyword is not None and a.keyword.value == "enabled"
         ]
         if len(call.args) > place and call.args[place].keyword is None:
             given.append(call.args[place].value)
-        return not any(isinstance(v, cst.Name) and v.value == "False" for v in given)
+        return not any(map(_is_false, given))
 
     def _read_expression(self, node: cst.CSTNode, place: _Place, unit: _Unit) -> None:
         if isinstance(node, cst.Lambda):
             return
-        if isinstance(node, cst.Assign | cst.AnnAssign) and isinstance(node.value, cst.Call):
-            self._read_assignment(node, place, unit)
+        for target, value in _pairs(node):
+            self._read_assignment(node, target, value, place, unit)
         for child in children(node):
             self._read_expression(child, place, unit)
         if isinstance(node, cst.Call):
             self._read_call(node, place, unit)
 
-    def _read_assignment(self, node, place: _Place, unit: _Unit) -> None:
-        call = node.value
-        targets = (
-            [t.target for t in node.targets] if isinstance(node, cst.Assign) else [node.target]
-        )
-        keys = [".".join(parts) for target in targets if (parts := dotted(target))]
-        is_scaler = self.tree.origin(call.func, unit.scope) in SCALERS
-        for key in keys:
-            if is_scaler:
-                if any(a.keyword is not None and self._is_off(a) for a in call.args):
-                    self.disabled.add(_last(key))
-                self._add(unit, "make", node, place, key)
-                self.made.setdefault(_last(key), []).append(unit.events[-1])
-            elif isinstance(call.func, cst.Attribute) and call.func.attr.value == "scale":
-                unit.scaled_names[key] = self._key(call.func.value)
+    def _read_assignment(self, node, target, value, place: _Place, unit: _Unit) -> None:
+        parts = dotted(target)
+        arms = (value.body, value.orelse) if isinstance(value, cst.IfExp) else (value,)
+        calls = [arm for arm in arms if isinstance(arm, cst.Call)]
+        if parts is None or not calls:
+            return
+        key, func = ".".join(parts), calls[0].func
+        made = [call for call in calls if self._origin(call.func, unit.scope) in SCALERS]
+        if made:
+            if any(map(self._is_off, made)):
+                self.disabled.add(_last(key))
+            self._add(unit, "make", node, place, key)
+            self.made.setdefault(_last(key), []).append(unit.events[-1])
+        elif isinstance(func, cst.Attribute) and func.attr.value == "scale":
+            scaler = self._key(func.value)
+            if self._is_scaler(scaler):
+                unit.scaled_names[key] = scaler
 
-    @staticmethod
-    def _is_off(arg: cst.Arg) -> bool:
-        value = arg.value
-        return (
-            arg.keyword.value == "enabled"
-            and isinstance(value, cst.Name)
-            and value.value == "False"
-        )
+    def _is_off(self, call: cst.Call) -> bool:
+        """Whether a scaler is made with ``enabled=False``."""
+        is_old = self._origin(call.func, self.tree.scope_of[call]) in OLD
+        at = 4 if is_old else 5
+        given = [
+            arg.value
+            for i, arg in enumerate(call.args)
+            if (arg.keyword.value == "enabled" if arg.keyword is not None else i == at)
+        ]
+        return any(map(_is_false, given))
 
     def _add(self, unit: _Unit, kind: str, node, place: _Place, of="", optimizer="") -> None:
         unit.events.append(_Event(kind, node, place, len(unit.events), of, optimizer))
@@ -234,10 +291,10 @@ class _Finder:
 
     def _read_call(self, call: cst.Call, place: _Place, unit: _Unit) -> None:
         func = call.func
-        if self.tree.origin(func, unit.scope) in CLIPS:
+        if self._origin(func, unit.scope) in CLIPS:
             self._add(unit, "clip", call, place)
             return
-        if self.tree.origin(func, unit.scope) == "torch.autograd.backward":
+        if self._origin(func, unit.scope) == "torch.autograd.backward":
             self._add(unit, "backward", call, place)
             return
         if not isinstance(func, cst.Attribute):
@@ -263,13 +320,14 @@ class _Finder:
             self._add(unit, "call", call, place)
 
     def _is_scaler(self, key: str) -> bool:
-        return "scal" in key.lower() or _last(key) in self.made
+        return "scal" in key.lower() or _last(key) in self.names
 
     def _scaler_of(self, receiver: cst.BaseExpression, unit: _Unit) -> str | None:
         """The scaler that a loss was scaled by, if it was."""
         func = receiver.func if isinstance(receiver, cst.Call) else None
         if isinstance(func, cst.Attribute) and func.attr.value == "scale":
-            return self._key(func.value)
+            key = self._key(func.value)
+            return key if self._is_scaler(key) else None
         parts = dotted(receiver)
         return unit.scaled_names.get(".".join(parts)) if parts else None
 
@@ -280,6 +338,8 @@ class _Finder:
             if isinstance(receiver, cst.Call):  # super().backward, a.get_model().backward
                 return dotted(receiver.func) != ("super",)
             return True
+        if parts[-1][:1].isupper():  # MyFunction.backward(ctx, gradient)
+            return False
         if len(parts) == 1:
             return parts[0] not in _NO_LOSS
         return "loss" in parts[-1].lower()
@@ -489,6 +549,14 @@ class _Finder:
             between = unit.events[scaled.order + 1 : clip.order]
             if not later or any(e.kind in ("scaler step", "unscale") for e in between):
                 continue
+            if any(self._may_unscale(e.node, scaled.of) for e in between if e.kind == "call"):
+                continue
+            plain = any(
+                not e.place.excludes(clip.place) and not e.place.excludes(scaled.place)
+                for e in unit.all("backward")
+            )
+            if plain or "get_scale" in self.tree.code(unit.node):
+                continue  # gradients of another network, or divided by hand
             if not self._both_run(clip, later[0]) and not self._both_run(scaled, later[0]):
                 continue
             text = self._text_between(scaled, clip)
@@ -500,6 +568,16 @@ class _Finder:
                 f"scaled gradients are clipped: call {scaled.of}.unscale_({later[0].optimizer}) "
                 "before",
             )
+
+    def _may_unscale(self, call: cst.Call, scaler: str) -> bool:
+        """Whether a call may lead to `scaler.unscale_`, though it is not given the scaler."""
+        parts = dotted(call.func)
+        function = self.functions.get(parts[-1]) if parts else None
+        if function is not None:
+            return "unscale" in self.tree.code(function)
+        if any(dotted(arg.value) == ("self",) for arg in call.args):
+            return scaler.startswith("self.")
+        return parts is not None and len(parts) == 2 and parts[0] == scaler.partition(".")[0]
 
     def _stepped_beside(self, unit: _Unit) -> Iterator[tuple[cst.CSTNode, str]]:
         for step in unit.all("step"):
@@ -569,6 +647,11 @@ class _Finder:
 
     def _escapes(self, name: str) -> bool:
         """Whether code that is not seen here may get hold of a scaler."""
+        if any(event.of.startswith("self.") for event in self.made.get(name, ())):
+            for call in self.tree.calls:
+                is_given = any(dotted(arg.value) == ("self",) for arg in call.args)
+                if is_given and dotted(call.func) != ("super",):
+                    return True
         return any(
             use.parts[-1] == name and not self._stays(use.node, name) for use in self.tree.uses
         )
@@ -612,7 +695,7 @@ class _Finder:
         }
         for call in self.tree.calls:
             scope = self.tree.scope_of[call]
-            if self.tree.origin(call.func, scope) != "torch.save" or not call.args:
+            if self._origin(call.func, scope) != "torch.save" or not call.args:
                 continue
             is_seen = any("." in e.of or scope.find(e.of) for n in names for e in self.made[n])
             saved = self._dict(call.args[0].value, self.tree.scope_of[call])
@@ -631,15 +714,23 @@ class _Finder:
                     f"{names[0]}.state_dict() too, or the scale starts anew",
                 )
 
-    def _dict(self, node: cst.BaseExpression, scope: Scope) -> cst.Dict | None:
-        """The dict display that an expression is, or that a name was given once."""
+    def _dict(self, node: cst.BaseExpression, scope: Scope) -> cst.Dict | cst.Call | None:
+        """The dict, written out, that an expression is, or that a name was given once."""
         if isinstance(node, cst.Name):
             bound = scope.find(node.value)
             bindings = bound.bindings[node.value] if bound else []
             changed = re.search(rf"\b{node.value}\s*(\[|\.|\|=)", self.tree.text)
-            if len(bindings) != 1 or changed or bindings[0].value is None:
+            handed_on = any(
+                dotted(arg.value) == (node.value,)
+                for call in self.tree.calls
+                if self._origin(call.func, self.tree.scope_of[call]) != "torch.save"
+                for arg in call.args
+            )
+            if len(bindings) != 1 or changed or handed_on or bindings[0].value is None:
                 return None
             node = bindings[0].value
+        if isinstance(node, cst.Call) and dotted(node.func) == ("dict",):
+            return node if node.args and all(arg.keyword for arg in node.args) else None
         has_star = isinstance(node, cst.Dict) and any(
             isinstance(e, cst.StarredDictElement) for e in node.elements
         )

@@ -373,7 +373,10 @@ class Tree:
         return self._positions[node].start.line
 
     def _offset(self, position: CodePosition) -> int:
-        return self.line_starts[position.line - 1] + position.column
+        start = self.line_starts[position.line - 1]
+        if self.text[start : start + 1] == "\f":  # which libcst leaves out
+            start += 1
+        return start + position.column
 
     def span(self, node: cst.CSTNode) -> tuple[int, int]:
         """Where the text of a node, without brackets around it, starts and ends."""
