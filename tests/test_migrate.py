@@ -1,8 +1,10 @@
 """Old names of torch: what is rewritten gives the same without a warning; the rest stays."""
 
+import ast
 import random
 import re
 import sysconfig
+import textwrap
 import warnings
 from pathlib import Path
 
@@ -153,6 +155,28 @@ def random_program(random_: random.Random) -> str:
     ]
     lines = [random_.choice(kinds)() for _ in range(12)]
     return random_.choice(["\n", "\r\n"]).join("\n".join(lines).split("\n"))
+
+
+def two_snippets(random_: random.Random) -> str:
+    """Two snippets of any kind in one file, the first at times in a function or a method."""
+    texts = [text.partition("--- becomes\n")[0] for text in snippets("torch").values()]
+    texts += [t for name in ("left", "right", "wrong") for t in snippets(name).values()]
+    first, second = random_.sample([t for t in texts if "__future__" not in t], 2)
+    head, indent = random_.choice(
+        [("", ""), ("def outer():\n", "    "), ("class Outer:\n    def outer(self):\n", " " * 8)]
+    )
+    if "import *" in first or "\f" in first:  # which cannot be indented
+        head, indent = "", ""
+    return head + textwrap.indent(first, indent) + second
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_snippets_that_share_a_file_stay_python_and_a_second_time_nothing_changes(seed):
+    old = two_snippets(random.Random(seed))
+    ast.parse(old)
+    new, _ = migrate_source(old)
+    ast.parse(new)
+    assert migrate_source(new)[0] == new
 
 
 @pytest.mark.parametrize("seed", range(60))

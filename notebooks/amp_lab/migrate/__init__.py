@@ -10,10 +10,11 @@ Files and notebooks are in `amp_lab.migrate.files`.
 import ast
 import re
 import warnings
+from pathlib import Path
 
 import libcst as cst
 
-from amp_lab.migrate import apex, mistakes, torch_names
+from amp_lab.migrate import apex, mistakes, neighbours, torch_names
 from amp_lab.migrate.tree import Edit, Finding, Tree, apply
 
 __all__ = ["Finding", "edits_and_findings", "migrate_source"]
@@ -56,8 +57,10 @@ def _parse(text: str) -> None:
         ast.parse(text)
 
 
-def edits_and_findings(text: str) -> tuple[list[Edit], list[Finding]]:
+def edits_and_findings(text: str, path: Path | None = None) -> tuple[list[Edit], list[Finding]]:
     """What to change in a Python text, and what there is to say about its lines, in their order.
+
+    `path` is where it lies, if it is a file: those that it imports from are looked at too.
 
     Raises `libcst.ParserSyntaxError` if the text is no Python, `RecursionError` if it is nested
     too deeply, `ValueError` if the edits do not fit together.
@@ -68,6 +71,8 @@ def edits_and_findings(text: str) -> tuple[list[Edit], list[Finding]]:
     edits, findings = torch_names.rewrite(tree)
     of_apex = apex.rewrite(tree)
     edits, findings = edits + of_apex[0], findings + of_apex[1] + mistakes.find(tree)
+    if path is not None:
+        findings += neighbours.find(tree, path)
     if edits:
         _check_python(apply(text, edits))
     return edits, sorted(dict.fromkeys(findings))

@@ -150,7 +150,9 @@ def _migrate(path: Path, write: bool) -> Result:
     if not stat.S_ISREG(status.st_mode):
         raise MigrateError("is no file")
     data = path.read_bytes()
-    migrated = _migrate_notebook(path, data) if path.suffix == ".ipynb" else _migrate_python(data)
+    migrated = (
+        _migrate_notebook(path, data) if path.suffix == ".ipynb" else _migrate_python(path, data)
+    )
     new, lines, before_and_after = migrated
     result = Result(path, lines)
     if new == data:
@@ -192,7 +194,9 @@ def _check_size(size: int) -> None:
 # Python.
 
 
-def _migrate_python(data: bytes) -> tuple[bytes, list[Line], list[tuple[str, str, str]]]:
+def _migrate_python(
+    path: Path, data: bytes
+) -> tuple[bytes, list[Line], list[tuple[str, str, str]]]:
     _check_size(len(data))
     if b"\0" in data:
         raise MigrateError("has a null byte, so it is no Python")
@@ -207,15 +211,15 @@ def _migrate_python(data: bytes) -> tuple[bytes, list[Line], list[tuple[str, str
         raise MigrateError(f"line {line} is not {error.encoding}") from error
     if text.encode(encoding) != data:
         raise MigrateError(f"its {encoding} cannot be written back as it was")
-    edits, findings = _edits_and_findings(text)
+    edits, findings = _edits_and_findings(text, path)
     new = apply(text, edits)
     lines = [Line(None, *finding) for finding in findings]
     return new.encode(encoding), lines, [("", text, new)]
 
 
-def _edits_and_findings(text: str) -> tuple[list[Edit], list[Finding]]:
+def _edits_and_findings(text: str, path: Path) -> tuple[list[Edit], list[Finding]]:
     try:
-        return edits_and_findings(text)
+        return edits_and_findings(text, path)
     except cst.ParserSyntaxError as error:
         raise MigrateError(f"line {error.raw_line} {_why_not_read(text)}") from error
     except RecursionError as error:
@@ -289,7 +293,7 @@ def _migrate_notebook(
         return data, [], []
     _check_size(len(code))
     try:
-        edits, findings = edits_and_findings(code)
+        edits, findings = edits_and_findings(code, path)
     except cst.ParserSyntaxError as error:
         raise MigrateError(_why_no_python(cells)) from error
     except RecursionError as error:

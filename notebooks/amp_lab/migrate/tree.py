@@ -153,6 +153,7 @@ class Tree:
         self.imports: list[tuple[cst.Import | cst.ImportFrom, Scope]] = []
         self.scope_of: dict[cst.CSTNode, Scope] = {}  # of each call
         self.calls: list[cst.Call] = []
+        self.answers: dict[tuple, object] = {}  # to what `versions` asked of it
         self.scopes = [Scope("module", node=self.module)]
         self._visit_children(self.module, self.scopes[0])
 

@@ -3,8 +3,9 @@
 Such code stays as it is: the branch for an old torch needs the old names.
 """
 
+import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import libcst as cst
 
@@ -30,6 +31,19 @@ _MISSING = re.compile(r"except.*\b(ImportError|ModuleNotFoundError|AttributeErro
 _FURTHEST = 3  # assignments that a name in a test is followed through
 
 
+def _answered_once(ask: Callable) -> Callable:
+    """Keep the answer to a question about a node with its tree."""
+
+    @functools.wraps(ask)
+    def answer(tree: Tree, *about):
+        key = ask, *about
+        if key not in tree.answers:
+            tree.answers[key] = ask(tree, *about)
+        return tree.answers[key]
+
+    return answer
+
+
 def is_guarded(tree: Tree, node: cst.CSTNode) -> bool:
     """Whether a test of torch's version, or a try of its new names, decides if a node runs."""
     for parent, child in tree.ancestors(node):
@@ -52,7 +66,7 @@ def is_guarded(tree: Tree, node: cst.CSTNode) -> bool:
             if _is_fallback(tree, parent):
                 return True
         elif isinstance(parent, cst.Try) and child is parent.body:
-            if any(_names_new(tree, handler) for handler in parent.handlers):
+            if any(_new_uses(tree, handler) for handler in parent.handlers):
                 return True
         elif isinstance(parent, cst.Module | cst.IndentedBlock):
             for earlier in parent.body[: parent.body.index(child)]:
@@ -64,6 +78,7 @@ def is_guarded(tree: Tree, node: cst.CSTNode) -> bool:
     return False
 
 
+@_answered_once
 def _asks_for_torch(tree: Tree, test: cst.BaseExpression, depth: int = 0) -> bool:
     """Whether an expression depends on the version of torch, or on what names it has."""
     if any(isinstance(node, cst.Call) and _looks_up(tree, node) for node in below(test)):
@@ -115,22 +130,22 @@ def _any_origin(tree: Tree, node: cst.BaseExpression) -> str | None:
     return next((o for o in tree.origins(use) if o), None) if use is not None else None
 
 
-def _new_uses(tree: Tree, node: cst.CSTNode) -> Iterator[tuple[Use | None, str]]:
+@_answered_once
+def _new_uses(tree: Tree, node: cst.CSTNode) -> list[tuple[Use | None, str]]:
     """Each use or import of today's names below a node; None for an import."""
-    for use in tree.uses_below(node):
-        for origin in tree.origins(use):
-            if origin in _NEW:
-                yield use, _NEW[origin]
+    found: list[tuple[Use | None, str]] = [
+        (use, _NEW[origin])
+        for use in tree.uses_below(node)
+        for origin in tree.origins(use)
+        if origin in _NEW
+    ]
     for part in below(node):
         if isinstance(part, cst.ImportFrom) and not isinstance(part.names, cst.ImportStar):
             module = "" if part.relative else ".".join(dotted(part.module))
             for alias in part.names:
                 if (name := f"{module}.{alias.name.value}") in _NEW:
-                    yield None, _NEW[name]
-
-
-def _names_new(tree: Tree, node: cst.CSTNode) -> bool:
-    return any(True for _ in _new_uses(tree, node))
+                    found.append((None, _NEW[name]))
+    return found
 
 
 def _is_newer(tree: Tree, arm: cst.CSTNode, node: cst.CSTNode) -> bool:
@@ -139,12 +154,15 @@ def _is_newer(tree: Tree, arm: cst.CSTNode, node: cst.CSTNode) -> bool:
     That of another device does not count. As ``torch.autocast`` is older than the scaler's new
     name, a device that is not written out in its call makes it a choice of devices.
     """
+    found = _new_uses(tree, arm)
+    if not found:
+        return False
     use, old = tree.use_at.get(node), None
     if use is not None:
         old = {origin.rpartition(".")[2] for origin in tree.origins(use) if origin}
     elif isinstance(node, cst.ImportAlias):
         old = {node.name.value}
-    for new, name in _new_uses(tree, arm):
+    for new, name in found:
         if old is not None and not old & {name, "amp"}:
             continue
         call = tree.parents[new.node] if new is not None else None
@@ -171,4 +189,4 @@ def _is_fallback(tree: Tree, handler: cst.ExceptHandler) -> bool:
     if not _FALLBACK.search(header):
         return False
     imports = (isinstance(part, cst.Import | cst.ImportFrom) for part in below(tried))
-    return _names_new(tree, tried) or bool(_MISSING.search(header) and any(imports))
+    return bool(_new_uses(tree, tried)) or bool(_MISSING.search(header) and any(imports))
