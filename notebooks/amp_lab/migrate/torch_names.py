@@ -194,7 +194,7 @@ class _Rewriter:
         for name in names:
             bound = scope.find(name)
             if bound is None:
-                if name == use.parts[0] or self._comes_with_a_star(name):
+                if name == use.parts[0] or self._is_taken_as_given(name):
                     return name
                 continue
             is_spelled = name == use.parts[0] and self.tree.origins(
@@ -211,12 +211,9 @@ class _Rewriter:
                 break
         return None
 
-    def _comes_with_a_star(self, name: str) -> bool:
-        is_used = any(u.parts[0] == name and u.scope.find(name) is None for u in self.tree.uses)
-        return is_used and any(
-            isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar)
-            for node, _ in self.tree.imports
-        )
+    def _is_taken_as_given(self, name: str) -> bool:
+        """Whether a name that nothing in the file binds is used: a star import may bring it."""
+        return any(u.parts[0] == name and u.scope.find(name) is None for u in self.tree.uses)
 
     def _is_surely_torch(self, bound: Scope, name: str, use: Use) -> bool:
         """Whether a name is the module torch whenever a use in it, or in a function in it, runs."""
