@@ -1584,9 +1584,9 @@ _ = plots.throughput_over_batch(rates)
 
 # %% [markdown]
 # On the left, samples per second over the batch, both logarithmic; on the right, the speed-up, with
-# a line at 1, below which AMP loses. At batch 1 weights are cast for a single sample; at the largest, the casts are shared
-# by all. **Verdict: right.** But a larger batch is another training: it needs another learning
-# rate.
+# a line at 1, below which AMP loses. At batch 1 weights are cast for a single sample; at the
+# largest, the casts are shared by all. **Verdict: right.** But a larger batch is another training: it
+# needs another learning rate.
 #
 # ### 10. Profile before and after
 #
