@@ -243,6 +243,18 @@ DOUBTS = {  # what is replaced, by what, and what is said of it
         "    with torch.no_grad():\n        model(y)\n    loss =",
         "no_grad stands",
     ),
+    "the model by another name": (
+        "for x, y in batches:\n    loss = criterion(model(x), y)",
+        "net = parallel(model)\nfor x, y in batches:\n    out = net(x)\n"
+        "    loss = criterion(out, model.weight)",
+        "by another name",
+    ),
+    "the model in a function": (
+        "for x, y in batches:\n    loss = criterion(model(x), y)",
+        "def encode(x): return model.encode(x)\nfor x, y in batches:\n    z = encode(x)\n"
+        "    loss = model.decode(z)",
+        "in a function",
+    ),
     "the model again": (
         "    optimizer.zero_grad()",
         "    after = model(x)\n    optimizer.zero_grad()",
@@ -367,6 +379,40 @@ def test_what_may_see_gradients_sees_them_unscaled_as_with_apex(kind):
     assert {f.kind for f in findings} == {"rewritten"}
     before = "scaler.unscale_(optimizer)\n    " if unscales else ""
     assert f".backward()\n    {before}{statement}\n    scaler.step" in new
+
+
+def test_gradients_that_are_shown_after_steps_that_may_not_be_made_are_in_doubt():
+    step = "    if y:\n        optimizer.step()\n        optimizer.zero_grad()\n"
+    old = SURE.replace("    optimizer.zero_grad()\n", "").replace("    optimizer.step()\n", step)
+    assert {f.kind for f in migrate_source(old)[1]} == {"rewritten"}
+    _, findings = migrate_source(old + "    print(parameter.grad.norm())\n")
+    assert {f.kind for f in findings} == {"by hand"}
+    assert "where the optimizer does not step" in findings[0].message
+
+
+def test_a_model_of_another_scope_is_in_doubt():
+    lines = SURE.splitlines()
+    body = "".join(f"    {line}\n" for line in lines[2:4])
+    loop = "".join(f"    {line}\n" for line in lines[4:])
+    old = "\n".join([*lines[:2], "def main():", "    global model, optimizer", body])
+    _, findings = migrate_source(f"{old}def train():\n{loop}")
+    assert {f.kind for f in findings} == {"by hand"}
+    assert "of another scope" in findings[0].message
+
+
+def test_o0_is_told_as_plain_float32_in_another_function_too():
+    old = SURE.replace('"O1"', '"O0"').replace("(loss, optimizer)", "(loss, other)")
+    _, findings = migrate_source(old)
+    assert "write loss.backward(): O0 is plain" in findings[1].message
+
+
+def test_an_import_that_a_rewritten_use_leaves_behind_is_told_at_once():
+    old = SURE.replace("import amp", "import amp, optimizers").replace(
+        "= make()", "= make(), optimizers.FusedAdam(weights)"
+    )
+    new, _ = migrate_source(old)
+    assert "nothing uses apex.optimizers here" in new
+    assert migrate_source(new)[0] == new
 
 
 def test_a_loss_over_two_lines_is_marked_in_one():

@@ -22,6 +22,17 @@ def folder(tmp_path):
         path = tmp_path / home
         path.parent.mkdir(exist_ok=True)
         path.write_text(COMMON)
+    (tmp_path / "modules.py").write_text(
+        "from torch.cuda import amp\nfrom torch.cuda.amp import custom_fwd\n"
+    )
+    (tmp_path / "tried.py").write_text(
+        "try:\n    from torch.cuda.amp import autocast\nexcept ImportError:\n    pass\n"
+    )
+    (tmp_path / "both.py").write_text(
+        "try:\n    from torch.amp import autocast\n"
+        "except ImportError:\n    from torch.cuda.amp import autocast\n"
+    )
+    (tmp_path / "on_cpu.py").write_text("from torch.cpu.amp import GradScaler\n")
     return tmp_path
 
 
@@ -32,12 +43,19 @@ def folder(tmp_path):
         ("a.py", "from common import GradScaler as S, GradScaler\nGradScaler(1024.0)\n"),
         ("a.py", "from common import *\nwith autocast(enabled=False): pass\n"),
         ("a.py", "import common\nwith common.autocast(use_amp): pass\n"),
-        ("a.py", "import parts.common\nparts.common.GradScaler()\n"),
-        ("a.py", "from parts import common\ncommon.GradScaler()\n"),
+        ("a.py", "import parts.common\nparts.common.GradScaler(2.0)\n"),
+        ("a.py", "from parts import common\ncommon.GradScaler(2.0)\n"),
         ("parts/a.py", "from . import autocast\nwith autocast(): pass\n"),
         ("parts/a.py", "from .common import autocast\nwith autocast(): pass\n"),
         ("parts/a.py", "from ..inside.deep import autocast\nwith autocast(): pass\n"),
         ("parts/a.py", "from inside.deep import autocast\nwith autocast(): pass\n"),
+        ("a.py", "from common import autocast as ac\nwith ac(): pass\n"),
+        ("a.py", "from common import autocast\nwith autocast(enabled=use_cuda): pass\n"),
+        ("a.py", "from modules import amp\nwith amp.autocast(False): pass\n"),
+        ("a.py", "import modules\nwith modules.amp.autocast(): pass\n"),
+        ("a.py", "from modules import custom_fwd\n@custom_fwd\ndef f(c): pass\n"),
+        ("a.py", "from tried import autocast\nwith autocast(): pass\n"),
+        ("a.py", "from on_cpu import GradScaler\nGradScaler()\n"),
     ],
 )
 def test_a_call_without_a_device_is_told(folder, name, text):
@@ -51,6 +69,9 @@ def test_a_call_without_a_device_is_told(folder, name, text):
         "from common import autocast\nwith autocast(device.type): pass\n",
         "from elsewhere import autocast\nwith autocast(): pass\n",
         "from common import other\nother.autocast()\n",
+        "from common import GradScaler\nGradScaler(init_scale=4.0)\n",
+        "from both import autocast\nwith autocast(): pass\n",
+        'from modules import custom_fwd\n@custom_fwd(device_type="cuda")\ndef f(c): pass\n',
         "from common import autocast\nprint(autocast)\n",
         "from .................... import autocast\nwith autocast(): pass\n",
     ],
@@ -68,6 +89,12 @@ def test_the_file_that_has_the_name_is_named_and_so_is_its_device(folder):
     (folder / "a.py").write_text("import torch\nfrom parts import autocast\nautocast()\n")
     (line,) = files.migrate_file(folder / "a.py").lines
     assert "comes from parts/__init__.py" in line.message
+
+
+def test_a_file_that_does_not_name_torch_is_looked_at_too(folder):
+    (folder / "a.py").write_text("from common import autocast\nautocast()\n")
+    assert files.has_names(folder / "a.py")
+    assert [line.line for line in files.migrate_file(folder / "a.py").lines] == [2]
 
 
 def test_once_the_neighbour_is_migrated_it_is_still_told(folder):

@@ -4,6 +4,8 @@ What Apex's functions do, and their arguments and defaults, is from its sources
 (https://github.com/NVIDIA/apex: ``apex/amp``, ``apex/optimizers``, ``apex/normalization``).
 """
 
+from collections import Counter
+
 import libcst as cst
 
 from amp_lab.migrate import apex_loop
@@ -102,6 +104,8 @@ class _Rewriter:
         self.findings: list[Finding] = []
         self.marks: dict[cst.CSTNode, list[str]] = {}
         self.doubt = ""
+        self.is_plain = False  # O0
+        self.spelled: Counter[cst.CSTNode] = Counter()  # uses rewritten to torch, by import
 
     def run(self) -> None:
         by_alias: dict[cst.CSTNode, list[Use]] = {}
@@ -110,6 +114,11 @@ class _Rewriter:
             for use in self.tree.uses
             if (found := sorted(o for o in self.tree.origins(use) if o and _is_apex(o)))
         ]
+        self.is_plain = any(
+            self._rule_of_level(self._call(use)) == _LEVELS["O0"]
+            for use, found in uses
+            if found[0] == "apex.amp.initialize"
+        )
         loop, is_loop = None, any(found[0] == "apex.amp.initialize" for _, found in uses)
         if is_loop:
             try:
@@ -132,6 +141,7 @@ class _Rewriter:
                     by_alias.setdefault(alias, []).append(use)
                     continue
                 if self._rewrite_spelled(use, found[0]):
+                    self.spelled[alias] += 1
                     continue
             is_alone = found[0] == "apex.amp.master_params" and (loop is not None or not is_loop)
             if is_alone and certain and self._rewrite_parameters(use):
@@ -229,7 +239,7 @@ class _Rewriter:
                     self.edits += self._plan(use, old, local + dot + rest)
             return
         for alias, old in zip(names, olds, strict=True):
-            left = count[alias]
+            left = count[alias] - self.spelled[alias]
             for use in by_alias.get(alias, ()):
                 if self._rewrite_spelled(use, old):
                     left -= 1
@@ -256,6 +266,8 @@ class _Rewriter:
             return self._rule_of_level(call)
         if old == "apex.amp.scale_loss":
             loss, optimizer = self._loss_and_optimizer(call)
+            if self.is_plain:
+                return f"write {loss}.backward(): O0 is plain float32"
             advice = (
                 f"write scaler.scale({loss}).backward(), and scaler.step({optimizer}) and "
                 f"scaler.update() for {optimizer}.step(); before clipping, "

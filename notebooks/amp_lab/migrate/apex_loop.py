@@ -10,7 +10,6 @@ Apex's own dynamic scale is that of GradScaler's defaults, but for a limit of 2^
 """
 
 import ast
-import functools
 import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -123,6 +122,8 @@ class _Loop:
     def _rewrite_o1(self, use: Use) -> None:
         tree = self.tree
         self._check_free()
+        if self.model[0].kind != "class" and self.model[0] is not use.scope:
+            raise Doubt("model is a variable of another scope, so the scaler had to be one too")
         start, end = tree.span(self.made.body[0])
         scaler = self._scaler(use.scope)
         self.edits.append(Edit(start, end, f'{scaler} = torch.amp.GradScaler("cuda")'))
@@ -388,6 +389,8 @@ class _Loop:
             last = [i for i, s in enumerate(before) if self._binds(s, names)]
             if not last or last[-1] < first:
                 raise Doubt("the loss is not assigned after the model is called")
+            if any(map(self._may_run_model, before[:first])):
+                raise Doubt("the model may be called by another name, or in a function, before")
             forward = before[first : last[-1] + 1]
             for statement in parent.body:
                 if statement not in forward and self._calls_model(statement):
@@ -415,6 +418,26 @@ class _Loop:
             and not isinstance(self.tree.parents[use.node], cst.AssignTarget)
             for use, rest in self._uses_of(self.model, statement)
         )
+
+    def _may_run_model(self, statement: cst.CSTNode) -> bool:
+        """Whether a statement calls what was made of the model, or a function that uses it."""
+        for use in self.tree.uses_below(statement):
+            parent = self.tree.parents[use.node]
+            if not isinstance(parent, cst.Call) or parent.func is not use.node:
+                continue
+            parts = use.parts[:-1] if use.parts[-1] == "forward" else use.parts
+            for value in self.tree.assigned.get(parts, ()):
+                if any(rest in ((), ("module",)) for _, rest in self._uses_of(self.model, value)):
+                    return True
+            for scope in self.tree.scopes:
+                is_it = isinstance(scope.node, cst.FunctionDef)
+                if (
+                    is_it
+                    and scope.node.name.value == use.parts[-1]
+                    and self._runs_model(scope.node)
+                ):
+                    return True
+        return False
 
     def _calls_model(self, statement: cst.CSTNode) -> bool:
         return any(
@@ -482,6 +505,9 @@ class _Loop:
             elif isinstance(parent, cst.For | cst.While | cst.FunctionDef | cst.Module | cst.Try):
                 raise Doubt("the optimizer does not step in the block of amp.scale_loss")
         later = next(child for parent, child in self._path(call) if parent is here)
+        after = here.body[here.body.index(later) + 1 :]
+        if later is not line and any(re.search(r"\.grad\b|grad_norm", tree.code(s)) for s in after):
+            raise Doubt("gradients are used also where the optimizer does not step")
         if here.body.index(scaled) > here.body.index(later):
             raise Doubt("the optimizer steps before amp.scale_loss")
         self._check_zero(call, here)
@@ -553,20 +579,10 @@ class _Loop:
                 return True
         return False
 
-    @functools.cached_property
-    def _assigned(self) -> dict[tuple[str, ...], list[cst.BaseExpression]]:
-        """What is assigned to each name and attribute of the file, whichever its scope."""
-        found: dict[tuple[str, ...], list[cst.BaseExpression]] = {}
-        for node in below(self.tree.module):
-            for target in node.targets if isinstance(node, cst.Assign) else ():
-                if parts := dotted(target.target):
-                    found.setdefault(parts, []).append(node.value)
-        return found
-
     def _holds_weights(self, parts: tuple[str, ...], depth: int = 0) -> bool:
         """Whether what a name stands for was made of the model or optimizer, not by calling it."""
         names = (parts[:n] for n in range(1, len(parts) + 1))
-        for value in (v for name in names for v in self._assigned.get(name, ())):
+        for value in (v for name in names for v in self.tree.assigned.get(name, ())):
             for use in self.tree.uses_below(value):
                 parent = self.tree.parents[use.node]
                 is_called = isinstance(parent, cst.Call) and parent.func is use.node

@@ -27,11 +27,24 @@ _OPTIMIZER = re.compile(r"(?:^|_)(?:optimizer|optim|opt)(?:_|[A-Z0-9]|$)")
 _ABOUT_AMP = re.compile(r"(?i)amp|scale|fp16|half|mixed|precision|float16|bf16|dtype|enabled")
 _UNSCALES = re.compile(r"unscale|get_scale|_scale\b|\.grad\b")
 _STARTS_ANEW = re.compile(r"(?i)load_state_dict|reset|init|deepcopy|build|create|make|fresh")
+_TRAINED = re.compile(r"(?i)model|net|optim|opt\b|train|agent|load_state_dict|deepcopy")
 _TRAINS_ON = re.compile(r"(?i)\b(\w*epoch(?!s)\w*|ep|iteration|step|batch)\b")
 _TRAINS_ANEW = re.compile(
     r"(?i)seed|trial|fold|run|repeat|config|precision|mode|scale|lr|rate|size|dtype|case"
 )
+_NAMED_LOSS = re.compile(r"(?i)loss|err|cost|objective")
 _NO_LOSS = {"self", "cls", "engine", "model_engine", "accelerator", "fabric", "manager", "trainer"}
+_OF_MODULES = {
+    "parameters",
+    "named_parameters",
+    "modules",
+    "train",
+    "eval",
+    "to",
+    "cuda",
+    "forward",
+}
+_OF_MODULES |= {"state_dict", "load_state_dict", "zero_grad", "register_buffer", "children"}
 _NO_LOSS |= {"model", "net", "module", "ctx", "layer"}
 
 
@@ -207,8 +220,8 @@ class _Finder:
         elif isinstance(node, cst.With):
             for item in node.items:
                 self._read_expression(item.item, place, unit)
-                if self._is_autocast(item.item, unit.scope):
-                    place = dataclasses.replace(place, autocast=self._is_on(item.item))
+                if call := self._autocast_of(item.item, unit.scope):
+                    place = dataclasses.replace(place, autocast=self._is_on(call))
             self._read_block(node.body, place, unit)
         elif isinstance(node, cst.Try | cst.TryStar):
             self._read_block(node.body, arm(0), unit)
@@ -228,6 +241,14 @@ class _Finder:
 
     def _turns_on(self, node: cst.BaseExpression) -> bool:
         return self._is_autocast(node, self.tree.scope_of.get(node)) and self._is_on(node)
+
+    def _autocast_of(self, node: cst.BaseExpression, scope: Scope | None) -> cst.Call | None:
+        """The call of autocast that an expression is, or that a name was given once."""
+        if isinstance(node, cst.Name) and scope is not None:
+            bound = scope.find(node.value)
+            bindings = bound.bindings[node.value] if bound else []
+            node = bindings[0].value if len(bindings) == 1 else None
+        return node if node is not None and self._is_autocast(node, scope) else None
 
     def _is_autocast(self, node: cst.BaseExpression, scope: Scope | None) -> bool:
         return isinstance(node, cst.Call) and self._origin(node.func, scope) in AUTOCASTS
@@ -306,7 +327,7 @@ class _Finder:
             scaler = self._scaler_of(receiver, unit)
             if scaler is not None:
                 self._add(unit, "scaled", call, place, scaler)
-            elif self._is_loss(receiver):
+            elif self._is_loss(receiver, call):
                 self._add(unit, "backward", call, place)
         elif name == "unscale_":
             self._add(unit, "unscale", call, place, self._key(receiver), first)
@@ -332,8 +353,11 @@ class _Finder:
         return unit.scaled_names.get(".".join(parts)) if parts else None
 
     @staticmethod
-    def _is_loss(receiver: cst.BaseExpression) -> bool:
+    def _is_loss(receiver: cst.BaseExpression, call: cst.Call) -> bool:
         parts = dotted(receiver)
+        is_given = any(arg.keyword is None for arg in call.args)
+        if is_given and not _NAMED_LOSS.search((parts or ("",))[-1]):
+            return False  # engine.backward(loss), flow.backward(x)
         if parts is None:
             if isinstance(receiver, cst.Call):  # super().backward, a.get_model().backward
                 return dotted(receiver.func) != ("super",)
@@ -411,7 +435,7 @@ class _Finder:
             ):
                 continue
             calls = [e.node for e in inside if e.kind == "call"]
-            if any(_STARTS_ANEW.search(self.tree.code(call.func)) for call in calls):
+            if any(self._starts_anew(call) for call in calls):
                 continue
             target = self.tree.code(loop.target) if isinstance(loop, cst.For) else ""
             words = set(re.findall(r"\w+", target)) & set(
@@ -427,6 +451,14 @@ class _Finder:
                     f"{made.of} is made anew in each turn of the loop, and forgets the scale it "
                     "has found: make it once, before the loop",
                 )
+
+    def _starts_anew(self, call: cst.Call) -> bool:
+        """Whether a call may put model or optimizer back to their start; a meter's is none."""
+        if not _STARTS_ANEW.search(self.tree.code(call.func)):
+            return False
+        parts = dotted(call.func)
+        is_of_something = parts is not None and len(parts) > 1 and parts[0] not in ("self", "torch")
+        return not is_of_something or bool(_TRAINED.search(".".join(parts)))
 
     def _passed_along(self, calls: list[cst.Call], scaler: str, loop) -> list[str]:
         """The optimizers in calls that take the scaler too, in a loop over epochs or batches."""
@@ -498,10 +530,8 @@ class _Finder:
                 target = self.tree.code(parent.target)
                 if not _TRAINS_ON.search(target) or _TRAINS_ANEW.search(target):
                     return None
-                functions = [
-                    self.tree.code(c.func) for c in self.tree.calls if self._is_below(c, parent)
-                ]
-                return None if any(map(_STARTS_ANEW.search, functions)) else parent
+                calls = [call for call in self.tree.calls if self._is_below(call, parent)]
+                return None if any(map(self._starts_anew, calls)) else parent
         return None
 
     def _passed(self, unit: _Unit, call: cst.Call, key: str) -> tuple[Scope, str] | None:
@@ -591,6 +621,9 @@ class _Finder:
             of_it = [e for e in steps if e.optimizer == step.of]
             others = {e.optimizer for e in unit.all("scaler step")} - {step.of}
             if of_it:
+                after = (e for e in between if e.kind == "call" and e.order > of_it[-1].order)
+                if any("zero_grad" in self.tree.code(e.node.func) for e in after):
+                    continue  # and gradients anew, by something that is not seen
                 if step.place.loops != of_it[-1].place.loops:
                     continue
                 if self._both_run(of_it[-1], step):
@@ -630,7 +663,8 @@ class _Finder:
                 yield event.node, "backward runs inside autocast: end the block after the loss"
 
     def _never_updated(self) -> Iterator[tuple[cst.CSTNode, str]]:
-        updated = {_last(e.of) for e in self.events if e.kind == "update"}
+        updated = {use.parts[-2] for use in self.tree.uses if use.parts[1:][-1:] == ("update",)}
+        updated |= {_last(e.of) for e in self.events if e.kind == "update"}
         for name in self.made:
             if name in updated or name in self.disabled or self._escapes(name):
                 continue
@@ -650,11 +684,19 @@ class _Finder:
         if any(event.of.startswith("self.") for event in self.made.get(name, ())):
             for call in self.tree.calls:
                 is_given = any(dotted(arg.value) == ("self",) for arg in call.args)
-                if is_given and dotted(call.func) != ("super",):
+                parts = dotted(call.func) or ()
+                is_inherited = len(parts) == 2 and parts[0] == "self" and self._is_unknown(parts[1])
+                if (is_given and parts != ("super",)) or is_inherited:
                     return True
         return any(
             use.parts[-1] == name and not self._stays(use.node, name) for use in self.tree.uses
         )
+
+    def _is_unknown(self, method: str) -> bool:
+        """Whether a method comes from a class of another file, and not from one of torch.nn."""
+        if method in self.functions or ("self", method) in self.tree.assigned:
+            return False
+        return method not in _OF_MODULES
 
     def _stays(self, node: cst.CSTNode, name: str) -> bool:
         parents = self.tree.parents

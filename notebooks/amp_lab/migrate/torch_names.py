@@ -215,10 +215,16 @@ class _Rewriter:
         """Whether a name that nothing in the file binds is used: a star import may bring it."""
         return any(u.parts[0] == name and u.scope.find(name) is None for u in self.tree.uses)
 
+    def _is_deleted(self, name: str) -> bool:
+        return any(
+            use.parts == (name,) and isinstance(self.tree.parents[use.node], cst.Del)
+            for use in self.tree.uses
+        )
+
     def _is_surely_torch(self, bound: Scope, name: str, use: Use) -> bool:
         """Whether a name is the module torch whenever a use in it, or in a function in it, runs."""
         bindings = [binding for binding in bound.bindings[name] if not binding.is_none]
-        if any(binding.origin != "torch" for binding in bindings):
+        if self._is_deleted(name) or any(binding.origin != "torch" for binding in bindings):
             return False
         path = dict(self.tree.ancestors(use.node))  # block above: the statement in it
         is_later = bound.kind == "module" and use.scope is not bound
@@ -484,7 +490,8 @@ class _Rewriter:
     def _may_bind_torch(self, scope: Scope) -> bool:
         """Whether `import torch` in a scope can change what no use of that name means."""
         related = [s for s in self.tree.scopes if scope in _outwards(s) or s in _outwards(scope)]
-        return all(b.origin == "torch" for s in related for b in s.bindings.get("torch", ()))
+        bindings = [binding for s in related for binding in s.bindings.get("torch", ())]
+        return not self._is_deleted("torch") and all(b.origin == "torch" for b in bindings)
 
     @functools.cached_property
     def _exported(self) -> set[str]:

@@ -353,6 +353,16 @@ class Tree:
         """The use of a name that a node is."""
         return {use.node: use for use in self.uses}
 
+    @functools.cached_property
+    def assigned(self) -> dict[tuple[str, ...], list[cst.BaseExpression]]:
+        """What is assigned to each name and attribute of the file, whichever its scope."""
+        found: dict[tuple[str, ...], list[cst.BaseExpression]] = {}
+        for node in below(self.module):
+            for target in node.targets if isinstance(node, cst.Assign) else ():
+                if parts := dotted(target.target):
+                    found.setdefault(parts, []).append(node.value)
+        return found
+
     def uses_below(self, node: cst.CSTNode) -> list[Use]:
         """The uses of names in a part of the tree."""
         return [self.use_at[part] for part in below(node) if part in self.use_at]
