@@ -52,9 +52,13 @@ def is_guarded(tree: Tree, node: cst.CSTNode) -> bool:
             if child is parent.test:
                 continue
             arms = [arm for arm in (parent.body, parent.orelse) if arm not in (None, child)]
-            if isinstance(parent, cst.If) and not arms and leaves(parent.body):
-                block = tree.parents[parent].body
-                arms = list(block[block.index(parent) + 1 :])
+            block = tree.parents[parent]
+            if (
+                not arms
+                and isinstance(block, cst.Module | cst.IndentedBlock)
+                and leaves(parent.body)
+            ):
+                arms = list(block.body[block.body.index(parent) + 1 :])
             if _asks_for_torch(tree, parent.test) or any(_is_newer(tree, a, node) for a in arms):
                 return True
         elif isinstance(parent, cst.While):
@@ -87,7 +91,7 @@ def _leaves_by_version(tree: Tree, statement: cst.CSTNode, node: cst.CSTNode) ->
     if not isinstance(statement, cst.If | cst.Try | cst.With) or not leaves(statement.body):
         return False
     last = statement.body.body[-1]
-    if isinstance(last, cst.SimpleStatementLine) and isinstance(last.body[-1], cst.Raise):
+    if isinstance(last.body[-1] if isinstance(last, cst.SimpleStatementLine) else last, cst.Raise):
         return False
     if isinstance(statement, cst.With) and "suppress" not in tree.code(statement.items[0]):
         return False
