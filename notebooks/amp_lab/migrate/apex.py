@@ -159,12 +159,10 @@ class _Rewriter:
     # What is certain.
 
     def _call(self, use: Use) -> cst.Call | None:
-        parent = self.tree.parents[use.node]
         is_inside = any(
             isinstance(p, cst.FormattedString) for p, _ in self.tree.ancestors(use.node)
         )
-        is_called = isinstance(parent, cst.Call) and parent.func is use.node
-        return parent if is_called and not is_inside else None
+        return None if is_inside else self.tree.call_of(use.node)
 
     def _has_plain_arguments(self, use: Use, old: str) -> bool:
         """Whether it is called, with arguments that mean the same to the new one."""

@@ -123,7 +123,9 @@ class _Loop:
         tree = self.tree
         self._check_free()
         if self.model[0].kind != "class" and self.model[0] is not use.scope:
-            raise Doubt("model is a variable of another scope, so the scaler had to be one too")
+            raise Doubt(
+                "model is a variable of another scope, so the scaler would have to be one too"
+            )
         start, end = tree.span(self.made.body[0])
         scaler = self._scaler(use.scope)
         self.edits.append(Edit(start, end, f'{scaler} = torch.amp.GradScaler("cuda")'))
@@ -152,8 +154,8 @@ class _Loop:
         self.findings.append(Finding(self.tree.line(node), "rewritten", message))
 
     def _call(self, use: Use) -> cst.Call:
-        call = self.tree.parents[use.node]
-        if not isinstance(call, cst.Call) or call.func is not use.node:
+        call = self.tree.call_of(use.node)
+        if call is None:
             raise Doubt("a function of amp is used as a value")
         return call
 
@@ -422,22 +424,20 @@ class _Loop:
     def _may_run_model(self, statement: cst.CSTNode) -> bool:
         """Whether a statement calls what was made of the model, or a function that uses it."""
         for use in self.tree.uses_below(statement):
-            parent = self.tree.parents[use.node]
-            if not isinstance(parent, cst.Call) or parent.func is not use.node:
+            if self.tree.call_of(use.node) is None:
                 continue
             parts = use.parts[:-1] if use.parts[-1] == "forward" else use.parts
             for value in self.tree.assigned.get(parts, ()):
                 if any(rest in ((), ("module",)) for _, rest in self._uses_of(self.model, value)):
                     return True
-            for scope in self.tree.scopes:
-                is_it = isinstance(scope.node, cst.FunctionDef)
-                if (
-                    is_it
-                    and scope.node.name.value == use.parts[-1]
-                    and self._runs_model(scope.node)
-                ):
-                    return True
+            if any(map(self._runs_model, self._functions(use.parts[-1]))):
+                return True
         return False
+
+    def _functions(self, name: str) -> list[cst.FunctionDef]:
+        """The functions and methods of the file that have a name."""
+        nodes = (scope.node for scope in self.tree.scopes)
+        return [f for f in nodes if isinstance(f, cst.FunctionDef) and f.name.value == name]
 
     def _calls_model(self, statement: cst.CSTNode) -> bool:
         return any(
@@ -573,8 +573,7 @@ class _Loop:
         ):
             return True
         for use in tree.uses_below(statement):
-            parent = tree.parents[use.node]
-            is_called = isinstance(parent, cst.Call) and parent.func is use.node
+            is_called = tree.call_of(use.node) is not None
             if self._holds_weights(use.parts) or (is_called and self._may_use_weights(use.parts)):
                 return True
         return False
@@ -584,8 +583,7 @@ class _Loop:
         names = (parts[:n] for n in range(1, len(parts) + 1))
         for value in (v for name in names for v in self.tree.assigned.get(name, ())):
             for use in self.tree.uses_below(value):
-                parent = self.tree.parents[use.node]
-                is_called = isinstance(parent, cst.Call) and parent.func is use.node
+                is_called = self.tree.call_of(use.node) is not None
                 for identity in (self.model, self.optimizer):
                     rest = self._rest(use, identity)
                     if (rest == () and not is_called) or (rest and rest[0] in _HOLDS_WEIGHTS):
@@ -596,8 +594,7 @@ class _Loop:
 
     def _may_use_weights(self, parts: tuple[str, ...]) -> bool:
         """Whether a function, of this file or inherited, may get hold of weights by itself."""
-        functions = [s.node for s in self.tree.scopes if isinstance(s.node, cst.FunctionDef)]
-        own = [f for f in functions if f.name.value == parts[-1]]
+        own = self._functions(parts[-1])
         if not own:
             return len(parts) == 2 and parts[0] == "self"
         about_weights = r"\.grad\b|clip|norm|param|optim|model"

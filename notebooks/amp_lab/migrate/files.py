@@ -15,7 +15,7 @@ import re
 import stat
 import tokenize
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -214,17 +214,21 @@ def _migrate_python(
         raise MigrateError(f"line {line} is not {error.encoding}") from error
     if text.encode(encoding) != data:
         raise MigrateError(f"its {encoding} cannot be written back as it was")
-    edits, findings = _edits_and_findings(text, path)
+    edits, findings = _edits_and_findings(
+        text, path, lambda error: f"line {error.raw_line} {_why_not_read(text)}"
+    )
     new = apply(text, edits)
     lines = [Line(None, *finding) for finding in findings]
     return new.encode(encoding), lines, [("", text, new)]
 
 
-def _edits_and_findings(text: str, path: Path) -> tuple[list[Edit], list[Finding]]:
+def _edits_and_findings(
+    text: str, path: Path, why_no_python: Callable[[cst.ParserSyntaxError], str]
+) -> tuple[list[Edit], list[Finding]]:
     try:
         return edits_and_findings(text, path)
     except cst.ParserSyntaxError as error:
-        raise MigrateError(f"line {error.raw_line} {_why_not_read(text)}") from error
+        raise MigrateError(why_no_python(error)) from error
     except RecursionError as error:
         raise MigrateError("is nested too deeply") from error
     except ValueError as error:
@@ -295,14 +299,7 @@ def _migrate_notebook(
     if not any(name.decode() in code for name in NAMES):
         return data, [], []
     _check_size(len(code))
-    try:
-        edits, findings = edits_and_findings(code, path)
-    except cst.ParserSyntaxError as error:
-        raise MigrateError(_why_no_python(cells)) from error
-    except RecursionError as error:
-        raise MigrateError("is nested too deeply") from error
-    except ValueError as error:
-        raise MigrateError(f"cannot be migrated: {error}") from error
+    edits, findings = _edits_and_findings(code, path, lambda _: _why_no_python(cells))
 
     starts = [cell.start for cell in cells]
     line_of = [code.count("\n", 0, start) for start in starts]

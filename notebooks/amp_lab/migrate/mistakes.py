@@ -12,7 +12,17 @@ from collections.abc import Iterator
 import libcst as cst
 
 from amp_lab.migrate.torch_names import OLD, OLD_MODULES
-from amp_lab.migrate.tree import Finding, Scope, Tree, below, children, dotted, leaves
+from amp_lab.migrate.tree import (
+    Finding,
+    Scope,
+    Tree,
+    assignments,
+    below,
+    children,
+    dotted,
+    is_false,
+    leaves,
+)
 
 SCALERS = {name for name, (new, _) in OLD.items() if new == "GradScaler"}
 SCALERS |= {"torch.amp.GradScaler", "torch.amp.grad_scaler.GradScaler"}
@@ -34,17 +44,9 @@ _TRAINS_ANEW = re.compile(
 )
 _NAMED_LOSS = re.compile(r"(?i)loss|err|cost|objective")
 _NO_LOSS = {"self", "cls", "engine", "model_engine", "accelerator", "fabric", "manager", "trainer"}
-_OF_MODULES = {
-    "parameters",
-    "named_parameters",
-    "modules",
-    "train",
-    "eval",
-    "to",
-    "cuda",
-    "forward",
-}
-_OF_MODULES |= {"state_dict", "load_state_dict", "zero_grad", "register_buffer", "children"}
+_OF_MODULES = {"parameters", "named_parameters", "modules", "train", "eval", "to", "cuda"}
+_OF_MODULES |= {"forward", "children"}
+_OF_MODULES |= {"state_dict", "load_state_dict", "zero_grad", "register_buffer"}
 _NO_LOSS |= {"model", "net", "module", "ctx", "layer"}
 
 
@@ -92,27 +94,6 @@ def _star_of_amp(found: tuple[cst.Import | cst.ImportFrom, Scope]) -> str | None
     return module if module in (*OLD_MODULES, "torch.amp") else None
 
 
-def _is_false(node: cst.CSTNode | None) -> bool:
-    """Whether it is written as False, or 0."""
-    return (isinstance(node, cst.Name) and node.value == "False") or (
-        isinstance(node, cst.Integer) and node.evaluated_value == 0
-    )
-
-
-def _pairs(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
-    """Each target of an assignment, and what it is given."""
-    if isinstance(node, cst.AnnAssign | cst.NamedExpr) and node.value is not None:
-        yield node.target, node.value
-    for target in node.targets if isinstance(node, cst.Assign) else ():
-        targets, value = target.target, node.value
-        if isinstance(targets, cst.Tuple) and isinstance(value, cst.Tuple):
-            if len(targets.elements) == len(value.elements):
-                for one, its in zip(targets.elements, value.elements, strict=True):
-                    yield one.value, its.value
-        else:
-            yield targets, value
-
-
 def _last(key: str) -> str:
     return key.rpartition(".")[2]
 
@@ -138,7 +119,7 @@ class _Finder:
             for call in tree.calls
             if self._origin(call.func, tree.scope_of[call]) in SCALERS
             for above, _ in tree.ancestors(call)
-            for target, value in _pairs(above)
+            for target, value in assignments(above)
             if any(part is call for part in below(value))
         }
         self._read(tree.module, _Place())
@@ -262,12 +243,12 @@ class _Finder:
         ]
         if len(call.args) > place and call.args[place].keyword is None:
             given.append(call.args[place].value)
-        return not any(map(_is_false, given))
+        return not any(map(is_false, given))
 
     def _read_expression(self, node: cst.CSTNode, place: _Place, unit: _Unit) -> None:
         if isinstance(node, cst.Lambda):
             return
-        for target, value in _pairs(node):
+        for target, value in assignments(node):
             self._read_assignment(node, target, value, place, unit)
         for child in children(node):
             self._read_expression(child, place, unit)
@@ -301,7 +282,7 @@ class _Finder:
             for i, arg in enumerate(call.args)
             if (arg.keyword.value == "enabled" if arg.keyword is not None else i == at)
         ]
-        return any(map(_is_false, given))
+        return any(map(is_false, given))
 
     def _add(self, unit: _Unit, kind: str, node, place: _Place, of="", optimizer="") -> None:
         unit.events.append(_Event(kind, node, place, len(unit.events), of, optimizer))

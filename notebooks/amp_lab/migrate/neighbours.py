@@ -53,13 +53,12 @@ def _advice(name: str, device: str) -> str:
 
 def _lacks_device(tree: Tree, use: Use, name: str, device: str) -> bool:
     """Whether a use would not do what it did, with what torch.amp has by that name."""
-    parent = tree.parents[use.node]
-    call = parent if isinstance(parent, cst.Call) and parent.func is use.node else None
+    call = tree.call_of(use.node)
     args = list(call.args) if call is not None else []
     if any(a.keyword is not None and a.keyword.value in ("device", "device_type") for a in args):
         return False
     if name.startswith("custom"):
-        return call is not None or isinstance(parent, cst.Decorator)
+        return call is not None or isinstance(tree.parents[use.node], cst.Decorator)
     by_place = bool(args) and args[0].keyword is None
     if call is None or (by_place and _DEVICE.search(tree.code(args[0]))):
         return False

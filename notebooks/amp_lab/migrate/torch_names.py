@@ -11,11 +11,20 @@ in a file that turns the cache off.
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Iterator
 
 import libcst as cst
 
-from amp_lab.migrate.tree import Binding, Edit, Finding, Scope, Tree, Use, dotted
+from amp_lab.migrate.tree import (
+    Binding,
+    Edit,
+    Finding,
+    Scope,
+    Tree,
+    Use,
+    dotted,
+    is_false,
+    name_called,
+)
 from amp_lab.migrate.versions import is_guarded
 
 OLD_MODULES = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
@@ -74,7 +83,7 @@ class _Rewriter:
         return any(use.parts[-1].startswith("get_autocast_") for use in tree.uses) or any(
             "dtype" not in of_it
             and sum(not arg.keyword for arg in call.args) < 2
-            and not _is_false(of_it.get("enabled"))
+            and not is_false(of_it.get("enabled"))
             for call, of_it in zip(calls, given, strict=True)
         )
 
@@ -124,12 +133,17 @@ class _Rewriter:
                 for old in self.tree.origins(use) & OLD.keys():
                     found[use.node] = old
         for call in self.tree.calls:
-            if (dotted(call.func) or ("",))[-1] not in ("patch", "object", "setattr", "delattr"):
+            if name_called(call) not in ("patch", "object", "setattr", "delattr"):
                 continue
-            values = [arg.value for arg in call.args[:2]]
-            texts = [v.raw_value if isinstance(v, cst.SimpleString) else "" for v in values]
-            module = self.tree.origin(values[0], self.tree.scope_of[call]) if values else None
-            for old in (texts[:1] or [""])[0], f"{module}.{texts[-1] if texts else ''}":
+            names = []  # what is replaced is given in one string, or as a module and a string
+            for value in (arg.value for arg in call.args[:2]):
+                is_text = isinstance(value, cst.SimpleString)
+                names.append(
+                    value.raw_value
+                    if is_text
+                    else self.tree.origin(value, self.tree.scope_of[call])
+                )
+            for old in (*names[:1], ".".join(filter(None, names))):
                 if old in OLD:
                     found[call] = old
         return found
@@ -187,7 +201,7 @@ class _Rewriter:
     def _torch(self, use: Use) -> str | None:
         """The name of the module torch where something is used, if it is surely bound there."""
         names, scope = {"torch": None}, use.scope
-        for looked in _outwards(scope):
+        for looked in scope.outwards():
             for name, bindings in looked.bindings.items():
                 if any(binding.origin == "torch" for binding in bindings):
                     names[name] = None
@@ -203,7 +217,7 @@ class _Rewriter:
             if is_spelled or self._is_surely_torch(bound, name, use):
                 return name
         bound = scope.find("torch")
-        for looked in _outwards(scope):
+        for looked in scope.outwards():
             if looked in self.brings_torch and bound in (None, looked):
                 self.torch_needed.add(looked)
                 return "torch"
@@ -266,8 +280,8 @@ class _Rewriter:
             raise ByHand(f"{old} is replaced (line {lines}): write torch.amp.{name} in both places")
         if any(isinstance(above, cst.Del) for above, _ in self.tree.ancestors(node)):
             raise ByHand(f"its name is deleted here: write torch.amp.{name}, and do not")
-        if isinstance(parent, cst.Call) and parent.func is node:
-            return name, self._plan_call(name, device, parent, parent.args, use)
+        if (call := self.tree.call_of(node)) is not None:
+            return name, self._plan_call(name, device, call, call.args, use)
         if name.startswith("custom"):
             return name, [Edit(*[self.tree.span(node)[1]] * 2, f'(device_type="{device}")')]
         if self._names_a_type(node):
@@ -336,8 +350,8 @@ class _Rewriter:
             parent = self.tree.parents[use.node]
             if use.parts[-1] != parts[-1] or isinstance(parent, cst.AssignTarget):
                 continue
-            is_called = isinstance(parent, cst.Call) and parent.func is use.node
-            if not is_called or any(a.star or not a.keyword for a in parent.args):
+            its = self.tree.call_of(use.node)
+            if its is None or any(a.star or not a.keyword for a in its.args):
                 parts = None
                 break
         if parts is None:
@@ -388,7 +402,7 @@ class _Rewriter:
                 if is_bare:
                     edits.append(Edit(end, end, ")"))
         defaults, enabled = {}, given.get("enabled")
-        if "dtype" not in given and not (_is_false(enabled) and not self.takes_dtype):
+        if "dtype" not in given and not (is_false(enabled) and not self.takes_dtype):
             torch = self._torch(use)
             if torch is None:
                 raise ByHand(f"import torch, and give it dtype=torch.{_DTYPES[device]}")
@@ -488,8 +502,8 @@ class _Rewriter:
                 self.say(alias, "rewritten", f"{name} is imported from torch.amp")
 
     def _may_bind_torch(self, scope: Scope) -> bool:
-        """Whether `import torch` in a scope can change what no use of that name means."""
-        related = [s for s in self.tree.scopes if scope in _outwards(s) or s in _outwards(scope)]
+        """Whether `import torch` in a scope leaves each use of that name its meaning."""
+        related = [s for s in self.tree.scopes if scope in s.outwards() or s in scope.outwards()]
         bindings = [binding for s in related for binding in s.bindings.get("torch", ())]
         return not self._is_deleted("torch") and all(b.origin == "torch" for b in bindings)
 
@@ -561,17 +575,6 @@ class _Rewriter:
     def _alias_span(self, alias: cst.ImportAlias) -> tuple[int, int]:
         last = alias.name if alias.asname is None else alias.asname.name
         return self.tree.span(alias.name)[0], self.tree.span(last)[1]
-
-
-def _is_false(node: cst.BaseExpression | None) -> bool:
-    return isinstance(node, cst.Name) and node.value == "False"
-
-
-def _outwards(scope: Scope | None) -> Iterator[Scope]:
-    """A scope and those around it."""
-    while scope is not None:
-        yield scope
-        scope = scope.parent
 
 
 def _is_old(origin: str) -> bool:

@@ -57,13 +57,18 @@ class Scope:
         self.bindings: dict[str, list[Binding]] = {}
         self.elsewhere: dict[str, Scope] = {}  # global and nonlocal
 
+    def outwards(self) -> "Iterator[Scope]":
+        """This scope, and those around it."""
+        scope: Scope | None = self
+        while scope is not None:
+            yield scope
+            scope = scope.parent
+
     def find(self, name: str) -> "Scope | None":
         """The scope in which `name` is bound, as it is seen from this one."""
-        scope = self
-        while scope is not None:
+        for scope in self.outwards():
             if name in scope.bindings and (scope is self or scope.kind != "class"):
                 return scope
-            scope = scope.parent
         return None
 
 
@@ -118,14 +123,9 @@ def _is_import_of_torch(value: cst.CSTNode | None) -> bool:
     """Whether it is a call such as ``pytest.importorskip("torch")``."""
     if not isinstance(value, cst.Call) or not value.args:
         return False
-    first, name = value.args[0].value, (dotted(value.func) or ("",))[-1]
+    first, name = value.args[0].value, name_called(value)
     is_torch = isinstance(first, cst.SimpleString) and first.raw_value == "torch"
     return is_torch and name in ("importorskip", "import_module", "__import__")
-
-
-def _enclosing(scope: Scope) -> Iterator[Scope]:
-    while (scope := scope.parent) is not None:
-        yield scope
 
 
 def dotted(node: cst.CSTNode | None) -> tuple[str, ...] | None:
@@ -137,6 +137,32 @@ def dotted(node: cst.CSTNode | None) -> tuple[str, ...] | None:
     if not isinstance(node, cst.Name):
         return None
     return (node.value, *reversed(parts))
+
+
+def name_called(call: cst.Call) -> str:
+    """The last part of the name of what is called; empty if it has none."""
+    return (dotted(call.func) or ("",))[-1]
+
+
+def is_false(node: cst.CSTNode | None) -> bool:
+    """Whether it is written as False, or 0."""
+    return (isinstance(node, cst.Name) and node.value == "False") or (
+        isinstance(node, cst.Integer) and node.evaluated_value == 0
+    )
+
+
+def assignments(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
+    """Each target that a node assigns to, and what it is given; none if it is no assignment."""
+    if isinstance(node, cst.AnnAssign | cst.NamedExpr) and node.value is not None:
+        yield node.target, node.value
+    for target in node.targets if isinstance(node, cst.Assign) else ():
+        targets, value = target.target, node.value
+        if isinstance(targets, cst.Tuple) and isinstance(value, cst.Tuple):
+            if len(targets.elements) == len(value.elements):
+                for one, its in zip(targets.elements, value.elements, strict=True):
+                    yield one.value, its.value
+        else:
+            yield targets, value
 
 
 class Tree:
@@ -283,7 +309,7 @@ class Tree:
         for item in node.names:
             name, home = item.name.value, self.scopes[0]
             if isinstance(node, cst.Nonlocal):
-                outer = [s for s in _enclosing(scope) if s.kind == "function"]
+                outer = [s for s in scope.outwards() if s.kind == "function" and s is not scope]
                 home = next((s for s in outer if name in s.bindings), outer[0] if outer else home)
             scope.elsewhere[name] = home
 
@@ -337,6 +363,11 @@ class Tree:
             yield parent, node
             node = parent
 
+    def call_of(self, node: cst.CSTNode) -> cst.Call | None:
+        """The call whose function a node is."""
+        parent = self.parents[node]
+        return parent if isinstance(parent, cst.Call) and parent.func is node else None
+
     def statement(self, node: cst.CSTNode) -> cst.CSTNode:
         """The statement, simple line or compound, that a node is in."""
         for parent, child in self.ancestors(node):
@@ -358,9 +389,9 @@ class Tree:
         """What is assigned to each name and attribute of the file, whichever its scope."""
         found: dict[tuple[str, ...], list[cst.BaseExpression]] = {}
         for node in below(self.module):
-            for target in node.targets if isinstance(node, cst.Assign) else ():
-                if parts := dotted(target.target):
-                    found.setdefault(parts, []).append(node.value)
+            for target, value in assignments(node):
+                if parts := dotted(target):
+                    found.setdefault(parts, []).append(value)
         return found
 
     def uses_below(self, node: cst.CSTNode) -> list[Use]:

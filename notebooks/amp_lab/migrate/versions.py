@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import libcst as cst
 
-from amp_lab.migrate.tree import Binding, Tree, Use, below, children, dotted, leaves
+from amp_lab.migrate.tree import Binding, Tree, Use, below, children, dotted, leaves, name_called
 
 _NAMED_AFTER_TORCH = re.compile(  # TORCH_GE_2_4, is_torch_version, torch_at_least, PT24
     r"(?i)(?<![a-z])(?:py)?torch_?(?:v?\d+(?:_\d+)*(?![a-z\d])|greater|less|at_least|newer|older"
@@ -164,7 +164,7 @@ def _is_try_of_new(tree: Tree, node: cst.Try) -> bool:
 
 def _looks_up(tree: Tree, call: cst.Call) -> bool:
     """Whether a call asks for a name of torch's mixed precision, or for torch's version."""
-    name = (dotted(call.func) or ("",))[-1]
+    name = name_called(call)
     if not call.args:
         return False
     first, texts = call.args[0].value, [_literal(arg.value) for arg in call.args]
@@ -228,17 +228,16 @@ def _is_newer(tree: Tree, arm: cst.CSTNode, node: cst.CSTNode) -> bool:
     elif isinstance(node, cst.ImportAlias):
         old = {node.name.value}
     for new, name in found:
-        if (old is not None and not old & {name, "amp"}) or (
-            new is not None and name == "autocast"
-        ):
+        if old is not None and not old & {name, "amp"}:
             continue
-        call = tree.parents[new.node] if new is not None else None
         if new is None:
             return True
-        is_called = isinstance(call, cst.Call) and call.func is new.node
+        if name == "autocast":
+            continue
+        call = tree.call_of(new.node)
         devices = [
             _literal(arg.value)
-            for i, arg in enumerate(call.args if is_called else ())
+            for i, arg in enumerate(call.args if call is not None else ())
             if (i == 0 and arg.keyword is None)
             or (arg.keyword is not None and arg.keyword.value in ("device", "device_type"))
         ]
