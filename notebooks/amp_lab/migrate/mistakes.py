@@ -44,10 +44,9 @@ _TRAINS_ANEW = re.compile(
 )
 _NAMED_LOSS = re.compile(r"(?i)loss|err|cost|objective")
 _NO_LOSS = {"self", "cls", "engine", "model_engine", "accelerator", "fabric", "manager", "trainer"}
-_OF_MODULES = {"parameters", "named_parameters", "modules", "train", "eval", "to", "cuda"}
-_OF_MODULES |= {"forward", "children"}
-_OF_MODULES |= {"state_dict", "load_state_dict", "zero_grad", "register_buffer"}
 _NO_LOSS |= {"model", "net", "module", "ctx", "layer"}
+_OF_MODULES = {"parameters", "named_parameters", "modules", "children", "forward", "train", "eval"}
+_OF_MODULES |= {"to", "cuda", "state_dict", "load_state_dict", "zero_grad", "register_buffer"}
 
 
 @dataclasses.dataclass(frozen=True)
