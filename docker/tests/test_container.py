@@ -5,7 +5,9 @@ import http.client
 import json
 import os
 import re
+import subprocess
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -272,13 +274,18 @@ def test_a_taken_port_is_said(image):
 
 
 def test_a_changed_notebook_rebuilds_nothing_but_its_copy(image):
+    file = image.parent / "override-changed.yaml"
+    file.write_text("services: {lab: {image: amp-lab-changed}}\n")
+    service = Service(image, "docker/compose.yaml", file)
     notebook = image / "notebooks" / "01_number_formats.py"
     text = notebook.read_text()
     try:
-        notebook.write_text(text + "\n")
-        done = Service(image, "docker/compose.yaml").compose("--progress", "plain", "build")
+        # New at every run: an engine remembers what earlier runs have copied.
+        notebook.write_text(f"{text}\n# {uuid.uuid4()}\n")
+        done = service.compose("--progress", "plain", "build")
     finally:
         notebook.write_text(text)
+        subprocess.run(["docker", "image", "rm", "amp-lab-changed"], capture_output=True)
     steps = re.findall(r"^#(\d+) \[lab .*?\] (.*)$", done.stdout + done.stderr, re.MULTILINE)
     cached = set(re.findall(r"^#(\d+) CACHED", done.stdout + done.stderr, re.MULTILINE))
     ran = [step for number, step in dict(steps).items() if number not in cached]
