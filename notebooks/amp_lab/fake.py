@@ -210,6 +210,36 @@ def _attention(query, key, value, mask=None, dropout=0.0, causal=False, *, scale
     )[0]
 
 
+@contextmanager
+def _fused_gru() -> Iterator[None]:
+    """Give a GPU's fused GRU cell the shapes of what it returns, which torch 2.11 does not know."""
+    cell = "_thnn_fused_gru_cell"
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{cell}", "Meta"):
+        yield
+        return
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl(cell, _gru_cell, "Meta")
+        library.impl(f"{cell}_backward", _gru_cell_backward, "Meta")
+        yield
+    finally:
+        library._destroy()
+
+
+def _gru_cell(input_gates, hidden_gates, state, input_bias=None, hidden_bias=None):
+    """The next state (N, H), and the (N, 5H) that the backward pass reads."""
+    rows, width = state.shape
+    return state.new_empty(rows, width), state.new_empty(rows, 5 * width)
+
+
+def _gru_cell_backward(gradient, workspace, has_bias):
+    """The gradients of both kinds of gates (N, 3H), of the state (N, H), and of two biases (3H)."""
+    rows, width = gradient.shape
+    gates = [workspace.new_empty(rows, 3 * width) for _ in range(2)]
+    biases = [workspace.new_empty(3 * width) if has_bias else None for _ in range(2)]
+    return *gates, gradient.new_empty(rows, width), *biases
+
+
 @dataclasses.dataclass(frozen=True)
 class FakeRun:
     """A model and its inputs on a fake device; made by `on_fake_device`."""
@@ -259,6 +289,7 @@ def on_fake_device(
         mode,
         nullcontext() if same else device,
         absent_device(device_type),
+        _fused_gru(),
         _logged_nothing(),
         _attributes_restored(model),
     ):

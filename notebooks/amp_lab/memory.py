@@ -259,7 +259,8 @@ def forecast_memory(
     forward pass with the autocast rules of the device, the backward pass node by node in the order
     of torch's engine, the optimizer on the shapes of the parameters. Each storage counts from its
     making to its end, so that views, in-place ops and activation checkpointing (without
-    ``use_reentrant``) count for what they are. The peak is the most that is in use at one time.
+    ``use_reentrant``) count for what they are. The peak is the most that is in use at one time;
+    with torch 2.11 it can be too high next to an `autograd.Function`, never too low.
 
     `inputs` and `kwargs` are tensors, or structures of them, on any device, also ``meta``; only
     shape and dtype matter. Without `loss_fn` every floating-point output gets a gradient of its own
@@ -480,7 +481,7 @@ class _Job:
         ledger.mark("forward")
         leaves = pytree.tree_leaves(output)
         seeds = [
-            (leaf.grad_fn, leaf.output_nr, torch.ones_like(leaf))
+            (torch.autograd.graph.get_gradient_edge(leaf), torch.ones_like(leaf))
             for leaf in leaves
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
         ]
@@ -766,7 +767,7 @@ def _caveats(model: nn.Module) -> tuple[str, ...]:
 
 
 def _backward(
-    seeds: list[tuple[torch.autograd.graph.Node, int, torch.Tensor]],
+    seeds: list[tuple[torch.autograd.graph.GradientEdge, torch.Tensor]],
 ) -> dict[int, torch.Tensor]:
     """The gradients of the leaves, by the id of the leaf, from a walk over the graph.
 
@@ -774,30 +775,39 @@ def _backward(
     here: nodes run latest first, each as soon as all its gradients are there, and what it kept is
     freed after it. The nodes themselves are torch's. `seeds` is emptied, so that no node outlives
     its turn.
+
+    Where the node of an `autograd.Function` ends with what leads to it, that stays until the node
+    has run; what it kept is then freed later than by the engine.
     """
-    waits = _uses([node for node, _, _ in seeds])
+    waits = _uses([edge.node for edge, _ in seeds])
     pending: dict[torch.autograd.graph.Node, dict[int, torch.Tensor]] = {}
-    for node, index, gradient in seeds:
-        pending.setdefault(node, {})[index] = gradient
+    owners: dict[torch.autograd.graph.Node, Any] = {}
+    for edge, gradient in seeds:
+        pending.setdefault(edge.node, {})[edge.output_nr] = gradient
+        owners[edge.node] = edge.ownership_token
     tie = itertools.count()
     ready = [(-node._sequence_nr(), next(tie), node) for node in pending if not waits[node]]
     heapq.heapify(ready)
     seeds.clear()
-    node = gradient = None  # here and below: no name may keep alive what the engine would free
+    # Here and below: no name may keep alive what the engine would free.
+    edge = node = gradient = owner = None
     leaves: dict[int, torch.Tensor] = {}
     group = getattr(torch.utils.checkpoint, "GraphExecGroup", nullcontext)
     with torch.no_grad(), group():
         while ready:
             node = heapq.heappop(ready)[2]
             waits.pop(node, None)
-            arrived = pending.pop(node, {})
+            arrived, owner = pending.pop(node, {}), owners.pop(node, None)
             if hasattr(node, "variable"):
                 _accumulate(leaves, node.variable, arrived.get(0))
-                del node, arrived
+                del node, arrived, owner
                 continue
             results = _call(node, arrived)
             children = node.next_functions
-            del node, arrived  # with it goes what it kept, as the engine frees it now
+            for child, _ in children:
+                if isinstance(child, torch._C._FunctionBase) and _OWNED_BY_PARENTS:
+                    owners[child] = node, owner
+            del node, arrived, owner  # with it goes what it kept, as the engine frees it now
             for i, (child, index) in enumerate(children):
                 if child is None:
                     continue
@@ -810,6 +820,24 @@ def _backward(
                     heapq.heappush(ready, (-child._sequence_nr(), next(tie), child))
             child = children = results = None
     return leaves
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+
+def _are_owned_by_parents() -> bool:
+    """Whether the node of an `autograd.Function` ends with what leads to it, as in torch 2.11."""
+    node = _Identity.apply(torch.ones(1, requires_grad=True)).grad_fn
+    try:
+        return not node.next_functions
+    except RuntimeError:
+        return True
+
+
+_OWNED_BY_PARENTS = _are_owned_by_parents()
 
 
 def _uses(
@@ -949,21 +977,23 @@ def _optimizer_bytes_of_one(
 ) -> tuple[int, int]:
     """The same for one parameter, from two steps on ``meta``: the first makes the state.
 
-    Counters of steps, which torch keeps on the host, count on a CPU only.
+    Counters of steps, which torch keeps on the host, count on a CPU only. Torch 2.11 makes them on
+    the default device, and that is the device of the run.
     """
-    parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
-    parameter.grad = torch.empty_like(parameter)
-    optimizer = OPTIMIZERS[name]([parameter], foreach=device_type in _FOREACH)
-    optimizer.step()
-    tensors = [t for t in optimizer.state[parameter].values() if isinstance(t, torch.Tensor)]
+    ledger = _Ledger("meta")
+    with torch.device("cpu"):
+        parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+        parameter.grad = torch.empty_like(parameter)
+        optimizer = OPTIMIZERS[name]([parameter], foreach=device_type in _FOREACH)
+        optimizer.step()
+        tensors = [t for t in optimizer.state[parameter].values() if isinstance(t, torch.Tensor)]
+        ledger.own("optimizer", [parameter, parameter.grad, *tensors])
+        begin = len(ledger.log)
+        with ledger:
+            optimizer.step()
     state = [
         t.numel() * t.itemsize for t in tensors if t.device.type == "meta" or device_type == "cpu"
     ]
-    ledger = _Ledger("meta")
-    ledger.own("optimizer", [parameter, parameter.grad, *tensors])
-    begin = len(ledger.log)
-    with ledger:
-        optimizer.step()
     changes = [ledger.sizes[e] if e >= 0 else -ledger.sizes[~e] for e in ledger.log[begin:]]
     return sum(state), max(itertools.accumulate(changes, initial=0))
 

@@ -565,8 +565,9 @@ def _named(value: Any, argument: torch.Argument, make: _Make) -> Any:
     kind = str(argument.type)
     if isinstance(value, tuple):
         return make.tensor(value)
-    if kind in ("str", "List[str]") and not isinstance(value, str):  # dimensions by name
-        return _plain(argument)
+    if kind in ("str", "List[str]") and not isinstance(value, str):
+        # A dimension by name, as torch had them until 2.14; its dispatcher wants this prefix.
+        return "dimname::x" if kind == "str" else ["dimname::x"]
     if not isinstance(value, list) or not value:
         return value
     if "List" in kind and isinstance(value[0], tuple):
@@ -581,7 +582,7 @@ def _plain(argument: torch.Argument) -> Any:
     if kind.startswith("Optional"):
         return None
     if kind.startswith("List"):
-        return ["x" if kind == "List[str]" else 1] * (argument.N or 2)
+        return [1] * (argument.N or 2)
     return {"bool": False, "str": "nuc"}.get(kind, 1)
 
 
