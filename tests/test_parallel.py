@@ -1,9 +1,12 @@
 """Several processes that train one model: what they agree on, compute and send."""
 
+import gc
 import os
+import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DistributedSampler
 
@@ -409,6 +412,20 @@ def wait_for_nobody():
 def test_a_rank_that_never_comes_is_given_up_after_the_timeout():
     ended = run_ranks(wait_for_nobody, 1, WORLD_SIZE=2)
     assert "no connection to the other processes at 127.0.0.1:" in ended[0].value
+
+
+def outlive(kind: str):
+    with join(kind, CPU) as ranks:
+        model = ranks.wrap(nn.Linear(2, 2), Precision.FP32)
+        group = weakref.ref(dist.group.WORLD)
+    assert not dist.is_initialized()
+    del model
+    gc.collect()
+    return group() is not None
+
+
+def test_a_model_is_never_the_last_to_let_go_of_the_group():
+    assert values_of(outlive, 1, "ddp") == [True]
 
 
 def leave_early(ranks):

@@ -154,7 +154,7 @@ def how_to_do_without(error: Exception) -> str | None:
 
 
 @contextmanager
-def _logged_nothing() -> Iterator[None]:
+def logged_nothing() -> Iterator[None]:
     """Fake tensors log the traceback of an error of an op, and then raise it."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before = logger.disabled
@@ -290,7 +290,7 @@ def on_fake_device(
         nullcontext() if same else device,
         absent_device(device_type),
         _fused_gru(),
-        _logged_nothing(),
+        logged_nothing(),
         _attributes_restored(model),
     ):
         copies = _Copies(device)

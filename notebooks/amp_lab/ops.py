@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_lab.errors import AmpLabWarning, first_line
-from amp_lab.fake import absent_device, autocast_on, checked_dtype, fake_mode
+from amp_lab.fake import absent_device, autocast_on, checked_dtype, fake_mode, logged_nothing
 from amp_lab.tables import Printed, Table, dtype_name, short_name
 
 POLICIES = {
@@ -473,7 +473,7 @@ def _told(error: Exception) -> str:
 
 @contextmanager
 def _fake(device_type: str) -> Iterator[None]:
-    with absent_device(device_type), fake_mode():
+    with absent_device(device_type), fake_mode(), logged_nothing():
         yield
 
 

@@ -277,7 +277,21 @@ def join(
         ) from error
     finally:
         if agreed:
-            dist.destroy_process_group()
+            _leave()
+
+
+_left: dist.ProcessGroup | None = None
+
+
+def _leave() -> None:
+    """End the group, and keep it from being freed by the model, which may live on.
+
+    A model under DDP that lets go of the group last waits for gloo's threads without giving up the
+    interpreter's lock, while one of them may need that to free a tensor: neither would ever end.
+    """
+    global _left
+    _left = dist.group.WORLD
+    dist.destroy_process_group()
 
 
 def _checked(kind: Parallel | str | None, reduce_dtype: str, timeout_s: float) -> Parallel | None:
