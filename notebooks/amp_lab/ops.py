@@ -566,7 +566,7 @@ def _named(value: Any, argument: torch.Argument, make: _Make) -> Any:
     if isinstance(value, tuple):
         return make.tensor(value)
     if kind in ("str", "List[str]") and not isinstance(value, str):
-        # A dimension by name, as torch had them until 2.14; its dispatcher wants this prefix.
+        # A dimension by name, which torch 2.11 still has; its dispatcher wants this prefix.
         return "dimname::x" if kind == "str" else ["dimname::x"]
     if not isinstance(value, list) or not value:
         return value
