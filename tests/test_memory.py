@@ -191,10 +191,10 @@ def test_forecast_agrees_with_a_real_step_on_the_cpu(name, precision):
     forward, backward, gradients = real_peaks(model, inputs, precision)
     there = forecast.weights + forecast.buffers + inputs.nbytes
     assert forecast.phases["forward"] - there == pytest.approx(forward, rel=0.01)
-    if name == "custom functions" and memory._OWNED_BY_PARENTS:  # torch 2.11: more, at most
-        assert backward <= forecast.phases["backward"] - there < 1.25 * backward
-    else:
-        assert forecast.phases["backward"] - there == pytest.approx(backward, rel=0.01)
+    late = 0  # with torch 2.11, the output of tanh is still there when the function before it runs
+    if name == "custom functions" and memory._OWNED_BY_PARENTS:
+        late = 64 * 128 * 4
+    assert forecast.phases["backward"] - there == pytest.approx(backward + late, rel=0.01)
     assert forecast.gradients == gradients
     assert forecast.peak == max(forecast.phases.values())
     assert forecast.peak == sum(forecast.at_peak.values())

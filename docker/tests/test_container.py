@@ -285,7 +285,7 @@ def test_a_changed_notebook_rebuilds_nothing_but_its_copy(image):
         done = service.compose("--progress", "plain", "build")
     finally:
         notebook.write_text(text)
-        subprocess.run(["docker", "image", "rm", "amp-lab-changed"], capture_output=True)
+    subprocess.run(["docker", "image", "rm", "amp-lab-changed"], check=True, capture_output=True)
     steps = re.findall(r"^#(\d+) \[lab .*?\] (.*)$", done.stdout + done.stderr, re.MULTILINE)
     cached = set(re.findall(r"^#(\d+) CACHED", done.stdout + done.stderr, re.MULTILINE))
     ran = [step for number, step in dict(steps).items() if number not in cached]

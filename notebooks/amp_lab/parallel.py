@@ -280,7 +280,7 @@ def join(
             _leave()
 
 
-_left: dist.ProcessGroup | None = None
+_last_group: dist.ProcessGroup | None = None
 
 
 def _leave() -> None:
@@ -289,8 +289,8 @@ def _leave() -> None:
     A model under DDP that lets go of the group last waits for gloo's threads without giving up the
     interpreter's lock, while one of them may need that to free a tensor: neither would ever end.
     """
-    global _left
-    _left = dist.group.WORLD
+    global _last_group
+    _last_group = dist.group.WORLD
     dist.destroy_process_group()
 
 
