@@ -37,7 +37,7 @@ import torch
 from torch import nn
 
 from amp_lab import Precision, describe_device, measure, plots
-from amp_lab.convmodel import ConvModel, quantized_sine
+from amp_lab.bench import ConvModel, quantized_sine
 from amp_lab.notebook import start
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice

@@ -38,10 +38,8 @@ from torchvision import models
 
 from amp_lab import forecast_memory, largest_batch, op_table, plots, xray
 from amp_lab.cli import main as amp_lab_command
-from amp_lab.memory import compare_memory, parse_bytes
 from amp_lab.notebook import start
-from amp_lab.ops import differences
-from amp_lab.xray import compare
+from amp_lab.tracing import compare, compare_memory, differences, parse_bytes
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 plots.use_style()

@@ -35,10 +35,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from amp_lab import Precision, forecast_memory, measure, plots, recommend_precision, xray
-from amp_lab.bench import count_step, measure_ceilings
-from amp_lab.bench.convmodel_fused import FusedStep
+from amp_lab.bench import ConvModel, FusedStep, count_step, measure_ceilings, quantized_sine
 from amp_lab.cli import main as amp_lab_command
-from amp_lab.convmodel import ConvModel, quantized_sine
 from amp_lab.notebook import start
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
@@ -280,7 +278,7 @@ assert off > 0  # it rounds, unlike FP32
 # the pixels. `FusedStep` makes just these five. On a CPU it works on a block of pixels at a time,
 # that stays in the cache; it computes the first layer anew where it is needed, which is cheaper than
 # to store it; and of all activations it keeps two. Its source is worth
-# reading: `amp_lab/bench/convmodel_fused.py`, some 200 lines. It scales no gradients, so it computes
+# reading: `amp_lab/bench/fused_convmodel.py`, some 200 lines. It scales no gradients, so it computes
 # in bf16.
 
 # %% tags=["nbval-ignore-output"]

@@ -62,8 +62,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
-from amp_lab.communication import count_communication
-from amp_lab.workers import run_workers
+from amp_lab.distributed import count_communication
+from amp_lab.notebook import run_workers
 
 assert dist.is_available()
 

@@ -45,8 +45,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_lab import load_dataset, op_table, plots
-from amp_lab.keras_demo import run_on_backends
-from amp_lab.notebook import start
+from amp_lab.notebook import run_on_backends, start
 
 device, scale = start("keras", "tensorflow")  # AMP_LAB_DEVICE, AMP_LAB_SCALE override the choice
 os.environ.setdefault("KERAS_BACKEND", "torch")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import nbformat
 import pytest
 
-import notebooks
+import build_pairs
 
 # What the committed outputs were made with.
 SETTINGS = {"AMP_LAB_DEVICE": "cpu", "AMP_LAB_SCALE": "quick"}
@@ -55,7 +55,7 @@ def cells_not_run(passed: Iterable[str]) -> dict[str, int]:
     """How many code cells of each notebook are not among these node ids, where any are not."""
     ran = Counter(nodeid.partition("::")[0].rpartition("/")[2] for nodeid in passed)
     missing = {}
-    for source in notebooks.find():
+    for source in build_pairs.find():
         pair = source.with_suffix(".ipynb")
         cells = nbformat.read(pair, as_version=4).cells
         count = sum(cell.cell_type == "code" for cell in cells) - ran[pair.name]

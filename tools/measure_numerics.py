@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_lab import ScaleLog, find_nonfinite, gradient_underflow, pick_device
-from amp_lab.models import build_model
+from amp_lab.training.models import build_model
 from recording import parser, record
 
 PARTS = ("underflow", "scale", "nonfinite")

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 
 from amp_lab import Precision, pick_device
-from amp_lab.communication import count_communication
-from amp_lab.models import build_model
-from amp_lab.parallel import join
-from amp_lab.runs import METRICS
-from amp_lab.workers import run_workers
+from amp_lab.distributed.collectives import count_communication
+from amp_lab.distributed.ranks import join
+from amp_lab.notebook.workers import run_workers
+from amp_lab.training.models import build_model
+from amp_lab.training.run import METRICS
 from recording import parser, record
 
 BATCH = 32  # images of each process

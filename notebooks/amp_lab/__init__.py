@@ -7,7 +7,6 @@ A name is loaded, and torch with it, when it is first used; `import amp_lab` alo
 
 import importlib
 import sys
-import types
 
 __version__ = "0.1.0"
 
@@ -25,14 +24,14 @@ _EXPORTS = {  # public name: the module that defines it
     "describe_device": "device",
     "pick_device": "device",
     "recommend_precision": "device",
-    "Measurement": "measure",
-    "measure": "measure",
+    "Measurement": "timing",
+    "measure": "timing",
     "load_dataset": "data",
-    "make_stand_in": "stand_ins",
-    "fit": "training",
-    "evaluate": "training",
-    "save_checkpoint": "checkpoint",
-    "load_checkpoint": "checkpoint",
+    "make_stand_in": "data.generated",
+    "fit": "training.loop",
+    "evaluate": "training.loop",
+    "save_checkpoint": "checkpoint.file",
+    "load_checkpoint": "checkpoint.file",
     "UnderflowReport": "numerics",
     "gradient_underflow": "numerics",
     "ScaleLog": "numerics",
@@ -46,14 +45,14 @@ _EXPORTS = {  # public name: the module that defines it
     "OptionError": "errors",
     "PeerError": "errors",
     "BenchError": "errors",
-    "OpRule": "ops",
-    "op_table": "ops",
-    "OpRecord": "xray",
-    "Xray": "xray",
-    "xray": "xray",
-    "MemoryForecast": "memory",
-    "forecast_memory": "memory",
-    "largest_batch": "memory",
+    "OpRule": "tracing.op_table",
+    "op_table": "tracing.op_table",
+    "OpRecord": "tracing.xray",
+    "Xray": "tracing.xray",
+    "xray": "tracing.xray",
+    "MemoryForecast": "tracing.memory",
+    "forecast_memory": "tracing.memory",
+    "largest_batch": "tracing.memory",
 }
 
 __all__ = sorted(_EXPORTS)
@@ -69,15 +68,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
-
-
-class _Package(types.ModuleType):
-    """Keeps `amp_lab.measure` the function although the module of that name is loaded too."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if isinstance(value, types.ModuleType) and _EXPORTS.get(name) == name:
-            value = getattr(value, name)
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from amp_lab.errors import DeviceError
-from amp_lab.measure import measure
 from amp_lab.precision import Precision, has_tf32, require_backend
+from amp_lab.timing import measure
 
 # A precision counts as accelerated when its matrix product is at least this many times as fast as
 # fp32's. Less drowns in the casts that autocast inserts, and in the noise of a shared machine.

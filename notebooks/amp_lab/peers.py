@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from amp_lab.errors import PeerError
 from amp_lab.precision import Precision, require_backend
-from amp_lab.training import fit
+from amp_lab.training.loop import fit
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
 """From outputs and targets to a mean over the batch; outputs may arrive in the low precision."""

@@ -1,6 +1,8 @@
 """The speed ladder: workloads x precisions x rungs, held against what the device can do."""
 
 from amp_lab.bench.against import run_peers
+from amp_lab.bench.convmodel import ConvModel, quantized_sine
+from amp_lab.bench.fused_convmodel import FusedStep
 from amp_lab.bench.limits import Ceilings, Count, count_step, measure_ceilings
 from amp_lab.bench.results import (
     Compared,
@@ -27,7 +29,9 @@ __all__ = [
     "RUNGS",
     "Ceilings",
     "Compared",
+    "ConvModel",
     "Count",
+    "FusedStep",
     "PeerRow",
     "Results",
     "Row",
@@ -41,6 +45,7 @@ __all__ = [
     "make_step",
     "measure_ceilings",
     "product_workload",
+    "quantized_sine",
     "run_bench",
     "run_peers",
     "rungs_of",

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from amp_lab.bench.results import PeerRow
 from amp_lab.errors import PeerError, first_line
-from amp_lab.measure import allocated_bytes, is_out_of_memory, measure
-from amp_lab.models import build_model
 from amp_lab.peers import PEERS
 from amp_lab.precision import Precision
+from amp_lab.timing import allocated_bytes, is_out_of_memory, measure
+from amp_lab.training.models import build_model
 
 
 def run_peers(

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from amp_lab.device import describe_device
-from amp_lab.measure import measure
 from amp_lab.precision import Precision
+from amp_lab.timing import measure
 
 _VIEWS = {"empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view", "detach"}
 # Edge of the matrices of a product, bytes of a copy.

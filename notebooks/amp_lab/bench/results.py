@@ -10,7 +10,7 @@ from pathlib import Path
 
 from amp_lab.errors import BenchError
 from amp_lab.files import write_whole
-from amp_lab.tables import Printed, Table
+from amp_lab.report import Printed, Table
 
 SCHEMA = "amp-lab bench 1"
 """Written into each file; another number means other fields."""

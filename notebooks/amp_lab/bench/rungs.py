@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from amp_lab.bench.convmodel_fused import FusedStep
+from amp_lab.bench.fused_convmodel import FusedStep
 from amp_lab.bench.workloads import Problem, Workload
 from amp_lab.errors import BenchError
 from amp_lab.precision import Precision

@@ -17,8 +17,8 @@ from amp_lab.bench.rungs import COMPILED, RUNGS, Step, make_step, rungs_of
 from amp_lab.bench.workloads import NAMES, Workload, workloads
 from amp_lab.device import DeviceReport, describe_device
 from amp_lab.errors import BenchError, first_line
-from amp_lab.measure import allocated_bytes, is_out_of_memory, measure
 from amp_lab.precision import Precision
+from amp_lab.timing import allocated_bytes, is_out_of_memory, measure
 
 CHECKED_STEPS = 5
 """Losses of so many first training steps are held against those of fp32 eager."""

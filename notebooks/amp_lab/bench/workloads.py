@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from amp_lab.convmodel import ConvModel, quantized_sine
-from amp_lab.models import build_model
+from amp_lab.bench.convmodel import ConvModel, quantized_sine
+from amp_lab.training.models import build_model
 
 
 @dataclass

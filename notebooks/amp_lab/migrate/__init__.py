@@ -14,8 +14,8 @@ from pathlib import Path
 
 import libcst as cst
 
-from amp_lab.migrate import apex, mistakes, neighbours, torch_names
-from amp_lab.migrate.tree import Edit, Finding, Tree, apply
+from amp_lab.migrate import apex, mistakes, other_files, torch_amp
+from amp_lab.migrate.python_tree import Edit, Finding, Tree, apply
 
 __all__ = ["Finding", "edits_and_findings", "migrate_source"]
 
@@ -68,11 +68,11 @@ def edits_and_findings(text: str, path: Path | None = None) -> tuple[list[Edit],
     if _may_be_too_deep(text):
         _check_depth(text)
     tree = Tree(text)
-    edits, findings = torch_names.rewrite(tree)
+    edits, findings = torch_amp.rewrite(tree)
     of_apex = apex.rewrite(tree)
     edits, findings = edits + of_apex[0], findings + of_apex[1] + mistakes.find(tree)
     if path is not None:
-        findings += neighbours.find(tree, path)
+        findings += other_files.find(tree, path)
     if edits:
         _check_python(apply(text, edits))
     return edits, sorted(dict.fromkeys(findings))

@@ -9,8 +9,8 @@ from collections import Counter
 import libcst as cst
 
 from amp_lab.migrate import apex_loop
-from amp_lab.migrate.tree import Edit, Finding, Scope, Tree, Use, dotted
-from amp_lab.migrate.versions import is_guarded
+from amp_lab.migrate.python_tree import Edit, Finding, Scope, Tree, Use, dotted
+from amp_lab.migrate.version_guards import is_guarded
 
 MARK = "# amp-lab migrate: "
 

@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import libcst as cst
 
-from amp_lab.migrate.torch_names import OLD
-from amp_lab.migrate.tree import Binding, Edit, Finding, Scope, Tree, Use, below, dotted
-from amp_lab.migrate.versions import is_guarded
+from amp_lab.migrate.python_tree import Binding, Edit, Finding, Scope, Tree, Use, below, dotted
+from amp_lab.migrate.torch_amp import OLD
+from amp_lab.migrate.version_guards import is_guarded
 
 _INITIALIZE = (
     *("models", "optimizers", "enabled", "opt_level", "cast_model_type", "patch_torch_functions"),

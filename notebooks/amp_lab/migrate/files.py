@@ -24,7 +24,7 @@ import libcst as cst
 from amp_lab import files
 from amp_lab.errors import MigrateError
 from amp_lab.migrate import edits_and_findings
-from amp_lab.migrate.tree import Edit, Finding, apply
+from amp_lab.migrate.python_tree import Edit, Finding, apply
 
 NAMES = (b"autocast", b"GradScaler", b"custom_fwd", b"custom_bwd", b"cuda.amp", b"cpu.amp", b"apex")
 NAMES += (b".scale(",)  # of a scaler that is passed to this file's functions

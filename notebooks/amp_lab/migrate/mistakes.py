@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from amp_lab.migrate.torch_names import OLD, OLD_MODULES
-from amp_lab.migrate.tree import (
+from amp_lab.migrate.python_tree import (
     Finding,
     Scope,
     Tree,
@@ -23,6 +22,7 @@ from amp_lab.migrate.tree import (
     is_false,
     leaves,
 )
+from amp_lab.migrate.torch_amp import OLD, OLD_MODULES
 
 SCALERS = {name for name, (new, _) in OLD.items() if new == "GradScaler"}
 SCALERS |= {"torch.amp.GradScaler", "torch.amp.grad_scaler.GradScaler"}

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 
 import amp_lab
 from amp_lab.errors import NumericsError
-from amp_lab.numerics._shared import checked_model, percent
-from amp_lab.tables import dtype_name
+from amp_lab.numerics.checks import checked_model, percent
+from amp_lab.report import dtype_name
 
 
 @dataclass(frozen=True)

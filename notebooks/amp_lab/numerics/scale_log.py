@@ -3,7 +3,7 @@
 import torch
 
 from amp_lab.errors import NumericsError
-from amp_lab.tables import plural
+from amp_lab.report import plural
 
 
 class ScaleLog:

@@ -1,0 +1,39 @@
+"""The state of every random generator, so that what goes on draws the same numbers."""
+
+import random
+
+import numpy as np
+import torch
+
+
+def random_states(device: torch.device | str = "cpu") -> dict:
+    """The state of every global random generator: Python's, NumPy's, torch's and the device's.
+
+    In types that `save_checkpoint` takes; `restore_random_states` puts it back.
+    """
+    device = torch.device(device)
+    algorithm, keys, position, has_normal, normal = np.random.get_state()
+    states = {
+        "python": random.getstate(),
+        "numpy": (algorithm, keys.tolist(), position, has_normal, normal),
+        "torch": torch.get_rng_state(),
+    }
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device.type).get_rng_state(*_index(device))
+    return states
+
+
+def restore_random_states(states: dict, device: torch.device | str = "cpu") -> None:
+    """Put back what `random_states` returned; a device that was not in use then is left alone."""
+    device = torch.device(device)
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+    if device.type in states:
+        module = torch.get_device_module(device.type)
+        module.set_rng_state(states[device.type], *_index(device))
+
+
+def _index(device: torch.device) -> tuple[torch.device, ...]:
+    """The argument that says which of several devices; MPS has one, and takes none."""
+    return () if device.type == "mps" else (device,)

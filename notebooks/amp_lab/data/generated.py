@@ -1,0 +1,166 @@
+"""Generated pictures in the on-disk layout of real data sets, to run the same code without them."""
+
+import json
+import pickle
+import struct
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from torchvision.datasets import CIFAR10
+
+from amp_lab.data import (
+    CALTECH256_FOLDER,
+    CIFAR10_FOLDER,
+    MARKER,
+    cifar10_checksums,
+    find_caltech256,
+)
+from amp_lab.data.downloads import md5_of, reason_of
+from amp_lab.errors import DataError
+
+
+def make_stand_in(
+    name: str,
+    folder: str | Path,
+    *,
+    images_per_class: int | None = None,
+    classes: int | None = None,
+    seed: int = 0,
+) -> Path:
+    """Generate pictures in the layout of ``cifar10`` or ``caltech256``; return the folder made.
+
+    They take the place of photographs where these cannot be fetched: `load_dataset` with the same
+    `folder` then reads them, and says so in `stand_in`. A class is a shape with stripes of some
+    colour and direction. By default there are as many classes as in the real one, 10 and 256, with
+    600 and 10 images each, training and test together.
+
+    Raises `DataError` for a wrong value, and if there is a data set in `folder` already.
+    """
+    if name not in ("cifar10", "caltech256"):
+        raise DataError(f"there is no stand-in for {name!r}; use cifar10 or caltech256")
+    most, default = {"cifar10": (10, 600), "caltech256": (256, 10)}[name]
+    classes = most if classes is None else classes
+    count = default if images_per_class is None else images_per_class
+    if not 2 <= classes <= most:
+        raise DataError(f"classes={classes} must be between 2 and {most}")
+    if count < 6:
+        raise DataError(f"images_per_class={count} must be at least 6")  # five batches and a test
+    if seed < 0:
+        raise DataError(f"seed={seed} must not be negative")
+    folder = Path(folder)
+    place = folder / (CIFAR10_FOLDER if name == "cifar10" else CALTECH256_FOLDER)
+    if place.exists() or (
+        name == "caltech256" and (place := find_caltech256(folder) or place).exists()
+    ):
+        raise DataError(f"{place} is there already; delete it first, or use another folder")
+    write = _write_cifar10 if name == "cifar10" else _write_caltech256
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=f".{place.name}.") as temporary:
+            made = Path(temporary, place.name)
+            made.mkdir()
+            write(made, classes, count, seed)
+            made.rename(place)
+    except OSError as error:
+        raise DataError(f"{place} cannot be written: {reason_of(error)}") from error
+    return place
+
+
+def _write_cifar10(place: Path, classes: int, count: int, seed: int) -> None:
+    """The batches as the University of Toronto packed them: five for training, one for the test."""
+    for_test = count // 6  # as of the real 6,000 of each class
+    pictures = [(target, number) for target in range(classes) for number in range(count)]
+    test = [pair for pair in pictures if pair[1] < for_test]
+    train = [pair for pair in pictures if pair[1] >= for_test]
+    np.random.default_rng(seed).shuffle(train)
+    parts = [
+        (f"data_batch_{i}", f"training batch {i} of 5", train[i - 1 :: 5]) for i in range(1, 6)
+    ]
+    for name, label, part in [*parts, ("test_batch", "testing batch 1 of 1", test)]:
+        images = [_draw(seed, target, number, side=32) for target, number in part]
+        batch = {
+            "batch_label": label,
+            "labels": [int(target) for target, _ in part],
+            "data": np.stack(images).transpose(0, 3, 1, 2).reshape(len(part), 3072),
+            "filenames": [f"generated_{target}_{number}.png" for target, number in part],
+        }
+        _python2_pickle(place / name, batch)
+    names = [f"generated-{target}" for target in range(classes)]
+    meta = {"num_cases_per_batch": len(train) // 5, "label_names": names, "num_vis": 3072}
+    _python2_pickle(place / CIFAR10.meta["filename"], meta)
+    _mark(place, {name: md5_of(place / name) for name in cifar10_checksums(CIFAR10)})
+
+
+class _Python2Pickler(pickle._Pickler):
+    """Writes texts as Python 2 did for the real batches: they load as bytes or str, as one asks."""
+
+    dispatch = dict(pickle._Pickler.dispatch)  # noqa: RUF012 - it is the name that Pickler reads
+
+    def _save_text(self, text: str | bytes) -> None:
+        raw = text.encode() if isinstance(text, str) else text
+        self.write(pickle.BINSTRING + struct.pack("<i", len(raw)) + raw)
+        self.memoize(text)
+
+    dispatch[str] = dispatch[bytes] = _save_text
+
+
+def _python2_pickle(path: Path, content: dict) -> None:
+    with path.open("wb") as file:
+        _Python2Pickler(file, protocol=2).dump(content)
+
+
+def _write_caltech256(place: Path, classes: int, count: int, seed: int) -> None:
+    """JPEG files of various sizes in a folder for each class, and clutter, as the last, in 257."""
+    folders = {number: f"{number:03}.generated-{number:03}" for number in range(1, classes + 1)}
+    folders[257] = "257.clutter"
+    for name in folders.values():
+        (place / name).mkdir()
+
+    def write(picture: tuple[int, int]) -> None:
+        number, index = picture
+        image = Image.fromarray(_draw(seed, number - 1, index, side=48))
+        rng = np.random.default_rng([seed, number, index, 1])
+        image = image.resize(
+            tuple(map(int, rng.integers(120, 320, size=2))), Image.Resampling.BICUBIC
+        )
+        if rng.random() < 1 / 16:
+            image = image.convert("L")  # some of the real ones have no colour
+        image.save(place / folders[number] / f"{number:03}_{index:04}.jpg", quality=85)
+
+    pictures = [(number, index) for number in folders for index in range(1, count + 1)]
+    with ThreadPoolExecutor() as pool:
+        for _ in pool.map(write, pictures):
+            pass
+    _mark(place, {})
+
+
+def _mark(place: Path, checksums: dict[str, str]) -> None:
+    content = {"what": "generated pictures in the layout of a real data set", "md5": checksums}
+    (place / MARKER).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _draw(seed: int, target: int, number: int, side: int) -> np.ndarray:
+    """A picture of class `target`, uint8 (side, side, 3): a striped shape on a noisy background.
+
+    The class decides on shape, stripes and hue; place, size, phase and background are random.
+    """
+    rng = np.random.default_rng([seed, target, number])
+    line = np.linspace(-1, 1, side)
+    radius = rng.uniform(0.4, 0.8)
+    x = ((line - rng.uniform(-0.3, 0.3)) / radius)[None, :]
+    y = ((line - rng.uniform(-0.3, 0.3)) / radius)[:, None]
+    far = np.hypot(x, y)
+    shapes = (far, np.maximum(abs(x), abs(y)), abs(x) + abs(y), 2 * abs(far - 0.7) + 0.3)
+    inside = shapes[target % 4] < 1  # disc, square, diamond, ring
+    angle = np.pi * (target * 0.7549) + rng.normal(0, 0.1)
+    wave = (5 + 3 * (target % 3)) * (x * np.cos(angle) + y * np.sin(angle))
+    stripes = 0.7 + 0.3 * np.sin(wave + rng.uniform(0, 2 * np.pi))
+    hue = target * 0.618 + rng.normal(0, 0.05)  # the golden ratio spreads any number of hues
+    colour = 0.5 + 0.5 * np.cos(2 * np.pi * (hue + np.array([0, 1 / 3, 2 / 3])))
+    shape = stripes[..., None] * colour  # (side, side, 3)
+    background = rng.uniform(0, 1, 3) + rng.uniform(-0.3, 0.3) * x[..., None]
+    image = np.where(inside[..., None], shape, background) + rng.normal(0, 0.1, (side, side, 3))
+    return (255 * image.clip(0, 1)).astype(np.uint8)

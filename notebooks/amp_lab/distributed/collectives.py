@@ -1,0 +1,218 @@
+"""What this process sends to the others: every collective with its dtype and its bytes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from amp_lab.errors import CommunicationError
+from amp_lab.report import Printed, Table, plural, short_name
+
+# Name of an op of torch, without underscores at its ends: the kind of collective, and the argument
+# that holds the payload whole (_RESULT: what it returns). Arguments are those of c10d's Ops.cpp,
+# which DDP's reducer, the comm hooks and FSDP2 call, and of the functional collectives of DTensor.
+_RESULT = -1
+_C10D = {
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "allgather": ("all_gather", 0),
+    "allgather_base": ("all_gather", 0),
+    "allgather_coalesced": ("all_gather", 0),
+    "allgather_into_tensor_coalesced": ("all_gather", 0),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+    "alltoall": ("all_to_all", 1),
+    "alltoall_base": ("all_to_all", 1),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 1),
+    "send": ("send", 0),
+    "recv": ("recv", 0),
+    "recv_any_source": ("recv", 0),
+}
+_FUNCTIONAL = {
+    "all_reduce": ("all_reduce", 0),
+    "all_reduce_coalesced": ("all_reduce", 0),
+    "all_gather_into_tensor": ("all_gather", _RESULT),
+    "all_gather_into_tensor_coalesced": ("all_gather", _RESULT),
+    "all_gather_into_tensor_out": ("all_gather", _RESULT),
+    "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
+    "reduce_scatter_tensor_out": ("reduce_scatter", 0),
+    "all_to_all_single": ("all_to_all", 0),
+    "broadcast": ("broadcast", 0),
+}
+_OPS = {
+    "c10d": _C10D,
+    "_c10d_functional": _FUNCTIONAL,
+    "_c10d_functional_autograd": _FUNCTIONAL,
+}
+_NO_PAYLOAD = {"barrier", "monitored_barrier"}
+
+_SHARES: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "scatter": lambda n: (n - 1) / n,
+    "broadcast": lambda n: min(1, n - 1),
+    "reduce": lambda n: min(1, n - 1),
+    "gather": lambda n: min(1, n - 1),
+    "send": lambda n: 1,
+    "recv": lambda n: 0,
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One call of a collective, as one rank sees it."""
+
+    kind: str
+    """``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, …"""
+    dtype: torch.dtype
+    elements: int
+    """Values in the whole tensor: what `all_gather` returns, what `reduce_scatter` is given."""
+    ranks: int
+    """How many ranks take part."""
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.elements * self.dtype.itemsize
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that a rank has to send, with an algorithm that sends as little as can be.
+
+        Of a tensor shared by n ranks that is 2(n-1)/n for `all_reduce`, and (n-1)/n for
+        `all_gather`, `reduce_scatter`, `all_to_all`, and the root of `scatter`; all of it for the
+        others. A ring reaches it (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
+        clusters of workstations", 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). NCCL's tests
+        call the shares bus bandwidth factors. A library may send more: gloo, where it makes a
+        `reduce_scatter` from an `all_reduce`, sends twice as much.
+        """
+        return round(_SHARES[self.kind](self.ranks) * self.payload_bytes)
+
+
+@dataclass
+class Communication(Printed):
+    """The collectives of this process in the block of `count_communication`, in their order."""
+
+    calls: list[Collective] = field(default_factory=list)
+
+    def of(self, kind: str | None = None, dtype: torch.dtype | None = None) -> "Communication":
+        """Those of a kind, of a dtype, or of both."""
+        return Communication(
+            [c for c in self.calls if kind in (None, c.kind) and dtype in (None, c.dtype)]
+        )
+
+    @property
+    def elements(self) -> int:
+        """Values in all their tensors."""
+        return sum(call.elements for call in self.calls)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all their tensors."""
+        return sum(call.payload_bytes for call in self.calls)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank has to send for them: see `Collective.sent_bytes`."""
+        return sum(call.sent_bytes for call in self.calls)
+
+    def totals(self) -> dict[tuple[str, torch.dtype], "Communication"]:
+        """The collectives by (kind, dtype), in the order in which each was first seen."""
+        keys = dict.fromkeys((call.kind, call.dtype) for call in self.calls)
+        return {(kind, dtype): self.of(kind, dtype) for kind, dtype in keys}
+
+    def _table(self) -> Table:
+        rows = [
+            [kind, short_name(dtype), *found._numbers()]
+            for (kind, dtype), found in self.totals().items()
+        ]
+        return Table(
+            ["collective", "dtype", "calls", "elements", "payload bytes", "sent by a rank"],
+            rows,
+            caption=f"{plural(len(self.calls), 'collective')} of this process",
+            foot=[["all", "", *self._numbers()]] if rows else [],
+            right=range(2, 6),
+        )
+
+    def _numbers(self) -> list[str]:
+        numbers = (len(self.calls), self.elements, self.payload_bytes, self.sent_bytes)
+        return [f"{number:,}" for number in numbers]
+
+
+@contextmanager
+def count_communication() -> Iterator[Communication]:
+    """Note every collective that this thread issues in the block, backward passes included.
+
+        with count_communication() as sent:
+            train_step()
+        print(sent)
+
+    It stands where torch dispatches an op, below autograd, so it sees what DDP's reducer, its comm
+    hooks, FSDP2, DTensor and calls of `torch.distributed` issue, on any backend, and changes none
+    of them. Not seen: what another thread issues, such as a callback of a hook's future; barriers,
+    which carry nothing; and the exchange of Python objects' sizes through a store.
+
+    Raises `CommunicationError` in the block for a collective of which it is not known what it
+    sends.
+    """
+    found = Communication()
+    with _Counter(found):
+        yield found
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self, found: Communication):
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it will call collectives on its local tensors
+        result = func(*args, **(kwargs or {}))
+        # A higher-order op has no packet, and is no collective.
+        space, _, name = str(getattr(func, "_overloadpacket", "")).partition(".")
+        if space in _OPS:
+            self._note(space, name.strip("_"), list(args) + list((kwargs or {}).values()), result)
+        return result
+
+    def _note(self, space: str, name: str, args: list, result: object) -> None:
+        group = _group_of(args)
+        if group is None or name in _NO_PAYLOAD:
+            return
+        if name not in _OPS[space]:
+            raise CommunicationError(
+                f"{space}::{name}: it is not known what it sends; count without it"
+            )
+        kind, place = _OPS[space][name]
+        payload = _tensors(result if place == _RESULT else args[place])
+        dtypes = {tensor.dtype for tensor in payload or _tensors([args, result])}
+        for dtype in dtypes:  # FSDP2 and DDP send one at a time
+            elements = sum(tensor.numel() for tensor in payload if tensor.dtype is dtype)
+            self._found.calls.append(Collective(kind, dtype, elements, group.size()))
+
+
+def _tensors(nested: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, torch.Tensor)]
+
+
+def _group_of(args: list) -> dist.ProcessGroup | None:
+    """The process group: boxed, or the last text, which is its name; None if there is none."""
+    for arg in reversed(args):
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return dist.ProcessGroup.unbox(arg)
+        if isinstance(arg, str):
+            return _resolve_process_group(arg)
+    return None

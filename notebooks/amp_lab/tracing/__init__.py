@@ -1,0 +1,10 @@
+"""What would my model do there? Models traced on a device that need not be here.
+
+`xray`, `op_table`, `forecast_memory` and `largest_batch` are in `amp_lab` itself.
+"""
+
+from amp_lab.tracing.memory import compare_memory, parse_bytes
+from amp_lab.tracing.op_table import differences
+from amp_lab.tracing.xray import compare
+
+__all__ = ["compare", "compare_memory", "differences", "parse_bytes"]

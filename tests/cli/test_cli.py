@@ -1,0 +1,143 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from amp_lab.cli import main
+
+NO_TORCH = "import sys; sys.modules['torch'] = None; "  # any `import torch` then fails
+
+
+def amp_lab(*arguments: str, **settings: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "amp_lab", *arguments]
+    return subprocess.run(
+        command, env=os.environ | settings, capture_output=True, text=True, timeout=120
+    )
+
+
+def run_python(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_doctor_prints_a_measured_rate_for_each_precision_and_a_recommendation(capsys):
+    assert main(["doctor", "--device", "cpu"]) == 0
+    printed = capsys.readouterr().out
+    for line in ("fp32 ", "tf32 ", "fp16 ", "bf16 "):
+        assert any(
+            row.startswith(line) and ("FLOP/s" in row or "not available" in row)
+            for row in printed.splitlines()
+        )
+    assert "Use " in printed
+    assert "of memory" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "COMMAND"),
+        (["dcotor"], "invalid choice: 'dcotor'"),
+        (["doctor", "--devise", "cpu"], "unrecognized arguments: --devise cpu"),
+        (["doctor", "--device"], "expected one argument"),
+    ],
+)
+def test_a_mistyped_command_is_one_line_on_stderr_and_exit_2(capsys, arguments, said):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert said in printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device", "said"),
+    [
+        (["doctor", "--device", "nope"], "cpu", "'nope' is not a device"),
+        (["doctor", "--device", "xpu"], "cpu", "'xpu' is not there"),
+        (["doctor"], "banana", "AMP_LAB_DEVICE='banana' is not a device"),
+        (["doctor"], "xpu", "AMP_LAB_DEVICE='xpu' is not there"),
+    ],
+)
+def test_a_wrong_device_is_one_line_on_stderr_and_exit_2(
+    capsys, monkeypatch, arguments, device, said
+):
+    monkeypatch.setenv("AMP_LAB_DEVICE", device)
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert len(printed.err.splitlines()) == 1
+    assert said in printed.err
+
+
+def test_without_torch_it_says_what_to_do():
+    done = run_python(
+        NO_TORCH + "import sys; from amp_lab.cli import main; sys.exit(main(['doctor']))"
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("amp-lab doctor: torch is not installed; run")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_same_from_the_shell():
+    done = amp_lab("doctor", AMP_LAB_DEVICE="banana")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("amp-lab doctor: AMP_LAB_DEVICE='banana' is not a device")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    done = subprocess.run(
+        f"{sys.executable} -m amp_lab doctor --device cpu | true",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_help_and_version_need_no_torch(argument):
+    done = run_python(NO_TORCH + f"from amp_lab.cli import main; main(['{argument}'])")
+    assert done.returncode == 0, done.stderr
+    assert "amp-lab" in done.stdout
+
+
+def test_the_package_alone_loads_nothing():
+    done = run_python(
+        NO_TORCH
+        + "import amp_lab; print(sorted(m for m in sys.modules if m.startswith('amp_lab')))"
+    )
+    assert done.stdout.strip() == "['amp_lab']", done.stderr
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from amp_lab import measure; from amp_lab.timing import measure as same",
+        "from amp_lab.timing import measure as same; from amp_lab import measure",
+        "import amp_lab.device; from amp_lab import measure; same = measure",
+    ],
+)
+def test_measure_is_the_function_whichever_way_it_is_imported(code):
+    done = run_python(f"{code}; assert callable(measure) and measure is same")
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_public_name_is_there():
+    done = run_python(
+        "import amp_lab; [getattr(amp_lab, name) for name in amp_lab.__all__]; amp_lab.nothing"
+    )
+    assert "AttributeError: module 'amp_lab' has no attribute 'nothing'" in done.stderr
+
+
+def test_ipython_shows_a_users_mistake_as_one_line():
+    run = 'import amp_lab; amp_lab.pick_device("banana")'
+    done = run_python(f"import IPython; IPython.InteractiveShell().run_cell({run!r})")
+    assert done.stdout.strip().startswith("DeviceError: 'banana' is not a device")
+    assert len(done.stdout.strip().splitlines()) == 1

@@ -1,0 +1,426 @@
+"""Files and notebooks: what changes, what stays byte for byte, and what cannot be done is named."""
+
+import argparse
+import json
+import os
+import stat
+import subprocess
+import sys
+import timeit
+from pathlib import Path
+
+import pytest
+from test_migrate import snippets
+
+from amp_lab.cli import main
+from amp_lab.migrate import files, migrate_source
+
+OLD = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"
+NEW = 'import torch\nscaler = torch.amp.GradScaler("cuda")\n'
+
+
+def migrate(*arguments) -> int:
+    return main(["migrate", *map(str, arguments)])
+
+
+def notebook(*sources: str | list[str], **cell) -> dict:
+    cells = [
+        {"cell_type": "code", "id": f"c{i}", "metadata": {}, "outputs": [], "source": source}
+        | {"execution_count": None}
+        | cell
+        for i, source in enumerate(sources)
+    ]
+    return {
+        "cells": cells,
+        "metadata": {"kernelspec": {"display_name": "Python 3 é", "language": "python"}},
+        "nbformat": 4,
+        "nbformat_minor": 5,
+    }
+
+
+def test_without_write_a_diff_is_printed_and_nothing_changes(tmp_path, capsys):
+    path = tmp_path / "a.py"
+    path.write_text(OLD)
+    assert migrate(path) == 0
+    assert path.read_text() == OLD
+    printed = capsys.readouterr().out
+    assert "-scaler = torch.cuda.amp.GradScaler()" in printed
+    assert '+scaler = torch.amp.GradScaler("cuda")' in printed
+    assert f"{path}:2: rewritten: " in printed
+
+
+def test_check_exits_1_until_everything_is_done(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text(OLD)
+    assert migrate("--check", path) == 1
+    assert path.read_text() == OLD
+    assert migrate("--write", path) == 0
+    assert path.read_text() == NEW
+    assert migrate("--check", path) == 0
+    path.write_text("from torch.cuda.amp import *\n")
+    assert migrate("--check", path) == 1
+
+
+def test_check_asks_for_nothing_where_code_is_made_for_several_versions(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text(
+        "try:\n    from torch.amp import GradScaler\n"
+        "except ImportError:\n    from torch.cuda.amp import GradScaler\n"
+    )
+    assert migrate("--check", path) == 0
+
+
+@pytest.mark.parametrize(
+    ("head", "encoding"),
+    [
+        ("", "utf-8"),
+        ("\ufeff", "utf-8"),
+        ("# -*- coding: latin-1 -*-\n", "latin-1"),
+        ("#!/usr/bin/python\n# vim: set fileencoding=cp1251 :\n", "cp1251"),
+        ("# coding: euc_jp\n", "euc_jp"),
+    ],
+)
+@pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
+def test_everything_else_stays_byte_for_byte(tmp_path, head, encoding, ending):
+    word = {"cp1251": "Привет", "euc_jp": "日本語"}.get(encoding, "é")
+    text = f"{head}# {word} \x0c\t\nx = '{word}'  \n{OLD}# no last line end: {word}"
+    path = tmp_path / "a.py"
+    path.write_bytes(text.replace("\n", ending).encode(encoding))
+    path.chmod(0o751)
+    assert migrate("--write", path) == 0
+    expected = text.replace(OLD, NEW).replace("\n", ending).encode(encoding)
+    assert path.read_bytes() == expected
+    assert stat.S_IMODE(path.stat().st_mode) == 0o751
+    assert os.listdir(tmp_path) == ["a.py"]
+
+
+def test_line_endings_may_be_mixed(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_bytes(b"import torch\r\nx = 1\ns = torch.cuda.amp.GradScaler()\r\ny = 2\n\r\n")
+    assert migrate("--write", path) == 0
+    new = b'import torch\r\nx = 1\ns = torch.amp.GradScaler("cuda")\r\ny = 2\n\r\n'
+    assert path.read_bytes() == new
+
+
+def _link(path):
+    target = path.with_name("target.txt")
+    target.write_text(OLD)
+    path.symlink_to(target)
+
+
+def _hard_link(path):
+    path.write_text(OLD)
+    os.link(path, path.with_name("other.txt"))
+
+
+def _read_only(path):
+    path.write_text(OLD)
+    path.chmod(0o444)
+
+
+BAD = {  # what is wrong: how the file is made, what is said of it
+    "does not parse": (lambda p: p.write_text(OLD + "x = (\n"), "does not parse as Python"),
+    "Python 2": (lambda p: p.write_text(OLD + "print 'x'\n"), "line 3 does not parse"),
+    "not UTF-8": (lambda p: p.write_bytes(OLD.encode() + b"# \xe9\n"), "line 3 is not utf-8"),
+    "not its encoding": (
+        lambda p: p.write_bytes(b"# coding: ascii\n" + OLD.encode() + b"# \xe9\n"),
+        "line 4 is not ascii",
+    ),
+    "an unknown encoding": (lambda p: p.write_text("# coding: nope\n" + OLD), "unknown encoding"),
+    "a link": (_link, "is a link"),
+    "a hard link": (_hard_link, "hard links"),
+    "read-only": (_read_only, "is read-only"),
+    "10 MB": (lambda p: p.write_text(OLD + "x = 1\n" * 1_750_000), "has 10.0 MiB"),
+    "nested too deeply": (lambda p: p.write_text(OLD + "x = " + "-" * 900 + "1\n"), "too deep"),
+    "brackets too deep": (
+        lambda p: p.write_text(OLD + f"x = {'(' * 5000}1{')' * 5000}\n"),
+        "too deep",
+    ),
+    "a sum too long": (lambda p: p.write_text(OLD + "x = " + "1 + " * 100_000 + "1\n"), "too deep"),
+    "binary": (
+        lambda p: p.write_bytes(b"\x7fELF\x02\0torch.cuda.amp\0GradScaler\xff\n"),
+        "has a null byte, so it is no Python",
+    ),
+    "a null": (lambda p: p.write_bytes(OLD.encode() + b"x = '\0'\n"), "has a null byte"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_file_is_named_and_left_and_the_others_are_done(tmp_path, capsys, kind):
+    make, said = BAD[kind]
+    bad, good = tmp_path / "bad.py", tmp_path / "good.py"
+    good.write_text(OLD)
+    make(bad)
+    before = bad.read_bytes()
+    assert migrate("--write", tmp_path) == 2
+    assert bad.read_bytes() == before
+    assert good.read_text() == NEW
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(bad) in line
+    assert said in line
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path, capsys):
+    (tmp_path / "good.py").write_text(OLD)
+    assert migrate("--write", tmp_path / "none.py", tmp_path) == 2
+    assert "none.py: cannot be read: No such file" in capsys.readouterr().err
+    assert (tmp_path / "good.py").read_text() == NEW
+
+
+def test_a_folder_without_python_is_named(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a.py").write_text(OLD)
+    assert migrate("--write", tmp_path / "empty", tmp_path / "mine") == 2
+    assert "empty: has no Python file and no notebook in it" in capsys.readouterr().err
+    assert (tmp_path / "mine" / "a.py").read_text() == NEW
+
+
+def test_a_folder_that_cannot_be_listed_is_named(tmp_path, capsys, monkeypatch):
+    shut = tmp_path / "shut"
+    shut.mkdir()
+    (tmp_path / "a.py").write_text(OLD)
+    scandir = os.scandir
+
+    def refuse(path):
+        if Path(path) == shut:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert migrate("--write", tmp_path) == 2
+    assert f"{shut}: cannot be read" in capsys.readouterr().err
+    assert (tmp_path / "a.py").read_text() == NEW
+
+
+def test_in_a_folder_that_cannot_be_written_a_file_stays_whole(tmp_path, capsys, monkeypatch):
+    def refuse(*paths):
+        raise PermissionError(13, "Permission denied")
+
+    (tmp_path / "a.py").write_text(OLD)
+    monkeypatch.setattr(os, "replace", refuse)
+    assert migrate("--write", tmp_path) == 2
+    assert "a.py: Permission denied; left as it was" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["a.py"]
+    assert (tmp_path / "a.py").read_text() == OLD
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+def test_what_is_named_like_a_file_but_is_none(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe.py")  # nothing will ever write to it
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / "folder.py" / "a.py").write_text(OLD)
+    (tmp_path / "dangling.py").symlink_to("nowhere")
+    (tmp_path / "empty.py").touch()
+    assert migrate("--write", tmp_path) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "dangling.py: cannot be read: No such file" in line
+    assert (tmp_path / "folder.py" / "a.py").read_text() == NEW
+
+
+def test_the_summary_counts_in_words_that_fit(tmp_path, capsys):
+    path = tmp_path / "a.py"
+    path.write_text(OLD + "with torch.autocast('cuda'):\n    loss.backward()\n")
+    assert migrate(path) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "1 rewritten, 0 by hand, 0 left, 1 mistake; 1 file to change with --write"
+    assert migrate("--write", path) == 0
+    assert capsys.readouterr().out.endswith(" 1 mistake; 1 file changed\n")
+    assert migrate("--write", path) == 0
+    assert capsys.readouterr().out.endswith(" 1 mistake; 0 files changed\n")
+    path.write_text(NEW)
+    assert migrate("--write", path) == 0
+    assert capsys.readouterr().out == "nothing to do\n"
+
+
+@pytest.mark.parametrize("happens", ["vanishes", "is changed"])
+def test_a_file_that_changes_meanwhile_is_named(tmp_path, capsys, monkeypatch, happens):
+    path = tmp_path / "a.py"
+    path.write_text(OLD)
+
+    def migrate_and_meddle(text, path):
+        path.unlink() if happens == "vanishes" else path.write_text("x = 1\n")
+        return edits_and_findings(text)
+
+    edits_and_findings = files.edits_and_findings
+    monkeypatch.setattr(files, "edits_and_findings", migrate_and_meddle)
+    assert migrate("--write", path) == 2
+    assert "a.py" in capsys.readouterr().err
+    assert not path.exists() if happens == "vanishes" else path.read_text() == "x = 1\n"
+
+
+def test_folders_of_others_are_passed_over(tmp_path):
+    for folder in (".git", "__pycache__", "node_modules", "env/lib"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.py").write_text(OLD)
+    (tmp_path / "env" / "pyvenv.cfg").touch()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "a.py").write_text(OLD)
+    (tmp_path / "mine" / "a.txt").write_text(OLD)
+    assert list(files.find([tmp_path])) == [tmp_path / "mine" / "a.py"]
+
+
+def test_a_file_without_the_names_is_not_parsed(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text("x = (\n")
+    monkeypatch.setattr(files, "edits_and_findings", pytest.fail)
+    assert list(files.migrate_paths([tmp_path])) == []
+
+
+SNIPPETS = Path(__file__).parent / "snippets"
+
+
+@pytest.mark.parametrize("path", sorted(SNIPPETS.iterdir()), ids=lambda path: path.stem)
+def test_a_file_with_something_to_say_is_not_passed_over(tmp_path, path):
+    said = 0
+    for i, text in enumerate(snippets(path.stem).values()):
+        old = text.partition("--- becomes\n")[0]
+        (tmp_path / f"{i}.py").write_text(old)
+        if migrate_source(old)[1]:
+            said += 1
+            assert files.has_names(tmp_path / f"{i}.py")
+    assert said or path.stem == "right"
+
+
+def test_to_pass_over_a_file_takes_hardly_longer_than_to_read_it(tmp_path):
+    def fastest(call) -> float:
+        return min(timeit.repeat(call, number=100, repeat=10))
+
+    path = tmp_path / "a.py"
+    path.write_bytes(Path(argparse.__file__).read_bytes()[:10_000])
+    assert not files.has_names(path)
+    # 4 times as long when it was measured; parsing it takes some 10,000 times as long
+    assert fastest(lambda: files.has_names(path)) < 50 * fastest(path.read_bytes)
+
+
+def test_many_files_are_done_by_several_processes_with_the_same_result(tmp_path):
+    for i in range(files._WORTH_PROCESSES + 3):
+        (tmp_path / f"a{i:03}.py").write_text(OLD)
+    (tmp_path / "a001.py").write_text("import torch.cuda.amp (\n")
+    command = [sys.executable, "-W", "error", "-m", "amp_lab", "migrate", "--write", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    contents = [path.read_text() for path in sorted(tmp_path.iterdir())]
+    assert contents.count(NEW) == len(contents) - 1
+
+
+# Notebooks.
+
+FORMS = {
+    "indented": lambda n: json.dumps(n, indent=1, ensure_ascii=False) + "\n",
+    "escaped": lambda n: json.dumps(n, indent=4),
+    "in one line": lambda n: json.dumps(n, separators=(",", ":")),
+    "with other line endings": lambda n: json.dumps(n, indent=2).replace("\n", "\r\n"),
+}
+FIRST = ["from torch.cuda.amp import GradScaler, autocast\n", "é = '\\t\"\\u2028😀'\n", "x = 3"]
+SECOND = ["scaler = GradScaler() # 😀\n", "with autocast():\n", '    print(f"{x}\\n")']
+FIRST_NEW = ["import torch\n", "from torch.amp import GradScaler, autocast\n", *FIRST[1:]]
+SECOND_NEW = [
+    'scaler = GradScaler("cuda") # 😀\n',
+    'with autocast("cuda", dtype=torch.float16):\n',
+    SECOND[2],
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_notebook_keeps_everything_but_the_lines_that_change(tmp_path, form, joined):
+    def kept(lines: list[str]) -> str | list[str]:
+        return "".join(lines) if joined else lines
+
+    path = tmp_path / "a.ipynb"
+    old = notebook(kept(FIRST), kept(["x = 1"]), kept(SECOND))
+    new = notebook(kept(FIRST_NEW), kept(["x = 1"]), kept(SECOND_NEW))
+    path.write_bytes(FORMS[form](old).encode())
+    assert migrate("--write", path) == 0
+    assert path.read_bytes() == FORMS[form](new).encode()
+    assert migrate("--check", path) == 0
+
+
+def test_lines_of_a_notebook_are_told_by_cell(tmp_path, capsys):
+    path = tmp_path / "a.ipynb"
+    path.write_text(json.dumps(notebook(["import torch\n", "x = 1"], OLD)))
+    assert migrate(path) == 0
+    assert f"{path}:cell 2:2: rewritten" in capsys.readouterr().out
+
+
+def test_the_text_of_a_notebook_and_its_outputs_stay(tmp_path):
+    path = tmp_path / "a.ipynb"
+    old = notebook(OLD, cell_type="markdown")
+    path.write_text(json.dumps(old))
+    assert migrate("--check", path) == 0
+    other = notebook(OLD)
+    other["metadata"]["kernelspec"]["language"] = "julia"
+    path.write_text(json.dumps(other))
+    assert migrate("--check", path) == 0
+
+
+BAD_NOTEBOOKS = {
+    "a magic": (json.dumps(notebook(["import torch\n", "%matplotlib inline"], OLD)), "cell 1:2 is"),
+    "a shell escape": (json.dumps(notebook(["!pip install apex"], OLD)), "cell 1:1 is a magic"),
+    "a cell magic": (json.dumps(notebook(["%%time\n", OLD])), "'%%time'"),
+    "not Python": (json.dumps(notebook(OLD, "x = (")), "cell 2:1 does not parse"),
+    "cut off": (json.dumps(notebook(OLD))[:-20], "is no whole notebook"),
+    "empty": ("torch.autocast", "is no whole notebook"),
+    "no notebook": ('["torch.autocast"]', "no notebook"),
+    "no cells": ('{"metadata": {}, "torch.autocast": 1}', "no notebook"),
+    "a source that is no text": (json.dumps(notebook([OLD, 3])), "no notebook"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_NOTEBOOKS)
+def test_a_bad_notebook_is_named_and_left_and_the_others_are_done(tmp_path, capsys, kind):
+    text, said = BAD_NOTEBOOKS[kind]
+    bad, good = tmp_path / "bad.ipynb", tmp_path / "good.ipynb"
+    bad.write_text(text)
+    good.write_text(json.dumps(notebook(OLD)))
+    assert migrate("--write", tmp_path) == 2
+    assert bad.read_text() == text
+    assert good.read_text() == json.dumps(notebook(NEW))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(bad) in line
+    assert said in line
+
+
+APEX = [
+    [
+        "import torch\n",
+        "try:\n",
+        "    from apex import amp\n",
+        "except ImportError:\n",
+        "    raise",
+    ],
+    ["m, o = make('é\\u2028')\n", 'm, o = amp.initialize(m, o, opt_level="O0")\n', "\n", "# 😀\n"],
+    ["loss = m(x).sum()\n", "with amp.scale_loss(loss, o) as s:\n", "  # é\n", "  s.backward()"],
+]
+APEX_NEW = [
+    ["import torch\n"],
+    ["m, o = make('é\\u2028')\n", "\n", "# 😀\n"],
+    ["loss = m(x).sum()\n", "# é\n", "loss.backward()"],
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("joined", [False, True])
+def test_lines_of_a_notebook_may_go_and_be_joined(tmp_path, form, joined):
+    def made(cells: list[list[str]]) -> bytes:
+        return FORMS[form](
+            notebook(*("".join(cell) if joined else cell for cell in cells))
+        ).encode()
+
+    path = tmp_path / "a.ipynb"
+    path.write_bytes(made(APEX))
+    assert migrate("--write", path) == 0
+    assert path.read_bytes() == made(APEX_NEW)
+    assert migrate("--check", path) == 0
+
+
+def test_a_cell_of_a_notebook_may_be_left_empty(tmp_path):
+    path = tmp_path / "a.ipynb"
+    rest = ["import torch\n", *APEX[1], "\n", *APEX[2]]
+    path.write_text(json.dumps(notebook(["from apex import amp"], rest), indent=1))
+    assert migrate("--write", path) == 0
+    assert json.loads(path.read_text())["cells"][0]["source"] == [""]
+    path.write_text(json.dumps(notebook(["from apex import amp\n", "\n", "x = 1"], rest), indent=1))
+    assert migrate("--write", path) == 0
+    assert json.loads(path.read_text())["cells"][0]["source"] == ["\n", "x = 1"]

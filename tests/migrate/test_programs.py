@@ -1,0 +1,123 @@
+"""Whole programs as of 2020, migrated by the command: they run, and print the same losses."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_migrate import snippets
+
+from amp_lab.cli import main
+
+PROGRAMS = {  # the file to run, with its arguments, and the line and words of each mistake
+    "mobilenet": (
+        "mixed_precision.py",
+        [],
+        {
+            "mixed_precision.py": [
+                ("torch.nn.utils.clip_grad_norm_", "scaled gradients are clipped")
+            ]
+        },
+    ),
+    "resnet": (
+        "train.py",
+        ["--use-amp", "yes"],
+        {
+            "train.py": [
+                ("scaler = torch.cuda.amp.GradScaler()", "anew in each call of fit()"),
+                ("torch.save({", "the checkpoint holds the optimizer, but not scaler"),
+            ]
+        },
+    ),
+}
+STRICT = ["-W", "error::FutureWarning", "-W", "error::DeprecationWarning"]
+
+
+def write(folder: Path, name: str, device: str) -> None:
+    """Write a program to a folder; on the CPU, mixed precision is on here, and not on CUDA."""
+    folder.mkdir()
+    for file, text in snippets(f"program_{name}").items():
+        (folder / file).write_text(text.replace("torch.cuda.amp", f"torch.{device}.amp"))
+
+
+def start(folder: Path, command: list[str]) -> subprocess.Popen:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def losses(process: subprocess.Popen, warned: bool = False) -> list[str]:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert ("is deprecated" in err) == warned
+    return re.findall(r"(?:loss|resumed): \S+", out)
+
+
+@pytest.mark.parametrize(
+    ("name", "device"), [("mobilenet", "cuda"), ("mobilenet", "cpu"), ("resnet", "cuda")]
+)
+def test_a_program_migrates_runs_without_a_warning_and_gives_the_same(
+    tmp_path, capsys, name, device
+):
+    file, arguments, mistakes = PROGRAMS[name]
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder in (old, new):
+        write(folder, name, device)
+        if (folder / "preprocess.py").exists():
+            losses(start(folder, ["preprocess.py"]))
+    assert main(["migrate", "--write", str(new)]) == 0
+    said = capsys.readouterr().out
+    for path, expected in mistakes.items():
+        lines = (old / path).read_text().replace("torch.cpu.", "torch.cuda.").splitlines()
+        found = re.findall(rf"^{re.escape(str(new / path))}:(\d+): mistake: (.*)", said, re.M)
+        assert len(found) == len(expected)
+        for (line, message), (code, words) in zip(found, expected, strict=True):
+            assert code in lines[int(line) - 1]
+            assert words in message
+    assert main(["migrate", "--write", str(new)]) == 0
+    assert "0 rewritten, 0 by hand" in capsys.readouterr().out
+
+    before = start(old, [file, *arguments])
+    after = start(new, [*STRICT, file, *arguments])
+    printed = losses(before, warned=True)
+    assert losses(after) == printed
+    assert len(set(printed)) >= 4
+    if device == "cpu":  # with and without mixed precision
+        assert printed[0] != printed[4]
+
+
+def cells(script: str) -> list[dict]:
+    """The cells of a script in the percent format, as they are in a notebook."""
+    parts = re.split(r"^# %%(.*)\n", script, flags=re.M)[1:]
+    made = []
+    for head, body in zip(parts[::2], parts[1::2], strict=True):
+        is_code = "markdown" not in head
+        source = body.strip("\n") if is_code else re.sub(r"(?m)^# ?", "", body.strip("\n"))
+        cell = {"cell_type": "code" if is_code else "markdown", "metadata": {}}
+        cell |= {"execution_count": None, "outputs": []} if is_code else {}
+        made.append(cell | {"source": source.splitlines(keepends=True)})
+    return made
+
+
+def test_the_program_as_a_notebook_becomes_what_the_script_becomes(tmp_path, capsys):
+    write(tmp_path / "a", "mobilenet", "cuda")
+    script, notebook = tmp_path / "a" / "mixed_precision.py", tmp_path / "a" / "mixed.ipynb"
+    rest = {"metadata": {}, "nbformat": 4, "nbformat_minor": 4}
+    old = {"cells": cells(script.read_text())} | rest
+    notebook.write_text(json.dumps(old, indent=1))
+    assert main(["migrate", "--write", str(tmp_path)]) == 0
+    new = {"cells": cells(script.read_text())} | rest
+    assert notebook.read_text() == json.dumps(new, indent=1)
+    (cell, line) = re.search(
+        r"mixed.ipynb:cell (\d+):(\d+): mistake", capsys.readouterr().out
+    ).groups()
+    assert "clip_grad_norm_" in old["cells"][int(cell) - 1]["source"][int(line) - 1]

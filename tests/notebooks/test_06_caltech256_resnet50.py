@@ -1,0 +1,129 @@
+"""Notebook 06: its loop computes what `amp_lab.training` does; its counts and its search hold."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from definitions import definitions
+from torch import nn
+
+import build_pairs
+from amp_lab import Precision
+from amp_lab.training.loop import evaluate, fit
+
+SOURCE = build_pairs.FOLDER / "06_caltech256_resnet50.py"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def notebook() -> dict:
+    """What the notebook defines, by name."""
+    return definitions(SOURCE, device=CPU)
+
+
+def tiny_model() -> nn.Module:
+    """A convolution and a batch normalisation, frozen, and a head."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    )
+    return model.requires_grad_(False).append(nn.Linear(4, 3))
+
+
+def tiny_batches(epoch: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(epoch)
+    return [
+        (torch.randn(n, 3, 6, 6, generator=generator), torch.randint(3, (n,), generator=generator))
+        for n in (4, 4, 3)
+    ]
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16, Precision.FP16])
+def test_the_loop_trains_bitwise_as_fit_does(notebook, precision, frozen):
+    """Weights, running averages, losses and accuracies are equal after two epochs."""
+    model = tiny_model().requires_grad_(True) if not frozen else tiny_model()
+    theirs = copy.deepcopy(model)
+    start = copy.deepcopy(model.state_dict())
+    optimizer, their_optimizer = (
+        torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-2)
+        for m in (model, theirs)
+    )
+    scaler = torch.amp.GradScaler("cpu", enabled=precision is Precision.FP16)
+    ours = []
+    for epoch in range(2):
+        trained = notebook["train_epoch"](
+            model, tiny_batches(epoch), optimizer, scaler, precision.dtype
+        )
+        tested = notebook["evaluate"](model, tiny_batches(9), precision.dtype)
+        ours.append((*trained, *tested))
+    metrics = fit(
+        theirs,
+        lambda epoch, batch: tiny_batches(epoch),
+        optimizer=their_optimizer,
+        precision=precision,
+        device=CPU,
+        epochs=2,
+        test_batches=lambda: tiny_batches(9),
+    )
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, theirs.state_dict()[key]), key
+        moved = not torch.equal(value, start[key])
+        assert moved == (not frozen or key.startswith("5.") or "running" in key or "num" in key)
+    for mine, m in zip(ours, metrics, strict=True):
+        assert mine[0] == pytest.approx(m.train_loss, rel=1e-6)  # it divides in fp32
+        assert mine[1:] == (m.train_accuracy, m.test_loss, m.test_accuracy)
+
+
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16, Precision.FP16])
+def test_evaluation_is_that_of_the_package(notebook, precision):
+    model = tiny_model()
+    mine = notebook["evaluate"](model, tiny_batches(), precision.dtype)
+    assert mine == evaluate(model, tiny_batches(), precision=precision, device=CPU)
+
+
+def test_live_tensors_are_counted_once_and_until_they_are_freed(notebook):
+    with notebook["LiveTensors"]() as live:
+        first = torch.ones(1000)  # 4000 bytes
+        view = first.view(10, 100)  # noqa: F841 - brings no memory of its own
+        second = first + 1  # 8000 in all
+        del second
+        third = first.bfloat16()  # 6000
+    assert third.nbytes == 2000
+    assert live.peak_bytes == 8000
+    assert Counter(live.peak) == {((1000,), torch.float32, 4000): 2}
+    assert sum(size for _, _, size in live.live.values()) == 6000
+
+
+@pytest.mark.parametrize("most", [0, 31, 32, 33, 63, 64, 100, 512, 1000, 1023, 1024, 5000])
+def test_search_finds_the_largest_batch_in_few_tries(notebook, most):
+    tried = []
+
+    def fits(batch_size: int) -> bool:
+        tried.append(batch_size)
+        return batch_size <= most
+
+    assert notebook["largest_batch"](fits) == most // 32 * 32
+    assert len(tried) == len(set(tried)) <= 17
+    assert all(batch_size % 32 == 0 for batch_size in tried)
+
+
+def test_a_batch_that_runs_out_of_memory_does_not_fit_and_other_errors_are_told(
+    notebook, monkeypatch
+):
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+
+    def steps(batch_size, dtype, device):
+        if batch_size > 8:
+            raise torch.OutOfMemoryError("none left")
+        if batch_size < 0:
+            raise ValueError(batch_size)
+
+    notebook["two_steps"] = steps
+    assert notebook["fits_on_gpu"](8, torch.float16)
+    assert not notebook["fits_on_gpu"](9, torch.float16)
+    with pytest.raises(ValueError, match="-1"):
+        notebook["fits_on_gpu"](-1, torch.float16)
+    assert len(emptied) == 3

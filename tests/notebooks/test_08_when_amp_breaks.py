@@ -1,0 +1,80 @@
+"""Notebook 08: every failure has the same parts, and every message leads to its section."""
+
+import re
+
+import nbformat
+
+import build_pairs
+
+PAIR = nbformat.read(build_pairs.find(["08"])[0].with_suffix(".ipynb"), as_version=4)
+PARTS = [
+    "What you see.",
+    "The smallest program that does it.",
+    "Why.",
+    "The fix.",
+    "Notice it earlier.",
+]
+
+
+def sections() -> dict[str, list[nbformat.NotebookNode]]:
+    """The cells of each failure, by its heading; from `## Summary` on nothing counts."""
+    found, current = {}, None
+    for cell in PAIR.cells:
+        if cell.cell_type == "markdown":
+            heading = re.match(r"(#+) (.+)", cell.source)
+            if heading:
+                current = heading[2] if heading[1] == "###" else None
+        if current:
+            found.setdefault(current, []).append(cell)
+    return found
+
+
+def markdown(cells) -> str:
+    return "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+
+
+def code_and_output(cells) -> str:
+    code = [cell for cell in cells if cell.cell_type == "code"]
+    asserts = [line for cell in code for line in cell.source.splitlines()]
+    return "\n".join([*asserts, *(out.get("text", "") for cell in code for out in cell.outputs)])
+
+
+def index() -> list[tuple[str, str]]:
+    """(message, anchor) of every row of the first table."""
+    text = markdown(PAIR.cells)
+    rows = re.findall(r"^\| (`+)( ?)(.+?)\2\1 \| \[[^]]+\]\(#([^)]+)\) \|$", text, re.MULTILINE)
+    return [(message, anchor) for _, _, message, anchor in rows]
+
+
+def anchors() -> dict[str, str]:
+    return {heading.replace(" ", "-"): heading for heading in sections()}
+
+
+def test_there_are_at_least_twenty_sections_numbered_without_a_gap():
+    numbers = [int(heading.split()[0]) for heading in sections()]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert len(numbers) >= 20
+
+
+def test_all_sections_have_the_same_parts_in_order():
+    for heading, cells in sections().items():
+        assert re.findall(r"^\*\*(.+?)\*\*", markdown(cells), re.MULTILINE) == PARTS, heading
+        assert sum(cell.cell_type == "code" and "assert" in cell.source for cell in cells) >= 2
+
+
+def test_every_link_leads_to_a_heading():
+    links = re.findall(r"\]\(#([^)]+)\)", markdown(PAIR.cells))
+    assert len(links) > 40
+    assert set(links) <= set(anchors())
+    assert set(links) == set(anchors())  # and every section is in one of the tables
+
+
+def test_every_message_of_the_index_is_quoted_in_its_section_and_produced_there():
+    assert len(index()) >= 30
+    for message, anchor in index():
+        cells = sections()[anchors()[anchor]]
+        assert message in markdown(cells), message
+        assert message in code_and_output(cells), message
+        assert not any(message.startswith(other) and message != other for other, _ in index()), (
+            f"{message} would also find another"
+        )

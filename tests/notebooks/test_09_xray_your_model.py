@@ -1,0 +1,93 @@
+"""Notebook 09: its tracer sees what `xray` reports; its count of kept bytes is a count by hand."""
+
+import pytest
+import torch
+from definitions import definitions
+from torch import nn
+
+import build_pairs
+from amp_lab import xray
+
+SOURCE = build_pairs.FOLDER / "09_xray_your_model.py"
+SHORT = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+BACKENDS = ("cuda", "xpu", "mps", "cpu")
+SHAPE = (2, 3, 12, 12)
+
+
+@pytest.fixture(scope="module")
+def notebook() -> dict:
+    """What the notebook defines, by name."""
+    return definitions(SOURCE, ["SHORT", "PASSED_OVER"], device=torch.device("cpu"))
+
+
+def other_net() -> nn.Module:
+    """Layers that are not in the notebook's own network."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False),
+        nn.GroupNorm(2, 8),
+        nn.GELU(),
+        nn.Conv2d(8, 4, 1),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(100, 6),
+        nn.Tanh(),
+        nn.LogSoftmax(-1),
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_tracer_and_xray_see_the_same_rows(notebook, backend):
+    rows = notebook["trace_on"](backend, other_net(), SHAPE)
+    found = xray(other_net(), torch.empty(SHAPE), device_type=backend)
+    theirs = [
+        (row.op, *(tuple(SHORT[d] for d in dtypes) for dtypes in (row.in_dtypes, row.out_dtypes)))
+        for row in found.rows
+    ]
+    assert len(theirs) == 8
+    assert notebook["comparable"](rows) == theirs
+    assert [op for op, *_ in rows].count("_to_copy") == len(found.casts)
+
+
+def test_fake_rows_are_those_of_a_real_run(notebook):
+    net = other_net()
+    with torch.no_grad(), torch.autocast("cpu"), notebook["Tracer"]() as tracer:
+        net(torch.ones(SHAPE))
+    real = [row for row in tracer.rows if row[0] != "ones"]
+    assert notebook["trace_on"]("cpu", net, SHAPE) == real
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_state_is_what_it_was_after_an_error(notebook, backend):
+    before = torch.is_autocast_enabled(backend), torch.get_autocast_dtype(backend)
+    rules = notebook["rules_of"](backend, torch.bfloat16)
+    with pytest.raises(ZeroDivisionError), rules:
+        _ = 1 / (not torch.is_autocast_enabled(backend))  # it is enabled: this raises
+    assert (torch.is_autocast_enabled(backend), torch.get_autocast_dtype(backend)) == before
+    assert type(torch.ones(1)) is torch.Tensor
+
+
+def test_kept_bytes_are_those_counted_by_hand(notebook):
+    model, inputs = nn.Linear(16, 5), torch.rand(8, 16)
+    logits, target, total_weight = 8 * 5 * 4, 8 * 8, 4  # log_softmax's result; int64; one number
+    by_hand = inputs.nbytes + logits + target + total_weight
+    assert notebook["kept_by_autograd"](model, inputs, "fp32") == by_hand
+
+
+def test_the_gpt_looks_only_back(notebook):
+    torch.manual_seed(0)
+    model = notebook["GPT"](vocabulary=11, width=16, heads=2, depth=2, context=8)
+    tokens = torch.tensor([[1, 2, 3, 4, 5, 6]])
+    changed = tokens.clone()
+    changed[0, 4] = 9
+    with torch.no_grad():
+        one, other = model(tokens), model(changed)
+    assert one.shape == (1, 6, 11)
+    torch.testing.assert_close(one[:, :4], other[:, :4])
+    assert not torch.allclose(one[:, 4:], other[:, 4:])
+
+
+def test_cross_entropy_rounds_on_cuda_unless_given_floats(notebook):
+    dtype_of = notebook["log_softmax_dtype"]
+    assert dtype_of("cuda", notebook["at_once"]) == ("fp16", "fp32")
+    assert dtype_of("cuda", notebook["on_floats"]) == ("fp32", "fp32")

@@ -1,0 +1,112 @@
+"""Notebook 11: its loops mark all they change, and are one loop; a run that differs is refused."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from definitions import check_marks, definitions
+from torch.utils.data import TensorDataset
+
+import build_pairs
+
+SOURCE = build_pairs.FOLDER / "11_scale_out.py"
+CPU = torch.device("cpu")
+SETTINGS = ("PRECISIONS", "TOLERANCES", "SETUPS", "bf16", "fp16", "fp32")
+TOY = {"width": 16, "heads": 2, "layers": 1, "batch": 8, "lr": 1e-3}
+
+
+@functools.cache
+def notebook() -> dict:
+    """What the notebook's imports, functions and settings define; no other cell is run."""
+    return definitions(SOURCE, SETTINGS)
+
+
+@pytest.mark.parametrize(("name", "mark"), [("train_ddp", "DDP"), ("train_fsdp", "FSDP2")])
+def test_every_changed_line_is_marked_and_nothing_else_changed(name, mark):
+    check_marks(SOURCE, "train_plain", name, mark)
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def toy_data() -> TensorDataset:
+    images = torch.randn(32, 8, 8, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(images, torch.arange(32) % 10)
+
+
+@pytest.mark.usefixtures("one_rank", "one_thread_and_seed")
+def test_on_one_rank_the_loops_are_the_plain_one(toy_data):
+    cells = notebook()
+    for dtype in (None, torch.bfloat16):
+        plain = cells["train_plain"](TOY, toy_data, dtype, CPU)
+        assert len(plain) == 4
+        assert len(set(plain)) == 4
+        assert cells["train_ddp"](TOY, toy_data, dtype, CPU) == plain
+        tolerance = 1e-6 if dtype is None else cells["TOLERANCES"]["bf16"]
+        off = cells["distance"](cells["train_fsdp"](TOY, toy_data, dtype, CPU), plain)
+        assert off < tolerance
+
+
+@pytest.mark.usefixtures("one_rank", "one_thread_and_seed")
+def test_every_set_up_can_be_tried(toy_data):
+    cells = notebook()
+    sizes = [p.numel() for p in cells["new_model"](TOY).parameters()]
+    for engine, compute, reduce in cells["SETUPS"].values():
+        found = cells["try_setup"](TOY, *toy_data[:8], engine, compute, reduce)
+        assert sum(found["sent"].values()) == 0  # to nobody
+        # FSDP2 copies then, DDP asks its backend all the same.
+        assert set(found["sent"]) == ({("all_reduce", reduce)} if engine == "DDP" else set())
+        assert sum(found["memory"].values()) == 16 * sum(sizes)
+
+
+@pytest.mark.usefixtures("one_rank", "one_thread_and_seed")
+def test_a_checkpoint_is_loaded_into_a_model_that_differs(toy_data, tmp_path):
+    cells = notebook()
+    share = toy_data[:8]
+    saved = cells["save_sharded"](TOY, *share, tmp_path / "checkpoint")
+    model, steps = cells["load_sharded"](TOY, *share, tmp_path / "checkpoint")
+    assert steps == {3}
+    for found, wanted in zip(model.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(found.to_local(), wanted.to_local())
+    fresh = cells["new_model"](TOY)
+    assert cells["evaluate"](model, *share) != cells["evaluate"](fresh, *share)
+
+
+@pytest.mark.parametrize("factor", [1 + 2**-13, float("nan")])
+def test_losses_that_differ_are_refused(factor, capsys):
+    cells = notebook()
+    cells["alone"] = {"fp32": [2.0, 1.0]}
+    cells["check_losses"]("these", [{"fp32": [2.0, 1.0]}] * 2)
+    assert "these, fp32" in capsys.readouterr().out
+    with pytest.raises(AssertionError):
+        cells["check_losses"]("these", [{"fp32": [2.0, factor]}] * 2)
+    with pytest.raises(AssertionError):
+        cells["check_losses"]("these", [{"fp32": [2.0, 1.0]}, {"fp32": [2.0, 1.0 + 1e-7]}])
+
+
+@pytest.mark.parametrize(
+    ("device_type", "gpus", "where", "counts"),
+    [
+        ("cpu", 0, "cpu", (1, 2, 4)),
+        ("cpu", 8, "cpu", (1, 2, 4)),  # asked for with AMP_LAB_DEVICE
+        ("cuda", 1, "cpu", (1, 2, 4)),
+        ("cuda", 2, "cuda", (1, 2)),
+        ("cuda", 3, "cuda", (1, 2)),
+        ("cuda", 8, "cuda", (1, 2, 4)),
+        ("mps", 1, "cpu", (1, 2, 4)),
+    ],
+)
+def test_processes_run_on_gpus_if_there_is_one_for_each(
+    device_type, gpus, where, counts, monkeypatch
+):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
+    names = ("gpus", "where", "counts")
+    namespace = definitions(SOURCE, names, device=torch.device(device_type))
+    assert (namespace["where"], namespace["counts"]) == (where, counts)

@@ -1,0 +1,105 @@
+"""Notebook 12: its own steps are those of `fit`, and what it says of Keras holds on TensorFlow."""
+
+import os
+import re
+import subprocess
+import sys
+
+import nbformat
+import torch
+from definitions import definitions
+
+import build_pairs
+from amp_lab.notebook.keras_demo import run_on_backends
+from conftest import needs_keras
+
+SOURCE = build_pairs.FOLDER / "12_keras.py"
+
+
+def steps_of_both(x, y):
+    """Weights and scale after four of the notebook's steps, and of Keras's own, by policy."""
+    import keras
+
+    found = {}
+    for policy in ("float32", "mixed_bfloat16", "mixed_float16"):
+        keras.config.set_dtype_policy(policy)
+        own, fit = new_net(), keras.Sequential(new_net().layers)  # noqa: F821, sent along
+        start = own.get_weights()
+        for name, net in (("own", own), ("fit", fit)):
+            net.set_weights(start)
+            optimizer = keras.optimizers.Adam(0.01)
+            if policy == "mixed_float16":
+                optimizer = keras.optimizers.LossScaleOptimizer(optimizer, 2.0**18)
+            net.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+            for _ in range(4):
+                net.train_on_batch(x.numpy(), y.numpy())
+            scale = float(getattr(optimizer, "dynamic_scale", 1.0))
+            found[policy, name] = [torch.tensor(w) for w in net.get_weights()], scale
+        found[policy, "start"] = [torch.tensor(w) for w in start]
+    return found
+
+
+@needs_keras
+def test_the_steps_by_hand_are_those_of_fit(monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    names = definitions(SOURCE)
+    needed = (names[name] for name in ("new_net", "step_with_torch", "step_with_tensorflow"))
+    x, y = torch.rand(16, 8, 8, 1), torch.arange(16) % 10
+    for found in run_on_backends(steps_of_both, *needed, x=x, y=y).values():
+        for policy in ("float32", "mixed_bfloat16", "mixed_float16"):
+            (own, own_scale), (fit, fit_scale) = found[policy, "own"], found[policy, "fit"]
+            assert own_scale == fit_scale
+            assert all(map(torch.equal, own, fit))
+            assert not any(map(torch.equal, own, found[policy, "start"]))
+        assert found["mixed_float16", "own"][1] < 2.0**18  # and some were skipped
+
+
+def test_a_step_without_amp_is_what_its_marks_say():
+    """Each marked line scales the loss; no other line knows of the scale."""
+    text = SOURCE.read_text(encoding="utf-8")
+    for name in ("step_with_torch", "step_with_tensorflow"):
+        body = re.search(rf"^def {name}.*?^    return", text, re.MULTILINE | re.DOTALL)[0]
+        for line in body.splitlines():
+            assert ("scale" in line.partition("#")[0]) == ("# AMP" in line), line
+
+
+SECTIONS = {
+    "",
+    "A policy names two dtypes",
+    "Layers, not ops",
+    "Keep the last layer in float32",
+    "What compile adds",
+    "Two mistakes in a step of your own",
+    "The names of TensorFlow 2.x",
+}
+
+
+def cells_of(sections: set[str], read: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    found, section = [], ""
+    for cell in read.cells:
+        if cell.cell_type == "code" and section in sections:
+            found.append(cell)
+        for heading in re.findall(r"^## (.+)", cell.source, re.MULTILINE):
+            section = heading if cell.cell_type == "markdown" else section
+    return found
+
+
+@needs_keras
+def test_what_the_kernel_shows_on_torch_holds_on_tensorflow():
+    """The cells that run in no process of their own, with the assertions and the same output."""
+    pair = nbformat.read(SOURCE.with_suffix(".ipynb"), as_version=4)
+    cells = cells_of(SECTIONS, pair)
+    headings = re.findall(r"^# ## (.+)", SOURCE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {*headings, ""} >= SECTIONS
+    assert len(cells) > 15
+    code = "\n\n".join(cell.source for cell in cells)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"KERAS_BACKEND": "tensorflow", "AMP_LAB_DEVICE": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    outputs = [output.text for cell in cells for output in cell.outputs]
+    assert done.stdout == "".join(outputs)

@@ -1,0 +1,248 @@
+"""Notebook 13: the toy Apex against torch, checkpoints, counts of ops, and the cell of the tool."""
+
+import ast
+import builtins
+import functools
+import importlib.util
+import sys
+
+import pytest
+import torch
+from definitions import definitions
+from torch import nn
+
+import build_pairs
+
+SOURCE = build_pairs.FOLDER / "13_from_apex.py"
+SETTINGS = {"fp32", "names", "LEVELS", "WHITE", "BLACK", "SHORT", "SAME"}
+CPU = torch.device("cpu")
+fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
+
+pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
+
+
+@functools.cache
+def tree() -> ast.Module:
+    return ast.parse(SOURCE.read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def cells() -> dict:
+    """The notebook's definitions, with four small batches of its kind."""
+    namespace = definitions(SOURCE, SETTINGS, device=CPU)
+    inputs = torch.randn(64, 8)
+    targets = inputs.sin().mean(dim=1, keepdim=True)
+    namespace["batches"] = list(zip(inputs.split(16), targets.split(16), strict=True))
+    return namespace
+
+
+def plain_losses(cells, steps):
+    """Adam in fp32, as anybody would write it."""
+    model = cells["new_model"]()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        x, y = cells["batches"][step % 4]
+        loss = 12 * nn.functional.mse_loss(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_levels_train_as_torch_does(cells):
+    reference = plain_losses(cells, 10)
+    assert cells["train_apex"]("O0", 10).losses == reference
+    assert cells["train_today"](None, 10).losses == reference
+    o1, o2 = cells["train_apex"]("O1", 10), cells["train_apex"]("O2", 10)
+    autocast = cells["train_today"](fp16, 10)
+    assert o1.losses == autocast.losses != reference
+    assert 0 < cells["distance"](o2.losses, autocast.losses) < 2**-9
+    assert o1.scale == o2.scale == autocast.scale < 2**16
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_masters_are_in_the_optimizer_at_o2_alone(cells, level):
+    run = cells["train_apex"](level, 5)
+    updated = run.optimizer.param_groups[0]["params"]
+    own = list(run.model.parameters())
+    assert [tuple(p.shape) for p in updated] == [tuple(p.shape) for p in own]
+    foreign = [p for p in updated if all(p is not q for q in own)]
+    assert len(foreign) == (4 if level == "O2" else 0)  # not batch normalisation's
+    for master, weight in zip(updated, own, strict=True):
+        if level != "O3":  # whose weights are NaN by now
+            assert torch.equal(master.to(weight.dtype), weight)
+
+
+def test_an_overflow_skips_the_step_and_halves_the_scale(cells):
+    with cells["ToyApex"]() as amp:
+        model = cells["new_model"]()
+        model, optimizer = amp.initialize(model, cells["new_adam"](model), opt_level="O2")
+        before = [p.clone() for p in model.parameters()]
+        for factor, moves in ((1e30, False), (1e-3, True)):
+            optimizer.zero_grad()
+            loss = factor * model(cells["batches"][0][0]).square().mean()
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            changed = [
+                not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)
+            ]
+            assert any(changed) is moves
+            assert amp.loss_scale.scale == 2.0**15
+
+
+def scale_of_torch(overflows, interval):
+    """The scale after each step of a GradScaler that sees these overflows."""
+    weight = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight])
+    scaler = torch.amp.GradScaler("cpu", growth_interval=interval)
+    for overflow in overflows:
+        optimizer.zero_grad()
+        scaler.scale(weight * (float("inf") if overflow else 1e-9)).sum().backward()
+        scaler.step(optimizer)
+        scaler.update()
+        yield scaler.get_scale()
+
+
+def test_the_loss_scale_is_that_of_grad_scaler_but_for_its_limit(cells):
+    overflows = [True, True, False, False, False, True, False, False, False, False, False, False]
+    scale = cells["LossScale"]("dynamic")
+    scale.window = 3
+    found = []
+    for overflow in overflows:
+        assert scale.update(overflow) is overflow
+        found.append(scale.scale)
+    assert found == list(scale_of_torch(overflows, 3))
+    assert len(set(found)) == 3
+    scale.scale = 2.0**24
+    for _ in range(3):
+        scale.update(False)
+    assert scale.scale == 2.0**24
+    fixed = cells["LossScale"](128.0)
+    assert [fixed.update(overflow) for overflow in (True, False)] == [False, False]
+    assert fixed.scale == 128
+
+
+def test_patched_functions_cast_floats_alone(cells):
+    x, targets = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+    with cells["PatchedFunctions"]():
+        logits = nn.functional.linear(x, torch.randn(3, 3))
+        loss = nn.functional.cross_entropy(logits, targets)
+        product = x @ x.T  # not on the list: a method, as Apex had on another list
+        assert (logits.dtype, loss.dtype, product.dtype) == (fp16, fp32, fp32)
+    assert nn.functional.linear(x, x).dtype is fp32
+
+
+@pytest.mark.parametrize(("use_masters", "level"), [(False, "O1"), (True, "O2")])
+def test_a_checkpoint_of_apex_goes_on_exactly(cells, tmp_path, use_masters, level):
+    cells |= {"PATH": tmp_path / "apex.pt", "HALF": 8, "WINDOW": 6}
+    whole = cells["train_and_save"](level)
+    resumed = cells["resume"](use_masters)
+    assert resumed.losses == whole.losses
+    assert resumed.scale == whole.scale
+    for part in ("optimizer", "amp"):
+        assert cells["resume"](use_masters, [part]).losses != whole.losses
+
+
+def test_without_its_masters_a_checkpoint_of_o2_is_rounded(cells, tmp_path):
+    cells |= {"PATH": tmp_path / "apex.pt", "HALF": 8, "WINDOW": 6}
+    whole = cells["train_and_save"]("O2")
+    assert 0 < cells["distance"](cells["resume"]().losses, whole.losses) < 2**-9
+    file = torch.load(cells["PATH"], weights_only=True)
+    weight = file["model"]["module.0.weight"]
+    assert weight.dtype is fp32
+    assert torch.equal(weight, weight.half().float())
+    assert not torch.equal(weight, file["master params"][0])
+
+
+def test_the_state_of_a_scaler_is_translated(cells):
+    old = {
+        "loss_scaler0": {"loss_scale": 512.0, "unskipped": 7},
+        "loss_scaler1": {"loss_scale": 2.0, "unskipped": 0},
+    }
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.load_state_dict(cells["scaler_state"](old))
+    state = scaler.state_dict()
+    assert (state["scale"], state["_growth_tracker"], state["growth_interval"]) == (512, 7, 2000)
+    assert cells["scaler_state"](old, number=1)["scale"] == 2
+    with pytest.raises(KeyError, match="loss_scaler2"):
+        cells["scaler_state"](old, number=2)
+
+
+def test_limits_of_the_scale(cells):
+    assert cells["scales_for"]([0.1] * 3, 1.0, 2.0**30) == [2.0**24, 2.0**25, 2.0**26]
+    assert cells["scales_for"]([0.1] * 3, 1.0, 2.0**25) == [2.0**24, 2.0**25, 2.0**25]
+    bad = [float("inf")] * 3
+    assert cells["scales_for"](bad, 2.0**21, 2.0**24) == [2.0**22, 2.0**21, 2.0**21]
+
+
+def test_casts_are_copies_between_two_dtypes(cells):
+    def copy(*kinds):
+        return {"name": "aten::copy_", "args": {"Input type": [*kinds, "Scalar"]}}
+
+    events = [
+        {"name": "process_name", "ph": "M"},
+        {"name": "aten::mm", "args": {"Input type": ["c10::BFloat16", "c10::BFloat16"]}},
+        copy("c10::BFloat16", "float"),
+        copy("float", "float"),
+        copy("float", "long int"),
+        {"name": "aten::empty", "args": {"Input type": []}},
+    ]
+    ops = cells["count_ops"](events)
+    assert ops["mm", "bf16"] == 1
+    assert ops["copy_", "fp32"] == 2
+    assert {key: n for key, n in ops.items() if key[0] == "cast"} == {("cast", "bf16"): 1}
+
+
+def guarded() -> list[ast.If]:
+    """The statements of the notebook that run only where libcst is."""
+    return [
+        node
+        for node in tree().body
+        if isinstance(node, ast.If) and "find_spec('libcst')" in ast.unparse(node.test)
+    ]
+
+
+def test_without_libcst_the_notebook_says_so_and_goes_on(monkeypatch, capsys):
+    real_import = builtins.__import__
+
+    def no_libcst(name, *args, **kwargs):
+        assert name.partition(".")[0] != "libcst"
+        assert not name.startswith("amp_lab.migrate")
+        return real_import(name, *args, **kwargs)
+
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    monkeypatch.setattr(builtins, "__import__", no_libcst)
+    namespace = {"find_spec": importlib.util.find_spec}
+    exec(compile(ast.Module(guarded(), []), SOURCE, "exec"), namespace)
+    out, err = capsys.readouterr()
+    assert (len(out.splitlines()), err) == (1, "")
+    assert "pip install libcst" in out
+
+
+def test_nothing_outside_needs_what_the_migration_defines():
+    def names_in(node, context):
+        return {
+            n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, context)
+        }
+
+    cells = guarded()
+    assert "from amp_lab.migrate import" in ast.unparse(cells[0])
+    last = cells[-1].end_lineno
+    later = [node for node in tree().body if node.lineno > last]
+    used = set().union(*(names_in(node, ast.Load) for node in later))
+    rebound = set().union(*(names_in(node, ast.Store) for node in later))
+    assert (set().union(*(names_in(cell, ast.Store) for cell in cells)) & used) <= rebound
+    everywhere = set().union(*(names_in(n, ast.Load) for n in tree().body if n not in cells))
+    assert "migrate_source" not in everywhere
+
+
+def test_backward_inside_the_block_rounds_an_island(cells):
+    logs = {inside: cells["OpLog"]() for inside in (False, True)}
+    found = {inside: cells["island_gradient"](inside, 16, log) for inside, log in logs.items()}
+    assert logs[False].products() == ["fp32", "fp32", "bf16"]
+    assert logs[True].products() == ["bf16"] * 3
+    assert torch.equal(found[False], cells["island_gradient"](False, 16))
+    assert not torch.equal(found[False], found[True])

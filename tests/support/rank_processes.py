@@ -1,0 +1,120 @@
+"""Several processes as torchrun would start them, without the seconds that loading torch takes."""
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from amp_lab.cli import main
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_LOADED = [
+    "amp_lab.checkpoint.shards",
+    "amp_lab.training.run",
+    "amp_lab.plots",
+    "torch.distributed.fsdp",
+    "torchvision",
+]
+
+
+@dataclass
+class Ended:
+    """How a process ended."""
+
+    code: int
+    value: object
+    """What the function returned; None if it did not."""
+    out: str
+    err: str
+
+
+def values_of(function, size: int, *arguments) -> list:
+    """What a function returns in each of `size` processes that find each other."""
+    ended = run_ranks(function, size, *arguments)
+    assert [one.code for one in ended] == [0] * size, "\n".join(one.err for one in ended)
+    return [one.value for one in ended]
+
+
+def run_ranks(function, size: int, *arguments, each=(), timeout_s: float = 120, **environment):
+    """Call a function in `size` processes; return how each `Ended`.
+
+    `each` gives further arguments by rank. The environment is torchrun's, and what is given. A
+    process that does not end in time is killed, and fails the test.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        processes = start_ranks(function, size, Path(folder), *arguments, each=each, **environment)
+        end = time.monotonic() + timeout_s
+        try:
+            for process in processes:
+                process.join(max(0.0, end - time.monotonic()))
+            late = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        ended = [_ended(Path(folder), rank, p.exitcode) for rank, p in enumerate(processes)]
+    assert not late, f"ranks {late} did not end within {timeout_s} s: {ended}"
+    return ended
+
+
+def start_ranks(function, size: int, folder: Path, *arguments, each=(), **environment) -> list:
+    """The same without waiting; what the processes print is in `folder`, as 0.out, 0.err, …"""
+    _CONTEXT.set_forkserver_preload(_LOADED)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    processes = []
+    for rank in range(size):
+        settings = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        settings |= environment
+        further = (each[rank],) if each else ()
+        process = _CONTEXT.Process(
+            target=_run, args=(function, folder, rank, settings, (*arguments, *further))
+        )
+        process.start()
+        processes.append(process)
+    return processes
+
+
+def command(*line: str) -> int:
+    """`amp-lab …` in a process of `run_ranks`."""
+    return main([str(part) for part in line])
+
+
+def command_by_rank(line: list[str]) -> int:
+    """The same with a line of its own for each rank."""
+    return command(*line)
+
+
+def _run(function, folder: Path, rank: int, settings: dict, arguments: tuple) -> None:
+    for number, name in enumerate(("out", "err"), 1):
+        with (folder / f"{rank}.{name}").open("a") as file:
+            os.dup2(file.fileno(), number)
+    os.environ.update({name: str(value) for name, value in settings.items() if value is not None})
+    torch.set_num_threads(1)
+    value = function(*arguments)
+    if type(value) is int:  # a command's
+        sys.exit(value)
+    torch.save(value, folder / f"{rank}.pt")
+
+
+def _ended(folder: Path, rank: int, code: int) -> Ended:
+    value = None
+    with contextlib.suppress(FileNotFoundError):
+        value = torch.load(folder / f"{rank}.pt", weights_only=True)
+    return Ended(
+        code, value, (folder / f"{rank}.out").read_text(), (folder / f"{rank}.err").read_text()
+    )

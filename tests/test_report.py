@@ -1,0 +1,151 @@
+"""Tables as text, Markdown and HTML; the words that several modules print."""
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+import torch
+
+from amp_lab.errors import first_line, with_type
+from amp_lab.report import Printed, Table, dtype_name, listed, plural, short_name
+
+TABLE = Table(
+    ["op", "count"],
+    [["conv", "1,000"], ["a | b <c>", "2"]],
+    caption="Ops & <counts>",
+    facts=["2 < 3.", "Two lines."],
+    advice=["Take conv & go."],
+    foot=[["all", "1,002"]],
+    right=(1,),
+)
+
+
+class Shown(Printed):
+    def _table(self):
+        return TABLE
+
+
+def test_text_is_aligned_with_rules_under_the_head_and_above_the_foot():
+    assert TABLE.text() == (
+        "Ops & <counts>\n"
+        "\n"
+        "op         count\n"
+        "----------------\n"
+        "conv       1,000\n"
+        "a | b <c>      2\n"
+        "----------------\n"
+        "all        1,002\n"
+        "\n"
+        "2 < 3.\n"
+        "Two lines.\n"
+        "\n"
+        "Look at:\n"
+        "- Take conv & go."
+    )
+
+
+def test_markdown_has_a_cell_for_each_cell_whatever_is_in_it():
+    assert TABLE.markdown() == (
+        "**Ops & <counts>**\n"
+        "\n"
+        "| op | count |\n"
+        "| --- | ---: |\n"
+        "| conv | 1,000 |\n"
+        "| a \\| b <c> | 2 |\n"
+        "| **all** | **1,002** |\n"
+        "\n"
+        "2 < 3.\n"
+        "\n"
+        "Two lines.\n"
+        "\n"
+        "- Take conv & go."
+    )
+
+
+class Texts(HTMLParser):
+    """The text of each innermost element, and whether all elements are closed in order."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.found = [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        if tag != "br":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.found.append((self.open[-1], data))
+
+
+def test_html_escapes_and_closes_everything():
+    page = Texts(TABLE.html())
+    assert page.open == []
+    assert page.found == [
+        ("caption", "Ops & <counts>"),
+        *[("th", "op"), ("th", "count")],
+        *[("td", "conv"), ("td", "1,000"), ("td", "a | b <c>"), ("td", "2")],
+        *[("th", "all"), ("th", "1,002")],
+        *[("p", "2 < 3."), ("p", "Two lines.")],
+        *[("p", "Look at:"), ("li", "Take conv & go.")],
+    ]
+
+
+def test_what_is_not_there_leaves_no_trace():
+    bare = Table(["a", "b"], [["1", ""]])
+    assert bare.text() == "a  b\n----\n1"
+    assert bare.markdown() == "| a | b |\n| --- | --- |\n| 1 |  |"
+    assert bare.html() == (
+        "<table><thead><tr><th>a</th><th>b</th></tr></thead>"
+        "<tbody><tr><td>1</td><td></td></tr></tbody></table>"
+    )
+    empty = Table(["a"], [], caption="None of them.", facts=["0 rows."])
+    for printed in (empty.text(), empty.markdown(), empty.html()):
+        words = re.sub(r"<[^>]*>|\*", " ", printed).split()
+        assert words == ["None", "of", "them.", "0", "rows."]
+
+
+def test_a_result_prints_as_its_table():
+    shown = Shown()
+    assert str(shown) == repr(shown) == TABLE.text()
+    assert (shown.to_markdown(), shown._repr_html_()) == (TABLE.markdown(), TABLE.html())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "short"),
+    [
+        (torch.float16, "float16", "fp16"),
+        (torch.bfloat16, "bfloat16", "bf16"),
+        (torch.float32, "float32", "fp32"),
+        (torch.float64, "float64", "fp64"),
+        (torch.int64, "int64", "int64"),
+    ],
+)
+def test_names_of_dtypes(dtype, name, short):
+    assert (dtype_name(dtype), short_name(dtype)) == (name, short)
+
+
+def test_counts_and_lists():
+    assert [plural(n, "cast") for n in (0, 1, 1000)] == ["0 casts", "1 cast", "1,000 casts"]
+    assert listed(("a", "b", "c"), 3) == "a, b, c"
+    assert listed(["a", "b", "c", "d"], 3) == "a, b, c and 1 more"
+
+
+@pytest.mark.parametrize(
+    ("error", "line", "typed"),
+    [
+        (ValueError("  no such size.\nmore\n"), "no such size", "ValueError: no such size"),
+        (
+            ValueError("missing:\n\n\tweight\n\tbias"),
+            "missing: weight",
+            "ValueError: missing: weight",
+        ),
+        (KeyError("x"), "'x'", "KeyError: 'x'"),
+        (AssertionError(), "AssertionError", "AssertionError"),
+    ],
+)
+def test_an_error_is_told_in_a_line(error, line, typed):
+    assert (first_line(error), with_type(error)) == (line, typed)

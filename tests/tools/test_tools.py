@@ -1,0 +1,230 @@
+"""`pdm run lab` and `pdm run notebooks`, given something wrong."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
+
+import nbformat
+import pytest
+
+import build_pairs
+import lab
+
+ROOT = Path(build_pairs.__file__).resolve().parent.parent
+HEADER = """# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+"""
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def answers(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def run_lab(*arguments: str, **settings: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, ROOT / "tools" / "lab.py", *arguments]
+    return subprocess.run(
+        command, env=os.environ | settings, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder for notebooks, with the project's jupytext settings above it."""
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    (tmp_path / "notebooks").mkdir()
+    monkeypatch.setattr(build_pairs, "FOLDER", tmp_path / "notebooks")
+    return tmp_path / "notebooks"
+
+
+def test_a_taken_port_is_said_in_one_line():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        done = run_lab(f"--port={port}")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert f"port {port} on 127.0.0.1 cannot be used" in done.stderr
+    assert "--port" in done.stderr
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "-1", "eight", ""])
+def test_a_wrong_port_is_said(port):
+    assert lab.port_problem("127.0.0.1", port).endswith("a port is a whole number from 1 to 65535")
+
+
+def test_a_wrong_address_is_said():
+    assert lab.port_problem("nowhere.invalid", "8888").startswith("--ip nowhere.invalid: ")
+    assert lab.port_problem("", "8888").startswith("--ip needs an address")
+
+
+@pytest.mark.parametrize("ip", ["*", "0.0.0.0", "localhost"])
+def test_addresses_that_jupyter_takes_are_taken(ip):
+    assert lab.port_problem(ip, str(free_port())) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "empty"),
+    [
+        ([], "", "JUPYTER_TOKEN"),
+        (["--IdentityProvider.token="], "x", "--IdentityProvider.token="),
+        (["--ServerApp.token=''"], None, "--ServerApp.token=''"),
+    ],
+)
+def test_an_empty_token_is_refused(monkeypatch, arguments, environment, empty):
+    if environment is None:
+        monkeypatch.delenv("JUPYTER_TOKEN", raising=False)
+    else:
+        monkeypatch.setenv("JUPYTER_TOKEN", environment)
+    assert lab.token_problem(arguments).startswith(f"{empty} is empty")
+    monkeypatch.setenv("JUPYTER_TOKEN", "secret")
+    assert lab.token_problem(["--IdentityProvider.token=secret"]) is None
+
+
+def test_a_folder_that_cannot_be_written_is_said(tmp_path):
+    said = lab.folder_problem(tmp_path / "missing")
+    assert said is not None
+    assert lab.folder_problem(tmp_path) is None
+
+
+def test_lab_starts_and_answers(tmp_path):
+    port = free_port()
+    command = [sys.executable, ROOT / "tools" / "lab.py", f"--port={port}", "--no-browser"]
+    home = {"HOME": str(tmp_path), "JUPYTER_TOKEN": "secret"}
+    address = f"http://127.0.0.1:{port}"
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, env=os.environ | home, **quiet) as server:
+        try:
+            while not answers(port):
+                assert server.poll() is None
+                time.sleep(0.2)
+            contents = f"{address}/api/contents/notebooks?token=secret"
+            names = [entry["name"] for entry in json.load(urlopen(contents))["content"]]
+            assert "01_number_formats.ipynb" in names
+            with pytest.raises(HTTPError, match="403"):
+                urlopen(f"{address}/api/contents/notebooks")
+        finally:
+            server.terminate()
+
+
+def test_a_free_port_is_no_problem():
+    assert lab.port_problem("127.0.0.1", str(free_port())) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("AMP_LAB_DEVICE", "banana", "is not a device"),
+        ("AMP_LAB_DEVICE", "xpu", "is not there"),
+        ("AMP_LAB_SCALE", "huge", "is not a scale"),
+    ],
+)
+def test_lab_refuses_a_wrong_setting_before_it_starts(monkeypatch, capsys, name, value, said):
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(lab, "port_problem", lambda ip, port: None)
+    assert lab.main([]) == 2
+    printed = capsys.readouterr().err
+    assert len(printed.splitlines()) == 1
+    assert f"{name}='{value}' {said}" in printed
+
+
+def test_a_notebook_that_fails_is_named_with_its_line_and_its_pair_is_kept(folder, capsys):
+    source = folder / "01_broken.py"
+    source.write_text(HEADER + "# %%\nx = 1\n\n# %%\nx / 0\n\n# %%\nprint(x)\n")
+    source.with_suffix(".ipynb").write_text("as it was")
+    assert build_pairs.main([]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "01_broken.py: cell 2 (line 13) raised ZeroDivisionError: division by zero" in said
+    assert source.with_suffix(".ipynb").read_text() == "as it was"
+
+
+def test_a_damaged_pair_is_named(folder, capsys):
+    source = folder / "01_sound.py"
+    source.write_text(HEADER + "# %%\n1 + 1\n")
+    source.with_suffix(".ipynb").write_text("<<<<<<< HEAD\n{}\n")
+    assert build_pairs.main(["--check"]) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert "01_sound.ipynb is damaged" in said
+
+
+def test_running_twice_changes_nothing(folder):
+    source = folder / "01_sound.py"
+    source.write_text(HEADER + "# %% [markdown]\n# # Add\n\n# %%\n1 + 1\n\n# %%\n1 + 1\n")
+    assert build_pairs.main([]) == 0
+    first = source.with_suffix(".ipynb").read_bytes()
+    assert build_pairs.main(["01"]) == 0
+    assert source.with_suffix(".ipynb").read_bytes() == first
+    pair = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+    assert [cell.outputs[0].data["text/plain"] for cell in pair.cells[1:]] == ["2", "2"]
+    nbformat.validate(pair)
+    assert build_pairs.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "said"),
+    [
+        (["99"], {}, "no notebook begins with '99'; there are 01_sound"),
+        (["--check"], {}, "01_sound.py has no pair"),
+        (
+            [],
+            {"AMP_LAB_DEVICE": "banana"},
+            "AMP_LAB_DEVICE='banana': committed outputs are made with AMP_LAB_DEVICE=cpu",
+        ),
+        (
+            [],
+            {"AMP_LAB_SCALE": "huge"},
+            "AMP_LAB_SCALE='huge': committed outputs are made with AMP_LAB_SCALE=quick",
+        ),
+    ],
+)
+def test_what_notebooks_is_told_wrongly_is_said_in_one_line(
+    folder, monkeypatch, capsys, arguments, settings, said
+):
+    (folder / "01_sound.py").write_text(HEADER + "# %%\n1 + 1\n")
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    assert build_pairs.main(arguments) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_readme_shows_the_figure_of_notebook_04():
+    pair = nbformat.read(build_pairs.README_FIGURE.with_suffix(".ipynb"), as_version=4)
+    assert build_pairs.figures(pair)[-1] == build_pairs.README_FIGURE.read_bytes()
+    assert str(build_pairs.README_FIGURE.relative_to(ROOT)) in (ROOT / "README.md").read_text()
+
+
+def test_the_readme_maps_every_notebook():
+    readme = (ROOT / "README.md").read_text()
+    for source in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.py")):
+        assert re.search(rf"\]\(notebooks/{source.stem}\.ipynb\)", readme), source.stem
+
+
+def test_what_the_readme_links_to_is_there():
+    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).exists(), target
+
+
+def test_the_lock_names_no_addresses():
+    lock = tomllib.loads((ROOT / "pdm.lock").read_text())
+    for package in lock["package"]:
+        package.pop("summary", None)  # in which its author may name one
+    assert "://" not in str(lock)
