@@ -7,14 +7,13 @@ import torch
 from amp_lab import (
     DeviceError,
     Precision,
-    ScaleError,
     describe_device,
     pick_device,
     recommend_precision,
 )
 from amp_lab import device as device_module
 from amp_lab.device import _memory_bytes, _recommend
-from amp_lab.errors import AmpLabError
+from amp_lab.errors import AmpLabError, OptionError
 from amp_lab.notebook import Scale, pick_scale, start
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -120,7 +119,7 @@ def test_scale_follows_the_device_unless_it_is_set(monkeypatch, device, value, s
 def test_a_wrong_scale_is_refused(monkeypatch):
     monkeypatch.setenv("AMP_LAB_SCALE", "huge")
     with pytest.raises(
-        ScaleError, match="AMP_LAB_SCALE='huge' is not a scale; use 'quick' or 'full'"
+        OptionError, match="AMP_LAB_SCALE='huge' is not a scale; use 'quick' or 'full'"
     ):
         pick_scale(CPU)
 

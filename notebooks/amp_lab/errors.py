@@ -19,12 +19,16 @@ class AmpLabWarning(UserWarning):
     """Base of what the user should know, though it stops nothing; also told in one line."""
 
 
+class OptionError(AmpLabError, ValueError):
+    """What was asked for cannot be: an option, a model's name, a shape, a file, a package."""
+
+
 class DeviceError(AmpLabError, ValueError):
-    """The device asked for does not exist, or is not there."""
+    """The device asked for does not exist, is not there, or does not take the dtype asked for."""
 
 
-class ScaleError(AmpLabError, ValueError):
-    """AMP_LAB_SCALE names no scale."""
+class DataError(AmpLabError):
+    """A data set, or a file of one, is not there, cannot be read, or is not what it should be."""
 
 
 class CheckpointError(AmpLabError):
@@ -35,68 +39,20 @@ class RunError(AmpLabError, ValueError):
     """A training run cannot start, or go on, as it was asked to."""
 
 
-class DataError(AmpLabError):
-    """A data set, or a file of one, is not there, cannot be read, or is not what it should be."""
-
-
-class NumericsError(AmpLabError, ValueError):
-    """A tool of `amp_lab.numerics` was given what it cannot work on, or used out of turn."""
-
-
-class DtypeError(AmpLabError, ValueError):
-    """Autocast does not take the dtype asked for."""
-
-
-class TraceError(AmpLabError, RuntimeError):
-    """A model cannot be run, or not followed, on fake tensors."""
-
-
-class MemoryForecastError(AmpLabError, ValueError):
-    """The memory of a model cannot be forecast, or an amount of memory is none."""
-
-
-class XrayError(TraceError):
-    """A model, or an input of it, cannot be X-rayed as it was asked."""
-
-
-class TargetError(AmpLabError, ValueError):
-    """``PACKAGE.MODULE:CALLABLE`` names no model, or a text is no shape."""
-
-
-class OptionError(AmpLabError, ValueError):
-    """Options of a command do not go together, or one has a value that it does not take."""
-
-
-class PeerError(AmpLabError):
-    """A library to compare with is not there, or does not do what was asked."""
-
-
-class BenchError(AmpLabError, ValueError):
-    """A benchmark cannot run as it was asked to, or a file holds no results of one."""
-
-
-class ParallelError(AmpLabError):
-    """Processes cannot train together: they were not started so, differ, or do not answer."""
+class ParallelError(AmpLabError, RuntimeError):
+    """Several processes cannot work together: not started so, lost, too late, or one failed."""
 
 
 class OtherRankError(AmpLabError):
     """Another process of the same training has raised, and told, the error."""
 
 
-class PlotError(AmpLabError):
-    """A figure cannot be written."""
+class NumericsError(AmpLabError, ValueError):
+    """A tool of `amp_lab.numerics` was given what it cannot work on, or used out of turn."""
 
 
-class CommunicationError(AmpLabError, RuntimeError):
-    """A collective of which it is not known what it sends."""
-
-
-class PackageError(AmpLabError, ImportError):
-    """A notebook needs a package that is not installed."""
-
-
-class WorkersError(AmpLabError, RuntimeError):
-    """Processes for a notebook's functions cannot be started, failed, or did not end in time."""
+class TraceError(AmpLabError, RuntimeError):
+    """A model cannot be run on fake tensors, not followed, or its memory not be forecast."""
 
 
 class MigrateError(AmpLabError, ValueError):

@@ -22,7 +22,7 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
-from amp_lab.errors import PeerError
+from amp_lab.errors import OptionError
 from amp_lab.precision import Precision, require_backend
 from amp_lab.training.loop import fit
 
@@ -59,7 +59,7 @@ def _peer(build: Build) -> Build:
 
         def run_steps(n_steps: int) -> Tensor:
             if n_steps < 1:
-                raise PeerError(f"n_steps={n_steps}: ask for at least one step")
+                raise OptionError(f"n_steps={n_steps}: ask for at least one step")
             with mode:
                 return run(n_steps)
 
@@ -125,9 +125,9 @@ def _fabric(model, optimizer, loss_fn, batch, precision, device) -> Run:
     """
     lightning_fabric = _import("fabric", "lightning_fabric", "lightning-fabric")
     if device.type not in ("cpu", "cuda", "mps"):
-        raise PeerError(f"fabric: it has no device {device.type!r}; use 'cpu', 'cuda' or 'mps'")
+        raise OptionError(f"fabric: it has no device {device.type!r}; use 'cpu', 'cuda' or 'mps'")
     if precision is Precision.FP16 and device.type == "cpu":
-        raise PeerError("fabric: on a CPU it trains in bf16 when asked for fp16; ask for 'bf16'")
+        raise OptionError("fabric: on a CPU it trains in bf16 when asked for fp16; ask for 'bf16'")
     inputs, targets = batch
     logger = logging.getLogger("lightning_fabric")
     level = logger.level
@@ -169,9 +169,11 @@ def _accelerate(model, optimizer, loss_fn, batch, precision, device) -> Run:
         )
         chosen = accelerator.device
         if chosen.type != device.type or (chosen.index or 0) != (device.index or 0):
-            raise PeerError(f"accelerate: it takes device {chosen}, not {device}; ask for {chosen}")
+            raise OptionError(
+                f"accelerate: it takes device {chosen}, not {device}; ask for {chosen}"
+            )
         if precision is Precision.FP16 and accelerator.scaler is None:
-            raise PeerError(
+            raise OptionError(
                 f"accelerate: on {device.type!r} it trains in fp32 when asked for fp16; "
                 "ask for 'bf16'"
             )
@@ -248,7 +250,7 @@ an optimizer of its own, made after the one given (its `fused` and `foreach` mea
 `run(n_steps)` trains on the batch that many times, and goes on where the last run ended. What a
 library does once in a run, such as the metrics of `fit`, counts the less, the more steps there are.
 
-Raises `PeerError` where a library is not installed, does not do what was asked, or would do
+Raises `OptionError` where a library is not installed, does not do what was asked, or would do
 something else in its place; `DeviceError` if there is no such device.
 
 The state of the process (environment, warning filters, random numbers, what accelerate shares, the
@@ -262,20 +264,20 @@ def _is_mixed(precision: Precision) -> bool:
 
 
 def _import(peer: str, module: str, package: str, group: str = "bench") -> ModuleType:
-    """The library `module`; `PeerError` if it is not installed."""
+    """The library `module`; `OptionError` if it is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name != module:  # it is there, but something that it needs is not
             raise
-        raise PeerError(
+        raise OptionError(
             f"{peer}: package {package!r} is not installed; `pdm sync` installs it "
             f"(group {group!r})"
         ) from None
 
 
 def _import_keras() -> ModuleType:
-    """Keras, on its torch backend; `PeerError` if this process has it on another."""
+    """Keras, on its torch backend; `OptionError` if this process has it on another."""
     keras = sys.modules.get("keras")
     if keras is None:
         # It writes its settings, a default one too, where this variable says. `_process_kept` puts
@@ -284,7 +286,7 @@ def _import_keras() -> ModuleType:
             os.environ.update(KERAS_BACKEND="torch", KERAS_HOME=home)
             keras = _import("keras", "keras", "keras", group="keras")
     if keras.config.backend() != "torch":
-        raise PeerError(
+        raise OptionError(
             f"keras: this process runs it on {keras.config.backend()!r}; "
             "start another with KERAS_BACKEND=torch"
         )
@@ -292,7 +294,7 @@ def _import_keras() -> ModuleType:
 
 
 def _keras_optimizer(keras: ModuleType, optimizer: torch.optim.Optimizer, model: nn.Module):
-    """Keras's optimizer that does what `optimizer` does; `PeerError` if it has none.
+    """Keras's optimizer that does what `optimizer` does; `OptionError` if it has none.
 
     Keras's Adam adds its epsilon before the correction of the second moment for its start at zero,
     torch's after: in the first steps tiny gradients move a weight less.
@@ -301,7 +303,7 @@ def _keras_optimizer(keras: ModuleType, optimizer: torch.optim.Optimizer, model:
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     groups = optimizer.param_groups
     if len(groups) > 1 or {id(parameter) for parameter in groups[0]["params"]} != trained:
-        raise PeerError(
+        raise OptionError(
             f"keras: {name} must hold all trained parameters in one group, as Keras's optimizers do"
         )
     group = groups[0]
@@ -318,10 +320,12 @@ def _keras_optimizer(keras: ModuleType, optimizer: torch.optim.Optimizer, model:
         else:  # torch's adds it to the gradients, Keras's takes it from the weights
             off.append("weight_decay")
     else:
-        raise PeerError(f"keras: nothing there does what {name} does; use SGD, Adam or AdamW")
+        raise OptionError(f"keras: nothing there does what {name} does; use SGD, Adam or AdamW")
     for option in off:
         if group[option]:
-            raise PeerError(f"keras: its {name} has no such {option}={group[option]}; leave it out")
+            raise OptionError(
+                f"keras: its {name} has no such {option}={group[option]}; leave it out"
+            )
     return getattr(keras.optimizers, name)(learning_rate=group["lr"], **options)
 
 

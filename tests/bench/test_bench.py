@@ -34,7 +34,7 @@ from amp_lab.bench.convmodel import ConvModel, quantized_sine
 from amp_lab.bench.fused_convmodel import BLOCK, FusedStep
 from amp_lab.bench.rungs import COMPILED, use_fp8
 from amp_lab.bench.workloads import Problem, Workload
-from amp_lab.errors import BenchError, PeerError
+from amp_lab.errors import OptionError
 from amp_lab.peers import PEERS
 from amp_lab.precision import Precision
 
@@ -210,7 +210,7 @@ def test_linear_layers_in_fp8_learn_the_same():
 
 def test_without_torchao_fp8_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
-    with pytest.raises(BenchError, match="float8 needs torchao"):
+    with pytest.raises(OptionError, match="float8 needs torchao"):
         use_fp8(nn.Linear(16, 16))
 
 
@@ -346,12 +346,12 @@ def test_settings_choose(toy):
     ],
 )
 def test_wrong_settings_are_refused(toy, settings, message):
-    with pytest.raises(BenchError, match=message):
+    with pytest.raises(OptionError, match=message):
         toy(**settings)
 
 
 def test_wrong_rung_is_refused():
-    with pytest.raises(BenchError, match="no rung is called 'fast'; there are eager, "):
+    with pytest.raises(OptionError, match="no rung is called 'fast'; there are eager, "):
         runner.run_bench(CPU, rungs=["fast"])
 
 
@@ -531,7 +531,7 @@ def test_peers_take_turns_with_a_bare_loop(monkeypatch):
     monkeypatch.setattr(against, "build_model", lambda name, classes: tiny)
 
     def refuses(*arguments):
-        raise PeerError("fp32 is not for us")
+        raise OptionError("fp32 is not for us")
 
     def breaks(*arguments):
         raise RuntimeError("no kernel\nand more")
@@ -585,7 +585,7 @@ def test_results_survive_their_file(tmp_path):
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path):
-    with pytest.raises(BenchError, match=r"r\.json: cannot be written \(No such file"):
+    with pytest.raises(OptionError, match=r"r\.json: cannot be written \(No such file"):
         results_of(EAGER).save(tmp_path / "none" / "r.json")
 
 
@@ -619,15 +619,15 @@ def edited(change):
 def test_damaged_files_are_named(tmp_path, text, message):
     path = tmp_path / "r.json"
     path.write_text(text)
-    with pytest.raises(BenchError, match=rf"r\.json: .*{message}"):
+    with pytest.raises(OptionError, match=rf"r\.json: .*{message}"):
         load_results(path)
 
 
 def test_a_file_that_is_not_there_or_no_text(tmp_path):
-    with pytest.raises(BenchError, match=r"none\.json: cannot be read \(No such file"):
+    with pytest.raises(OptionError, match=r"none\.json: cannot be read \(No such file"):
         load_results(tmp_path / "none.json")
     (tmp_path / "r.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(BenchError, match="damaged, it is no JSON"):
+    with pytest.raises(OptionError, match="damaged, it is no JSON"):
         load_results(tmp_path / "r.json")
 
 
@@ -635,7 +635,7 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path):
 def test_every_field_of_a_row_is_checked(tmp_path, name):
     path = tmp_path / "r.json"
     path.write_text(edited(lambda c: c["rows"][0].update({name: {"a": 1}})))
-    with pytest.raises(BenchError, match=f"'{name}' is "):
+    with pytest.raises(OptionError, match=f"'{name}' is "):
         load_results(path)
 
 
@@ -656,14 +656,14 @@ def test_comparison_shows_what_all_have():
 
 def test_comparison_of_what_has_nothing_in_common_is_refused():
     one, other = results_of(EAGER), results_of(("convmodel", "9x9", "fp32", "eager", 1.0))
-    with pytest.raises(BenchError, match="mine, theirs have nothing in common"):
+    with pytest.raises(OptionError, match="mine, theirs have nothing in common"):
         compare_results([one, other], ["mine", "theirs"])
 
 
 def test_a_row_that_failed_is_no_common_ground():
     failed = results_of(EAGER)
     failed.rows[0].status = "failed"
-    with pytest.raises(BenchError, match="nothing in common"):
+    with pytest.raises(OptionError, match="nothing in common"):
         compare_results([results_of(EAGER), failed], ["a", "b"])
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from amp_lab import peers
-from amp_lab.errors import AmpLabError, PeerError
+from amp_lab.errors import AmpLabError, OptionError
 from amp_lab.peers import PEERS
 from amp_lab.training.loop import cross_entropy
 
@@ -274,7 +274,7 @@ def test_a_missing_library_says_what_installs_it(name, monkeypatch):
     model = make_model()
     sgd(model)  # a process's first optimizer loads much of torch, which sets a variable
     environment = dict(os.environ)
-    with pytest.raises(PeerError, match=f"{name}: .* is not installed; `pdm sync`") as error:
+    with pytest.raises(OptionError, match=f"{name}: .* is not installed; `pdm sync`") as error:
         build(name, model, "fp32")
     assert f"(group {group(name)!r})" in one_line(error)
     assert dict(os.environ) == environment
@@ -283,7 +283,7 @@ def test_a_missing_library_says_what_installs_it(name, monkeypatch):
 def test_keras_on_another_backend_is_refused(monkeypatch):
     other = SimpleNamespace(config=SimpleNamespace(backend=lambda: "tensorflow"))
     monkeypatch.setitem(sys.modules, "keras", other)
-    with pytest.raises(PeerError, match="'tensorflow'; start another") as error:
+    with pytest.raises(OptionError, match="'tensorflow'; start another") as error:
         build("keras", make_model(), "fp32")
     one_line(error)
 
@@ -291,7 +291,7 @@ def test_keras_on_another_backend_is_refused(monkeypatch):
 @pytest.mark.parametrize(("name", "instead"), REFUSE_FP16.items())
 def test_fp16_on_a_cpu_is_refused_where_it_would_be_another(name, instead):
     need(name)
-    with pytest.raises(PeerError, match=f"trains in {instead} when asked for fp16") as error:
+    with pytest.raises(OptionError, match=f"trains in {instead} when asked for fp16") as error:
         build(name, make_model(), "fp16")
     one_line(error)
 
@@ -304,7 +304,7 @@ def test_a_device_that_it_would_not_use_is_refused(name, device, what, monkeypat
     need(name)
     monkeypatch.setattr(peers, "require_backend", lambda device_type: None)
     model = make_model()
-    with pytest.raises(PeerError, match=what) as error:
+    with pytest.raises(OptionError, match=what) as error:
         PEERS[name](model, sgd(model), cross_entropy, make_batch(), "fp32", device)
     one_line(error)
 
@@ -322,13 +322,13 @@ def test_a_device_that_it_would_not_use_is_refused(name, device, what, monkeypat
 )
 def test_an_optimizer_that_keras_has_not_is_refused(make_optimizer, what):
     need("keras")
-    with pytest.raises(PeerError, match=what) as error:
+    with pytest.raises(OptionError, match=what) as error:
         build("keras", make_model(), "fp32", make_optimizer)
     one_line(error)
 
 
 def test_no_steps_is_a_mistake(peer):
     run = build(peer, make_model(), "fp32")
-    with pytest.raises(PeerError, match="n_steps=0") as error:
+    with pytest.raises(OptionError, match="n_steps=0") as error:
         run(0)
     one_line(error)

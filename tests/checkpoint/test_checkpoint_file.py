@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from amp_lab import CheckpointError, load_checkpoint, save_checkpoint
+from amp_lab import load_checkpoint, save_checkpoint
 from amp_lab.checkpoint import random_states, restore_random_states
+from amp_lab.errors import CheckpointError
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from amp_lab.cli.model_argument import load_model, parse_shape
-from amp_lab.errors import AmpLabError, TargetError
+from amp_lab.errors import AmpLabError, OptionError
 
 MODULE = """
 from torch import nn
@@ -66,7 +66,7 @@ def test_a_model_of_this_folder_in_every_form(here):
     ],
 )
 def test_a_wrong_target_is_told_in_one_line(here, target, said):
-    with pytest.raises(TargetError, match=said) as error:
+    with pytest.raises(OptionError, match=said) as error:
         load_model(target)
     assert isinstance(error.value, AmpLabError)
     assert len(str(error.value).splitlines()) == 1
@@ -80,7 +80,7 @@ def test_shapes():
 
 @pytest.mark.parametrize("text", ["", "8,", "8x3", "1.5", "8,0", "-1,3", "8;3"])
 def test_what_is_no_shape_is_told_in_one_line(text):
-    with pytest.raises(TargetError) as error:
+    with pytest.raises(OptionError) as error:
         parse_shape(text)
     assert repr(text) in str(error.value)
     assert len(str(error.value).splitlines()) == 1

@@ -22,9 +22,10 @@ import torch
 from PIL import Image
 from torchvision.datasets import CIFAR10
 
-from amp_lab import DataError, data, load_dataset, make_stand_in
+from amp_lab import data, load_dataset, make_stand_in
 from amp_lab.data import batches
 from amp_lab.data.downloads import download
+from amp_lab.errors import DataError
 
 # From Python 3.12 on, a fork of a process with threads, as torch always has, is warned of.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from amp_lab.distributed import collectives
 from amp_lab.distributed.collectives import Collective, Communication, count_communication
-from amp_lab.errors import CommunicationError
+from amp_lab.errors import ParallelError
 from amp_lab.notebook.workers import run_workers
 
 RANKS = 4
@@ -125,7 +125,7 @@ def test_a_group_of_some_ranks_and_nested_blocks():
 def test_a_collective_that_is_not_known_is_refused(monkeypatch):
     monkeypatch.delitem(collectives._OPS["c10d"], "allreduce")
     message = "c10d::allreduce: it is not known what it sends"
-    with pytest.raises(CommunicationError, match=message), count_communication():
+    with pytest.raises(ParallelError, match=message), count_communication():
         dist.all_reduce(one(8))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from amp_lab.errors import WorkersError
+from amp_lab.errors import ParallelError
 from amp_lab.notebook.keras_demo import BACKENDS, run_on_backends
 from conftest import needs_keras
 
@@ -69,7 +69,7 @@ def test_the_backends_that_were_asked_for():
     ],
 )
 def test_one_that_fails_is_told_with_its_last_lines(do, says):
-    with pytest.raises(WorkersError) as caught:
+    with pytest.raises(ParallelError) as caught:
         run_on_backends(tell_backend, how={"on": "tensorflow", "do": do})
     text = str(caught.value)
     assert text.startswith(f"tell_backend on tensorflow: {says[0]}\n")
@@ -79,7 +79,7 @@ def test_one_that_fails_is_told_with_its_last_lines(do, says):
 
 def test_one_that_does_not_end_is_ended(tmp_path):
     how = {"on": "torch", "do": "sleep", "pid": str(tmp_path / "pid")}
-    with pytest.raises(WorkersError, match=r"tell_backend on torch: did not end within 20 s"):
+    with pytest.raises(ParallelError, match=r"tell_backend on torch: did not end within 20 s"):
         run_on_backends(tell_backend, timeout_s=20, how=how)
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)

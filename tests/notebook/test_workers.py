@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.optim import SGD as Descent
 
-from amp_lab.errors import AmpLabError, WorkersError
+from amp_lab.errors import AmpLabError, ParallelError
 from amp_lab.notebook.workers import run_workers
 
 FACTOR = 3
@@ -89,7 +89,7 @@ def fails_on_one_rank(how):
     ],
 )
 def test_a_worker_that_fails_is_told_with_its_last_lines(how, says):
-    with pytest.raises(WorkersError) as caught:
+    with pytest.raises(ParallelError) as caught:
         run_workers(fails_on_one_rank, processes=2, timeout_s=60, how=how)
     text = str(caught.value)
     assert text.startswith("fails_on_one_rank: rank 1 of 2")
@@ -124,7 +124,7 @@ def test_workers_that_do_not_end_are_stopped_and_it_is_told_where_they_were(tmp_
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)  # forget the folder it has found before
     start = time.monotonic()
-    with pytest.raises(WorkersError) as caught:
+    with pytest.raises(ParallelError) as caught:
         run_workers(waits, processes=2, timeout_s=20, mark=1)
     assert time.monotonic() - start < 60
     lines = str(caught.value).splitlines()
@@ -179,17 +179,17 @@ def with_a_closure():
 )
 def test_what_cannot_be_sent_is_refused_before_anything_starts(function, arguments, says):
     start = time.monotonic()
-    with pytest.raises(WorkersError, match=says):
+    with pytest.raises(ParallelError, match=says):
         run_workers(function, processes=1, **arguments)
     assert time.monotonic() - start < 2  # a launch takes longer than that
 
 
 def test_wrong_calls_are_refused():
-    with pytest.raises(WorkersError, match="processes=0 must be at least 1"):
+    with pytest.raises(ParallelError, match="processes=0 must be at least 1"):
         run_workers(takes_one, processes=0, x=1)
     with pytest.raises(TypeError, match="missing a required argument: 'x'"):
         run_workers(takes_one, processes=1)
-    assert issubclass(WorkersError, AmpLabError)
+    assert issubclass(ParallelError, AmpLabError)
 
 
 def test_works_in_a_plain_script(tmp_path):

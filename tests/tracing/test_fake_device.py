@@ -13,7 +13,7 @@ from small_models import Cnn, Rnn, Transformer, hooks_of, images, series, tokens
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from amp_lab.errors import DeviceError, DtypeError, TraceError
+from amp_lab.errors import DeviceError, TraceError
 from amp_lab.tracing.fake_device import (
     BACKENDS,
     absent_device,
@@ -145,7 +145,7 @@ def test_unknown_device_is_refused_in_a_line(name):
 def test_dtype_that_autocast_does_not_take_is_refused(device_type, dtype):
     before = state()
     with (
-        pytest.raises(DtypeError, match=r"give torch\.float16 or") as told,
+        pytest.raises(DeviceError, match=r"give torch\.float16 or") as told,
         autocast_on(device_type, dtype),
     ):
         pass

@@ -10,7 +10,7 @@ import torchvision.models as tv
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from amp_lab.errors import DeviceError, MemoryForecastError
+from amp_lab.errors import DeviceError, TraceError
 from amp_lab.precision import Precision
 from amp_lab.tracing import memory
 from amp_lab.tracing.memory import compare_memory, forecast_memory, largest_batch, parse_bytes
@@ -316,7 +316,7 @@ def test_the_model_is_left_as_it_was():
     before = {k: (v.data_ptr(), v.device, v.clone()) for k, v in model.state_dict().items()}
     tracking = gc.isenabled(), torch._C._get_mkldnn_enabled(), torch.is_autocast_enabled("cuda")
     forecast_memory(model, inputs, precision="fp16")
-    with pytest.raises(MemoryForecastError):
+    with pytest.raises(TraceError):
         forecast_memory(model, torch.rand(2, 1, 64, 64), precision="fp16")
     for key, value in model.state_dict().items():
         pointer, device, content = before[key]
@@ -389,7 +389,7 @@ def test_a_memory_that_is_not_affine_in_the_batch_is_refused():
             y = super().forward(x)
             return (y @ y.t()).exp()
 
-    with pytest.raises(MemoryForecastError, match=r"Pairs: .* not a constant plus a multiple"):
+    with pytest.raises(TraceError, match=r"Pairs: .* not a constant plus a multiple"):
         largest_batch(Pairs(4, 4), (1, 4), memory_bytes="1 GiB", precision="fp32")
 
 
@@ -419,7 +419,7 @@ def test_inputs_by_keyword_count_as_inputs_do():
     masked = forecast(tokens, x, mask=mask)
     assert masked.input_shapes == ((4, 8), (4, 8, 64), (4, 8, 64))
     assert masked.activations == plain.activations + mask.nbytes  # its gradient needs the mask
-    with pytest.raises(MemoryForecastError, match="unexpected keyword argument 'optimiser'"):
+    with pytest.raises(TraceError, match="unexpected keyword argument 'optimiser'"):
         forecast(tokens, x, optimiser="sgd")
 
 
@@ -446,12 +446,12 @@ def test_largest_batch_of_several_inputs():
 
 def test_inputs_that_do_not_go_together_are_refused():
     shapes = [(4, 8), (3, 8, 64)]
-    with pytest.raises(MemoryForecastError, match=r"\(4, 8\), \(3, 8, 64\): the first size is"):
+    with pytest.raises(TraceError, match=r"\(4, 8\), \(3, 8, 64\): the first size is"):
         compare_memory(Two(), shapes)
-    with pytest.raises(MemoryForecastError, match="1 input dtypes for 2 inputs: give one for all"):
+    with pytest.raises(TraceError, match="1 input dtypes for 2 inputs: give one for all"):
         compare_memory(Two(), shapes, input_dtype=[torch.int64])
     for wrong in ([(4, 8), ()], [(4, 8), (0, 8)], [(4, 8), 3]):
-        with pytest.raises(MemoryForecastError, match=r"^input shape .*give sizes of 1 or more"):
+        with pytest.raises(TraceError, match=r"^input shape .*give sizes of 1 or more"):
             compare_memory(Two(), wrong)
 
 
@@ -459,7 +459,7 @@ def test_a_mask_whose_kind_torch_reads_is_told_with_the_remedy():
     model = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
     source, target = torch.rand(2, 5, 16), torch.rand(2, 4, 16)
     mask = nn.Transformer.generate_square_subsequent_mask(4)
-    with pytest.raises(MemoryForecastError, match="tgt_is_causal=True or False") as error:
+    with pytest.raises(TraceError, match="tgt_is_causal=True or False") as error:
         forecast_memory(model, source, target, tgt_mask=mask, precision="fp16")
     assert "\n" not in str(error.value)
     told = {"tgt_mask": mask, "tgt_is_causal": True, "precision": "fp16"}
@@ -532,7 +532,7 @@ def test_parse_bytes(text, count):
     "text", ["-24GiB", "24G", "GiB", "", "nan", "1e9", "24 GiB of it", "0", "0.1B", -1, True, 1.5]
 )
 def test_parse_bytes_refuses(text):
-    with pytest.raises(MemoryForecastError, match=r"^memory .*: give ") as error:
+    with pytest.raises(TraceError, match=r"^memory .*: give ") as error:
         parse_bytes(text)
     assert "\n" not in str(error.value)
 
@@ -570,7 +570,7 @@ class Reentrant(nn.Linear):
     ],
 )
 def test_a_mistake_is_told_in_one_line(model, options, says):
-    with pytest.raises(MemoryForecastError, match=says) as error:
+    with pytest.raises(TraceError, match=says) as error:
         forecast_memory(model, torch.rand(2, 4), **{"precision": "fp16"} | options)
     assert "\n" not in str(error.value)
 
@@ -579,5 +579,5 @@ def test_an_unknown_device_and_an_impossible_shape_are_refused():
     with pytest.raises(DeviceError, match="device type 'tpu'"):
         forecast_memory(nn.Linear(4, 4), torch.rand(2, 4), precision="fp16", device_type="tpu")
     for shape in ((), (0, 4), (-1, 4), (1.5, 4)):
-        with pytest.raises(MemoryForecastError, match=r"^input shape .*give sizes of 1 or more"):
+        with pytest.raises(TraceError, match=r"^input shape .*give sizes of 1 or more"):
             largest_batch(nn.Linear(4, 4), shape, memory_bytes=10**9, precision="fp32")

@@ -12,7 +12,7 @@ import torchvision
 from small_models import CellRnn, Cnn, Rnn, Transformer, hooks_of, images, series, tokens
 from torch import nn
 
-from amp_lab.errors import AmpLabError, DeviceError, DtypeError, XrayError
+from amp_lab.errors import AmpLabError, DeviceError, TraceError
 from amp_lab.tracing.xray import LOSS, compare, xray
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
@@ -213,7 +213,7 @@ class Misplaced(nn.Module):
 def test_tensors_made_on_the_default_device_may_be_anywhere_but_others_may_not():
     for model in (MadeOnCpu(), MadeOnDefault()):
         assert xray(model, torch.randn(8, 8)).output_dtypes == [FP32]
-    with pytest.raises(XrayError, match=r"found .*two .*devices,? cuda:0(,| and) cpu"):
+    with pytest.raises(TraceError, match=r"found .*two .*devices,? cuda:0(,| and) cpu"):
         xray(Misplaced(), torch.randn(8, 8))
 
 
@@ -442,7 +442,7 @@ def test_a_mask_whose_kind_torch_reads_is_told_with_the_remedy():
     model = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
     inputs = torch.randn(2, 5, 16), torch.randn(2, 4, 16)
     mask = nn.Transformer.generate_square_subsequent_mask(4)
-    with pytest.raises(XrayError, match=r"in 'decoder' depends .* tgt_is_causal=True or False"):
+    with pytest.raises(TraceError, match=r"in 'decoder' depends .* tgt_is_causal=True or False"):
         xray(model, *inputs, tgt_mask=mask)
     options = {"tgt_mask": mask, "tgt_is_causal": True, "device_type": "cpu"}
     assert xray(model, *inputs, **options).rows == xray(model, *inputs, **options, real=True).rows
@@ -477,7 +477,7 @@ def test_the_model_and_torch_are_as_they_were(device, real, count):
     attributes = [dict(vars(module)) for module in model.modules()]
     random = torch.get_rng_state()
     state = modes()
-    with pytest.raises(XrayError, match="three") if count == 3 else contextlib.nullcontext():
+    with pytest.raises(TraceError, match="three") if count == 3 else contextlib.nullcontext():
         xray(model, x, device_type=device, real=real)
     assert modes() == state
     assert torch.equal(torch.get_rng_state(), random)
@@ -513,9 +513,9 @@ def test_a_model_on_meta_needs_no_memory():
     found = xray(model, torch.empty(8, 2**15, device="meta"))
     assert found.output_dtypes == [FP16]
     assert model[0].weight.is_meta
-    with pytest.raises(XrayError, match="on 'meta' and has no values"):
+    with pytest.raises(TraceError, match="on 'meta' and has no values"):
         xray(model, torch.empty(8, 2**15), device_type="cpu", real=True)
-    with pytest.raises(XrayError, match="input 0 is on 'meta' and has no values"):
+    with pytest.raises(TraceError, match="input 0 is on 'meta' and has no values"):
         xray(nn.Linear(2, 2), torch.empty(1, 2, device="meta"), device_type="cpu", real=True)
 
 
@@ -534,7 +534,7 @@ class Branches(nn.Module):
 
 
 def test_a_course_that_depends_on_values_names_the_op():
-    with pytest.raises(XrayError, match="op _local_scalar_dense in the model itself depends on"):
+    with pytest.raises(TraceError, match="op _local_scalar_dense in the model itself depends on"):
         xray(Branches(), torch.randn(8, 8))
     assert xray(Branches(), torch.randn(8, 8), device_type="cpu", real=True).rows
 
@@ -543,7 +543,7 @@ def test_a_detection_model_is_followed_as_far_as_fakes_go():
     model = models.detection.retinanet_resnet50_fpn(
         weights=None, weights_backbone=None, num_classes=2, min_size=64, max_size=64
     ).eval()
-    with pytest.raises(XrayError, match=r"op \w+ in .* depends on values"):
+    with pytest.raises(TraceError, match=r"op \w+ in .* depends on values"):
         xray(model, [torch.rand(3, 64, 64)])
     assert xray(model.backbone, torch.rand(1, 3, 64, 64)).output_dtypes == [FP16] * 5
 
@@ -555,30 +555,30 @@ def test_a_detection_model_is_followed_as_far_as_fakes_go():
             Cnn(),
             (torch.randn(2, 4, 6, 6),),
             {},
-            XrayError,
+            TraceError,
             r"\(2, 4, 6, 6\) float32 in 'features.0'",
         ),
-        (Cnn(), (), {}, XrayError, "input of no tensor.*missing 1 required positional"),
-        (Cnn(), (images(), images()), {}, XrayError, "takes 2 positional arguments"),
-        (Cnn().half(), (images(),), {}, XrayError, "'features.0.weight' is float16 already"),
-        (Cnn().bfloat16(), (images(),), {}, XrayError, "is bfloat16 already"),
-        (Cnn(), ("text",), {}, XrayError, "no tensor among the inputs, but a str"),
-        (Cnn(), ((2, 3, 6, 6),), {}, XrayError, r"torch.empty\(2, 3, 6, 6\)"),
-        (Cnn(), (images().numpy(),), {}, XrayError, "no tensor but a ndarray"),
-        (Cnn, (images(),), {}, XrayError, "Cnn is no model"),
-        (len, (images(),), {}, XrayError, "is no model"),
+        (Cnn(), (), {}, TraceError, "input of no tensor.*missing 1 required positional"),
+        (Cnn(), (images(), images()), {}, TraceError, "takes 2 positional arguments"),
+        (Cnn().half(), (images(),), {}, TraceError, "'features.0.weight' is float16 already"),
+        (Cnn().bfloat16(), (images(),), {}, TraceError, "is bfloat16 already"),
+        (Cnn(), ("text",), {}, TraceError, "no tensor among the inputs, but a str"),
+        (Cnn(), ((2, 3, 6, 6),), {}, TraceError, r"torch.empty\(2, 3, 6, 6\)"),
+        (Cnn(), (images().numpy(),), {}, TraceError, "no tensor but a ndarray"),
+        (Cnn, (images(),), {}, TraceError, "Cnn is no model"),
+        (len, (images(),), {}, TraceError, "is no model"),
         (Cnn(), (images(),), {"device_type": "tpu"}, DeviceError, "'tpu'"),
         (Cnn(), (images(),), {"device_type": "xpu", "real": True}, DeviceError, "xpu"),
-        (Cnn(), (images(),), {"dtype": torch.float64}, DtypeError, "float64"),
+        (Cnn(), (images(),), {"dtype": torch.float64}, DeviceError, "float64"),
         (
             nn.LSTM(8, 8),
             (nn.utils.rnn.pack_sequence([torch.ones(2, 8)]),),
             {},
-            XrayError,
+            TraceError,
             "give it padded",
         ),
-        (nn.LazyLinear(3), (images(),), {}, XrayError, "no shape yet"),
-        (nn.DataParallel(Cnn()), (images(),), {}, XrayError, "give its .module"),
+        (nn.LazyLinear(3), (images(),), {}, TraceError, "no shape yet"),
+        (nn.DataParallel(Cnn()), (images(),), {}, TraceError, "give its .module"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(model, inputs, options, error, said):

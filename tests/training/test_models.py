@@ -7,7 +7,7 @@ import pytest
 import torch
 import torchvision
 
-from amp_lab import RunError
+from amp_lab.errors import RunError
 from amp_lab.training.models import build_model, model_names
 
 SMALL = "squeezenet1_1"  # whose head is a convolution

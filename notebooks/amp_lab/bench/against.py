@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from amp_lab.bench.results import PeerRow
-from amp_lab.errors import PeerError, first_line
+from amp_lab.errors import OptionError, first_line
 from amp_lab.peers import PEERS
 from amp_lab.precision import Precision
 from amp_lab.timing import allocated_bytes, is_out_of_memory, measure
@@ -52,7 +52,7 @@ def run_peers(
             try:
                 run = build(own, optimizer, _loss, (images, labels), precision, device)
                 m = measure(functools.partial(run, steps), device=device, warmup=1, repeats=1)
-            except PeerError as error:
+            except OptionError as error:
                 row.status, row.reason = "not run", str(error)
                 continue
             except RuntimeError as error:

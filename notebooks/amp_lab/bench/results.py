@@ -8,7 +8,7 @@ import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from amp_lab.errors import BenchError
+from amp_lab.errors import OptionError
 from amp_lab.files import write_whole
 from amp_lab.report import Printed, Table
 
@@ -107,11 +107,11 @@ class Results(Printed):
         return json.dumps({"schema": SCHEMA} | dataclasses.asdict(self), indent=1)
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write the JSON, whole or not at all. Raises `BenchError` if that fails."""
+        """Write the JSON, whole or not at all. Raises `OptionError` if that fails."""
         try:
             write_whole(Path(path), [self.to_json().encode() + b"\n"])
         except OSError as error:
-            raise BenchError(f"{path}: cannot be written ({error.strerror})") from error
+            raise OptionError(f"{path}: cannot be written ({error.strerror})") from error
 
     def ladder(self) -> dict[str, list[tuple]]:
         """For `plots.speed_ladder`: the rows by workload, with their state where it is not ok."""
@@ -237,18 +237,18 @@ class Results(Printed):
 
 
 def load_results(path: str | os.PathLike) -> Results:
-    """The results in a file. Raises `BenchError`, which says what is wrong with which file."""
+    """The results in a file. Raises `OptionError`, which says what is wrong with which file."""
     try:
         content = json.loads(Path(path).read_text())
     except OSError as error:
-        raise BenchError(f"{path}: cannot be read ({error.strerror})") from error
+        raise OptionError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:  # no JSON, or no text
-        raise BenchError(f"{path}: damaged, it is no JSON ({error})") from error
+        raise OptionError(f"{path}: damaged, it is no JSON ({error})") from error
     schema = content.get("schema") if isinstance(content, dict) else None
     if not isinstance(schema, str) or not schema.startswith(SCHEMA.rpartition(" ")[0]):
-        raise BenchError(f"{path}: no results of amp-lab bench")
+        raise OptionError(f"{path}: no results of amp-lab bench")
     if schema != SCHEMA:
-        raise BenchError(f"{path}: written as {schema!r}, and this amp_lab reads {SCHEMA!r}")
+        raise OptionError(f"{path}: written as {schema!r}, and this amp_lab reads {SCHEMA!r}")
     content.pop("schema")
     try:
         rows = [_checked(Row, row) for row in content.pop("rows")]
@@ -258,7 +258,7 @@ def load_results(path: str | os.PathLike) -> Results:
         _check_values(results)
     except (KeyError, TypeError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise BenchError(f"{path}: damaged, {what}") from error
+        raise OptionError(f"{path}: damaged, {what}") from error
     return results
 
 
@@ -364,10 +364,10 @@ class Compared(Printed):
 
 
 def compare_results(results: list[Results], names: list[str]) -> Compared:
-    """Results side by side. Raises `BenchError` if nothing was measured in all of them."""
+    """Results side by side. Raises `OptionError` if nothing was measured in all of them."""
     compared = Compared(results, names)
     if not compared.common():
-        raise BenchError(
+        raise OptionError(
             f"{', '.join(names)} have nothing in common: no workload of one size, in one "
             "precision, on one rung (was one of them measured with --quick?)"
         )

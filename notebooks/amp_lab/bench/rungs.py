@@ -14,7 +14,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from amp_lab.bench.fused_convmodel import FusedStep
 from amp_lab.bench.workloads import Problem, Workload
-from amp_lab.errors import BenchError
+from amp_lab.errors import OptionError
 from amp_lab.precision import Precision
 
 RUNGS = {
@@ -70,12 +70,14 @@ def use_fp8(model: nn.Module, *, emulate: bool = False) -> None:
     """Let linear layers compute in float8, scaled for each tensor; weights stay float32.
 
     Layers whose sizes are no multiples of 16, which the kernels need, stay as they are. `emulate`
-    rounds to float8, and multiplies in the precision around. Raises `BenchError` without torchao.
+    rounds to float8, and multiplies in the precision around. Raises `OptionError` without torchao.
     """
     try:
         float8 = importlib.import_module("torchao.float8")
     except ImportError as error:
-        raise BenchError("float8 needs torchao, of the dependency group bench: pdm sync") from error
+        raise OptionError(
+            "float8 needs torchao, of the dependency group bench: pdm sync"
+        ) from error
     float8.convert_to_float8_training(
         model,
         module_filter_fn=lambda layer, name: (

@@ -16,7 +16,7 @@ from amp_lab.bench.results import Results, Row
 from amp_lab.bench.rungs import COMPILED, RUNGS, Step, make_step, rungs_of
 from amp_lab.bench.workloads import NAMES, Workload, workloads
 from amp_lab.device import DeviceReport, describe_device
-from amp_lab.errors import BenchError, first_line
+from amp_lab.errors import OptionError, first_line
 from amp_lab.precision import Precision
 from amp_lab.timing import allocated_bytes, is_out_of_memory, measure
 
@@ -84,7 +84,7 @@ def run_bench(
     `run_peers` follows in the same precisions.
 
     `after_round` gets the results so far. A `KeyboardInterrupt` ends the run, and what was timed is
-    returned, marked as not complete. Raises `BenchError` for an unknown name.
+    returned, marked as not complete. Raises `OptionError` for an unknown name.
     """
     _check_names("workload", names, NAMES)
     _check_names("precision", precisions, [str(p) for p in Precision])
@@ -92,7 +92,7 @@ def run_bench(
     if rounds is None:
         rounds = 5 if quick else 10
     if rounds < 1:
-        raise BenchError(f"rounds={rounds}: must be at least 1")
+        raise OptionError(f"rounds={rounds}: must be at least 1")
     report = describe_device(device)
     chosen = _precisions(report, precisions)
     turn_s = _QUICK_TURN_S if quick else _TURN_S
@@ -132,7 +132,7 @@ def _planned(
     rungs: Sequence[str],
     quick: bool,
 ) -> list[tuple[Workload, _Ladders]]:
-    """What there is to run. Raises `BenchError` if nothing of what was asked for is."""
+    """What there is to run. Raises `OptionError` if nothing of what was asked for is."""
     plan = []
     for workload in workloads(device, quick=quick):
         if names and workload.name not in names:
@@ -151,23 +151,23 @@ def _planned(
     why = "in a quick run on this device" if quick else "on this device"
     for name in names:
         if not any(workload.name == name for workload, _ in plan):
-            raise BenchError(f"workload {name!r} is not {why}")
+            raise OptionError(f"workload {name!r} is not {why}")
     for rung in rungs:
         if rung not in here:
-            raise BenchError(f"rung {rung!r}: none of these workloads has it {why}")
+            raise OptionError(f"rung {rung!r}: none of these workloads has it {why}")
     return plan
 
 
 def _check_names(what: str, given: Sequence[str], known: Sequence[str]) -> None:
     for name in given:
         if name not in known:
-            raise BenchError(f"no {what} is called {name!r}; there are {', '.join(known)}")
+            raise OptionError(f"no {what} is called {name!r}; there are {', '.join(known)}")
 
 
 def _precisions(report: DeviceReport, asked: Sequence[str]) -> list[Precision]:
     for name in asked:
         if report.rates[Precision(name)] is None:
-            raise BenchError(f"precision {name!r}: {report.name} has none")
+            raise OptionError(f"precision {name!r}: {report.name} has none")
     chosen = {Precision.FP32, *(map(Precision, asked) if asked else report.accelerated)}
     return [precision for precision in Precision if precision in chosen]
 
@@ -240,7 +240,7 @@ def _told_in(row: Row, device: torch.device) -> Iterator[None]:
     """Write what goes wrong in the block into the row, and go on after it."""
     try:
         yield
-    except BenchError as error:
+    except OptionError as error:
         row.status, row.reason = "not run", str(error)
     except RuntimeError as error:
         row.status, row.reason = "failed", first_line(error)
@@ -272,7 +272,7 @@ def _made_ready(
 ) -> _Configuration:
     """The step after its first calls.
 
-    Raises `BenchError` for a precision whose eager step takes `_HOPELESS` times as long as fp32's.
+    Raises `OptionError` for a precision whose eager step takes `_HOPELESS` times as long as fp32's.
     """
     held = allocated_bytes(device)
     skipped = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
@@ -292,7 +292,7 @@ def _made_ready(
             peaks.append(m.peak_bytes)
             warm = calls > 1 or device.type == "cpu"
             if row.rung == "eager" and ground and warm and _is_hopeless(made, ground):
-                raise BenchError(
+                raise OptionError(
                     f"a step takes {made.seconds:.3g} s, {made.seconds / ground.seconds:.0f} "
                     "times as long as in fp32"
                 )

@@ -1,62 +1,71 @@
 """What the command line is given to work on: a model by its import path, an input by its shape."""
 
+import argparse
 import contextlib
 import importlib
 import io
 import os
 import sys
+from typing import TYPE_CHECKING
 
-from torch import nn
+from amp_lab.cli.printing import FORMAT
+from amp_lab.errors import OptionError, with_type
 
-from amp_lab.errors import TargetError, with_type
+if TYPE_CHECKING:
+    from torch import nn
+
+DEVICE = {"metavar": "NAME", "help": "cuda (also for ROCm; the default), xpu, mps, cpu"}
+"""Settings of the option ``--device`` of what need not be here."""
 
 _FORM = "PACKAGE.MODULE:CALLABLE, such as torchvision.models:resnet50"
 
 
-def load_model(target: str) -> nn.Module:
+def load_model(target: str) -> "nn.Module":
     """The model that ``PACKAGE.MODULE:CALLABLE`` returns when called without arguments.
 
     A class, a function that builds a model, or a finished `nn.Module` will do; modules in the
-    current folder are found too. Raises `TargetError` in one line for whatever goes wrong.
+    current folder are found too. Raises `OptionError` in one line for whatever goes wrong.
     """
+    from torch import nn
+
     module_name, colon, path = target.partition(":")
     names = path.split(".")
     if not colon or not all(p.isidentifier() for p in [*module_name.split("."), *names]):
-        raise TargetError(f"{target!r}: write {_FORM}")
+        raise OptionError(f"{target!r}: write {_FORM}")
     found = _imported(target, module_name)
     for name in names:
         try:
             found = getattr(found, name)
         except AttributeError:
-            raise TargetError(f"{target!r}: {module_name} has no {path!r}") from None
+            raise OptionError(f"{target!r}: {module_name} has no {path!r}") from None
     if isinstance(found, nn.Module):
         return found
     if not callable(found):
         kind = type(found).__name__
-        raise TargetError(
+        raise OptionError(
             f"{target!r} is of type {kind}: give a callable that returns an nn.Module"
         )
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # what it prints is no part of the table
             model = found()
     except (Exception, SystemExit) as error:  # whatever the user's code raises
-        raise TargetError(
+        raise OptionError(
             f"{target!r} cannot be called without arguments: {with_type(error)}; write a function "
             "without parameters that calls it"
         ) from error
     if not isinstance(model, nn.Module):
-        raise TargetError(f"{target!r} returns a {type(model).__name__}, not an nn.Module")
+        raise OptionError(f"{target!r} returns a {type(model).__name__}, not an nn.Module")
     return model
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """The shape that a text such as ``8,3,224,224`` gives. Raises `TargetError` for any other."""
+    """The shape that a text such as ``8,3,224,224`` gives. Raises `OptionError` for any other."""
     try:
         shape = tuple(int(size) for size in text.split(","))
     except ValueError:
-        raise TargetError(f"{text!r} is no shape: give sizes such as 8,3,224,224") from None
+        raise OptionError(f"{text!r} is no shape: give sizes such as 8,3,224,224") from None
     if min(shape) < 1:
-        raise TargetError(f"shape {text!r}: every size must be 1 or more")
+        raise OptionError(f"shape {text!r}: every size must be 1 or more")
     return shape
 
 
@@ -69,12 +78,56 @@ def _imported(target: str, module_name: str) -> object:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name + ".").startswith(error.name + "."):
-            raise TargetError(
+            raise OptionError(
                 f"{target!r}: no module {error.name!r} is installed, or in this folder"
             ) from None
-        raise TargetError(f"{target!r} cannot be imported: {with_type(error)}") from error
+        raise OptionError(f"{target!r} cannot be imported: {with_type(error)}") from error
     except (Exception, SystemExit) as error:  # whatever the user's code raises
-        raise TargetError(f"{target!r} cannot be imported: {with_type(error)}") from error
+        raise OptionError(f"{target!r} cannot be imported: {with_type(error)}") from error
     finally:
         if added:
             sys.path.remove(here)
+
+
+def add_model(command: argparse.ArgumentParser) -> None:
+    """Add the options that name a model, its inputs and the device."""
+    command.add_argument(
+        "target", metavar="PACKAGE.MODULE:CALLABLE", help="returns the model when it is called"
+    )
+    command.add_argument(
+        "--input",
+        required=True,
+        action="append",
+        metavar="SHAPE",
+        help="such as 8,3,224,224; repeat it for a model with several inputs",
+    )
+    command.add_argument(
+        "--input-dtype",
+        choices=("float32", "int64", "bool"),
+        action="append",
+        help="once for all inputs or for each (default: float32; int64 for tokens)",
+    )
+    command.add_argument("--device", default="cuda", **DEVICE)
+    command.add_argument("--format", **FORMAT)
+
+
+def inputs_of(options: argparse.Namespace) -> list[tuple]:
+    """Shape and dtype of each input."""
+    import torch
+
+    shapes = [parse_shape(text) for text in options.input]
+    dtypes = options.input_dtype or ["float32"]
+    if len(dtypes) not in (1, len(shapes)):
+        raise OptionError(
+            f"--input-dtype is given {len(dtypes)} times for {len(shapes)} --input: give it once, "
+            "or once for each"
+        )
+    dtypes = [getattr(torch, name) for name in dtypes]
+    return list(zip(shapes, dtypes * len(shapes) if len(dtypes) == 1 else dtypes, strict=True))
+
+
+def dtype_of(name: str | None):
+    """The dtype that a precision is named for; None for None."""
+    from amp_lab.precision import Precision
+
+    return None if name is None else Precision(name).dtype

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from amp_lab.errors import CommunicationError
+from amp_lab.errors import ParallelError
 from amp_lab.report import Printed, Table, plural, short_name
 
 # Name of an op of torch, without underscores at its ends: the kind of collective, and the argument
@@ -165,7 +165,7 @@ def count_communication() -> Iterator[Communication]:
     of them. Not seen: what another thread issues, such as a callback of a hook's future; barriers,
     which carry nothing; and the exchange of Python objects' sizes through a store.
 
-    Raises `CommunicationError` in the block for a collective of which it is not known what it
+    Raises `ParallelError` in the block for a collective of which it is not known what it
     sends.
     """
     found = Communication()
@@ -193,9 +193,7 @@ class _Counter(TorchDispatchMode):
         if group is None or name in _NO_PAYLOAD:
             return
         if name not in _OPS[space]:
-            raise CommunicationError(
-                f"{space}::{name}: it is not known what it sends; count without it"
-            )
+            raise ParallelError(f"{space}::{name}: it is not known what it sends; count without it")
         kind, place = _OPS[space][name]
         payload = _tensors(result if place == _RESULT else args[place])
         dtypes = {tensor.dtype for tensor in payload or _tensors([args, result])}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from amp_lab.errors import WorkersError
+from amp_lab.errors import ParallelError
 from amp_lab.notebook.scripts import answer, end_of, load_plain, save_plain, script_of
 
 BACKENDS = ("torch", "tensorflow")
@@ -41,8 +41,8 @@ def run_on_backends(
     that of the torch backend, and if it is ``cpu``, TensorFlow sees no GPU either. What a process
     prints is kept for errors only, and a settings file of Keras is not read.
 
-    Raises `WorkersError` for a function without source or with a name that cannot be had there, for
-    data that is not plain, and for a process that fails, with its last lines, or has not ended
+    Raises `ParallelError` for a function without source or with a name that cannot be had there,
+    for data that is not plain, and for a process that fails, with its last lines, or has not ended
     after `timeout_s` seconds. None of them is left running then.
     """
     backends, device = tuple(backends), torch.device(device)
@@ -78,14 +78,14 @@ def _run(
                     timeout=timeout_s,
                 )
             except subprocess.TimeoutExpired as error:
-                raise WorkersError(
+                raise ParallelError(
                     f"{name} on {backend}: did not end within {timeout_s:g} s"
                 ) from error
         if done.returncode != 0:
             told = folder / "error.txt"
             text = (told if told.exists() else folder / "said.txt").read_text(errors="replace")
             how = f"ended by signal {-done.returncode}" if done.returncode < 0 else "failed"
-            raise WorkersError(f"{name} on {backend}: {how}\n{end_of(text)}".rstrip())
+            raise ParallelError(f"{name} on {backend}: {how}\n{end_of(text)}".rstrip())
         return load_plain(folder / "result.pt")
 
 

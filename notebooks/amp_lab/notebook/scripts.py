@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from amp_lab.errors import WorkersError, first_line
+from amp_lab.errors import ParallelError, first_line
 
 _LAST_LINES = 12  # of what a process said, in an error
 
@@ -24,7 +24,7 @@ def script_of(function: Callable, needed: tuple[Callable, ...], call: str) -> st
     A name of another module is imported as it was here; a function of the same notebook must be in
     `needed`; data must come as an argument.
 
-    Raises `WorkersError` for a function without source, or with a name that cannot be had there.
+    Raises `ParallelError` for a function without source, or with a name that cannot be had there.
     """
     functions = [*needed, function]
     known = {each.__name__ for each in functions}
@@ -43,16 +43,16 @@ def script_of(function: Callable, needed: tuple[Callable, ...], call: str) -> st
 def _source(function: Callable) -> str:
     plain = inspect.unwrap(function)
     if not isinstance(plain, types.FunctionType) or plain.__name__ == "<lambda>":
-        raise WorkersError(f"{function!r}: give a function that is defined with def")
+        raise ParallelError(f"{function!r}: give a function that is defined with def")
     if plain.__code__.co_freevars:
         names = ", ".join(plain.__code__.co_freevars)
-        raise WorkersError(
+        raise ParallelError(
             f"{plain.__name__} uses {names} of the function around it; make it an argument"
         )
     try:
         return textwrap.dedent(inspect.getsource(plain))
     except (OSError, TypeError) as error:
-        raise WorkersError(
+        raise ParallelError(
             f"{plain.__name__} has no source to be sent ({first_line(error)}); define it in a cell "
             "or a file"
         ) from error
@@ -73,14 +73,14 @@ def _import_line(name: str, value: object, user: Callable) -> str:
         return f"import {value.__name__} as {name}"
     module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if qualified is None or module is None:
-        raise WorkersError(f"{user.__name__} uses {name}, which is data; make it an argument")
+        raise ParallelError(f"{user.__name__} uses {name}, which is data; make it an argument")
     if module in ("__main__", user.__module__):
-        raise WorkersError(
+        raise ParallelError(
             f"{user.__name__} uses {name}, which is defined beside it; give it too, after the "
             "function that is to run"
         )
     if getattr(sys.modules.get(module), qualified, None) is not value:
-        raise WorkersError(
+        raise ParallelError(
             f"{user.__name__} uses {name}, which cannot be imported from {module}; import it "
             "inside of the function"
         )
@@ -90,15 +90,15 @@ def _import_line(name: str, value: object, user: Callable) -> str:
 def save_plain(value: object, path: Path, what: str) -> None:
     """Write numbers, text, dtypes, tensors, and dicts, lists and tuples of them.
 
-    Raises `WorkersError` for anything else; `what` says what it is.
+    Raises `ParallelError` for anything else; `what` says what it is.
     """
     try:
         torch.save(value, path)
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise WorkersError(f"{what} is not plain data: {first_line(error)}") from error
+        raise ParallelError(f"{what} is not plain data: {first_line(error)}") from error
     if unsafe:
-        raise WorkersError(f"{what} is not plain data: {', '.join(unsafe)}")
+        raise ParallelError(f"{what} is not plain data: {', '.join(unsafe)}")
 
 
 def load_plain(path: Path) -> object:

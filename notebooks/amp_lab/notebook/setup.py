@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 
 from amp_lab.device import pick_device
-from amp_lab.errors import AmpLabError, PackageError, ScaleError
+from amp_lab.errors import AmpLabError, OptionError
 
 
 class Scale(enum.StrEnum):
@@ -24,23 +24,23 @@ class Scale(enum.StrEnum):
 def pick_scale(device: torch.device) -> Scale:
     """The scale that AMP_LAB_SCALE in the environment names; else full on a GPU, quick on a CPU.
 
-    Raises `ScaleError` for any other name.
+    Raises `OptionError` for any other name.
     """
     name = os.environ.get("AMP_LAB_SCALE")
     if not name:
         return Scale.QUICK if device.type == "cpu" else Scale.FULL
     if name not in list(Scale):
-        raise ScaleError(
+        raise OptionError(
             f"AMP_LAB_SCALE={name!r} is not a scale; use {' or '.join(map(repr, map(str, Scale)))}"
         )
     return Scale(name)
 
 
 def require(packages: Iterable[str]) -> None:
-    """Raise `PackageError` if one of these modules is not installed."""
+    """Raise `OptionError` if one of these modules is not installed."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise PackageError(
+        raise OptionError(
             f"this notebook needs {' and '.join(missing)}, not installed here; `pdm sync` installs "
             "all that the notebooks need"
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from amp_lab.errors import WorkersError
+from amp_lab.errors import ParallelError
 from amp_lab.notebook.scripts import answer, end_of, load_plain, save_plain, script_of
 
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
@@ -40,12 +40,13 @@ def run_workers(
     tensors, and dicts, lists and tuples of them. Each process has one thread, and joins a process
     group by itself, if it wants one. What it prints is kept for errors only.
 
-    Raises `WorkersError` for a function without source or with a name that cannot be had there, for
-    data that is not plain, and for a process that fails, with its last lines; and if they have not
-    all ended after `timeout_s` seconds, where each one was. None of them is left running then.
+    Raises `ParallelError` for a function without source or with a name that cannot be had there,
+    for data that is not plain, and for a process that fails, with its last lines; and if they
+    have not all ended after `timeout_s` seconds, where each one was. None of
+    them is left running then.
     """
     if processes < 1:
-        raise WorkersError(f"processes={processes} must be at least 1")
+        raise ParallelError(f"processes={processes} must be at least 1")
     script = script_of(function, needed, _CALL.format(function.__name__))
     inspect.signature(function).bind(**arguments)  # TypeError here rather than in a process
     with tempfile.TemporaryDirectory(prefix="amp-lab-") as name:
@@ -60,7 +61,7 @@ def run_workers(
 
 
 def _launch(name: str, folder: Path, processes: int, timeout_s: float) -> None:
-    """Run the script in `folder`; raise `WorkersError` unless every process ended well."""
+    """Run the script in `folder`; raise `ParallelError` unless every process ended well."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--local-addr", "127.0.0.1"]  # the machine's own name may not be known to itself
     command += ["--nproc-per-node", str(processes)]
@@ -83,14 +84,14 @@ def _launch(name: str, folder: Path, processes: int, timeout_s: float) -> None:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired as error:
             _stop(process)
-            raise WorkersError(
+            raise ParallelError(
                 f"{name}: {processes} processes did not end within {timeout_s:g} s"
                 + _where_each_was(folder)
             ) from error
         finally:  # a reader may interrupt the cell
             _stop(process)
     if process.returncode != 0:
-        raise WorkersError(f"{name}: {_what_went_wrong(folder, processes)}")
+        raise ParallelError(f"{name}: {_what_went_wrong(folder, processes)}")
 
 
 def _stop(process: subprocess.Popen) -> None:

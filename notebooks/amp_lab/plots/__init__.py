@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from amp_lab.errors import PlotError
+from amp_lab.errors import OptionError
 
 # One look per precision in every figure. The colours differ in lightness too, and bars are hatched.
 COLOURS = {
@@ -306,7 +306,7 @@ def save_training_curves(path, curves, what) -> None:
 def save(path, draw, *arguments) -> None:
     """Draw a figure and write it as a PNG file, without a window and without pyplot's list of them.
 
-    `draw` is one of the functions here that take a figure. Raises `PlotError` if it cannot be
+    `draw` is one of the functions here that take a figure. Raises `OptionError` if it cannot be
     written.
     """
     use_style()
@@ -314,7 +314,7 @@ def save(path, draw, *arguments) -> None:
     try:
         figure.savefig(path)
     except OSError as error:
-        raise PlotError(f"{path}: cannot be written ({error.strerror})") from error
+        raise OptionError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def augmentation_grid(rows) -> plt.Figure:

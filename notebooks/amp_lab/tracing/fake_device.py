@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from amp_lab.errors import DeviceError, DtypeError, TraceError
+from amp_lab.errors import DeviceError, TraceError
 
 BACKENDS = ("cuda", "xpu", "mps", "cpu")
 """The device types whose autocast can be had without the device. ROCm is "cuda" to torch."""
@@ -39,13 +39,13 @@ def checked_backend(device_type: str) -> str:
 def checked_dtype(device_type: str, dtype: torch.dtype | None) -> torch.dtype:
     """The dtype that autocast on `device_type` computes in, its own default for None.
 
-    Raises `DeviceError` or `DtypeError` for what autocast does not take.
+    Raises `DeviceError` for what autocast does not take.
     """
     checked_backend(device_type)
     if dtype is None:
         return torch.get_autocast_dtype(device_type)
     if dtype not in LOWER_DTYPES:
-        raise DtypeError(
+        raise DeviceError(
             f"autocast on {device_type!r} does not take {dtype!r}: "
             "give torch.float16 or torch.bfloat16"
         )
@@ -73,8 +73,7 @@ def autocast_on(
 
     `torch.autocast` checks that the device is there, then sets this state. The dispatcher obeys the
     state alone, so that fake tensors on the device are cast as real ones are. However the block
-    ends, the state is then what it was. Raises `DeviceError` or `DtypeError` for what autocast does
-    not take.
+    ends, the state is then what it was. Raises `DeviceError` for what autocast does not take.
     """
     dtype = checked_dtype(device_type, dtype)
     before = (

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_lab.errors import AmpLabError, MemoryForecastError, first_line
+from amp_lab.errors import AmpLabError, TraceError, first_line
 from amp_lab.precision import Precision
 from amp_lab.report import Printed, Table, dtype_name
 from amp_lab.tracing.fake_device import (
@@ -75,19 +75,17 @@ _UNITS = {"": 1, "b": 1} | {
 def parse_bytes(text: str | int) -> int:
     """The number of bytes in ``"24GiB"`` (24 x 2^30), ``"24 GB"`` (24 x 10^9) or ``"512"``.
 
-    Raises `MemoryForecastError` for anything else, for a bare ``"24G"`` (it does not say which of
+    Raises `TraceError` for anything else, for a bare ``"24G"`` (it does not say which of
     the two it means), and for less than one byte.
     """
     written = str(int(text) if isinstance(text, float) and text.is_integer() else text)
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]*)\s*", written.lower())
     unit = _UNITS.get(match[2]) if match else None
     if isinstance(text, bool) or unit is None or (unit == 1 and not match[1].isdigit()):
-        raise MemoryForecastError(
-            f"memory {text!r}: give bytes, as 24GiB (24 x 2^30) or 24GB (24 x 10^9)"
-        )
+        raise TraceError(f"memory {text!r}: give bytes, as 24GiB (24 x 2^30) or 24GB (24 x 10^9)")
     count = unit * int(match[1]) if match[1].isdigit() else int(unit * float(match[1]))
     if count < 1:
-        raise MemoryForecastError(f"memory {text!r}: give at least one byte")
+        raise TraceError(f"memory {text!r}: give at least one byte")
     return count
 
 
@@ -272,7 +270,7 @@ def forecast_memory(
     on a recent GPU. Not counted: the workspaces of cuBLAS and cuDNN, the memory that the driver
     takes, and what the allocator loses by rounding and fragmentation.
 
-    Raises `MemoryForecastError` for a model with parameters in low precision already, an input that
+    Raises `TraceError` for a model with parameters in low precision already, an input that
     the model does not take, an op whose result depends on values, an unknown precision or
     optimizer, and a device type on which autograd cannot be followed here; `DeviceError` for an
     unknown device type; `TraceError` for a model that has no fake copy.
@@ -302,7 +300,7 @@ def largest_batch(
 
     It is solved, not tried: two forecasts give the size of every storage as a constant plus a
     multiple of the batch, and with that the peak of every batch; a third forecast, at the solution,
-    must agree. Raises what `forecast_memory` raises, and `MemoryForecastError` if the memory is no
+    must agree. Raises what `forecast_memory` raises, and `TraceError` if the memory is no
     such number, or the sizes do not grow so.
     """
     limit = parse_bytes(memory_bytes)
@@ -331,7 +329,7 @@ def compare_memory(
     limit = None if memory_bytes is None else parse_bytes(memory_bytes)
     precisions = [_checked_precision(precision) for precision in precisions]
     if not precisions:
-        raise MemoryForecastError("precisions is empty; give at least one")
+        raise TraceError("precisions is empty; give at least one")
     batch, inputs = _checked_inputs(input_shape, input_dtype, batched=True)
     jobs = [_checked_job(model, device_type, p, optimizer, loss_fn) for p in precisions]
     solved: dict[str, _ByBatch] = {}
@@ -357,13 +355,13 @@ def _checked_precision(precision: Precision | str) -> Precision:
         return Precision(precision)
     except ValueError:
         names = ", ".join(Precision)
-        raise MemoryForecastError(f"precision {precision!r}: give one of {names}") from None
+        raise TraceError(f"precision {precision!r}: give one of {names}") from None
 
 
 def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
     sizes = tuple(shape)
     if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise MemoryForecastError(f"input shape {sizes}: give sizes of 1 or more")
+        raise TraceError(f"input shape {sizes}: give sizes of 1 or more")
     return sizes
 
 
@@ -383,7 +381,7 @@ def _checked_inputs(
     one = isinstance(input_dtype, torch.dtype)
     dtypes = [input_dtype] * len(shapes) if one else list(input_dtype)
     if len(dtypes) != len(shapes):
-        raise MemoryForecastError(
+        raise TraceError(
             f"{len(dtypes)} input dtypes for {len(shapes)} inputs: give one for all, or one for "
             "each"
         )
@@ -391,7 +389,7 @@ def _checked_inputs(
     if not batched and batches != {1}:
         return 1, list(zip(shapes, dtypes, strict=True))
     if len(batches) > 1:
-        raise MemoryForecastError(
+        raise TraceError(
             f"inputs of shapes {', '.join(map(str, shapes))}: the first size is the batch; give "
             "the same for all"
         )
@@ -406,14 +404,14 @@ def _checked_job(
     loss_fn: Callable[[Any], torch.Tensor] | None,
 ) -> "_Job":
     if not isinstance(model, nn.Module):
-        raise MemoryForecastError(f"the model must be an nn.Module, not {type(model).__name__}")
+        raise TraceError(f"the model must be an nn.Module, not {type(model).__name__}")
     precision = _checked_precision(precision)
     checked_backend(device_type)
     if optimizer not in OPTIMIZERS:
-        raise MemoryForecastError(f"optimizer {optimizer!r}: give one of {', '.join(OPTIMIZERS)}")
+        raise TraceError(f"optimizer {optimizer!r}: give one of {', '.join(OPTIMIZERS)}")
     for name, parameter in model.named_parameters():
         if parameter.dtype.is_floating_point and parameter.dtype.itemsize < 4:
-            raise MemoryForecastError(
+            raise TraceError(
                 f"parameter {name} is {dtype_name(parameter.dtype)} already: autocast works on "
                 "fp32 weights; give the model before .half() or .to(dtype), or call model.float()"
             )
@@ -486,7 +484,7 @@ class _Job:
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
         ]
         if not seeds and any(p.requires_grad for p in self.model.parameters()):
-            raise MemoryForecastError(
+            raise TraceError(
                 f"no gradient leads from what {type(self.model).__name__} returns "
                 f"({type(output).__name__}) to its parameters: give a loss_fn that makes a loss of "
                 "it, and let the forward pass record gradients"
@@ -512,7 +510,7 @@ class _Inside(nn.Module):
 def _checked_loss(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise MemoryForecastError(f"loss_fn must return one number, not {found}")
+        raise TraceError(f"loss_fn must return one number, not {found}")
     return loss
 
 
@@ -527,18 +525,18 @@ def _one_line_errors(name: str, shapes: tuple) -> Iterator[None]:
         fake_tensor.DynamicOutputShapeException,
     ) as error:
         remedy = how_to_do_without(error) or "forecast the part of the model before or after it"
-        raise MemoryForecastError(
+        raise TraceError(
             f"{name}: the result of {error.func} depends on values, which a forecast does not have:"
             f" {remedy}"
         ) from error
     except fake_tensor.UnsupportedOperatorException as error:
-        raise MemoryForecastError(
+        raise TraceError(
             f"{name}: torch cannot run {error.func} without values; forecast the model without it"
         ) from error
     except AmpLabError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-        raise MemoryForecastError(f"{name} with {given}: {first_line(error)}") from error
+        raise TraceError(f"{name} with {given}: {first_line(error)}") from error
 
 
 @contextmanager
@@ -866,7 +864,7 @@ def _call(
     gradients = [arrived.get(i) for i in range(len(metadata))]
     if isinstance(node, torch.autograd.function.BackwardCFunction):  # an autograd.Function
         if node.name() == "CheckpointFunctionBackward":
-            raise MemoryForecastError(
+            raise TraceError(
                 "activation checkpointing with use_reentrant=True starts an engine of its own, "
                 "which needs the device; use use_reentrant=False"
             )
@@ -1037,12 +1035,12 @@ class _ByBatch:
         )
         try:
             return self._job.trace(self._run, inputs, {})
-        except MemoryForecastError as error:
-            raise MemoryForecastError(f"{error} (tried with a batch of {batch})") from error
+        except TraceError as error:
+            raise TraceError(f"{error} (tried with a batch of {batch})") from error
 
     def _check(self, agrees: bool) -> None:
         if not agrees:
-            raise MemoryForecastError(
+            raise TraceError(
                 f"{type(self._job.model).__name__}: its memory is not a constant plus a multiple "
                 "of the batch; forecast the batches one by one"
             )

@@ -164,7 +164,7 @@ def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
     on fake tensors of that type. An op that is in no table of its backend runs in the dtype of its
     inputs, or is made of ops that are.
 
-    Raises `DeviceError` for an unknown device type and `DtypeError` for a dtype that autocast does
+    Raises `DeviceError` for an unknown device type and `DeviceError` for a dtype that autocast does
     not take. Warns of an op that follows no policy, and leaves it out.
     """
     dtype = checked_dtype(device_type, dtype)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from amp_lab.errors import TraceError, XrayError, first_line, with_type
+from amp_lab.errors import TraceError, first_line, with_type
 from amp_lab.precision import require_backend
 from amp_lab.report import Printed, Table, dtype_name, listed, plural, short_name
 from amp_lab.tracing.fake_device import (
@@ -273,9 +273,9 @@ def xray(
     output and runs under autocast too. `real` runs a copy of the model on the device itself. The
     model is neither moved nor changed, however the call ends.
 
-    Raises `XrayError` for what is no model or no input, a model that is in half precision already,
+    Raises `TraceError` for what is no model or no input, a model that is in half precision already,
     one that fails on these inputs, and one whose course depends on values, which fakes have not;
-    `DeviceError` for a device type that does not exist, or is not there with `real`; `DtypeError`
+    `DeviceError` for a device type that does not exist, or is not there with `real`; `DeviceError`
     for a dtype that autocast does not take.
     """
     checked_backend(device_type)
@@ -302,7 +302,7 @@ def xray(
     if tracer.error is not None:
         raised = _explain(tracer, model, inputs, kwargs)
         if off or traced(False).error is not None:
-            raise XrayError(raised) from tracer.error
+            raise TraceError(raised) from tracer.error
     return Xray(
         model=type(model).__name__,
         device_type=device_type,
@@ -322,55 +322,50 @@ def xray(
 def _check(model: object, inputs: tuple, kwargs: dict, real: bool) -> None:
     if not isinstance(model, nn.Module):
         kind = model.__name__ if isinstance(model, type) else f"a {type(model).__name__}"
-        raise XrayError(f"{kind} is no model: give an nn.Module, the model itself")
+        raise TraceError(f"{kind} is no model: give an nn.Module, the model itself")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        raise XrayError(f"{type(model).__name__} wraps the model: give its .module")
+        raise TraceError(f"{type(model).__name__} wraps the model: give its .module")
     for name, tensor in model.named_parameters():
         if tensor.dtype in LOWER_DTYPES:
-            raise XrayError(
+            raise TraceError(
                 f"parameter {name!r} is {dtype_name(tensor.dtype)} already: autocast casts float32 "
                 "weights itself; call model.float() first"
             )
         if real and tensor.is_meta:
-            raise XrayError(f"parameter {name!r} is on 'meta' and has no values: use real=False")
+            raise TraceError(f"parameter {name!r} is on 'meta' and has no values: use real=False")
     found = 0
     for place, value in [*enumerate(inputs), *kwargs.items()]:
         name = f"input {place}" if isinstance(place, int) else f"input {place!r}"
         if isinstance(value, nn.utils.rnn.PackedSequence) and not real:
-            raise XrayError(f"{name} is a PackedSequence, which has no fake copy: give it padded")
+            raise TraceError(f"{name} is a PackedSequence, which has no fake copy: give it padded")
         for _, leaf in _leaves(value):
             if isinstance(leaf, torch.Tensor):
                 found += 1
                 if real and leaf.is_meta:
-                    raise XrayError(f"{name} is on 'meta' and has no values: use real=False")
+                    raise TraceError(f"{name} is on 'meta' and has no values: use real=False")
             elif hasattr(leaf, "__array__"):
-                raise XrayError(
+                raise TraceError(
                     f"{name} is no tensor but a {type(leaf).__name__}: give torch.as_tensor of it"
                 )
         sizes = isinstance(value, (tuple, list)) and bool(value)
         if not found and sizes and all(isinstance(size, int) for size in value):
-            raise XrayError(f"{name} is no tensor but {value!r}: give torch.empty{tuple(value)}")
+            raise TraceError(f"{name} is no tensor but {value!r}: give torch.empty{tuple(value)}")
     if (inputs or kwargs) and not found:
         kind = type(inputs[0] if inputs else next(iter(kwargs.values()))).__name__
-        raise XrayError(f"there is no tensor among the inputs, but a {kind}: give a tensor")
+        raise TraceError(f"there is no tensor among the inputs, but a {kind}: give a tensor")
 
 
 def _run_fake(tracer: "_Tracer", model, inputs, kwargs, loss_fn, made_on_cpu: bool) -> None:
     default = torch.device("cpu") if made_on_cpu else contextlib.nullcontext()
-    try:
-        with on_fake_device(model, inputs, kwargs, tracer.device_type, fake_mode()) as run, default:
-            tracer.follow(
-                model,
-                run.call,
-                {**run.parameters, **run.buffers},
-                (run.args, run.kwargs),
-                loss_fn,
-                run.fake,
-            )
-    except XrayError:
-        raise
-    except TraceError as error:
-        raise XrayError(str(error)) from error
+    with on_fake_device(model, inputs, kwargs, tracer.device_type, fake_mode()) as run, default:
+        tracer.follow(
+            model,
+            run.call,
+            {**run.parameters, **run.buffers},
+            (run.args, run.kwargs),
+            loss_fn,
+            run.fake,
+        )
 
 
 def _run_real(tracer: "_Tracer", model: nn.Module, inputs: tuple, kwargs: dict, loss_fn) -> None:
@@ -378,7 +373,7 @@ def _run_real(tracer: "_Tracer", model: nn.Module, inputs: tuple, kwargs: dict, 
     try:
         copied, inputs, kwargs = copy.deepcopy((model, inputs, kwargs))
     except (RuntimeError, TypeError) as error:  # tensors of a graph, locks, open files
-        raise XrayError(f"real=True runs a copy of the model: {first_line(error)}") from error
+        raise TraceError(f"real=True runs a copy of the model: {first_line(error)}") from error
     copied.to(device)
     inputs, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), (inputs, kwargs))
     devices = [] if device == "cpu" else [torch.accelerator.current_device_index()]
@@ -447,7 +442,7 @@ class _Tracer:
                     loss = loss_fn(output)
                     self.loss_dtype = loss.dtype if isinstance(loss, torch.Tensor) else None
             except (*_NEEDS_VALUES, *_NOT_FAKED) as error:
-                raise XrayError(self._beyond_fakes(error)) from error
+                raise TraceError(self._beyond_fakes(error)) from error
             except Exception as error:  # whatever the model raises; told, or raised by `xray`
                 self.error = error
 

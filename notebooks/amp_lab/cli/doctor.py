@@ -1,0 +1,76 @@
+"""`amp-lab doctor`: what this machine can do."""
+
+import argparse
+import sys
+
+
+def add(commands) -> None:
+    """Add the command to the parser's `commands`."""
+    doctor = commands.add_parser(
+        "doctor",
+        help="the machine, its precisions, what to use",
+        description="Describe a device, measure which precisions it accelerates, say which to use.",
+    )
+    doctor.add_argument(
+        "--device",
+        metavar="NAME",
+        help="cpu, cuda, cuda:1, xpu, mps (default: AMP_LAB_DEVICE, else accelerator)",
+    )
+    doctor.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Describe the device, measure it, and print what to use."""
+    import torch
+
+    from amp_lab.device import describe_device, pick_device
+    from amp_lab.precision import Precision
+
+    report = describe_device(pick_device(options.device))
+    memory = (
+        "" if report.memory_bytes is None else f", {report.memory_bytes / 2**30:.1f} GiB of memory"
+    )
+    print(f"{report.name} ({report.device}: {report.backend}){memory}")
+    print(f"torch {torch.__version__}, Python {sys.version.split()[0]}\n")
+
+    print(f"{'precision':<11}{'matrix product':>16}{'against fp32':>15}")
+    for precision in Precision:
+        rate, speedup = report.rates[precision], report.speedup(precision)
+        if rate is None:
+            print(f"{precision:<11}{'not available':>16}")
+            continue
+        remark = "  accelerated" if precision in report.accelerated else ""
+        if speedup < 0.5:
+            remark = f"  {1 / speedup:.0f} times slower: avoid it here"
+        print(f"{precision:<11}{_flops(rate):>16}{speedup:>14.3g}x{remark}")
+
+    if not report.trusted:
+        print("\nThis machine is busy: the same product took 1.5 times as long in a second try.")
+        print("Measure again when it is idle.")
+    print(f"\nUse {report.recommended}: {report.why}.")
+    for line in _recipe(report.recommended, report.device.type):
+        print(f"    {line}")
+
+
+def _flops(rate: float) -> str:
+    unit, factor = ("TFLOP/s", 1e-12) if rate >= 1e12 else ("GFLOP/s", 1e-9)
+    return f"{rate * factor:.3g} {unit}"
+
+
+def _recipe(precision: str, device_type: str) -> list[str]:
+    """The lines of torch that turn this precision on."""
+    return {
+        "fp32": ["# nothing to do: fp32 is what tensors are made in"],
+        "tf32": ['torch.backends.fp32_precision = "tf32"'],
+        "fp16": [
+            f'scaler = torch.amp.GradScaler("{device_type}")',
+            f'with torch.autocast("{device_type}", dtype=torch.float16):',
+            "    loss = criterion(model(inputs), targets)",
+            "scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()",
+        ],
+        "bf16": [
+            f'with torch.autocast("{device_type}", dtype=torch.bfloat16):',
+            "    loss = criterion(model(inputs), targets)",
+            "loss.backward(); optimizer.step()",
+        ],
+    }[precision]

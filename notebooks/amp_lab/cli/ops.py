@@ -1,0 +1,31 @@
+"""`amp-lab ops`: autocast's rule for each op."""
+
+import argparse
+
+from amp_lab.cli.model_argument import DEVICE, dtype_of
+from amp_lab.cli.printing import FORMAT, show
+
+
+def add(commands) -> None:
+    """Add the command to the parser's `commands`."""
+    ops = commands.add_parser(
+        "ops",
+        help="what autocast does to each op, on a device that need not be here",
+        description="Print the autocast rule of every op on a backend, each checked by a call.",
+    )
+    ops.add_argument("--device", default="cuda", **DEVICE)
+    ops.add_argument("--dtype", choices=("fp16", "bf16"), help="default: the backend's own")
+    ops.add_argument("--against", metavar="NAME", help="print how another backend differs")
+    ops.add_argument("--format", **FORMAT)
+    ops.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the table of rules."""
+    from amp_lab.tracing.op_table import differences, op_table
+
+    dtype = dtype_of(options.dtype)
+    table = op_table(options.device, dtype)
+    if options.against:
+        table = differences(table, op_table(options.against, dtype))
+    show(table, options.format)

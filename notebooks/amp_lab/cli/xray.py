@@ -1,0 +1,69 @@
+"""`amp-lab xray`: what autocast does to a model."""
+
+import argparse
+
+from amp_lab.cli.model_argument import add_model, dtype_of, inputs_of
+from amp_lab.cli.printing import show
+from amp_lab.errors import OptionError
+
+_DTYPES = ("fp16", "bf16", "fp32")
+
+
+def add(commands) -> None:
+    """Add the command to the parser's `commands`."""
+    xray = commands.add_parser(
+        "xray",
+        help="what autocast does to a model, on a device that need not be here",
+        description="Print the dtypes that a model runs in under autocast, and what is to be said "
+        "of them. Nothing is computed, so no such device is needed.",
+    )
+    add_model(xray)
+    xray.add_argument("--dtype", choices=_DTYPES, help="default: the backend's own; fp32: off")
+    xray.add_argument(
+        "--against",
+        metavar="OTHER",
+        help="print how it differs on another device (mps), in another dtype (bf16), or both "
+        "(cpu:bf16)",
+    )
+    xray.add_argument("--real", action="store_true", help="run it on the device itself")
+    xray.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """X-ray the model, and print what was found."""
+    import torch
+
+    from amp_lab.cli.model_argument import load_model
+    from amp_lab.tracing.xray import compare, xray
+
+    sides = [(options.device, options.dtype)]
+    if options.against is not None:
+        sides.append(_other_side(options.against, *sides[0]))
+    where = "cpu" if options.real else "meta"
+    inputs = [torch.zeros(shape, dtype=dtype, device=where) for shape, dtype in inputs_of(options)]
+    model = load_model(options.target)
+    found = [
+        xray(model, *inputs, device_type=device, dtype=dtype_of(name), real=options.real)
+        for device, name in sides
+    ]
+    if options.against is None:
+        show(found[0], options.format)
+        return
+    if found[0].title == found[1].title:
+        raise OptionError(
+            f"--against {options.against!r} is the same again: give another device or dtype"
+        )
+    show(compare(*found), options.format)
+
+
+def _other_side(text: str, device: str, dtype: str | None) -> tuple[str, str | None]:
+    """The device and dtype that `--against` names: ``mps``, ``bf16`` or ``cpu:bf16``."""
+    first, colon, second = text.partition(":")
+    if not colon:
+        return (device, first) if first in _DTYPES else (first, dtype)
+    if second not in _DTYPES:
+        raise OptionError(
+            f"--against {text!r}: give a device (cuda, xpu, mps, cpu), a dtype "
+            f"({', '.join(_DTYPES)}), or both, as cpu:bf16"
+        )
+    return first, second
