@@ -25,7 +25,8 @@ import torchvision
 import gpt
 from amp_lab.device import pick_device
 from amp_lab.tracing.fake_device import BACKENDS
-from amp_lab.tracing.memory import compare_memory, largest_batch
+from amp_lab.tracing.largest_batch import largest_batch
+from amp_lab.tracing.memory import compare_memory
 from amp_lab.tracing.op_table import op_table
 from amp_lab.tracing.xray import xray
 from recording import parser, record

@@ -24,7 +24,8 @@ def function_nodes_need_their_parents() -> bool:
 
     Delete when torch >= 2.15 is required, where such a node keeps itself alive: always False.
     """
-    node = _Identity.apply(torch.ones(1, requires_grad=True)).grad_fn
+    with torch.enable_grad():  # the caller may have switched it off
+        node = _Identity.apply(torch.ones(1, requires_grad=True)).grad_fn
     try:
         return not node.next_functions
     except RuntimeError:

@@ -12,8 +12,10 @@ from torch.utils import _pytree as pytree
 
 from amp_lab.errors import DeviceError, TraceError
 from amp_lab.precision import Precision
-from amp_lab.tracing import memory
-from amp_lab.tracing.memory import compare_memory, forecast_memory, largest_batch, parse_bytes
+from amp_lab.torch_versions import function_nodes_need_their_parents
+from amp_lab.tracing.largest_batch import largest_batch, parse_bytes
+from amp_lab.tracing.memory import compare_memory, forecast_memory
+from amp_lab.tracing.optimizer_memory import OPTIMIZERS, optimizer_bytes
 from gpt import Gpt
 
 MIB = 2**20
@@ -192,7 +194,7 @@ def test_forecast_agrees_with_a_real_step_on_the_cpu(name, precision):
     there = forecast.weights + forecast.buffers + inputs.nbytes
     assert forecast.phases["forward"] - there == pytest.approx(forward, rel=0.01)
     late = 0  # with torch 2.11, the output of tanh is still there when the function before it runs
-    if name == "custom functions" and memory._OWNED_BY_PARENTS:
+    if name == "custom functions" and function_nodes_need_their_parents():
         late = 64 * 128 * 4
     assert forecast.phases["backward"] - there == pytest.approx(backward + late, rel=0.01)
     assert forecast.gradients == gradients
@@ -205,7 +207,7 @@ def test_forecast_agrees_with_a_real_step_on_the_cpu(name, precision):
 def test_optimizer_state_and_temporaries_are_those_of_torch(name, foreach):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(100, 300), nn.Linear(300, 50))
-    optimizer = memory.OPTIMIZERS[name](model.parameters(), foreach=foreach)
+    optimizer = OPTIMIZERS[name](model.parameters(), foreach=foreach)
     for _ in range(2):  # the first step makes the state
         for parameter in model.parameters():
             parameter.grad = torch.rand_like(parameter)
@@ -225,7 +227,7 @@ def test_optimizer_state_and_temporaries_are_those_of_torch(name, foreach):
     ]
     shapes = [(tuple(p.shape), p.dtype) for p in model.parameters()]
     steps = sum(t.nbytes for t in state if not t.dim())
-    found_state, found_work = memory._optimizer_bytes(name, shapes, "cuda" if foreach else "cpu")
+    found_state, found_work = optimizer_bytes(name, shapes, "cuda" if foreach else "cpu")
     assert found_state == sum(t.nbytes for t in state) - (steps if foreach else 0)
     assert found_work == pytest.approx(meter.most, abs=64)  # scalars of the host
 

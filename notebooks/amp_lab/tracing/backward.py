@@ -1,0 +1,147 @@
+"""A backward pass without torch's engine, which asks the device for its streams.
+
+There may be no device, so what the engine does is done here: nodes run latest first, each as soon
+as all its gradients are there, and what it kept is freed after it. The nodes themselves are
+torch's. Source: torch/csrc/autograd/engine.cpp, `Engine::evaluate_function`.
+"""
+
+import heapq
+import itertools
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, Node
+
+from amp_lab.errors import TraceError
+from amp_lab.torch_versions import function_nodes_need_their_parents, one_backward_pass
+
+_NEED_THEIR_PARENTS = function_nodes_need_their_parents()
+
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+def run_backward(seeds: list[tuple[GradientEdge, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    """The gradients of the leaves, by the id of the leaf, from a walk over the graph.
+
+    `seeds` are where the walk begins, each with its gradient; the list is emptied, so that no node
+    outlives its turn. With torch 2.11, what the node of an `autograd.Function` kept may be freed
+    later than by the engine. Raises `TraceError` for checkpointing with ``use_reentrant=True``.
+    """
+    walk = _Walk(seeds)
+    with torch.no_grad(), one_backward_pass():
+        while walk.ready:
+            # No name here may keep alive what the engine would free: the results go on as they are.
+            walk.pass_on(*walk.run_next())
+    return walk.leaves
+
+
+class _Walk:
+    """Which nodes are still to run, and the gradients that wait for them."""
+
+    def __init__(self, seeds: list[tuple[GradientEdge, torch.Tensor]]):
+        self._waits = _uses([edge.node for edge, _ in seeds])
+        self._pending: dict[Node, dict[int, torch.Tensor]] = {}
+        self._owners: dict[Node, Any] = {}  # what must outlive a node
+        self._tie = itertools.count()  # nodes cannot be compared
+        self.ready: list[tuple[int, int, Node]] = []  # a heap
+        self.leaves: dict[int, torch.Tensor] = {}
+        for edge, gradient in seeds:
+            self._pending.setdefault(edge.node, {})[edge.output_nr] = gradient
+            self._owners[edge.node] = edge.ownership_token
+        for node in self._pending:
+            if not self._waits[node]:
+                self._push(node)
+        seeds.clear()
+
+    def _push(self, node: Node) -> None:
+        # The engine's own order: what ran last in the forward pass comes first.
+        heapq.heappush(self.ready, (-node._sequence_nr(), next(self._tie), node))
+
+    def run_next(self) -> tuple[tuple[tuple[Node | None, int], ...], Gradients]:
+        """Run the next node: where its results go, and the results.
+
+        When this returns the node ends, and with it what it kept, as the engine frees it then.
+        """
+        node = heapq.heappop(self.ready)[2]
+        self._waits.pop(node, None)
+        arrived, owner = self._pending.pop(node, {}), self._owners.pop(node, None)
+        if hasattr(node, "variable"):
+            self._accumulate(node.variable, arrived.get(0))
+            return (), ()
+        results = _call(node, arrived)
+        if _NEED_THEIR_PARENTS:
+            for child, _ in node.next_functions:
+                if isinstance(child, torch._C._FunctionBase):
+                    self._owners[child] = node, owner
+        return node.next_functions, results
+
+    def pass_on(self, children: tuple[tuple[Node | None, int], ...], results: Gradients) -> None:
+        """Hand each child its gradient; it is ready when that was the last it waited for."""
+        for i, (child, index) in enumerate(children):
+            if child is None:  # an input that needs no gradient
+                continue
+            gradient = results[i] if i < len(results) else None
+            if gradient is not None:
+                self._arrive(child, index, gradient)
+            self._waits[child] -= 1
+            if not self._waits[child]:
+                self._push(child)
+
+    def _arrive(self, child: Node, index: int, gradient: torch.Tensor) -> None:
+        """Add a gradient to those that wait for a node, in the node's dtype and shape."""
+        expected = child._input_metadata[index]
+        if gradient.shape != expected.shape:  # the forward op broadcast its input
+            gradient = gradient.sum_to_size(expected.shape)
+        if gradient.dtype != expected.dtype:
+            gradient = gradient.to(expected.dtype)
+        waiting = self._pending.setdefault(child, {})
+        waiting[index] = waiting[index] + gradient if index in waiting else gradient
+
+    def _accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """What the engine does at a leaf: take the gradient over if it may, else copy or add it."""
+        if gradient is None:
+            return
+        if id(leaf) in self.leaves:
+            self.leaves[id(leaf)].add_(gradient)
+            return
+        # A gradient that is part of a larger storage would keep all of it.
+        owns_it = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
+        self.leaves[id(leaf)] = gradient if owns_it else gradient.clone()
+
+
+def _uses(roots: list[Node]) -> Counter[Node]:
+    """How many gradients each node under the roots waits for."""
+    waits: Counter[Node] = Counter()
+    seen, found = set(roots), list(roots)
+    while found:
+        for child, _ in found.pop().next_functions:
+            if child is not None:
+                waits[child] += 1
+                if child not in seen:
+                    seen.add(child)
+                    found.append(child)
+    return waits
+
+
+def _call(node: Node, arrived: dict[int, torch.Tensor]) -> Gradients:
+    """What the node makes of its gradients; nothing, if it has none."""
+    if not arrived:
+        return ()
+    metadata = node._input_metadata
+    gradients = [arrived.get(i) for i in range(len(metadata))]
+    if isinstance(node, torch.autograd.function.BackwardCFunction):  # an autograd.Function
+        if node.name() == "CheckpointFunctionBackward":
+            raise TraceError(
+                "activation checkpointing with use_reentrant=True starts an engine of its own, "
+                "which needs the device; use use_reentrant=False"
+            )
+        if getattr(node, "materialize_grads", True):  # zeros in place of None, as the engine does
+            gradients = [
+                torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g
+                for g, m in zip(gradients, metadata, strict=True)
+            ]
+        results = node.apply(*gradients)
+    else:
+        results = node(*gradients)
+    return results if isinstance(results, tuple) else (results,)

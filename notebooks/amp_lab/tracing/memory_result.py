@@ -1,0 +1,153 @@
+"""A memory forecast, and several side by side: as text, as a table, as JSON and as a figure."""
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from amp_lab.precision import Precision
+from amp_lab.report import Printed, Table, to_plain
+
+if TYPE_CHECKING:
+    import matplotlib.pyplot as plt
+
+# What a line of the table says, and the attribute of `MemoryForecast` that it shows.
+_ROWS = {
+    "weights": "weights",
+    "buffers": "buffers",
+    "gradients": "gradients",
+    "optimizer state": "optimizer",
+    "activations kept for backward": "activations",
+    "weights cast by autocast": "cast_cache",
+    "temporaries at the peak": "temporaries",
+    "peak of the step": "peak",  # the first line below the rule
+}
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryForecast(Printed):
+    """What one training step takes, in bytes; made by `forecast_memory`.
+
+    The parts do not add up to the peak, since they are not there at one time: `at_peak` does.
+    """
+
+    model: str
+    input_shapes: tuple[tuple[int, ...], ...]
+    device_type: str
+    precision: Precision
+    optimizer_name: str
+    weights: int
+    buffers: int
+    gradients: int
+    """All of them, in the dtype of their parameters, as they stand before the optimizer's step."""
+    optimizer: int
+    """State that the optimizer keeps from step to step."""
+    activations: int
+    """What autograd keeps for the backward pass when the forward pass ends, the inputs among it if
+    it needs them. Each storage counts once; parameters and casts of them are not among it."""
+    cast_cache: int
+    """Copies of weights in low precision, all of which live while the autocast block lasts."""
+    cast_kept: int
+    """The part of `cast_cache` that lives on after the block, because autograd keeps it."""
+    phases: dict[str, int]
+    """The most that is in use at one time in ``forward``, ``backward`` and ``optimizer``."""
+    at_peak: dict[str, int]
+    """What the peak consists of, by kind; its sum is `peak`."""
+    caveats: tuple[str, ...] = ()
+    """What in this model the forecast may be wrong about."""
+
+    @property
+    def peak(self) -> int:
+        """The most that is in use at one time in the step: the largest of `phases`."""
+        return max(self.phases.values())
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase in which the peak is reached."""
+        return max(self.phases, key=self.phases.__getitem__)
+
+    @property
+    def temporaries(self) -> int:
+        """What is in use at the peak and belongs to no other part."""
+        return self.at_peak["temporaries"]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, as JSON has it."""
+        return to_plain(self) | {"peak": self.peak, "peak_phase": self.peak_phase}
+
+    def to_json(self) -> str:
+        """`as_dict` as text."""
+        return json.dumps(self.as_dict(), indent=1)
+
+    def _table(self) -> Table:
+        return MemoryTable((self,))._table()
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryTable(Printed):
+    """Forecasts for one model side by side; made by `compare_memory`."""
+
+    forecasts: tuple[MemoryForecast, ...]
+    memory_bytes: int | None = None
+    largest: dict[str, int] = field(default_factory=dict)
+    """The largest batch that fits into `memory_bytes`, by precision."""
+    curves: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    """Batches and the peak at each, by precision; what `plot` draws."""
+
+    def __getitem__(self, precision: str) -> MemoryForecast:
+        return next(f for f in self.forecasts if f.precision == precision)
+
+    def plot(self) -> "plt.Axes":
+        """Memory against batch for each precision, with `memory_bytes` as the card's limit."""
+        from amp_lab import plots  # matplotlib only where a figure is drawn
+
+        return plots.memory_against_batch(self.curves, self.memory_bytes)
+
+    def to_json(self) -> str:
+        """The forecasts, the memory and the largest batches as text."""
+        contents: dict[str, Any] = {"forecasts": [f.as_dict() for f in self.forecasts]}
+        if self.memory_bytes is not None:
+            contents |= {"memory_bytes": self.memory_bytes, "largest_batch": self.largest}
+        return json.dumps(contents, indent=1)
+
+    def _table(self) -> Table:
+        first = self.forecasts[0]
+        shapes = ", ".join("x".join(map(str, shape)) for shape in first.input_shapes)
+        # One unit for all cells, so that they can be compared at a glance.
+        large = max(f.peak for f in self.forecasts) >= 10 * 2**30
+        unit, name = (2**30, "GiB") if large else (2**20, "MiB")
+        *rows, peaks = [
+            [label, *(_in_unit(getattr(f, attribute), unit) for f in self.forecasts)]
+            for label, attribute in _ROWS.items()
+        ]
+        foot = [peaks, ["reached in", *(f.peak_phase for f in self.forecasts)]]
+        if self.memory_bytes is not None:
+            largest = [f"{self.largest[f.precision]:,}" for f in self.forecasts]
+            foot.append([f"largest batch in {_memory_text(self.memory_bytes)}", *largest])
+        return Table(
+            [f"in {name}", *(str(f.precision) for f in self.forecasts)],
+            rows,
+            caption=(
+                f"{first.model}, input {shapes}, one training step with {first.optimizer_name} "
+                f"on {first.device_type}"
+            ),
+            facts=[
+                "The parts are not all there at one time, so they do not add up to the peak.",
+                "Not counted: what the driver and its libraries take for themselves.",
+                *first.caveats,
+            ],
+            foot=foot,
+            right=range(1, 1 + len(self.forecasts)),
+        )
+
+
+def _in_unit(count: int, unit: int) -> str:
+    value = count / unit
+    return f"{value:,.0f}" if value >= 100 or not count else f"{value:.3g}"
+
+
+def _memory_text(count: int) -> str:
+    """The memory of a card, in the unit in which it was most likely given."""
+    for name, unit in (("GiB", 2**30), ("GB", 10**9), ("MiB", 2**20), ("MB", 10**6)):
+        if count >= unit and count % unit == 0:
+            return f"{count // unit} {name}"
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.3g} MiB"

@@ -1,0 +1,188 @@
+"""What is allocated when: the coming and going of every storage while ops run on a device."""
+
+import itertools
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch._subclasses import FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_lab.tracing.ops_seen import storage_key
+
+KINDS = (
+    *("weights", "buffers", "inputs", "gradients", "optimizer"),
+    *("activations", "cast_cache", "temporaries"),
+)
+"""What a byte may belong to, in the order of the tables."""
+
+_DEVICE_OF, _TO_COPY = torch.ops.prim.device.default, torch.ops.aten._to_copy.default
+
+
+def _batch_norm(x, weight, bias, mean, variance, training, momentum, eps):
+    """The results of `aten.native_batch_norm`: output, and mean and deviation as the kernels do."""
+    statistics = (x.size(1),) if training else (0,)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return torch.empty_like(x), *(x.new_empty(statistics, dtype=dtype) for _ in range(2))
+
+
+def _batch_norm_backward(grad, x, weight, mean, variance, save_mean, save_std, train, eps, wanted):
+    """The results of `aten.native_batch_norm_backward`: gradients of input, weight and bias."""
+    scale = x.new_empty((x.size(1),), dtype=torch.float32) if weight is None else weight
+    return tuple(
+        torch.empty_like(of) if wants else None
+        for of, wants in zip((x, scale, scale), wanted, strict=True)
+    )
+
+
+# For these, fake tensors take a long way through Python, which also gives the statistics the dtype
+# of the input, as no kernel does.
+_SHORTCUTS = {
+    torch.ops.aten.native_batch_norm.default: _batch_norm,
+    torch.ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
+}
+
+
+class StorageLedger(TorchDispatchMode):
+    """The mode in which each storage on a device is noted when it is made and when it ends."""
+
+    def __init__(self, device_type: str):
+        super().__init__()
+        self._device_type = device_type
+        self._sizes: list[int] = []  # of each storage, in bytes
+        self._log: list[int] = []  # i: storage i was made; ~i: it ended
+        self._marks: dict[str, int] = {}  # name: length of the log then
+        self._kinds: dict[int, str] = {}  # of those storages of which it was said
+        self._kept: set[int] = set()  # what autograd keeps
+        self._numbers: dict[int, int] = {}  # key of a living storage: its number
+        self._watches: dict[int, weakref.ref] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_fake = bool(args) and isinstance(args[0], FakeTensor)
+        run = _SHORTCUTS.get(func, func) if is_fake else func
+        result = run(*args, **(kwargs or {}))
+        if func is _DEVICE_OF:  # asked for more often than all else, and makes nothing
+            return result
+        for leaf in pytree.tree_leaves(result):
+            self._number(leaf)
+        if func is _TO_COPY and result.dtype != args[0].dtype:
+            self._note_cast(args[0], result)
+        return result
+
+    def _note_cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
+        """A cast of a weight is autocast's copy of it, whoever asked for the cast."""
+        before, made = self._number(source), self._number(result)
+        if before is None or made is None or made == before:
+            return
+        if self._kinds.get(before) == "weights":
+            self._kinds[made] = "cast_cache"
+
+    def _number(self, leaf: Any) -> int | None:
+        """The number of a tensor's storage, a new one if it is new; None if it is elsewhere."""
+        if not isinstance(leaf, torch.Tensor):
+            return None
+        # A fake's own attribute: asking for .device goes through all modes, and takes long.
+        device = leaf.fake_device if isinstance(leaf, FakeTensor) else leaf.device
+        if device.type != self._device_type:
+            return None
+        key = storage_key(leaf)
+        if key is None:
+            return None
+        if key not in self._numbers:
+            storage, number = leaf.untyped_storage(), len(self._sizes)
+            self._numbers[key] = number
+            self._sizes.append(storage.nbytes())
+            self._log.append(number)
+
+            def end(_: weakref.ref) -> None:
+                self._log.append(~number)
+                # The next storage may get the same key.
+                del self._numbers[key], self._watches[number]
+
+            self._watches[number] = weakref.ref(storage, end)
+        return self._numbers[key]
+
+    def own(self, kind: str, tensors: Iterable[Any]) -> None:
+        """Say to which kind the storages of these tensors belong, unless it was said before."""
+        for tensor in tensors:
+            number = self._number(tensor)
+            if number is not None:
+                self._kinds.setdefault(number, kind)
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The hook for what autograd saves."""
+        number = self._number(tensor)
+        if number is not None:
+            self._kept.add(number)
+        # Detached, or a node that saves its own output would hold itself and never be freed.
+        return tensor if tensor.grad_fn is None else tensor.detach()
+
+    def mark(self, name: str) -> None:
+        """Give this moment a name, by which the trace knows it."""
+        self._marks[name] = len(self._log)
+
+    def trace(self, kept_at: str | None = None) -> "StorageTrace":
+        """What was noted up to the last mark, after which nothing more is.
+
+        What autograd keeps at the mark `kept_at` becomes activations.
+        """
+        self._watches.clear()  # what still lives ends after this, and nobody should be told
+        # Storages that end together do so in any order, since autocast's cache is a hash table;
+        # sorted, so that the traces of two batches can be compared event by event.
+        cuts = [0, *self._marks.values()]
+        log: list[int] = []
+        for begin, end in itertools.pairwise(cuts):
+            runs = itertools.groupby(self._log[begin:end], lambda event: event >= 0)
+            for made, events in runs:
+                log += events if made else sorted(events)
+        kinds = [self._kinds.get(number, "temporaries") for number in range(len(self._sizes))]
+        if kept_at is not None:
+            alive = _alive(np.array(log[: self._marks[kept_at]]), len(kinds))
+            for number in self._kept:
+                # An input counts as an activation once autograd keeps it; a weight stays a weight.
+                if alive[number] and kinds[number] in ("inputs", "temporaries"):
+                    kinds[number] = "activations"
+        return StorageTrace(
+            sizes=np.array(self._sizes, dtype=np.int64),
+            kinds=np.array([KINDS.index(kind) for kind in kinds], dtype=np.int64),
+            log=np.array(log, dtype=np.int64),
+            marks=dict(self._marks),
+        )
+
+
+def _alive(log: np.ndarray, storages: int) -> np.ndarray:
+    """For each storage whether it lives after these events, as 1.0 or 0.0."""
+    made = log >= 0
+    return np.bincount(np.where(made, log, ~log), np.where(made, 1, -1), storages)
+
+
+@dataclass(frozen=True, eq=False)
+class StorageTrace:
+    """The coming and going of storages, as arrays."""
+
+    sizes: np.ndarray  # (storages,) bytes
+    kinds: np.ndarray  # (storages,) index into KINDS
+    log: np.ndarray  # (events,) i: storage i was made; ~i: it ended
+    marks: dict[str, int]  # name of a moment: how many events lie before it
+
+    def equals(self, other: "StorageTrace") -> bool:
+        """Whether all storages come and go alike."""
+        return self.marks == other.marks and all(
+            np.array_equal(getattr(self, name), getattr(other, name))
+            for name in ("log", "sizes", "kinds")
+        )
+
+    def in_use(self) -> np.ndarray:
+        """Bytes in use after each event."""
+        made = self.log >= 0
+        return np.cumsum(np.where(made, 1, -1) * self.sizes[np.where(made, self.log, ~self.log)])
+
+    def by_kind(self, events: int) -> dict[str, int]:
+        """Bytes of each kind in use after the first `events` of the log."""
+        bytes_alive = _alive(self.log[:events], len(self.sizes)) * self.sizes
+        sums = np.bincount(self.kinds, bytes_alive, minlength=len(KINDS))
+        return dict(zip(KINDS, map(int, sums), strict=True))

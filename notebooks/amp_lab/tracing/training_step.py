@@ -1,0 +1,226 @@
+"""One training step on fake tensors, and the forecast that comes of it."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses import fake_tensor
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import _pytree as pytree
+
+from amp_lab.backends import backend
+from amp_lab.errors import AmpLabError, TraceError, first_line
+from amp_lab.precision import Precision
+from amp_lab.report import dtype_name
+from amp_lab.tracing.backward import run_backward
+from amp_lab.tracing.fake_device import (
+    FakeRun,
+    autocast_of_the_model,
+    autocast_on,
+    checked_backend,
+    fake_mode,
+    how_to_do_without,
+    on_fake_device,
+)
+from amp_lab.tracing.fused_attention import FusedAttention
+from amp_lab.tracing.memory_result import MemoryForecast
+from amp_lab.tracing.optimizer_memory import OPTIMIZERS, optimizer_bytes
+from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
+
+LossFunction = Callable[[Any], torch.Tensor]
+
+
+class TrainingStep:
+    """What to run, all but the inputs. Raises `TraceError` or `DeviceError` for what cannot be."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device_type: str,
+        precision: Precision | str,
+        optimizer: str,
+        loss_fn: LossFunction | None,
+    ):
+        if not isinstance(model, nn.Module):
+            raise TraceError(f"the model must be an nn.Module, not {type(model).__name__}")
+        if precision not in list(Precision):
+            raise TraceError(f"precision {precision!r}: give one of {', '.join(Precision)}")
+        checked_backend(device_type)
+        if optimizer not in OPTIMIZERS:
+            raise TraceError(f"optimizer {optimizer!r}: give one of {', '.join(OPTIMIZERS)}")
+        for name, parameter in model.named_parameters():
+            if parameter.dtype.is_floating_point and parameter.dtype.itemsize < 4:
+                raise TraceError(
+                    f"parameter {name} is {dtype_name(parameter.dtype)} already: autocast works on "
+                    "fp32 weights; give the model before .half() or .to(dtype), or call "
+                    "model.float()"
+                )
+        self.model, self.device_type, self.optimizer = model, device_type, optimizer
+        self.precision, self._loss_fn = Precision(precision), loss_fn
+
+    @contextmanager
+    def opened(self) -> Iterator[FakeRun]:
+        """The block in which traces can be made; opening it takes as long as half a trace."""
+        with (
+            _same_every_time(),
+            on_fake_device(self.model, (), {}, self.device_type, fake_mode()) as run,
+            torch.enable_grad(),
+            autocast_of_the_model(self.device_type),
+        ):
+            yield run
+
+    def trace(self, run: FakeRun, inputs: tuple, kwargs: dict[str, Any]) -> "TracedStep":
+        """Run the step once on fake inputs, and note every storage's coming and going."""
+        leaves = pytree.tree_leaves((inputs, kwargs))
+        shapes = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        ledger = StorageLedger(self.device_type)
+        ledger.own("weights", run.parameters.values())
+        ledger.own("buffers", run.buffers.values())
+        ledger.own("inputs", leaves)
+        fused = FusedAttention() if backend(self.device_type).fused_attention else nullcontext()
+        with (
+            _one_line_errors(type(self.model).__name__, shapes),
+            ledger,
+            fused,
+            # Around the backward pass too, in which activation checkpointing calls modules again.
+            _reparametrize_module(self.model, run.parameters | run.buffers),
+        ):
+            gradients = run_backward(self._forward(ledger, inputs, kwargs))
+            trained = {id(p): p for p in run.parameters.values() if id(p) in gradients}
+            ledger.own("gradients", [gradients[key] for key in trained])
+            ledger.mark("backward")
+        shapes_trained = tuple((tuple(p.shape), p.dtype) for p in trained.values())
+        return TracedStep(self, shapes, shapes_trained, ledger.trace(kept_at="forward"))
+
+    def _forward(
+        self, ledger: StorageLedger, inputs: tuple, kwargs: dict[str, Any]
+    ) -> list[tuple[torch.autograd.graph.GradientEdge, torch.Tensor]]:
+        """The forward pass: where the backward pass begins, each with its gradient."""
+        low = self.precision.dtype is not torch.float32
+        hooks = torch.autograd.graph.saved_tensors_hooks(ledger.keep, lambda tensor: tensor)
+        with autocast_on(self.device_type, self.precision.dtype if low else None, enabled=low):
+            with hooks:
+                output = self.model(*inputs, **kwargs)
+                if self._loss_fn is not None:
+                    output = _checked_loss(self._loss_fn(output))
+            ledger.mark("cached")  # the block's end clears autocast's cache
+        ledger.mark("forward")
+        seeds = [
+            (torch.autograd.graph.get_gradient_edge(leaf), torch.ones_like(leaf))
+            for leaf in pytree.tree_leaves(output)
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+        ]
+        if not seeds and any(p.requires_grad for p in self.model.parameters()):
+            raise TraceError(
+                f"no gradient leads from what {type(self.model).__name__} returns "
+                f"({type(output).__name__}) to its parameters: give a loss_fn that makes a loss of "
+                "it, and let the forward pass record gradients"
+            )
+        return seeds
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """What a step allocated, when it ran on inputs of these shapes."""
+
+    step: TrainingStep
+    input_shapes: tuple[tuple[int, ...], ...]
+    trained: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # parameters that got a gradient
+    storages: StorageTrace
+
+    def forecast(self) -> MemoryForecast:
+        """The forecast for this step, its optimizer included, which never ran with it."""
+        step, storages = self.step, self.storages
+        state, work = optimizer_bytes(step.optimizer, self.trained, step.device_type)
+        cached, forward, backward = (storages.marks[m] for m in ("cached", "forward", "backward"))
+        in_use = storages.in_use() + state
+        peak_at = {  # the event of each phase at which the most is in use
+            "forward": int(np.argmax(in_use[:forward])),
+            "backward": forward - 1 + int(np.argmax(in_use[forward - 1 : backward])),
+            "optimizer": backward - 1,
+        }
+        phases = {name: int(in_use[event]) for name, event in peak_at.items()}
+        phases["optimizer"] += work
+        peak_phase = max(phases, key=phases.__getitem__)
+        at_peak = storages.by_kind(peak_at[peak_phase] + 1)
+        at_peak["optimizer"] += state
+        if peak_phase == "optimizer":
+            at_peak["temporaries"] += work
+        after_forward = storages.by_kind(forward)
+        return MemoryForecast(
+            model=type(step.model).__name__,
+            input_shapes=self.input_shapes,
+            device_type=step.device_type,
+            precision=step.precision,
+            optimizer_name=step.optimizer,
+            weights=after_forward["weights"],
+            buffers=after_forward["buffers"],
+            gradients=storages.by_kind(backward)["gradients"],
+            optimizer=state,
+            activations=after_forward["activations"],
+            cast_cache=storages.by_kind(cached)["cast_cache"],
+            cast_kept=after_forward["cast_cache"],
+            phases=phases,
+            at_peak=at_peak,
+            caveats=_caveats(step.model),
+        )
+
+
+def _caveats(model: nn.Module) -> tuple[str, ...]:
+    kinds = {type(m).__name__ for m in model.modules() if isinstance(m, nn.RNNBase)}
+    return tuple(
+        f"{kind}: forecast with torch's own kernels; cuDNN or oneDNN may keep twice as much."
+        for kind in sorted(kinds)
+    )
+
+
+def _checked_loss(loss: Any) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TraceError(f"loss_fn must return one number, not {found}")
+    return loss
+
+
+@contextmanager
+def _one_line_errors(name: str, shapes: tuple) -> Iterator[None]:
+    given = ", ".join(str(shape) for shape in shapes)
+    given = f"input of shape {given}" if given else "no tensor as input"
+    try:
+        yield
+    except (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+    ) as error:
+        remedy = how_to_do_without(error) or "forecast the part of the model before or after it"
+        raise TraceError(
+            f"{name}: the result of {error.func} depends on values, which a forecast does not have:"
+            f" {remedy}"
+        ) from error
+    except fake_tensor.UnsupportedOperatorException as error:
+        raise TraceError(
+            f"{name}: torch cannot run {error.func} without values; forecast the model without it"
+        ) from error
+    except AmpLabError:
+        raise
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+        raise TraceError(f"{name} with {given}: {first_line(error)}") from error
+
+
+@contextmanager
+def _same_every_time() -> Iterator[None]:
+    """What would make one trace differ from the next, or from the device's, is off."""
+    collecting, onednn = gc.isenabled(), torch._C._get_mkldnn_enabled()
+    gc.disable()  # a collection would end storages at another place in the next trace
+    # Its recurrent layers have no workspace as fakes; all other ops keep the same without it.
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(onednn)
+        if collecting:
+            gc.enable()
