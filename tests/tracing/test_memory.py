@@ -288,10 +288,28 @@ def test_checkpointing_lowers_activations_and_is_paid_again_in_the_backward_pass
     assert checkpointed.phases["backward"] < plain.phases["backward"]
 
 
-def test_attention_on_a_gpu_keeps_no_matrix_of_scores():
+class MultiheadAttention(nn.MultiheadAttention):
+    def forward(self, x):
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+class OwnAttention(nn.Linear):
+    """Calls the function itself, with 4 heads of 16."""
+
+    def forward(self, x):  # (1, T, 64)
+        q, k, v = super().forward(x).view(1, -1, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [MultiheadAttention(64, 4, batch_first=True), OwnAttention(64, 192)],
+    ids=["torch", "own"],
+)
+def test_attention_on_a_gpu_keeps_no_matrix_of_scores(model):
     def activations(length, **kw):
-        tokens = torch.empty(1, length, dtype=torch.int64, device="meta")
-        return forecast_memory(small_gpt(depth=1), tokens, **kw).activations
+        x = torch.empty(1, length, 64, device="meta")
+        return forecast_memory(model, x, optimizer="sgd", **kw).activations
 
     for precision in ("fp32", "fp16"):
         short, long = (activations(n, precision=precision) for n in (256, 512))

@@ -2,7 +2,7 @@
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch._subclasses import fake_tensor
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
-from amp_lab.backends import backend
 from amp_lab.errors import AmpLabError, TraceError, first_line
 from amp_lab.precision import Precision
 from amp_lab.report import dtype_name
@@ -27,12 +26,17 @@ from amp_lab.tracing.fake_device import (
     how_to_do_without,
     on_fake_device,
 )
-from amp_lab.tracing.fused_attention import FusedAttention
+from amp_lab.tracing.fused_attention import fused_attention
 from amp_lab.tracing.memory_result import MemoryForecast
 from amp_lab.tracing.optimizer_memory import OPTIMIZERS, optimizer_bytes
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
 
 LossFunction = Callable[[Any], torch.Tensor]
+
+_VALUES_ASKED_FOR = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+)
 
 
 class TrainingStep:
@@ -56,8 +60,8 @@ class TrainingStep:
         for name, parameter in model.named_parameters():
             if parameter.dtype.is_floating_point and parameter.dtype.itemsize < 4:
                 raise TraceError(
-                    f"parameter {name} is {dtype_name(parameter.dtype)} already: autocast works on "
-                    "fp32 weights; give the model before .half() or .to(dtype), or call "
+                    f"parameter {name} is {dtype_name(parameter.dtype)} already: autocast works "
+                    "on fp32 weights; give the model before .half() or .to(dtype), or call "
                     "model.float()"
                 )
         self.model, self.device_type, self.optimizer = model, device_type, optimizer
@@ -82,11 +86,10 @@ class TrainingStep:
         ledger.own("weights", run.parameters.values())
         ledger.own("buffers", run.buffers.values())
         ledger.own("inputs", leaves)
-        fused = FusedAttention() if backend(self.device_type).fused_attention else nullcontext()
         with (
             _one_line_errors(type(self.model).__name__, shapes),
             ledger,
-            fused,
+            fused_attention(self.device_type),
             # Around the backward pass too, in which activation checkpointing calls modules again.
             _reparametrize_module(self.model, run.parameters | run.buffers),
         ):
@@ -188,27 +191,24 @@ def _checked_loss(loss: Any) -> torch.Tensor:
 
 @contextmanager
 def _one_line_errors(name: str, shapes: tuple) -> Iterator[None]:
-    given = ", ".join(str(shape) for shape in shapes)
-    given = f"input of shape {given}" if given else "no tensor as input"
     try:
         yield
-    except (
-        fake_tensor.DataDependentOutputException,
-        fake_tensor.DynamicOutputShapeException,
-    ) as error:
-        remedy = how_to_do_without(error) or "forecast the part of the model before or after it"
-        raise TraceError(
-            f"{name}: the result of {error.func} depends on values, which a forecast does not have:"
-            f" {remedy}"
-        ) from error
-    except fake_tensor.UnsupportedOperatorException as error:
-        raise TraceError(
-            f"{name}: torch cannot run {error.func} without values; forecast the model without it"
-        ) from error
     except AmpLabError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-        raise TraceError(f"{name} with {given}: {first_line(error)}") from error
+        raise TraceError(f"{name}{_reason(error, shapes)}") from error
+
+
+def _reason(error: Exception, shapes: tuple) -> str:
+    if isinstance(error, _VALUES_ASKED_FOR):
+        remedy = how_to_do_without(error) or "forecast the part of the model before or after it"
+        depends = f"the result of {error.func} depends on values, which a forecast does not have"
+        return f": {depends}: {remedy}"
+    if isinstance(error, fake_tensor.UnsupportedOperatorException):
+        return f": torch cannot run {error.func} without values; forecast the model without it"
+    given = ", ".join(map(str, shapes))
+    given = f"input of shape {given}" if given else "no tensor as input"
+    return f" with {given}: {first_line(error)}"
 
 
 @contextmanager
