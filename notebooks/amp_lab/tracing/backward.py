@@ -8,6 +8,7 @@ torch's. Source: torch/csrc/autograd/engine.cpp, `Engine::evaluate_function`.
 import heapq
 import itertools
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from torch.autograd.graph import GradientEdge, Node
 from amp_lab.errors import TraceError
 from amp_lab.torch_versions import function_nodes_need_their_parents, one_backward_pass
 
+# Asked here, since inside of a trace it would be noted as part of it.
 _NEED_THEIR_PARENTS = function_nodes_need_their_parents()
 
 Gradients = tuple[torch.Tensor | None, ...]
+Children = tuple[tuple[Node | None, int], ...]  # and which of their inputs
 
 
 def run_backward(seeds: list[tuple[GradientEdge, torch.Tensor]]) -> dict[int, torch.Tensor]:
@@ -31,8 +34,7 @@ def run_backward(seeds: list[tuple[GradientEdge, torch.Tensor]]) -> dict[int, to
     walk = _Walk(seeds)
     with torch.no_grad(), one_backward_pass():
         while walk.ready:
-            # No name here may keep alive what the engine would free: the results go on as they are.
-            walk.pass_on(*walk.run_next())
+            walk.pass_on(*walk.run_next())  # no name here may keep what the engine would free
     return walk.leaves
 
 
@@ -40,7 +42,6 @@ class _Walk:
     """Which nodes are still to run, and the gradients that wait for them."""
 
     def __init__(self, seeds: list[tuple[GradientEdge, torch.Tensor]]):
-        self._waits = _uses([edge.node for edge, _ in seeds])
         self._pending: dict[Node, dict[int, torch.Tensor]] = {}
         self._owners: dict[Node, Any] = {}  # what must outlive a node
         self._tie = itertools.count()  # nodes cannot be compared
@@ -49,20 +50,18 @@ class _Walk:
         for edge, gradient in seeds:
             self._pending.setdefault(edge.node, {})[edge.output_nr] = gradient
             self._owners[edge.node] = edge.ownership_token
+        seeds.clear()
+        self._waits = _uses(self._pending)
         for node in self._pending:
             if not self._waits[node]:
                 self._push(node)
-        seeds.clear()
 
     def _push(self, node: Node) -> None:
         # The engine's own order: what ran last in the forward pass comes first.
         heapq.heappush(self.ready, (-node._sequence_nr(), next(self._tie), node))
 
-    def run_next(self) -> tuple[tuple[tuple[Node | None, int], ...], Gradients]:
-        """Run the next node: where its results go, and the results.
-
-        When this returns the node ends, and with it what it kept, as the engine frees it then.
-        """
+    def run_next(self) -> tuple[Children, Gradients]:
+        """Run the next node, which ends then with what it kept: where its results go, and they."""
         node = heapq.heappop(self.ready)[2]
         self._waits.pop(node, None)
         arrived, owner = self._pending.pop(node, {}), self._owners.pop(node, None)
@@ -76,14 +75,13 @@ class _Walk:
                     self._owners[child] = node, owner
         return node.next_functions, results
 
-    def pass_on(self, children: tuple[tuple[Node | None, int], ...], results: Gradients) -> None:
+    def pass_on(self, children: Children, results: Gradients) -> None:
         """Hand each child its gradient; it is ready when that was the last it waited for."""
         for i, (child, index) in enumerate(children):
             if child is None:  # an input that needs no gradient
                 continue
-            gradient = results[i] if i < len(results) else None
-            if gradient is not None:
-                self._arrive(child, index, gradient)
+            if i < len(results) and results[i] is not None:
+                self._arrive(child, index, results[i])
             self._waits[child] -= 1
             if not self._waits[child]:
                 self._push(child)
@@ -106,21 +104,21 @@ class _Walk:
             self.leaves[id(leaf)].add_(gradient)
             return
         # A gradient that is part of a larger storage would keep all of it.
-        owns_it = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.itemsize
+        owns_it = gradient.untyped_storage().nbytes() == gradient.nbytes
         self.leaves[id(leaf)] = gradient if owns_it else gradient.clone()
 
 
-def _uses(roots: list[Node]) -> Counter[Node]:
-    """How many gradients each node under the roots waits for."""
-    waits: Counter[Node] = Counter()
-    seen, found = set(roots), list(roots)
+def _uses(roots: Iterable[Node]) -> Counter[Node]:
+    """How many gradients each node waits for that the roots lead to; 0 for a root at the top."""
+    waits = Counter(dict.fromkeys(roots, 0))
+    found = list(waits)
     while found:
         for child, _ in found.pop().next_functions:
-            if child is not None:
-                waits[child] += 1
-                if child not in seen:
-                    seen.add(child)
-                    found.append(child)
+            if child is None:
+                continue
+            if child not in waits:
+                found.append(child)
+            waits[child] += 1
     return waits
 
 
@@ -136,7 +134,7 @@ def _call(node: Node, arrived: dict[int, torch.Tensor]) -> Gradients:
                 "activation checkpointing with use_reentrant=True starts an engine of its own, "
                 "which needs the device; use use_reentrant=False"
             )
-        if getattr(node, "materialize_grads", True):  # zeros in place of None, as the engine does
+        if getattr(node, "materialize_grads", True):  # the class takes zeros in place of None
             gradients = [
                 torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g
                 for g, m in zip(gradients, metadata, strict=True)

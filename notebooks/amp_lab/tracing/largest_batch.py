@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -118,15 +119,11 @@ class MemoryByBatch:
         ).forecast()
 
     def _solve(self, limit: int) -> int:
-        if self.at(1).peak > limit:
-            return 0
-        low, high = 1, 2  # fits, and perhaps not
-        while self.at(high).peak <= limit:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.at(middle).peak <= limit else (low, middle)
-        return low
+        too_large = 1
+        while self.at(too_large).peak <= limit:
+            too_large *= 2
+        # The peak never falls as the batch grows, so the batches are in the order of their peaks.
+        return bisect_right(range(too_large), limit, lo=1, key=lambda n: self.at(n).peak) - 1
 
 
 def checked_inputs(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool) -> tuple[int, Items]:
