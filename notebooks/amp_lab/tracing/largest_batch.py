@@ -4,6 +4,7 @@ import dataclasses
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 
 import numpy as np
 import torch
@@ -45,10 +46,9 @@ def largest_batch(
     a sequence of such shapes, and one `input_dtype` for all or for each. For the step and the
     other arguments see `forecast_memory`.
 
-    It is solved, not tried: two forecasts give the size of every storage as a constant plus a
-    multiple of the batch, and with that the peak of every batch; a third forecast, at the solution,
-    must agree. Raises what `forecast_memory` raises, and `TraceError` if the memory is no
-    such number, or the sizes do not grow so.
+    Two forecasts give the size of every storage as a constant plus a multiple of the batch, and
+    with that the peak of every batch; a third, at the solution, must agree. Raises what
+    `forecast_memory` raises, and `TraceError` if the memory is no size, or sizes do not grow so.
     """
     limit = parse_bytes(memory_bytes)
     _, items = checked_inputs(input_shape, input_dtype, batched=False)
@@ -58,11 +58,10 @@ def largest_batch(
 
 
 class MemoryByBatch:
-    """The memory of a step as a function of the batch, from the traces of two batches.
+    """The memory of a step as a function of the batch, from two traces; a third has agreed.
 
-    `largest` is the largest batch within `limit` bytes, if there is one, and 0 if none fits. A
-    trace of a third batch, the largest or else some other, has agreed. One trace is enough if it
-    equals that of a step in `known`, the same in another precision.
+    `largest` is the largest batch within `limit` bytes, and 0 if none fits or there is no limit.
+    One trace is enough if it equals that of a step in `known`, the same in another precision.
     """
 
     _FIRST, _SECOND, _THIRD = 2, 3, 7  # not 1, where some ops and layers do something else
@@ -132,25 +131,20 @@ def checked_inputs(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool) -
     With `batched`, the first size of each is the batch, else only if it is 1. Raises `TraceError`
     for inputs that do not go together.
     """
-    given = tuple(input_shape)
-    several = bool(given) and all(isinstance(shape, Sequence) for shape in given)
-    shapes = [_checked_shape(shape) for shape in (given if several else (given,))]
+    several = bool(input_shape) and all(isinstance(shape, Sequence) for shape in input_shape)
+    shapes = [_checked_shape(shape) for shape in (input_shape if several else (input_shape,))]
     one = isinstance(input_dtype, torch.dtype)
     dtypes = [input_dtype] * len(shapes) if one else list(input_dtype)
     if len(dtypes) != len(shapes):
-        raise TraceError(
-            f"{len(dtypes)} input dtypes for {len(shapes)} inputs: give one for all, or one for "
-            "each"
-        )
+        counts = f"{len(dtypes)} input dtypes for {len(shapes)} inputs"
+        raise TraceError(f"{counts}: give one for all, or one for each")
     batches = {shape[0] for shape in shapes}
     if batched and len(batches) > 1:
-        raise TraceError(
-            f"inputs of shapes {', '.join(map(str, shapes))}: the first size is the batch; give "
-            "the same for all"
-        )
-    if batched or batches == {1}:
-        return shapes[0][0], [(s[1:], dtype) for s, dtype in zip(shapes, dtypes, strict=True)]
-    return 1, list(zip(shapes, dtypes, strict=True))
+        given = "inputs of shapes " + ", ".join(map(str, shapes))
+        raise TraceError(f"{given}: the first size is the batch; give the same for all")
+    if not batched and batches != {1}:
+        return 1, list(zip(shapes, dtypes, strict=True))
+    return shapes[0][0], [(s[1:], dtype) for s, dtype in zip(shapes, dtypes, strict=True)]
 
 
 def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -163,15 +157,14 @@ def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
 def parse_bytes(text: str | int) -> int:
     """The number of bytes in ``"24GiB"`` (24 x 2^30), ``"24 GB"`` (24 x 10^9) or ``"512"``.
 
-    Raises `TraceError` for anything else, for a bare ``"24G"`` (it does not say which of
-    the two it means), and for less than one byte.
+    Raises `TraceError` for anything else, for a bare ``"24G"`` (it does not say which of the two it
+    means), and for less than one byte.
     """
-    written = str(int(text) if isinstance(text, float) and text.is_integer() else text)
-    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([a-z]*)\s*", written.lower())
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", str(text).strip().lower())
     unit = _UNITS.get(match[2]) if match else None
-    if isinstance(text, bool) or unit is None or (unit == 1 and not match[1].isdigit()):
+    count = Fraction(match[1]) * unit if match and unit else None  # exact, unlike 1.1 * 10**9
+    if count is None or (unit == 1 and count.denominator > 1):
         raise TraceError(f"memory {text!r}: give bytes, as 24GiB (24 x 2^30) or 24GB (24 x 10^9)")
-    count = unit * int(match[1]) if match[1].isdigit() else int(unit * float(match[1]))
     if count < 1:
         raise TraceError(f"memory {text!r}: give at least one byte")
-    return count
+    return int(count)

@@ -8,13 +8,7 @@ from torch import nn
 
 from amp_lab.errors import TraceError
 from amp_lab.precision import Precision
-from amp_lab.tracing.largest_batch import (
-    Dtypes,
-    MemoryByBatch,
-    Shapes,
-    checked_inputs,
-    parse_bytes,
-)
+from amp_lab.tracing.largest_batch import Dtypes, MemoryByBatch, Shapes, checked_inputs, parse_bytes
 from amp_lab.tracing.memory_result import MemoryForecast, MemoryTable
 from amp_lab.tracing.training_step import LossFunction, TrainingStep
 
@@ -32,12 +26,10 @@ def forecast_memory(
 
     The step is ``loss_fn(model(*inputs, **kwargs)).backward(); optimizer.step()``, under autocast
     for fp16 and bf16, as it is from the second time on: the optimizer has its state, and no
-    gradient is left from the step before. It runs on fake tensors, which have no memory: the
-    forward pass with the autocast rules of the device, the backward pass node by node in the order
-    of torch's engine, the optimizer on the shapes of the parameters. Each storage counts from its
-    making to its end, so that views, in-place ops and activation checkpointing (without
-    ``use_reentrant``) count for what they are. The peak is the most that is in use at one time;
-    with torch 2.11 it can be too high next to an `autograd.Function`, never too low.
+    gradient is left from the step before. It runs on fake tensors, which have no memory. Each
+    storage counts from its making to its end, so that views, in-place ops and activation
+    checkpointing (without ``use_reentrant``) count for what they are. The peak is the most that is
+    in use at one time; with torch 2.11 it can be too high next to an `autograd.Function`.
 
     `inputs` and `kwargs` are tensors, or structures of them, on any device, also ``meta``; only
     shape and dtype matter. Without `loss_fn` every floating-point output gets a gradient of its own
@@ -49,10 +41,9 @@ def forecast_memory(
     on a recent GPU. Not counted: the workspaces of cuBLAS and cuDNN, the memory that the driver
     takes, and what the allocator loses by rounding and fragmentation.
 
-    Raises `TraceError` for a model with parameters in low precision already, an input that
-    the model does not take, an op whose result depends on values, an unknown precision or
-    optimizer, and a device type on which autograd cannot be followed here; `DeviceError` for an
-    unknown device type; `TraceError` for a model that has no fake copy.
+    Raises `TraceError` for a model with parameters in low precision already or without a fake copy,
+    an input that it does not take, an op whose result depends on values, and an unknown precision
+    or optimizer; `DeviceError` for an unknown device type.
     """
     step = TrainingStep(model, device_type, precision, optimizer, loss_fn)
     with step.opened() as run:

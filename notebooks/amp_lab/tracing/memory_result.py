@@ -2,13 +2,10 @@
 
 import json
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from amp_lab.precision import Precision
 from amp_lab.report import Printed, Table, to_plain
-
-if TYPE_CHECKING:
-    import matplotlib.pyplot as plt
 
 # What a line of the table says, and the attribute of `MemoryForecast` that it shows.
 _ROWS = {
@@ -96,8 +93,8 @@ class MemoryTable(Printed):
     def __getitem__(self, precision: str) -> MemoryForecast:
         return next(f for f in self.forecasts if f.precision == precision)
 
-    def plot(self) -> "plt.Axes":
-        """Memory against batch for each precision, with `memory_bytes` as the card's limit."""
+    def plot(self) -> Any:
+        """Axes with memory against batch for each precision, and the limit `memory_bytes`."""
         from amp_lab import plots  # matplotlib only where a figure is drawn
 
         return plots.memory_against_batch(self.curves, self.memory_bytes)
