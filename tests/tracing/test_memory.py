@@ -1,21 +1,18 @@
 """The memory forecast, held against what real training steps keep and use on the CPU."""
 
 import gc
-import json
 
 import pytest
 import torch
 import torch.utils.checkpoint
 import torchvision.models as tv
+from memory_models import Meter, OwnAttention, Two, images, vgg
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from amp_lab import Precision, forecast_memory, largest_batch
 from amp_lab.errors import DeviceError, TraceError
-from amp_lab.precision import Precision
 from amp_lab.torch_versions import function_nodes_need_their_parents
-from amp_lab.tracing.largest_batch import largest_batch, parse_bytes
-from amp_lab.tracing.memory import compare_memory, forecast_memory
-from amp_lab.tracing.optimizer_memory import OPTIMIZERS, optimizer_bytes
 from gpt import Gpt
 
 MIB = 2**20
@@ -38,17 +35,6 @@ class Autoencoder(nn.Sequential):
             nn.Conv2d(16, 3, 1),
             nn.Sigmoid(),
         )
-
-
-def images(size):
-    return torch.rand(2, 3, size, size)
-
-
-def vgg():
-    layers = tv.vgg.make_layers([16, "M", 32, "M", 64, 64, "M"], batch_norm=False)
-    return nn.Sequential(
-        layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(), nn.Linear(256, 9)
-    )
 
 
 class Silu(torch.autograd.Function):
@@ -133,36 +119,6 @@ def bytes_kept(model, inputs, precision):
     return sum(size for address, size in storages.items() if address not in own)
 
 
-class Meter(torch.utils._python_dispatch.TorchDispatchMode):
-    """Bytes of the living storages that real ops have made, and the most there ever were."""
-
-    def __init__(self):
-        super().__init__()
-        self.live = self.most = 0
-        self.known = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.see(tensor)
-        return result
-
-    def see(self, tensor, count=True):
-        storage = tensor.untyped_storage()
-        address, size = storage._cdata, storage.nbytes() if count else 0
-        if address in self.known:
-            return
-
-        def end(_):
-            self.live -= size
-            del self.known[address]
-
-        self.known[address] = torch.utils.weak.weakref.ref(storage, end)
-        self.live += size
-        self.most = max(self.most, self.live)
-
-
 def real_peaks(model, inputs, precision):
     """The most in use in the forward and backward pass, beyond what was there, and gradients."""
     meter = Meter()
@@ -200,36 +156,6 @@ def test_forecast_agrees_with_a_real_step_on_the_cpu(name, precision):
     assert forecast.gradients == gradients
     assert forecast.peak == max(forecast.phases.values())
     assert forecast.peak == sum(forecast.at_peak.values())
-
-
-@pytest.mark.parametrize("name", ["sgd", "sgd-momentum", "adam", "adamw"])
-@pytest.mark.parametrize("foreach", [False, True])
-def test_optimizer_state_and_temporaries_are_those_of_torch(name, foreach):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(100, 300), nn.Linear(300, 50))
-    optimizer = OPTIMIZERS[name](model.parameters(), foreach=foreach)
-    for _ in range(2):  # the first step makes the state
-        for parameter in model.parameters():
-            parameter.grad = torch.rand_like(parameter)
-        meter = Meter()
-        for tensor in pytree.tree_leaves([list(model.parameters()), optimizer.state_dict()]):
-            if isinstance(tensor, torch.Tensor):
-                meter.see(tensor, count=False)
-        for parameter in model.parameters():
-            meter.see(parameter.grad, count=False)
-        with meter:
-            optimizer.step()
-    state = [
-        tensor
-        for tensors in optimizer.state.values()
-        for tensor in tensors.values()
-        if isinstance(tensor, torch.Tensor)
-    ]
-    shapes = [(tuple(p.shape), p.dtype) for p in model.parameters()]
-    steps = sum(t.nbytes for t in state if not t.dim())
-    found_state, found_work = optimizer_bytes(name, shapes, "cuda" if foreach else "cpu")
-    assert found_state == sum(t.nbytes for t in state) - (steps if foreach else 0)
-    assert found_work == pytest.approx(meter.most, abs=64)  # scalars of the host
 
 
 def test_gradients_and_state_exist_only_where_something_is_trained():
@@ -288,39 +214,11 @@ def test_checkpointing_lowers_activations_and_is_paid_again_in_the_backward_pass
     assert checkpointed.phases["backward"] < plain.phases["backward"]
 
 
-class MultiheadAttention(nn.MultiheadAttention):
-    def forward(self, x):
-        return super().forward(x, x, x, need_weights=False)[0]
-
-
-class OwnAttention(nn.Linear):
-    """Calls the function itself, with 4 heads of 16."""
-
-    def forward(self, x):  # (1, T, 64)
-        q, k, v = super().forward(x).view(1, -1, 3, 4, 16).permute(2, 0, 3, 1, 4)
-        return nn.functional.scaled_dot_product_attention(q, k, v)
-
-
-@pytest.mark.parametrize(
-    "model",
-    [MultiheadAttention(64, 4, batch_first=True), OwnAttention(64, 192)],
-    ids=["torch", "own"],
-)
-def test_attention_on_a_gpu_keeps_no_matrix_of_scores(model):
-    def activations(length, **kw):
-        x = torch.empty(1, length, 64, device="meta")
-        return forecast_memory(model, x, optimizer="sgd", **kw).activations
-
-    for precision in ("fp32", "fp16"):
-        short, long = (activations(n, precision=precision) for n in (256, 512))
-        assert long <= 2.01 * short
-    scores = 4 * 512 * 512 * 2  # heads, T x T in fp16
-    assert activations(512, precision="fp16", device_type="mps") > long + scores
-
-
 @pytest.mark.parametrize("device_type", ["cuda", "xpu", "mps", "cpu"])
 def test_low_precision_keeps_less_on_every_backend(device_type):
-    model, inputs = small_gpt(depth=1), torch.randint(0, 500, (4, 32))
+    mlp = nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 16)
+    model = nn.Sequential(OwnAttention(64, 192), *mlp)
+    inputs = torch.rand(4, 32, 64)
     high, tf32, low, other = (
         forecast_memory(model, inputs, device_type=device_type, precision=precision)
         for precision in ("fp32", Precision.TF32, "fp16", Precision.BF16)
@@ -361,70 +259,6 @@ def test_a_transformer_of_billions_of_parameters_on_meta_needs_no_memory():
     assert all(p.is_meta for p in model.parameters())
 
 
-# ------------------------------------------------------------------------------- the largest batch
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("shape", [(1, 3, 64, 64), (3, 64, 64)])
-def test_the_largest_batch_fits_and_the_next_does_not(precision, shape):
-    model, limit = vgg(), 200 * MIB
-    batch = largest_batch(model, shape, memory_bytes=limit, precision=precision)
-    peaks = [
-        forecast_memory(model, torch.empty(b, 3, 64, 64, device="meta"), precision=precision).peak
-        for b in (batch, batch + 1)
-    ]
-    assert batch > 10
-    assert peaks[0] <= limit < peaks[1]
-
-
-def test_largest_batch_of_tokens_with_a_loss():
-    def loss_fn(logits):  # (B, T, V)
-        return nn.functional.cross_entropy(
-            logits.flatten(0, 1), torch.zeros(logits.shape[:2], dtype=torch.int64).flatten()
-        )
-
-    def largest(loss_fn):
-        return largest_batch(
-            small_gpt(depth=1),
-            (1, 32),
-            memory_bytes="64 MiB",
-            precision="bf16",
-            loss_fn=loss_fn,
-            input_dtype=torch.int64,
-        )
-
-    assert 0 < largest(loss_fn) < largest(None)  # the loss keeps the probabilities
-
-
-def test_a_model_that_does_not_fit_has_a_largest_batch_of_zero():
-    model = vgg()
-    assert largest_batch(model, (1, 3, 64, 64), memory_bytes="1 MB", precision="fp32") == 0
-    table = compare_memory(model, (1, 3, 64, 64), memory_bytes="1 MB", precisions=["fp32"])
-    assert table.largest == {"fp32": 0}
-
-
-def test_a_memory_that_is_not_affine_in_the_batch_is_refused():
-    class Pairs(nn.Linear):
-        def forward(self, x):  # (B, 4): every item with every other
-            y = super().forward(x)
-            return (y @ y.t()).exp()
-
-    with pytest.raises(TraceError, match=r"Pairs: .* not a constant plus a multiple"):
-        largest_batch(Pairs(4, 4), (1, 4), memory_bytes="1 GiB", precision="fp32")
-
-
-class Two(nn.Module):
-    """Tokens (B, T) and their features (B, T, C) to (B, C), each with a batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.token, self.layer = nn.Embedding(10, 64), nn.Linear(64, 64)
-
-    def forward(self, tokens, features, *, mask=None):
-        x = (self.token(tokens) + self.layer(features)).relu()
-        return (x if mask is None else x * mask).mean(1)
-
-
 def test_inputs_by_keyword_count_as_inputs_do():
     model, x, mask = Two(), torch.rand(4, 8, 64), torch.rand(4, 8, 64)
     tokens = torch.zeros(4, 8, dtype=torch.int64)
@@ -443,118 +277,21 @@ def test_inputs_by_keyword_count_as_inputs_do():
         forecast(tokens, x, optimiser="sgd")
 
 
-def test_largest_batch_of_several_inputs():
-    options = {"memory_bytes": "16 MiB", "input_dtype": (torch.int64, torch.float32)}
-    batches = {
-        largest_batch(Two(), shapes, precision="fp32", **options)
-        for shapes in ([(1, 8), (1, 8, 64)], [(8,), (8, 64)])
-    }
-    table = compare_memory(Two(), [(4, 8), (4, 8, 64)], precisions=["fp32"], **options)
-    assert batches == {table.largest["fp32"]}
-    (batch,) = batches
-    assert batch > 100
-    peaks = [
-        forecast_memory(
-            Two(), torch.empty(b, 8, dtype=torch.int64), torch.empty(b, 8, 64), precision="fp32"
-        ).peak
-        for b in (4, batch, batch + 1)
-    ]
-    assert table["fp32"].peak == peaks[0]
-    assert table["fp32"].input_shapes == ((4, 8), (4, 8, 64))
-    assert peaks[1] <= 16 * MIB < peaks[2]
-
-
-def test_inputs_that_do_not_go_together_are_refused():
-    shapes = [(4, 8), (3, 8, 64)]
-    with pytest.raises(TraceError, match=r"\(4, 8\), \(3, 8, 64\): the first size is"):
-        compare_memory(Two(), shapes)
-    with pytest.raises(TraceError, match="1 input dtypes for 2 inputs: give one for all"):
-        compare_memory(Two(), shapes, input_dtype=[torch.int64])
-    for wrong in ([(4, 8), ()], [(4, 8), (0, 8)], [(4, 8), 3]):
-        with pytest.raises(TraceError, match=r"^input shape .*give sizes of 1 or more"):
-            compare_memory(Two(), wrong)
-
-
 def test_a_mask_whose_kind_torch_reads_is_told_with_the_remedy():
-    model = nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
+    layer = nn.TransformerDecoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerDecoder(layer, 1)
     source, target = torch.rand(2, 5, 16), torch.rand(2, 4, 16)
     mask = nn.Transformer.generate_square_subsequent_mask(4)
     with pytest.raises(TraceError, match="tgt_is_causal=True or False") as error:
-        forecast_memory(model, source, target, tgt_mask=mask, precision="fp16")
+        forecast_memory(model, target, source, tgt_mask=mask, precision="fp16")
     assert "\n" not in str(error.value)
     told = {"tgt_mask": mask, "tgt_is_causal": True, "precision": "fp16"}
-    found = forecast_memory(model, source, target, **told)
-    assert found.input_shapes == ((2, 5, 16), (2, 4, 16), (4, 4))
+    found = forecast_memory(model, target, source, **told)
+    assert found.input_shapes == ((2, 4, 16), (2, 5, 16), (4, 4))
     assert found.weights == found.gradients == sum(p.nbytes for p in model.parameters())
 
 
-# -------------------------------------------------------------------------------------- rendering
-
-
-def test_the_table_shows_all_precisions_side_by_side():
-    table = compare_memory(vgg(), (4, 3, 64, 64), memory_bytes="1 GiB")
-    assert table["fp32"].input_shapes == ((4, 3, 64, 64),)
-    text = str(table)
-    assert [line.split() for line in text.splitlines()[2:3]] == [
-        ["in", "MiB", "fp32", "fp16", "bf16"]
-    ]
-    for what in ("weights", "gradients", "optimizer state", "activations", "peak of the step"):
-        assert f"\n{what}" in text
-        mark, tag = ("**", "th") if what.startswith("peak") else ("", "td")
-        assert f"| {mark}{what}" in table.to_markdown()
-        assert f"<{tag}>{what}" in table._repr_html_()
-    last = next(line for line in text.splitlines() if line.startswith("largest batch"))
-    assert last.split()[:5] == ["largest", "batch", "in", "1", "GiB"]
-    assert last.split()[5:] == [f"{batch:,}" for batch in table.largest.values()]
-    fields = json.loads(table.to_json())
-    assert fields["memory_bytes"] == 2**30
-    assert fields["largest_batch"] == table.largest
-    assert [f["peak"] for f in fields["forecasts"]] == [f.peak for f in table.forecasts]
-    single = forecast_memory(vgg(), images(64), precision="fp16")
-    assert json.loads(single.to_json())["activations"] == single.activations
-    assert str(single).splitlines()[0].endswith("one training step with adam on cuda")
-    assert "<table>" in single._repr_html_()
-
-
-def test_the_plot_has_a_line_for_each_precision_and_the_limit():
-    import matplotlib.pyplot as plt
-
-    options = {"memory_bytes": "1 GiB", "precisions": ["fp32", "fp16"]}
-    ax = compare_memory(vgg(), (1, 3, 64, 64), **options).plot()
-    assert [line.get_label() for line in ax.lines[:2]] == ["fp32", "fp16"]
-    assert list(ax.lines[2].get_ydata()) == [1, 1]
-    fp32, fp16 = (line.get_ydata()[-1] for line in ax.lines[:2])
-    assert fp32 > fp16 > 1
-    plt.close(ax.figure)
-
-
 # -------------------------------------------------------------------------------------- bad input
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("24GiB", 24 * 2**30),
-        ("24GB", 24 * 10**9),
-        ("24 GB", 24 * 10**9),
-        (" 1.5 mib ", 3 * 2**19),
-        ("512", 512),
-        ("7B", 7),
-        ("1TB", 10**12),
-        (2**40, 2**40),
-    ],
-)
-def test_parse_bytes(text, count):
-    assert parse_bytes(text) == count
-
-
-@pytest.mark.parametrize(
-    "text", ["-24GiB", "24G", "GiB", "", "nan", "1e9", "24 GiB of it", "0", "0.1B", -1, True, 1.5]
-)
-def test_parse_bytes_refuses(text):
-    with pytest.raises(TraceError, match=r"^memory .*: give ") as error:
-        parse_bytes(text)
-    assert "\n" not in str(error.value)
 
 
 class Branch(nn.Linear):

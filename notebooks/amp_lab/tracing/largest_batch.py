@@ -131,8 +131,7 @@ def checked_inputs(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool) -
     With `batched`, the first size of each is the batch, else only if it is 1. Raises `TraceError`
     for inputs that do not go together.
     """
-    several = bool(input_shape) and all(isinstance(shape, Sequence) for shape in input_shape)
-    shapes = [_checked_shape(shape) for shape in (input_shape if several else (input_shape,))]
+    shapes = _checked_shapes(input_shape)
     one = isinstance(input_dtype, torch.dtype)
     dtypes = [input_dtype] * len(shapes) if one else list(input_dtype)
     if len(dtypes) != len(shapes):
@@ -147,11 +146,13 @@ def checked_inputs(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool) -
     return shapes[0][0], [(s[1:], dtype) for s, dtype in zip(shapes, dtypes, strict=True)]
 
 
-def _checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    sizes = tuple(shape)
-    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-        raise TraceError(f"input shape {sizes}: give sizes of 1 or more")
-    return sizes
+def _checked_shapes(given: Shapes) -> list[tuple[int, ...]]:
+    several = bool(given) and all(isinstance(shape, Sequence) for shape in given)
+    shapes = [tuple(shape) for shape in (given if several else (given,))]
+    for sizes in shapes:
+        if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise TraceError(f"input shape {sizes}: give sizes of 1 or more")
+    return shapes
 
 
 def parse_bytes(text: str | int) -> int:

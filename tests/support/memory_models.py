@@ -1,0 +1,75 @@
+"""Models for the memory forecast, and a meter for what real steps take."""
+
+import weakref
+
+import torch
+import torchvision.models as tv
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def images(size):
+    return torch.rand(2, 3, size, size)
+
+
+def vgg():
+    layers = tv.vgg.make_layers([16, "M", 32, "M", 64, 64, "M"], batch_norm=False)
+    return nn.Sequential(
+        layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(), nn.Linear(256, 9)
+    )
+
+
+class Two(nn.Module):
+    """Tokens (B, T) and their features (B, T, C) to (B, C), each with a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.layer = nn.Embedding(10, 64), nn.Linear(64, 64)
+
+    def forward(self, tokens, features, *, mask=None):
+        x = (self.token(tokens) + self.layer(features)).relu()
+        return (x if mask is None else x * mask).mean(1)
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    def forward(self, x):
+        return super().forward(x, x, x, need_weights=False)[0]
+
+
+class OwnAttention(nn.Linear):
+    """Calls the function itself, with 4 heads of 16."""
+
+    def forward(self, x):  # (B, T, 64)
+        q, k, v = super().forward(x).view(len(x), -1, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+class Meter(TorchDispatchMode):
+    """Bytes of the living storages that real ops have made, and the most there ever were."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.most = 0
+        self.known = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.see(tensor)
+        return result
+
+    def see(self, tensor, count=True):
+        storage = tensor.untyped_storage()
+        address, size = storage._cdata, storage.nbytes() if count else 0
+        if address in self.known:
+            return
+
+        def end(_):
+            self.live -= size
+            del self.known[address]
+
+        self.known[address] = weakref.ref(storage, end)
+        self.live += size
+        self.most = max(self.most, self.live)
