@@ -17,7 +17,6 @@ from amp_lab.bench import (
     PeerRow,
     Results,
     Row,
-    against,
     classifier_workload,
     compare_results,
     convmodel_workload,
@@ -35,7 +34,6 @@ from amp_lab.bench.fused_convmodel import BLOCK, FusedStep
 from amp_lab.bench.rungs import COMPILED, use_fp8
 from amp_lab.bench.workloads import Problem, Workload
 from amp_lab.errors import OptionError
-from amp_lab.peers import PEERS
 from amp_lab.precision import Precision
 
 CPU = torch.device("cpu")
@@ -524,32 +522,6 @@ def test_an_interrupted_run_keeps_its_rows(toy, tmp_path):
     assert all(row.samples_s for row in results.rows)
     assert len(load_results(tmp_path / "r.json").rows) == 8
     assert "stopped before its end" in str(results)
-
-
-def test_peers_take_turns_with_a_bare_loop(monkeypatch):
-    tiny = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 10))
-    monkeypatch.setattr(against, "build_model", lambda name, classes: tiny)
-
-    def refuses(*arguments):
-        raise OptionError("fp32 is not for us")
-
-    def breaks(*arguments):
-        raise RuntimeError("no kernel\nand more")
-
-    ours = {"torch": PEERS["torch"], "amp_lab": PEERS["amp_lab"]}
-    peers = ours | {"third": refuses, "fourth": breaks}
-    monkeypatch.setattr(against, "PEERS", peers)
-    before = copy.deepcopy(tiny.state_dict())
-    rows = []
-    against.run_peers(CPU, [Precision.FP32], rows, quick=True, rounds=3)
-    bare, ours, third, fourth = rows
-    assert (bare.status, bare.ratio) == ("ok", 1.0)
-    ratios = sorted(a / b for a, b in zip(ours.samples_s, bare.samples_s, strict=True))
-    assert len(ratios) == 3
-    assert ours.ratio == ratios[1]
-    assert (third.status, third.reason, third.samples_s) == ("not run", "fp32 is not for us", [])
-    assert (fourth.status, fourth.reason) == ("failed", "no kernel")
-    assert all(torch.equal(before[name], value) for name, value in tiny.state_dict().items())
 
 
 # --- Results and their file.

@@ -1,6 +1,5 @@
 """The speed ladder: workloads x precisions x rungs, held against what the device can do."""
 
-from amp_lab.bench.against import run_peers
 from amp_lab.bench.convmodel import ConvModel, quantized_sine
 from amp_lab.bench.fused_convmodel import FusedStep
 from amp_lab.bench.limits import Ceilings, Count, count_step, measure_ceilings
@@ -47,7 +46,6 @@ __all__ = [
     "product_workload",
     "quantized_sine",
     "run_bench",
-    "run_peers",
     "rungs_of",
     "workloads",
 ]

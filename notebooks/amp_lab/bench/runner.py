@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from amp_lab.bench.against import run_peers
 from amp_lab.bench.limits import Ceilings, Count, count_step, measure_ceilings
 from amp_lab.bench.results import Results, Row
 from amp_lab.bench.rungs import COMPILED, RUNGS, Step, make_step, rungs_of
@@ -68,7 +67,6 @@ def run_bench(
     precisions: Sequence[str] = (),
     rungs: Sequence[str] = (),
     rounds: int | None = None,
-    peers: bool = False,
     say: Callable[[str], None] = lambda line: None,
     after_round: Callable[[Results], None] = lambda results: None,
 ) -> Results:
@@ -80,8 +78,7 @@ def run_bench(
     `PROGRESS`), and one that computes something else, fails or finds no memory is reported as such.
     Then they take turns, `rounds` times (default 10, and 5 if `quick`). A precision in which the
     plain step takes far longer than in fp32, since the hardware does not have it, is told and left
-    alone. A quick run has small sizes, and leaves out what takes long to compile. With `peers`,
-    `run_peers` follows in the same precisions.
+    alone. A quick run has small sizes, and leaves out what takes long to compile.
 
     `after_round` gets the results so far. A `KeyboardInterrupt` ends the run, and what was timed is
     returned, marked as not complete. Raises `OptionError` for an unknown name.
@@ -111,8 +108,6 @@ def run_bench(
         for workload, ladders in plan:
             say(workload.title)
             _run(workload, ladders, rounds, turn_s, device, ceilings, results, after_round)
-        if peers:
-            run_peers(device, chosen, results.peers, quick=quick, rounds=rounds, say=say)
         results.complete = True
     except KeyboardInterrupt:
         results.rows = [row for row in results.rows if row.status != "ok" or row.samples_s]

@@ -29,7 +29,6 @@ def add(commands) -> None:
     bench.add_argument("--list", action="store_true", help="print workloads and rungs, and end")
     bench.add_argument("--quick", action="store_true", help="in less than 3 minutes")
     bench.add_argument("--rounds", type=int, metavar="N", help="turns (default: 10; 5 if quick)")
-    bench.add_argument("--peers", action="store_true", help="other libraries' loops too")
     bench.add_argument(
         "--device", metavar="NAME", help="default: AMP_LAB_DEVICE, else accelerator, else cpu"
     )
@@ -66,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         raise OptionError(f"--out {options.out!r}: give a name that ends with .json")
     recorded = [load_results(path) for path in options.compare or []]  # before what takes minutes
     if options.results:
-        measures = ("workload", "precision", "rung", "rounds", "quick", "peers")
+        measures = ("workload", "precision", "rung", "rounds", "quick")
         for name in measures:
             if getattr(options, name):
                 raise OptionError(f"--{name} measures, and --results does not: leave one out")
@@ -81,7 +80,6 @@ def run(options: argparse.Namespace) -> int:
             precisions=options.precision or (),
             rungs=options.rung or (),
             rounds=options.rounds,
-            peers=options.peers,
             say=lambda line: print(f"amp-lab bench: {line}", file=sys.stderr, flush=True),
             after_round=lambda so_far: so_far.save(out),
         )
