@@ -1,4 +1,4 @@
-"""Other libraries' loops at toy size: they train what a bare loop trains, and take turns with it."""
+"""Other libraries' loops at toy size: they train what a bare loop trains, and take turns."""
 
 import copy
 import importlib.util
