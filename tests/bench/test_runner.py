@@ -155,8 +155,10 @@ def test_a_rung_that_raises_has_failed_and_the_run_goes_on(toy, monkeypatch):
 
 
 def test_a_precision_that_the_hardware_lacks_is_told_and_left_alone(toy, monkeypatch):
-    # The first rung that has one to be held against is bf16 eager.
-    monkeypatch.setattr(runner, "_is_hopeless", lambda seconds, baseline_s: True)
+    def refuse(seconds, baseline_s):  # bf16 eager is the first that has one to be held against
+        raise OptionError("a step takes 7 s, 70 times as long as in fp32")
+
+    monkeypatch.setattr(runner, "_refuse_hopeless", refuse)
     rows = toy(names=["convmodel"]).rows
     assert [(row.precision, row.status) for row in rows] == [("fp32", "ok")] * 3 + [
         ("bf16", "not run")
@@ -203,11 +205,12 @@ def test_no_row_is_faster_than_the_limit(toy, monkeypatch):
     assert any(row.share_of_limit > 1 for row in others)  # in sight, not hidden
 
 
-@pytest.mark.parametrize(
-    ("seconds", "hopeless"), [(0.5, False), (1.9, False), (2.1, True), (42.0, True)]
-)
-def test_hopeless_is_twenty_times_as_long(seconds, hopeless):
-    assert runner._is_hopeless(seconds, 0.1) is hopeless
+def test_hopeless_is_twenty_times_as_long():
+    for seconds in (0.5, 1.9):
+        runner._refuse_hopeless(seconds, 0.1)
+    with pytest.raises(OptionError, match=r"a step takes 2.1 s, 21 times as long as in fp32"):
+        runner._refuse_hopeless(2.1, 0.1)
+    runner._refuse_hopeless(0.5, 0.01)  # a second is not long
 
 
 @pytest.mark.parametrize("by", ["allocator", "accelerator"])

@@ -77,16 +77,17 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     n, _ = _LARGEST["cpu" if backend(device).is_host else "accelerator"]
     # A precision that is emulated takes seconds at this size, and is no limit to anything.
     timed = [name for name, rate in rates.items() if rate > 0.5 * rates[Precision.FP32]]
-    turns: dict[Precision, list[float]] = {name: [] for name in timed}
-    for _ in range(2):
-        for precision, found in turns.items():
-            found.append(2 * n**3 / product_seconds(device, precision, n))
-    for precision, found in turns.items():
-        rates[precision] = max(rates[precision], *found)
+
+    def turn() -> dict[Precision, float]:
+        return {name: 2 * n**3 / product_seconds(device, name, n) for name in timed}
+
+    first, second = turn(), turn()
+    for name in timed:
+        rates[name] = max(rates[name], first[name], second[name])
     return Ceilings(
         flops_per_s={str(precision): rates.get(precision) for precision in Precision},
         stream_bytes_per_s=_stream_rates(device),
-        trusted=all(max(found) < 1.25 * min(found) for found in turns.values()),
+        trusted=all(0.8 < first[name] / second[name] < 1.25 for name in timed),
     )
 
 

@@ -133,16 +133,14 @@ class Results(Printed):
 
     def roofline(self) -> tuple[dict[str, float], float, list[tuple]]:
         """For `plots.roofline`: fp32 eager, and the fastest rung of each other precision."""
-        found: dict[tuple[str, str], Row] = {}
-        for row in self.rows:
-            wanted = row.precision != "fp32" or row.rung == "eager"
-            if row.status == "ok" and row.flops_per_s and wanted:
-                best = found.setdefault((row.workload, row.precision), row)
-                if row.flops_per_s > best.flops_per_s:
-                    found[row.workload, row.precision] = row
+        found: dict[tuple[str, str], list[Row]] = {}
+        for row in [row for row in self.rows if row.status == "ok" and row.flops_per_s]:
+            if row.precision != BASELINE[0] or row.rung == BASELINE[1]:
+                found.setdefault((row.workload, row.precision), []).append(row)
+        fastest = [max(rows, key=lambda row: row.flops_per_s) for rows in found.values()]
         points = [
             (row.workload, row.precision, row.flops / row.moved_bytes, row.flops_per_s)
-            for row in found.values()
+            for row in fastest
         ]
         used = {precision for _, precision, *_ in points}
         roofs = {name: value for name, value in self.flops_per_s.items() if name in used}
@@ -225,8 +223,8 @@ def load_results(path: str | os.PathLike) -> Results:
         raise OptionError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:  # no JSON, or no text
         raise OptionError(f"{path}: damaged, it is no JSON ({error})") from error
-    schema = content.get("schema") if isinstance(content, dict) else None
-    if not isinstance(schema, str) or not schema.startswith(SCHEMA.rpartition(" ")[0]):
+    schema = str(content.get("schema")) if isinstance(content, dict) else ""
+    if not schema.startswith(SCHEMA.rpartition(" ")[0]):
         raise OptionError(f"{path}: no results of amp-lab bench")
     if schema != SCHEMA:
         raise OptionError(f"{path}: written as {schema!r}, and this amp_lab reads {SCHEMA!r}")

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import datetime
 import gc
+import itertools
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from amp_lab.backends import backend
 from amp_lab.bench.limits import Ceilings, Count, count_step, measure_ceilings
 from amp_lab.bench.results import BASELINE, Results, Row
 from amp_lab.bench.rungs import EAGER, RUNGS, Case, Rung, Step, make_step, rungs_of
-from amp_lab.bench.workloads import WORKLOADS, Workload, workloads
+from amp_lab.bench.workloads import WORKLOADS, workloads
 from amp_lab.device import DeviceReport, describe_device
 from amp_lab.errors import OptionError, first_line
 from amp_lab.precision import Precision
@@ -82,25 +83,19 @@ def run_bench(
     _check_names("workload", names, list(WORKLOADS))
     _check_names("precision", precisions, [str(p) for p in Precision])
     _check_names("rung", rungs, [rung.name for rung in RUNGS])
-    rounds = rounds if rounds is not None else 5 if quick else 10
+    if rounds is None:
+        rounds = 5 if quick else 10
     if rounds < 1:
         raise OptionError(f"rounds={rounds}: must be at least 1")
     report = describe_device(device)
     plan = _plan(device, _choose_precisions(report, precisions), names, rungs, quick)
     say("measuring the limits of the device")
     ceilings = measure_ceilings(device)
-    results = Results(
-        environment=_environment(report, quick, rounds),
-        flops_per_s=ceilings.flops_per_s,
-        stream_bytes_per_s={str(size): rate for size, rate in ceilings.stream_bytes_per_s.items()},
-        trusted=ceilings.trusted and report.trusted,
-        rows=[],
-        complete=False,
-    )
+    results = _new_results(report, ceilings, quick, rounds)
     turn_s = _QUICK_TURN_S if quick else _TURN_S
     try:
-        for workload, ladders in plan:
-            say(workload.title)
+        for ladders in plan:
+            say(ladders[0][0].workload.title)
             _climb(ladders, results, ceilings, rounds, turn_s, after_round)
         results.complete = True
     except KeyboardInterrupt:  # what has no time yet is no result
@@ -131,33 +126,34 @@ def _plan(
     names: Sequence[str],
     rungs: Sequence[str],
     quick: bool,
-) -> list[tuple[Workload, list[Ladder]]]:
-    """What to run, fp32 first. Raises `OptionError` if nothing of what was asked for is here."""
-    wanted = {EAGER.name, *rungs}
-    plan: list[tuple[Workload, list[Ladder]]] = []
-    here: set[str] = set()  # workloads and rungs that will run
+) -> list[list[Ladder]]:
+    """The ladders of each workload, fp32 first. Raises `OptionError` for what is not here."""
+    plan = []
     for workload in workloads(device, quick=quick):
-        if names and workload.name not in names:
-            continue
-        ladders = []
-        for case in [Case(workload, precision, device) for precision in precisions]:
-            ladder = [rung for rung in rungs_of(case) if not rungs or rung.name in wanted]
-            ladder = [rung for rung in ladder if not (quick and rung.takes_long(case))]
-            ladders.append((case, ladder))
-            here |= {workload.name, *(rung.name for rung in ladder)}
-        plan.append((workload, ladders))
+        if not names or workload.name in names:
+            cases = [Case(workload, precision, device) for precision in precisions]
+            plan.append([(case, _ladder(case, rungs, quick)) for case in cases])
+    ladders = list(itertools.chain(*plan))
     where = "in a quick run on this device" if quick else "on this device"
     for name in names:
-        if name not in here:
+        if not any(case.workload.name == name for case, _ in ladders):
             raise OptionError(f"workload {name!r} is not {where}")
+    here = {rung.name for _, ladder in ladders for rung in ladder}
     for name in rungs:
         if name not in here:
             raise OptionError(f"rung {name!r}: none of these workloads has it {where}")
     return plan
 
 
-def _environment(report: DeviceReport, quick: bool, rounds: int) -> dict[str, str | int | bool]:
-    return {
+def _ladder(case: Case, asked: Sequence[str], quick: bool) -> list[Rung]:
+    """The rungs to climb; eager always, since all others of a precision stand on it."""
+    found = [rung for rung in rungs_of(case) if not (quick and rung.takes_long(case))]
+    return [rung for rung in found if not asked or rung is EAGER or rung.name in asked]
+
+
+def _new_results(report: DeviceReport, ceilings: Ceilings, quick: bool, rounds: int) -> Results:
+    """No rows yet, and where and how they are measured."""
+    environment = {
         "device": report.name,
         "backend": report.backend,
         "torch": torch.__version__,
@@ -168,6 +164,9 @@ def _environment(report: DeviceReport, quick: bool, rounds: int) -> dict[str, st
         "quick": quick,
         "rounds": rounds,
     }
+    rates = {str(size): rate for size, rate in ceilings.stream_bytes_per_s.items()}
+    trusted = ceilings.trusted and report.trusted
+    return Results(environment, ceilings.flops_per_s, rates, trusted, rows=[], complete=False)
 
 
 def _climb(
@@ -263,10 +262,8 @@ def _first_calls(
             seconds = m.samples_s[-1]
             peaks.append(m.peak_bytes)
             # An accelerator's first call loads kernels, which says nothing about the others.
-            is_warm = calls > 1 or backend(case.device).is_host
-            if rung is EAGER and baseline and is_warm and _is_hopeless(seconds, baseline.seconds):
-                times = f"{seconds / baseline.seconds:.0f} times as long as in fp32"
-                raise OptionError(f"a step takes {seconds:.3g} s, {times}")
+            if rung is EAGER and baseline and (calls > 1 or backend(case.device).is_host):
+                _refuse_hopeless(seconds, baseline.seconds)
     if rung.needs_graph and counters["cudagraph_skips"] > skipped:
         raise RuntimeError("torch recorded no graph of it")
     if peaks[-1] is not None:
@@ -276,8 +273,10 @@ def _first_calls(
     return _Configuration(row, case, step, check.cpu().double(), seconds)
 
 
-def _is_hopeless(seconds: float, baseline_s: float) -> bool:
-    return seconds > max(1.0, _HOPELESS * baseline_s)
+def _refuse_hopeless(seconds: float, baseline_s: float) -> None:
+    if seconds > max(1.0, _HOPELESS * baseline_s):
+        times = f"{seconds / baseline_s:.0f} times as long as in fp32"
+        raise OptionError(f"a step takes {seconds:.3g} s, {times}")
 
 
 def _count(made: _Configuration) -> Count:

@@ -164,10 +164,6 @@ def product_workload(m: int, k: int, n: int) -> Workload:
     return Workload("product", f"{m}x{k}x{n}", "product", "products", 1, build)
 
 
-def _resnet50(batch: int) -> list[Workload]:
-    return [classifier_workload("resnet50", batch, 224, classes=1000)]
-
-
 def _products(n: int, *, quick: bool = False) -> list[Workload]:
     # Aligned, each size in turn one less than a multiple of 8, and a product of few rows.
     shapes = [(n, n, n), (n - 1, n, n), (n, n - 1, n), (n, n, n - 1), (8, n, n)]
@@ -188,7 +184,10 @@ WORKLOADS = {
     "convmodel": [[convmodel_workload(n)] for n in _PICTURES],
     "convmodel-inference": [[convmodel_workload(n, kind="inference")] for n in _PICTURES],
     "mobilenet-v2": [[classifier_workload("mobilenet_v2", *shape)] for shape in _IMAGES],
-    "resnet50": [[], _resnet50(8), [], _resnet50(64)],  # too slow for a quick run
+    "resnet50": [  # too slow for a quick run
+        [], [classifier_workload("resnet50", 8, 224, classes=1000)],
+        [], [classifier_workload("resnet50", 64, 224, classes=1000)],
+    ],
     "gpt": [[gpt_workload(*size)] for size in _TEXTS],
     "product": [
         _products(512, quick=True), _products(2048), _products(2048, quick=True), _products(8192)

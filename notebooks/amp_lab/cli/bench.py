@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 
     if options.list:
         print("workloads:", ", ".join(bench.WORKLOADS))
-        print("\n".join(f"{rung.name:<15}{rung.what}" for rung in bench.RUNGS))
+        print(*(f"{rung.name:<15}{rung.what}" for rung in bench.RUNGS), sep="\n")
         return 0
     out = Path(options.out)
     if out.suffix != ".json":
@@ -97,14 +97,13 @@ def _check_writable(out: Path) -> None:
     """Raise `OptionError` now, not after minutes, where no result can or should be written."""
     from amp_lab.bench import load_results
 
-    if not out.exists():
-        if not os.access(out.parent, os.W_OK):
-            raise OptionError(f"{out}: cannot be written into the folder {str(out.parent)!r}")
-        return
-    try:
-        load_results(out)
-    except OptionError as error:
-        raise OptionError(f"{error}; it is not overwritten: give another --out") from error
+    if out.exists():
+        try:
+            load_results(out)
+        except OptionError as error:
+            raise OptionError(f"{error}; it is not overwritten: give another --out") from error
+    elif not os.access(out.parent, os.W_OK):
+        raise OptionError(f"{out}: cannot be written into the folder {str(out.parent)!r}")
 
 
 def _draw(results: "Results", out: Path) -> list[Path]:
