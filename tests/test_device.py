@@ -185,7 +185,7 @@ def timed(monkeypatch, seconds):
         asked.append((precision, n, calls))
         return seconds(precision, n)
 
-    monkeypatch.setattr(device_module, "_matmul_seconds", matmul_seconds)
+    monkeypatch.setattr(device_module, "product_seconds", matmul_seconds)
     monkeypatch.setattr(device_module, "has_tf32", lambda device_type: False)
     return *device_module._matmul_rates(CPU), asked
 

@@ -144,24 +144,27 @@ def _matmul_rates(device: torch.device) -> tuple[dict[Precision, float | None], 
     turns, and if two turns of fp32 differ by more than half, the machine is too busy to tell.
     """
     here = [p for p in Precision if p is not Precision.TF32 or has_tf32(device.type)]
-    small = {precision: _matmul_seconds(device, precision, 256) for precision in here}
+    small = {precision: product_seconds(device, precision, 256) for precision in here}
     slow = {p for p in here if small[p] > 10 * small[Precision.FP32]}  # not worth a second call
     largest, n = (1024 if device.type == "cpu" else 8192), 256
-    while n < largest and _matmul_seconds(device, Precision.FP32, n) < 10e-3:
+    while n < largest and product_seconds(device, Precision.FP32, n) < 10e-3:
         n *= 2
     turns = [
-        {p: _matmul_seconds(device, p, n, calls=1 if p in slow else 5) for p in precisions}
+        {p: product_seconds(device, p, n, calls=1 if p in slow else 5) for p in precisions}
         for precisions in (here, [p for p in here if p not in slow])
     ]
     fp32 = [turn[Precision.FP32] for turn in turns]
     rates = dict.fromkeys(Precision) | {
         p: 2 * n**3 / min(turn[p] for turn in turns if p in turn) for p in here
-    }  # n^3 products and as many sums
+    }
     return rates, max(fp32) < 1.5 * min(fp32)
 
 
-def _matmul_seconds(device: torch.device, precision: Precision, n: int, calls: int = 5) -> float:
-    """Seconds of the fastest of some products of two n x n matrices."""
+def product_seconds(device: torch.device, precision: Precision, n: int, calls: int = 5) -> float:
+    """Seconds of the fastest of some products of two n x n matrices, (n, n) @ (n, n).
+
+    It takes 2 n^3 FLOPs: n^3 multiplications and about as many additions.
+    """
     generator = torch.Generator(device).manual_seed(0)
     left, right = (
         torch.randn(n, n, device=device, generator=generator).to(precision.dtype) for _ in range(2)

@@ -4,22 +4,22 @@ import json
 
 import pytest
 
-from amp_lab import bench
-from amp_lab.bench import (
-    Results,
-    convmodel_workload,
-    limits,
-    load_results,
-    product_workload,
-    runner,
-)
+from amp_lab import bench, plots
+from amp_lab.bench import limits, load_results, runner
+from amp_lab.bench.results import Results
+from amp_lab.bench.workloads import convmodel_workload, product_workload
 from amp_lab.cli import main
+
+draw = plots.save
 
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch, tmp_path):
+    """Tiny workloads, and pictures only where a test asks for them: each takes seconds."""
     tiny = [convmodel_workload(8, hidden=8), product_workload(16, 16, 16)]
     monkeypatch.setattr(runner, "workloads", lambda device, quick: tiny)
+    monkeypatch.setattr(plots, "save", lambda path, *drawing: path.touch())
+    monkeypatch.setattr(runner.gc, "collect", int)
     monkeypatch.setattr(runner, "_TURN_S", 0.0)
     monkeypatch.setattr(runner, "_QUICK_TURN_S", 0.0)
     monkeypatch.setitem(limits._LARGEST, "cpu", (64, 2**18))
@@ -41,7 +41,8 @@ def refused(capsys, *arguments):
     return line
 
 
-def test_it_prints_a_table_and_writes_json_and_a_picture(capsys, tmp_path):
+def test_it_prints_a_table_and_writes_json_and_a_picture(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(plots, "save", draw)
     assert main([*ARGUMENTS, "--out", "mine.json"]) == 0
     out, err = capsys.readouterr()
     assert "convmodel 1x2x8x8" in out
@@ -105,13 +106,14 @@ def test_comparison_is_checked_first(capsys, tmp_path):
     assert "none.json: cannot be read" in capsys.readouterr().err
 
 
-def test_results_beside_recorded_ones(capsys, tmp_path):
+def test_results_beside_recorded_ones(capsys, monkeypatch, tmp_path):
     assert main([*ARGUMENTS, "--out", "old.json"]) == 0
+    monkeypatch.setattr(plots, "save", draw)
     assert main([*ARGUMENTS, "--out", "new.json", "--compare", "old.json"]) == 0
     out, err = capsys.readouterr()
     assert "new" in out
     assert "old: " in out
-    assert (tmp_path / "new-compared.png").exists()
+    assert (tmp_path / "new-compared.png").read_bytes().startswith(b"\x89PNG")
     assert "Written: new-compared.png" in err
 
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
+from amp_lab.backends import backend
 from amp_lab.bench.convmodel import ConvModel
 
 BLOCK = 4096
@@ -33,93 +34,110 @@ class FusedStep:
     """
 
     def __init__(self, model: ConvModel, dtype: torch.dtype, *, compiled: bool = True):
-        self._model, self._dtype = model, dtype
-        self._kept: list[Tensor] | None = None
-        self._kernels = _compiled() if compiled else _plain()
+        self.dtype, self.k = dtype, _kernels(compiled)
+        layers = list(model)
+        self.convs, self.norms = layers[::3], layers[1::3]
+        self.kept: list[Tensor] = []
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor, target: Tensor) -> Tensor:
-        """One forward and backward pass."""
-        conv1, norm1, _, conv2, norm2, _, conv3, norm3, _, conv4 = self._model
-        k, dtype = self._kernels, self._dtype
-        x = inputs[0].flatten(1).float().contiguous()  # (2, P)
-        t = target.flatten().float()  # (P,)
-        pixels, channels = t.numel(), conv2.in_channels
-        columns = x[:, :, None]  # (2, P, 1)
-        block = BLOCK if x.device.type == "cpu" else pixels
-        blocks = [slice(i, min(i + block, pixels)) for i in range(0, pixels, block)]
+        """One forward and backward pass; P pixels, C channels."""
+        self._start(inputs, target)
+        self._forward()
+        loss = self._output()
+        self._backward()
+        return loss
 
-        if self._kept is None or self._kept[0].shape != (pixels, channels):
-            self._kept = [
-                torch.empty(pixels, channels, dtype=dtype, device=x.device) for _ in range(3)
-            ]  # for the next step too: new memory would have to be mapped first
-        z2, z3, g2 = self._kept  # (P, C)
+    def _start(self, inputs: Tensor, target: Tensor) -> None:
+        self.x = inputs[0].flatten(1).float().contiguous()  # (2, P)
+        self.columns = self.x[:, :, None]  # (2, P, 1)
+        self.target = target.flatten().float()  # (P,)
+        n, channels, device = self.target.numel(), self.convs[1].in_channels, self.x.device
+        # A GPU has thousands of threads to keep busy, and no cache that is worth a block.
+        block = BLOCK if backend(device).is_host else n
+        self.pixels, self.blocks = n, [slice(i, min(i + block, n)) for i in range(0, n, block)]
+        if not self.kept or self.kept[0].shape != (n, channels):
+            room = torch.empty(3, n, channels, dtype=self.dtype, device=device)
+            self.kept = list(room)  # for the next step too: new memory would have to be mapped
+        self.z2, self.z3, self.g2 = self.kept  # (P, C)
+        self.w1, w2, w3, w4 = (conv.weight.flatten(1) for conv in self.convs)
+        self.w2, self.w3, self.w4 = w2.to(self.dtype), w3.to(self.dtype), w4.flatten()
 
-        w1, w2, w3 = (conv.weight.flatten(1) for conv in (conv1, conv2, conv3))
-        w2_low, w3_low = w2.to(dtype), w3.to(dtype)
-        w4 = conv4.weight.flatten()
+    def _first(self, b: slice) -> Tensor:
+        """The first activation of a block, (B, C): cheaper to compute again than to keep."""
+        x0, x1 = self.columns[:, b]
+        return self.k.first(x0, x1, self.weight1, self.n1.shift, self.dtype)
 
-        # Forward, first two layers.
-        mean_x = x.mean(1)  # (2,)
-        centred = x - mean_x[:, None]
-        covariance = centred @ centred.T / pixels  # (2, 2)
-        n1 = _Normalised(norm1, w1 @ mean_x, ((w1 @ covariance) * w1).sum(1), conv1.bias, pixels)
+    def _forward(self) -> None:
+        """Three layers in two passes: mean and variance of the first follow from the input's."""
+        mean = self.x.mean(1)  # (2,)
+        centred = self.x - mean[:, None]
+        covariance = centred @ centred.T / self.pixels  # (2, 2)
+        variance = ((self.w1 @ covariance) * self.w1).sum(1)
+        bias = self.convs[0].bias
+        self.n1 = _Normalised(self.norms[0], self.w1 @ mean, variance, bias, self.pixels)
+        self.weight1 = (self.w1 * self.n1.scale[:, None]).T.contiguous()  # (2, C)
         sums = []
-        weight1 = (w1 * n1.scale[:, None]).T.contiguous()  # (2, C)
-        for b in blocks:
-            a1 = k.first(columns[0, b], columns[1, b], weight1, n1.shift, dtype)
-            torch.mm(a1, w2_low.T, out=z2[b])
-            sums.append(k.sums(z2[b]))
-        n2 = _Normalised.from_sums(norm2, sums, conv2.bias, pixels)
+        for b in self.blocks:
+            torch.mm(self._first(b), self.w2.T, out=self.z2[b])
+            sums.append(self.k.sums(self.z2[b]))
+        self.n2 = _Normalised.from_sums(self.norms[1], sums, self.convs[1].bias, self.pixels)
 
-        # Third layer.
         sums = []
-        for b in blocks:
-            a2 = k.activation(z2[b], n2.scale, n2.shift)
-            torch.mm(a2, w3_low.T, out=z3[b])
-            sums.append(k.sums(z3[b]))
-        n3 = _Normalised.from_sums(norm3, sums, conv3.bias, pixels)
+        for b in self.blocks:
+            a2 = self.k.activation(self.z2[b], self.n2.scale, self.n2.shift)
+            torch.mm(a2, self.w3.T, out=self.z3[b])
+            sums.append(self.k.sums(self.z3[b]))
+        self.n3 = _Normalised.from_sums(self.norms[2], sums, self.convs[2].bias, self.pixels)
 
-        # Output and loss, and what of their gradient a sum over all pixels needs.
-        dy = torch.empty(pixels, device=x.device)
+    def _output(self) -> Tensor:
+        """The loss, and what of its gradient a sum over all pixels needs."""
+        conv, n3 = self.convs[3], self.n3
+        self.dy = torch.empty(self.pixels, device=self.x.device)
         sums = []
-        for b in blocks:
-            loss, dy[b] = k.head(z3[b], n3.scale, n3.shift, w4, conv4.bias, t[b], 2 / pixels)
-            sums.append((loss, *k.head_sums(z3[b], dy[b], n3.scale, n3.shift)))
-        loss, d, dz = (torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))
-        _set_grad(conv4.weight, n3.scale * dz + n3.shift * d)
-        _set_grad(conv4.bias, dy.sum())
+        for b in self.blocks:
+            loss, self.dy[b] = self.k.head(
+                self.z3[b], n3.scale, n3.shift, self.w4, conv.bias, self.target[b], 2 / self.pixels
+            )
+            sums.append((loss, *self.k.head_sums(self.z3[b], self.dy[b], n3.scale, n3.shift)))
+        loss, self.d, self.dz = _totals(sums)
+        _set_grad(conv.weight, n3.scale * self.dz + n3.shift * self.d)
+        _set_grad(conv.bias, self.dy.sum())
+        return loss / self.pixels
 
-        # Backward through the third layer: g2 is the gradient of the second normalisation's output.
-        to_z3 = n3.backward(w4 * d, w4 * dz)
-        dw3, sums = torch.zeros_like(w3), []
-        for b in blocks:
-            dz3 = k.through_head(z3[b], dy[b], n3.scale, n3.shift, w4, *to_z3)
-            dw3 += dz3.T @ k.activation(z2[b], n2.scale, n2.shift)
-            sums.append(k.through_relu(g2[b], dz3 @ w3_low, z2[b], n2.scale, n2.shift))
-        _set_grad(conv3.weight, dw3)
-        g, gz = (torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))
+    def _backward(self) -> None:
+        """Two more passes; g2 is the gradient of the second normalisation's output."""
+        n2, n3, sums = self.n2, self.n3, []
+        to_z3 = n3.backward(self.w4 * self.d, self.w4 * self.dz)
+        dw3 = torch.zeros_like(self.convs[2].weight.flatten(1))
+        for b in self.blocks:
+            z2, z3 = self.z2[b], self.z3[b]
+            dz3 = self.k.through_head(z3, self.dy[b], n3.scale, n3.shift, self.w4, *to_z3)
+            dw3 += dz3.T @ self.k.activation(z2, n2.scale, n2.shift)
+            sums.append(self.k.through_relu(self.g2[b], dz3 @ self.w3, z2, n2.scale, n2.shift))
+        _set_grad(self.convs[2].weight, dw3)
 
-        # Backward through the second and the first.
-        to_z2 = n2.backward(g, gz)
-        dw2, sums = torch.zeros_like(w2), []
-        for b in blocks:
-            dz2 = k.through_norm(g2[b], z2[b], *to_z2)
-            a1 = k.first(columns[0, b], columns[1, b], weight1, n1.shift, dtype)
+        to_z2 = n2.backward(*_totals(sums))
+        dw2, sums = torch.zeros_like(self.convs[1].weight.flatten(1)), []
+        for b in self.blocks:
+            dz2 = self.k.through_norm(self.g2[b], self.z2[b], *to_z2)
+            a1 = self._first(b)
             dw2 += dz2.T @ a1
-            sums.append(k.first_sums(dz2 @ w2_low, a1, columns[0, b], columns[1, b]))
-        _set_grad(conv2.weight, dw2)
-        g, gx0, gx1 = (torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))
+            sums.append(self.k.first_sums(dz2 @ self.w2, a1, *self.columns[:, b]))
+        _set_grad(self.convs[1].weight, dw2)
+        g, gx0, gx1 = _totals(sums)
         gx = torch.stack([gx0, gx1], 1)  # (C, 2)
-        of_g, of_z, constant = n1.backward(g, (w1 * gx).sum(1))
-        zx = w1 @ (x @ x.T)  # (C, 2)
-        _set_grad(
-            conv1.weight,
-            gx * of_g[:, None] + zx * of_z[:, None] + constant[:, None] * x.sum(1),
-        )
-        for conv in (conv1, conv2, conv3):
+        of_g, of_z, constant = self.n1.backward(g, (self.w1 * gx).sum(1))
+        zx = self.w1 @ (self.x @ self.x.T)  # (C, 2)
+        dw1 = gx * of_g[:, None] + zx * of_z[:, None] + constant[:, None] * self.x.sum(1)
+        _set_grad(self.convs[0].weight, dw1)
+        for conv in self.convs[:3]:  # whose normalisation takes any constant away
             conv.bias.grad = torch.zeros_like(conv.bias)
-        return loss / pixels
+
+
+def _totals(sums: list[tuple[Tensor, ...]]) -> list[Tensor]:
+    """The sums over all blocks, from those of each."""
+    return [torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)]
 
 
 def _set_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -141,7 +159,7 @@ class _Normalised:
     @classmethod
     def from_sums(cls, norm, sums: list[tuple[Tensor, Tensor]], bias: Tensor, n: int):
         """From the sums of z and of its squares in each block."""
-        total, squares = (torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))
+        total, squares = _totals(sums)
         mean = total / n
         variance = (squares / n - mean * mean).clamp_min(0)
         return cls(norm, mean, variance, bias, n)
@@ -210,23 +228,14 @@ def _first_sums(da, a, x0, x1):
 
 
 _CHAINS = (
-    _first,
-    _sums,
-    _activation,
-    _head,
-    _head_sums,
-    _through_head,
-    _through_relu,
-    _through_norm,
+    _first, _sums, _activation, _head, _head_sums, _through_head, _through_relu, _through_norm,
     _first_sums,
-)
-
-
-def _plain() -> SimpleNamespace:
-    return SimpleNamespace(**{chain.__name__[1:]: chain for chain in _CHAINS})
+)  # fmt: skip
 
 
 @functools.cache  # once for a process, since a compiled function remembers what it compiled
-def _compiled() -> SimpleNamespace:
-    compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True)
-    return SimpleNamespace(**{chain.__name__[1:]: compiled(chain) for chain in _CHAINS})
+def _kernels(compiled: bool) -> SimpleNamespace:
+    """The chains by their names."""
+    compile_ = functools.partial(torch.compile, dynamic=False, fullgraph=True)
+    found = {chain.__name__[1:]: compile_(chain) if compiled else chain for chain in _CHAINS}
+    return SimpleNamespace(**found)

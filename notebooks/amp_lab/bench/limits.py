@@ -1,7 +1,6 @@
 """What a device can do at most, and what a step has to do at least."""
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,11 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from amp_lab.device import describe_device
+from amp_lab.backends import backend
+from amp_lab.device import describe_device, product_seconds
 from amp_lab.precision import Precision
 from amp_lab.timing import measure
+from amp_lab.tracing.ops_seen import FLOP_FORMULAS, computes_nothing
 
-_VIEWS = {"empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view", "detach"}
 # Edge of the matrices of a product, bytes of a copy.
 _LARGEST = {"cpu": (2048, 2**29), "accelerator": (8192, 2**32)}
 
@@ -24,12 +24,11 @@ _LARGEST = {"cpu": (2048, 2**29), "accelerator": (8192, 2**32)}
 class Ceilings:
     """The highest rates that were measured on a device."""
 
-    flops_per_s: dict[str, float | None]
-    """Of a large square matrix product, by precision; None for one that the device lacks."""
-    stream_bytes_per_s: dict[int, float]
-    """Of a copy or a sum, the faster, by the bytes read and written: few stay in a cache."""
-    trusted: bool
-    """Whether repeated measurements agreed."""
+    flops_per_s: dict[
+        str, float | None
+    ]  # of a large square matrix product; None: the device lacks it
+    stream_bytes_per_s: dict[int, float]  # of a copy or a sum, by the bytes read and written
+    trusted: bool  # whether repeated measurements agreed
 
     def stream_rate(self, nbytes: int) -> float:
         """The highest rate for so many bytes or more, since a cache may hold them."""
@@ -61,10 +60,8 @@ class Count:
 
     Attention counts in full, although a causal kernel may leave out up to half of it.
     """
-    moved_bytes: int
-    """What the ops of the plain eager step read and write, each op from and to memory."""
-    least_bytes: int
-    """What no step can do without: its inputs, weights and optimizer state, each once."""
+    moved_bytes: int  # read and written by the ops of the plain eager step, from and to memory
+    least_bytes: int  # inputs, weights and optimizer state, each once: no step can do without
 
     def floor_s(self, ceilings: Ceilings, precision: str) -> float | None:
         """Seconds that the step takes at least, if all else were free."""
@@ -76,27 +73,27 @@ class Count:
 
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Matrix products and a copy, timed here and now; the fastest of some calls counts."""
-    rates = dict(describe_device(device).rates)
-    size, _ = _LARGEST["cpu" if device.type == "cpu" else "accelerator"]
-    turns: dict[str, list[float]] = {}
-    for _ in range(2):
-        for precision in rates:
-            fp32 = rates[Precision.FP32]
-            if rates[precision] is not None and rates[precision] > 0.5 * fp32:
-                turns.setdefault(precision, []).append(_product_rate(device, precision, size))
-    for precision, found in turns.items():
-        rates[precision] = max(rates[precision], *found)
-    trusted = all(max(found) < 1.25 * min(found) for found in turns.values())
+    rates = {name: rate for name, rate in describe_device(device).rates.items() if rate is not None}
+    n, _ = _LARGEST["cpu" if backend(device).is_host else "accelerator"]
+    # A precision that is emulated takes seconds at this size, and is no limit to anything.
+    timed = [name for name, rate in rates.items() if rate > 0.5 * rates[Precision.FP32]]
+
+    def turn() -> dict[Precision, float]:
+        return {name: 2 * n**3 / product_seconds(device, name, n) for name in timed}
+
+    first, second = turn(), turn()
+    for name in timed:
+        rates[name] = max(rates[name], first[name], second[name])
     return Ceilings(
-        flops_per_s={str(precision): rate for precision, rate in rates.items()},
+        flops_per_s={str(precision): rates.get(precision) for precision in Precision},
         stream_bytes_per_s=_stream_rates(device),
-        trusted=trusted,
+        trusted=all(0.8 < first[name] / second[name] < 1.25 for name in timed),
     )
 
 
 def _stream_rates(device: torch.device) -> dict[int, float]:
     """The fastest of some copies and sums, from 64 KiB to more than any cache holds."""
-    _, largest = _LARGEST["cpu" if device.type == "cpu" else "accelerator"]
+    _, largest = _LARGEST["cpu" if backend(device).is_host else "accelerator"]
     memory = describe_device(device).memory_bytes
     if memory is not None:
         largest = min(largest, memory // 8)
@@ -119,14 +116,6 @@ def _stream_rates(device: torch.device) -> dict[int, float]:
     return rates
 
 
-def _product_rate(device: torch.device, precision: Precision, n: int) -> float:
-    left, right = (torch.randn(n, n, device=device).to(precision.dtype) for _ in range(2))
-    mode = Precision.TF32 if precision is Precision.TF32 else Precision.FP32
-    with mode.autocast(device.type):
-        m = measure(lambda: left @ right, device=device, warmup=1, repeats=5)
-    return 2 * n**3 / min(m.samples_s)
-
-
 class _Moved(TorchDispatchMode):
     """Adds up the bytes that each op reads and writes."""
 
@@ -136,9 +125,7 @@ class _Moved(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        name = func._schema.name.rpartition("::")[2]
-        views = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
-        if not views and name not in _VIEWS:
+        if not computes_nothing(func):
             for tensor in tree_leaves((args, kwargs, out)):
                 if isinstance(tensor, torch.Tensor):
                     self.nbytes += tensor.numel() * tensor.itemsize
@@ -153,25 +140,10 @@ def count_step(
     Adam's training step reads and writes each weight and two numbers of state, in fp32. Inference
     reads inputs and weights once, as they are kept.
     """
-    backward = {torch.ops.aten.convolution_backward: _convolution_backward}
-    with FlopCounterMode(display=False, custom_mapping=backward) as flops:
+    with FlopCounterMode(display=False, custom_mapping=FLOP_FORMULAS) as flops:
         step()
     with _Moved() as moved:
         step()
     weights = sum(p.numel() * p.itemsize for p in model.parameters())
     read = inputs.numel() * inputs.itemsize + (6 if training else 1) * weights
     return Count(flops.get_total_flops(), moved.nbytes, read)
-
-
-def _convolution_backward(
-    gradient, inputs, weight, bias, stride, padding, dilation, transposed, output_padding, groups,
-    wanted, out_shape=None, **settings,
-) -> int:  # fmt: skip
-    """FLOPs for the gradients that are wanted: torch's own count leaves out the groups.
-
-    All but the last are shapes. Each gradient takes what the forward pass does: every weight meets
-    every pixel of the output (of the input, if transposed).
-    """
-    pixels = inputs if transposed else gradient  # (N, C, …)
-    forward = 2 * pixels[0] * math.prod(pixels[2:]) * math.prod(weight)
-    return forward * (wanted[0] + wanted[1])

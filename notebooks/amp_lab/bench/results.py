@@ -5,16 +5,20 @@ import json
 import os
 import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from amp_lab.errors import OptionError
 from amp_lab.files import write_whole
-from amp_lab.report import Printed, Table
+from amp_lab.report import Printed, Table, flops_text, rate_text
 
 SCHEMA = "amp-lab bench 1"
 """Written into each file; another number means other fields."""
 STATES = ("ok", "failed", "out of memory", "not run")
+BASELINE = ("fp32", "eager")
+"""Precision and rung that all others of a workload are held against."""
 
 
 @dataclass
@@ -25,38 +29,27 @@ class Row:
     size: str
     precision: str
     rung: str
-    status: str
-    """One of `STATES`; only ``ok`` has figures that may be compared."""
+    status: str  # one of `STATES`; only ``ok`` has figures that may be compared
     reason: str = ""
     unit: str = ""
-    items: int = 0
-    """How many of `unit` a step has."""
-    samples_s: list[float] = field(default_factory=list)
-    """Seconds of each step that was timed."""
+    items: int = 0  # how many of `unit` a step has
+    samples_s: list[float] = field(default_factory=list)  # seconds of each step that was timed
     median_s: float | None = None
-    iqr_s: float | None = None
-    """Interquartile range of the samples."""
-    speedup: float | None = None
-    """Of the medians, over fp32 eager in the same run."""
+    iqr_s: float | None = None  # interquartile range of the samples
+    speedup: float | None = None  # of the medians, over fp32 eager in the same run
     items_per_s: float | None = None
-    peak_bytes: int | None = None
-    """Largest number of bytes in tensors; None where the device keeps no count."""
-    flops: int | None = None
-    """Counted for one eager step."""
+    peak_bytes: int | None = None  # most bytes in tensors; None where the device keeps no count
+    flops: int | None = None  # counted for one eager step
     flops_per_s: float | None = None
-    moved_bytes: int | None = None
-    """What the ops of the eager step in this precision read and write, counted."""
-    bytes_per_s: float | None = None
-    """`moved_bytes` over the time: more than the device can copy, where a rung moves less."""
+    moved_bytes: int | None = None  # what the ops of the eager step read and write, counted
+    bytes_per_s: float | None = None  # of `moved_bytes`: a rung that moves less may exceed any copy
     least_bytes: int | None = None
-    floor_s: float | None = None
-    """The longer of FLOPs at the measured matrix rate and least bytes at the measured copy rate."""
-    share_of_limit: float | None = None
-    """`floor_s` over the median: 1 is as fast as the device can."""
-    error: float | None = None
-    """Difference of the first loss, or the output, from fp32 eager's: relative, Euclidean norm."""
-    progress: float | None = None
-    """How far the loss falls in the first training steps, over how far it does in fp32 eager."""
+    floor_s: float | None = None  # the longer of FLOPs and least bytes at the measured limits
+    share_of_limit: float | None = None  # `floor_s` over the median: 1 is as fast as the device can
+    error: float | None = (
+        None  # of the first loss, or the output, against fp32 eager: relative, Euclidean
+    )
+    progress: float | None = None  # fall of the loss in the first steps, over that in fp32 eager
 
     @property
     def title(self) -> str:
@@ -64,24 +57,39 @@ class Row:
         return f"{self.workload} {self.size}"
 
     @property
-    def key(self) -> tuple[str, str, str, str]:
+    def key(self) -> tuple[str, ...]:
         """What must be equal for two rows to be compared."""
         return self.workload, self.size, self.precision, self.rung
 
 
+_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "": lambda row: f"  {row.precision} {row.rung}",
+    "time": lambda row: duration(row.median_s),
+    "spread": lambda row: f"{row.iqr_s / row.median_s:.0%}",
+    "speed-up": lambda row: _text(row.speedup, "{:.2f}x"),
+    "per second": lambda row: f"{_figure(row.items_per_s)} {row.unit}",
+    "memory": lambda row: _text(row.peak_bytes and row.peak_bytes / 2**20, "{:,.0f} MiB"),
+    "FLOP/s": lambda row: flops_text(row.flops_per_s),
+    "of limit": lambda row: _text(row.share_of_limit, "{:.0%}"),
+    "off fp32": lambda row: _text(row.error, "{:.1e}"),
+    "learns": lambda row: _text(row.progress, "{:.0%}"),
+}
+
+
 @dataclass
 class PeerRow:
-    """One library's training step, on the same model, data and precision."""
+    """One library's training step, on the same model, data and precision.
+
+    `tools/measure_peers.py` makes them; some recorded results have them too.
+    """
 
     peer: str
     workload: str
     precision: str
     status: str
     reason: str = ""
-    samples_s: list[float] = field(default_factory=list)
-    """Seconds of each step."""
-    ratio: float | None = None
-    """Median of this step's time over that of the bare torch loop in the same turn."""
+    samples_s: list[float] = field(default_factory=list)  # seconds of each step
+    ratio: float | None = None  # median over the turns: of this time over the bare loop's
     peak_bytes: int | None = None
 
 
@@ -89,18 +97,15 @@ class PeerRow:
 class Results(Printed):
     """All that one run found; `str` of it is made to be read."""
 
-    environment: dict[str, str | int | bool]
-    """Device, backend, torch, threads, date, and how the run was asked for."""
-    flops_per_s: dict[str, float | None]
-    """Measured limit by precision; None for one that the device lacks."""
-    stream_bytes_per_s: dict[str, float]
-    """Measured limit of a copy, by the bytes that it reads and writes."""
-    trusted: bool
-    """Whether the ceilings repeated; if not, the machine was busy."""
+    environment: dict[
+        str, str | int | bool
+    ]  # device, backend, torch, threads, date, what was asked
+    flops_per_s: dict[str, float | None]  # measured limit by precision; None: the device lacks it
+    stream_bytes_per_s: dict[str, float]  # measured limit of a copy, by bytes read and written
+    trusted: bool  # whether the ceilings repeated; if not, the machine was busy
     rows: list[Row]
     peers: list[PeerRow] = field(default_factory=list)
-    complete: bool = True
-    """False for a run that was stopped before its end."""
+    complete: bool = True  # false for a run that was stopped before its end
 
     def to_json(self) -> str:
         """Everything, as JSON."""
@@ -128,16 +133,14 @@ class Results(Printed):
 
     def roofline(self) -> tuple[dict[str, float], float, list[tuple]]:
         """For `plots.roofline`: fp32 eager, and the fastest rung of each other precision."""
-        found: dict[tuple[str, str], Row] = {}
-        for row in self.rows:
-            wanted = row.precision != "fp32" or row.rung == "eager"
-            if row.status == "ok" and row.flops_per_s and wanted:
-                best = found.setdefault((row.workload, row.precision), row)
-                if row.flops_per_s > best.flops_per_s:
-                    found[row.workload, row.precision] = row
+        found: dict[tuple[str, str], list[Row]] = {}
+        for row in [row for row in self.rows if row.status == "ok" and row.flops_per_s]:
+            if row.precision != BASELINE[0] or row.rung == BASELINE[1]:
+                found.setdefault((row.workload, row.precision), []).append(row)
+        fastest = [max(rows, key=lambda row: row.flops_per_s) for rows in found.values()]
         points = [
             (row.workload, row.precision, row.flops / row.moved_bytes, row.flops_per_s)
-            for row in found.values()
+            for row in fastest
         ]
         used = {precision for _, precision, *_ in points}
         roofs = {name: value for name, value in self.flops_per_s.items() if name in used}
@@ -149,58 +152,28 @@ class Results(Printed):
         return self.stream_bytes_per_s[max(self.stream_bytes_per_s, key=int)]
 
     def _table(self) -> Table:
-        head = [
-            "",
-            "time",
-            "spread",
-            "speed-up",
-            "per second",
-            "memory",
-            "FLOP/s",
-            "of limit",
-            "off fp32",
-            "learns",
-        ]
-        rows, before = [], None
-        for row in self.rows:
-            if row.title != before:
-                rows.append([row.title, *[""] * (len(head) - 1)])
-                before = row.title
-            first = f"  {row.precision} {row.rung}"
-            if row.status != "ok":
-                rows.append([first, row.status, *[""] * (len(head) - 2)])
-                continue
-            rows.append(
-                [
-                    first,
-                    duration(row.median_s),
-                    f"{row.iqr_s / row.median_s:.0%}",
-                    f"{row.speedup:.2f}x" if row.speedup else "-",
-                    f"{_figure(row.items_per_s)} {row.unit}",
-                    f"{row.peak_bytes / 2**20:,.0f} MiB" if row.peak_bytes is not None else "-",
-                    rate(row.flops_per_s, "FLOP/s"),
-                    f"{row.share_of_limit:.0%}" if row.share_of_limit is not None else "-",
-                    f"{row.error:.1e}" if row.error is not None else "-",
-                    f"{row.progress:.0%}" if row.progress is not None else "-",
-                ]
-            )
+        columns = dict(_COLUMNS)
         if all(row.peak_bytes is None for row in self.rows):  # as on a CPU
-            head, *rows = ([*line[:5], *line[6:]] for line in (head, *rows))
+            del columns["memory"]
+        lines = []
+        for row in self.rows:
+            cells = [cell(row) for cell in columns.values() if row.status == "ok"]
+            blank = [""] * (len(columns) - 2)
+            lines.append((row.title, cells or [_COLUMNS[""](row), row.status, *blank]))
+        right, facts = range(1, len(columns)), self._facts()
         return Table(
-            head, rows, caption=self._title(), facts=self._facts(), right=range(1, len(head))
+            list(columns), _with_titles(lines), caption=self.title(), facts=facts, right=right
         )
 
-    def _title(self) -> str:
+    def title(self) -> str:
+        """Where and when it was measured."""
         e = self.environment
         return f"{e['device']}, torch {e['torch']}, {e['threads']} threads, {e['date']}"
 
     def _facts(self) -> list[str]:
-        rates = ", ".join(
-            f"{name} {rate(value, 'FLOP/s')}"
-            for name, value in self.flops_per_s.items()
-            if value is not None
-        )
-        memory = rate(self.memory_bytes_per_s, "B/s")
+        found = {name: value for name, value in self.flops_per_s.items() if value is not None}
+        rates = ", ".join(f"{name} {flops_text(value)}" for name, value in found.items())
+        memory = rate_text(self.memory_bytes_per_s, "B/s")
         facts = [
             f"The device's limits, measured: {rates}; memory {memory}.",
             "Speed-up: over fp32 eager in the same run. Of limit: the time that the counted FLOPs, "
@@ -208,32 +181,38 @@ class Results(Printed):
             "Off fp32: how far the first loss, or the output, is from that of fp32 eager. Learns: "
             "how far the loss falls in five steps, over how far it does there.",
         ]
-        facts += [
-            f"{row.title}, {row.precision} {row.rung}: {row.status}, {row.reason}."
-            for row in self.rows
-            if row.status != "ok"
-        ]
+        for row in self.rows:
+            if row.status != "ok":
+                name = f"{row.title}, {row.precision} {row.rung}"
+                facts.append(f"{name}: {row.status}, {row.reason}.")
         if self.environment.get("quick"):
             facts.append("A quick run: small sizes, and nothing that takes long to compile.")
         if not self.trusted:
             facts.append("The limits did not repeat: this machine is busy, measure again.")
         if not self.complete:
             facts.append("The run was stopped before its end.")
-        for peer in self.peers:
-            if peer.ratio is not None and peer.peer != "torch":
-                facts.append(
-                    f"{peer.workload} through {peer.peer} in {peer.precision}: {peer.ratio:.2f} of "
-                    f"the time of a bare loop{self._memory_ratio(peer)}."
-                )
-            elif peer.status != "ok":
-                facts.append(f"{peer.peer} in {peer.precision}: {peer.status}, {peer.reason}.")
+        return facts + self._peer_facts()
+
+    def _peer_facts(self) -> list[str]:
+        facts = []
+        for row in self.peers:
+            if row.status != "ok":
+                facts.append(f"{row.peer} in {row.precision}: {row.status}, {row.reason}.")
+            elif row.ratio is not None and row.peer != "torch":
+                through = f"{row.workload} through {row.peer} in {row.precision}"
+                facts.append(f"{through}: {row.ratio:.2f} of the time of a bare loop.")
         return facts
 
-    def _memory_ratio(self, peer: PeerRow) -> str:
-        for bare in self.peers:
-            if (bare.peer, bare.precision) == ("torch", peer.precision) and bare.peak_bytes:
-                return f", {peer.peak_bytes / bare.peak_bytes:.2f} of its memory"
-        return ""
+
+def _with_titles(rows: list[tuple[str, list[str]]]) -> list[list[str]]:
+    """Cells of rows, each under the title that it shares with others, which is a row of its own."""
+    lines, before = [], None
+    for title, cells in rows:
+        if title != before:
+            lines.append([title, *[""] * (len(cells) - 1)])
+            before = title
+        lines.append(cells)
+    return lines
 
 
 def load_results(path: str | os.PathLike) -> Results:
@@ -244,17 +223,16 @@ def load_results(path: str | os.PathLike) -> Results:
         raise OptionError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:  # no JSON, or no text
         raise OptionError(f"{path}: damaged, it is no JSON ({error})") from error
-    schema = content.get("schema") if isinstance(content, dict) else None
-    if not isinstance(schema, str) or not schema.startswith(SCHEMA.rpartition(" ")[0]):
+    schema = str(content.get("schema")) if isinstance(content, dict) else ""
+    if not schema.startswith(SCHEMA.rpartition(" ")[0]):
         raise OptionError(f"{path}: no results of amp-lab bench")
     if schema != SCHEMA:
         raise OptionError(f"{path}: written as {schema!r}, and this amp_lab reads {SCHEMA!r}")
     content.pop("schema")
     try:
-        rows = [_checked(Row, row) for row in content.pop("rows")]
-        peers = [_checked(PeerRow, row) for row in content.pop("peers")]
-        results = _checked(Results, content | {"rows": [], "peers": []})
-        results = dataclasses.replace(results, rows=rows, peers=peers)
+        for name, kind in (("rows", Row), ("peers", PeerRow)):
+            content[name] = [_made(kind, row) for row in content[name]]
+        results = _made(Results, content)
         _check_values(results)
     except (KeyError, TypeError) as error:
         what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
@@ -274,33 +252,28 @@ def _check_values(results: Results) -> None:
         raise TypeError(f"'stream_bytes_per_s' is {results.stream_bytes_per_s!r}")
 
 
-def _checked(kind: type, values: object):
-    """An instance of a dataclass. Raises `TypeError` for a field too many, or of another type."""
+def _made(kind: type, values: object) -> Any:
+    """A dataclass of values. Raises `TypeError` for a field too many, or of another type."""
     if not isinstance(values, dict):
         raise TypeError(f"a {kind.__name__.lower()} is {values!r}")
-    types_of = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind)
     for name, value in values.items():
-        if name not in types_of:
+        if name not in hints:
             raise TypeError(f"{name!r} is no field of a {kind.__name__.lower()}")
-        if not _is(value, types_of[name]):
+        if not _fits(value, hints[name]):
             raise TypeError(f"{name!r} is {value!r}")
     return kind(**values)
 
 
-def _is(value: object, kind: object) -> bool:
-    """Whether a value of JSON has a type, such as ``list[float]`` or ``int | None``."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (types.UnionType, typing.Union):
-        return any(_is(value, one) for one in arguments)
-    if origin is list:
-        return isinstance(value, list) and all(_is(item, arguments[0]) for item in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(_is(v, arguments[1]) for v in value.values())
-    if kind is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind)
+def _fits(value: object, kind: Any) -> bool:
+    """Whether a value is of a type such as ``list[float]`` or ``int | None``."""
+    arguments, container = typing.get_args(kind), typing.get_origin(kind)
+    if container is types.UnionType:
+        return any(_fits(value, one) for one in arguments)
+    if container is None:  # `type` and not isinstance, for which True is a number
+        return type(value) is kind or (kind is float and type(value) is int)
+    items = value.values() if isinstance(value, dict) else value
+    return type(value) is container and all(_fits(item, arguments[-1]) for item in items)
 
 
 @dataclass(repr=False)
@@ -310,56 +283,52 @@ class Compared(Printed):
     results: list[Results]
     names: list[str]
 
-    def common(self) -> list[tuple[str, str, str, str]]:
-        """Workload, size, precision and rung that all have, in the order of the first."""
-        keys = [{row.key for row in r.rows if row.status == "ok"} for r in self.results]
-        return [row.key for row in self.results[0].rows if all(row.key in k for k in keys)]
+    def common(self) -> list[tuple[Row, ...]]:
+        """The rows of each result that all of them have, in the order of the first."""
+        first, *others = (
+            {row.key: row for row in r.rows if row.status == "ok"} for r in self.results
+        )
+        return [
+            (row, *(rows[key] for rows in others))
+            for key, row in first.items()
+            if all(key in rows for rows in others)
+        ]
 
     def to_json(self) -> str:
         """What all have, as JSON."""
-        by_key = [{row.key: row for row in r.rows} for r in self.results]
         rows = [
             {
-                "key": key,
-                "median_s": [rows_of[key].median_s for rows_of in by_key],
-                "speedup": [rows_of[key].speedup for rows_of in by_key],
+                "key": rows[0].key,
+                "median_s": [row.median_s for row in rows],
+                "speedup": [row.speedup for row in rows],
             }
-            for key in self.common()
+            for rows in self.common()
         ]
         return json.dumps({"names": self.names, "rows": rows}, indent=1)
 
     def best_speedups(self) -> dict[str, dict[str, float]]:
         """For `plots.best_speedups`: among what all have, the best of each workload."""
-        common, found = set(self.common()), {}
-        for name, result in zip(self.names, self.results, strict=True):
-            best: dict[str, float] = {}
-            for row in result.rows:
-                if row.key in common and row.speedup is not None:
-                    best[row.title] = max(row.speedup, best.get(row.title, 0.0))
-            found[name] = best
-        return found
+        best: list[dict[str, float]] = [{} for _ in self.results]
+        for rows in self.common():
+            for found, row in zip(best, rows, strict=True):
+                if row.speedup is not None:
+                    found[row.title] = max(row.speedup, found.get(row.title, 0.0))
+        return dict(zip(self.names, best, strict=True))
 
     def _table(self) -> Table:
-        by_key = [{row.key: row for row in r.rows} for r in self.results]
-        heads = [cell for name in self.names for cell in (name, "speed-up")]
-        rows, before = [], None
-        for key in self.common():
-            found = [rows_of[key] for rows_of in by_key]
-            if found[0].title != before:
-                before = found[0].title
-                rows.append([before, *[""] * len(heads)])
-            cells = [f"  {found[0].precision} {found[0].rung}"]
-            for row in found:
-                cells += [duration(row.median_s), f"{row.speedup:.2f}x" if row.speedup else "-"]
-            rows.append(cells)
+        lines = []
+        for rows in self.common():
+            cells = [f"  {rows[0].precision} {rows[0].rung}"]
+            for row in rows:
+                cells += [duration(row.median_s), _text(row.speedup, "{:.2f}x")]
+            lines.append((rows[0].title, cells))
+        named = zip(self.names, self.results, strict=True)
         return Table(
-            ["", *heads],
-            rows,
+            ["", *(cell for name in self.names for cell in (name, "speed-up"))],
+            _with_titles(lines),
             caption="Time of a step, and speed-up over fp32 eager on the same device",
-            facts=[
-                f"{name}: {r._title()}" for name, r in zip(self.names, self.results, strict=True)
-            ],
-            right=range(1, 1 + len(heads)),
+            facts=[f"{name}: {result.title()}" for name, result in named],
+            right=range(1, 1 + 2 * len(self.names)),
         )
 
 
@@ -386,11 +355,5 @@ def _figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def rate(per_second: float | None, unit: str) -> str:
-    """A rate with three digits, in the prefix that suits it."""
-    if per_second is None:
-        return "-"
-    for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if per_second >= factor:
-            return f"{per_second / factor:.3g} {prefix}{unit}"
-    return f"{per_second:.3g} {unit}"
+def _text(value: float | None, form: str) -> str:
+    return "-" if value is None else form.format(value)

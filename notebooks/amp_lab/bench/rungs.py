@@ -1,62 +1,205 @@
-"""The rungs of the speed ladder.
+"""The rungs of the speed ladder: each is one object, so to add a rung, add it to `RUNGS`.
 
-Each is a change to the step, on top of all before it; a mode of torch.compile takes the place of
+A rung changes the step on top of all rungs before it. A mode of torch.compile takes the place of
 the one before, and the step written by hand that of everything.
 """
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from amp_lab.bench.fused_convmodel import FusedStep
+from amp_lab.backends import backend
 from amp_lab.bench.workloads import Problem, Workload
 from amp_lab.errors import OptionError
 from amp_lab.precision import Precision
 
-RUNGS = {
-    "eager": "as most recipes have it; reads the loss after every step",
-    "channels-last": "images as N, H, W, C in memory",
-    "fused-adam": "Adam in one kernel; the scaler's check moves into it",
-    "no-sync": "the host never waits: the loss is not read",
-    "fold-norm": "batch normalisation folded into the convolution before it",
-    "cast-once": "weights and input kept in the low precision, without autocast",
-    "compile": "torch.compile: elementwise ops in one kernel, fewer calls",
-    "cuda-graphs": "forward and backward recorded once and replayed, without the host",
-    "max-autotune": "torch.compile tries several kernels for each matrix product",
-    "fp8": "linear layers in float8, through torchao",
-    "by-hand": "the step written anew, see convmodel_fused.py",
-}
-"""Every rung, from the lowest, and what it is."""
-
-COMPILED = {"compile": None, "cuda-graphs": "reduce-overhead", "max-autotune": "max-autotune"}
-"""Rungs that compile, and the mode of torch.compile."""
 # Small enough that no step of these workloads overflows: a skipped one has no loss to compare.
 _INITIAL_SCALE = 2.0**12
 
 
-def rungs_of(workload: Workload, precision: Precision, device: torch.device) -> list[str]:
-    """The rungs that a workload has in this precision on this device, from the lowest."""
-    accelerator = device.type != "cpu"
-    low = precision.dtype is not torch.float32
-    exists = {
-        "eager": True,
-        "channels-last": "channels-last" in workload.takes,
-        "fused-adam": workload.kind == "training",
-        "no-sync": workload.kind == "training" and accelerator,  # a CPU has nothing to wait for
-        "fold-norm": "fold-norm" in workload.takes,
-        "cast-once": workload.kind == "inference" and low,
-        "compile": workload.kind != "product",
-        "cuda-graphs": workload.kind != "product" and device.type == "cuda",
-        "max-autotune": workload.kind != "product",
-        "fp8": "fp8" in workload.takes and precision is Precision.BF16 and has_fp8(device),
+@dataclass(frozen=True)
+class Case:
+    """A workload in one precision on one device: a ladder to climb."""
+
+    workload: Workload
+    precision: Precision
+    device: torch.device
+
+    @property
+    def is_low(self) -> bool:
+        """Whether matrix products get numbers of fewer than 32 bits."""
+        return self.precision.dtype is not torch.float32
+
+
+@dataclass
+class Step:
+    """One configuration, ready to run."""
+
+    call: Callable[[], Tensor]  # returns the loss, or the output of inference and products
+    model: nn.Module
+    inputs: Tensor
+    records_graph: bool = False  # whether the first calls record CUDA graphs for the others
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a step is made. Each rung returns it changed, from the lowest to the one asked for."""
+
+    case: Case
+    problem: Problem
+    make: Callable[["Recipe"], Step]
+    autocast: bool
+    fused_adam: bool = False
+    reads_loss: bool = True  # whether the host waits for the loss of every step
+    compile_mode: str | None = None  # of torch.compile; None: without it
+
+    @property
+    def records_graph(self) -> bool:
+        """Whether torch.compile records CUDA graphs in this mode on this device."""
+        records = self.compile_mode in ("reduce-overhead", "max-autotune")
+        return records and backend(self.case.device).has_graphs
+
+    def compiled(self, function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """`function`, through torch.compile if the recipe says so."""
+        if self.compile_mode is None:
+            return function
+        return torch.compile(function, mode=self.compile_mode, dynamic=False)
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A change to the step, where there is one, and what else the benchmark has to know of it."""
+
+    name: str
+    what: str  # for the command line, in a line
+    exists: Callable[[Case], bool] = lambda case: True
+    apply: Callable[[Recipe], Recipe] = lambda recipe: recipe
+    compiles: bool = False  # which takes long in fp32 and with many layers
+    tunes: bool = False  # whether several kernels are tried for each op, which always takes long
+    needs_graph: bool = False  # has failed where torch records no CUDA graph: it is nothing else
+    has_limit: bool = True  # whether the rates that `measure_ceilings` finds bound it too
+
+    def takes_long(self, case: Case) -> bool:
+        """Whether it has so much to compile that a quick run leaves it out."""
+        return self.tunes or (self.compiles and (case.workload.many_layers or not case.is_low))
+
+
+def _to_channels_last(recipe: Recipe) -> Recipe:
+    model = recipe.problem.model.to(memory_format=torch.channels_last)
+    inputs = recipe.problem.inputs.to(memory_format=torch.channels_last)
+    return replace(recipe, problem=replace(recipe.problem, model=model, inputs=inputs))
+
+
+def _fold_norm(recipe: Recipe) -> Recipe:
+    """The same function without batch normalisation, which is linear in evaluation mode."""
+    layers: list[nn.Module] = []
+    for layer in recipe.problem.model.children():
+        if isinstance(layer, nn.BatchNorm2d):
+            layers[-1] = fuse_conv_bn_eval(layers[-1], layer)
+        else:
+            layers.append(layer)
+    return replace(recipe, problem=replace(recipe.problem, model=nn.Sequential(*layers)))
+
+
+def _cast_once(recipe: Recipe) -> Recipe:
+    problem, dtype = recipe.problem, recipe.case.precision.dtype
+    problem = replace(problem, model=problem.model.to(dtype), inputs=problem.inputs.to(dtype))
+    return replace(recipe, problem=problem, autocast=False)
+
+
+def _to_fp8(recipe: Recipe) -> Recipe:
+    use_fp8(recipe.problem.model)
+    return recipe
+
+
+RUNGS = (
+    Rung("eager", "as most recipes have it; reads the loss after every step"),
+    Rung(
+        "channels-last",
+        "images as N, H, W, C in memory",
+        exists=lambda case: "convolution" in case.workload.layers,
+        apply=_to_channels_last,
+    ),
+    Rung(
+        "fused-adam",
+        "Adam in one kernel; the scaler's check moves into it",
+        exists=lambda case: case.workload.trains,
+        apply=lambda recipe: replace(recipe, fused_adam=True),
+    ),
+    Rung(
+        "no-sync",
+        "the host never waits: the loss is not read",
+        # A CPU is the host itself, and has nothing to wait for.
+        exists=lambda case: case.workload.trains and not backend(case.device).is_host,
+        apply=lambda recipe: replace(recipe, reads_loss=False),
+    ),
+    Rung(
+        "fold-norm",
+        "batch normalisation folded into the convolution before it",
+        exists=lambda case: case.workload.kind == "inference" and "norm" in case.workload.layers,
+        apply=_fold_norm,
+    ),
+    Rung(
+        "cast-once",
+        "weights and input kept in the low precision, without autocast",
+        exists=lambda case: case.workload.kind == "inference" and case.is_low,
+        apply=_cast_once,
+    ),
+    Rung(
+        "compile",
+        "torch.compile: elementwise ops in one kernel, fewer calls",
+        exists=lambda case: case.workload.kind != "product",  # which is a single op
+        apply=lambda recipe: replace(recipe, compile_mode="default"),
+        compiles=True,
+    ),
+    Rung(
+        "cuda-graphs",
+        "forward and backward recorded once and replayed, without the host",
+        exists=lambda case: case.workload.kind != "product" and backend(case.device).has_graphs,
+        apply=lambda recipe: replace(recipe, compile_mode="reduce-overhead"),
+        compiles=True,
+        needs_graph=True,
+    ),
+    Rung(
+        "max-autotune",
+        "torch.compile tries several kernels for each matrix product",
+        exists=lambda case: case.workload.kind != "product",
+        apply=lambda recipe: replace(recipe, compile_mode="max-autotune"),
+        compiles=True,
+        tunes=True,
+    ),
+    Rung(
+        "fp8",
+        "linear layers in float8, through torchao",
+        exists=lambda case: (
+            "linear" in case.workload.layers
+            and case.precision is Precision.BF16
+            and has_fp8(case.device)
+        ),
+        apply=_to_fp8,
+        compiles=True,
+        has_limit=False,  # no product is timed in float8
+    ),
+    Rung(
+        "by-hand",
+        "the step written anew, see convmodel_fused.py",
         # Its gradients are not scaled, so fp16 would lose them.
-        "by-hand": "by-hand" in workload.takes and precision is not Precision.FP16,
-    }
-    return [rung for rung in RUNGS if exists[rung]]
+        exists=lambda case: case.workload.by_hand and case.precision is not Precision.FP16,
+        apply=lambda recipe: replace(recipe, make=_step_by_hand),
+        compiles=True,
+    ),
+)
+"""Every rung, from the lowest."""
+EAGER = RUNGS[0]
+
+
+def rungs_of(case: Case) -> list[Rung]:
+    """The rungs of a ladder, from the lowest."""
+    return [rung for rung in RUNGS if rung.exists(case)]
 
 
 def has_fp8(device: torch.device) -> bool:
@@ -75,134 +218,81 @@ def use_fp8(model: nn.Module, *, emulate: bool = False) -> None:
     try:
         float8 = importlib.import_module("torchao.float8")
     except ImportError as error:
-        raise OptionError(
-            "float8 needs torchao, of the dependency group bench: pdm sync"
-        ) from error
+        message = "float8 needs torchao, of the dependency group bench: pdm sync"
+        raise OptionError(message) from error
     float8.convert_to_float8_training(
         model,
-        module_filter_fn=lambda layer, name: (
-            layer.weight.shape[0] % 16 == layer.weight.shape[1] % 16 == 0
-        ),
+        module_filter_fn=lambda layer, name: not any(size % 16 for size in layer.weight.shape),
         config=float8.Float8LinearConfig(emulate=emulate),
     )
 
 
-@dataclass
-class Step:
-    """One configuration, ready to run."""
+def make_step(case: Case, rung: Rung) -> Step:
+    """The step with all rungs up to this one; each call makes model and data anew, from one seed.
 
-    call: Callable[[], Tensor]
-    """Runs one step; returns the loss, or for inference and products the output."""
-    model: nn.Module
-    inputs: Tensor
-
-
-def make_step(workload: Workload, precision: Precision, rung: str, device: torch.device) -> Step:
-    """The step of a workload with all rungs up to this one; each call of this starts anew."""
+    Raises `OptionError` where a rung needs a package that is not installed.
+    """
     torch.manual_seed(0)
-    problem = workload.build(device)
-    below = rungs_of(workload, precision, device)
-    taken = set(below[: below.index(rung) + 1])
-    mode = None
-    for name in COMPILED:  # each of these takes the place of the one before
-        if name in taken:
-            mode = name
-    if "channels-last" in taken:
-        problem.model.to(memory_format=torch.channels_last)
-        problem.inputs = problem.inputs.to(memory_format=torch.channels_last)
-    if "fp8" in taken:
-        use_fp8(problem.model)
-    if workload.kind == "training":
-        if "by-hand" in taken:
-            return _by_hand(problem, precision)
-        return _training(problem, precision, taken, mode, device)
-    return _inference(problem, precision, taken, mode, device, workload.kind == "product")
+    problem = case.workload.build(case.device)
+    problem.model.train(case.workload.trains)
+    make = _training_step if case.workload.trains else _inference_step
+    recipe = Recipe(case, problem, make, autocast=case.is_low)
+    if case.workload.kind == "product":  # of tensors in the precision itself, without any casts
+        recipe = _cast_once(recipe)
+    ladder = rungs_of(case)
+    for lower in ladder[: ladder.index(rung) + 1]:
+        recipe = lower.apply(recipe)
+    return recipe.make(recipe)
 
 
-def _training(
-    problem: Problem, precision: Precision, taken: set[str], mode: str | None, device: torch.device
-) -> Step:
-    model, inputs = problem.model.train(), problem.inputs
-    optimizer = torch.optim.Adam(
-        model.parameters(), lr=problem.lr, fused=True if "fused-adam" in taken else None
-    )
-    scaler = precision.grad_scaler(device.type, init_scale=_INITIAL_SCALE)
-    enabled = precision.dtype is not torch.float32
-    reads_loss = "no-sync" not in taken
-
-    def forward(inputs: Tensor) -> Tensor:
-        return problem.loss_fn(model(inputs))
-
-    graphs = mode in ("cuda-graphs", "max-autotune") and device.type == "cuda"
-    if mode is not None:
-        forward = torch.compile(forward, mode=COMPILED[mode], dynamic=False)
+def _training_step(recipe: Recipe) -> Step:
+    problem, precision, kind = recipe.problem, recipe.case.precision, recipe.case.device.type
+    model, inputs = problem.model, problem.inputs
+    fused = True if recipe.fused_adam else None  # None lets torch choose, as in most recipes
+    optimizer = torch.optim.Adam(model.parameters(), lr=problem.lr, fused=fused)
+    scaler = precision.grad_scaler(kind, init_scale=_INITIAL_SCALE)
+    forward = recipe.compiled(lambda inputs: problem.loss_fn(model(inputs)))
 
     def step() -> Tensor:
-        if graphs:
+        if recipe.records_graph:  # else a graph could take the last step's memory for this one's
             torch.compiler.cudagraph_mark_step_begin()
         optimizer.zero_grad()
-        with torch.autocast(device.type, dtype=precision.dtype, enabled=enabled):
+        with torch.autocast(kind, dtype=precision.dtype, enabled=recipe.autocast):
             loss = forward(inputs)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
         loss = loss.detach().clone()  # a graph's own memory is written anew in its next run
-        if reads_loss:
+        if recipe.reads_loss:
             loss.item()
         return loss
 
-    return Step(step, model, inputs)
+    return Step(step, model, inputs, recipe.records_graph)
 
 
-def _by_hand(problem: Problem, precision: Precision) -> Step:
-    model = problem.model.train()
-    optimizer = torch.optim.Adam(model.parameters(), lr=problem.lr, fused=True)
-    forward_backward = FusedStep(model, precision.dtype)
-
-    def step() -> Tensor:
-        loss = forward_backward(problem.inputs, problem.target)
-        optimizer.step()
-        return loss
-
-    return Step(step, model, problem.inputs)
-
-
-def _inference(
-    problem: Problem,
-    precision: Precision,
-    taken: set[str],
-    mode: str | None,
-    device: torch.device,
-    product: bool,
-) -> Step:
-    model, inputs = problem.model.eval(), problem.inputs
-    autocast = precision.dtype is not torch.float32
-    if "fold-norm" in taken:
-        model = _folded(model)
-    if "cast-once" in taken or product:
-        model, inputs, autocast = model.to(precision.dtype), inputs.to(precision.dtype), False
-    forward = model
-    graphs = mode in ("cuda-graphs", "max-autotune") and device.type == "cuda"
-    if mode is not None:
-        forward = torch.compile(model, mode=COMPILED[mode], dynamic=False)
+def _inference_step(recipe: Recipe) -> Step:
+    model, inputs, kind = recipe.problem.model, recipe.problem.inputs, recipe.case.device.type
+    forward = recipe.compiled(model)
 
     @torch.no_grad()
     def step() -> Tensor:
-        if graphs:
+        if recipe.records_graph:
             torch.compiler.cudagraph_mark_step_begin()
-        with torch.autocast(device.type, dtype=precision.dtype, enabled=autocast):
+        with torch.autocast(kind, dtype=recipe.case.precision.dtype, enabled=recipe.autocast):
             out = forward(inputs)
-        return out.clone() if graphs else out
+        return out.clone() if recipe.records_graph else out
 
-    return Step(step, model, inputs)
+    return Step(step, model, inputs, recipe.records_graph)
 
 
-def _folded(model: nn.Sequential) -> nn.Sequential:
-    """The same function without batch normalisation: it is linear in evaluation mode."""
-    layers: list[nn.Module] = []
-    for layer in model:
-        if isinstance(layer, nn.BatchNorm2d):
-            layers[-1] = fuse_conv_bn_eval(layers[-1], layer)
-        else:
-            layers.append(layer)
-    return nn.Sequential(*layers)
+def _step_by_hand(recipe: Recipe) -> Step:
+    problem = recipe.problem
+    optimizer = torch.optim.Adam(problem.model.parameters(), lr=problem.lr, fused=True)
+    forward_backward = recipe.case.workload.by_hand(problem.model, recipe.case.precision.dtype)
+
+    def step() -> Tensor:
+        loss = forward_backward(problem.inputs, problem.target)
+        optimizer.step()  # without zero_grad: the gradients are replaced, and not added to
+        return loss
+
+    return Step(step, problem.model, problem.inputs)

@@ -1,13 +1,18 @@
-"""What `amp-lab bench` runs: models with their data, and matrix products."""
+"""What `amp-lab bench` runs: models with their data, and matrix products.
 
-from collections.abc import Callable
+To add a workload, write the function that makes it, and give it a row in `WORKLOADS`.
+"""
+
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from amp_lab.backends import backend
 from amp_lab.bench.convmodel import ConvModel, quantized_sine
+from amp_lab.bench.fused_convmodel import FusedStep
 from amp_lab.training.models import build_model
 
 
@@ -17,10 +22,8 @@ class Problem:
 
     model: nn.Module
     inputs: Tensor
-    loss_fn: Callable[[Tensor], Tensor]
-    """Scalar loss of the model's output."""
-    lr: float
-    """Learning rate of Adam."""
+    loss_fn: Callable[[Tensor], Tensor]  # scalar loss of the model's output
+    lr: float  # learning rate of Adam
     target: Tensor | None = None
 
 
@@ -28,26 +31,28 @@ class Problem:
 class Workload:
     """Something to be timed, in one size."""
 
-    name: str
-    """Name on the command line."""
-    size: str
-    """What else tells its results from others."""
-    kind: str
-    """``training``, ``inference`` or ``product``."""
-    unit: str
-    """What is counted for each second: ``images``, ``tokens``, ``products``."""
-    items: int
-    """How many of them a step has."""
+    name: str  # name on the command line
+    size: str  # what else tells its results from others
+    kind: str  # ``training``, ``inference`` or ``product``
+    unit: str  # what is counted for each second: ``images``, ``tokens``, ``products``
+    items: int  # how many of them a step has
     build: Callable[[torch.device], Problem] = field(repr=False)
-    takes: frozenset[str] = frozenset()
-    """Rungs that only some workloads can take."""
-    many_layers: bool = False
-    """Whether torch.compile takes minutes for it on a CPU."""
+    layers: Set[str] = (
+        frozenset()
+    )  # ``convolution``, ``norm``, ``linear``: for rungs that change those
+    many_layers: bool = False  # whether torch.compile takes minutes for it on a CPU
+    # From model and dtype, what returns the loss of inputs and target, and sets all gradients.
+    by_hand: Callable[..., Callable] | None = field(default=None, repr=False)
 
     @property
     def title(self) -> str:
         """Name and size."""
         return f"{self.name} {self.size}"
+
+    @property
+    def trains(self) -> bool:
+        """Whether a step updates the weights, and returns a loss."""
+        return self.kind == "training"
 
 
 class _Product(nn.Module):
@@ -110,9 +115,9 @@ def convmodel_workload(size: int, *, hidden: int = 256, kind: str = "training") 
         model = ConvModel(hidden).to(device)
         return Problem(model, inputs, lambda out: F.mse_loss(out, target), 1e-3, target)
 
-    takes = {"channels-last", "by-hand"} if kind == "training" else {"channels-last", "fold-norm"}
-    name = "convmodel" if kind == "training" else "convmodel-inference"
-    return Workload(name, f"1x2x{size}x{size}", kind, "images", 1, build, frozenset(takes))
+    trains, shape = kind == "training", f"1x2x{size}x{size}"
+    name, by_hand = ("convmodel", FusedStep) if trains else ("convmodel-inference", None)
+    return Workload(name, shape, kind, "images", 1, build, {"convolution", "norm"}, by_hand=by_hand)
 
 
 def classifier_workload(model_name: str, batch: int, size: int, *, classes: int = 10) -> Workload:
@@ -122,20 +127,17 @@ def classifier_workload(model_name: str, batch: int, size: int, *, classes: int 
         model = build_model(model_name, classes).to(device)
         for module in model.modules():
             if isinstance(module, nn.Dropout):
-                module.p = (
-                    0.0  # compiled code would drop others, and the loss could not be compared
-                )
+                module.p = 0.0  # compiled code would drop other values, and give another loss
         images = torch.randn(batch, 3, size, size).to(device)
         labels = (torch.arange(batch) % classes).to(device)
         return Problem(model, images, lambda out: F.cross_entropy(out.float(), labels), 1e-4)
 
     shape = f"{batch}x3x{size}x{size}"
-    takes = frozenset({"channels-last"})
-    name = model_name.replace("_", "-")
-    return Workload(name, shape, "training", "images", batch, build, takes, many_layers=True)
+    name, layers = model_name.replace("_", "-"), {"convolution", "norm"}
+    return Workload(name, shape, "training", "images", batch, build, layers, many_layers=True)
 
 
-def gpt_workload(batch: int, tokens: int, *, width: int, blocks: int, vocabulary: int) -> Workload:
+def gpt_workload(batch: int, tokens: int, width: int, blocks: int, vocabulary: int) -> Workload:
     """Training a language model on random text."""
 
     def build(device: torch.device) -> Problem:
@@ -148,9 +150,7 @@ def gpt_workload(batch: int, tokens: int, *, width: int, blocks: int, vocabulary
         return Problem(model, text[:, :-1].contiguous(), loss_fn, 1e-4)
 
     size = f"{batch}x{tokens}, width {width}, {blocks} blocks"
-    return Workload(
-        "gpt", size, "training", "tokens", batch * tokens, build, takes=frozenset({"fp8"})
-    )
+    return Workload("gpt", size, "training", "tokens", batch * tokens, build, {"linear"})
 
 
 def product_workload(m: int, k: int, n: int) -> Workload:
@@ -164,35 +164,39 @@ def product_workload(m: int, k: int, n: int) -> Workload:
     return Workload("product", f"{m}x{k}x{n}", "product", "products", 1, build)
 
 
-NAMES = ("convmodel", "convmodel-inference", "mobilenet-v2", "resnet50", "gpt", "product")
-"""The workloads, by what the command line calls them."""
+def _products(n: int, *, quick: bool = False) -> list[Workload]:
+    # Aligned, each size in turn one less than a multiple of 8, and a product of few rows.
+    shapes = [(n, n, n), (n - 1, n, n), (n, n - 1, n), (n, n, n - 1), (8, n, n)]
+    return [product_workload(*shape) for shape in (shapes[::2] if quick else shapes)]
+
+
+_PICTURES = (128, 256, 256, 512)  # the last is the size of the article that the ConvModel is from
+_IMAGES = ((16, 96), (16, 224), (64, 96), (128, 224))
+_TEXTS = (
+    (4, 128, 128, 2, 1024),
+    (8, 256, 256, 4, 4096),
+    (4, 512, 512, 4, 8192),
+    (8, 1024, 768, 12, 32768),
+)
+_COLUMNS = ((True, True), (True, False), (False, True), (False, False))  # on a CPU, quick
+
+WORKLOADS = {
+    "convmodel": [[convmodel_workload(n)] for n in _PICTURES],
+    "convmodel-inference": [[convmodel_workload(n, kind="inference")] for n in _PICTURES],
+    "mobilenet-v2": [[classifier_workload("mobilenet_v2", *shape)] for shape in _IMAGES],
+    "resnet50": [  # too slow for a quick run
+        [], [classifier_workload("resnet50", 8, 224, classes=1000)],
+        [], [classifier_workload("resnet50", 64, 224, classes=1000)],
+    ],
+    "gpt": [[gpt_workload(*size)] for size in _TEXTS],
+    "product": [
+        _products(512, quick=True), _products(2048), _products(2048, quick=True), _products(8192)
+    ],
+}  # fmt: skip
+"""The sizes of each workload by its name: quick on a CPU, on a CPU, quick on a GPU, on a GPU."""
 
 
 def workloads(device: torch.device | str, *, quick: bool) -> list[Workload]:
-    """All workloads in sizes that suit a device; `quick` takes small ones and leaves out ResNet-50.
-
-    On an accelerator the ConvModel has the size of the article that it comes from.
-    """
-    cpu = torch.device(device).type == "cpu"
-    picture = (128 if quick else 256) if cpu else (256 if quick else 512)
-    n = (512 if quick else 2048) if cpu else (2048 if quick else 8192)
-    found = [
-        convmodel_workload(picture),
-        convmodel_workload(picture, kind="inference"),
-    ]
-    if quick:
-        found += [classifier_workload("mobilenet_v2", 16 if cpu else 64, 96)]
-    else:
-        found += [classifier_workload("mobilenet_v2", 16 if cpu else 128, 224)]
-        found += [classifier_workload("resnet50", 8 if cpu else 64, 224, classes=1000)]
-    batch, tokens, width, blocks, vocabulary = {
-        (True, True): (4, 128, 128, 2, 1024),
-        (True, False): (8, 256, 256, 4, 4096),
-        (False, True): (4, 512, 512, 4, 8192),
-        (False, False): (8, 1024, 768, 12, 32768),
-    }[cpu, quick]
-    found += [gpt_workload(batch, tokens, width=width, blocks=blocks, vocabulary=vocabulary)]
-    # Aligned, each size in turn one less than a multiple of 8, and a product of few rows.
-    shapes = [(n, n, n), (n - 1, n, n), (n, n - 1, n), (n, n, n - 1), (8, n, n)]
-    shapes = shapes[::2] if quick else shapes
-    return found + [product_workload(*shape) for shape in shapes]
+    """All workloads in the sizes that suit a device; `quick` takes small ones."""
+    column = _COLUMNS.index((backend(device).is_host, quick))
+    return [workload for sizes in WORKLOADS.values() for workload in sizes[column]]

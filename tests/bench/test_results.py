@@ -1,0 +1,124 @@
+"""Results, their table, and the file that they survive."""
+
+import dataclasses
+import json
+
+import pytest
+
+from amp_lab.bench.results import PeerRow, Results, Row, compare_results, load_results
+from amp_lab.errors import OptionError
+
+
+def results_of(*rows, peers=(), **environment):
+    made = [
+        Row(*key, "ok", unit="images", items=2, samples_s=[0.5, 0.5], median_s=0.5, iqr_s=0.0,
+            speedup=speedup, items_per_s=4.0, flops=100, flops_per_s=200.0, moved_bytes=50,
+            bytes_per_s=100.0, least_bytes=10, floor_s=0.1, share_of_limit=0.2, error=0.0)
+        for *key, speedup in rows
+    ]  # fmt: skip
+    about = {"device": "a toy", "torch": "2.15", "threads": 2, "date": "2026-01-01"} | environment
+    return Results(about, {"fp32": 1e12, "bf16": 4e12}, {"64": 1e9}, True, made, list(peers))
+
+
+EAGER = ("convmodel", "8x8", "fp32", "eager", 1.0)
+COMPILED_BF16 = ("convmodel", "8x8", "bf16", "compile", 3.5)
+
+
+def test_results_survive_their_file(tmp_path):
+    path = tmp_path / "r.json"
+    mine = results_of(
+        EAGER,
+        COMPILED_BF16,
+        peers=[PeerRow("keras", "net", "fp32", "ok", samples_s=[1.0], ratio=1.5)],
+    )
+    mine.save(path)
+    assert load_results(path) == mine
+    assert json.loads(path.read_text())["schema"] == "amp-lab bench 1"
+    assert list(tmp_path.iterdir()) == [path]
+    assert "net through keras in fp32: 1.50 of the time of a bare loop." in str(mine)
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path):
+    with pytest.raises(OptionError, match=r"r\.json: cannot be written \(No such file"):
+        results_of(EAGER).save(tmp_path / "none" / "r.json")
+
+
+def edited(change):
+    content = json.loads(results_of(EAGER).to_json())
+    change(content)
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "damaged, it is no JSON"),
+        (results_of(EAGER).to_json()[:-40], "damaged, it is no JSON"),
+        ("[1, 2]", "no results of amp-lab bench"),
+        ('{"schema": "other"}', "no results of amp-lab bench"),
+        (edited(lambda c: c.update(schema="amp-lab bench 7")), "written as 'amp-lab bench 7'"),
+        (edited(lambda c: c.pop("rows")), "damaged, 'rows' is missing"),
+        (edited(lambda c: c.pop("trusted")), "damaged, .*'trusted'"),
+        (edited(lambda c: c.update(more=1)), "damaged, 'more' is no field"),
+        (edited(lambda c: c["environment"].pop("torch")), "damaged, 'torch' is missing"),
+        (edited(lambda c: c.update(stream_bytes_per_s={})), "damaged, 'stream_bytes_per_s' is {}"),
+        (edited(lambda c: c["rows"][0].update(median_s="fast")), "damaged, 'median_s' is 'fast'"),
+        (edited(lambda c: c["rows"][0].update(samples_s=[None])), "'samples_s' is"),
+        (edited(lambda c: c["rows"].append(3)), "damaged, a row is 3"),
+        (edited(lambda c: c["rows"][0].update(status="fine")), "damaged, 'status' is 'fine'"),
+        (edited(lambda c: c["rows"][0].update(median_s=None)), "is ok, but has no time"),
+        (edited(lambda c: c["rows"][0].pop("rung")), "damaged, .*'rung'"),
+    ],
+)  # fmt: skip
+def test_damaged_files_are_named(tmp_path, text, message):
+    path = tmp_path / "r.json"
+    path.write_text(text)
+    with pytest.raises(OptionError, match=rf"r\.json: .*{message}"):
+        load_results(path)
+
+
+def test_a_file_that_is_not_there_or_no_text(tmp_path):
+    with pytest.raises(OptionError, match=r"none\.json: cannot be read \(No such file"):
+        load_results(tmp_path / "none.json")
+    (tmp_path / "r.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(OptionError, match="damaged, it is no JSON"):
+        load_results(tmp_path / "r.json")
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Row)])
+def test_every_field_of_a_row_is_checked(tmp_path, name):
+    path = tmp_path / "r.json"
+    path.write_text(edited(lambda c: c["rows"][0].update({name: {"a": 1}})))
+    with pytest.raises(OptionError, match=f"'{name}' is "):
+        load_results(path)
+
+
+def test_comparison_shows_what_all_have():
+    other = results_of(
+        (*COMPILED_BF16[:4], 5.0), EAGER, ("gpt", "2", "fp32", "eager", 1.0), device="b"
+    )
+    compared = compare_results([results_of(EAGER, COMPILED_BF16), other], ["mine", "theirs"])
+    assert [rows[0].key[2:] for rows in compared.common()] == [
+        ("fp32", "eager"),
+        ("bf16", "compile"),
+    ]
+    assert compared.best_speedups() == {
+        "mine": {"convmodel 8x8": 3.5}, "theirs": {"convmodel 8x8": 5.0}
+    }  # fmt: skip
+    assert "3.50x" in str(compared)
+    assert "5.00x" in str(compared)
+    assert "gpt" not in str(compared)
+    assert json.loads(compared.to_json())["rows"][1]["speedup"] == [3.5, 5.0]
+
+
+def test_comparison_of_what_has_nothing_in_common_is_refused():
+    one, other = results_of(EAGER), results_of(("convmodel", "9x9", "fp32", "eager", 1.0))
+    with pytest.raises(OptionError, match="mine, theirs have nothing in common"):
+        compare_results([one, other], ["mine", "theirs"])
+
+
+def test_a_row_that_failed_is_no_common_ground():
+    failed = results_of(EAGER)
+    failed.rows[0].status = "failed"
+    with pytest.raises(OptionError, match="nothing in common"):
+        compare_results([results_of(EAGER), failed], ["a", "b"])

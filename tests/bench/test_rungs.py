@@ -1,0 +1,120 @@
+"""The rungs: which a workload has where, and that each computes what fp32 eager does."""
+
+import sys
+
+import pytest
+import torch
+from tiny_workloads import CLASSIFIER, GPT, INFERENCE, PRODUCT, TINY, TRAINING
+from torch import nn
+
+from amp_lab.bench import runner
+from amp_lab.bench.results import Row
+from amp_lab.bench.rungs import RUNGS, Case, make_step, rungs_of, use_fp8
+from amp_lab.bench.workloads import gpt_workload
+from amp_lab.errors import OptionError
+from amp_lab.precision import Precision
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def names_of(workload, precision, device) -> list[str]:
+    return [rung.name for rung in rungs_of(Case(workload, precision, device))]
+
+
+def test_rungs_are_those_of_device_and_workload():
+    assert names_of(TRAINING, Precision.BF16, CPU) == [
+        "eager", "channels-last", "fused-adam", "compile", "max-autotune", "by-hand"
+    ]  # fmt: skip
+    assert names_of(GPT, Precision.FP16, CUDA) == [
+        "eager", "fused-adam", "no-sync", "compile", "cuda-graphs", "max-autotune"
+    ]  # fmt: skip
+    assert names_of(INFERENCE, Precision.BF16, CPU) == [
+        "eager", "channels-last", "fold-norm", "cast-once", "compile", "max-autotune"
+    ]  # fmt: skip
+    assert "cast-once" not in names_of(INFERENCE, Precision.FP32, CPU)
+    assert "by-hand" not in names_of(TRAINING, Precision.FP16, CUDA)  # its gradients vanish
+    assert names_of(PRODUCT, Precision.FP16, CUDA) == ["eager"]
+
+
+@pytest.mark.parametrize("workload", TINY, ids=lambda w: w.name)
+def test_every_rung_computes_what_fp32_eager_does(workload):
+    baseline = None
+    for precision in (Precision.FP32, Precision.BF16):
+        case = Case(workload, precision, CPU)
+        for rung in rungs_of(case):
+            if rung.compiles:  # slow, and by-hand has tests of its own
+                continue
+            step = make_step(case, rung)
+            calls = runner.CHECKED_STEPS if workload.trains else 1
+            check = torch.stack([step.call().double() for _ in range(calls)])
+            row = Row("w", "s", str(precision), rung.name, "ok")
+            made = runner._Configuration(row, case, step, check)
+            baseline = baseline or made
+            runner._judge(made, baseline)
+            assert row.status == "ok", row.reason
+            if workload.trains:
+                assert check[-1] < check[0]
+
+
+def test_a_quick_run_leaves_out_what_takes_long_to_compile():
+    long = [
+        (case.workload.name, str(case.precision), rung.name)
+        for case in (
+            Case(TRAINING, Precision.FP32, CPU),
+            Case(TRAINING, Precision.BF16, CPU),
+            Case(CLASSIFIER, Precision.BF16, CPU),
+        )
+        for rung in rungs_of(case)
+        if rung.takes_long(case)
+    ]
+    assert long == [
+        ("convmodel", "fp32", "compile"), ("convmodel", "fp32", "max-autotune"),
+        ("convmodel", "fp32", "by-hand"), ("convmodel", "bf16", "max-autotune"),
+        ("squeezenet1-1", "bf16", "compile"), ("squeezenet1-1", "bf16", "max-autotune"),
+    ]  # fmt: skip
+
+
+def test_fp8_is_a_rung_where_the_hardware_has_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, there in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert ("fp8" in names_of(GPT, Precision.BF16, CUDA)) is there
+    assert "fp8" not in names_of(GPT, Precision.FP16, CUDA)
+    assert "fp8" not in names_of(TRAINING, Precision.BF16, CUDA)
+    assert "fp8" not in names_of(GPT, Precision.BF16, CPU)
+
+
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")  # of torchao's own source
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_linear_layers_in_fp8_learn_the_same():
+    pytest.importorskip("torchao.float8")
+    losses = []
+    for fp8 in (False, True):
+        torch.manual_seed(0)
+        problem = gpt_workload(2, 16, width=32, blocks=1, vocabulary=64).build(CPU)
+        problem.model.extra = nn.Linear(15, 16)
+        if fp8:
+            use_fp8(problem.model, emulate=True)
+            assert type(problem.model.head) is not nn.Linear
+            assert type(problem.model.extra) is nn.Linear  # 15 is no multiple of 16
+        optimizer = torch.optim.Adam(problem.model.parameters(), lr=1e-3)
+        losses.append([])
+        for _ in range(runner.CHECKED_STEPS):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = problem.loss_fn(problem.model(problem.inputs))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    bf16, fp8 = map(torch.tensor, losses)
+    assert 0 < (fp8 - bf16).norm() / bf16.norm() < runner.TOLERANCES[Precision.BF16][0]
+
+
+def test_without_torchao_fp8_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(OptionError, match="float8 needs torchao"):
+        use_fp8(nn.Linear(16, 16))
+
+
+def test_rungs_are_described():
+    assert all(rung.what for rung in RUNGS)

@@ -1,0 +1,273 @@
+"""A run at toy size: what is timed, what is refused, and how what goes wrong is reported."""
+
+import copy
+
+import pytest
+import torch
+from tiny_workloads import PRODUCT, TRAINING
+from torch import nn
+
+from amp_lab.bench import runner
+from amp_lab.bench.limits import Ceilings
+from amp_lab.bench.results import Results, Row, load_results
+from amp_lab.bench.rungs import Case
+from amp_lab.bench.workloads import Problem, Workload, convmodel_workload
+from amp_lab.errors import OptionError
+from amp_lab.precision import Precision
+
+CPU = torch.device("cpu")
+CHEAP = ["channels-last", "fused-adam"]  # rungs that compile nothing
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """`run_bench` on tiny workloads, without what compiles, and with limits that are not timed."""
+
+    class Report:
+        name, backend, trusted = "a toy", "CPU", True
+        rates = dict.fromkeys(Precision, 100.0) | {Precision.TF32: None}
+        accelerated = (Precision.BF16,)
+
+    chosen = [TRAINING, PRODUCT]
+    flops_per_s = {"fp32": 1e15, "tf32": None, "fp16": 1e15, "bf16": 4e15}
+    high = Ceilings(flops_per_s, {64: 1e18}, trusted=True)  # nothing here is as fast
+    monkeypatch.setattr(runner, "workloads", lambda device, quick: chosen)
+    monkeypatch.setattr(runner, "describe_device", lambda device: Report)
+    monkeypatch.setattr(runner, "measure_ceilings", lambda device: high)
+    monkeypatch.setattr(runner.gc, "collect", int)  # a second for each, with nothing to collect
+    monkeypatch.setattr(runner, "_TURN_S", 0.0)
+    monkeypatch.setattr(runner, "_QUICK_TURN_S", 0.0)
+
+    def run(**settings):
+        return runner.run_bench(CPU, **{"rounds": 2, "rungs": CHEAP} | settings)
+
+    run.workloads = chosen
+    return run
+
+
+def test_run_times_each_configuration_against_fp32_eager(toy):
+    results = toy()
+    assert results.complete
+    assert [row.key[2:] for row in results.rows] == [
+        ("fp32", "eager"), ("fp32", "channels-last"), ("fp32", "fused-adam"),
+        ("bf16", "eager"), ("bf16", "channels-last"), ("bf16", "fused-adam"),
+        ("fp32", "eager"), ("bf16", "eager"),
+    ]  # fmt: skip
+    for row in results.rows:
+        assert row.status == "ok"
+        assert len(row.samples_s) == 2
+        base = next(r for r in results.rows if r.key == (*row.key[:2], "fp32", "eager"))
+        assert row.speedup == base.median_s / row.median_s
+        assert row.flops == base.flops
+        assert row.share_of_limit == row.floor_s / row.median_s
+        assert row.items_per_s == 1 / row.median_s
+    training, product = results.rows[0], results.rows[-2]
+    assert training.floor_s == training.flops / 1e15  # the work takes longer than the bytes
+    assert results.rows[3].floor_s == training.flops / 4e15
+    assert product.flops == 2 * 16**3
+    assert "1.00x" in str(results)
+
+
+def test_settings_choose(toy):
+    rows = toy(names=["product"], precisions=["fp16"], rungs=["eager"]).rows
+    assert [(row.workload, row.precision) for row in rows] == [
+        ("product", "fp32"), ("product", "fp16")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"names": ["resnet"]}, r"no workload is called 'resnet'; there are convmodel, "),
+        ({"precisions": ["fp8"]}, r"no precision is called 'fp8'; there are fp32, "),
+        ({"precisions": ["tf32"]}, r"precision 'tf32': a toy has none"),
+        ({"rounds": 0}, r"rounds=0: must be at least 1"),
+        ({"names": ["gpt"]}, "workload 'gpt' is not on this device"),
+        ({"names": ["gpt"], "quick": True}, "workload 'gpt' is not in a quick run on this device"),
+        ({"rungs": ["cuda-graphs"]}, "rung 'cuda-graphs': none of these workloads has it on this"),
+    ],
+)
+def test_wrong_settings_are_refused(toy, settings, message):
+    with pytest.raises(OptionError, match=message):
+        toy(**settings)
+
+
+def test_wrong_rung_is_refused():
+    with pytest.raises(OptionError, match="no rung is called 'fast'; there are eager, "):
+        runner.run_bench(CPU, rungs=["fast"])
+
+
+def spoil(monkeypatch, change):
+    """Change the step of the rung ``fused-adam`` in bf16."""
+    make = runner.make_step
+
+    def spoiled(case, rung):
+        step = make(case, rung)
+        if (case.precision, rung.name) == (Precision.BF16, "fused-adam"):
+            change(step)
+        return step
+
+    monkeypatch.setattr(runner, "make_step", spoiled)
+
+
+def no_training(step):
+    call, start = step.call, copy.deepcopy(step.model.state_dict())
+
+    def stands_still():
+        step.model.load_state_dict(start)
+        return call()
+
+    step.call = stands_still
+
+
+def other_mode(step):
+    step.model.eval()
+
+
+def not_a_number(step):
+    with torch.no_grad():
+        step.model[0].weight.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("change", [no_training, other_mode, not_a_number])
+def test_a_rung_that_computes_something_else_has_failed(toy, monkeypatch, change):
+    toy.workloads[0] = convmodel_workload(32, hidden=64)  # enough that five steps learn something
+    spoil(monkeypatch, change)
+    rows = toy(names=["convmodel"]).rows
+    assert [row.status for row in rows] == ["ok"] * 5 + ["failed"]
+    assert "would pass" in rows[-1].reason
+    assert rows[-1].samples_s == []
+    assert "would pass" in str(Results({"device": "d", "torch": "t", "threads": 1, "date": "x"},
+                                           {}, {"64": 1.0}, True, rows))  # fmt: skip
+
+
+def test_a_rung_that_raises_has_failed_and_the_run_goes_on(toy, monkeypatch):
+    def raises(step):
+        def call():
+            raise RuntimeError("no kernel for that\nand a long story")
+
+        step.call = call
+
+    spoil(monkeypatch, raises)
+    rows = toy().rows
+    assert (rows[5].status, rows[5].reason) == ("failed", "no kernel for that")
+    assert rows[-1].status == "ok"
+
+
+def test_a_precision_that_the_hardware_lacks_is_told_and_left_alone(toy, monkeypatch):
+    def refuse(seconds, baseline_s):  # bf16 eager is the first that has one to be held against
+        raise OptionError("a step takes 7 s, 70 times as long as in fp32")
+
+    monkeypatch.setattr(runner, "_refuse_hopeless", refuse)
+    rows = toy(names=["convmodel"]).rows
+    assert [(row.precision, row.status) for row in rows] == [("fp32", "ok")] * 3 + [
+        ("bf16", "not run")
+    ]
+    assert "times as long as in fp32" in rows[-1].reason
+
+
+@pytest.mark.parametrize(
+    ("check", "precision", "reason"),
+    [
+        ([4.0, 3.0], "bf16", ""),
+        ([4.2, 3.2], "bf16", ""),
+        ([4.0, 3.3], "bf16", ""),
+        ([4.0, 3.4], "bf16", "its loss falls by 60% of what it does in fp32"),
+        ([4.0, 2.6], "bf16", "its loss falls by 140%"),
+        ([4.3, 3.3], "bf16", "7.5e-02 off fp32, where 6e-02 would pass"),
+        ([4.0, 3.1], "fp32", "its loss falls by 90%"),
+        ([4.01, 3.01], "fp32", "2.5e-03 off fp32"),
+        ([4.0, 4.0], "fp16", "its loss falls by 0%"),
+        ([4.0, float("inf")], "fp16", "its loss falls by not a number"),
+        ([float("nan"), 3.0], "bf16", "; not a number, where"),
+    ],
+)
+def test_judgement(check, precision, reason):
+    row, case = Row("w", "s", precision, "r", "ok"), Case(TRAINING, Precision(precision), CPU)
+    baseline = runner._Configuration(None, None, None, torch.tensor([4.0, 3.0]))
+    runner._judge(runner._Configuration(row, case, None, torch.tensor(check)), baseline)
+    assert row.status == ("failed" if reason else "ok")
+    assert reason in row.reason
+
+
+def test_no_row_is_faster_than_the_limit(toy, monkeypatch):
+    """Limits that turn out too low, of arithmetic or of bytes, are raised to what was reached."""
+    flops_per_s = {"fp32": 100.0, "tf32": None, "fp16": 100.0, "bf16": 400.0}
+    low = Ceilings(flops_per_s, {64: 10.0, 1024: 20.0, 4096: 5.0}, trusted=True)
+    monkeypatch.setattr(runner, "measure_ceilings", lambda device: low)
+    results = toy(precisions=["bf16"])
+    product = results.rows[-1]
+    assert results.flops_per_s["bf16"] == product.flops / min(product.samples_s)
+    fastest = max(product.flops / results.flops_per_s["bf16"], product.floor_s)
+    assert product.floor_s == fastest
+    assert product.share_of_limit <= 1
+    others = [row for row in results.rows if row.workload != "product"]
+    assert any(row.share_of_limit > 1 for row in others)  # in sight, not hidden
+
+
+def test_hopeless_is_twenty_times_as_long():
+    for seconds in (0.5, 1.9):
+        runner._refuse_hopeless(seconds, 0.1)
+    with pytest.raises(OptionError, match=r"a step takes 2.1 s, 21 times as long as in fp32"):
+        runner._refuse_hopeless(2.1, 0.1)
+    runner._refuse_hopeless(0.5, 0.01)  # a second is not long
+
+
+@pytest.mark.parametrize("by", ["allocator", "accelerator"])
+def test_out_of_memory_is_reported_and_the_run_goes_on(toy, by):
+    def build(device):
+        if by == "accelerator":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return Problem(nn.Linear(1, 1), torch.empty(2**60), torch.sum, 1e-3)
+
+    layers = {"convolution"}
+    toy.workloads[0] = Workload("convmodel", "huge", "training", "images", 1, build, layers)
+    rows = toy().rows
+    assert {row.status for row in rows if row.size == "huge"} == {"out of memory"}
+    assert all(row.status == "ok" for row in rows if row.workload == "product")
+
+
+def test_without_fp32_eager_nothing_is_judged(toy, monkeypatch):
+    make = runner.make_step
+
+    def no_room(case, rung):
+        if (case.precision, rung.name) == (Precision.FP32, "eager"):
+            raise torch.OutOfMemoryError("out of memory")
+        return make(case, rung)
+
+    monkeypatch.setattr(runner, "make_step", no_room)
+    rows = toy(names=["convmodel"]).rows
+    assert rows[0].status == "out of memory"
+    assert {row.status for row in rows[1:]} == {"failed"}
+    assert {row.reason for row in rows[1:]} == {"there is no fp32 eager to hold it against"}
+
+
+def test_out_of_memory_while_timing_is_reported_too(toy, monkeypatch):
+    time = runner._time
+
+    def full(configuration, turn_s):
+        if configuration.row.rung == "channels-last":
+            raise torch.OutOfMemoryError("out of memory")
+        time(configuration, turn_s)
+
+    monkeypatch.setattr(runner, "_time", full)
+    rows = toy().rows
+    assert {row.status for row in rows if row.rung == "channels-last"} == {"out of memory"}
+    assert all(len(row.samples_s) == 2 for row in rows if row.rung != "channels-last")
+
+
+def test_an_interrupted_run_keeps_its_rows(toy, tmp_path):
+    saved = []
+
+    def after_round(results):
+        results.save(tmp_path / "r.json")
+        saved.append(len(results.rows))
+        if len(saved) == 3:  # in the second workload
+            raise KeyboardInterrupt
+
+    results = toy(after_round=after_round)
+    assert not results.complete
+    assert [row.workload for row in results.rows] == ["convmodel"] * 6 + ["product"] * 2
+    assert all(row.samples_s for row in results.rows)
+    assert len(load_results(tmp_path / "r.json").rows) == 8
+    assert "stopped before its end" in str(results)

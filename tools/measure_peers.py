@@ -1,0 +1,228 @@
+"""Measure what other libraries' loops cost: `python tools/measure_peers.py --out FILE`.
+
+Each trains ResNet-18 on one batch in the same precision, as its documentation says: a bare loop
+("torch"), `amp_lab.fit`, Lightning Fabric, accelerate, and Keras 3 on torch; the dependency groups
+`bench` and `keras` have the last three. They take turns, and a ratio is the median over the turns
+of a library's time over the bare loop's in the same turn: a machine that slows down slows both.
+A library that is not installed, or would train in another precision than it was asked to, is
+recorded as "not run", and one that fails as "failed".
+"""
+
+import copy
+import functools
+import itertools
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+
+import torch
+from torch import Tensor, nn
+
+from amp_lab import Measurement, Precision, describe_device, fit, measure, pick_device
+from amp_lab.bench import PeerRow
+from amp_lab.errors import OptionError, first_line
+from amp_lab.timing import allocated_bytes, is_out_of_memory
+from amp_lab.training.loop import cross_entropy
+from amp_lab.training.models import build_model
+from measure_training import adamw, make_step
+from recording import parser, record
+
+Batch = tuple[Tensor, Tensor]  # images (N, 3, H, W), classes (N)
+Run = Callable[[int], None]  # does that many training steps, and goes on where it ended before
+MIXED = (Precision.FP16, Precision.BF16)
+
+
+def torch_loop(model: nn.Module, batch: Batch, precision: Precision, device: torch.device) -> Run:
+    """A bare loop, with autocast and the scaler written out."""
+    return _repeat(make_step(model, adamw(model), *batch, precision, device))
+
+
+def amp_lab_fit(model: nn.Module, batch: Batch, precision: Precision, device: torch.device) -> Run:
+    """`amp_lab.fit`, for one epoch of that many batches."""
+    settings = {"optimizer": adamw(model), "precision": precision, "device": device, "epochs": 1}
+    settings["scaler"] = precision.grad_scaler(device.type)  # one for all runs, as in one training
+
+    def run(n_steps: int) -> None:
+        fit(model, lambda epoch, first: itertools.repeat(batch, n_steps), **settings)
+
+    return run
+
+
+def fabric(model: nn.Module, batch: Batch, precision: Precision, device: torch.device) -> Run:
+    """Lightning Fabric, after "Convert PyTorch code to Fabric" in its documentation."""
+    from lightning_fabric import Fabric
+
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise OptionError(f"fabric has no device {device.type!r}")
+    if precision is Precision.FP16 and device.type == "cpu":
+        raise OptionError("on a CPU fabric trains in bf16 when asked for fp16")
+    launcher = Fabric(
+        accelerator=device.type,
+        devices=[device.index or 0] if device.type == "cuda" else 1,
+        precision={"fp16": "16-mixed", "bf16": "bf16-mixed"}.get(precision, "32-true"),
+    )
+    trained, optimizer = launcher.setup(model, adamw(model))
+    return _loop(trained, batch, optimizer, launcher.backward)
+
+
+def accelerate(model: nn.Module, batch: Batch, precision: Precision, device: torch.device) -> Run:
+    """Hugging Face accelerate, after "Add Accelerate to your code" in its documentation."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    # It has one precision for a process, and would keep the one that was measured before.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    mixed = precision.value if precision in MIXED else "no"
+    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision=mixed)
+    if accelerator.device.type != device.type:
+        raise OptionError(f"accelerate takes device {accelerator.device}, not {device}")
+    if precision is Precision.FP16 and accelerator.scaler is None:
+        raise OptionError(f"on {device.type!r} accelerate trains in fp32 when asked for fp16")
+    trained, optimizer = accelerator.prepare(model, adamw(model))
+    return _loop(trained, batch, optimizer, accelerator.backward)
+
+
+def _loop(model: nn.Module, batch: Batch, optimizer, backward: Callable[[Tensor], object]) -> Run:
+    """The loop that Fabric and accelerate share."""
+
+    def step() -> None:
+        optimizer.zero_grad()
+        backward(cross_entropy(model(batch[0]), batch[1]))
+        optimizer.step()
+
+    return _repeat(step)
+
+
+def _repeat(step: Callable[[], object]) -> Run:
+    def run(n_steps: int) -> None:
+        for _ in range(n_steps):
+            step()
+
+    return run
+
+
+def keras(model: nn.Module, batch: Batch, precision: Precision, device: torch.device) -> Run:
+    """Keras 3 on torch: a model that holds the module, `compile` and `train_on_batch`.
+
+    The dtype policy does not reach into a torch module: it would cast the inputs alone, and the
+    first layer would refuse them. So the policy chooses the loss scaling, and autocast the dtypes.
+    Sources: the documentation of `keras.layers.TorchModuleWrapper` and `Model.compute_loss`.
+    """
+    os.environ["KERAS_BACKEND"] = "torch"  # read once, when Keras is imported
+    import keras
+
+    settings = {"dtype": precision.dtype, "enabled": precision in MIXED}
+    autocast = functools.partial(torch.autocast, device.type, **settings)
+
+    class Holder(keras.Model):
+        def __init__(self):
+            policies = {"fp16": "mixed_float16", "bf16": "mixed_bfloat16"}
+            super().__init__(dtype=policies.get(precision, "float32"), autocast=False)
+            self.held = keras.layers.TorchModuleWrapper(model, dtype="float32")
+
+        def call(self, inputs):
+            with autocast():
+                return self.held(inputs)
+
+        def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+            with autocast():
+                return cross_entropy(y_pred, y)
+
+    group = adamw(model).param_groups[0]
+    # Keras adds epsilon before Adam's correction for its start at zero, torch after it: in the
+    # first steps tiny gradients move a weight less. No step takes longer for that.
+    optimizer = keras.optimizers.AdamW(group["lr"], group["weight_decay"], epsilon=group["eps"])
+    with keras.device(str(device)):
+        holder = Holder()
+        holder.compile(optimizer, jit_compile=False)
+
+    def run(n_steps: int) -> None:
+        with keras.device(str(device)):
+            for _ in range(n_steps):
+                holder.train_on_batch(*batch)
+
+    return run
+
+
+PEERS = {
+    "torch": torch_loop,
+    "amp_lab": amp_lab_fit,
+    "fabric": fabric,
+    "accelerate": accelerate,
+    "keras": keras,
+}
+
+
+def measure_peers(
+    model: nn.Module, batch: Batch, device: torch.device, precisions: list[Precision], rounds: int
+) -> Iterator[dict]:
+    """A `PeerRow` for each library and precision, as plain values."""
+    title = "resnet18 " + "x".join(map(str, batch[0].shape))
+    for precision in precisions:
+        rows = [PeerRow(name, title, str(precision), "ok") for name in PEERS]
+        ready = []  # those that can run, with what runs them
+        for row in rows:
+            run = _prepare(row, copy.deepcopy(model), batch, precision, device)  # a model for each
+            if run is not None:
+                ready.append((row, run))
+        for turn in range(rounds):
+            for row, run in ready[:: 1 if turn % 2 == 0 else -1]:
+                row.samples_s += _time(run, precision, device).samples_s
+        if not rows[0].samples_s:  # the bare loop has failed
+            ready.clear()
+        for row, _ in ready:
+            turns = zip(row.samples_s, rows[0].samples_s, strict=True)
+            row.ratio = statistics.median(own / bare for own, bare in turns)
+        yield from map(asdict, rows)
+
+
+def _prepare(
+    row: PeerRow, model: nn.Module, batch: Batch, precision: Precision, device: torch.device
+) -> Run | None:
+    """The peer of a row, tried once; None if it cannot run, with the reason in the row."""
+    held = allocated_bytes(device)
+    try:
+        run = PEERS[row.peer](model, batch, precision, device)
+        m = _time(run, precision, device)
+    except (OptionError, ModuleNotFoundError) as error:
+        row.status, row.reason = "not run", str(error)
+        return None
+    except RuntimeError as error:
+        row.status = "out of memory" if is_out_of_memory(error) else "failed"
+        row.reason = first_line(error)
+        return None
+    row.peak_bytes = None if m.peak_bytes is None else m.peak_bytes - held
+    return run
+
+
+def _time(run: Run, precision: Precision, device: torch.device) -> Measurement:
+    """Seconds of a step: of many in a row, so that what a library does once for all counts less."""
+    steps = 2 if device.type == "cpu" else 10
+    # IEEE for fp32 and TF32 for tf32, in the backward pass too, which no library sees to.
+    with precision.float32_mode(device.type):
+        # On an accelerator `measure` empties the cache, which a first call fills again.
+        warmup = int(device.type != "cpu")
+        m = measure(lambda: run(steps), device=device, warmup=warmup, repeats=1)
+    return replace(m, samples_s=(m.samples_s[0] / steps,))
+
+
+def main() -> None:
+    """Measure the peers in fp32 and what the device accelerates; print and write each row."""
+    options_of = parser(__doc__, ("peers",))
+    options_of.add_argument("--rounds", type=int, default=5, help="turns (default: 5)")
+    options = options_of.parse_args()
+    device = pick_device()
+    precisions = [Precision.FP32, *describe_device(device).accelerated]
+    n, size = (64, 32) if device.type == "cpu" else (256, 224)
+
+    def peers() -> Iterator[dict]:
+        batch = torch.randn(n, 3, size, size).to(device), (torch.arange(n) % 10).to(device)
+        model = build_model("resnet18", 10).to(device)
+        return measure_peers(model, batch, device, precisions, options.rounds)
+
+    record({"peers": peers}, options, device, rounds=options.rounds)
+
+
+if __name__ == "__main__":
+    main()
