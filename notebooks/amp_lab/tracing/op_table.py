@@ -27,8 +27,8 @@ from amp_lab.tracing.fake_device import (
     absent_device,
     autocast_on,
     checked_dtype,
+    errors_not_logged,
     fake_mode,
-    logged_nothing,
 )
 
 POLICIES = {
@@ -479,7 +479,7 @@ def _told(error: Exception) -> str:
 
 @contextmanager
 def _fake(device_type: str) -> Iterator[None]:
-    with absent_device(device_type), fake_mode(), logged_nothing():
+    with absent_device(device_type), fake_mode(), errors_not_logged():
         yield
 
 
