@@ -140,6 +140,13 @@ def percent(part: float, whole: float) -> str:
     return f"{share:.3g}"
 
 
+def share_text(part: float, whole: float) -> str:
+    """A share with one decimal and its sign, ``12.5 %``; ``-`` for none."""
+    if not part:
+        return "-"
+    return f"{100 * part / whole:.1f} %" if part >= 0.0005 * whole else "<0.1 %"
+
+
 def bytes_text(count: float) -> str:
     """A size with one decimal in KiB or MiB: ``1.5 MiB``."""
     return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"

@@ -13,7 +13,9 @@ from small_models import CellRnn, Cnn, Rnn, Transformer, hooks_of, images, serie
 from torch import nn
 
 from amp_lab.errors import AmpLabError, DeviceError, TraceError
-from amp_lab.tracing.xray import LOSS, compare, xray
+from amp_lab.tracing import compare
+from amp_lab.tracing.records import LOSS
+from amp_lab.tracing.xray import xray
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 

@@ -6,11 +6,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 ATTENTION = "scaled_dot_product_attention"
 
 _MEMORY_ONLY = {"_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided"}
+
+
+def tensors_in(structure: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of tuples, lists and dicts."""
+    return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, torch.Tensor)]
 
 
 def stored_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,7 +60,7 @@ def flops(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> in
 
 def _shapes(structure: Any) -> Any:
     """`structure` with the shape in place of each tensor."""
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.shape, structure)
+    return tree_map_only(torch.Tensor, lambda t: t.shape, structure)
 
 
 def _vector_flops(*shapes: Any, out_shape: Any = None, **settings: Any) -> int:
