@@ -123,9 +123,7 @@ def to_plain(value: Any) -> Any:
         return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): to_plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_plain(inner) for inner in value]
-    return value
+    return [to_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def percent(part: float, whole: float) -> str:
@@ -142,9 +140,8 @@ def percent(part: float, whole: float) -> str:
 
 def share_text(part: float, whole: float) -> str:
     """A share with one decimal and its sign, ``12.5 %``; ``-`` for none."""
-    if not part:
-        return "-"
-    return f"{100 * part / whole:.1f} %" if part >= 0.0005 * whole else "<0.1 %"
+    text = f"{100 * part / whole:.1f} %" if part >= 0.0005 * whole else "<0.1 %"
+    return text if part else "-"
 
 
 def bytes_text(count: float) -> str:

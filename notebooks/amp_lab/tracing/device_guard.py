@@ -37,7 +37,7 @@ def idle_guard(row: Backend) -> Iterator[None]:
     guards[place] = guards[meta]
     library = torch.library.Library("aten", "IMPL")  # what it registers goes when it is destroyed
     try:
-        library.impl(ATTENTION, _attention, row.autograd_key)
+        library.impl(ATTENTION, _attention, f"Autograd{row.key}")
         yield
     finally:
         library._destroy()

@@ -70,11 +70,12 @@ def autocast_on(
 ) -> Iterator[None]:
     """What `torch.autocast` does for the block, also for a device that is not there.
 
-    `torch.autocast` checks that the device is there, then sets this state. The dispatcher obeys the
-    state alone, so that fake tensors on the device are cast as real ones are. However the block
-    ends, the state is then what it was. Raises `DeviceError` for what autocast does not take.
+    However the block ends, the state is then what it was. Raises `DeviceError` for what autocast
+    does not take.
     """
     dtype = checked_dtype(device_type, dtype)
+    # torch.autocast checks that the device is there, and then sets this state. The dispatcher obeys
+    # the state alone, so that fake tensors on the device are cast as real ones are.
     before = (
         torch.is_autocast_enabled(device_type),
         torch.get_autocast_dtype(device_type),

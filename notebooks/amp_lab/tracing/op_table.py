@@ -161,7 +161,8 @@ def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
     dtype, row = checked_dtype(device_type, dtype), backend(device_type)
     autocast = _Autocast(device_type, dtype, row.is_available())
     rules: dict[str, list[OpRule]] = {}
-    for name in sorted(torch._C._dispatch_get_registrations_for_dispatch_key(row.autocast_key)):
+    key = f"Autocast{row.key}"
+    for name in sorted(torch._C._dispatch_get_registrations_for_dispatch_key(key)):
         namespace, _, qualified = name.partition("::")
         if namespace != "aten":  # an extension's, such as torchvision's, and only once imported
             continue

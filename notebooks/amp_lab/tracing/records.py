@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -86,27 +86,6 @@ class Cast:
     def is_of_parameter(self) -> bool:
         """Whether a parameter as a whole was cast, or a view of it."""
         return self.what.startswith("parameter ")
-
-
-@dataclass
-class Trace:
-    """What one forward pass did, as far as it came."""
-
-    device_type: str
-    dtype: torch.dtype
-    """What autocast computes in."""
-    rows: list[OpRecord] = field(default_factory=list)
-    casts: list[Cast] = field(default_factory=list)
-    outputs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
-    """Place of each tensor of the output, its dtype and shape."""
-    loss_dtype: torch.dtype | None = None
-    classes: dict[str, str] = field(default_factory=dict)
-    """Class of each module."""
-    bounces: list[tuple[OpRecord, str]] = field(default_factory=list)
-    """Ops that autocast widened, and the function that it cast their output back for."""
-    error: Exception | None = None
-    failed_at: tuple[str, str] | None = None
-    """Module and op of the error."""
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:

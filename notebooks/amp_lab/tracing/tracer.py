@@ -5,6 +5,7 @@ calls; `_Ops` sits below it and sees the ops that the call becomes, with the dty
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -37,7 +38,7 @@ from amp_lab.tracing.ops_seen import (
     storage_key,
     tensors_in,
 )
-from amp_lab.tracing.records import LOSS, Cast, OpRecord, Trace, place_of, widest
+from amp_lab.tracing.records import LOSS, Cast, OpRecord, place_of, widest
 
 NORMS = {"layer_norm", "group_norm", "rms_norm", "instance_norm"}
 
@@ -51,6 +52,7 @@ _CASTING = {
     "to", "half", "float", "double", "bfloat16", "type", "type_as", "_to_copy", "copy_",
     "tensor", "as_tensor", "asarray",
 }  # fmt: skip
+_SDPA = F.scaled_dot_product_attention
 _PLAIN_NAMES = {"__matmul__": "matmul", "__rmatmul__": "matmul"}
 _NEEDS_VALUES = (
     fake_tensor.DataDependentOutputException,
@@ -62,26 +64,22 @@ _NOT_FAKED = (
 )
 
 
-def named_leaves(structure: object, path: str = "") -> Iterator[tuple[str, object]]:
+def named_leaves(structure: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """Place and value of each leaf of tuples, lists, mappings and dataclasses."""
-    if isinstance(structure, Mapping):
-        inner = [(f".{key}", value) for key, value in structure.items()]
-    elif isinstance(structure, (list, tuple)):
-        inner = [(f".{number}", value) for number, value in enumerate(structure)]
+    if isinstance(structure, (list, tuple)):
+        structure = dict(enumerate(structure))
     elif dataclasses.is_dataclass(structure) and not isinstance(structure, type):
-        inner = [(f".{f.name}", getattr(structure, f.name)) for f in dataclasses.fields(structure)]
-    else:
+        structure = {f.name: getattr(structure, f.name) for f in dataclasses.fields(structure)}
+    if not isinstance(structure, Mapping):
         yield path, structure
         return
-    for step, value in inner:
-        yield from named_leaves(value, path + step)
+    for step, value in structure.items():
+        yield from named_leaves(value, f"{path}.{step}")
 
 
-def named_tensors(structure: object) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(structure: object) -> list[tuple[str, torch.Tensor]]:
     """The tensors among `named_leaves`."""
-    for path, leaf in named_leaves(structure):
-        if isinstance(leaf, torch.Tensor):
-            yield path, leaf
+    return [pair for pair in named_leaves(structure) if isinstance(pair[1], torch.Tensor)]
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -100,22 +98,12 @@ class _Call:
     products: set[torch.dtype] = field(default_factory=set)  # dtypes of matrix products inside
     copied: dict[int, int] = field(default_factory=dict)  # by storage: what it is a copy of
 
-    @property
-    def is_whole(self) -> bool:
-        return self.name in _WHOLE
-
-    @property
-    def is_rnn(self) -> bool:
-        return self.name in _RNNS
-
-    def take(self, tensors: list[torch.Tensor]) -> None:
-        """Note the arguments, before anything is cast."""
-        self.dtypes = {self.key(t): t.dtype for t in tensors}
-        self.shapes = {self.key(t): tuple(t.shape) for t in tensors}
+    def __post_init__(self) -> None:
+        self.is_whole, self.is_rnn = self.name in _WHOLE, self.name in _RNNS
 
     def inserts_cast(self, source: torch.Tensor, result: torch.Tensor) -> bool:
-        """Whether a cast during this call is autocast's."""
-        if self.casts or self.dtype is None:
+        """Whether a change of dtype during this call is autocast's."""
+        if self.casts or self.dtype is None or not source.is_floating_point():
             return False
         if not self.is_whole:
             return result.dtype in (self.dtype, torch.float32)
@@ -147,14 +135,20 @@ class _Call:
 
 
 class Tracer:
-    """Follows one forward pass, with real tensors unless it is given `to_fake`."""
+    """Follows one forward pass under autocast, on fake tensors if it is given `to_fake`."""
 
-    def __init__(self, trace: Trace, *, autocast: bool, to_fake: Callable | None = None):
-        self.trace, self.to_fake = trace, to_fake
-        self.backend = backend(trace.device_type)
+    def __init__(self, device_type: str, dtype: torch.dtype, to_fake: Callable | None = None):
+        self.device_type, self.dtype, self.to_fake = device_type, dtype, to_fake
+        self.rows: list[OpRecord] = []
+        self.casts: list[Cast] = []
+        self.bounces: list[tuple[OpRecord, str]] = []  # widened; cast back for which function
+        self.outputs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}  # by place
+        self.loss_dtype: torch.dtype | None = None
+        self.classes: dict[str, str] = {}  # of each module
+        self.error: Exception | None = None  # of the model or the loss: the rows end there
+        self.failed_at: tuple[str, str] | None = None  # module and op of the error
         self.in_loss = False
-        self._autocast = autocast
-        self._modules: list[str] = [""]  # those that are running, the innermost last
+        self._modules = [""]  # those that are running, the innermost last
         self._calls: list[_Call] = []
         self._names: dict[int, str] = {}  # by storage: of what was there before
         self._made: dict[int, OpRecord] = {}  # by storage: the op that wrote it last
@@ -168,63 +162,59 @@ class Tracer:
         inputs: tuple[tuple, dict[str, Any]],
         loss_fn: Callable | None,
     ) -> None:
-        """Run `call`, which calls the model, then `loss_fn`; an error of theirs is `trace.error`.
+        """Run `call`, which calls the model, and `loss_fn`; keep an error of theirs as `error`.
 
         Raises `TraceError` if fake tensors cannot run the model.
         """
-        self._name_tensors(state, *inputs)
-        device_type = self.trace.device_type
+        for name, tensor in state.items():
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            self._names.setdefault(_key(tensor), f"{kind} {name}")
+        for path, tensor in named_tensors(dict(enumerate(inputs[0])) | inputs[1]):
+            self._names.setdefault(_key(tensor), f"input {path[1:]}")
+        enabled = self.dtype is not torch.float32
         with (
             self._modules_watched(model),
-            autocast_on(device_type, self.trace.dtype, enabled=self._autocast),
-            autocast_of_the_model(device_type),
+            autocast_on(self.device_type, self.dtype if enabled else None, enabled=enabled),
+            autocast_of_the_model(self.device_type),
             _Functions(self),
             _Ops(self),
         ):
             try:
                 output = call()
-                self.trace.outputs = {
-                    path.lstrip("."): (tensor.dtype, tuple(tensor.shape))
+                self.outputs = {
+                    path[1:]: (tensor.dtype, tuple(tensor.shape))
                     for path, tensor in named_tensors(output)
                 }
                 if loss_fn is not None:
                     self.in_loss = True
                     loss = loss_fn(output)
-                    self.trace.loss_dtype = loss.dtype if isinstance(loss, torch.Tensor) else None
+                    self.loss_dtype = loss.dtype if isinstance(loss, torch.Tensor) else None
             except (*_NEEDS_VALUES, *_NOT_FAKED) as error:
                 raise TraceError(self._beyond_fakes(error)) from error
-            except Exception as error:  # whatever the model raises; `xray` tells it or raises it
-                self.trace.error = error
-
-    def _name_tensors(self, state: dict, args: tuple, kwargs: dict) -> None:
-        for name, tensor in state.items():
-            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-            self._names.setdefault(_key(tensor), f"{kind} {name}")
-        for place, value in [*enumerate(args), *kwargs.items()]:
-            for path, tensor in named_tensors(value):
-                self._names.setdefault(_key(tensor), f"input {place}{path}")
+            except Exception as error:  # whatever the model raises: `xray` says it, or raises it
+                self.error = error
 
     @contextmanager
     def _modules_watched(self, model: nn.Module) -> Iterator[None]:
         """The block in which hooks keep `_modules` up to date."""
         with ExitStack() as stack:
             for name, module in model.named_modules():
-                self.trace.classes[name] = type(module).__name__
-                enter, leave = self._hooks(name)
+                self.classes[name] = type(module).__name__
+                enter, leave = (
+                    functools.partial(self._enter, name),
+                    functools.partial(self._leave, name),
+                )
                 stack.callback(module.register_forward_pre_hook(enter).remove)
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)
             yield
 
-    def _hooks(self, name: str) -> tuple[Callable, Callable]:
-        def enter(module: nn.Module, args: tuple) -> None:
-            self._modules.append(name)
+    def _enter(self, name: str, module: nn.Module, args: tuple) -> None:
+        self._modules.append(name)
 
-        def leave(module: nn.Module, args: tuple, output: object) -> None:
-            # Those above it on the stack were left without a call of their hooks.
-            while len(self._modules) > 1 and self._modules.pop() != name:
-                pass
-
-        return enter, leave
+    def _leave(self, name: str, module: nn.Module, args: tuple, output: object) -> None:
+        # Those that are above it on the stack were left without a call of their hooks.
+        while len(self._modules) > 1 and self._modules.pop() != name:
+            pass
 
     @property
     def module(self) -> str:
@@ -245,22 +235,19 @@ class Tracer:
             self._pending = []
 
     def note_failure(self, op: str) -> None:
-        """Remember where an error arose: the innermost op comes first."""
-        if self.trace.failed_at is None:
-            self.trace.failed_at = self.module, op
-
-    def is_parameter(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a parameter of the model, or a view of one."""
-        return self._names.get(_key(tensor), "").startswith("parameter ")
+        """Remember where an error arose: the innermost op is the first to say so."""
+        if self.failed_at is None:
+            self.failed_at = self.module, op
 
     def see(self, func: OpOverload, args: tuple, kwargs: dict, out: object) -> None:
         """Note what an op did; runs below autograd and autocast."""
         outs = tensors_in(out)
         if not outs or computes_nothing(func):
             return
-        name = func._schema.name.rpartition("::")[2]
+        name = _name(func)
         call = self._calls[-1] if self._calls else _Call()
-        if _changes_format(name, args, outs) and call.inserts_cast(args[0], outs[0]):
+        changes_dtype = name == "_to_copy" and args[0].dtype != outs[0].dtype
+        if changes_dtype and call.inserts_cast(args[0], outs[0]):
             self._note_cast(call, args[0], outs[0])
             return
         count = flops(func, args, kwargs, out)
@@ -284,12 +271,11 @@ class Tracer:
             widened=self._is_widened(call, name, ins, outs),
             product_dtype=widest(call.products),
         )
-        self.trace.rows.append(row)
+        self.rows.append(row)
         self._pending = []
         self._made |= {_key(tensor): row for tensor in outs}
 
     def _is_widened(self, call: _Call, name: str, ins: list, outs: list) -> bool:
-        """Whether autocast made an op compute on a low-precision input in fp32."""
         # Autocast may insert no cast, but have a softmax itself compute and return fp32.
         by_itself = name in ("_softmax", "_log_softmax") and call.dtype and not call.casts
         if by_itself and ins[0].dtype in LOWER_DTYPES and outs[0].dtype is torch.float32:
@@ -302,33 +288,29 @@ class Tracer:
     def _note_cast(self, call: _Call, source: torch.Tensor, result: torch.Tensor) -> None:
         storage = call.origin(source)
         row = self._made.get(storage)
-        if storage in self._names:
-            what = self._names[storage]
-        elif row is not None:
-            what = f"output of {row.called} in {place_of(row.module)}"
-        else:
-            what = f"a tensor made in {place_of(self.module)}"
+        made_in = f"output of {row.called} in" if row else "a tensor made in"
+        made_in += " " + place_of(row.module if row else self.module)
         cast = Cast(
             module=self.module,
             from_dtype=source.dtype,
             to_dtype=result.dtype,
-            what=what,
+            what=self._names.get(storage, made_in),
             cached=self._is_cached(call, source, result),
             shape=call.shapes.get(call.key(source), tuple(source.shape)),
             called=call.name,
         )
-        self.trace.casts.append(cast)
+        self.casts.append(cast)
         self._pending.append(cast)
         if row is not None:
-            self._made[_key(result)] = row  # the cast may be cast again, back to where it was
+            self._made[_key(result)] = row  # so that a cast of this cast is still one of the output
             narrows = result.dtype in LOWER_DTYPES and source.dtype not in LOWER_DTYPES
             if row.widened and narrows:
-                self.trace.bounces.append((row, call.name))
+                self.bounces.append((row, call.name))
 
     def _is_cached(self, call: _Call, source: torch.Tensor, result: torch.Tensor) -> bool:
         """Whether autocast keeps a cast, by the rule of cached_cast in ATen/autocast_mode.cpp."""
         # A library that takes the weights as one flat copy goes past the cache.
-        flat = call.name in _RNN_LAYERS and self.backend.fused_rnn_dtype is not None
+        flat = call.name in _RNN_LAYERS and backend(self.device_type).fused_rnn_dtype is not None
         return (
             source.dtype is torch.float32
             and not flat
@@ -339,8 +321,15 @@ class Tracer:
             and torch.is_autocast_cache_enabled()
         )
 
+    def rnn_flops(self, ins: list[torch.Tensor]) -> int:
+        """Of a recurrent layer: every weight meets every item of the batch once in each step."""
+        steps = math.prod(ins[0].shape[:-1])
+        matrices = [t for t in ins[1:] if t.dim() == 2]  # among them states, which are no weights
+        weights = [t for t in matrices if self._names.get(_key(t), "").startswith("parameter ")]
+        return sum(2 * steps * weight.numel() for weight in weights)
+
     def _beyond_fakes(self, error: Exception) -> str:
-        module, op = self.trace.failed_at or (self.module, "an op")
+        module, op = self.failed_at or (self.module, "an op")
         where = f"op {op} in {place_of(module)}"
         if isinstance(error, _NOT_FAKED):
             return (
@@ -354,11 +343,8 @@ class Tracer:
         return f"{where} depends on values, which fake tensors have not: {remedy}"
 
 
-def _changes_format(name: str, args: tuple, outs: list[torch.Tensor]) -> bool:
-    """Whether an op takes a floating-point tensor to another floating-point dtype."""
-    if name != "_to_copy" or args[0].dtype == outs[0].dtype:
-        return False
-    return args[0].is_floating_point() and outs[0].is_floating_point()
+def _name(func: OpOverload) -> str:
+    return func._schema.name.rpartition("::")[2]
 
 
 class _Ops(TorchDispatchMode):
@@ -373,7 +359,7 @@ class _Ops(TorchDispatchMode):
         try:
             out = func(*args, **kwargs)
         except Exception:
-            self._tracer.note_failure(func._schema.name.rpartition("::")[2])
+            self._tracer.note_failure(_name(func))
             raise
         self._tracer.see(func, args, kwargs, out)
         return out
@@ -383,8 +369,8 @@ class _Functions(TorchFunctionMode):
     """Tells the tracer which function of torch is called, and whether autocast is on there."""
 
     def __init__(self, tracer: Tracer):
-        self._tracer = tracer
-        self._device_type = tracer.trace.device_type
+        self._tracer, self._device_type = tracer, tracer.device_type
+        self._backend = backend(tracer.device_type)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -395,14 +381,13 @@ class _Functions(TorchFunctionMode):
             # The loss brings targets and weights of its own, which are real.
             args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
         enabled = torch.is_autocast_enabled(self._device_type)
-        call = _Call(
-            name=_PLAIN_NAMES.get(name, name),
-            dtype=torch.get_autocast_dtype(self._device_type) if enabled else None,
-            casts=name in _CASTING or _names_a_dtype(args, kwargs),
-        )
+        dtype = torch.get_autocast_dtype(self._device_type) if enabled else None
+        names_dtype = any(isinstance(given, torch.dtype) for given in (*args, *kwargs.values()))
+        call = _Call(_PLAIN_NAMES.get(name, name), dtype, casts=name in _CASTING or names_dtype)
         with self._tracer.calling(call):
             if func is F.multi_head_attention_forward:
-                with attribute_set(F, ATTENTION, self._attention_inside):
+                # Modes are off inside of it, so that its attention has to be sent here.
+                with attribute_set(F, ATTENTION, functools.partial(self._called, _SDPA)):
                     return func(*args, **kwargs)
             return (
                 self._run_whole(call, func, args, kwargs)
@@ -410,31 +395,29 @@ class _Functions(TorchFunctionMode):
                 else func(*args, **kwargs)
             )
 
-    def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, fake_tensor.FakeTensor):
-            return tensor
-        return self._tracer.to_fake(tensor)
+    def _called(self, func: Callable, *args, **kwargs) -> object:
+        return self.__torch_function__(func, (), args, kwargs)
 
-    def _attention_inside(self, *args, **kwargs) -> torch.Tensor:
-        """Stands for the attention that multi_head_attention_forward calls below all modes."""
-        return self.__torch_function__(_SDPA, (), args, kwargs)
+    def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_fake = isinstance(tensor, fake_tensor.FakeTensor)
+        return tensor if is_fake else self._tracer.to_fake(tensor)
 
     def _run_whole(self, call: _Call, func: Callable, args: tuple, kwargs: dict) -> object:
         """Call a function that is one row, whatever it does inside."""
-        ins = tensors_in((args, kwargs))
-        call.take(ins)
-        fake = self._tracer.to_fake is not None
-        count = 0
+        ins, count = tensors_in((args, kwargs)), 0
+        call.dtypes = {call.key(t): t.dtype for t in ins}
+        call.shapes = {call.key(t): tuple(t.shape) for t in ins}
+        run = functools.partial(func, *args, **kwargs)
         if call.name == ATTENTION:
-            count = Attention(*args, **kwargs).flops()
+            attention = Attention(*args, **kwargs)
+            count = attention.flops()
+            if self._tracer.to_fake is not None and not self._backend.is_host:
+                run = functools.partial(self._attention, call.dtype, attention)
         elif call.is_rnn:
-            count = self._rnn_flops(ins)
-        if call.name == ATTENTION and fake and not self._tracer.backend.is_host:
-            out = self._attention(call.dtype, Attention(*args, **kwargs))
-        elif call.name in _RNN_LAYERS and fake:
-            out = self._rnn(call, func, args)
-        else:
-            out = func(*args, **kwargs)
+            count = self._tracer.rnn_flops(ins)
+            if self._tracer.to_fake is not None and call.name in _RNN_LAYERS:
+                run = functools.partial(self._rnn, call, func, args)
+        out = run()
         self._tracer.note(call, call.name, ins, tensors_in(out), count)
         return out
 
@@ -448,11 +431,10 @@ class _Functions(TorchFunctionMode):
 
     def _rnn(self, call: _Call, func: Callable, args: tuple) -> tuple[torch.Tensor, ...]:
         """A recurrent layer over the first of its steps alone: the others do the same."""
-        row = self._tracer.backend
-        if call.name in row.rnns_without_rule:
+        if call.name in self._backend.rnns_without_rule:
             call.dtype = None
         elif call.dtype is not None:  # fake tensors do not reach the kernel that casts to it
-            call.dtype = row.fused_rnn_dtype or call.dtype
+            call.dtype = self._backend.fused_rnn_dtype or call.dtype
         steps, time = args[0], 1 if args[-1] else 0  # (T, B, C), or (B, T, C) if batch_first
         packed = isinstance(args[1 if call.name == "lstm" else 2], torch.Tensor)
         if not packed:
@@ -462,16 +444,3 @@ class _Functions(TorchFunctionMode):
         if not packed:
             out = out.expand(*steps.shape[:2], out.shape[-1]).contiguous()
         return (out, *states)
-
-    def _rnn_flops(self, ins: list[torch.Tensor]) -> int:
-        """Of all steps: every weight meets every input of the batch once in each."""
-        steps = math.prod(ins[0].shape[:-1])
-        weights = [t for t in ins[1:] if t.dim() == 2 and self._tracer.is_parameter(t)]
-        return sum(2 * steps * weight.numel() for weight in weights)
-
-
-_SDPA = F.scaled_dot_product_attention
-
-
-def _names_a_dtype(args: tuple, kwargs: dict) -> bool:
-    return any(isinstance(given, torch.dtype) for given in (*args, *kwargs.values()))

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from amp_lab.tracing.fake_device import (
     fake_mode,
     on_fake_device,
 )
-from amp_lab.tracing.records import Trace, place_of
+from amp_lab.tracing.records import place_of
 from amp_lab.tracing.tracer import Tracer, named_leaves, named_tensors
 from amp_lab.tracing.xray_result import Xray
 
@@ -58,27 +59,26 @@ def xray(
         require_backend(device_type)
     _check_model(model, real)
     _check_inputs(inputs, kwargs, real)
-    run = _Run(model, inputs, kwargs, loss_fn, device_type, low, real)
-    trace = run.trace(autocast=not off)
-    raised = None
-    if trace.error is not None:
-        raised = run.explain(trace)
+    run = _Run(model, inputs, kwargs, loss_fn, device_type, real)
+    seen, raised = run.trace(torch.float32 if off else low), None
+    if seen.error is not None:
+        raised = run.explain(seen)
         # Only what runs without autocast is worth a table: else the model or its inputs are wrong.
-        if off or run.trace(autocast=False).error is not None:
-            raise TraceError(raised) from trace.error
+        if off or run.trace(torch.float32).error is not None:
+            raise TraceError(raised) from seen.error
     return Xray(
         model=type(model).__name__,
         device_type=device_type,
-        dtype=torch.float32 if off else low,
+        dtype=seen.dtype,
         real=real,
-        rows=trace.rows,
-        casts=trace.casts,
-        output_dtypes=[dtype for dtype, _ in trace.outputs.values()],
-        outputs=trace.outputs,
-        loss_dtype=trace.loss_dtype,
+        rows=seen.rows,
+        casts=seen.casts,
+        output_dtypes=[dtype for dtype, _ in seen.outputs.values()],
+        outputs=seen.outputs,
+        loss_dtype=seen.loss_dtype,
         raised=raised,
-        advice=[] if off else advise(trace, raised),
-        classes=trace.classes,
+        advice=[] if off else advise(seen, raised),
+        classes=seen.classes,
     )
 
 
@@ -91,61 +91,54 @@ class _Run:
     kwargs: dict[str, Any]
     loss_fn: Callable[[Any], torch.Tensor] | None
     device_type: str
-    dtype: torch.dtype
     real: bool
 
-    def trace(self, *, autocast: bool) -> Trace:
-        """The trace of one forward pass, on the device itself or on fake tensors."""
+    def trace(self, dtype: torch.dtype) -> Tracer:
+        """What one forward pass does under autocast to `dtype`; torch.float32: without it."""
         if self.real:
-            return self._really(autocast)
-        trace = self._on_fakes(autocast, contextlib.nullcontext())
-        if isinstance(trace.error, RuntimeError) and "device" in str(trace.error):
+            return self._on_device(dtype)
+        seen = self._on_fakes(dtype, contextlib.nullcontext())
+        if isinstance(seen.error, RuntimeError) and "device" in str(seen.error):
             # Some models count on tensors made without a device being on the CPU.
-            second = self._on_fakes(autocast, torch.device("cpu"))
-            return trace if second.error else second
-        return trace
+            second = self._on_fakes(dtype, torch.device("cpu"))
+            return seen if second.error else second
+        return seen
 
-    def _on_fakes(self, autocast: bool, default: contextlib.AbstractContextManager) -> Trace:
-        trace = Trace(self.device_type, self.dtype)
-        fakes = on_fake_device(self.model, self.inputs, self.kwargs, self.device_type, fake_mode())
-        with fakes as fake, default:
-            tracer = Tracer(trace, autocast=autocast, to_fake=fake.fake)
-            state = fake.parameters | fake.buffers
-            tracer.follow(self.model, fake.call, state, (fake.args, fake.kwargs), self.loss_fn)
-        return trace
+    def _on_fakes(self, dtype: torch.dtype, default: contextlib.AbstractContextManager) -> Tracer:
+        model, device_type = self.model, self.device_type
+        fakes = on_fake_device(model, self.inputs, self.kwargs, device_type, fake_mode())
+        with fakes as run, default:
+            tracer = Tracer(device_type, dtype, to_fake=run.fake)
+            state = run.parameters | run.buffers
+            tracer.follow(model, run.call, state, (run.args, run.kwargs), self.loss_fn)
+        return tracer
 
-    def _really(self, autocast: bool) -> Trace:
-        trace, is_host = Trace(self.device_type, self.dtype), backend(self.device_type).is_host
+    def _on_device(self, dtype: torch.dtype) -> Tracer:
+        tracer, is_host = Tracer(self.device_type, dtype), backend(self.device_type).is_host
         try:
             model, *inputs = copy.deepcopy((self.model, self.inputs, self.kwargs))
         except (RuntimeError, TypeError) as error:  # tensors of a graph, locks, open files
             raise TraceError(f"real=True runs a copy of the model: {first_line(error)}") from error
         model.to(self.device_type)
         args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(self.device_type), inputs)
+        state = dict([*model.named_parameters(), *model.named_buffers()])
         # Dropout draws numbers: what the user draws next must not depend on this run.
         devices = [] if is_host else [torch.accelerator.current_device_index()]
         with torch.random.fork_rng(devices, device_type="cuda" if is_host else self.device_type):
-            state = dict([*model.named_parameters(), *model.named_buffers()])
-            tracer = Tracer(trace, autocast=autocast)
-            tracer.follow(
-                model, lambda: model(*args, **kwargs), state, (args, kwargs), self.loss_fn
-            )
-        return trace
+            call = functools.partial(model, *args, **kwargs)
+            tracer.follow(model, call, state, (args, kwargs), self.loss_fn)
+        return tracer
 
-    def explain(self, trace: Trace) -> str:
+    def explain(self, seen: Tracer) -> str:
         """The model's own error in a line, with the shapes that it was given."""
-        shapes = ", ".join(
-            f"{tuple(t.shape)} {dtype_name(t.dtype)}"
-            for _, t in named_tensors((self.inputs, self.kwargs))
-        )
+        tensors = [tensor for _, tensor in named_tensors((self.inputs, self.kwargs))]
+        shapes = ", ".join(f"{tuple(t.shape)} {dtype_name(t.dtype)}" for t in tensors)
         where = ""
-        if trace.failed_at is not None:
-            module, op = trace.failed_at
+        if seen.failed_at is not None:
+            module, op = seen.failed_at
             where = f" in {place_of(module)} ({op})"
-        return (
-            f"{type(self.model).__name__} fails on input {shapes or 'of no tensor'}{where}: "
-            f"{with_type(trace.error)}"
-        )
+        name, given = type(self.model).__name__, shapes or "of no tensor"
+        return f"{name} fails on input {given}{where}: {with_type(seen.error)}"
 
 
 def _check_model(model: object, real: bool) -> None:
