@@ -190,11 +190,10 @@ def on_fake_device(
 ) -> Iterator[FakeRun]:
     """The block in which `model` runs on fake tensors of `device_type`, wherever it really is.
 
-    In the block `mode` is on, and tensors made without a device are on `device_type`, as after
-    `torch.set_default_device`. The model's own tensors are neither moved nor changed, may be on
-    ``meta``, and tensors that share memory do so as fakes too. What the forward pass leaves in
-    attributes of its modules is taken back when the block ends, however it ends. Compute with its
-    tensors inside the block alone: after it, torch looks for the device again.
+    In the block `mode` is on, and tensors made without a device are on `device_type`. The model's
+    own tensors are neither moved nor changed, may be on ``meta``, and tensors that share memory do
+    so as fakes too. What the forward pass leaves in attributes is taken back, however the block
+    ends. Compute with its tensors inside alone: after it, torch looks for the device again.
 
     Raises `DeviceError` for an unknown device type, and `TraceError` for a model that has no fake
     copy: one with lazy, sparse or quantised tensors, or one of TorchScript.
@@ -277,30 +276,19 @@ def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: An
 
 @contextmanager
 def _attributes_restored(model: nn.Module) -> Iterator[None]:
-    """Take back, when the block ends, what it did to attributes of the modules.
+    """The block after which attributes of the modules, and lists and dicts in them, are as before.
 
     Some models keep a tensor of the forward pass (torchvision's anchors, a mask, a weight computed
-    by a hook); a fake one would break the next real call. Containers are restored too, one level
-    deep, which covers a module's parameters, buffers and hooks.
+    by a hook); a fake one would break the next real call.
     """
-    containers = (list, dict, set)
-    before = [
-        (
-            module,
-            dict(vars(module)),
-            [(v, copy.copy(v)) for v in vars(module).values() if isinstance(v, containers)],
-        )
-        for module in model.modules()
-    ]
+    before = []
+    for module in model.modules():
+        for container in (vars(module), *vars(module).values()):
+            if isinstance(container, (list, dict, set)):
+                before.append((container, copy.copy(container)))
     try:
         yield
     finally:
-        for module, attributes, contents in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for container, content in contents:
-                if isinstance(container, list):
-                    container[:] = content
-                else:
-                    container.clear()
-                    container.update(content)
+        for container, content in before:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
