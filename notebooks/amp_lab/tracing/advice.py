@@ -12,8 +12,7 @@ from amp_lab.tracing.fake_device import LOWER_DTYPES
 from amp_lab.tracing.records import LOSS, OpRecord, places_of
 from amp_lab.tracing.tracer import NORMS, Tracer
 
-LARGE = 0.05
-"""An op is large if it has this share of all work, or of all bytes written."""
+LARGE = 0.05  # of all work, or of all bytes written: an op of this share is large
 
 _SOFTMAX = {"_softmax", "_log_softmax", "_safe_softmax"}
 _LOSSES = {
@@ -133,6 +132,7 @@ def _parameters_cast_anew(seen: Tracer) -> list[str]:
     ]
 
 
+# Each makes its sentences, or none if there is nothing to say.
 RULES: tuple[Callable[[Tracer], list[str]], ...] = (
     _loss_in_low_precision,
     _no_work_in_low_precision,
@@ -143,7 +143,6 @@ RULES: tuple[Callable[[Tracer], list[str]], ...] = (
     _sizes_of_no_whole_tile,
     _parameters_cast_anew,
 )
-"""Each makes its sentences, or none if there is nothing to say."""
 
 
 def _is_low(row: OpRecord) -> bool:

@@ -20,8 +20,7 @@ from amp_lab.torch_versions import fused_gru_on_fakes
 from amp_lab.tracing.device_guard import idle_guard
 from amp_lab.tracing.ops_seen import storage_key
 
-LOWER_DTYPES = (torch.float16, torch.bfloat16)
-"""The dtypes that autocast takes, on every backend."""
+LOWER_DTYPES = (torch.float16, torch.bfloat16)  # what autocast takes, on every backend
 
 
 def checked_backend(device_type: str) -> str:
@@ -165,13 +164,11 @@ class FakeRun:
     """A model and its inputs on a fake device; made by `on_fake_device`."""
 
     model: nn.Module
-    parameters: dict[str, nn.Parameter]
-    """Fake copies under all their names: a tied parameter is the same tensor under each."""
+    parameters: dict[str, nn.Parameter]  # under all their names: a tied one is one tensor
     buffers: dict[str, torch.Tensor]
     args: tuple
     kwargs: dict[str, Any]
-    fake: Callable[[Any], Any]
-    """Makes fake copies, on the same device, of all tensors in a structure, such as a target."""
+    fake: Callable[[Any], Any]  # makes fake copies of all tensors in a structure, such as a target
 
     def call(self) -> Any:
         """The output of the model for `args` and `kwargs`, with its fake tensors in place."""

@@ -1,7 +1,7 @@
 """Arguments with which an op can be called, by what its schema says of them."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -12,16 +12,16 @@ from amp_lab.torch_versions import dimension_by_name
 _N = 4  # the size of every dimension, unless the op needs another
 
 
-class _Shape(tuple):
-    """The shape of a floating-point tensor."""
+class _Shape(tuple):  # of a floating-point tensor
+    pass
 
 
-class _Index(tuple):
-    """The shape of a tensor of indices, which are all 0."""
+class _Index(tuple):  # of a tensor of indices, which are all 0
+    pass
 
 
-class _Pivots(tuple):
-    """The shape of a tensor of LAPACK's indices, which start at 1."""
+class _Pivots(tuple):  # of a tensor of LAPACK's indices, which start at 1
+    pass
 
 
 # What the name of an argument says about its value. Other numbers are 1, and truth values False.
@@ -98,33 +98,11 @@ _BY_OP: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-class TensorMaker:
-    """Makes the tensors of a call, and notes the dtypes of those in floating point."""
-
-    def __init__(self, device_type: str, first: torch.dtype, rest: torch.dtype):
-        self._device, self._first, self._rest = torch.device(device_type), first, rest
-        self.given: list[torch.dtype] = []
-
-    def make(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Half the identity, which has an inverse, a Cholesky factor, and values in [0, 1]."""
-        if isinstance(shape, _Index):
-            return torch.zeros(shape, dtype=torch.int64, device=self._device)
-        if isinstance(shape, _Pivots):
-            return torch.ones(shape, dtype=torch.int32, device=self._device)
-        dtype = self._rest if self.given else self._first
-        self.given.append(dtype)
-        if len(shape) < 2:
-            return torch.full(shape, 0.5, dtype=dtype, device=self._device)
-        matrix = torch.eye(*shape[-2:], dtype=dtype, device=self._device) / 2
-        return matrix.expand(shape).contiguous()
-
-
 class Sizes(NamedTuple):
-    """Shapes for the tensors of an op that have no value by name."""
+    """Shapes for the tensors of an op of which nothing is known by name."""
 
-    shapes: list[tuple[int, ...]]
-    indices: bool
-    """Whether those that may be indices are."""
+    shapes: Iterable[tuple[int, ...]]
+    indices: bool = False  # whether those that may be indices are
 
 
 def sizes_to_try(op: OpOverload) -> Iterator[Sizes]:
@@ -138,43 +116,74 @@ def sizes_to_try(op: OpOverload) -> Iterator[Sizes]:
             yield Sizes([(_N,) * d for d in (*dims, *last)], indices)
 
 
-def arguments(
-    op: OpOverload, tensors: TensorMaker, shapes: Iterator[tuple[int, ...]], indices: bool = False
-) -> tuple[list[Any], dict[str, Any]]:
-    """A value for every argument of an op, by its name and type; `shapes` are of what has none."""
-    args, kwargs = [], {}
-    for argument in op._schema.arguments:
-        value = _value(op, argument, tensors, shapes, indices)
-        if argument.kwarg_only:
-            kwargs[argument.name] = value
-        else:
-            args.append(value)
-    return args, kwargs
+class Sample:
+    """A value for every argument of an op, by its name and type, in `args` and `kwargs`.
 
+    The first tensor in floating point has the dtype `first`, the others have `rest`.
+    """
 
-def _value(
-    op: OpOverload,
-    argument: torch.Argument,
-    tensors: TensorMaker,
-    shapes: Iterator[tuple[int, ...]],
-    indices: bool,
-) -> Any:
-    by_op = _by_op(op)
-    if argument.name in by_op:
-        return _named_value(by_op[argument.name], argument, tensors)
-    if argument.has_default_value():
-        return argument.default_value
-    if argument.name in _BY_NAME:
-        return _named_value(_BY_NAME[argument.name], argument, tensors)
-    kind = str(argument.type)
-    if not _is_free(op, argument):
-        return _plain_value(kind, argument.N)
-    shape = next(shapes)
-    if indices and argument.name in _MAYBE_INDICES:
-        shape = _Index(shape)
-    if kind == "List[Tensor]":
-        return [tensors.make(shape), tensors.make(shape)]
-    return tensors.make(shape)
+    def __init__(
+        self, op: OpOverload, device_type: str, first: torch.dtype, rest: torch.dtype, sizes: Sizes
+    ):
+        self.given: list[torch.dtype] = []  # of its tensors in floating point
+        self.args: list[Any] = []
+        self.kwargs: dict[str, Any] = {}
+        self._op, self._device = op, torch.device(device_type)
+        self._dtypes = itertools.chain([first], itertools.repeat(rest))
+        self._shapes, self._indices = iter(sizes.shapes), sizes.indices
+        for argument in op._schema.arguments:
+            if argument.kwarg_only:
+                self.kwargs[argument.name] = self._value(argument)
+            else:
+                self.args.append(self._value(argument))
+
+    def _value(self, argument: torch.Argument) -> Any:
+        # The op's own table comes before a default: some defaults fit no shape of ours.
+        if argument.name in _by_op(self._op):
+            return self._named(_by_op(self._op)[argument.name], argument)
+        if argument.has_default_value():
+            return argument.default_value
+        if argument.name in _BY_NAME:
+            return self._named(_BY_NAME[argument.name], argument)
+        kind = str(argument.type)
+        if _is_free(self._op, argument):
+            shape = next(self._shapes)
+            if self._indices and argument.name in _MAYBE_INDICES:
+                shape = _Index(shape)
+            return (
+                [self._tensor(shape) for _ in range(2)] if "List" in kind else self._tensor(shape)
+            )
+        if kind.startswith("List"):
+            return [1] * (argument.N or 2)
+        return None if kind.startswith("Optional") else {"bool": False, "str": "nuc"}.get(kind, 1)
+
+    def _named(self, value: Any, argument: torch.Argument) -> Any:
+        """The value that a name stands for: a tensor of a shape, a list, or its first element."""
+        kind = str(argument.type)
+        if isinstance(value, tuple):
+            return self._tensor(value)
+        if kind in ("str", "List[str]") and not isinstance(value, str):
+            return dimension_by_name(kind)
+        if not isinstance(value, list) or not value:
+            return value
+        if "List" not in kind:  # one, where other ops take several
+            return self._tensor(_Index((len(value),))) if kind == "Tensor" else value[0]
+        if isinstance(value[0], tuple):
+            return [self._tensor(shape) for shape in value]
+        return value[: argument.N or len(value)]  # an op for images has two where this has one
+
+    def _tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
+        if isinstance(shape, _Index):
+            return torch.zeros(shape, dtype=torch.int64, device=self._device)
+        if isinstance(shape, _Pivots):
+            return torch.ones(shape, dtype=torch.int32, device=self._device)
+        dtype = next(self._dtypes)
+        self.given.append(dtype)
+        if len(shape) < 2:
+            return torch.full(shape, 0.5, dtype=dtype, device=self._device)
+        # Half the identity has an inverse, a Cholesky factor, and values in [0, 1].
+        matrix = torch.eye(*shape[-2:], dtype=dtype, device=self._device) / 2
+        return matrix.expand(shape).contiguous()
 
 
 def _by_op(op: OpOverload) -> dict[str, Any]:
@@ -185,28 +194,3 @@ def _is_free(op: OpOverload, argument: torch.Argument) -> bool:
     """Whether an argument is a tensor of which nothing is known by name."""
     required = str(argument.type) in ("Tensor", "List[Tensor]")
     return required and argument.name not in (_by_op(op) | _BY_NAME)
-
-
-def _named_value(value: Any, argument: torch.Argument, tensors: TensorMaker) -> Any:
-    """The value that a name stands for: a tensor of a shape, or a list, or its first element."""
-    kind = str(argument.type)
-    if isinstance(value, tuple):
-        return tensors.make(value)
-    if kind in ("str", "List[str]") and not isinstance(value, str):
-        return dimension_by_name(kind)
-    if not isinstance(value, list) or not value:
-        return value
-    if "List" not in kind:  # one where other ops take several
-        return tensors.make(_Index((len(value),))) if kind == "Tensor" else value[0]
-    if isinstance(value[0], tuple):
-        return [tensors.make(shape) for shape in value]
-    return value[: argument.N or len(value)]
-
-
-def _plain_value(kind: str, length: int | None) -> Any:
-    """A value of a type about whose name nothing is known."""
-    if kind.startswith("Optional"):
-        return None
-    if kind.startswith("List"):
-        return [1] * (length or 2)
-    return {"bool": False, "str": "nuc"}.get(kind, 1)

@@ -31,40 +31,31 @@ from amp_lab.tracing.fake_device import (
     errors_not_logged,
     fake_mode,
 )
-from amp_lab.tracing.op_samples import Sizes, TensorMaker, arguments, sizes_to_try
+from amp_lab.tracing.op_samples import Sample, Sizes, sizes_to_try
 from amp_lab.tracing.ops_seen import tensors_in
 
-POLICIES = {
+POLICIES = {  # what autocast does to an op
     "lower_precision": "casts floating-point inputs to autocast's dtype",
     "fp32": "casts floating-point inputs to float32",
     "fp32_set_opt_dtype": "computes and returns float32, unless the call names a dtype",
     "promote": "casts floating-point inputs to the widest dtype among them",
     "banned": "raises",
 }
-"""What autocast does to an op, by the name of the policy."""
 
 
 @dataclass(frozen=True)
 class OpRule:
     """What autocast on one backend does to one of torch's ops."""
 
-    op: str
-    """Its name without ``aten::``, and with the overload where its overloads differ."""
-    overloads: tuple[str, ...]
-    """Those of its overloads that this rule is for; the one without a name is ``default``."""
-    policy: str
-    """One of `POLICIES`."""
-    given: tuple[torch.dtype, ...]
-    """The dtypes of the floating-point inputs of a call, such that the policy has work to do."""
-    observed: torch.dtype | None
-    """The dtype that the call returned; None if the op could not be called."""
-    reason: str
-    """Why it could not be called, in a line; else empty."""
+    op: str  # without "aten::", and with the overload where its overloads differ
+    overloads: tuple[str, ...]  # that it is for; the one without a name is "default"
+    policy: str  # one of POLICIES
+    given: tuple[torch.dtype, ...]  # dtypes of the inputs of a call, such that the policy has work
+    observed: torch.dtype | None  # what the call returned; None: the op could not be called
+    reason: str  # why it could not be called, in a line; else empty
     agrees: bool | None
     """Whether `observed` is what the policy promises; None if no floating-point number came back.
-
-    A complex number is held to the promise by its parts.
-    """
+    A complex number is held to the promise by its parts."""
 
 
 class OpTable(Printed, list[OpRule]):
@@ -73,8 +64,7 @@ class OpTable(Printed, list[OpRule]):
     def __init__(self, rules: Iterable[OpRule], device_type: str, dtype: torch.dtype, real: bool):
         super().__init__(rules)
         self.device_type, self.dtype = device_type, dtype
-        self.real = real
-        """Whether the ops were called on the device itself; else on fake tensors of its type."""
+        self.real = real  # whether ops were called on the device itself, not on fake tensors
 
     def to_json(self) -> str:
         """The table as JSON, with dtypes by their names."""
@@ -117,10 +107,8 @@ class OpTable(Printed, list[OpRule]):
 class OpDifference(NamedTuple):
     """An op that autocast treats differently on two backends."""
 
-    op: str
-    """Its name, with the overload unless that is ``default``."""
-    first: str | None
-    """The policy in the first table; None where autocast leaves the op alone."""
+    op: str  # with the overload, unless that is "default"
+    first: str | None  # policy in the first table; None: autocast leaves the op alone
     second: str | None
 
 
@@ -137,13 +125,12 @@ class OpDifferences(Printed, list[OpDifference]):
         return json.dumps({"device_types": list(self.names), "ops": rows}, indent=2)
 
     def _table(self) -> Table:
-        rows = [[row.op, row.first or "-", row.second or "-"] for row in self]
-        return Table(["op", *self.names], rows, caption=self._summary())
-
-    def _summary(self) -> str:
-        return (
-            f"{len(self)} ops are treated differently by autocast on {self.names[0]!r} and on "
-            f"{self.names[1]!r}; '-': autocast leaves it alone"
+        first, second = self.names
+        return Table(
+            ["op", first, second],
+            [[row.op, row.first or "-", row.second or "-"] for row in self],
+            caption=f"{len(self)} ops are treated differently by autocast on {first!r} and on "
+            f"{second!r}; '-': autocast leaves it alone",
         )
 
 
@@ -170,10 +157,8 @@ def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
         op = getattr(getattr(torch.ops.aten, base), overload or "default")
         policy, reason = autocast.policy(op)
         if policy is None:
-            message = (
-                f"{name} is left out: autocast on {device_type!r} follows no policy ({reason})"
-            )
-            warnings.warn(message, AmpLabWarning, stacklevel=2)
+            left_out = f"{name} is left out: autocast on {device_type!r} follows no policy"
+            warnings.warn(f"{left_out} ({reason})", AmpLabWarning, stacklevel=2)
             continue
         rules.setdefault(base, []).append(autocast.rule(op, policy, reason))
     table = [rule for base, group in rules.items() for rule in _merged(base, group)]
@@ -187,22 +172,22 @@ def differences(first: OpTable, second: OpTable) -> OpDifferences:
 
     Overloads are told apart, since one backend may know an overload that another does not.
     """
-    policies = [
-        {
-            f"{rule.op.partition('.')[0]}.{overload}": rule.policy
-            for rule in table
-            for overload in rule.overloads
-        }
-        for table in (first, second)
+    a, b = _policies(first), _policies(second)
+    rows = [
+        OpDifference(name.removesuffix(".default"), a.get(name), b.get(name))
+        for name in sorted(a.keys() | b.keys())
+        if a.get(name) != b.get(name)
     ]
-    names = sorted(set(policies[0]) | set(policies[1]))
-    rows = (
-        OpDifference(name.removesuffix(".default"), *(table.get(name) for table in policies))
-        for name in names
-    )
-    return OpDifferences(
-        (row for row in rows if row.first != row.second), (first.device_type, second.device_type)
-    )
+    return OpDifferences(rows, (first.device_type, second.device_type))
+
+
+def _policies(table: OpTable) -> dict[str, str]:
+    """The policy of each overload by its full name."""
+    return {
+        f"{rule.op.partition('.')[0]}.{overload}": rule.policy
+        for rule in table
+        for overload in rule.overloads
+    }
 
 
 class _CaughtError(Exception):
@@ -234,8 +219,7 @@ class _Autocast:
 
     device_type: str
     dtype: torch.dtype
-    real: bool
-    """Whether ops are called on the device itself."""
+    real: bool  # whether ops are called on the device itself
 
     def policy(self, op: OpOverload) -> tuple[str | None, str]:
         """The name of the policy, and what torch says of a banned op; None, and why, for none."""
@@ -260,11 +244,10 @@ class _Autocast:
         """
         catch = _Catch(op)
         with self._fakes(), torch.inference_mode(), autocast_on(self.device_type, dtype):
-            tensors = TensorMaker(self.device_type, first, dtype)
-            args, kwargs = arguments(op, tensors, itertools.repeat((2, 2)))
+            sample = Sample(op, self.device_type, first, dtype, Sizes(itertools.repeat((2, 2))))
             try:
                 with catch:
-                    op(*args, **kwargs)
+                    op(*sample.args, **sample.kwargs)
             except _CaughtError:
                 return catch.arguments, ""
             except RuntimeError as error:
@@ -294,19 +277,17 @@ class _Autocast:
         tries = [fitting] if fitting else []
         if fitting is None and self.real:  # some ops have kernels for the device alone
             tries = list(sizes_to_try(op))
-        for shapes, indices in tries:
-            tensors = TensorMaker(self.device_type, first, rest)
+        for sizes in tries:
             try:
                 with nullcontext() if self.real else self._fakes():
-                    args, kwargs = arguments(op, tensors, iter(shapes), indices)
+                    sample = Sample(op, self.device_type, first, rest, sizes)
                     with autocast_on(self.device_type, self.dtype):
-                        result = _call(op, args, kwargs)
+                        dtypes = _returned(op, sample)
             except Exception as error:  # kernels, and their fakes in Python, raise what they like
                 reason = _reason(error)
                 continue
-            dtypes = [tensor.dtype for tensor in tensors_in(result)]
             floating = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
-            return (floating or dtypes)[0], tuple(tensors.given), ""
+            return (floating or dtypes)[0], tuple(sample.given), ""
         return None, (), reason
 
     @contextmanager
@@ -340,10 +321,8 @@ def _fitting(op: OpOverload) -> tuple[Sizes | None, str]:
     """Shapes that the op takes, tried on tensors without values; None, and why not, if none fit."""
     reason = ""
     for sizes in sizes_to_try(op):
-        tensors = TensorMaker("meta", torch.float32, torch.float32)
-        args, kwargs = arguments(op, tensors, iter(sizes.shapes), sizes.indices)
         try:
-            _call(op, args, kwargs)
+            _returned(op, Sample(op, "meta", torch.float32, torch.float32, sizes))
         except NotImplementedError as error:  # whatever the shapes
             return None, _reason(error)
         except Exception as error:
@@ -353,10 +332,11 @@ def _fitting(op: OpOverload) -> tuple[Sizes | None, str]:
     return None, reason
 
 
-def _call(op: OpOverload, args: list[Any], kwargs: dict[str, Any]) -> Any:
+def _returned(op: OpOverload, sample: Sample) -> list[torch.dtype]:
+    """The dtypes that a call returns."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # that an op is deprecated: the user called none
-        return op(*args, **kwargs)
+        return [tensor.dtype for tensor in tensors_in(op(*sample.args, **sample.kwargs))]
 
 
 def _reason(error: Exception) -> str:

@@ -79,6 +79,7 @@ def _convolution_backward_flops(
     return forward * (wanted[0] + wanted[1])
 
 
+# What torch's `flop_registry` lacks or counts wrongly, for `FlopCounterMode(custom_mapping=…)` too.
 FLOP_FORMULAS: dict[Any, Callable[..., int]] = {
     torch.ops.aten.mv: _product_flops,
     torch.ops.aten.dot: _product_flops,
@@ -86,7 +87,6 @@ FLOP_FORMULAS: dict[Any, Callable[..., int]] = {
     torch.ops.aten.addbmm: _added_product_flops,
     torch.ops.aten.convolution_backward: _convolution_backward_flops,
 }
-"""What torch's `flop_registry` lacks or counts wrongly: `FlopCounterMode(custom_mapping=…)`."""
 
 
 class Attention(NamedTuple):

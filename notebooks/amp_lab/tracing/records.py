@@ -8,8 +8,7 @@ import torch
 
 from amp_lab.report import listed
 
-LOSS = "(loss)"
-"""Stands for a module's name in records of the loss."""
+LOSS = "(loss)"  # stands for a module's name in records of the loss
 
 
 @dataclass(frozen=True)
@@ -20,22 +19,16 @@ class OpRecord:
     Attention, norms and recurrent layers are one op, since their kernels depend on the card.
     """
 
-    module: str
-    """Qualified name of the module whose code ran; ``""``: the model itself."""
-    op: str
-    """The op: ``convolution``, ``addmm``, ``_softmax``."""
+    module: str  # qualified name of the one whose code ran; "": the model itself
+    op: str  # convolution, addmm, _softmax
     in_dtypes: tuple[torch.dtype, ...]
     out_dtypes: tuple[torch.dtype, ...]
     in_shapes: tuple[tuple[int, ...], ...]
     out_shapes: tuple[tuple[int, ...], ...]
-    called: str
-    """The function of torch that the model called: ``conv2d``, ``linear``, ``cross_entropy``."""
-    flops: int = 0
-    """Multiplications and additions of a matrix product, convolution or recurrent layer."""
-    autocast: bool = True
-    """Whether autocast was on where it was called."""
-    widened: bool = False
-    """Whether autocast made it compute on a low-precision input in fp32."""
+    called: str  # the function of torch that the model called: conv2d, linear, cross_entropy
+    flops: int = 0  # of a matrix product, convolution, attention or recurrent layer
+    autocast: bool = True  # whether autocast was on where it was called
+    widened: bool = False  # whether autocast made it compute on a low-precision input in fp32
     product_dtype: torch.dtype | None = None
     """Of a recurrent layer or cell: the dtype, the widest of several, that the matrix products
     inside it computed in, which may be narrower than its state."""
@@ -69,13 +62,10 @@ class Cast:
     module: str
     from_dtype: torch.dtype
     to_dtype: torch.dtype
-    what: str
-    """What was cast: ``parameter NAME``, ``input 0``, ``output of OP in MODULE``."""
-    cached: bool
-    """Whether autocast keeps the result for further uses in the same block."""
+    what: str  # "parameter NAME", "input 0", "output of OP in MODULE"
+    cached: bool  # whether autocast keeps the result for further uses in the same block
     shape: tuple[int, ...]
-    called: str
-    """The function that it was cast for."""
+    called: str  # the function that it was cast for
 
     @property
     def nbytes(self) -> int:

@@ -32,25 +32,18 @@ _DEEPEST = 12
 class Xray(Printed):
     """What `xray` found; `str` of it is made to be read."""
 
-    model: str
-    """Class of the model."""
+    model: str  # its class
     device_type: str
-    dtype: torch.dtype
-    """What autocast computes in; torch.float32: autocast was off."""
+    dtype: torch.dtype  # what autocast computes in; torch.float32: autocast was off
     real: bool
     rows: list[OpRecord]
     casts: list[Cast]
-    output_dtypes: list[torch.dtype]
-    """Of each tensor of the output, in order."""
-    outputs: dict[str, tuple[torch.dtype, tuple[int, ...]]]
-    """Place of each tensor of the output, its dtype and shape."""
+    output_dtypes: list[torch.dtype]  # of each tensor of the output, in order
+    outputs: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # by place: dtype and shape
     loss_dtype: torch.dtype | None
-    raised: str | None
-    """What autocast made fail, if it did: the rows end there."""
-    advice: list[str]
-    """What to look at, in sentences; each is proved by the rows and casts."""
-    classes: dict[str, str] = field(repr=False)
-    """Class of each module."""
+    raised: str | None  # what autocast made fail, if it did: the rows end there
+    advice: list[str]  # what to look at, in sentences; each is proved by the rows and casts
+    classes: dict[str, str] = field(repr=False)  # of each module
 
     @property
     def title(self) -> str:
@@ -245,8 +238,8 @@ class Comparison(Printed):
 
     a: Xray
     b: Xray
+    # Ops that differ in a dtype, and those that only one of the two ran.
     different: list[tuple[OpRecord | None, OpRecord | None]]
-    """Ops that differ in a dtype, and those that only one of the two ran."""
 
     @property
     def names(self) -> tuple[str, str]:
