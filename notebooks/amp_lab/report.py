@@ -43,7 +43,7 @@ class Table:
             for row in cells
         ]
         rule = "-" * max(map(len, [head, *body]))
-        at = len(self.rows)
+        at = len(self.rows)  # where the foot begins
         lines = [head, rule, *body[:at], *([rule] if self.foot else []), *body[at:]]
         parts = [[self.caption] if self.caption else [], lines if body else [], list(self.facts)]
         if self.advice:
@@ -133,7 +133,7 @@ def percent(part: float, whole: float) -> str:
     share = 100 * part / whole
     if part and share < 0.01:
         return "<0.01"
-    if part < whole and share > 99.9:
+    if part < whole and share > 99.9:  # "100" would say that none is left
         return ">99.9"
     return f"{share:.3g}"
 

@@ -387,7 +387,7 @@ class _Functions(TorchFunctionMode):
         with self._tracer.calling(call):
             if func is F.multi_head_attention_forward:
                 # Modes are off inside of it, so that its attention has to be sent here.
-                with attribute_set(F, ATTENTION, functools.partial(self._called, _SDPA)):
+                with attribute_set(F, ATTENTION, self._attention_inside):
                     return func(*args, **kwargs)
             return (
                 self._run_whole(call, func, args, kwargs)
@@ -395,8 +395,8 @@ class _Functions(TorchFunctionMode):
                 else func(*args, **kwargs)
             )
 
-    def _called(self, func: Callable, *args, **kwargs) -> object:
-        return self.__torch_function__(func, (), args, kwargs)
+    def _attention_inside(self, *args, **kwargs) -> object:
+        return self.__torch_function__(_SDPA, (), args, kwargs)
 
     def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
         is_fake = isinstance(tensor, fake_tensor.FakeTensor)

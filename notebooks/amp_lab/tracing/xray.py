@@ -100,8 +100,8 @@ class _Run:
         seen = self._on_fakes(dtype, contextlib.nullcontext())
         if isinstance(seen.error, RuntimeError) and "device" in str(seen.error):
             # Some models count on tensors made without a device being on the CPU.
-            second = self._on_fakes(dtype, torch.device("cpu"))
-            return seen if second.error else second
+            on_cpu = self._on_fakes(dtype, torch.device("cpu"))
+            return seen if on_cpu.error else on_cpu
         return seen
 
     def _on_fakes(self, dtype: torch.dtype, default: contextlib.AbstractContextManager) -> Tracer:
@@ -119,7 +119,7 @@ class _Run:
             model, *inputs = copy.deepcopy((self.model, self.inputs, self.kwargs))
         except (RuntimeError, TypeError) as error:  # tensors of a graph, locks, open files
             raise TraceError(f"real=True runs a copy of the model: {first_line(error)}") from error
-        model.to(self.device_type)
+        model.to(self.device_type)  # the copy: the user's own model stays where it is
         args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(self.device_type), inputs)
         state = dict([*model.named_parameters(), *model.named_buffers()])
         # Dropout draws numbers: what the user draws next must not depend on this run.
@@ -146,6 +146,7 @@ def _check_model(model: object, real: bool) -> None:
         kind = model.__name__ if isinstance(model, type) else f"a {type(model).__name__}"
         raise TraceError(f"{kind} is no model: give an nn.Module, the model itself")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        # Its hooks and copies for each device would be traced, and their names are not the model's.
         raise TraceError(f"{type(model).__name__} wraps the model: give its .module")
     for name, tensor in model.named_parameters():
         if tensor.dtype in LOWER_DTYPES:
@@ -153,46 +154,34 @@ def _check_model(model: object, real: bool) -> None:
                 f"parameter {name!r} is {dtype_name(tensor.dtype)} already: autocast casts float32 "
                 "weights itself; call model.float() first"
             )
-        if real:
-            _check_values(tensor, f"parameter {name!r}")
+        _check_values(tensor, f"parameter {name!r}", real)
 
 
 def _check_inputs(inputs: tuple, kwargs: dict[str, Any], real: bool) -> None:
-    found = 0
-    for place, value in [*enumerate(inputs), *kwargs.items()]:
+    given, found = [*enumerate(inputs), *kwargs.items()], 0
+    for place, value in given:
         name = f"input {place!r}"
         if isinstance(value, nn.utils.rnn.PackedSequence) and not real:
             raise TraceError(f"{name} is a PackedSequence, which has no fake copy: give it padded")
-        found += _checked_leaves(name, value, real)
-        if not found and _is_shape(value):
+        for _, leaf in named_leaves(value):
+            if isinstance(leaf, torch.Tensor):
+                found += 1
+                _check_values(leaf, name, real)
+            elif hasattr(leaf, "__array__"):  # NumPy's, pandas'
+                kind = type(leaf).__name__
+                raise TraceError(f"{name} is no tensor but a {kind}: give torch.as_tensor of it")
+        if not found and _is_shape(value):  # what other tools for models take
             raise TraceError(f"{name} is no tensor but {value!r}: give torch.empty{tuple(value)}")
-    given = [*inputs, *kwargs.values()]
     if given and not found:
-        kind = type(given[0]).__name__
+        kind = type(given[0][1]).__name__
         raise TraceError(f"there is no tensor among the inputs, but a {kind}: give a tensor")
 
 
-def _checked_leaves(name: str, value: object, real: bool) -> int:
-    """How many tensors there are in an input."""
-    found = 0
-    for _, leaf in named_leaves(value):
-        if isinstance(leaf, torch.Tensor):
-            found += 1
-            if real:
-                _check_values(leaf, name)
-        elif hasattr(leaf, "__array__"):  # NumPy's, pandas'
-            raise TraceError(
-                f"{name} is no tensor but a {type(leaf).__name__}: give torch.as_tensor of it"
-            )
-    return found
-
-
-def _check_values(tensor: torch.Tensor, name: str) -> None:
-    if tensor.is_meta:
+def _check_values(tensor: torch.Tensor, name: str, real: bool) -> None:
+    if real and tensor.is_meta:
         raise TraceError(f"{name} is on 'meta' and has no values: use real=False")
 
 
 def _is_shape(value: object) -> bool:
-    if not isinstance(value, (tuple, list)) or not value:
-        return False
-    return all(isinstance(size, int) for size in value)
+    is_list = isinstance(value, (tuple, list)) and len(value) > 0
+    return is_list and all(isinstance(size, int) for size in value)

@@ -20,7 +20,7 @@ from amp_lab.report import (
     share_text,
     short_name,
     to_plain,
-)  # fmt: skip
+)
 from amp_lab.tracing.fake_device import LOWER_DTYPES
 from amp_lab.tracing.records import LOSS, Cast, OpRecord
 
