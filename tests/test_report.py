@@ -1,13 +1,28 @@
 """Tables as text, Markdown and HTML; the words that several modules print."""
 
+import json
 import re
+from dataclasses import dataclass
 from html.parser import HTMLParser
 
 import pytest
 import torch
 
 from amp_lab.errors import first_line, with_type
-from amp_lab.report import Printed, Table, dtype_name, listed, plural, short_name
+from amp_lab.report import (
+    Printed,
+    Table,
+    bytes_text,
+    dtype_name,
+    flops_text,
+    listed,
+    percent,
+    plural,
+    rate_text,
+    share_text,
+    short_name,
+    to_plain,
+)
 
 TABLE = Table(
     ["op", "count"],
@@ -149,3 +164,31 @@ def test_counts_and_lists():
 )
 def test_an_error_is_told_in_a_line(error, line, typed):
     assert (first_line(error), with_type(error)) == (line, typed)
+
+
+def test_shares_sizes_and_rates_have_the_digits_that_say_something():
+    assert [percent(n, 10**6) for n in (0, 1, 250, 999_999, 10**6)] == [
+        "0", "<0.01", "0.025", ">99.9", "100"
+    ]  # fmt: skip
+    assert percent(0, 0) == "-"
+    assert [share_text(n, 10_000) for n in (0, 4, 5, 10_000)] == ["-", "<0.1 %", "0.1 %", "100.0 %"]
+    assert [bytes_text(n) for n in (512, 1536, 3 * 2**19)] == ["0.5 KiB", "1.5 KiB", "1.5 MiB"]
+    assert [flops_text(n) for n in (None, 1.234e9, 5e12)] == ["-", "1.23 GFLOP/s", "5 TFLOP/s"]
+    assert rate_text(2e6, "B/s") == "2 MB/s"
+    assert rate_text(20, "B/s") == "20 B/s"
+
+
+@dataclass(frozen=True)
+class Point:
+    dtype: torch.dtype
+    at: tuple[int, ...]
+    more: dict
+
+
+def test_records_become_what_json_takes():
+    point = Point(torch.float16, (1, 2), {"inside": [Point(torch.int8, (), {})], 3: None})
+    assert json.loads(json.dumps(to_plain(point))) == {
+        "dtype": "float16",
+        "at": [1, 2],
+        "more": {"inside": [{"dtype": "int8", "at": [], "more": {}}], "3": None},
+    }

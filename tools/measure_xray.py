@@ -23,8 +23,8 @@ import torch
 import torchvision
 
 import gpt
+from amp_lab.backends import BACKENDS
 from amp_lab.device import pick_device
-from amp_lab.tracing.fake_device import BACKENDS
 from amp_lab.tracing.largest_batch import largest_batch
 from amp_lab.tracing.memory import compare_memory
 from amp_lab.tracing.op_table import op_table

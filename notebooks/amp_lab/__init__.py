@@ -23,7 +23,7 @@ _EXPORTS = {  # public name: the module that defines it
     "measure": "timing",
     "OpRule": "tracing.op_table",
     "op_table": "tracing.op_table",
-    "Xray": "tracing.xray",
+    "Xray": "tracing.xray_result",
     "xray": "tracing.xray",
     "MemoryForecast": "tracing.memory_result",
     "forecast_memory": "tracing.memory",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from amp_lab.backends import BACKENDS, backend
 from amp_lab.errors import DeviceError
 from amp_lab.precision import Precision, has_tf32, require_backend
 from amp_lab.timing import measure
@@ -18,14 +19,7 @@ from amp_lab.timing import measure
 ACCELERATED = 1.25
 
 # What readers type who know their card but not torch's name for it.
-_ALSO_KNOWN_AS = {
-    "gpu": "cuda",
-    "nvidia": "cuda",
-    "rocm": "cuda",
-    "hip": "cuda",
-    "amd": "cuda",
-    "metal": "mps",
-}
+_ALSO_KNOWN_AS = {name: row.type for row in BACKENDS.values() for name in row.also_called}
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,8 @@ def pick_device(name: str | None = None) -> torch.device:
         require_backend(device.type)
     except DeviceError:
         raise DeviceError(f"{asked} is not there; {_devices_here()}") from None
-    count = 1 if device.type == "cpu" else torch.get_device_module(device.type).device_count()
+    is_host = backend(device).is_host
+    count = 1 if is_host else torch.get_device_module(device.type).device_count()
     if device.index is not None and device.index >= count:
         raise DeviceError(f"{asked}: there is no such number, the highest is {count - 1}")
     return device
@@ -146,7 +141,7 @@ def _matmul_rates(device: torch.device) -> tuple[dict[Precision, float | None], 
     here = [p for p in Precision if p is not Precision.TF32 or has_tf32(device.type)]
     small = {precision: product_seconds(device, precision, 256) for precision in here}
     slow = {p for p in here if small[p] > 10 * small[Precision.FP32]}  # not worth a second call
-    largest, n = (1024 if device.type == "cpu" else 8192), 256
+    largest, n = (1024 if backend(device).is_host else 8192), 256
     while n < largest and product_seconds(device, Precision.FP32, n) < 10e-3:
         n *= 2
     turns = [
@@ -228,7 +223,7 @@ def _name(device: torch.device) -> str:
 
 
 def _backend(device: torch.device) -> str:
-    if device.type == "cpu":
+    if backend(device).is_host:
         return f"CPU, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     if device.type == "cuda" and torch.version.hip:
         return f"ROCm {torch.version.hip}"
@@ -241,7 +236,7 @@ def _backend(device: torch.device) -> str:
 def _memory_bytes(device: torch.device) -> int | None:
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
-    if device.type != "cpu":
+    if not backend(device).is_host:
         return torch.accelerator.get_memory_info(device)[1]
     try:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

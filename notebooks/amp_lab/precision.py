@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from amp_lab.backends import backend
 from amp_lab.errors import AmpLabWarning, DeviceError
 
 # Every place where torch keeps a mode for float32 arithmetic: cuBLAS and cuDNN (hipBLAS and MIOpen
@@ -86,13 +87,7 @@ class Precision(enum.StrEnum):
 
 def require_backend(device_type: str) -> None:
     """Raise `DeviceError` unless a device of this type ("cpu", "cuda", …) is here."""
-    if device_type == "cpu":
-        return
-    try:
-        available = torch.get_device_module(device_type).is_available()
-    except (AttributeError, RuntimeError):  # torch's answer to a name that is no backend
-        available = False
-    if not available:
+    if not backend(device_type).is_available():
         raise DeviceError(
             f"device {device_type!r}: this machine and this torch ({torch.__version__}) have none"
         )
@@ -130,8 +125,8 @@ class _Modes(NamedTuple):
         if self.old is not None:
             torch.set_float32_matmul_precision(self.old[0])
             torch.backends.cudnn.allow_tf32 = self.old[1]
-        for backend, mode in zip(_FLOAT32_MODES, self.new, strict=True):
-            backend.fp32_precision = mode
+        for place, mode in zip(_FLOAT32_MODES, self.new, strict=True):
+            place.fp32_precision = mode
 
 
 class _Float32Mode(AbstractContextManager):

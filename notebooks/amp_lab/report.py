@@ -43,7 +43,7 @@ class Table:
             for row in cells
         ]
         rule = "-" * max(map(len, [head, *body]))
-        at = len(self.rows)
+        at = len(self.rows)  # where the foot begins
         lines = [head, rule, *body[:at], *([rule] if self.foot else []), *body[at:]]
         parts = [[self.caption] if self.caption else [], lines if body else [], list(self.facts)]
         if self.advice:
@@ -123,9 +123,7 @@ def to_plain(value: Any) -> Any:
         return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): to_plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_plain(inner) for inner in value]
-    return value
+    return [to_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def percent(part: float, whole: float) -> str:
@@ -135,9 +133,15 @@ def percent(part: float, whole: float) -> str:
     share = 100 * part / whole
     if part and share < 0.01:
         return "<0.01"
-    if part < whole and share > 99.9:
+    if part < whole and share > 99.9:  # "100" would say that none is left
         return ">99.9"
     return f"{share:.3g}"
+
+
+def share_text(part: float, whole: float) -> str:
+    """A share with one decimal and its sign, ``12.5 %``; ``-`` for none."""
+    text = f"{100 * part / whole:.1f} %" if part >= 0.0005 * whole else "<0.1 %"
+    return text if part else "-"
 
 
 def bytes_text(count: float) -> str:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from amp_lab.backends import backend
+
 
 @dataclass(frozen=True)
 class Measurement:
@@ -59,7 +61,7 @@ def measure(
             f"measure: repeats={repeats} must be at least 1 and warmup={warmup} at least 0"
         )
     device = torch.device(device)
-    if device.type != "cpu":  # which keeps no peak; a collection may take longer than what is timed
+    if not backend(device).is_host:  # where a collection may take longer than what is timed
         gc.collect()  # what earlier code left behind is not this function's memory
         torch.accelerator.empty_cache()
     for _ in range(warmup):
@@ -91,13 +93,13 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
+    if not backend(device).is_host:
         torch.accelerator.synchronize(device)
 
 
 def _resets_peak(device: torch.device) -> bool:
-    """Reset the device's peak memory; whether it keeps one (a CPU and MPS do not)."""
-    if device.type == "cpu":
+    """Reset the device's peak memory; whether it keeps one."""
+    if not backend(device).keeps_peak:
         return False
     try:
         torch.accelerator.reset_peak_memory_stats(device)

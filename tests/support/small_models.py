@@ -54,6 +54,18 @@ class Block(nn.Module):
         return x + self.mlp(x)
 
 
+class Head(nn.Module):
+    """Two linear layers, a norm and a softmax: one op of each of CUDA's policies."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x):  # (B, 8) to (B, 8)
+        return self.b(self.norm(self.a(x))).softmax(-1)
+
+
 class Rnn(nn.Module):
     def __init__(self, kind=nn.LSTM):
         super().__init__()

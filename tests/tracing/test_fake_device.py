@@ -13,14 +13,9 @@ from small_models import Cnn, Rnn, Transformer, hooks_of, images, series, tokens
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from amp_lab.backends import BACKENDS
 from amp_lab.errors import DeviceError, TraceError
-from amp_lab.tracing.fake_device import (
-    BACKENDS,
-    absent_device,
-    autocast_on,
-    fake_mode,
-    on_fake_device,
-)
+from amp_lab.tracing.fake_device import absent_device, autocast_on, fake_mode, on_fake_device
 
 ATTENTION = "aten::scaled_dot_product_attention"
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from amp_lab.backends import BACKENDS
 from amp_lab.errors import AmpLabWarning, DeviceError
 from amp_lab.report import dtype_name, short_name
-from amp_lab.tracing.fake_device import BACKENDS
 from amp_lab.tracing.op_table import POLICIES, OpRule, OpTable, differences, op_table
 
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"

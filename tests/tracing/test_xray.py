@@ -2,18 +2,17 @@
 
 import contextlib
 import copy
-import json
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from small_models import CellRnn, Cnn, Rnn, Transformer, hooks_of, images, series, tokens
+from small_models import CellRnn, Cnn, Head, Rnn, Transformer, hooks_of, images, series, tokens
 from torch import nn
 
 from amp_lab.errors import AmpLabError, DeviceError, TraceError
-from amp_lab.tracing.xray import LOSS, compare, xray
+from amp_lab.tracing.xray import xray
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 
@@ -217,16 +216,6 @@ def test_tensors_made_on_the_default_device_may_be_anywhere_but_others_may_not()
         xray(Misplaced(), torch.randn(8, 8))
 
 
-class Head(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.norm = nn.LayerNorm(16)
-
-    def forward(self, x):
-        return self.b(self.norm(self.a(x))).softmax(-1)
-
-
 def rows_of(found):
     return [(row.module, row.called, row.in_dtypes[0], row.out_dtypes[0]) for row in found.rows]
 
@@ -256,81 +245,6 @@ def test_the_rows_of_cuda_follow_its_policy():
     assert found.rows[0].flops == 2 * 8 * 8 * 16
 
 
-def test_backends_differ_and_compare_shows_where():
-    cuda, cpu = (
-        xray(Head(), torch.randn(8, 8), device_type=d, dtype=BF16) for d in ("cuda", "cpu")
-    )
-    both = compare(cuda, cpu)
-    assert [(a.called, a.out_dtypes[0], b.out_dtypes[0]) for a, b in both.different] == [
-        ("layer_norm", FP32, BF16),
-        ("softmax", FP32, BF16),
-    ]
-    for text in (str(both), both.to_markdown(), both._repr_html_()):
-        assert "cuda bf16" in text
-        assert "layer_norm" in text
-    assert len(json.loads(both.to_json())["different"]) == 2
-    assert not compare(cuda, cuda).different
-    assert "0 of 4 ops differ" in str(compare(cuda, cuda))
-    without = compare(cuda, xray(Head().a, torch.randn(8, 8)))
-    assert (None in [b for _, b in without.different]) is True
-
-
-# Advice
-
-
-def advice(model, *inputs, **options):
-    return "\n".join(xray(model, *inputs, **options).advice)
-
-
-def test_a_value_cast_back_and_forth_is_told():
-    said = advice(Head(), torch.randn(8, 8))
-    assert "layer_norm in 'norm': autocast takes its input from fp16 to fp32" in said
-    assert "its output back to fp16 for linear" in said
-    assert "back to" not in advice(Head(), torch.randn(8, 8), device_type="cpu")
-    assert "back to" not in advice(Head().a, torch.randn(8, 8))
-
-
-def test_low_precision_softmax_and_norm_are_told_where_they_happen():
-    said = advice(Head(), torch.randn(8, 8), device_type="cpu")
-    assert "softmax in the model itself runs in bf16 on cpu" in said
-    assert "layer_norm in 'norm' runs in bf16 on cpu" in said
-    assert "runs in" not in advice(Head(), torch.randn(8, 8), device_type="cuda")
-
-
-def test_the_surprise_of_cross_entropy_is_told_and_its_remedy_helps():
-    target = torch.zeros(8, dtype=torch.long)
-    low = xray(Head().a, torch.randn(8, 8), loss_fn=lambda y: F.cross_entropy(y, target))
-    assert [(r.op, r.in_dtypes[0]) for r in low.rows if r.module == LOSS] == [
-        ("_log_softmax", FP16),
-        ("nll_loss_forward", FP32),
-    ]
-    assert any("log_softmax runs in fp16" in line for line in low.advice)
-    wide = xray(Head().a, torch.randn(8, 8), loss_fn=lambda y: F.cross_entropy(y.float(), target))
-    assert not any("loss is computed" in line for line in wide.advice)
-    assert wide.loss_dtype is FP32
-
-
-def test_a_loss_module_with_weights_is_moved_too():
-    loss = nn.CrossEntropyLoss(weight=torch.ones(16))
-    target = torch.zeros(8, dtype=torch.long)
-    found = xray(Head().a, torch.randn(8, 8), loss_fn=lambda y: loss(y.float(), target))
-    assert found.loss_dtype is FP32
-
-
-def test_an_op_that_raises_under_autocast_alone_is_told():
-    target = torch.zeros(8, 8)
-    found = xray(
-        nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()),
-        torch.randn(8, 8),
-        loss_fn=lambda p: F.binary_cross_entropy(p, target),
-    )
-    assert "binary_cross_entropy" in found.raised
-    assert found.advice[0].startswith("Only under autocast: ")
-    assert "the loss (binary_cross_entropy)" in found.advice[0]
-    assert "binary_cross_entropy_with_logits" in found.advice[0]
-    assert found.output_dtypes == [FP16]
-
-
 class Island(nn.Module):
     def __init__(self):
         super().__init__()
@@ -355,54 +269,6 @@ def test_autocast_in_the_models_own_code_counts(device):
     said = "\n".join(found.advice)
     assert "linear in 'inside': autocast leaves it untouched, 50.0 % of the work" in said
     assert "because autocast is switched off there" in said
-
-
-def test_a_model_in_float64_is_left_alone_and_told():
-    said = advice(nn.Linear(8, 8).double(), torch.randn(8, 8).double())
-    assert "none of its work is done in fp16" in said
-    assert "because autocast leaves fp64 alone" in said
-
-
-def test_shapes_that_matrix_units_cannot_use_whole_are_told():
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3, groups=16), nn.Conv2d(16, 9, 1))
-    said = advice(model, torch.randn(8, 3, 8, 8))
-    assert "conv2d in '0': 3 input channels" in said
-    assert "conv2d in '1': 1 channel for each group (depthwise)" in said
-    assert "conv2d in '2': 9 output channels" in said
-    assert "multiples of 8" not in advice(model, torch.randn(8, 3, 8, 8), device_type="cpu")
-    assert "linear in 'the" not in advice(nn.Linear(16, 8), torch.randn(8, 16))
-    assert "1,001 output features" in advice(nn.Linear(16, 1001), torch.randn(8, 16))
-
-
-def test_a_large_op_in_fp32_is_told_with_its_reason():
-    class Scores(nn.Module):
-        def forward(self, q):
-            return (q @ q.mT).softmax(-1)
-
-    said = advice(Scores(), torch.randn(4, 64, 8))
-    assert "softmax in the model itself stays in fp32, because autocast on cuda runs it so" in said
-
-
-class Twice(nn.Module):
-    """One layer under two names, called twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = self.second = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-
-def test_a_weight_used_twice_is_cast_once_and_a_frozen_one_each_time():
-    model = Twice()
-    assert len([c for c in xray(model, torch.randn(8, 8)).casts if "weight" in c.what]) == 1
-    assert not any("anew" in line for line in xray(model, torch.randn(8, 8)).advice)
-    found = xray(model.requires_grad_(False), torch.randn(8, 8))
-    weights = [cast for cast in found.casts if "weight" in cast.what]
-    assert [cast.cached for cast in weights] == [False, False]
-    assert any("first.bias, first.weight: cast anew" in line for line in found.advice)
-    assert {row.module for row in found.rows} == {"first"}
 
 
 # Inputs and outputs
@@ -586,47 +452,3 @@ def test_what_cannot_be_is_told_in_one_line(model, inputs, options, error, said)
         xray(model, *inputs, **options)
     assert isinstance(raised.value, AmpLabError)
     assert len(str(raised.value).splitlines()) == 1
-
-
-# Reading it
-
-
-def test_the_table_of_a_deep_model_is_short_and_adds_up():
-    found = xray(models.resnet50(), torch.empty(8, 3, 224, 224))
-    lines = str(found).splitlines()
-    assert lines[0] == "ResNet on cuda, autocast fp16 (fake tensors, no such device needed)"
-    table = lines[4 : lines.index("", 4)]
-    assert 5 < len(table) <= 28
-    assert any(line.startswith("layer3.1 … 5") for line in table)
-    cells = found._table().rows
-    assert sum(int(line[2].replace(",", "")) for line in cells) == len(found.rows)
-    assert sum(int(line[6]) for line in cells if line[6] != "-") == len(found.casts)
-    assert "100.0 % of the work" in str(found)
-    assert sum(row.flops for row in found.rows) == pytest.approx(8 * 2 * 4.09e9, rel=0.01)
-    assert "Output: fp16 (8, 1000)." in str(found)
-    assert all(len(line) <= 200 for line in table)
-
-
-def test_markdown_html_and_json_say_the_same():
-    found = xray(Head(), torch.randn(8, 8), loss_fn=torch.sum)
-    assert "| norm | LayerNorm | 1 |" in found.to_markdown()
-    assert "<td>LayerNorm</td>" in found._repr_html_()
-    read = json.loads(found.to_json())
-    assert read["dtype"] == "float16"
-    assert [row["op"] for row in read["rows"]] == [row.op for row in found.rows]
-    assert read["rows"][0]["in_dtypes"] == ["float16"] * 3
-    assert len(read["casts"]) == len(found.casts)
-    assert read["advice"] == found.advice
-    assert read["outputs"] == {"": {"dtype": "float32", "shape": [8, 8]}}
-    assert repr(found) == str(found)
-    for sentence in found.advice:
-        assert sentence in str(found)
-        assert sentence in found.to_markdown()
-
-
-def test_fp32_leaves_autocast_off():
-    found = xray(Head(), torch.randn(8, 8), dtype=FP32)
-    assert {row.out_dtypes[0] for row in found.rows} == {FP32}
-    assert not found.casts
-    assert not found.advice
-    assert "autocast off" in str(found)

@@ -34,7 +34,8 @@ def run(options: argparse.Namespace) -> None:
     import torch
 
     from amp_lab.cli.model_argument import load_model
-    from amp_lab.tracing.xray import compare, xray
+    from amp_lab.tracing import compare
+    from amp_lab.tracing.xray import xray
 
     sides = [(options.device, options.dtype)]
     if options.against is not None:

@@ -6,6 +6,6 @@
 from amp_lab.tracing.largest_batch import parse_bytes
 from amp_lab.tracing.memory import compare_memory
 from amp_lab.tracing.op_table import differences
-from amp_lab.tracing.xray import compare
+from amp_lab.tracing.xray_result import compare
 
 __all__ = ["compare", "compare_memory", "differences", "parse_bytes"]

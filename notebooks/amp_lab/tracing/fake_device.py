@@ -1,14 +1,11 @@
 """Run a model as if on a device that is not here: fake tensors, and that device's autocast."""
 
 import copy
-import ctypes
 import dataclasses
 import logging
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from pathlib import Path
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,22 +14,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
+from amp_lab.backends import BACKENDS, backend
 from amp_lab.errors import DeviceError, TraceError
+from amp_lab.torch_versions import fused_gru_on_fakes
+from amp_lab.tracing.device_guard import idle_guard
+from amp_lab.tracing.ops_seen import storage_key
 
-BACKENDS = ("cuda", "xpu", "mps", "cpu")
-"""The device types whose autocast can be had without the device. ROCm is "cuda" to torch."""
-
-LOWER_DTYPES = (torch.float16, torch.bfloat16)
-"""The dtypes that autocast takes, on every backend."""
+LOWER_DTYPES = (torch.float16, torch.bfloat16)  # what autocast takes, on every backend
 
 
 def checked_backend(device_type: str) -> str:
-    """`device_type`, if it is one of `BACKENDS`; else raises `DeviceError`."""
+    """`device_type`, if its autocast can be had without the device; else raises `DeviceError`."""
     if device_type not in BACKENDS:
-        raise DeviceError(
-            f"device type {device_type!r}: give 'cuda' (NVIDIA, and AMD with ROCm), 'xpu' (Intel), "
-            "'mps' (Apple) or 'cpu'"
-        )
+        *others, last = [
+            f"{row.type!r} ({row.made_by})" if row.made_by else repr(row.type)
+            for row in BACKENDS.values()
+        ]
+        raise DeviceError(f"device type {device_type!r}: give {', '.join(others)} or {last}")
     return device_type
 
 
@@ -71,11 +69,12 @@ def autocast_on(
 ) -> Iterator[None]:
     """What `torch.autocast` does for the block, also for a device that is not there.
 
-    `torch.autocast` checks that the device is there, then sets this state. The dispatcher obeys the
-    state alone, so that fake tensors on the device are cast as real ones are. However the block
-    ends, the state is then what it was. Raises `DeviceError` for what autocast does not take.
+    However the block ends, the state is then what it was. Raises `DeviceError` for what autocast
+    does not take.
     """
     dtype = checked_dtype(device_type, dtype)
+    # torch.autocast checks that the device is there, and then sets this state. The dispatcher obeys
+    # the state alone, so that fake tensors on the device are cast as real ones are.
     before = (
         torch.is_autocast_enabled(device_type),
         torch.get_autocast_dtype(device_type),
@@ -105,37 +104,45 @@ def autocast_of_the_model(device_type: str) -> Iterator[None]:
         yield
         return
     common = torch.cuda.amp.common
-    before = common.amp_definitely_not_available, torch.cuda.is_bf16_supported
-    common.amp_definitely_not_available = lambda: False
-    torch.cuda.is_bf16_supported = lambda *args, **kwargs: True
-    try:
+    with (
+        attribute_set(common, "amp_definitely_not_available", lambda: False),
+        attribute_set(torch.cuda, "is_bf16_supported", lambda *args, **kwargs: True),
+    ):
         yield
-    finally:
-        common.amp_definitely_not_available, torch.cuda.is_bf16_supported = before
 
 
 @contextmanager
 def absent_device(device_type: str) -> Iterator[None]:
     """The block in which torch does not look for the device when it works on fake tensors there.
 
-    Recording for autograd, and copying, ask for the device's current stream through its *device
-    guard*; where torch was built without the device, that ends the whole process. A torch that was
-    built with CUDA has an idle guard, which `FakeTensorMode` puts there. This puts that of ``meta``
-    there for all others, and takes attention apart for them. For CUDA it switches off cuDNN, whose
-    recurrent networks read the memory of their weights.
-
+    `FakeTensorMode` provides for CUDA where torch was built with it, `idle_guard` for all others.
     Does nothing if the device is here. Raises `DeviceError` if torch keeps its guards out of reach.
     """
     checked_backend(device_type)
-    if device_type == "cpu" or torch.get_device_module(device_type).is_available():
+    row = backend(device_type)
+    if row.is_available():
         yield
         return
-    with ExitStack() as stack:
-        if device_type == "cuda":
-            stack.enter_context(_cudnn_off())
-        if device_type != "cuda" or not torch.backends.cuda.is_built():
-            stack.enter_context(_idle_guard(device_type))
+    guard = nullcontext() if row.has_fake_guard() else idle_guard(row)
+    # cuDNN would read the memory of a recurrent network's weights, which fakes do not have.
+    with attribute_set(torch.backends.cudnn, "enabled", False), guard:
         yield
+
+
+@contextmanager
+def attribute_set(owner: Any, name: str, value: object) -> Iterator[None]:
+    """The block in which an attribute of a module or class of torch has another value."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def errors_not_logged() -> AbstractContextManager:
+    """The block in which fake tensors only raise an op's error, and do not log its traceback."""
+    return attribute_set(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
 def how_to_do_without(error: Exception) -> str | None:
@@ -152,105 +159,16 @@ def how_to_do_without(error: Exception) -> str | None:
     return None
 
 
-@contextmanager
-def logged_nothing() -> Iterator[None]:
-    """Fake tensors log the traceback of an error of an op, and then raise it."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-@contextmanager
-def _cudnn_off() -> Iterator[None]:
-    before = torch.backends.cudnn.enabled
-    torch.backends.cudnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.enabled = before
-
-
-@contextmanager
-def _idle_guard(device_type: str) -> Iterator[None]:
-    kinds = torch._C._autograd.DeviceType
-    place, meta = int(getattr(kinds, device_type.upper())), int(kinds.Meta)
-    suffix = ".dylib" if sys.platform == "darwin" else ".so"
-    path = Path(torch.__file__).parent / "lib" / f"libc10{suffix}"
-    try:  # an array of pointers, one for each type of device
-        guards = (ctypes.c_void_p * (1 + max(place, meta))).in_dll(
-            ctypes.CDLL(str(path)), "_ZN3c104impl26device_guard_impl_registryE"
-        )
-    except (OSError, ValueError):
-        raise DeviceError(
-            f"device type {device_type!r}: torch {torch.__version__} on {sys.platform} cannot do "
-            "without the device: take 'cuda' or 'cpu'"
-        ) from None
-    if guards[place] is not None:  # in a block of ours already
-        yield
-        return
-    guards[place] = guards[meta]
-    library = torch.library.Library("aten", "IMPL")  # what it registers goes when it is destroyed
-    try:
-        library.impl("scaled_dot_product_attention", _attention, f"Autograd{device_type.upper()}")
-        yield
-    finally:
-        library._destroy()
-        guards[place] = None
-
-
-def _attention(query, key, value, mask=None, dropout=0.0, causal=False, *, scale=None, **kwargs):
-    """Attention in plain ops: torch asks the device which of its own kernels to take."""
-    return torch.ops.aten._scaled_dot_product_attention_math(
-        query, key, value, mask, dropout, causal, scale=scale, **kwargs
-    )[0]
-
-
-@contextmanager
-def _fused_gru() -> Iterator[None]:
-    """Give a GPU's fused GRU cell the shapes of what it returns, which torch 2.11 does not know."""
-    cell = "_thnn_fused_gru_cell"
-    if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{cell}", "Meta"):
-        yield
-        return
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        library.impl(cell, _gru_cell, "Meta")
-        library.impl(f"{cell}_backward", _gru_cell_backward, "Meta")
-        yield
-    finally:
-        library._destroy()
-
-
-def _gru_cell(input_gates, hidden_gates, state, input_bias=None, hidden_bias=None):
-    """The next state (N, H), and the (N, 5H) that the backward pass reads."""
-    rows, width = state.shape
-    return state.new_empty(rows, width), state.new_empty(rows, 5 * width)
-
-
-def _gru_cell_backward(gradient, workspace, has_bias):
-    """The gradients of both kinds of gates (N, 3H), of the state (N, H), and of two biases (3H)."""
-    rows, width = gradient.shape
-    gates = [workspace.new_empty(rows, 3 * width) for _ in range(2)]
-    biases = [workspace.new_empty(3 * width) if has_bias else None for _ in range(2)]
-    return *gates, gradient.new_empty(rows, width), *biases
-
-
 @dataclasses.dataclass(frozen=True)
 class FakeRun:
     """A model and its inputs on a fake device; made by `on_fake_device`."""
 
     model: nn.Module
-    parameters: dict[str, nn.Parameter]
-    """Fake copies under all their names: a tied parameter is the same tensor under each."""
+    parameters: dict[str, nn.Parameter]  # under all their names: a tied one is one tensor
     buffers: dict[str, torch.Tensor]
     args: tuple
     kwargs: dict[str, Any]
-    fake: Callable[[Any], Any]
-    """Makes fake copies, on the same device, of all tensors in a structure, such as a target."""
+    fake: Callable[[Any], Any]  # makes fake copies of all tensors in a structure, such as a target
 
     def call(self) -> Any:
         """The output of the model for `args` and `kwargs`, with its fake tensors in place."""
@@ -269,11 +187,10 @@ def on_fake_device(
 ) -> Iterator[FakeRun]:
     """The block in which `model` runs on fake tensors of `device_type`, wherever it really is.
 
-    In the block `mode` is on, and tensors made without a device are on `device_type`, as after
-    `torch.set_default_device`. The model's own tensors are neither moved nor changed, may be on
-    ``meta``, and tensors that share memory do so as fakes too. What the forward pass leaves in
-    attributes of its modules is taken back when the block ends, however it ends. Compute with its
-    tensors inside the block alone: after it, torch looks for the device again.
+    In the block `mode` is on, and tensors made without a device are on `device_type`. The model's
+    own tensors are neither moved nor changed, may be on ``meta``, and tensors that share memory do
+    so as fakes too. What the forward pass leaves in attributes is taken back, however the block
+    ends. Compute with its tensors inside alone: after it, torch looks for the device again.
 
     Raises `DeviceError` for an unknown device type, and `TraceError` for a model that has no fake
     copy: one with lazy, sparse or quantised tensors, or one of TorchScript.
@@ -288,8 +205,8 @@ def on_fake_device(
         mode,
         nullcontext() if same else device,
         absent_device(device_type),
-        _fused_gru(),
-        logged_nothing(),
+        fused_gru_on_fakes(),
+        errors_not_logged(),
         _attributes_restored(model),
     ):
         copies = _Copies(device)
@@ -311,7 +228,7 @@ class _Copies:
         self._device = device
         # The originals are kept, so that no other tensor can come to have their address.
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._storages: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._storages: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
 
     def of(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         if id(tensor) not in self._copies:
@@ -324,13 +241,11 @@ class _Copies:
         if tensor.layout is not torch.strided or tensor.is_quantized:
             kind = "quantised" if tensor.is_quantized else "sparse"
             raise TraceError(f"{name} is {kind}: only dense tensors have a fake copy")
-        storage = tensor.untyped_storage()
-        key = storage._cdata, tensor.dtype  # the address of the storage itself: meta has no data
+        key = storage_key(tensor), tensor.dtype
         with torch.no_grad():
             if key not in self._storages:
-                self._storages[key] = torch.empty(
-                    storage.nbytes() // tensor.itemsize, dtype=tensor.dtype, device=self._device
-                )
+                length = tensor.untyped_storage().nbytes() // tensor.itemsize
+                self._storages[key] = torch.empty(length, dtype=tensor.dtype, device=self._device)
             copied = self._storages[key].as_strided(
                 tensor.size(), tensor.stride(), tensor.storage_offset()
             )
@@ -358,30 +273,19 @@ def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: An
 
 @contextmanager
 def _attributes_restored(model: nn.Module) -> Iterator[None]:
-    """Take back, when the block ends, what it did to attributes of the modules.
+    """The block after which attributes of the modules, and lists and dicts in them, are as before.
 
     Some models keep a tensor of the forward pass (torchvision's anchors, a mask, a weight computed
-    by a hook); a fake one would break the next real call. Containers are restored too, one level
-    deep, which covers a module's parameters, buffers and hooks.
+    by a hook); a fake one would break the next real call.
     """
-    containers = (list, dict, set)
-    before = [
-        (
-            module,
-            dict(vars(module)),
-            [(v, copy.copy(v)) for v in vars(module).values() if isinstance(v, containers)],
-        )
-        for module in model.modules()
-    ]
+    before = []
+    for module in model.modules():
+        for container in (vars(module), *vars(module).values()):
+            if isinstance(container, (list, dict, set)):
+                before.append((container, copy.copy(container)))
     try:
         yield
     finally:
-        for module, attributes, contents in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for container, content in contents:
-                if isinstance(container, list):
-                    container[:] = content
-                else:
-                    container.clear()
-                    container.update(content)
+        for container, content in before:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)

@@ -6,11 +6,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
-from torch.utils.flop_counter import flop_registry
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, shape_wrapper
 
 ATTENTION = "scaled_dot_product_attention"
 
 _MEMORY_ONLY = {"_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided"}
+
+
+def tensors_in(structure: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of tuples, lists and dicts."""
+    return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, torch.Tensor)]
 
 
 def stored_values(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,23 +53,17 @@ def flops(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> in
     """
     packet = func._overloadpacket
     if packet in FLOP_FORMULAS:
-        return FLOP_FORMULAS[packet](*_shapes(args), **_shapes(kwargs), out_shape=_shapes(out))
-    formula = flop_registry.get(packet)
+        formula = shape_wrapper(FLOP_FORMULAS[packet])
+    else:
+        formula = flop_registry.get(packet)  # whose formulas are wrapped already
     return formula(*args, **kwargs, out_val=out) if formula else 0
 
 
-def _shapes(structure: Any) -> Any:
-    """`structure` with the shape in place of each tensor."""
-    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.shape, structure)
+def _product_flops(left, right, out_shape=None) -> int:
+    return 2 * math.prod(left)  # a matrix or a vector, times a vector
 
 
-def _vector_flops(*shapes: Any, out_shape: Any = None, **settings: Any) -> int:
-    """FLOPs of ``mv`` and ``dot``."""
-    return 2 * math.prod(shapes[0])
-
-
-def _added_flops(added: Any, left: Any, right: Any, out_shape: Any = None, **settings: Any) -> int:
-    """FLOPs of ``addmv`` and ``addbmm``, whose first argument is only added."""
+def _added_product_flops(added, left, right, out_shape=None, **scales) -> int:
     return 2 * math.prod(left) * math.prod(right[2:])
 
 
@@ -71,24 +71,22 @@ def _convolution_backward_flops(
     gradient, inputs, weight, bias, stride, padding, dilation, transposed, output_padding, groups,
     wanted, out_shape=None, **settings,
 ) -> int:  # fmt: skip
-    """FLOPs for the gradients that are wanted, of which torch's own count leaves out the groups.
-
-    Each takes what the forward pass does: every weight meets every pixel of the output (of the
-    input, if transposed).
-    """
+    """FLOPs for the gradients that are wanted, of which torch's own count leaves out the groups."""
+    # Each takes what the forward pass does: every weight meets every pixel of the output, or of the
+    # input if transposed.
     pixels = inputs if transposed else gradient  # (N, C, …)
     forward = 2 * pixels[0] * math.prod(pixels[2:]) * math.prod(weight)
     return forward * (wanted[0] + wanted[1])
 
 
+# What torch's `flop_registry` lacks or counts wrongly, for `FlopCounterMode(custom_mapping=…)` too.
 FLOP_FORMULAS: dict[Any, Callable[..., int]] = {
-    torch.ops.aten.mv: _vector_flops,
-    torch.ops.aten.dot: _vector_flops,
-    torch.ops.aten.addmv: _added_flops,
-    torch.ops.aten.addbmm: _added_flops,
+    torch.ops.aten.mv: _product_flops,
+    torch.ops.aten.dot: _product_flops,
+    torch.ops.aten.addmv: _added_product_flops,
+    torch.ops.aten.addbmm: _added_product_flops,
     torch.ops.aten.convolution_backward: _convolution_backward_flops,
 }
-"""What torch's `flop_registry` lacks or counts wrongly: `FlopCounterMode(custom_mapping=…)`."""
 
 
 class Attention(NamedTuple):

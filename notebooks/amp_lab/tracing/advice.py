@@ -1,0 +1,205 @@
+"""What an X-ray advises to look at: a rule for each kind of finding, in the order of `RULES`."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from amp_lab.backends import backend
+from amp_lab.report import bytes_text, listed, short_name
+from amp_lab.tracing.fake_device import LOWER_DTYPES
+from amp_lab.tracing.records import LOSS, OpRecord, places_of
+from amp_lab.tracing.tracer import NORMS, Tracer
+
+LARGE = 0.05  # of all work, or of all bytes written: an op of this share is large
+
+_SOFTMAX = {"_softmax", "_log_softmax", "_safe_softmax"}
+_LOSSES = {
+    "nll_loss_forward", "nll_loss2d_forward", "nll_loss_nd", "mse_loss", "huber_loss",
+    "smooth_l1_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "_ctc_loss",
+    "soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss_forward",
+}  # fmt: skip
+_REDUCTIONS = {"mean", "sum", "norm", "linalg_vector_norm"}
+
+
+def advise(seen: Tracer, raised: str | None) -> list[str]:
+    """Sentences on what autocast did to a model; `raised` is what it made fail."""
+    advice = []
+    if raised is not None:
+        tip = ""
+        if "are unsafe to autocast" in str(seen.error):
+            tip = "; take binary_cross_entropy_with_logits, on logits"
+        advice.append(f"Only under autocast: {raised}{tip}. The table ends there.")
+    for rule in RULES:
+        advice += rule(seen)
+    return advice
+
+
+def _loss_in_low_precision(seen: Tracer) -> list[str]:
+    rows = [row for row in seen.rows if _is_low(row) and _is_of_loss(row)]
+    return [
+        f"{subject}: its {op.strip('_')} runs in {dtype}, so the loss is computed in low "
+        "precision; give it output.float()."
+        for subject, _, (op, dtype) in _grouped(rows, lambda row: (row.op, short_name(row.dtype)))
+    ]
+
+
+def _no_work_in_low_precision(seen: Tracer) -> list[str]:
+    work = [row for row in seen.rows if row.flops]
+    if not work or any(_is_low(row) for row in work):
+        return []
+    low = short_name(seen.dtype)
+    return [f"Autocast does not speed this model up: none of its work is done in {low}."]
+
+
+def _work_left_wide(seen: Tracer) -> list[str]:
+    work = sum(row.flops for row in seen.rows)
+    wide = [row for row in seen.rows if row.flops and not _is_low(row)]
+
+    def facts(row: OpRecord) -> tuple[str, str]:
+        return short_name(row.dtype), _why_wide(row, seen.device_type)
+
+    advice = []
+    for subject, rows, (dtype, why) in _grouped(wide, facts):
+        share = sum(row.flops for row in rows) / work
+        untouched = _is_untouched(rows, seen.rows)
+        if untouched or share >= LARGE:
+            what = " autocast leaves it untouched," if untouched else ""
+            advice.append(
+                f"{subject}:{what} {100 * share:.1f} % of the work stays in {dtype}, because {why}."
+            )
+    return advice
+
+
+def _large_op_in_fp32(seen: Tracer) -> list[str]:
+    written = sum(row.nbytes for row in seen.rows)
+    widened = [row for row in seen.rows if row.widened and row.dtype is torch.float32]
+    advice = []
+    for subject, rows, _ in _grouped(row for row in widened if not row.flops):
+        size = sum(row.nbytes for row in rows)
+        if size >= LARGE * written:
+            advice.append(
+                f"{subject} stays in fp32, because autocast on {seen.device_type} runs it so: it "
+                f"writes {bytes_text(size)}, {100 * size / written:.0f} % of all."
+            )
+    return advice
+
+
+def _rounded_softmax_and_norms(seen: Tracer) -> list[str]:
+    rows = [row for row in seen.rows if row.op in _SOFTMAX | NORMS and _is_low(row)]
+    # On CUDA a softmax may take low precision and return fp32, which rounds nothing.
+    rounded = [row for row in rows if all(dtype in LOWER_DTYPES for dtype in row.out_dtypes)]
+    return [
+        f"{subject} runs in {dtype} on {seen.device_type}: its input and its output are rounded "
+        "to it."
+        for subject, _, dtype in _grouped(rounded, lambda row: short_name(row.dtype))
+    ]
+
+
+def _cast_there_and_back(seen: Tracer) -> list[str]:
+    low, groups = short_name(seen.dtype), defaultdict(list)
+    for row, wanted_by in seen.bounces:
+        groups[row.called, wanted_by].append(row)
+    return [
+        f"{called} in {places_of(rows)}: autocast takes its input from {low} to fp32, and its "
+        f"output back to {low} for {wanted_by}."
+        for (called, wanted_by), rows in groups.items()
+    ]
+
+
+def _sizes_of_no_whole_tile(seen: Tracer) -> list[str]:
+    if backend(seen.device_type).is_host:
+        return []
+    work = sum(row.flops for row in seen.rows)
+    rows = [row for row in seen.rows if row.flops and _is_low(row)]
+    return [
+        f"{subject}: {problems}; matrix units take multiples of 8."
+        for subject, _, problems in _grouped(rows, lambda row: _odd_sizes(row, 0.01 * work))
+        if problems
+    ]
+
+
+def _parameters_cast_anew(seen: Tracer) -> list[str]:
+    uncached = [cast for cast in seen.casts if cast.is_of_parameter and not cast.cached]
+    uses = Counter((cast.what, cast.to_dtype) for cast in uncached)
+    repeated = [what.removeprefix("parameter ") for (what, _), n in uses.items() if n > 1]
+    if not repeated:
+        return []
+    return [
+        f"{listed(repeated, 3)}: cast anew for each use, up to {max(uses.values())} times; "
+        "autocast caches only whole parameters in fp32 that require a gradient."
+    ]
+
+
+# Each makes its sentences, or none if there is nothing to say.
+RULES: tuple[Callable[[Tracer], list[str]], ...] = (
+    _loss_in_low_precision,
+    _no_work_in_low_precision,
+    _work_left_wide,
+    _large_op_in_fp32,
+    _rounded_softmax_and_norms,
+    _cast_there_and_back,
+    _sizes_of_no_whole_tile,
+    _parameters_cast_anew,
+)
+
+
+def _is_low(row: OpRecord) -> bool:
+    return row.dtype in LOWER_DTYPES
+
+
+def _grouped(
+    rows: Iterable[OpRecord], facts: Callable[[OpRecord], Any] = lambda row: None
+) -> Iterator[tuple[str, list[OpRecord], Any]]:
+    """Rows of one function and alike in `facts`: ``linear in 'a', 'b'``, the rows, the facts."""
+    groups: dict[tuple[str, Any], list[OpRecord]] = {}
+    for row in rows:
+        groups.setdefault((row.called, facts(row)), []).append(row)
+    for (called, alike), group in groups.items():
+        yield f"{called} in {places_of(group)}", group, alike
+
+
+def _is_of_loss(row: OpRecord) -> bool:
+    if row.op in _LOSSES or (row.op == "_log_softmax" and "cross_entropy" in row.called):
+        return True
+    return row.module == LOSS and row.op in _REDUCTIONS
+
+
+def _why_wide(row: OpRecord, device_type: str) -> str:
+    if row.op in backend(device_type).rnns_without_rule:
+        return f"autocast on {device_type} has no rule for the layer"
+    if not row.autocast:
+        return "autocast is switched off there"
+    if row.dtype is torch.float64:
+        return "autocast leaves fp64 alone"
+    if row.called.endswith("_") and not row.called.endswith("__"):
+        return "autocast does not cast for in-place ops"
+    return f"autocast on {device_type} has no rule that casts this call"
+
+
+def _is_untouched(found: list[OpRecord], rows: list[OpRecord]) -> bool:
+    """Whether nothing in the modules of the ops that were found is in low precision."""
+    modules = {row.module for row in found} - {"", LOSS}
+    inside = [row for row in rows if row.module in modules]
+    dtypes = {dtype for row in inside for dtype in row.in_dtypes + row.out_dtypes}
+    return bool(modules) and dtypes.isdisjoint(LOWER_DTYPES)
+
+
+def _odd_sizes(row: OpRecord, large: float) -> str:
+    """The sizes of a product that are no multiples of 8; those of a batch, from `large` FLOPs."""
+    sizes, is_large = {}, row.flops >= large
+    if row.op == "convolution":
+        image, weight = row.in_shapes[:2]  # (N, C, …), (output channels, C per group, …)
+        if weight[1] == 1 < image[1]:
+            return "1 channel for each group (depthwise)"
+        sizes = {"input channels": image[1], "output channels": row.out_shapes[0][1]}
+    elif row.op in ("mm", "addmm"):
+        left, right = row.in_shapes[-2:]  # (rows, inner), (inner, columns)
+        sizes = {"input features": right[0], "output features": right[1]}
+        if is_large and left[0] > 8:
+            sizes["rows"] = left[0]
+    elif row.op in ("bmm", "baddbmm") and is_large:
+        left, right = row.in_shapes[-2:]  # with a batch in front
+        sizes = {"rows": left[1], "inner size": left[2], "columns": right[2]}
+    return ", ".join(f"{size:,} {what}" for what, size in sizes.items() if size % 8)

@@ -1,0 +1,61 @@
+"""An idle guard for a device that this torch was built without: the one place that uses ctypes.
+
+torch asks a *device guard* for the current stream when it records for autograd or copies. Where it
+was built without the device there is none, which ends the whole process. There is no public way to
+give it one, so `idle_guard` writes into libc10's table.
+"""
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from amp_lab.backends import Backend
+from amp_lab.errors import DeviceError
+from amp_lab.tracing.ops_seen import ATTENTION, Attention
+
+# std::array<std::atomic<DeviceGuardImplInterface*>, …> c10::impl::device_guard_impl_registry
+_REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
+
+
+@contextmanager
+def idle_guard(row: Backend) -> Iterator[None]:
+    """The block in which the device's guard is that of ``meta``, which does nothing.
+
+    Attention is taken apart there, since torch would ask the device which of its kernels to run.
+    Raises `DeviceError` if torch keeps its guards out of reach.
+    """
+    kinds = torch._C._autograd.DeviceType
+    place, meta = int(getattr(kinds, row.key)), int(kinds.Meta)
+    guards = _registry(row, 1 + max(place, meta))
+    if guards[place] is not None:  # this block is inside another one
+        yield
+        return
+    guards[place] = guards[meta]
+    library = torch.library.Library("aten", "IMPL")  # what it registers goes when it is destroyed
+    try:
+        library.impl(ATTENTION, _attention, f"Autograd{row.key}")
+        yield
+    finally:
+        library._destroy()
+        guards[place] = None  # as it was
+
+
+def _registry(row: Backend, length: int) -> ctypes.Array:
+    """torch's array of pointers to guards, one for each type of device."""
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    path = Path(torch.__file__).parent / "lib" / f"libc10{suffix}"
+    try:
+        return (ctypes.c_void_p * length).in_dll(ctypes.CDLL(str(path)), _REGISTRY)
+    except (OSError, ValueError):  # no such library, or no such symbol, as on Windows
+        raise DeviceError(
+            f"device type {row.type!r}: torch {torch.__version__} on {sys.platform} cannot do "
+            "without the device: take 'cuda' or 'cpu'"
+        ) from None
+
+
+def _attention(*args, **kwargs) -> torch.Tensor:
+    return Attention(*args, **kwargs).in_plain_ops()

@@ -1,0 +1,196 @@
+"""Arguments with which an op can be called, by what its schema says of them."""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import OpOverload
+
+from amp_lab.torch_versions import dimension_by_name
+
+_N = 4  # the size of every dimension, unless the op needs another
+
+
+class _Shape(tuple):  # of a floating-point tensor
+    pass
+
+
+class _Index(tuple):  # of a tensor of indices, which are all 0
+    pass
+
+
+class _Pivots(tuple):  # of a tensor of LAPACK's indices, which start at 1
+    pass
+
+
+# What the name of an argument says about its value. Other numbers are 1, and truth values False.
+_BY_NAME = {
+    "dim": [0],
+    "dims_self": [0],
+    "dims_other": [0],
+    "equation": "ij,jk->ik",
+    "indices": [_Index((1,))],  # of index_put; an op with one tensor of indices is below
+    "n_fft": _N,
+    "normalized_shape": [_N],
+    "output_padding": [0, 0],
+    "train": True,
+    "training": True,
+}
+
+# Tensors that some ops take as floating-point numbers, and others as indices.
+_MAYBE_INDICES = ("index", "target", "targets")
+
+# Arguments of ops that do not take tensors of equal sizes. All else is found by trying.
+_VECTOR, _SQUARE, _CUBE, _IMAGE, _VOLUME = (_Shape((_N,) * dims) for dims in range(1, 6))
+_STATE = _Shape((1, _N, _N))
+_IN_3, _IN_4 = (_Shape((_N, gates * _N)) for gates in (3, 4))  # of GRU and LSTM: gates side by side
+_WEIGHT_3, _WEIGHT_4 = (_Shape((gates * _N, _N)) for gates in (3, 4))
+_BIAS_3, _BIAS_4 = (_Shape((gates * _N,)) for gates in (3, 4))
+_CONVOLUTION = {"input": _IMAGE, "self": _IMAGE, "weight": _IMAGE}
+_GRID_2D = {"input": _IMAGE, "grid": _Shape((_N, _N, _N, 2))}
+_LSTM = {"input": _CUBE, "batch_sizes": [], "mode": 2, "hidden_size": _N}
+_BY_OP: dict[str, dict[str, Any]] = {
+    "_convolution": _CONVOLUTION,
+    "_cudnn_rnn": _LSTM | {
+        "weight": [_WEIGHT_4, _WEIGHT_4, _BIAS_4, _BIAS_4], "weight_stride0": 4,
+        "hx": _STATE, "cx": _STATE, "proj_size": 0,
+    },
+    "_grid_sampler_2d_cpu_fallback": _GRID_2D,
+    "_native_multi_head_attention": dict.fromkeys(("query", "key", "value"), _CUBE) | {
+        "embed_dim": _N, "qkv_weight": _WEIGHT_3, "qkv_bias": _BIAS_3,
+        "proj_weight": _SQUARE, "proj_bias": _VECTOR,
+    },
+    "_scaled_dot_product_flash_attention": dict.fromkeys(
+        ("query", "key", "value"), _Shape((1, 1, 8, 8))
+    ),
+    "_thnn_fused_gru_cell": {"input_gates": _IN_3, "hidden_gates": _IN_3},
+    "_thnn_fused_lstm_cell": {"input_gates": _IN_4, "hidden_gates": _IN_4},
+    "_mps_convolution": _CONVOLUTION,
+    "convolution": _CONVOLUTION,
+    "cudnn_convolution": _CONVOLUTION,
+    "cudnn_convolution_transpose": _CONVOLUTION,
+    "cross": dict.fromkeys(("self", "other"), _Shape((_N, 3))),
+    "ctc_loss": {
+        "targets": _Index(_SQUARE), "input_lengths": [_N] * _N, "target_lengths": [0] * _N
+    },
+    "fractional_max_pool2d": {"self": _IMAGE, "random_samples": _Shape((_N, _N, 2))},
+    "fractional_max_pool3d": {"self": _VOLUME, "random_samples": _Shape((_N, _N, 3))},
+    "grid_sampler": _GRID_2D,
+    "grid_sampler_2d": _GRID_2D,
+    "grid_sampler_3d": {"input": _VOLUME, "grid": _Shape((_N, _N, _N, _N, 3))},
+    "index_copy": {"index": _Index(_VECTOR)},
+    "gru_cell": {"w_ih": _WEIGHT_3, "w_hh": _WEIGHT_3},
+    "lstm_cell": {"w_ih": _WEIGHT_4, "w_hh": _WEIGHT_4},
+    "lu_solve": {"LU_pivots": _Pivots(_VECTOR)},
+    "max_unpool2d": {"indices": _Index(_IMAGE), "output_size": [_N, _N]},
+    "max_unpool3d": {
+        "indices": _Index(_VOLUME), "output_size": [_N] * 3, "padding": [0, 0, 0]
+    },
+    "mkldnn_rnn_layer": _LSTM | {
+        "weight0": _WEIGHT_4, "weight1": _WEIGHT_4, "weight2": _BIAS_4, "weight3": _BIAS_4,
+        "hx_": _SQUARE, "cx_": _SQUARE, "has_biases": True,
+    },
+    "nll_loss2d": {"self": _IMAGE, "target": _Index(_CUBE)},
+    "linalg_tensorinv": {"ind": 1},
+    "stft": {"window": _VECTOR, "return_complex": True},
+    "view_as_complex": {"self": _Shape((_N, 2))},
+}  # fmt: skip
+
+
+class Sizes(NamedTuple):
+    """Shapes for the tensors of an op of which nothing is known by name."""
+
+    shapes: Iterable[tuple[int, ...]]
+    indices: bool = False  # whether those that may be indices are
+
+
+def sizes_to_try(op: OpOverload) -> Iterator[Sizes]:
+    """Shapes that the op may take: all of as many dimensions first, then each with its own."""
+    free = [a.name for a in op._schema.arguments if _is_free(op, a)]
+    dims = itertools.product((2, 1, 3, 4, 5), repeat=min(len(free), 3))
+    ordered = sorted(dims, key=lambda dims: len(set(dims)))
+    for indices in (False, True) if set(free) & set(_MAYBE_INDICES) else (False,):
+        for dims in ordered:
+            last = dims[-1:] * (len(free) - len(dims))
+            yield Sizes([(_N,) * d for d in (*dims, *last)], indices)
+
+
+class Sample:
+    """A value for every argument of an op, by its name and type, in `args` and `kwargs`.
+
+    The first tensor in floating point has the dtype `first`, the others have `rest`.
+    """
+
+    def __init__(
+        self, op: OpOverload, device_type: str, first: torch.dtype, rest: torch.dtype, sizes: Sizes
+    ):
+        self.given: list[torch.dtype] = []  # of its tensors in floating point
+        self.args: list[Any] = []
+        self.kwargs: dict[str, Any] = {}
+        self._op, self._device = op, torch.device(device_type)
+        self._dtypes = itertools.chain([first], itertools.repeat(rest))
+        self._shapes, self._indices = iter(sizes.shapes), sizes.indices
+        for argument in op._schema.arguments:
+            if argument.kwarg_only:
+                self.kwargs[argument.name] = self._value(argument)
+            else:
+                self.args.append(self._value(argument))
+
+    def _value(self, argument: torch.Argument) -> Any:
+        # The op's own table comes before a default: some defaults fit no shape of ours.
+        if argument.name in _by_op(self._op):
+            return self._named(_by_op(self._op)[argument.name], argument)
+        if argument.has_default_value():
+            return argument.default_value
+        if argument.name in _BY_NAME:
+            return self._named(_BY_NAME[argument.name], argument)
+        kind = str(argument.type)
+        if _is_free(self._op, argument):
+            shape = next(self._shapes)
+            if self._indices and argument.name in _MAYBE_INDICES:
+                shape = _Index(shape)
+            return (
+                [self._tensor(shape) for _ in range(2)] if "List" in kind else self._tensor(shape)
+            )
+        if kind.startswith("List"):
+            return [1] * (argument.N or 2)
+        return None if kind.startswith("Optional") else {"bool": False, "str": "nuc"}.get(kind, 1)
+
+    def _named(self, value: Any, argument: torch.Argument) -> Any:
+        """The value that a name stands for: a tensor of a shape, a list, or its first element."""
+        kind = str(argument.type)
+        if isinstance(value, tuple):
+            return self._tensor(value)
+        if kind in ("str", "List[str]") and not isinstance(value, str):
+            return dimension_by_name(kind)
+        if not isinstance(value, list) or not value:
+            return value
+        if "List" not in kind:  # one, where other ops take several
+            return self._tensor(_Index((len(value),))) if kind == "Tensor" else value[0]
+        if isinstance(value[0], tuple):
+            return [self._tensor(shape) for shape in value]
+        return value[: argument.N or len(value)]  # an op for images has two where this has one
+
+    def _tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
+        if isinstance(shape, _Index):
+            return torch.zeros(shape, dtype=torch.int64, device=self._device)
+        if isinstance(shape, _Pivots):
+            return torch.ones(shape, dtype=torch.int32, device=self._device)
+        dtype = next(self._dtypes)
+        self.given.append(dtype)
+        if len(shape) < 2:
+            return torch.full(shape, 0.5, dtype=dtype, device=self._device)
+        # Half the identity has an inverse, a Cholesky factor, and values in [0, 1].
+        matrix = torch.eye(*shape[-2:], dtype=dtype, device=self._device) / 2
+        return matrix.expand(shape).contiguous()
+
+
+def _by_op(op: OpOverload) -> dict[str, Any]:
+    return _BY_OP.get(op._schema.name.removeprefix("aten::"), {})
+
+
+def _is_free(op: OpOverload, argument: torch.Argument) -> bool:
+    """Whether an argument is a tensor of which nothing is known by name."""
+    required = str(argument.type) in ("Tensor", "List[Tensor]")
+    return required and argument.name not in (_by_op(op) | _BY_NAME)

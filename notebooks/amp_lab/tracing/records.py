@@ -1,0 +1,93 @@
+"""What an X-ray notes while a model runs: a record for each op and for each cast."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from amp_lab.report import listed
+
+LOSS = "(loss)"  # stands for a module's name in records of the loss
+
+
+@dataclass(frozen=True)
+class OpRecord:
+    """One op that computed something, below autograd and autocast: the tensors that it really got.
+
+    Views are left out, and so are the casts that autocast inserted, which are in `Xray.casts`.
+    Attention, norms and recurrent layers are one op, since their kernels depend on the card.
+    """
+
+    module: str  # qualified name of the one whose code ran; "": the model itself
+    op: str  # convolution, addmm, _softmax
+    in_dtypes: tuple[torch.dtype, ...]
+    out_dtypes: tuple[torch.dtype, ...]
+    in_shapes: tuple[tuple[int, ...], ...]
+    out_shapes: tuple[tuple[int, ...], ...]
+    called: str  # the function of torch that the model called: conv2d, linear, cross_entropy
+    flops: int = 0  # of a matrix product, convolution, attention or recurrent layer
+    autocast: bool = True  # whether autocast was on where it was called
+    widened: bool = False  # whether autocast made it compute on a low-precision input in fp32
+    product_dtype: torch.dtype | None = None
+    """Of a recurrent layer or cell: the dtype, the widest of several, that the matrix products
+    inside it computed in, which may be narrower than its state."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype that it computed in.
+
+        That of the matrix products inside a recurrent layer; else the wider of the first floating
+        input and output.
+        """
+        if self.product_dtype is not None:
+            return self.product_dtype
+        first = [
+            next((dtype for dtype in dtypes if dtype.is_floating_point), None)
+            for dtypes in (self.in_dtypes, self.out_dtypes)
+        ]
+        return widest(dtype for dtype in first if dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it wrote."""
+        pairs = zip(self.out_shapes, self.out_dtypes, strict=True)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in pairs)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """One cast that autocast inserted."""
+
+    module: str
+    from_dtype: torch.dtype
+    to_dtype: torch.dtype
+    what: str  # "parameter NAME", "input 0", "output of OP in MODULE"
+    cached: bool  # whether autocast keeps the result for further uses in the same block
+    shape: tuple[int, ...]
+    called: str  # the function that it was cast for
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it wrote."""
+        return math.prod(self.shape) * self.to_dtype.itemsize
+
+    @property
+    def is_of_parameter(self) -> bool:
+        """Whether a parameter as a whole was cast, or a view of it."""
+        return self.what.startswith("parameter ")
+
+
+def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+    """The dtype of the most bytes; None of none."""
+    return max(dtypes, key=lambda dtype: dtype.itemsize, default=None)
+
+
+def place_of(module: str) -> str:
+    """A module in a sentence: its name in quotes, ``the model itself`` or ``the loss``."""
+    return {"": "the model itself", LOSS: "the loss"}.get(module, repr(module))
+
+
+def places_of(rows: Iterable[OpRecord]) -> str:
+    """The first three of the modules of some ops, in a sentence."""
+    return listed([place_of(module) for module in dict.fromkeys(row.module for row in rows)], 3)

@@ -1,0 +1,446 @@
+"""Follow a model through one forward pass and note each op and each cast that autocast inserts.
+
+Two modes look on. `_Functions` sits above autocast and sees which function of torch the model
+calls; `_Ops` sits below it and sees the ops that the call becomes, with the dtypes they really get.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._ops import OpOverload
+from torch._subclasses import fake_tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from amp_lab.backends import backend
+from amp_lab.errors import TraceError
+from amp_lab.tracing.fake_device import (
+    LOWER_DTYPES,
+    attribute_set,
+    autocast_of_the_model,
+    autocast_on,
+    how_to_do_without,
+)
+from amp_lab.tracing.ops_seen import (
+    ATTENTION,
+    Attention,
+    computes_nothing,
+    flops,
+    storage_key,
+    tensors_in,
+)
+from amp_lab.tracing.records import LOSS, Cast, OpRecord, place_of, widest
+
+NORMS = {"layer_norm", "group_norm", "rms_norm", "instance_norm"}
+
+_RNN_LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+_RNNS = _RNN_LAYERS | {f"{name}_cell" for name in _RNN_LAYERS}
+_RNN_KERNELS = {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "_lstm_mps"}
+# Each is one row, whatever kernels it chooses: that choice needs the device, the dtypes do not.
+_WHOLE = _RNNS | NORMS | {ATTENTION, "batch_norm"}
+# A cast inside one of these was asked for by the model, not inserted by autocast.
+_CASTING = {
+    "to", "half", "float", "double", "bfloat16", "type", "type_as", "_to_copy", "copy_",
+    "tensor", "as_tensor", "asarray",
+}  # fmt: skip
+_SDPA = F.scaled_dot_product_attention
+_PLAIN_NAMES = {"__matmul__": "matmul", "__rmatmul__": "matmul"}
+_NEEDS_VALUES = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+)
+_NOT_FAKED = (
+    fake_tensor.UnsupportedOperatorException,
+    fake_tensor.UnsupportedFakeTensorException,
+)
+
+
+def named_leaves(structure: object, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Place and value of each leaf of tuples, lists, mappings and dataclasses."""
+    if isinstance(structure, (list, tuple)):
+        structure = dict(enumerate(structure))
+    elif dataclasses.is_dataclass(structure) and not isinstance(structure, type):
+        structure = {f.name: getattr(structure, f.name) for f in dataclasses.fields(structure)}
+    if not isinstance(structure, Mapping):
+        yield path, structure
+        return
+    for step, value in structure.items():
+        yield from named_leaves(value, f"{path}.{step}")
+
+
+def named_tensors(structure: object) -> list[tuple[str, torch.Tensor]]:
+    """The tensors among `named_leaves`."""
+    return [pair for pair in named_leaves(structure) if isinstance(pair[1], torch.Tensor)]
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return storage_key(tensor) or id(tensor)  # oneDNN's tensors have no storage
+
+
+@dataclass
+class _Call:
+    """A function of torch that the model called, and what was seen inside of it."""
+
+    name: str = ""
+    dtype: torch.dtype | None = None  # of autocast, None where it is off
+    casts: bool = False  # whether it is a cast of the model's own
+    dtypes: dict[int, torch.dtype] = field(default_factory=dict)  # of its arguments, after casts
+    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    products: set[torch.dtype] = field(default_factory=set)  # dtypes of matrix products inside
+    copied: dict[int, int] = field(default_factory=dict)  # by storage: what it is a copy of
+
+    def __post_init__(self) -> None:
+        self.is_whole, self.is_rnn = self.name in _WHOLE, self.name in _RNNS
+
+    def inserts_cast(self, source: torch.Tensor, result: torch.Tensor) -> bool:
+        """Whether a change of dtype during this call is autocast's."""
+        if self.casts or self.dtype is None or not source.is_floating_point():
+            return False
+        if not self.is_whole:
+            return result.dtype in (self.dtype, torch.float32)
+        # Inside of it only the cast of an argument is autocast's, and for each step of a recurrent
+        # layer only the first.
+        wanted = self.dtype if self.is_rnn or self.name == ATTENTION else torch.float32
+        key = self.key(source)
+        if key not in self.dtypes or result.dtype != wanted:
+            return False
+        is_first = self.dtypes[key] == source.dtype
+        self.dtypes[key] = result.dtype
+        return is_first or not self.is_rnn
+
+    def see_inside(self, name: str, args: tuple, out: torch.Tensor, is_product: bool) -> None:
+        """Note an op inside a recurrent layer."""
+        if is_product or name in _RNN_KERNELS:
+            self.products.add(out.dtype)
+        elif name == "clone" and self.key(args[0]) in self.dtypes:
+            self.copied[_key(out)] = self.key(args[0])  # an argument, in another order
+
+    def key(self, tensor: torch.Tensor) -> int:
+        """What tells one argument from another: a recurrent layer takes its own to pieces."""
+        return self.origin(tensor) if self.is_rnn else id(tensor)
+
+    def origin(self, tensor: torch.Tensor) -> int:
+        """The storage of a tensor, or of what it was copied from inside this call."""
+        storage = _key(tensor)
+        return self.copied.get(storage, storage)
+
+
+class Tracer:
+    """Follows one forward pass under autocast, on fake tensors if it is given `to_fake`."""
+
+    def __init__(self, device_type: str, dtype: torch.dtype, to_fake: Callable | None = None):
+        self.device_type, self.dtype, self.to_fake = device_type, dtype, to_fake
+        self.rows: list[OpRecord] = []
+        self.casts: list[Cast] = []
+        self.bounces: list[tuple[OpRecord, str]] = []  # widened; cast back for which function
+        self.outputs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}  # by place
+        self.loss_dtype: torch.dtype | None = None
+        self.classes: dict[str, str] = {}  # of each module
+        self.error: Exception | None = None  # of the model or the loss: the rows end there
+        self.failed_at: tuple[str, str] | None = None  # module and op of the error
+        self.in_loss = False
+        self._modules = [""]  # those that are running, the innermost last
+        self._calls: list[_Call] = []
+        self._names: dict[int, str] = {}  # by storage: of what was there before
+        self._made: dict[int, OpRecord] = {}  # by storage: the op that wrote it last
+        self._pending: list[Cast] = []  # for the op that comes next
+
+    def follow(
+        self,
+        model: nn.Module,
+        call: Callable[[], object],
+        state: dict[str, torch.Tensor],
+        inputs: tuple[tuple, dict[str, Any]],
+        loss_fn: Callable | None,
+    ) -> None:
+        """Run `call`, which calls the model, and `loss_fn`; keep an error of theirs as `error`.
+
+        Raises `TraceError` if fake tensors cannot run the model.
+        """
+        for name, tensor in state.items():
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            self._names.setdefault(_key(tensor), f"{kind} {name}")
+        for path, tensor in named_tensors(dict(enumerate(inputs[0])) | inputs[1]):
+            self._names.setdefault(_key(tensor), f"input {path[1:]}")
+        enabled = self.dtype is not torch.float32
+        with (
+            self._modules_watched(model),
+            autocast_on(self.device_type, self.dtype if enabled else None, enabled=enabled),
+            autocast_of_the_model(self.device_type),
+            _Functions(self),
+            _Ops(self),
+        ):
+            try:
+                output = call()
+                self.outputs = {
+                    path[1:]: (tensor.dtype, tuple(tensor.shape))
+                    for path, tensor in named_tensors(output)
+                }
+                if loss_fn is not None:
+                    self.in_loss = True
+                    loss = loss_fn(output)
+                    self.loss_dtype = loss.dtype if isinstance(loss, torch.Tensor) else None
+            except (*_NEEDS_VALUES, *_NOT_FAKED) as error:
+                raise TraceError(self._beyond_fakes(error)) from error
+            except Exception as error:  # whatever the model raises: `xray` says it, or raises it
+                self.error = error
+
+    @contextmanager
+    def _modules_watched(self, model: nn.Module) -> Iterator[None]:
+        """The block in which hooks keep `_modules` up to date."""
+        with ExitStack() as stack:
+            for name, module in model.named_modules():
+                self.classes[name] = type(module).__name__
+                enter, leave = (
+                    functools.partial(self._enter, name),
+                    functools.partial(self._leave, name),
+                )
+                stack.callback(module.register_forward_pre_hook(enter).remove)
+                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+            yield
+
+    def _enter(self, name: str, module: nn.Module, args: tuple) -> None:
+        self._modules.append(name)
+
+    def _leave(self, name: str, module: nn.Module, args: tuple, output: object) -> None:
+        # Those that are above it on the stack were left without a call of their hooks.
+        while len(self._modules) > 1 and self._modules.pop() != name:
+            pass
+
+    @property
+    def module(self) -> str:
+        """The module whose code is running."""
+        return LOSS if self.in_loss else self._modules[-1]
+
+    @contextmanager
+    def calling(self, call: _Call) -> Iterator[None]:
+        """The block in which ops belong to a call."""
+        self._calls.append(call)
+        try:
+            yield
+        except Exception:
+            self.note_failure(call.name)
+            raise
+        finally:
+            self._calls.pop()
+            self._pending = []
+
+    def note_failure(self, op: str) -> None:
+        """Remember where an error arose: the innermost op is the first to say so."""
+        if self.failed_at is None:
+            self.failed_at = self.module, op
+
+    def see(self, func: OpOverload, args: tuple, kwargs: dict, out: object) -> None:
+        """Note what an op did; runs below autograd and autocast."""
+        outs = tensors_in(out)
+        if not outs or computes_nothing(func):
+            return
+        name = _name(func)
+        call = self._calls[-1] if self._calls else _Call()
+        changes_dtype = name == "_to_copy" and args[0].dtype != outs[0].dtype
+        if changes_dtype and call.inserts_cast(args[0], outs[0]):
+            self._note_cast(call, args[0], outs[0])
+            return
+        count = flops(func, args, kwargs, out)
+        if not call.is_whole:
+            self.note(call, name, tensors_in((args, kwargs)), outs, count)
+        elif call.is_rnn:
+            call.see_inside(name, args, outs[0], is_product=count > 0)
+
+    def note(self, call: _Call, name: str, ins: list, outs: list, count: int) -> None:
+        """Add a row for an op, or for a call that is one row as a whole."""
+        row = OpRecord(
+            module=self.module,
+            op=name,
+            in_dtypes=tuple(call.dtypes.get(call.key(t), t.dtype) for t in ins),
+            out_dtypes=tuple(t.dtype for t in outs),
+            in_shapes=tuple(tuple(t.shape) for t in ins),
+            out_shapes=tuple(tuple(t.shape) for t in outs),
+            called=call.name or name,
+            flops=count,
+            autocast=call.dtype is not None,
+            widened=self._is_widened(call, name, ins, outs),
+            product_dtype=widest(call.products),
+        )
+        self.rows.append(row)
+        self._pending = []
+        self._made |= {_key(tensor): row for tensor in outs}
+
+    def _is_widened(self, call: _Call, name: str, ins: list, outs: list) -> bool:
+        # Autocast may insert no cast, but have a softmax itself compute and return fp32.
+        by_itself = name in ("_softmax", "_log_softmax") and call.dtype and not call.casts
+        if by_itself and ins[0].dtype in LOWER_DTYPES and outs[0].dtype is torch.float32:
+            return True
+        return any(
+            cast.from_dtype in LOWER_DTYPES and cast.to_dtype not in LOWER_DTYPES
+            for cast in self._pending
+        )
+
+    def _note_cast(self, call: _Call, source: torch.Tensor, result: torch.Tensor) -> None:
+        storage = call.origin(source)
+        row = self._made.get(storage)
+        made_in = f"output of {row.called} in" if row else "a tensor made in"
+        made_in += " " + place_of(row.module if row else self.module)
+        cast = Cast(
+            module=self.module,
+            from_dtype=source.dtype,
+            to_dtype=result.dtype,
+            what=self._names.get(storage, made_in),
+            cached=self._is_cached(call, source, result),
+            shape=call.shapes.get(call.key(source), tuple(source.shape)),
+            called=call.name,
+        )
+        self.casts.append(cast)
+        self._pending.append(cast)
+        if row is not None:
+            self._made[_key(result)] = row  # so that a cast of this cast is still one of the output
+            narrows = result.dtype in LOWER_DTYPES and source.dtype not in LOWER_DTYPES
+            if row.widened and narrows:
+                self.bounces.append((row, call.name))
+
+    def _is_cached(self, call: _Call, source: torch.Tensor, result: torch.Tensor) -> bool:
+        """Whether autocast keeps a cast, by the rule of cached_cast in ATen/autocast_mode.cpp."""
+        # A library that takes the weights as one flat copy goes past the cache.
+        flat = call.name in _RNN_LAYERS and backend(self.device_type).fused_rnn_dtype is not None
+        return (
+            source.dtype is torch.float32
+            and not flat
+            and result.dtype is call.dtype
+            and source.requires_grad
+            and source.is_leaf
+            and not source._is_view()
+            and torch.is_autocast_cache_enabled()
+        )
+
+    def rnn_flops(self, ins: list[torch.Tensor]) -> int:
+        """Of a recurrent layer: every weight meets every item of the batch once in each step."""
+        steps = math.prod(ins[0].shape[:-1])
+        matrices = [t for t in ins[1:] if t.dim() == 2]  # among them states, which are no weights
+        weights = [t for t in matrices if self._names.get(_key(t), "").startswith("parameter ")]
+        return sum(2 * steps * weight.numel() for weight in weights)
+
+    def _beyond_fakes(self, error: Exception) -> str:
+        module, op = self.failed_at or (self.module, "an op")
+        where = f"op {op} in {place_of(module)}"
+        if isinstance(error, _NOT_FAKED):
+            return (
+                f"{where}: torch cannot run it on fake tensors; X-ray the modules before it one by "
+                "one, or use real=True where the device is"
+            )
+        remedy = how_to_do_without(error) or (
+            "X-ray the part before it (such as model.backbone), or use real=True where the device "
+            "is"
+        )
+        return f"{where} depends on values, which fake tensors have not: {remedy}"
+
+
+def _name(func: OpOverload) -> str:
+    return func._schema.name.rpartition("::")[2]
+
+
+class _Ops(TorchDispatchMode):
+    """Shows the tracer each op."""
+
+    def __init__(self, tracer: Tracer):
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        try:
+            out = func(*args, **kwargs)
+        except Exception:
+            self._tracer.note_failure(_name(func))
+            raise
+        self._tracer.see(func, args, kwargs, out)
+        return out
+
+
+class _Functions(TorchFunctionMode):
+    """Tells the tracer which function of torch is called, and whether autocast is on there."""
+
+    def __init__(self, tracer: Tracer):
+        self._tracer, self._device_type = tracer, tracer.device_type
+        self._backend = backend(tracer.device_type)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # an attribute is read
+            return func(*args, **kwargs)
+        if self._tracer.in_loss and self._tracer.to_fake is not None:
+            # The loss brings targets and weights of its own, which are real.
+            args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
+        enabled = torch.is_autocast_enabled(self._device_type)
+        dtype = torch.get_autocast_dtype(self._device_type) if enabled else None
+        names_dtype = any(isinstance(given, torch.dtype) for given in (*args, *kwargs.values()))
+        call = _Call(_PLAIN_NAMES.get(name, name), dtype, casts=name in _CASTING or names_dtype)
+        with self._tracer.calling(call):
+            if func is F.multi_head_attention_forward:
+                # Modes are off inside of it, so that its attention has to be sent here.
+                with attribute_set(F, ATTENTION, self._attention_inside):
+                    return func(*args, **kwargs)
+            return (
+                self._run_whole(call, func, args, kwargs)
+                if call.is_whole
+                else func(*args, **kwargs)
+            )
+
+    def _attention_inside(self, *args, **kwargs) -> object:
+        return self.__torch_function__(_SDPA, (), args, kwargs)
+
+    def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_fake = isinstance(tensor, fake_tensor.FakeTensor)
+        return tensor if is_fake else self._tracer.to_fake(tensor)
+
+    def _run_whole(self, call: _Call, func: Callable, args: tuple, kwargs: dict) -> object:
+        """Call a function that is one row, whatever it does inside."""
+        ins, count = tensors_in((args, kwargs)), 0
+        call.dtypes = {call.key(t): t.dtype for t in ins}
+        call.shapes = {call.key(t): tuple(t.shape) for t in ins}
+        run = functools.partial(func, *args, **kwargs)
+        if call.name == ATTENTION:
+            attention = Attention(*args, **kwargs)
+            count = attention.flops()
+            if self._tracer.to_fake is not None and not self._backend.is_host:
+                run = functools.partial(self._attention, call.dtype, attention)
+        elif call.is_rnn:
+            count = self._tracer.rnn_flops(ins)
+            if self._tracer.to_fake is not None and call.name in _RNN_LAYERS:
+                run = functools.partial(self._rnn, call, func, args)
+        out = run()
+        self._tracer.note(call, call.name, ins, tensors_in(out), count)
+        return out
+
+    def _attention(self, dtype: torch.dtype | None, attention: Attention) -> torch.Tensor:
+        """Attention by its definition: to choose a kernel, torch would ask the absent device."""
+        attention = attention.autocast_to(dtype)
+        with autocast_on(self._device_type, enabled=False):
+            out = attention.in_plain_ops()
+        # In memory as the kernels of real devices leave it: (B, T, H, D).
+        return out.transpose(1, 2).contiguous().transpose(1, 2) if out.dim() == 4 else out
+
+    def _rnn(self, call: _Call, func: Callable, args: tuple) -> tuple[torch.Tensor, ...]:
+        """A recurrent layer over the first of its steps alone: the others do the same."""
+        if call.name in self._backend.rnns_without_rule:
+            call.dtype = None
+        elif call.dtype is not None:  # fake tensors do not reach the kernel that casts to it
+            call.dtype = self._backend.fused_rnn_dtype or call.dtype
+        steps, time = args[0], 1 if args[-1] else 0  # (T, B, C), or (B, T, C) if batch_first
+        packed = isinstance(args[1 if call.name == "lstm" else 2], torch.Tensor)
+        if not packed:
+            args = (steps.narrow(time, 0, 1), *args[1:])
+        with autocast_on(self._device_type, call.dtype, enabled=call.dtype is not None):
+            out, *states = func(*args)
+        if not packed:
+            out = out.expand(*steps.shape[:2], out.shape[-1]).contiguous()
+        return (out, *states)

@@ -1,0 +1,308 @@
+"""What `xray` returns, and how two of them differ: as text, Markdown, HTML and JSON."""
+
+import dataclasses
+import difflib
+import functools
+import itertools
+import json
+from collections import Counter, defaultdict
+from dataclasses import dataclass, field
+
+import torch
+
+from amp_lab.report import (
+    Printed,
+    Table,
+    bytes_text,
+    dtype_name,
+    listed,
+    plural,
+    share_text,
+    short_name,
+    to_plain,
+)
+from amp_lab.tracing.fake_device import LOWER_DTYPES
+from amp_lab.tracing.records import LOSS, Cast, OpRecord
+
+_MAX_LINES = 28  # of the table; deeper modules are summed up
+_DEEPEST = 12
+
+
+@dataclass(frozen=True, repr=False)
+class Xray(Printed):
+    """What `xray` found; `str` of it is made to be read."""
+
+    model: str  # its class
+    device_type: str
+    dtype: torch.dtype  # what autocast computes in; torch.float32: autocast was off
+    real: bool
+    rows: list[OpRecord]
+    casts: list[Cast]
+    output_dtypes: list[torch.dtype]  # of each tensor of the output, in order
+    outputs: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # by place: dtype and shape
+    loss_dtype: torch.dtype | None
+    raised: str | None  # what autocast made fail, if it did: the rows end there
+    advice: list[str]  # what to look at, in sentences; each is proved by the rows and casts
+    classes: dict[str, str] = field(repr=False)  # of each module
+
+    @property
+    def title(self) -> str:
+        """What was X-rayed, in a line."""
+        off = self.dtype is torch.float32
+        how = "autocast off" if off else f"autocast {short_name(self.dtype)}"
+        seen = "a real run" if self.real else "fake tensors, no such device needed"
+        return f"{self.model} on {self.device_type}, {how} ({seen})"
+
+    @property
+    def low_share(self) -> float:
+        """Share of the arithmetic of matrix products and convolutions in low precision, 0 to 1."""
+        total = sum(row.flops for row in self.rows)
+        low = sum(row.flops for row in self.rows if row.dtype in LOWER_DTYPES)
+        return low / total if total else 0.0
+
+    def to_json(self) -> str:
+        """Everything, as JSON; dtypes are written as ``float16``."""
+        everything = to_plain(self)
+        del everything["classes"]
+        everything["outputs"] = {
+            place: {"dtype": dtype_name(dtype), "shape": list(shape)}
+            for place, (dtype, shape) in self.outputs.items()
+        }
+        return json.dumps(everything, indent=1)
+
+    def _table(self) -> Table:
+        total = sum(row.flops for row in self.rows)
+        return Table(
+            ["module", "class", "ops", "work", "work in", "other ops in", "casts", "output"],
+            [line.cells(total) for line in _Outline(self).fitting_lines()],
+            caption=self.title,
+            facts=self._facts(),
+            advice=self.advice,
+            right=(2, 3, 6),
+        )
+
+    def _facts(self) -> list[str]:
+        facts = [] if self.dtype is torch.float32 else self._facts_on_autocast()
+        outputs = [
+            f"{place + ' ' if place else ''}{short_name(dtype)} {shape}"
+            for place, (dtype, shape) in self.outputs.items()
+        ]
+        if outputs:
+            facts.append(f"Output: {listed(outputs, 6)}.")
+        if self.loss_dtype is not None:
+            facts.append(f"Loss: {short_name(self.loss_dtype)}.")
+        return facts
+
+    def _facts_on_autocast(self) -> list[str]:
+        weights = [cast for cast in self.casts if cast.is_of_parameter]
+        cached = sum(cast.cached for cast in weights)
+        written = bytes_text(sum(cast.nbytes for cast in self.casts))
+        return [
+            f"{100 * self.low_share:.1f} % of the work of matrix products and convolutions is "
+            f"done in {short_name(self.dtype)}.",
+            f"Autocast inserted {plural(len(self.casts), 'cast')}: {len(weights):,} of "
+            f"parameters ({cached:,} kept in its cache), {len(self.casts) - len(weights):,} of "
+            f"other values; they write {written}.",
+        ]
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of the table: a module, or several alike in a row."""
+
+    label: str
+    kind: str
+    ops: int
+    flops: int
+    matrix: tuple[tuple[str, int], ...]  # dtypes of matrix products, and how many
+    others: tuple[tuple[str, int], ...]
+    casts: int
+    output: str
+    times: int = 1
+
+    @classmethod
+    def of(cls, label: str, kind: str, rows: list[OpRecord], casts: list[Cast]) -> "_Line":
+        matrix = Counter(short_name(row.dtype) for row in rows if row.flops and row.dtype)
+        others = Counter(short_name(row.dtype) for row in rows if row.dtype and not row.flops)
+        outputs = rows[-1].out_dtypes if rows else ()
+        return cls(
+            label,
+            kind,
+            ops=len(rows),
+            flops=sum(row.flops for row in rows),
+            matrix=tuple(matrix.most_common()),
+            others=tuple(others.most_common()),
+            casts=len(casts),
+            output=short_name(outputs[0]) if outputs else "-",
+        )
+
+    def cells(self, total: int) -> list[str]:
+        """The cells of the table; `total` is the work of the whole model."""
+        return [
+            self.label,
+            self.kind,
+            f"{self.times * self.ops:,}",
+            share_text(self.times * self.flops, total),
+            self._mix(self.matrix),
+            self._mix(self.others),
+            f"{self.times * self.casts:,}" if self.casts else "-",
+            self.output,
+        ]
+
+    def _mix(self, dtypes: tuple[tuple[str, int], ...]) -> str:
+        if len(dtypes) == 1:
+            return dtypes[0][0]
+        return ", ".join(f"{name} {self.times * count:,}" for name, count in dtypes) or "-"
+
+
+class _Outline:
+    """The modules that ran as a tree, from which the table takes as many levels as fit."""
+
+    def __init__(self, result: Xray):
+        self._classes = result.classes
+        self._rows: dict[str, list[OpRecord]] = defaultdict(list)
+        self._casts: dict[str, list[Cast]] = defaultdict(list)
+        for row in result.rows:
+            self._rows[row.module].append(row)
+        for cast in result.casts:
+            self._casts[cast.module].append(cast)
+        self._seen = list(dict.fromkeys([*self._rows, *self._casts]))
+        order = {name: number for number, name in enumerate(result.classes)}
+        inside: dict[str, set[str]] = defaultdict(set)  # module: its parts that ran
+        for module in self._seen:
+            while module and module != LOSS:
+                parent = module.rpartition(".")[0]
+                inside[parent].add(module)
+                module = parent
+        self._parts = {
+            module: sorted(parts, key=lambda name: order.get(name, len(order)))
+            for module, parts in inside.items()
+        }
+        # To find modules alike, it is asked for the same ones again and again.
+        self._below = functools.cache(self._lines_below)
+
+    def fitting_lines(self) -> list[_Line]:
+        """The lines of as many levels as the table may be long."""
+        best = self._lines(1)
+        for depth in range(2, _DEEPEST):
+            deeper = self._lines(depth)
+            if len(deeper) > _MAX_LINES or deeper == best:
+                break
+            best = deeper
+        return best
+
+    def _lines(self, depth: int) -> list[_Line]:
+        lines = []
+        for line in self._below("", depth):
+            at_top = line.label in ("", " itself")
+            label = f"the model{line.label}" if at_top else line.label
+            lines.append(dataclasses.replace(line, label=label))
+        if LOSS in self._seen:
+            lines.append(_Line.of(LOSS, "loss_fn", self._rows[LOSS], self._casts[LOSS]))
+        return lines
+
+    def _lines_below(self, module: str, depth: int) -> tuple[_Line, ...]:
+        """The lines of a module, without its name: its own, and its parts' down to a depth."""
+        kind, parts = self._classes.get(module, ""), self._parts.get(module, [])
+        if not depth or not parts:
+            inside = [m for m in self._seen if m == module or m.startswith(f"{module}.")]
+            rows = [row for m in inside for row in self._rows[m]]
+            casts = [cast for m in inside for cast in self._casts[m]]
+            return (_Line.of("", kind, rows, casts),)
+        lines = []
+        if module in self._seen:
+            lines.append(_Line.of(" itself", kind, self._rows[module], self._casts[module]))
+
+        def form(part: str) -> tuple:
+            return _stem(part), self._below(part, _DEEPEST)
+
+        # Numbered neighbours that did the same, such as the blocks of a transformer, are one line.
+        for (stem, _), run in itertools.groupby(parts, form):
+            first, *others = run
+            to_last = f" … {others[-1].removeprefix(stem)}" if others else ""
+            for line in self._below(first, depth - 1):
+                label = first[len(module) :] + to_last + line.label
+                times = line.times * (1 + len(others))
+                lines.append(dataclasses.replace(line, label=label, times=times))
+        return tuple(lines)
+
+
+def _stem(name: str) -> str:
+    """A numbered name without its number, ``blocks.`` of ``blocks.3``; itself if it has none."""
+    return name.rstrip("0123456789")
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison(Printed):
+    """Two X-rays side by side; `str` of it is made to be read."""
+
+    a: Xray
+    b: Xray
+    # Ops that differ in a dtype, and those that only one of the two ran.
+    different: list[tuple[OpRecord | None, OpRecord | None]]
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """A short name for each."""
+        a, b = (f"{x.device_type} {short_name(x.dtype)}" for x in (self.a, self.b))
+        return (a, b) if a != b else (f"{a} (a)", f"{b} (b)")
+
+    def to_json(self) -> str:
+        """The ops that differ, as JSON."""
+        return json.dumps({"names": self.names, "different": to_plain(self.different)}, indent=1)
+
+    def _table(self) -> Table:
+        groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+        for left, right in self.different:
+            row = left or right
+            groups[row.called, _flow(left), _flow(right)].append(row.module or "the model")
+        return Table(
+            ["called", "ops", *self.names, "where"],
+            [
+                [called, f"{len(modules):,}", a, b, listed(list(dict.fromkeys(modules)), 3)]
+                for (called, a, b), modules in groups.items()
+            ],
+            caption=f"{self.a.model}: {self.names[0]} against {self.names[1]}",
+            facts=self._facts(),
+            right=(1,),
+        )
+
+    def _facts(self) -> list[str]:
+        total = len(self.a.rows) + sum(left is None for left, _ in self.different)
+        facts = [f"{len(self.different):,} of {total:,} ops differ."]
+        for name, x in zip(self.names, (self.a, self.b), strict=True):
+            outputs = ", ".join(dict.fromkeys(short_name(dtype) for dtype in x.output_dtypes))
+            facts.append(
+                f"{name}: {100 * x.low_share:.1f} % of the work in low precision, "
+                f"{plural(len(x.casts), 'cast')}, output {outputs or 'none'}."
+            )
+        return facts
+
+
+def _flow(row: OpRecord | None) -> str:
+    """The dtype that an op computed in, and what it returned if that is another."""
+    if row is None:
+        return "not run"
+    output = row.out_dtypes[0] if row.out_dtypes else None
+    if row.dtype is None or output is row.dtype:
+        return short_name(output) if output else "-"
+    return f"{short_name(row.dtype)} → {short_name(output)}"
+
+
+def compare(a: Xray, b: Xray) -> Comparison:
+    """Two X-rays of one model side by side: another device type, dtype or version of the model."""
+    different: list[tuple[OpRecord | None, OpRecord | None]] = []
+    keys = [[(row.module, row.op) for row in x.rows] for x in (a, b)]
+    # Without autojunk, ops that occur in hundreds of places would be matched by guessing no more.
+    for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, *keys, autojunk=False).get_opcodes():
+        left, right = a.rows[i1:i2], b.rows[j1:j2]
+        if tag == "equal":
+            pairs = zip(left, right, strict=True)
+            different += [(x, y) for x, y in pairs if _dtypes(x) != _dtypes(y)]
+        else:
+            different += [(row, None) for row in left] + [(None, row) for row in right]
+    return Comparison(a, b, different)
+
+
+def _dtypes(row: OpRecord) -> tuple:
+    return row.in_dtypes, row.out_dtypes, row.product_dtype

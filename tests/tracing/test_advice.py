@@ -1,0 +1,115 @@
+"""advice: each rule says what the rows and casts prove, and is silent where there is nothing."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_models import Head
+from torch import nn
+
+from amp_lab.tracing.records import LOSS
+from amp_lab.tracing.xray import xray
+
+pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
+
+FP16, FP32 = torch.float16, torch.float32
+
+
+def advice(model, *inputs, **options):
+    return "\n".join(xray(model, *inputs, **options).advice)
+
+
+def test_a_value_cast_back_and_forth_is_told():
+    said = advice(Head(), torch.randn(8, 8))
+    assert "layer_norm in 'norm': autocast takes its input from fp16 to fp32" in said
+    assert "its output back to fp16 for linear" in said
+    assert "back to" not in advice(Head(), torch.randn(8, 8), device_type="cpu")
+    assert "back to" not in advice(Head().a, torch.randn(8, 8))
+
+
+def test_low_precision_softmax_and_norm_are_told_where_they_happen():
+    said = advice(Head(), torch.randn(8, 8), device_type="cpu")
+    assert "softmax in the model itself runs in bf16 on cpu" in said
+    assert "layer_norm in 'norm' runs in bf16 on cpu" in said
+    assert "runs in" not in advice(Head(), torch.randn(8, 8), device_type="cuda")
+
+
+def test_the_surprise_of_cross_entropy_is_told_and_its_remedy_helps():
+    target = torch.zeros(8, dtype=torch.long)
+    low = xray(Head().a, torch.randn(8, 8), loss_fn=lambda y: F.cross_entropy(y, target))
+    assert [(r.op, r.in_dtypes[0]) for r in low.rows if r.module == LOSS] == [
+        ("_log_softmax", FP16),
+        ("nll_loss_forward", FP32),
+    ]
+    assert any("log_softmax runs in fp16" in line for line in low.advice)
+    wide = xray(Head().a, torch.randn(8, 8), loss_fn=lambda y: F.cross_entropy(y.float(), target))
+    assert not any("loss is computed" in line for line in wide.advice)
+    assert wide.loss_dtype is FP32
+
+
+def test_a_loss_module_with_weights_is_moved_too():
+    loss = nn.CrossEntropyLoss(weight=torch.ones(16))
+    target = torch.zeros(8, dtype=torch.long)
+    found = xray(Head().a, torch.randn(8, 8), loss_fn=lambda y: loss(y.float(), target))
+    assert found.loss_dtype is FP32
+
+
+def test_an_op_that_raises_under_autocast_alone_is_told():
+    target = torch.zeros(8, 8)
+    found = xray(
+        nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()),
+        torch.randn(8, 8),
+        loss_fn=lambda p: F.binary_cross_entropy(p, target),
+    )
+    assert "binary_cross_entropy" in found.raised
+    assert found.advice[0].startswith("Only under autocast: ")
+    assert "the loss (binary_cross_entropy)" in found.advice[0]
+    assert "binary_cross_entropy_with_logits" in found.advice[0]
+    assert found.output_dtypes == [FP16]
+
+
+def test_a_model_in_float64_is_left_alone_and_told():
+    said = advice(nn.Linear(8, 8).double(), torch.randn(8, 8).double())
+    assert "none of its work is done in fp16" in said
+    assert "because autocast leaves fp64 alone" in said
+
+
+def test_shapes_that_matrix_units_cannot_use_whole_are_told():
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.Conv2d(16, 16, 3, groups=16), nn.Conv2d(16, 9, 1))
+    said = advice(model, torch.randn(8, 3, 8, 8))
+    assert "conv2d in '0': 3 input channels" in said
+    assert "conv2d in '1': 1 channel for each group (depthwise)" in said
+    assert "conv2d in '2': 9 output channels" in said
+    assert "multiples of 8" not in advice(model, torch.randn(8, 3, 8, 8), device_type="cpu")
+    assert "linear in 'the" not in advice(nn.Linear(16, 8), torch.randn(8, 16))
+    assert "1,001 output features" in advice(nn.Linear(16, 1001), torch.randn(8, 16))
+
+
+def test_a_large_op_in_fp32_is_told_with_its_reason():
+    class Scores(nn.Module):
+        def forward(self, q):
+            return (q @ q.mT).softmax(-1)
+
+    said = advice(Scores(), torch.randn(4, 64, 8))
+    assert "softmax in the model itself stays in fp32, because autocast on cuda runs it so" in said
+
+
+class Twice(nn.Module):
+    """One layer under two names, called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = self.second = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def test_a_weight_used_twice_is_cast_once_and_a_frozen_one_each_time():
+    model = Twice()
+    assert len([c for c in xray(model, torch.randn(8, 8)).casts if "weight" in c.what]) == 1
+    assert not any("anew" in line for line in xray(model, torch.randn(8, 8)).advice)
+    found = xray(model.requires_grad_(False), torch.randn(8, 8))
+    weights = [cast for cast in found.casts if "weight" in cast.what]
+    assert [cast.cached for cast in weights] == [False, False]
+    assert any("first.bias, first.weight: cast anew" in line for line in found.advice)
+    assert {row.module for row in found.rows} == {"first"}

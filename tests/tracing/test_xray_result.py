@@ -1,0 +1,75 @@
+"""xray_result: the table, Markdown, HTML and JSON of an X-ray, and of two side by side."""
+
+import json
+
+import pytest
+import torch
+import torchvision
+from small_models import Head
+
+from amp_lab.tracing import compare
+from amp_lab.tracing.xray import xray
+
+pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def test_the_table_of_a_deep_model_is_short_and_adds_up():
+    found = xray(torchvision.models.resnet50(), torch.empty(8, 3, 224, 224))
+    lines = str(found).splitlines()
+    assert lines[0] == "ResNet on cuda, autocast fp16 (fake tensors, no such device needed)"
+    table = lines[4 : lines.index("", 4)]
+    assert 5 < len(table) <= 28
+    assert any(line.startswith("layer3.1 … 5") for line in table)
+    cells = found._table().rows
+    assert sum(int(line[2].replace(",", "")) for line in cells) == len(found.rows)
+    assert sum(int(line[6]) for line in cells if line[6] != "-") == len(found.casts)
+    assert "100.0 % of the work" in str(found)
+    assert sum(row.flops for row in found.rows) == pytest.approx(8 * 2 * 4.09e9, rel=0.01)
+    assert "Output: fp16 (8, 1000)." in str(found)
+    assert all(len(line) <= 200 for line in table)
+
+
+def test_markdown_html_and_json_say_the_same():
+    found = xray(Head(), torch.randn(8, 8), loss_fn=torch.sum)
+    assert "| norm | LayerNorm | 1 |" in found.to_markdown()
+    assert "<td>LayerNorm</td>" in found._repr_html_()
+    read = json.loads(found.to_json())
+    assert read["dtype"] == "float16"
+    assert [row["op"] for row in read["rows"]] == [row.op for row in found.rows]
+    assert read["rows"][0]["in_dtypes"] == ["float16"] * 3
+    assert len(read["casts"]) == len(found.casts)
+    assert read["advice"] == found.advice
+    assert read["outputs"] == {"": {"dtype": "float32", "shape": [8, 8]}}
+    assert repr(found) == str(found)
+    for sentence in found.advice:
+        assert sentence in str(found)
+        assert sentence in found.to_markdown()
+
+
+def test_fp32_leaves_autocast_off():
+    found = xray(Head(), torch.randn(8, 8), dtype=FP32)
+    assert {row.out_dtypes[0] for row in found.rows} == {FP32}
+    assert not found.casts
+    assert not found.advice
+    assert "autocast off" in str(found)
+
+
+def test_backends_differ_and_compare_shows_where():
+    cuda, cpu = (
+        xray(Head(), torch.randn(8, 8), device_type=d, dtype=BF16) for d in ("cuda", "cpu")
+    )
+    both = compare(cuda, cpu)
+    assert [(a.called, a.out_dtypes[0], b.out_dtypes[0]) for a, b in both.different] == [
+        ("layer_norm", FP32, BF16),
+        ("softmax", FP32, BF16),
+    ]
+    for text in (str(both), both.to_markdown(), both._repr_html_()):
+        assert "cuda bf16" in text
+        assert "layer_norm" in text
+    assert len(json.loads(both.to_json())["different"]) == 2
+    assert not compare(cuda, cuda).different
+    assert "0 of 4 ops differ" in str(compare(cuda, cuda))
+    without = compare(cuda, xray(Head().a, torch.randn(8, 8)))
+    assert (None in [b for _, b in without.different]) is True
