@@ -1,116 +1,83 @@
 """Times, rates and speed-ups, and the limits of a device."""
 
-import matplotlib.pyplot as plt
+from collections.abc import Callable, Mapping, Sequence
+
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from amp_lab.plots.style import COLOURS, HATCHES, use_style
+from amp_lab.plots import style
+from amp_lab.plots.style import COLOURS, Look, Values
 
 
-def time_and_memory(milliseconds, mebibytes, memory_label) -> plt.Figure:
+def time_and_memory(
+    milliseconds: Mapping[str, float], mebibytes: Mapping[str, float], memory_label: str
+) -> Figure:
     """Bars of time {precision: ms} and memory {precision: MiB}, with their ratio to the first."""
-    figure, axes = plt.subplots(1, 2, figsize=(8.0, 3.0))
-    for ax, values, label, ratio in (
-        (
-            axes[0],
-            milliseconds,
-            "time of a step (ms)",
-            lambda value, first: f"{first / value:.2f}x as fast",
-        ),
-        (
-            axes[1],
-            mebibytes,
-            f"memory, {memory_label} (MiB)",
-            lambda value, first: f"{value / first:.0%}",
-        ),
-    ):
-        first = next(iter(values.values()))
-        for name, value in values.items():
-            ax.bar(
-                name, value, color=COLOURS[name], hatch=HATCHES[name], edgecolor="white", width=0.6
-            )
-            text = f"{value:.3g}" if value == first else f"{value:.3g}\n{ratio(value, first)}"
-            ax.annotate(
-                text,
-                (name, value),
-                ha="center",
-                va="bottom",
-                xytext=(0, 3),
-                textcoords="offset points",
-            )
-        ax.set_ylabel(label)
-        ax.margins(y=0.25)
+    figure, (left, right) = style.subplots(1, 2, size=(8.0, 3.0))
+    _compared(left, milliseconds, lambda value, first: f"{first / value:.2f}x as fast")
+    left.set_ylabel("time of a step (ms)")
+    _compared(right, mebibytes, lambda value, first: f"{value / first:.0%}")
+    right.set_ylabel(f"memory, {memory_label} (MiB)")
     return figure
 
 
-def time_by_kind(milliseconds) -> plt.Axes:
+def _compared(ax: Axes, values: Mapping[str, float], ratio: Callable[[float, float], str]) -> None:
+    """A bar {precision: value} for each, with its value and its `ratio` to the first."""
+    first = next(iter(values.values()))
+    for name, value in values.items():
+        text = f"{value:.3g}" if value == first else f"{value:.3g}\n{ratio(value, first)}"
+        style.bars(ax, [name], [value], style.look_of(name, width=0.6), [text], upright=True)
+    ax.margins(y=0.25)  # room for two lines above the highest bar
+
+
+def time_by_kind(milliseconds: Mapping[str, Mapping[str, float]]) -> Axes:
     """Bars `milliseconds[precision][kind]`, with their speed-up over the first precision."""
-    _, ax = plt.subplots(figsize=(7.0, 3.2))
+    _, ax = style.subplots(size=(7.0, 3.2))
     first = next(iter(milliseconds.values()))
     width = 0.8 / len(milliseconds)
     for i, (precision, times) in enumerate(milliseconds.items()):
         at = [k + i * width for k in range(len(times))]
-        ax.bar(
-            at,
-            list(times.values()),
-            width,
-            color=COLOURS[precision],
-            hatch=HATCHES[precision],
-            edgecolor="white",
-            label=precision,
-        )
-        if i == 0:
-            continue
-        for x, (kind, value) in zip(at, times.items(), strict=True):
-            text = f"{first[kind] / value:.2f}x"
-            ax.annotate(text, (x, value), ha="center", xytext=(0, 3), textcoords="offset points")
+        texts = [f"{first[kind] / value:.2f}x" for kind, value in times.items()] if i else []
+        look = style.look_of(precision, width=width, label=precision)
+        style.bars(ax, at, list(times.values()), look, texts, upright=True)
     ax.set_xticks([k + 0.4 - width / 2 for k in range(len(first))], list(first))
     ax.tick_params(axis="x", length=0)
     ax.set_ylabel("forward and backward (ms)")
-    ax.margins(y=0.15)
+    ax.margins(y=0.15)  # room for the text above the highest bar
     ax.legend()
     return ax
 
 
-def throughput_over_batch(rates) -> plt.Figure:
+def throughput_over_batch(rates: Mapping[str, Mapping[int, float]]) -> Figure:
     """Samples per second against the batch, `rates[precision][batch]`, and their ratio."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(8.5, 2.9))
-    (first, base), (second, other) = rates.items()
-    for precision, found, line in ((first, base, "-o"), (second, other, "--s")):
-        left.plot(
-            found.keys(), found.values(), line, color=COLOURS[precision], label=str(precision)
-        )
+    figure, (left, right) = style.subplots(1, 2, size=(8.5, 2.9))
+    style.lines(left, rates, markers="os")
     left.set_yscale("log")
-    left.set_ylabel("samples per second")
-    left.legend(loc="lower right")
-    ratios = [rate / base[batch] for batch, rate in other.items()]
-    right.plot(base.keys(), ratios, "-D", color="black")
+    style.label(left, "batch", "samples per second", legend="lower right")
+    (first, baseline), (second, other) = rates.items()
+    ratios = [rate / baseline[batch] for batch, rate in other.items()]
+    right.plot(list(baseline), ratios, "-D", color="black")
     right.axhline(1, color="black", linewidth=1)
     right.set_ylim(bottom=0)
-    right.set_ylabel(f"speed-up of {second} over {first}")
+    style.label(right, "batch", f"speed-up of {second} over {first}")
     for ax in (left, right):
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(list(base), [str(batch) for batch in base])
-        ax.minorticks_off()
-        ax.set_xlabel("batch")
+        style.log2_axis(ax, ticks=list(baseline))
     return figure
 
 
-def growth(panels) -> plt.Figure:
+def growth(panels: Mapping[str, tuple[Sequence[int], Values, Values]]) -> Figure:
     """Speed-up by AMP and its share of FP32's memory while something grows.
 
     `panels[what]` is (values, speed-ups, shares), each with one entry for each value.
     """
-    figure, axes = plt.subplots(2, len(panels), figsize=(8.5, 4.4), sharey="row", sharex="col")
-    for (upper, lower), (what, (values, speedups, shares)) in zip(
-        axes.T, panels.items(), strict=True
-    ):
+    figure, axes = style.subplots(2, len(panels), size=(8.5, 4.4), sharey="row", sharex="col")
+    for (upper, lower), (what, curves) in zip(axes.T, panels.items(), strict=True):
+        values, speedups, shares = curves
         upper.plot(values, speedups, "-o", color=COLOURS["bf16"], linewidth=2)
         lower.plot(values, shares, "--s", color=COLOURS["fp32"], linewidth=2)
-        for ax, level in ((upper, 1), (lower, 0.5)):
-            ax.axhline(level, color="black", linewidth=1)
-        lower.set_xscale("log", base=2)
-        lower.set_xticks(values, [str(value) for value in values])
-        lower.minorticks_off()
+        upper.axhline(1, color="black", linewidth=1)
+        lower.axhline(0.5, color="black", linewidth=1)
+        style.log2_axis(lower, ticks=values)
         lower.set_xlabel(what)
     for row in axes:
         highest = max(ax.dataLim.ymax for ax in row)
@@ -120,45 +87,35 @@ def growth(panels) -> plt.Figure:
     return figure
 
 
-def speedup_over_size(sizes, speedups) -> plt.Axes:
-    """Speed-up over fp32 against the image size; `speedups[label]` has a value for each size.
-
-    The first word of a label is a key of `COLOURS`.
-    """
-    _, ax = plt.subplots(figsize=(7.0, 3.2))
+def speedup_over_size(sizes: Sequence[int], speedups: Mapping[str, Values]) -> Axes:
+    """Speed-up over fp32 against the image size; `speedups[label]` has a value for each size."""
+    _, ax = style.subplots(size=(7.0, 3.2))
     ax.axhline(1, color="black", linewidth=1)
-    for (label, values), line in zip(speedups.items(), ["-o", "--s"], strict=True):
-        colour, face = COLOURS[label.split()[0]], None if line == "-o" else "white"
-        ax.plot(sizes, values, line, color=colour, markerfacecolor=face, linewidth=2, label=label)
+    curves = {label: dict(zip(sizes, values, strict=True)) for label, values in speedups.items()}
+    style.lines(ax, curves, markers="os", linewidth=2)
+    ax.lines[-1].set_markerfacecolor("white")  # both may be of one precision, and one colour
     ax.set_xticks(sizes)
-    ax.set_xlabel("height and width of the images (pixels)")
-    ax.set_ylabel("speed-up over fp32")
     ax.set_ylim(bottom=0)
-    ax.legend(loc="lower right")
-    return ax
+    x_label = "height and width of the images (pixels)"
+    return style.label(ax, x_label, "speed-up over fp32", legend="lower right")
 
 
-def rate_over_size(panels, multiple) -> plt.Figure:
+def rate_over_size(
+    panels: Mapping[str, Mapping[str, Mapping[int, float]]], multiple: int
+) -> Figure:
     """Rates against a size near a multiple of 8, each divided by the median of its line.
 
     `panels[what]` maps a precision to {size: rate}. Grid lines stand at multiples of `multiple`.
     """
-    figure, axes = plt.subplots(1, len(panels), figsize=(8.5, 2.9), sharey=True)
+    figure, axes = style.subplots(1, len(panels), size=(8.5, 2.9), sharey=True)
     for ax, (what, rates) in zip(axes, panels.items(), strict=True):
-        for (precision, found), line in zip(rates.items(), ["-", "--"], strict=True):
-            values = sorted(found.values())
-            middle = values[len(values) // 2]
-            ax.plot(
-                found.keys(),
-                [rate / middle for rate in found.values()],
-                line,
-                marker="o",
-                markersize=4,
-                color=COLOURS[precision],
-                label=precision,
-            )
+        curves = {}
+        for precision, found in rates.items():
+            median = sorted(found.values())[len(found) // 2]
+            curves[precision] = {size: rate / median for size, rate in found.items()}
+        style.lines(ax, curves, markers="oo", markersize=4)
         ax.set_xticks([size for size in found if size % multiple == 0])
-        ax.grid(axis="x", color="0.7")
+        ax.grid(axis="x", color=style.STRONG_GRID)
         ax.set_xlabel(what)
     axes[0].set_ylabel("rate / median rate")
     axes[0].set_ylim(bottom=0)
@@ -166,137 +123,88 @@ def rate_over_size(panels, multiple) -> plt.Figure:
     return figure
 
 
-def flops_per_byte(panels) -> plt.Figure:
+def flops_per_byte(panels: Mapping[str, Sequence[tuple[str, float]]]) -> Figure:
     """FLOPs per byte of layers in their order: `panels[title]` is a list of (kind, value)."""
-    figure, axes = plt.subplots(1, len(panels), figsize=(8.0, 3.4), sharey=True)
-    kinds = list(dict.fromkeys(kind for layers in panels.values() for kind, _ in layers))
-    looks = dict(
-        zip(kinds, [("k", "*"), ("0.6", "^"), (COLOURS["bf16"], "o"), ("k", "v")], strict=False)
-    )
+    figure, axes = style.subplots(1, len(panels), size=(8.0, 3.4), sharey=True)
+    kinds = dict.fromkeys(kind for layers in panels.values() for kind, _ in layers)
+    looks = [("black", "*"), (style.PATH, "^"), (COLOURS["bf16"], "o"), ("black", "v")]
     for ax, (title, layers) in zip(axes, panels.items(), strict=True):
-        for kind, (colour, marker) in looks.items():
+        for kind, (colour, marker) in zip(kinds, looks, strict=False):
             at = [i for i, (found, _) in enumerate(layers) if found == kind]
             values = [layers[i][1] for i in at]
-            ax.plot(
-                at,
-                values,
-                marker,
-                color=colour,
-                markeredgecolor="black",
-                markeredgewidth=0.6,
-                markersize=7,
-                label=kind,
-            )
-        ax.set_yscale("log")
+            look: Look = {"color": colour, "markeredgecolor": "black", "markeredgewidth": 0.6}
+            ax.plot(at, values, marker, markersize=7, label=kind, **look)
+        ax.set(yscale="log", xlabel="layer, from input to output")
         ax.set_yticks([1, 10, 100], ["1", "10", "100"])
         ax.set_title(title, fontsize=11)
-        ax.set_xlabel("layer, from input to output")
-        ax.grid(axis="y", color="0.9")
+        ax.grid(axis="y", color=style.GRID)
     axes[0].set_ylabel("FLOPs per byte, in fp32")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    style.legend_beside(figure, "lower center", ncols=4)
     return figure
 
 
-def speed_ladder(panels, figure=None) -> Figure:
+def speed_ladder(
+    panels: Mapping[str, Sequence[tuple[str, str, float | None, float | None, str]]],
+) -> Figure:
     """Bars of time from the lowest rung to the highest, and a tick where the device's limit is.
 
     `panels[title]` is a list of (precision, rung, milliseconds, milliseconds at the limit or None,
-    text beside the bar); without milliseconds there is the text alone. `figure` is one to draw in,
-    in place of pyplot's next.
+    text beside the bar); without milliseconds there is the text alone.
     """
-    use_style()
-    figure = figure or plt.figure()
-    heights = [len(bars) + 1.5 for bars in panels.values()]
-    figure.set_size_inches(8.0, 0.26 * sum(heights) + 0.6)
-    axes = figure.subplots(len(panels), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for ax, (title, bars) in zip(axes, panels.items(), strict=True):
-        for y, (precision, _, milliseconds, limit, text) in enumerate(bars):
-            ax.barh(
-                y,
-                milliseconds or 0,
-                0.75,
-                color=COLOURS[precision],
-                hatch=HATCHES[precision],
-                edgecolor="white",
-            )
+    heights = [len(rows) + 1.5 for rows in panels.values()]
+    size = (8.0, 0.26 * sum(heights) + 0.6)
+    figure, axes = style.subplots(len(panels), size=size, height_ratios=heights, squeeze=False)
+    for ax, (title, rows) in zip(axes[:, 0], panels.items(), strict=True):
+        for y, (precision, _, milliseconds, limit, text) in enumerate(rows):
+            style.bars(ax, [y], [milliseconds or 0], style.look_of(precision, height=0.75), [text])
             if limit is not None:
                 ax.plot([limit, limit], [y - 0.45, y + 0.45], color="black", linewidth=2)
-            ax.annotate(f" {text}", (milliseconds or 0, y), va="center", fontsize=9)
-        names = [f"{precision} {rung}" for precision, rung, *_ in bars]
-        ax.set_yticks(range(len(bars)), names, fontsize=9)
-        ax.tick_params(axis="y", length=0)
-        ax.invert_yaxis()
-        ax.margins(x=0.12)
+        style.name_rows(ax, [f"{precision} {rung}" for precision, rung, *_ in rows], room=0.12)
         ax.set_xlim(left=0)
         ax.set_title(title, fontsize=10, loc="left")
-    axes[-1].set_xlabel("time of a step (ms); black: the limit of the device")
+    axes[-1, 0].set_xlabel("time of a step (ms); black: the limit of the device")
     return figure
 
 
-def roofline(roofs, bytes_per_s, points, figure=None) -> Figure:
+def roofline(
+    roofs: Mapping[str, float], bytes_per_s: float, points: Sequence[tuple[str, str, float, float]]
+) -> Figure:
     """FLOP/s against FLOPs per byte, both logarithmic, below the roofs of each precision.
 
     `roofs` is {precision: FLOP/s}; `points` are (label, precision, FLOPs per byte, FLOP/s).
-    `figure` is one to draw in, in place of pyplot's next.
     """
-    use_style()
-    figure = figure or plt.figure()
-    figure.set_size_inches(8.0, 4.2)
-    ax = figure.subplots()
+    figure, ax = style.subplots(size=(8.0, 4.2))
     intensities = [x for _, _, x, _ in points]
     low, high = min([1.0, *intensities]) / 2, max([100.0, *intensities]) * 4
-    lines = ["-", "--", ":", "-."]
-    for (precision, flops_per_s), line in zip(roofs.items(), lines, strict=False):
-        ridge = flops_per_s / bytes_per_s
-        ax.plot(
-            [low, ridge, high],
-            [low * bytes_per_s, flops_per_s, flops_per_s],
-            line,
-            color=COLOURS[precision],
-            label=f"limit in {precision}",
-        )
+    for (precision, flops_per_s), dash in zip(roofs.items(), ["-", "--", ":", "-."], strict=False):
+        # Left of the ridge the memory is the limit, and right of it the arithmetic.
+        x = [low, flops_per_s / bytes_per_s, high]
+        y = [low * bytes_per_s, flops_per_s, flops_per_s]
+        ax.plot(x, y, dash, color=COLOURS[precision], label=f"limit in {precision}")
     markers = dict(zip(dict.fromkeys(label for label, *_ in points), "osD^vP*X", strict=False))
     for label, precision, intensity, achieved in points:
-        ax.plot(
-            intensity,
-            achieved,
-            markers[label],
-            color=COLOURS[precision],
-            markeredgecolor="black",
-            markersize=8,
-        )
-    for label, marker in markers.items():
-        ax.plot([], [], marker, color="0.7", markeredgecolor="black", label=label)
-    ax.set_xscale("log")
-    ax.set_yscale("log")
-    ax.set_xlabel("FLOPs per byte moved")
-    ax.set_ylabel("FLOP/s")
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside right upper", fontsize=9)
+        look: Look = {"color": COLOURS[precision], "markeredgecolor": "black", "markersize": 8}
+        ax.plot(intensity, achieved, markers[label], **look)
+    for label, marker in markers.items():  # the legend has them without a precision's colour
+        ax.plot([], [], marker, color=style.STRONG_GRID, markeredgecolor="black", label=label)
+    ax.set(xscale="log", yscale="log")
+    style.label(ax, "FLOPs per byte moved", "FLOP/s")
+    style.legend_beside(figure, "right upper", fontsize=9)
     return figure
 
 
-def best_speedups(machines, figure=None) -> Figure:
-    """Bars of the best speed-up of each workload, side by side: `machines[name][workload]`.
-
-    `figure` is one to draw in, in place of pyplot's next.
-    """
-    use_style()
-    figure = figure or plt.figure()
+def best_speedups(machines: Mapping[str, Mapping[str, float]]) -> Figure:
+    """Bars of the best speed-up of each workload, side by side: `machines[name][workload]`."""
     names = list(dict.fromkeys(title for found in machines.values() for title in found))
-    figure.set_size_inches(8.0, 0.3 * len(names) * len(machines) + 1.4)
-    ax = figure.subplots()
-    height = 0.8 / len(machines)
-    greys = [str(0.15 + 0.6 * i / max(1, len(machines) - 1)) for i in range(len(machines))]
-    for i, ((machine, found), grey) in enumerate(zip(machines.items(), greys, strict=True)):
-        at = [names.index(title) + i * height for title in found]
-        ax.barh(at, list(found.values()), height, color=grey, edgecolor="white", label=machine)
-        for y, value in zip(at, found.values(), strict=True):
-            ax.annotate(f" {value:.2f}x", (value, y), va="center", fontsize=9)
-    middle = 0.4 - height / 2
-    ax.set_yticks([k + middle for k in range(len(names))], names, fontsize=9)
-    ax.tick_params(axis="y", length=0)
-    ax.invert_yaxis()
-    ax.margins(x=0.12)
+    figure, ax = style.subplots(size=(8.0, 0.3 * len(names) * len(machines) + 1.4))
+    width = 0.8 / len(machines)
+    for i, (machine, found) in enumerate(machines.items()):
+        grey = str(0.15 + 0.6 * i / max(1, len(machines) - 1))
+        at = [names.index(title) + i * width for title in found]
+        texts = [f"{value:.2f}x" for value in found.values()]
+        look = {"color": grey, "edgecolor": "white", "label": machine, "height": width}
+        style.bars(ax, at, list(found.values()), look, texts)
+    style.name_rows(ax, names, room=0.12, middle=0.4 - width / 2)
     ax.set_xlabel("best speed-up over fp32 eager on the same device")
-    figure.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
+    style.legend_beside(figure, "lower center", ncols=2, fontsize=9)
     return figure
