@@ -7,8 +7,10 @@ Three tools, each for one question about your own model:
 - `find_nonfinite`: where did the NaN come from?
 """
 
-from amp_lab.numerics.nonfinite import NonfiniteReport, TensorSummary, find_nonfinite
+from amp_lab.numerics.nonfinite import find_nonfinite
+from amp_lab.numerics.nonfinite_report import NonfiniteReport
 from amp_lab.numerics.scale_log import ScaleLog
+from amp_lab.numerics.tensor_summary import TensorSummary
 from amp_lab.numerics.underflow import GradientCount, UnderflowReport, gradient_underflow
 
 __all__ = [

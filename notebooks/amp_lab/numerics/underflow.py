@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from amp_lab.errors import NumericsError, first_line
-from amp_lab.numerics.checks import LARGEST_POWER, checked_model, log2_of, percent, power
-from amp_lab.report import Printed, Table, listed
+from amp_lab.numerics.checks import LARGEST_POWER, checked_model, log2_of, power
+from amp_lab.report import Printed, Table, listed, percent
 
 KEEP = 0.999
 """The share of the non-zero gradient values that `smallest_scale` keeps."""
