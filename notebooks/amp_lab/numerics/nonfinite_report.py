@@ -15,34 +15,20 @@ from amp_lab.report import dtype_name
 class NonfiniteReport:
     """Where the first inf or NaN came from; `str` of it is made to be read."""
 
-    phase: str
-    """``forward``; ``backward``; or ``before``, if the tensor was so when it was first used."""
-    module: str | None
-    """Qualified name of the module whose code ran, ``""`` for the model; None for one outside."""
+    phase: str  # ``forward``, ``backward``, or ``before``: it was so when it was first used
+    module: str | None  # qualified name, "" for the model itself; None: outside, as in a loss
     module_type: str | None
-    """Its class."""
-    call: int
-    """Which call of that module it was, counted from 1 in each forward pass; 0 without one."""
-    op: str | None = None
-    """``log``, ``addmm``; in backward autograd's ``LogBackward0``; None in phase ``before``."""
-    kernel: str | None = None
-    """The op that the backward of `op` ran; in forward the same as `op`."""
-    tensor: str
-    """``output``, ``gradient``, ``parameter``, ``buffer``, ``input`` or ``constant``."""
-    name: str
-    """The tensor's name: of a parameter or buffer its qualified name, else its place."""
-    value: TensorSummary
-    """The tensor that is not finite."""
-    inputs: tuple[TensorSummary, ...] = ()
-    """What the op worked on, but not a tensor that it wrote into: its old value is gone."""
-    line: str | None = None
-    """The line of your code that called the op, where there was one."""
-    reached: str = ""
-    """What it spread to: why it counts."""
-    loss_scale: float | None = None
-    """The scale that a `GradScaler` had multiplied the loss by, if one did."""
-    placed_by: str | None = None
-    """What had put a -inf there that this op turned into a NaN, if that is what happened."""
+    call: int  # which call of that module, from 1 in each forward pass; 0 without one
+    op: str | None = None  # ``log``; backward, autograd's ``LogBackward0``; before any op, None
+    kernel: str | None = None  # the op that the backward of `op` ran; in forward the same as `op`
+    tensor: str  # ``output``, ``gradient``, ``parameter``, ``buffer``, ``input`` or ``constant``
+    name: str  # of a parameter or buffer its qualified name, else its place
+    value: TensorSummary  # of the tensor that is not finite
+    inputs: tuple[TensorSummary, ...] = ()  # without what the op wrote into: its old value is gone
+    line: str | None = None  # of your code that called the op, where there was one
+    reached: str = ""  # what it spread to: why it counts
+    loss_scale: float | None = None  # what a `GradScaler` had multiplied the loss by, if one did
+    placed_by: str | None = None  # what had put a -inf there that this op turned into a NaN
 
     @property
     def advice(self) -> str:

@@ -15,22 +15,15 @@ from amp_lab.tracing.ops_seen import stored_values
 class TensorSummary:
     """What a tensor held, without the tensor."""
 
-    name: str
-    """Its name among the op's arguments, e.g. ``self``, ``weight``, ``grad_output``."""
+    name: str  # among the op's arguments: ``self``, ``weight``, ``grad_output``
     dtype: torch.dtype
     shape: tuple[int, ...]
-    low: float
-    """The smallest of its finite values; NaN if it has none. Of a complex tensor, a part's."""
-    high: float
-    """The largest of them."""
-    values: int
-    """How many values it has."""
+    low: float  # the smallest finite value, of a complex tensor a part's; NaN if it has none
+    high: float  # the largest
+    values: int  # how many it has, and below how many of them are NaN, +inf and -inf
     nan: int
-    """How many of them are NaN."""
     inf: int
-    """How many are +inf."""
     neg_inf: int
-    """How many are -inf."""
 
     @property
     def share(self) -> float:

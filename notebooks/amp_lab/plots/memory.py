@@ -72,7 +72,7 @@ def memory_per_rank(engines: Mapping[str, Mapping[int, Mapping[str, float]]]) ->
         for x, parts in enumerate(sizes.values()):
             looks = style.part_looks(parts, style.THREE_PARTS)
             mib = [(parts[part] / 2**20, look | {"width": 0.6}) for part, look in looks.items()]
-            top = style.stacked(ax, x, mib, upright=True)
+            top = style.stacked(ax, x, mib)
             style.write_at_end(ax, x, top, f"{top:.3g}", upright=True)
         ax.set_xticks(range(len(sizes)), list(sizes))
         ax.set_xlabel("ranks")
@@ -110,7 +110,7 @@ def sent_bytes(setups: Mapping[str, Sequence[tuple[str, str, int]]], ranks: int)
         for kind, dtype, size in parts:
             kib = size / 2**10
             look = style.look_of(dtype, height=0.75, linewidth=1.5, label=dtype)
-            style.bars(ax, [y], [kib], look, start=left)
+            style.bars(ax, [y], [kib], left=left, **look)
             if kib > longest / 8:  # a shorter bar has no room for its name
                 ax.text(left + kib / 2, y, kind.replace("_", "-\n"), **inside)
             left += kib

@@ -26,7 +26,7 @@ def _compared(ax: Axes, values: Mapping[str, float], ratio: Callable[[float, flo
     first = next(iter(values.values()))
     for name, value in values.items():
         text = f"{value:.3g}" if value == first else f"{value:.3g}\n{ratio(value, first)}"
-        style.bars(ax, [name], [value], style.look_of(name, width=0.6), [text], upright=True)
+        style.bars(ax, [name], [value], [text], **style.look_of(name, width=0.6))
     ax.margins(y=0.25)  # room for two lines above the highest bar
 
 
@@ -39,7 +39,7 @@ def time_by_kind(milliseconds: Mapping[str, Mapping[str, float]]) -> Axes:
         at = [k + i * width for k in range(len(times))]
         texts = [f"{first[kind] / value:.2f}x" for kind, value in times.items()] if i else []
         look = style.look_of(precision, width=width, label=precision)
-        style.bars(ax, at, list(times.values()), look, texts, upright=True)
+        style.bars(ax, at, list(times.values()), texts, **look)
     ax.set_xticks([k + 0.4 - width / 2 for k in range(len(first))], list(first))
     ax.tick_params(axis="x", length=0)
     ax.set_ylabel("forward and backward (ms)")
@@ -156,7 +156,8 @@ def speed_ladder(
     figure, axes = style.subplots(len(panels), size=size, height_ratios=heights, squeeze=False)
     for ax, (title, rows) in zip(axes[:, 0], panels.items(), strict=True):
         for y, (precision, _, milliseconds, limit, text) in enumerate(rows):
-            style.bars(ax, [y], [milliseconds or 0], style.look_of(precision, height=0.75), [text])
+            look = style.look_of(precision, height=0.75)
+            style.bars(ax, [y], [milliseconds or 0], [text], **look)
             if limit is not None:
                 ax.plot([limit, limit], [y - 0.45, y + 0.45], color="black", linewidth=2)
         style.name_rows(ax, [f"{precision} {rung}" for precision, rung, *_ in rows], room=0.12)
@@ -203,7 +204,7 @@ def best_speedups(machines: Mapping[str, Mapping[str, float]]) -> Figure:
         at = [names.index(title) + i * width for title in found]
         texts = [f"{value:.2f}x" for value in found.values()]
         look = {"color": grey, "edgecolor": "white", "label": machine, "height": width}
-        style.bars(ax, at, list(found.values()), look, texts)
+        style.bars(ax, at, list(found.values()), texts, **look)
     style.name_rows(ax, names, room=0.12, middle=0.4 - width / 2)
     ax.set_xlabel("best speed-up over fp32 eager on the same device")
     style.legend_beside(figure, "lower center", ncols=2, fontsize=9)

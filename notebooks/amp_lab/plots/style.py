@@ -93,20 +93,15 @@ def part_looks(parts: Iterable[str], greys: Sequence[tuple[str, str]]) -> dict[s
 
 
 def bars(
-    ax: Axes,
-    at: Sequence[Any],
-    sizes: Values,
-    look: Look,
-    texts: Iterable[str] = (),
-    *,
-    start: float = 0.0,
-    upright: bool = False,
+    ax: Axes, at: Sequence[Any], sizes: Values, texts: Iterable[str] = (), **look: Any
 ) -> None:
-    """Bars at these places, lying or `upright`, and one of `texts` beyond the end of each."""
-    if upright:
-        ax.bar(at, sizes, bottom=start, **look)
-    else:
-        ax.barh(at, sizes, left=start, **look)
+    """Lying bars at these places, with one of `texts` beyond the end of each.
+
+    They stand upright if their look has a ``width`` in place of a ``height``.
+    """
+    upright = "width" in look
+    draw = ax.bar if upright else ax.barh
+    draw(at, sizes, **look)
     for place, size, text in zip(at, sizes, texts, strict=False):
         write_at_end(ax, place, size, text, upright=upright)
 
@@ -122,13 +117,11 @@ def write_at_end(
         ax.annotate(f" {text}", (size, at), va="center", fontsize=fontsize)
 
 
-def stacked(
-    ax: Axes, at: float, parts: Iterable[tuple[float, Look]], *, upright: bool = False
-) -> float:
+def stacked(ax: Axes, at: float, parts: Iterable[tuple[float, Look]]) -> float:
     """Bars of (size, look), each from where the one before it ends; returns where the last ends."""
     start = 0.0
     for size, look in parts:
-        bars(ax, [at], [size], look, start=start, upright=upright)
+        bars(ax, [at], [size], **look, **{"bottom" if "width" in look else "left": start})
         start += size
     return start
 
