@@ -159,91 +159,63 @@ _BACKWARD: tuple[_Rule, ...] = (
     (_op("sqrt"), "The derivative of sqrt is infinite at 0: torch.sqrt(x + eps)."),
     (_op("rsqrt"), "The derivative of rsqrt is infinite at 0: torch.rsqrt(x + eps)."),
     (_op("pow"), "The derivative of a power below 1 is infinite at 0: (x + eps) ** p."),
-    (
-        _op("log"),
-        "The derivative of log is infinite at 0: clamp its input. Where torch.where discards the "
-        "result, replace the input before the log as well; 0 * inf is NaN.",
-    ),
+    (_op("log"),
+     "The derivative of log is infinite at 0: clamp its input. Where torch.where discards the "
+     "result, replace the input before the log as well; 0 * inf is NaN."),
     (_op("div"), "A division by (nearly) zero, whose derivative is larger still: add an eps."),
     (_op("norm"), "The derivative of this norm is infinite or undefined at 0: add an eps inside."),
     (_op("linalg"), "Undefined at 0, at equal eigenvalues or singular values: add an eps."),
-    (
-        _op("acos", "asin"),
-        "The derivative is infinite at -1 and 1: clamp the input inside of them.",
-    ),
-    (
-        lambda r: True,
-        "An infinite derivative, or 0 * inf: keep the input of this op away from where its "
-        "derivative is infinite, before the op; torch.where behind it does not help.",
-    ),
-)
+    (_op("acos", "asin"),
+     "The derivative is infinite at -1 and 1: clamp the input inside of them."),
+    (lambda r: True,
+     "An infinite derivative, or 0 * inf: keep the input of this op away from where its "
+     "derivative is infinite, before the op; torch.where behind it does not help."),
+)  # fmt: skip
 _RULES: tuple[_Rule, ...] = (
     # First what was so before any op: the other rules ask for the op.
-    (
-        lambda r: r.phase == "before" and r.tensor == "buffer" and "running_" in r.name,
-        "The running statistics took in a batch that was not finite: call reset_running_stats(), "
-        "or go back to the last good checkpoint, and find that batch.",
-    ),
+    (lambda r: r.phase == "before" and r.tensor == "buffer" and "running_" in r.name,
+     "The running statistics took in a batch that was not finite: call reset_running_stats(), "
+     "or go back to the last good checkpoint, and find that batch."),
     (lambda r: r.phase == "before", lambda r: _BEFORE[r.tensor]),
     # A mask, or an empty input, is the reason whatever the op, and in backward too.
-    (
-        lambda r: r.placed_by and ("softmax" in r.kernel or "scaled_dot_product" in r.kernel),
-        "A row is masked everywhere, so softmax divides 0 by 0. Leave one position of each row "
-        "unmasked, or mask with torch.finfo(dtype).min instead of -inf.",
-    ),
-    (
-        lambda r: r.placed_by,
-        "0 * -inf and -inf - -inf are NaN. Mask after the arithmetic, with torch.where or "
-        "masked_fill, or with a finite value such as torch.finfo(dtype).min.",
-    ),
-    (
-        lambda r: r.value.kinds == {"NaN"} and any(not summary.values for summary in r.inputs),
-        "It was given no values: the mean of nothing is NaN. Skip empty batches.",
-    ),
+    (lambda r: r.placed_by and ("softmax" in r.kernel or "scaled_dot_product" in r.kernel),
+     "A row is masked everywhere, so softmax divides 0 by 0. Leave one position of each row "
+     "unmasked, or mask with torch.finfo(dtype).min instead of -inf."),
+    (lambda r: r.placed_by,
+     "0 * -inf and -inf - -inf are NaN. Mask after the arithmetic, with torch.where or "
+     "masked_fill, or with a finite value such as torch.finfo(dtype).min."),
+    (lambda r: r.value.kinds == {"NaN"} and any(not summary.values for summary in r.inputs),
+     "It was given no values: the mean of nothing is NaN. Skip empty batches."),
     (lambda r: r.phase == "backward", _backward),
     (lambda r: _overflows_fp16(r) and not _is_at_a_pole(r), _fp16_forward),
     # The op alone. Names are compared by how they begin, so the longer one comes first.
     (_op("log_softmax"), "Look at the logits: a row is infinite, or masked everywhere."),
     (_op("logit"), "Keep the input inside (0, 1): torch.logit(x, eps=1e-6)."),
-    (
-        _op("log"),
-        "The log of 0 is -inf, and of a negative number NaN: clamp the input (x.clamp_min(1e-6)), "
-        "or stay in log space: log_softmax, logsigmoid, binary_cross_entropy_with_logits.",
-    ),
+    (_op("log"),
+     "The log of 0 is -inf, and of a negative number NaN: clamp the input (x.clamp_min(1e-6)), "
+     "or stay in log space: log_softmax, logsigmoid, binary_cross_entropy_with_logits."),
     (_op("xlogy"), "The logarithm of a negative number: clamp the second argument."),
-    (
-        _op("div"),
-        "A division by zero: add an eps to the divisor or clamp it (F.normalize has one). In fp16 "
-        "an eps below 6e-8 is zero itself.",
-    ),
+    (_op("div"),
+     "A division by zero: add an eps to the divisor or clamp it (F.normalize has one). In fp16 "
+     "an eps below 6e-8 is zero itself."),
     (_op("reciprocal"), "A division by zero: clamp the input away from 0 (x.clamp_min(eps))."),
     (_op("rsqrt"), "A division by zero, or the root of a negative number: torch.rsqrt(x + eps)."),
     (_op("sqrt"), "The root of a negative number: clamp the input (x.clamp_min(0))."),
-    (
-        _op("pow"),
-        "A negative base with a fractional exponent, zero with a negative one, or a result out of "
-        "range: clamp the base.",
-    ),
-    (
-        _op("exp"),
-        "The exponential overflows fp16 from 11.1 on, and fp32 and bf16 from 88.7: subtract the "
-        "largest value first, as softmax and logsumexp do, or use softplus.",
-    ),
-    (
-        _op("acos", "asin"),
-        "Its input must lie in [-1, 1]: clamp it, inside of 1 if gradients are needed.",
-    ),
+    (_op("pow"),
+     "A negative base with a fractional exponent, zero with a negative one, or a result out of "
+     "range: clamp the base."),
+    (_op("exp"),
+     "The exponential overflows fp16 from 11.1 on, and fp32 and bf16 from 88.7: subtract the "
+     "largest value first, as softmax and logsumexp do, or use softplus."),
+    (_op("acos", "asin"),
+     "Its input must lie in [-1, 1]: clamp it, inside of 1 if gradients are needed."),
     (_op("softmax"), "A row holds only -inf, or an inf: look at the scores."),
     (_op("std"), "The deviation of a single value is NaN: use correction=0, or more values."),
     (_op("var"), "The variance of a single value is NaN: use correction=0, or more values."),
-    (
-        _op("nll_loss"),
-        "The mean over no targets: all of them are ignore_index, or the class weights are 0.",
-    ),
-    (
-        _op("to_copy"),
-        "The value does not fit the dtype it is cast to: clamp it first, or use bf16.",
-    ),
+    (_op("nll_loss"),
+     "The mean over no targets: all of them are ignore_index, or the class weights are 0."),
+    (_op("to_copy"),
+     "The value does not fit the dtype it is cast to: clamp it first, or use bf16."),
     (
         lambda r: r.inputs and _overflows(r),
         lambda r: (
@@ -251,8 +223,6 @@ _RULES: tuple[_Rule, ...] = (
             "see how its inputs came to be so large."
         ),
     ),
-    (
-        lambda r: True,
-        "0 * inf, inf - inf or 0 / 0: see which of its inputs is zero or very large, and why.",
-    ),
-)
+    (lambda r: True,
+     "0 * inf, inf - inf or 0 / 0: see which of its inputs is zero or very large, and why."),
+)  # fmt: skip

@@ -15,7 +15,7 @@ def memory_by_dtype(
 ) -> Figure:
     """Bars {panel: {name: tensors}} of memory, split by dtype, beside a limit in bytes.
 
-    `tensors` has an attribute `peak`, a list of (shape, dtype, bytes). Each panel has its own axis.
+    `tensors` has an attribute `peak`, a list of (shape, dtype, bytes).
     """
     figure, axes = style.subplots(1, len(panels), size=(9.0, 2.9), squeeze=False)
     for ax, (title, setups) in zip(axes[0], panels.items(), strict=True):
@@ -46,10 +46,7 @@ def _by_dtype(peak: Iterable[tuple[Any, Any, int]]) -> list[tuple[float, Look]]:
 def memory_against_batch(
     curves: Mapping[str, tuple[Sequence[int], Values]], limit: float | None = None
 ) -> Axes:
-    """Peak memory of a step against the batch; `curves[precision]` is (batches, bytes).
-
-    `limit` is the memory of the card in bytes. What lies above it does not fit.
-    """
+    """Peak memory of a step, `curves[precision]` as (batches, bytes); `limit` is the card's."""
     _, ax = style.subplots(size=(7.0, 3.2))
     dashes = {"fp32": "-", "tf32": (0, (5, 1)), "fp16": "--", "bf16": ":"}
     for precision, (batches, peaks) in curves.items():

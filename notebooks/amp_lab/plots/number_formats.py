@@ -60,10 +60,9 @@ def weight_over_updates(weights: Mapping[str, Values]) -> Axes:
 
 
 def gradients_against_fp16(log2_magnitudes: Tensor, scales: Values) -> list[Axes]:
-    """Histograms of log2|gradient|, multiplied by each of `scales`, over the range of fp16.
+    """Histograms of log2|gradient|, moved by each of `scales`, over the range of fp16.
 
-    `log2_magnitudes` holds one value for each gradient that is not zero. What lies below 2^-60 is
-    not drawn.
+    `log2_magnitudes` has a value for each gradient but zeros; below 2^-60 none is drawn.
     """
     axes = _fp16_ranges(scales, -60, name_zero_at=-42)
     for ax, scale in zip(axes, scales, strict=True):
@@ -118,10 +117,7 @@ def _fp16_ranges(scales: Values, left: int, name_zero_at: float) -> list[Axes]:
 
 
 def dtype_track(steps: Sequence[tuple[str, str]]) -> Axes:
-    """The dtype of the values after each step of a network; `steps` is a list of (name, precision).
-
-    Precisions are keys of `COLOURS`. fp32 runs along an upper lane, what is narrower along a lower.
-    """
+    """The dtype after each of `steps`, (name, precision): fp32 above, what is narrower below."""
     _, ax = style.subplots(size=(8.0, 2.4))
     names, precisions = zip(*steps, strict=True)
     lanes = [int(precision == "fp32") for precision in precisions]
@@ -144,10 +140,7 @@ def dtype_grid(outcomes: Mapping[str, Mapping[str, str]]) -> Axes:
 
 
 def dtypes_by_model(outcomes: Mapping[str, Mapping[str, Mapping[str, str]]]) -> Figure:
-    """What the ops of models compute in on backends: `outcomes[model][backend][op]`.
-
-    That is a key of `COLOURS`, or another word; a model without the op has an empty field.
-    """
+    """What the ops of models compute in: `outcomes[model][backend][op]`, a dtype or a word."""
     ops = list(dict.fromkeys(op for m in outcomes.values() for b in m.values() for op in b))
     size = (9.0, 0.3 * len(ops) + 0.8)
     figure, axes = style.subplots(1, len(outcomes), size=size, sharey=True, squeeze=False)

@@ -66,17 +66,14 @@ def throughput_over_batch(rates: Mapping[str, Mapping[int, float]]) -> Figure:
 
 
 def growth(panels: Mapping[str, tuple[Sequence[int], Values, Values]]) -> Figure:
-    """Speed-up by AMP and its share of FP32's memory while something grows.
-
-    `panels[what]` is (values, speed-ups, shares), each with one entry for each value.
-    """
+    """Speed-up and share of FP32's memory by AMP: `panels[what]` is (values, speed-ups, shares)."""
     figure, axes = style.subplots(2, len(panels), size=(8.5, 4.4), sharey="row", sharex="col")
     for (upper, lower), (what, curves) in zip(axes.T, panels.items(), strict=True):
         values, speedups, shares = curves
         upper.plot(values, speedups, "-o", color=COLOURS["bf16"], linewidth=2)
         lower.plot(values, shares, "--s", color=COLOURS["fp32"], linewidth=2)
-        upper.axhline(1, color="black", linewidth=1)
-        lower.axhline(0.5, color="black", linewidth=1)
+        for ax, level in ((upper, 1), (lower, 0.5)):
+            ax.axhline(level, color="black", linewidth=1)
         style.log2_axis(lower, ticks=values)
         lower.set_xlabel(what)
     for row in axes:
@@ -103,9 +100,9 @@ def speedup_over_size(sizes: Sequence[int], speedups: Mapping[str, Values]) -> A
 def rate_over_size(
     panels: Mapping[str, Mapping[str, Mapping[int, float]]], multiple: int
 ) -> Figure:
-    """Rates against a size near a multiple of 8, each divided by the median of its line.
+    """`panels[what][precision][size]` is a rate; drawn over the median of its line.
 
-    `panels[what]` maps a precision to {size: rate}. Grid lines stand at multiples of `multiple`.
+    Grid lines stand at multiples of `multiple`.
     """
     figure, axes = style.subplots(1, len(panels), size=(8.5, 2.9), sharey=True)
     for ax, (what, rates) in zip(axes, panels.items(), strict=True):
