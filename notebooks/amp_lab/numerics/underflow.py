@@ -171,10 +171,10 @@ def gradient_underflow(
         node.register_prehook(functools.partial(counter.count, rows[key]))
         for node, (key, _, _) in sites.items()
     ]
+    wanted = list(parameters)
     try:
-        gradients = torch.autograd.grad(
-            loss, list(parameters), retain_graph=True, allow_unused=True
-        )
+        # The graph is kept for the caller, who has yet to call backward.
+        gradients = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
     except RuntimeError as error:
         reason = first_line(error).partition(". ")[0]
         raise NumericsError(
@@ -182,7 +182,7 @@ def gradient_underflow(
             "loss.backward(), with the loss of a model that is not compiled"
         ) from error
     finally:
-        for handle in handles:
+        for handle in handles:  # also after an error: hooks would count on in the caller's backward
             handle.remove()
     by_name = dict(zip(parameters.values(), gradients, strict=True))
     used = {name: gradient for name, gradient in by_name.items() if gradient is not None}
@@ -251,11 +251,13 @@ def _low_precision_sites(
     low = [node for node in _graph(root) if node.name().startswith(_LOW_PRECISION_NODES)]
     sites: dict[Any, tuple[object, str, str]] = {}
     products: Counter[tuple[str, str]] = Counter()
-    for node in sorted(low, key=lambda node: node._sequence_nr()):
+    for node in sorted(
+        low, key=lambda node: node._sequence_nr()
+    ):  # in the order of the forward pass
         op = node.name().partition("Backward")[0].lower()
         inputs = (_own(below, parameters) for below, _ in node.next_functions)
         own = tuple(name for name in inputs if name)
-        if own:
+        if own:  # a layer's product; else one of activations, as in attention
             layer = own[-1].rpartition(".")[0]
             sites[node] = ((own, op), layer, f"output of {op}")
             continue

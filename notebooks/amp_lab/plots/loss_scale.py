@@ -58,11 +58,11 @@ def gradient_norm_in_step(norms: Mapping[str, float], scaled: Sequence[str]) -> 
     """
     _, ax = style.subplots(size=(8.0, 3.2))
     ax.axvspan(-0.5, len(scaled) - 0.5, color=style.SCALED)
-    ax.plot(range(len(norms)), norms.values(), ":", color=style.GUIDE, zorder=1)
+    ax.plot(range(len(norms)), norms.values(), ":", color=style.GUIDE, zorder=1)  # behind the dots
     ax.plot(range(len(norms)), norms.values(), "o", color=COLOURS["fp16"], markersize=10)
     for at, value in enumerate(norms.values()):
         text = f"{value:,.0f}" if value > 100 else f"{value:.2f}"
-        ax.annotate(text, (at, value), xytext=(12, 6), textcoords="offset points")
+        ax.annotate(text, (at, value), xytext=(12, 6), textcoords="offset points")  # off the line
     for at, text in ((0, "scaled: do not look"), (len(scaled), "true: clip, log, step")):
         ax.text(at - 0.45, 0.96, text, transform=ax.get_xaxis_transform(), va="top")
     style.log2_axis(ax)

@@ -57,7 +57,7 @@ def memory_against_batch(
         text, at = f"the card: {limit / 2**30:.3g} GiB", (0, limit / 2**30)
         where: Look = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
         ax.annotate(text, at, xytext=(6, 3), **where)
-    ax.set_xlim(left=0)
+    ax.set_xlim(left=0)  # memory that no sample needs is where the lines meet the axis
     ax.set_ylim(bottom=0)
     return style.label(ax, "batch", "peak memory of a step (GiB)", legend="lower right")
 
@@ -69,7 +69,7 @@ def memory_per_rank(engines: Mapping[str, Mapping[int, Mapping[str, float]]]) ->
         for x, parts in enumerate(sizes.values()):
             looks = style.part_looks(parts, style.THREE_PARTS)
             mib = [(parts[part] / 2**20, look | {"width": 0.6}) for part, look in looks.items()]
-            top = style.stacked(ax, x, mib)
+            top = style.stacked(ax, x, mib)  # the whole is written above
             style.write_at_end(ax, x, top, f"{top:.3g}", upright=True)
         ax.set_xticks(range(len(sizes)), list(sizes))
         ax.set_xlabel("ranks")

@@ -13,7 +13,7 @@ def side_by_side(pictures: Mapping[str, Tensor]) -> Figure:
     """Pictures {title: (1, 1, H, W)} with values in [0, 1], on one grey scale."""
     figure, axes = style.subplots(1, len(pictures), size=(2.6 * len(pictures) + 0.8, 3.0))
     for ax, (title, picture) in zip(axes, pictures.items(), strict=True):
-        image = ax.imshow(picture[0, 0].cpu().numpy(), cmap="gray", vmin=0, vmax=1)
+        image = ax.imshow(picture[0, 0].cpu().numpy(), cmap="gray", vmin=0, vmax=1)  # one scale
         ax.set_title(title)
         ax.set_axis_off()
     figure.colorbar(image, ax=axes, shrink=0.8, label="brightness")
@@ -46,11 +46,11 @@ def class_pictures(images: Sequence[Tensor], names: Sequence[str]) -> Figure:
     rows = 2
     columns = -(-len(images) // rows)
     figure, axes = style.subplots(rows, columns, size=(1.3 * columns, 1.6 * rows))
-    for ax in axes.flat:
+    for ax in axes.flat:  # the last one may stay without a picture
         ax.set_axis_off()
     for ax, image, name in zip(axes.flat, images, names, strict=False):
         low, high = image.min(), image.max()
-        _show(ax, (image - low) / (high - low))
+        _show(ax, (image - low) / (high - low))  # normalised images are not in [0, 1]
         ax.set_title(name, fontsize=11)
     return figure
 

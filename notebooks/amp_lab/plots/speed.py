@@ -58,7 +58,7 @@ def throughput_over_batch(rates: Mapping[str, Mapping[int, float]]) -> Figure:
     ratios = [rate / baseline[batch] for batch, rate in other.items()]
     right.plot(list(baseline), ratios, "-D", color="black")
     right.axhline(1, color="black", linewidth=1)
-    right.set_ylim(bottom=0)
+    right.set_ylim(bottom=0)  # a small ratio shall look small
     style.label(right, "batch", f"speed-up of {second} over {first}")
     for ax in (left, right):
         style.log2_axis(ax, ticks=list(baseline))
@@ -92,7 +92,7 @@ def speedup_over_size(sizes: Sequence[int], speedups: Mapping[str, Values]) -> A
     style.lines(ax, curves, markers="os", linewidth=2)
     ax.lines[-1].set_markerfacecolor("white")  # both may be of one precision, and one colour
     ax.set_xticks(sizes)
-    ax.set_ylim(bottom=0)
+    ax.set_ylim(bottom=0)  # a small speed-up shall look small
     x_label = "height and width of the images (pixels)"
     return style.label(ax, x_label, "speed-up over fp32", legend="lower right")
 
@@ -108,7 +108,7 @@ def rate_over_size(
     for ax, (what, rates) in zip(axes, panels.items(), strict=True):
         curves = {}
         for precision, found in rates.items():
-            median = sorted(found.values())[len(found) // 2]
+            median = sorted(found.values())[len(found) // 2]  # an outlier does not move it
             curves[precision] = {size: rate / median for size, rate in found.items()}
         style.lines(ax, curves, markers="oo", markersize=4)
         ax.set_xticks([size for size in found if size % multiple == 0])
@@ -123,7 +123,7 @@ def rate_over_size(
 def flops_per_byte(panels: Mapping[str, Sequence[tuple[str, float]]]) -> Figure:
     """FLOPs per byte of layers in their order: `panels[title]` is a list of (kind, value)."""
     figure, axes = style.subplots(1, len(panels), size=(8.0, 3.4), sharey=True)
-    kinds = dict.fromkeys(kind for layers in panels.values() for kind, _ in layers)
+    kinds = dict.fromkeys(kind for layers in panels.values() for kind, _ in layers)  # in order
     looks = [("black", "*"), (style.PATH, "^"), (COLOURS["bf16"], "o"), ("black", "v")]
     for ax, (title, layers) in zip(axes, panels.items(), strict=True):
         for kind, (colour, marker) in zip(kinds, looks, strict=False):
@@ -158,7 +158,7 @@ def speed_ladder(
             if limit is not None:
                 ax.plot([limit, limit], [y - 0.45, y + 0.45], color="black", linewidth=2)
         style.name_rows(ax, [f"{precision} {rung}" for precision, rung, *_ in rows], room=0.12)
-        ax.set_xlim(left=0)
+        ax.set_xlim(left=0)  # margins would begin the bars left of 0
         ax.set_title(title, fontsize=10, loc="left")
     axes[-1, 0].set_xlabel("time of a step (ms); black: the limit of the device")
     return figure
@@ -175,9 +175,8 @@ def roofline(
     intensities = [x for _, _, x, _ in points]
     low, high = min([1.0, *intensities]) / 2, max([100.0, *intensities]) * 4
     for (precision, flops_per_s), dash in zip(roofs.items(), ["-", "--", ":", "-."], strict=False):
-        # Left of the ridge the memory is the limit, and right of it the arithmetic.
         x = [low, flops_per_s / bytes_per_s, high]
-        y = [low * bytes_per_s, flops_per_s, flops_per_s]
+        y = [low * bytes_per_s, flops_per_s, flops_per_s]  # left of the ridge, memory is the limit
         ax.plot(x, y, dash, color=COLOURS[precision], label=f"limit in {precision}")
     markers = dict(zip(dict.fromkeys(label for label, *_ in points), "osD^vP*X", strict=False))
     for label, precision, intensity, achieved in points:

@@ -27,7 +27,7 @@ def loss_curves(losses: Mapping[str, Tensor]) -> Axes:
     """Losses {precision: (seeds, epochs)}: their mean, and a band from lowest to highest seed."""
     _, ax = style.subplots()
     _mean_and_band(ax, losses, ["-", "--", ":", "-."])
-    ax.set_yscale("log")
+    ax.set_yscale("log")  # a loss falls by the same factor, not amount
     return style.label(ax, "epoch", "loss (mean squared error)", legend="best")
 
 
@@ -36,10 +36,10 @@ def loss_and_accuracy(losses: Mapping[str, Tensor], accuracies: Mapping[str, Ten
     figure, (left, right) = style.subplots(1, 2, size=(7.5, 2.9))
     for ax, curves in ((left, losses), (right, accuracies)):
         _mean_and_band(ax, curves, ["-", "--", "-.", ":"], markers="osd^")
-        ax.xaxis.get_major_locator().set_params(integer=True)
-    left.set_ylim(bottom=0)
+        ax.xaxis.get_major_locator().set_params(integer=True)  # there is no epoch 1.5
+    left.set_ylim(bottom=0)  # a small difference shall look small
     style.label(left, "epoch", "training loss (cross-entropy)", legend="best")
-    right.set_ylim(0, 1)
+    right.set_ylim(0, 1)  # all that an accuracy can be
     style.label(right, "epoch", "held-out accuracy")
     right.yaxis.set_major_formatter("{x:.0%}")
     return figure
@@ -50,7 +50,7 @@ def loss_by_backend(panels: Mapping[str, Mapping[str, Values]]) -> Figure:
     figure, axes = style.subplots(1, len(panels), size=(4.0 * len(panels), 3.0), sharey=True)
     for ax, (backend, losses) in zip(axes, panels.items(), strict=True):
         style.lines(ax, losses, first=1, linewidth=2.5)
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no epoch 1.5
         ax.set(title=backend, xlabel="epoch")
     axes[0].set_ylabel("cross-entropy in training")
     axes[0].legend()
@@ -69,7 +69,7 @@ def losses_by_setting(losses: Mapping[str, Values]) -> Axes:
     for setting, values in losses.items():
         precision = style.precision_of(setting)
         line, width, alpha = looks[precision]
-        line = "--" if precision in seen else line
+        line = "--" if precision in seen else line  # it would hide the first
         seen.add(precision)
         style.lines(ax, {setting: values}, [line], linewidth=width, alpha=alpha)
     ax.set_yscale("log")
