@@ -1,4 +1,4 @@
-"""What the tools check alike, and the words they print alike."""
+"""What the tools check alike, and how they write a scale."""
 
 import math
 
@@ -31,15 +31,3 @@ def power(scale: float | None) -> str:
         return "none"
     power = log2_of(scale)
     return f"2^{power}" if abs(power) > 3 else f"{scale:g}"
-
-
-def percent(part: int, whole: int) -> str:
-    """A share in percent, and never 0 or 100 unless it is exactly that."""
-    if not whole:
-        return "-"
-    percent = 100 * part / whole
-    if part and percent < 0.01:
-        return "<0.01"
-    if part < whole and percent > 99.9:
-        return ">99.9"
-    return f"{percent:.3g}"

@@ -144,13 +144,15 @@ class ScaleLog:
 class _Values:
     """Numbers that stay on their device until they are read, in few pieces however many."""
 
+    PIECE = 1024  # each single number takes 512 bytes of a GPU's memory
+
     def __init__(self):
         self._whole: list[torch.Tensor] = []
         self._single: list[torch.Tensor] = []
 
     def append(self, value: torch.Tensor) -> None:
         self._single.append(value)
-        if len(self._single) == 1024:  # each takes 512 bytes of a GPU's memory on its own
+        if len(self._single) == self.PIECE:
             self._whole.append(torch.stack(self._single))
             self._single = []
 

@@ -1,18 +1,18 @@
 """Gradients that fp16 would lose, and the loss scale that keeps them."""
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from amp_lab.errors import NumericsError, first_line
-from amp_lab.numerics.checks import LARGEST_POWER, checked_model, log2_of, percent, power
-from amp_lab.report import Printed, Table, listed
-
-KEEP = 0.999
-"""The share of the non-zero gradient values that `smallest_scale` keeps."""
+from amp_lab.numerics.checks import checked_model, log2_of, power
+from amp_lab.numerics.gradient_histogram import Buffers, GradientCount, Histogram, together
+from amp_lab.report import Printed, Table, listed, percent
 
 # What autocast runs in low precision, by the name of its backward node. The gradient of an op's
 # output has the dtype of that output, so these are the nodes that fp16 gradients arrive at.
@@ -23,84 +23,6 @@ _LOW_PRECISION_NODES = (
     "ThnnConv", "ThnnFused",
 )  # fmt: skip
 _RESHAPING = {"ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Alias"}
-_CHUNK = 2**17  # values at a time: the buffers for them stay in a core's cache
-
-
-@dataclass
-class GradientCount:
-    """How the gradient values of one layer, or of several together, would fare in fp16.
-
-    A value fares as ``(gradient * scale).to(torch.float16)`` does. Scales are powers of two from
-    2^-64 to 2^64.
-    """
-
-    layer: str
-    """Qualified name of the module."""
-    what: str
-    """The parameter's name, or ``output of OP``: the gradient that arrives there."""
-    values: int = 0
-    zero: int = 0
-    """Values that are exactly zero before any cast."""
-    nonfinite: int = 0
-    """Values that are infinite or NaN before any cast; counted nowhere else."""
-    _classes: Counter[int] = field(default_factory=Counter)  # see _Histogram
-
-    @property
-    def nonzero(self) -> int:
-        """Values that are finite and not zero: those that fp16 could lose."""
-        return self.values - self.zero - self.nonfinite
-
-    def zero_in_fp16(self, scale: float) -> int:
-        """Number of values that are not zero, and would be in fp16 at this loss scale."""
-        # fp16's smallest number is 2^-24. Half of it lies between that and zero and goes to the
-        # even one of the two, which is zero; what is larger goes to 2^-24.
-        below = -25 - log2_of(scale)
-        return sum(n for key, n in self._classes.items() if _exponents(key)[0] < below)
-
-    def subnormal_in_fp16(self, scale: float) -> int:
-        """Number of values that would be kept with fewer than fp16's 11 significant bits."""
-        below = -14 - log2_of(scale)
-        small = sum(n for key, n in self._classes.items() if _exponents(key)[1] < below)
-        return small - self.zero_in_fp16(scale)
-
-    def inf_in_fp16(self, scale: float) -> int:
-        """Number of finite values that would be infinite."""
-        top = 16 - log2_of(scale)
-        return sum(n for key, n in self._classes.items() if _exponents(key)[2] >= top)
-
-    def lost(self, scale: float) -> float:
-        """Share of the non-zero values, from 0 to 1, that would be zero."""
-        return self.zero_in_fp16(scale) / self.nonzero if self.nonzero else 0.0
-
-    @property
-    def histogram(self) -> dict[int, int]:
-        """Exponent k: number of values with a magnitude in (2^k, 2^(k+1)]; -127: all below, too."""
-        result: Counter[int] = Counter()
-        for key, count in self._classes.items():
-            result[_exponents(key)[0]] += count
-        return dict(sorted(result.items()))
-
-    @property
-    def smallest_scale(self) -> float | None:
-        """The smallest power of two, 1 or more, at which 99.9 % of the non-zero values stay so.
-
-        None if there are no such values, or 2^64 would not do.
-        """
-        allowed = (1 - KEEP) * self.nonzero
-        scales = (2.0**p for p in range(LARGEST_POWER + 1))
-        return next((s for s in scales if self.nonzero and self.zero_in_fp16(s) <= allowed), None)
-
-    @property
-    def largest_scale(self) -> float | None:
-        """The largest power of two at which no value becomes infinite; None without values."""
-        scales = (2.0**p for p in range(LARGEST_POWER, -LARGEST_POWER - 1, -1))
-        return next((s for s in scales if self.nonzero and not self.inf_in_fp16(s)), None)
-
-    def _add(self, other: "GradientCount") -> None:
-        self.values += other.values
-        self.zero += other.zero
-        self.nonfinite += other.nonfinite
-        self._classes.update(other._classes)
 
 
 @dataclass(frozen=True, repr=False)
@@ -122,10 +44,7 @@ class UnderflowReport(Printed):
     @property
     def total(self) -> GradientCount:
         """Outputs and parameters together."""
-        total = GradientCount("all", "")
-        total._add(self.outputs)
-        total._add(self.parameters)
-        return total
+        return together("", (self.outputs, self.parameters))
 
     @property
     def smallest_scale(self) -> float | None:
@@ -244,12 +163,57 @@ def gradient_underflow(
     was freed, or a compiled one.
     """
     scales = tuple(float(scale) for scale in scales)
+    parameters = _checked(model, loss, scales)
+    sites = _low_precision_sites(loss.grad_fn, parameters)
+    rows = {key: Histogram(layer, what) for key, layer, what in sites.values()}
+    counter = _Counter()
+    handles = [
+        node.register_prehook(functools.partial(counter.count, rows[key]))
+        for node, (key, _, _) in sites.items()
+    ]
+    wanted = list(parameters)
+    try:
+        # The graph is kept for the caller, who has yet to call backward.
+        gradients = torch.autograd.grad(loss, wanted, retain_graph=True, allow_unused=True)
+    except RuntimeError as error:
+        reason = first_line(error).partition(". ")[0]
+        raise NumericsError(
+            f"gradient_underflow: no backward pass from this loss ({reason}); call it before "
+            "loss.backward(), with the loss of a model that is not compiled"
+        ) from error
+    finally:
+        for handle in handles:  # also after an error: hooks would count on in the caller's backward
+            handle.remove()
+    by_name = dict(zip(parameters.values(), gradients, strict=True))
+    used = {name: gradient for name, gradient in by_name.items() if gradient is not None}
+    if not used:
+        raise NumericsError("gradient_underflow: the loss does not depend on the model")
+
+    outputs = [row.count() for row in rows.values() if row.seen]
+    parameter_rows = []
+    for name, gradient in used.items():
+        layer, _, what = name.rpartition(".")
+        row = Histogram(layer, what)
+        counter.count(row, (gradient,))
+        parameter_rows.append(row.count())
+    return UnderflowReport(
+        rows=(*outputs, *parameter_rows),
+        outputs=together("outputs", outputs),
+        parameters=together("parameters", parameter_rows),
+        scales=scales,
+        unused=tuple(name for name in by_name if name not in used),
+        half=counter.half,
+    )
+
+
+def _checked(model: object, loss: object, scales: tuple[float, ...]) -> dict[torch.Tensor, str]:
+    """The names of the parameters that require a gradient; `NumericsError` for what cannot be."""
     for scale in scales:
         log2_of(scale)
     if not scales:
         raise NumericsError("gradient_underflow: scales is empty; give at least one")
     named = checked_model(model, "gradient_underflow").named_parameters()
-    parameters = {p: name for name, p in named if p.requires_grad}
+    parameters: dict[torch.Tensor, str] = {p: name for name, p in named if p.requires_grad}
     if not parameters:
         raise NumericsError("gradient_underflow: no parameter of the model requires a gradient")
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -260,167 +224,21 @@ def gradient_underflow(
             "gradient_underflow: the loss has no graph; compute it with gradients enabled, and "
             "pass the tensor itself, not .item() or .detach()"
         )
-
-    sites = _low_precision_sites(loss.grad_fn, parameters)
-    rows = {key: _Histogram(layer, what) for key, layer, what in sites.values()}
-    buffers: dict[torch.device, _Buffers] = {}
-    half = False
-
-    def count(row: _Histogram, gradient: torch.Tensor | None) -> None:
-        nonlocal half
-        if gradient is not None:
-            half |= gradient.dtype in (torch.float16, torch.complex32)
-            row.add(gradient, buffers)
-
-    def watch(node: torch.autograd.graph.Node, row: _Histogram):
-        def hook(gradients: tuple[torch.Tensor | None, ...]) -> None:
-            for gradient in gradients:
-                count(row, gradient)
-
-        return node.register_prehook(hook)
-
-    handles = [watch(node, rows[key]) for node, (key, _, _) in sites.items()]
-    try:
-        gradients = torch.autograd.grad(
-            loss, list(parameters), retain_graph=True, allow_unused=True
-        )
-    except RuntimeError as error:
-        reason = first_line(error).partition(". ")[0]
-        raise NumericsError(
-            f"gradient_underflow: no backward pass from this loss ({reason}); call it before "
-            "loss.backward(), with the loss of a model that is not compiled"
-        ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
-    if all(gradient is None for gradient in gradients):
-        raise NumericsError("gradient_underflow: the loss does not depend on the model")
-
-    outputs = [row.count() for row in rows.values() if row.seen]
-    parameter_rows = []
-    for name, gradient in zip(parameters.values(), gradients, strict=True):
-        if gradient is not None:
-            layer, _, what = name.rpartition(".")
-            row = _Histogram(layer, what)
-            count(row, gradient)
-            parameter_rows.append(row.count())
-    return UnderflowReport(
-        rows=(*outputs, *parameter_rows),
-        outputs=_together("outputs", outputs),
-        parameters=_together("parameters", parameter_rows),
-        scales=scales,
-        unused=tuple(n for n, g in zip(parameters.values(), gradients, strict=True) if g is None),
-        half=half,
-    )
+    return parameters
 
 
-def _together(what: str, rows: Iterable[GradientCount]) -> GradientCount:
-    total = GradientCount("all", what)
-    for row in rows:
-        total._add(row)
-    return total
+class _Counter:
+    """Puts gradients into histograms, and remembers whether any was fp16 already."""
 
+    def __init__(self):
+        self.half = False
+        self._buffers: dict[torch.device, Buffers] = {}
 
-class _Buffers:
-    """Room for the steps of one chunk, used again for the next."""
-
-    def __init__(self, device: torch.device):
-        self.size = _CHUNK if device.type == "cpu" else 2**24
-        self.magnitude, self.exponent, self.sum = (
-            torch.empty(self.size, dtype=torch.int32, device=device) for _ in range(3)
-        )
-        self.key = torch.empty(self.size, dtype=torch.int16, device=device)
-
-
-class _Histogram:
-    """Counts gradient values by where they lie between powers of two, exactly as fp16 rounds.
-
-    fp32's own exponents make the bins: the bits of a magnitude, as an integer, shifted right by
-    its 23 bits of mantissa. An offset before the shift moves the edges of the bins to where fp16
-    rounds, for every power of two as a scale:
-
-    - -1 lets a bin end with its power of two, since 2^-25 itself still rounds to zero;
-    - 2^13 lets it begin earlier, since 2^-14 - 2^-25 already rounds to the smallest normal number;
-    - 2^12 likewise, since 65520 = 2^16 - 2^4 already rounds to infinity.
-
-    The second is the first or one more, and the third likewise and never more than the second, so
-    that their sum tells all three (`_exponents`), and one pass of `bincount` serves for all.
-    """
-
-    def __init__(self, layer: str, what: str):
-        self._layer, self._what = layer, what
-        self._bins: torch.Tensor | None = None
-        self._values = self._nonfinite = self._tiny = 0
-
-    @property
-    def seen(self) -> bool:
-        return self._values > 0
-
-    @torch.no_grad()
-    def add(self, gradient: torch.Tensor, buffers: dict[torch.device, _Buffers]) -> None:
-        gradient = gradient.detach()
-        if gradient.layout is not torch.strided:
-            gradient = gradient.coalesce().values() if gradient.is_sparse else gradient.values()
-        if gradient.is_complex():
-            gradient = torch.view_as_real(gradient.resolve_conj())
-        if gradient.device not in buffers:
-            buffers[gradient.device] = _Buffers(gradient.device)
-        room = buffers[gradient.device]
-        self._values += gradient.numel()
-        if self._bins is None:
-            self._bins = torch.zeros(_KEYS, dtype=torch.int64, device=gradient.device)
-        for chunk in _as_it_lies(gradient).split(room.size):
-            bins = self._count(chunk.to(torch.float32), room)
-            if bins[-2:].any():  # inf or NaN, or the last numbers before inf
-                finite = chunk.to(torch.float64).isfinite()
-                chunk = chunk[finite]
-                self._nonfinite += finite.numel() - chunk.numel()
-                # float64 values that are too large for fp32 are too large for every scale.
-                largest = torch.finfo(torch.float32).max
-                chunk = chunk.clamp(-largest, largest)
-                bins = self._count(chunk.to(torch.float32), room)
-            self._bins += bins
-            if chunk.dtype is torch.float64:  # or too small
-                self._tiny += int(((chunk.to(torch.float32) == 0) & (chunk != 0)).sum())
-
-    @staticmethod
-    def _count(values: torch.Tensor, room: _Buffers) -> torch.Tensor:
-        """Number of values by key, (765 + 2,)."""
-        size = values.numel()
-        magnitude, exponent, total, key = (
-            buffer[:size] for buffer in (room.magnitude, room.exponent, room.sum, room.key)
-        )
-        torch.abs(values, out=magnitude.view(torch.float32))
-        torch.sub(magnitude, 1, out=total).bitwise_right_shift_(23)
-        for offset in (2**13, 2**12):
-            torch.add(magnitude, offset, out=exponent).bitwise_right_shift_(23)
-            total += exponent
-        key.copy_(total).add_(1)  # of zero the first exponent is -1
-        return torch.bincount(key, minlength=_KEYS)
-
-    def count(self) -> GradientCount:
-        result = GradientCount(self._layer, self._what, self._values, nonfinite=self._nonfinite)
-        if self._bins is not None:
-            bins = self._bins.tolist()
-            result.zero = bins[0] - self._tiny
-            bins[0], bins[1] = 0, bins[1] + self._tiny
-            result._classes = Counter({key: n for key, n in enumerate(bins) if n})
-        return result
-
-
-_KEYS = 3 * 255 + 2
-
-
-def _exponents(key: int) -> tuple[int, int, int]:
-    """The three exponents of a key: for rounding to zero, to normal numbers, and to infinity."""
-    first, more = divmod(key - 1, 3)
-    return first - 127, first - 127 + (more > 0), first - 127 + (more > 1)
-
-
-def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
-    """The values in one dimension, without a copy if they are dense in memory in any order."""
-    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.size(d)))[::-1]
-    return tensor.permute(order).reshape(-1)
+    def count(self, row: Histogram, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        for gradient in gradients:
+            if gradient is not None:
+                self.half |= gradient.dtype in (torch.float16, torch.complex32)
+                row.add(gradient, self._buffers)
 
 
 def _low_precision_sites(
@@ -430,18 +248,16 @@ def _low_precision_sites(
 
     Uses of the same parameters, as by the steps of a recurrent network, share a key.
     """
-    nodes, stack = {root}, [root]
-    while stack:
-        for below, _ in stack.pop().next_functions:
-            if below is not None and below not in nodes:
-                nodes.add(below)
-                stack.append(below)
-    low = [node for node in nodes if node.name().startswith(_LOW_PRECISION_NODES)]
-    sites, products = {}, Counter()
-    for node in sorted(low, key=lambda node: node._sequence_nr()):
+    low = [node for node in _graph(root) if node.name().startswith(_LOW_PRECISION_NODES)]
+    sites: dict[Any, tuple[object, str, str]] = {}
+    products: Counter[tuple[str, str]] = Counter()
+    for node in sorted(
+        low, key=lambda node: node._sequence_nr()
+    ):  # in the order of the forward pass
         op = node.name().partition("Backward")[0].lower()
-        own = tuple(name for below, _ in node.next_functions if (name := _own(below, parameters)))
-        if own:
+        inputs = (_own(below, parameters) for below, _ in node.next_functions)
+        own = tuple(name for name in inputs if name)
+        if own:  # a layer's product; else one of activations, as in attention
             layer = own[-1].rpartition(".")[0]
             sites[node] = ((own, op), layer, f"output of {op}")
             continue
@@ -452,7 +268,18 @@ def _low_precision_sites(
     return sites
 
 
-def _own(node, parameters) -> str | None:
+def _graph(root: torch.autograd.graph.Node) -> set[torch.autograd.graph.Node]:
+    """All nodes that `root` leads to, itself among them."""
+    nodes, stack = {root}, [root]
+    while stack:
+        for below, _ in stack.pop().next_functions:
+            if below is not None and below not in nodes:
+                nodes.add(below)
+                stack.append(below)
+    return nodes
+
+
+def _own(node: Any, parameters: dict[torch.Tensor, str]) -> str | None:
     """The parameter that this input of an op is, behind casts and transpositions."""
     while node is not None:
         if hasattr(node, "variable"):  # AccumulateGrad
@@ -465,7 +292,7 @@ def _own(node, parameters) -> str | None:
     return None
 
 
-def _nearest(node, parameters) -> str:
+def _nearest(node: Any, parameters: dict[torch.Tensor, str]) -> str:
     """The parameter that the fewest ops lie between and this node."""
     level, seen = [node], {node}
     while level:

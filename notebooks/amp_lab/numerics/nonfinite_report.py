@@ -1,0 +1,228 @@
+"""What `find_nonfinite` found, in words, and what to do about it."""
+
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from amp_lab.numerics.tensor_summary import TensorSummary
+from amp_lab.report import dtype_name
+
+
+@dataclass(frozen=True, repr=False, kw_only=True)
+class NonfiniteReport:
+    """Where the first inf or NaN came from; `str` of it is made to be read."""
+
+    phase: str  # ``forward``, ``backward``, or ``before``: it was so when it was first used
+    module: str | None  # qualified name, "" for the model itself; None: outside, as in a loss
+    module_type: str | None
+    call: int  # which call of that module, from 1 in each forward pass; 0 without one
+    op: str | None = None  # ``log``; backward, autograd's ``LogBackward0``; before any op, None
+    kernel: str | None = None  # the op that the backward of `op` ran; in forward the same as `op`
+    tensor: str  # ``output``, ``gradient``, ``parameter``, ``buffer``, ``input`` or ``constant``
+    name: str  # of a parameter or buffer its qualified name, else its place
+    value: TensorSummary  # of the tensor that is not finite
+    inputs: tuple[TensorSummary, ...] = ()  # without what the op wrote into: its old value is gone
+    line: str | None = None  # of your code that called the op, where there was one
+    reached: str = ""  # what it spread to: why it counts
+    loss_scale: float | None = None  # what a `GradScaler` had multiplied the loss by, if one did
+    placed_by: str | None = None  # what had put a -inf there that this op turned into a NaN
+
+    @property
+    def advice(self) -> str:
+        """What to do about it: what the first of the rules says that fits."""
+        return _advise(self, _RULES)
+
+    @property
+    def where(self) -> str:
+        """The module in words."""
+        if self.module is None:
+            return "outside the model"
+        name = repr(self.module) if self.module else "the model itself"
+        text = f"{name} ({self.module_type})"
+        return f"{text}, call {self.call}" if self.call > 1 else text
+
+    @property
+    def place(self) -> str:
+        """What was not finite first, in a line."""
+        if self.phase == "before":
+            return f"{self.tensor} {self.name!r}"
+        return f"{self.op}: {self.where}"
+
+    def __str__(self) -> str:
+        kinds = " and ".join(sorted(self.value.kinds, reverse=True))
+        head = f"{kinds} made in {self.phase} by {self.place}"
+        if self.phase == "before":
+            head = f"{kinds} in {self.place}, before any op: {self.where}"
+        backward = self.phase == "backward"
+        rows = [
+            ("kernel", self.kernel if backward else None),
+            (self.tensor, str(self.value)),
+            *((f"from {summary.name}", str(summary)) for summary in self.inputs[:6]),
+            ("-inf from", self.placed_by),
+            ("line", self.line),
+            ("loss scale", f"{self.loss_scale:g}" if backward and self.loss_scale else None),
+            ("reached", self.reached),
+            ("what to do", self.advice),
+        ]
+        rows = [(label, text) for label, text in rows if text]
+        width = max(len(label) for label, _ in rows)
+        lines = [head]
+        for label, text in rows:
+            start, rest = f"  {label:<{width}}  ", " " * (width + 4)
+            lines += textwrap.wrap(text, 98, initial_indent=start, subsequent_indent=rest)
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+# When a rule fits, and what it says: a text, or a function that makes one of the report.
+_Rule: TypeAlias = tuple[
+    Callable[[NonfiniteReport], object], str | Callable[[NonfiniteReport], str]
+]
+
+
+def _advise(report: NonfiniteReport, rules: tuple[_Rule, ...]) -> str:
+    text = next(text for fits, text in rules if fits(report))
+    return text if isinstance(text, str) else text(report)
+
+
+def _op(*starts: str) -> Callable[[NonfiniteReport], bool]:
+    """Fits ops of these names; backward, autograd's: ``SqrtBackward0``; forward, ``_softmax``."""
+    return lambda r: (r.op or "").lower().strip("_").startswith(starts)
+
+
+def _overflows(report: NonfiniteReport) -> bool:
+    return not report.value.kinds.isdisjoint({"inf", "-inf"})
+
+
+def _overflows_fp16(report: NonfiniteReport) -> bool:
+    return report.value.dtype is torch.float16 and _overflows(report)
+
+
+def _is_at_a_pole(report: NonfiniteReport) -> bool:
+    """Whether an input is zero where that alone makes the result infinite, in any precision."""
+    inputs = {summary.name: summary for summary in report.inputs}
+    if _op("div")(report):
+        divisor = inputs.get("other")
+        return divisor is not None and divisor.low <= 0 <= divisor.high
+    given = inputs.get("self")
+    return _op("log", "reciprocal", "rsqrt")(report) and given is not None and given.low <= 0
+
+
+def _backward(report: NonfiniteReport) -> str:
+    advice = _advise(report, _BACKWARD)
+    if report.loss_scale is None or not _overflows(report):
+        return advice
+    return (
+        f"The loss was scaled by {report.loss_scale:g}. If only that makes it overflow, this is "
+        "what GradScaler is there for: it skips the step and lowers the scale. It is a fault if "
+        f"it persists at a scale of 1 (see ScaleLog); then: {advice}"
+    )
+
+
+def _fp16_forward(report: NonfiniteReport) -> str:
+    if not _op("bmm", "baddbmm", "matmul")(report):
+        return _OVERFLOW.format("The result")
+    return _OVERFLOW.format("The product") + (
+        " Of attention scores: divide the queries by sqrt(d) before the product, or call "
+        "F.scaled_dot_product_attention."
+    )
+
+
+_OVERFLOW = (
+    "{} exceeds 65504, the largest fp16: use bf16, or compute this part in fp32 "
+    "(torch.autocast(device_type, enabled=False), with inputs.float())."
+)
+_BEFORE = {
+    "parameter": (
+        "The weights were broken before they were used. If an optimizer step did it: the learning "
+        "rate is too high, or it took gradients that are not finite (with fp16: step through "
+        "GradScaler). Go back to the last good checkpoint and watch the step that breaks it."
+    ),
+    "buffer": "Look at what wrote this buffer, or at the checkpoint it came from.",
+    "input": (
+        "The model was given it. Look at the data and what prepares them: missing values, a "
+        "division by a standard deviation of 0, a cast to fp16 of values over 65504."
+    ),
+    "gradient": "It is left from an earlier backward pass: call zero_grad() before this one.",
+    "constant": (
+        "No op of this block made it: look at targets, constants, what was computed before, and "
+        "memory from torch.empty that was never written."
+    ),
+}
+_BACKWARD: tuple[_Rule, ...] = (
+    # First, since the range of fp16 is the reason for this, whatever the op.
+    (_overflows_fp16, _OVERFLOW.format("The gradient")),
+    (_op("sqrt"), "The derivative of sqrt is infinite at 0: torch.sqrt(x + eps)."),
+    (_op("rsqrt"), "The derivative of rsqrt is infinite at 0: torch.rsqrt(x + eps)."),
+    (_op("pow"), "The derivative of a power below 1 is infinite at 0: (x + eps) ** p."),
+    (_op("log"),
+     "The derivative of log is infinite at 0: clamp its input. Where torch.where discards the "
+     "result, replace the input before the log as well; 0 * inf is NaN."),
+    (_op("div"), "A division by (nearly) zero, whose derivative is larger still: add an eps."),
+    (_op("norm"), "The derivative of this norm is infinite or undefined at 0: add an eps inside."),
+    (_op("linalg"), "Undefined at 0, at equal eigenvalues or singular values: add an eps."),
+    (_op("acos", "asin"),
+     "The derivative is infinite at -1 and 1: clamp the input inside of them."),
+    (lambda r: True,
+     "An infinite derivative, or 0 * inf: keep the input of this op away from where its "
+     "derivative is infinite, before the op; torch.where behind it does not help."),
+)  # fmt: skip
+_RULES: tuple[_Rule, ...] = (
+    # First what was so before any op: the other rules ask for the op.
+    (lambda r: r.phase == "before" and r.tensor == "buffer" and "running_" in r.name,
+     "The running statistics took in a batch that was not finite: call reset_running_stats(), "
+     "or go back to the last good checkpoint, and find that batch."),
+    (lambda r: r.phase == "before", lambda r: _BEFORE[r.tensor]),
+    # A mask, or an empty input, is the reason whatever the op, and in backward too.
+    (lambda r: r.placed_by and ("softmax" in r.kernel or "scaled_dot_product" in r.kernel),
+     "A row is masked everywhere, so softmax divides 0 by 0. Leave one position of each row "
+     "unmasked, or mask with torch.finfo(dtype).min instead of -inf."),
+    (lambda r: r.placed_by,
+     "0 * -inf and -inf - -inf are NaN. Mask after the arithmetic, with torch.where or "
+     "masked_fill, or with a finite value such as torch.finfo(dtype).min."),
+    (lambda r: r.value.kinds == {"NaN"} and any(not summary.values for summary in r.inputs),
+     "It was given no values: the mean of nothing is NaN. Skip empty batches."),
+    (lambda r: r.phase == "backward", _backward),
+    (lambda r: _overflows_fp16(r) and not _is_at_a_pole(r), _fp16_forward),
+    # The op alone. Names are compared by how they begin, so the longer one comes first.
+    (_op("log_softmax"), "Look at the logits: a row is infinite, or masked everywhere."),
+    (_op("logit"), "Keep the input inside (0, 1): torch.logit(x, eps=1e-6)."),
+    (_op("log"),
+     "The log of 0 is -inf, and of a negative number NaN: clamp the input (x.clamp_min(1e-6)), "
+     "or stay in log space: log_softmax, logsigmoid, binary_cross_entropy_with_logits."),
+    (_op("xlogy"), "The logarithm of a negative number: clamp the second argument."),
+    (_op("div"),
+     "A division by zero: add an eps to the divisor or clamp it (F.normalize has one). In fp16 "
+     "an eps below 6e-8 is zero itself."),
+    (_op("reciprocal"), "A division by zero: clamp the input away from 0 (x.clamp_min(eps))."),
+    (_op("rsqrt"), "A division by zero, or the root of a negative number: torch.rsqrt(x + eps)."),
+    (_op("sqrt"), "The root of a negative number: clamp the input (x.clamp_min(0))."),
+    (_op("pow"),
+     "A negative base with a fractional exponent, zero with a negative one, or a result out of "
+     "range: clamp the base."),
+    (_op("exp"),
+     "The exponential overflows fp16 from 11.1 on, and fp32 and bf16 from 88.7: subtract the "
+     "largest value first, as softmax and logsumexp do, or use softplus."),
+    (_op("acos", "asin"),
+     "Its input must lie in [-1, 1]: clamp it, inside of 1 if gradients are needed."),
+    (_op("softmax"), "A row holds only -inf, or an inf: look at the scores."),
+    (_op("std"), "The deviation of a single value is NaN: use correction=0, or more values."),
+    (_op("var"), "The variance of a single value is NaN: use correction=0, or more values."),
+    (_op("nll_loss"),
+     "The mean over no targets: all of them are ignore_index, or the class weights are 0."),
+    (_op("to_copy"),
+     "The value does not fit the dtype it is cast to: clamp it first, or use bf16."),
+    (
+        lambda r: r.inputs and _overflows(r),
+        lambda r: (
+            f"The result exceeds the range of {dtype_name(r.value.dtype)}: "
+            "see how its inputs came to be so large."
+        ),
+    ),
+    (lambda r: True,
+     "0 * inf, inf - inf or 0 / 0: see which of its inputs is zero or very large, and why."),
+)  # fmt: skip

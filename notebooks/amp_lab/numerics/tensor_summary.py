@@ -1,0 +1,95 @@
+"""Whether a tensor is finite, and what one held that is not."""
+
+import cmath
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from amp_lab.report import dtype_name, percent
+from amp_lab.tracing.ops_seen import stored_values
+
+
+@dataclass(frozen=True)
+class TensorSummary:
+    """What a tensor held, without the tensor."""
+
+    name: str  # among the op's arguments: ``self``, ``weight``, ``grad_output``
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    low: float  # the smallest finite value, of a complex tensor a part's; NaN if it has none
+    high: float  # the largest
+    values: int  # how many it has, and below how many of them are NaN, +inf and -inf
+    nan: int
+    inf: int
+    neg_inf: int
+
+    @property
+    def share(self) -> float:
+        """Share of its values that are not finite, from 0 to 1."""
+        return (self.nan + self.inf + self.neg_inf) / self.values if self.values else 0.0
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """Which of ``NaN``, ``inf`` and ``-inf`` it holds."""
+        counts = {"NaN": self.nan, "inf": self.inf, "-inf": self.neg_inf}
+        return frozenset(kind for kind, count in counts.items() if count)
+
+    def __str__(self) -> str:
+        text = f"{dtype_name(self.dtype)} {self.shape}"
+        if not self.values:
+            return f"{text}, no values"
+        bad = self.nan + self.inf + self.neg_inf
+        if bad:
+            counts = (("NaN", self.nan), ("inf", self.inf), ("-inf", self.neg_inf))
+            kinds = [f"{count:,} {kind}" for kind, count in counts if count]
+            text += f", {percent(bad, self.values)} % non-finite ({', '.join(kinds)})"
+        if bad < self.values:
+            text += f", {'the others ' if bad else ''}from {self.low:.4g} to {self.high:.4g}"
+        return text
+
+
+def summarise(name: str, tensor: torch.Tensor) -> TensorSummary:
+    """What a tensor holds; one without memory behind it counts as zeros."""
+    values = torch.zeros(tensor.shape) if _without_values(tensor) else _readable(tensor)
+    if values.is_complex():
+        # Below autograd a lazy conjugate cannot be resolved, but be made one of a conjugate.
+        values = torch.view_as_real(values.conj() if values.is_conj() else values)
+    finite = values[values.isfinite()]
+    low, high = torch.aminmax(finite) if finite.numel() else (math.nan, math.nan)
+    return TensorSummary(
+        name=name,
+        dtype=tensor.dtype,
+        shape=tuple(tensor.shape),
+        low=float(low),
+        high=float(high),
+        values=values.numel(),
+        nan=int(values.isnan().sum()),
+        inf=int((values == math.inf).sum()),
+        neg_inf=int((values == -math.inf).sum()),
+    )
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are finite. Other than floating-point and complex ones always are."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or _without_values(tensor):
+        return True
+    values = _readable(tensor)
+    # A sum passes every inf and NaN on, and is the cheapest look at every value there is. It may
+    # also overflow by itself, so only a finite one is an answer.
+    dtype = torch.float32 if values.dtype is torch.float16 else None
+    return cmath.isfinite(values.sum(dtype=dtype).item()) or bool(values.isfinite().all())
+
+
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    """Its values in a form that has sums and comparisons."""
+    values = stored_values(tensor.detach())
+    if values.layout is not torch.strided:  # oneDNN's own
+        values = values.to_dense()
+    return values.to(torch.float32) if values.dtype.itemsize == 1 else values  # the float8 formats
+
+
+def _without_values(tensor: torch.Tensor) -> bool:
+    """Whether there is no memory behind it: reading the zeros of autograd's would be a crash."""
+    return tensor.device.type == "meta" or nn.parameter.is_lazy(tensor) or tensor._is_zerotensor()

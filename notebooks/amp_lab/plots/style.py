@@ -1,0 +1,212 @@
+"""The look of every figure: colours, the parts figures are built from, and how one is saved."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from os import PathLike
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from amp_lab.errors import OptionError
+
+# One look per precision in every figure. The colours differ in lightness too, and bars are hatched,
+# so that a print in black and white can be read as well.
+COLOURS = {
+    "fp32": "#1b1b3a",
+    "tf32": "#4a4e9e",
+    "bf16": "#d9822b",
+    "fp16": "#b3446c",
+    "fp8": "#8fbcbb",
+}
+HATCHES = {"fp32": "", "tf32": "..", "bf16": "//", "fp16": "xx", "fp8": "--"}
+# Greys for what is no precision: backgrounds, then lines, then anything else.
+LOST, SUBNORMAL, SCALED = "0.80", "0.91", "0.85"
+SECOND, GUIDE, PATH, STRONG_GRID, GRID = "0.45", "0.4", "0.6", "0.7", "0.9"
+OTHER = "0.75"
+# The parts of a stack, from its beginning. Neighbours differ in their hatch as well.
+THREE_PARTS = (("0.15", ""), ("0.5", "//"), ("0.8", ".."))
+FIVE_PARTS = (("0.1", ""), ("0.45", "//"), ("0.65", "xx"), ("0.75", ""), ("0.9", ".."))
+
+Look = dict[str, Any]
+Values = Sequence[float]
+
+# pyplot shows what it makes in a notebook, but keeps a list of it, and may open a window for it.
+# `save` wants neither, so it puts a bare `Figure` here for as long as it draws.
+_new_figure: ContextVar[Callable[..., Figure]] = ContextVar("_new_figure", default=plt.figure)
+
+
+def use_style() -> None:
+    """Set the collection's matplotlib style for this process; call it once, at the top."""
+    plt.rcParams.update(
+        {
+            "figure.dpi": 80,
+            "figure.figsize": (8.0, 3.5),
+            "figure.constrained_layout.use": True,
+            "font.size": 11,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": False,
+            "legend.frameon": False,
+        }
+    )
+
+
+def save(path: str | PathLike[str], draw: Callable[..., Figure], *arguments: object) -> None:
+    """Draw a figure and write it as a PNG file, without a window and without pyplot's list of them.
+
+    `draw` is one of the figures here that return a `Figure`. Raises `OptionError` if the file
+    cannot be written.
+    """
+    use_style()
+    token = _new_figure.set(Figure)
+    try:
+        draw(*arguments).savefig(path)
+    except OSError as error:
+        raise OptionError(f"{path}: cannot be written ({error.strerror})") from error
+    finally:
+        _new_figure.reset(token)
+
+
+def subplots(
+    rows: int = 1, columns: int = 1, size: tuple[float, float] | None = None, **options: Any
+) -> tuple[Figure, Any]:
+    """`pyplot.subplots` with a size in inches, for figures that `save` can write too."""
+    figure = _new_figure.get()(figsize=size)
+    return figure, figure.subplots(rows, columns, **options)
+
+
+def look_of(precision: str, **more: Any) -> Look:
+    """How bars of a precision are drawn; what is no precision is light grey with dots."""
+    colour, hatch = COLOURS.get(precision, OTHER), HATCHES.get(precision, "..")
+    return {"color": colour, "hatch": hatch, "edgecolor": "white", **more}
+
+
+def part_looks(parts: Iterable[str], greys: Sequence[tuple[str, str]]) -> dict[str, Look]:
+    """The looks of the parts of a stack, which are no precisions; as many as there are greys."""
+    return {
+        part: {"color": grey, "hatch": hatch, "edgecolor": "white", "label": part}
+        for part, (grey, hatch) in zip(parts, greys, strict=True)
+    }
+
+
+def bars(
+    ax: Axes, at: Sequence[Any], sizes: Values, texts: Iterable[str] = (), **look: Any
+) -> None:
+    """Lying bars at these places, with one of `texts` beyond the end of each.
+
+    They stand upright if their look has a ``width`` in place of a ``height``.
+    """
+    upright = "width" in look
+    draw = ax.bar if upright else ax.barh
+    draw(at, sizes, **look)
+    for place, size, text in zip(at, sizes, texts, strict=False):
+        write_at_end(ax, place, size, text, upright=upright)
+
+
+def write_at_end(
+    ax: Axes, at: Any, size: float, text: str, fontsize: float = 9, *, upright: bool = False
+) -> None:
+    """Write beyond the end of a bar; above an upright one, in the figure's own size."""
+    if upright:
+        raised: Look = {"xytext": (0, 3), "textcoords": "offset points"}  # off the bar's edge
+        ax.annotate(text, (at, size), ha="center", va="bottom", **raised)
+    else:
+        ax.annotate(f" {text}", (size, at), va="center", fontsize=fontsize)
+
+
+def stacked(ax: Axes, at: float, parts: Iterable[tuple[float, Look]]) -> float:
+    """Bars of (size, look), each from where the one before it ends; returns where the last ends."""
+    start = 0.0
+    for size, look in parts:
+        bars(ax, [at], [size], **look, **{"bottom" if "width" in look else "left": start})
+        start += size
+    return start
+
+
+def name_rows(
+    ax: Axes, names: Sequence[str], room: float, fontsize: float = 9, middle: float = 0.0
+) -> None:
+    """Names beside rows of lying bars, the first on top, and `room` for texts at the other side."""
+    ax.set_yticks([row + middle for row in range(len(names))], names, fontsize=fontsize)
+    ax.tick_params(axis="y", length=0)
+    ax.invert_yaxis()
+    ax.margins(x=room)
+
+
+def lines(
+    ax: Axes,
+    curves: Mapping[str, Values | Mapping[Any, float]],
+    dashes: Sequence[Any] | Mapping[str, Any] = ("-", "--", ":", "-."),
+    markers: str = "",
+    first: int = 0,
+    **look: Any,
+) -> None:
+    """Curves {label: {x: y}}, or {label: values} that are numbered from `first`.
+
+    A label begins with a precision, which gives the colour. `dashes` are by precision or in order.
+    """
+    for i, (label, values) in enumerate(curves.items()):
+        precision = precision_of(label)
+        dash = dashes[precision] if isinstance(dashes, Mapping) else dashes[i]
+        marker = markers[i] if markers else None
+        x = list(values) if isinstance(values, Mapping) else range(first, first + len(values))
+        y = list(values.values()) if isinstance(values, Mapping) else values
+        colour = COLOURS[precision]
+        ax.plot(x, y, linestyle=dash, marker=marker, color=colour, label=label, **look)
+
+
+def precision_of(label: str) -> str:
+    """The precision that a label begins with: ``fp16`` of ``fp16, O1``."""
+    return label.split()[0].rstrip(",")
+
+
+def label(ax: Axes, x: str, y: str, legend: str | None = None) -> Axes:
+    """Name the axes and, if told where, put a legend inside of them; returns `ax`."""
+    ax.set(xlabel=x, ylabel=y)
+    if legend is not None:
+        ax.legend(loc=legend)
+    return ax
+
+
+def log2_axis(ax: Axes, ticks: Sequence[int] = ()) -> None:
+    """Make the y axis logarithmic or, given `ticks`, the x axis, with these numbers alone on it."""
+    if ticks:
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(ticks, [str(tick) for tick in ticks])
+        ax.minorticks_off()
+    else:
+        ax.set_yscale("log", base=2)
+
+
+def dtype_cells(
+    ax: Axes, outcomes: Mapping[str, Mapping[str, str]], ops: Sequence[str], fontsize: float = 11
+) -> None:
+    """A table of `outcomes[backend][op]`, a column for each backend; a missing op is left empty."""
+    for column, found in enumerate(outcomes.values()):
+        for row, op in enumerate(ops):
+            if op not in found:
+                continue
+            text, face = found[op], COLOURS.get(found[op], "white")
+            ax.add_patch(Rectangle((column, row), 0.96, 0.9, facecolor=face, edgecolor=GUIDE))
+            ink = "white" if text in ("fp32", "fp16") else "black"  # on a dark face, or a light
+            middle = (column + 0.48, row + 0.45)
+            ax.text(*middle, text, ha="center", va="center", color=ink, fontsize=fontsize)
+    ax.set(xlim=(0, len(outcomes)), ylim=(len(ops), 0))
+    ax.set_xticks([column + 0.48 for column in range(len(outcomes))], list(outcomes))
+    ax.set_yticks([row + 0.45 for row in range(len(ops))], ops)
+    ax.xaxis.tick_top()  # as the head of a table
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+
+
+def legend_beside(figure: Figure, loc: str, *, reverse: bool = False, **options: Any) -> None:
+    """One legend outside of the axes; what several bars or axes share stands in it once."""
+    handles: dict[str, Any] = {}
+    for ax in figure.axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            handles.setdefault(label, handle)
+    labels = list(reversed(handles)) if reverse else list(handles)
+    figure.legend([handles[label] for label in labels], labels, loc=f"outside {loc}", **options)

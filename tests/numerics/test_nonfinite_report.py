@@ -1,0 +1,82 @@
+"""What find_nonfinite says of what it found."""
+
+import math
+
+import pytest
+import torch
+from planted_faults import FAULTS, Module, find
+
+pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
+
+
+def test_the_report_has_what_one_needs():
+    def fault(x):
+        return torch.log(x * torch.tensor([0.0, 1.0, -1.0])).nan_to_num(nan=0.0, neginf=-math.inf)
+
+    model = Module(fault)
+    with torch.no_grad():
+        model.first.weight.zero_()
+        model.first.bias.copy_(torch.tensor([5.0, 2.0, 3.0]))
+    report = find(model, torch.randn(2, 3))
+    assert (report.phase, report.module, report.module_type) == ("forward", "fault", "Function")
+    assert (report.call, report.op, report.kernel, report.tensor) == (1, "log", "log", "output")
+    value = report.value
+    assert (value.dtype, value.shape, value.values) == (torch.float32, (2, 3), 6)
+    assert (value.nan, value.inf, value.neg_inf) == (2, 0, 2)
+    assert value.share == pytest.approx(4 / 6)
+    assert value.low == value.high == pytest.approx(math.log(2))
+    (given,) = report.inputs
+    assert (given.name, given.low, given.high, given.share) == ("self", -3.0, 2.0, 0.0)
+    assert report.line.startswith("test_nonfinite_report.py:")
+    assert "fault: return torch.log(x * torch.tensor" in report.line
+    assert report.reached in ("the output of the model", "a single number outside the model")
+    assert "clamp_min" in report.advice
+    text = str(report)
+    assert text.startswith("NaN and -inf made in forward by log: 'fault' (Function)")
+    assert repr(report) == text
+    for part in ("66.7 % non-finite (2 NaN, 2 -inf)", "from -3 to 2", report.line, report.advice):
+        assert part in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("attention scores that overflow fp16", "65504"),
+        ("attention scores that overflow fp16", "scaled_dot_product_attention"),
+        ("a row of attention that is masked everywhere", "masked everywhere"),
+        ("division by a zero norm", "eps"),
+        ("exp that overflows", "subtract the largest"),
+        ("the mean of no values", "no values"),
+        ("all targets ignored", "ignore_index"),
+        ("inf in a weight", "last good checkpoint"),
+        ("NaN in a running mean", "reset_running_stats"),
+        ("NaN in the images", "Look at the data"),
+        ("NaN in the target", "targets"),
+        ("sqrt at zero", "sqrt(x + eps)"),
+        ("where that discards a log of zero", "torch.where"),
+        ("a cast to fp16 that overflows", "bf16"),
+    ],
+)
+def test_the_advice_fits_the_fault(name, words):
+    model, x, options = FAULTS[name][0]()
+    report = find(model, x, **options)
+    assert words in report.advice
+    assert report.advice[0].isupper()
+
+
+def test_a_mask_that_softmax_could_not_make_finite_is_named():
+    model, x, options = FAULTS["a row of attention that is masked everywhere"][0]()
+    assert find(model, x, **options).placed_by == "buffer 'blocks.0.mask'"
+
+
+def test_the_loss_scale_is_told_and_not_called_a_fault():
+    model, x, options = FAULTS["the loss scale overflows fp16"][0]()
+    report = find(model, x, **options)
+    assert report.loss_scale == 2.0**30
+    assert "GradScaler is there for" in report.advice
+    assert "loss scale" in str(report)
+    assert report.kernel == "_to_copy"
+    plain = FAULTS["sqrt at zero"][0]()
+    report = find(*plain[:2], **plain[2])
+    assert report.loss_scale is None
+    assert "GradScaler" not in str(report)

@@ -1,0 +1,162 @@
+"""Every figure, drawn from small data: what stands on its axes, its colours, and its file."""
+
+import inspect
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import pytest
+import torch
+from matplotlib.colors import to_rgb
+
+from amp_lab import plots
+from amp_lab.errors import OptionError
+from amp_lab.plots import style
+
+mpl.use("agg")
+pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
+
+PAIR = {"fp32": [3.0, 2.0, 1.0], "bf16": [3.1, 2.1, 1.1]}
+SEEDS = {name: torch.tensor([values, values]) for name, values in PAIR.items()}
+SCALES = [2.0**16] * 3 + [2.0**15] * 3
+GREY = torch.linspace(0, 1, 16).view(1, 1, 4, 4)
+COLOUR = torch.linspace(0, 1, 48).view(3, 4, 4)
+PEAK = SimpleNamespace(peak=[((9,), torch.float32, 2**31), ((9,), torch.int64, 2**30)])
+EXPONENTS = {"outputs": {-30: 5, -20: 5}, "parameters": {-10: 1}}
+FP16 = (range(-24, 16), [2.0 ** -min(10, k + 24) for k in range(-24, 16)], -14)
+RUNGS = [("fp32", "eager", 9.0, 5.0, "9 ms"), ("bf16", "AMP", None, None, "failed")]
+SENT = [("all_gather", "bf16", 9000), ("reduce_scatter", "fp32", 9000)]
+GROWTH = ([8, 16], [1.0, 1.5], [1.0, 0.6])
+OPS = {"cpu": {"conv": "bf16", "relu": "error"}, "cuda": {"conv": "fp16", "relu": "fp32"}}
+RANKS = {n: {"weights": 8e6, "gradients": 8e6 / n, "Adam": 2e7 / n} for n in (1, 2)}
+HELD = {"fp32": {"weights": 4, "gradients": 4, "Adam": 8}, "O1": {"half": 2, "unscaled": 4}}
+
+FIGURES = {  # figure: its arguments, and what stands on its axes
+    "augmentation_grid": (({"crop": [COLOUR, COLOUR]},), ["crop"]),
+    "best_speedups": (({"a GPU": {"CNN": 2.0}, "a CPU": {"CNN": 1.1}},), ["best speed-up"]),
+    "bytes_per_parameter": ((HELD,), ["(bytes)"]),
+    "class_pictures": (([COLOUR] * 3, ["cat", "dog", "owl"]), []),
+    "dtype_grid": ((OPS,), []),
+    "dtype_track": (([("input", "fp32"), ("conv", "fp16")],), ["dtype", "forward pass"]),
+    "dtypes_by_model": (({"CNN": OPS, "MLP": {"cpu": {"mm": "bf16"}}},), []),
+    "exponents_against_fp16": ((EXPONENTS, (1.0, 256.0)), ["log2 of |gradient", "(%)"]),
+    "flops_per_byte": (({"32": [("conv", 9.0)], "64": [("conv", 20.0)]},), ["FLOPs per byte"]),
+    "gradient_norm_in_step": (({"backward": 9e4, "clip": 1.0}, ["backward"]), ["length", "stage"]),
+    "gradients_against_fp16": ((torch.randn(99) * 8 - 25, (1, 256)), ["log2 of |gradient", "num"]),
+    "growth": ((dict.fromkeys("ab", GROWTH),), ["speed-up", "memory, share"]),
+    "loss_and_accuracy": ((SEEDS, SEEDS), ["epoch", "loss (cross-entropy)", "accuracy"]),
+    "loss_by_backend": (({"torch": PAIR, "jax": PAIR},), ["epoch", "cross-entropy"]),
+    "loss_curves": ((SEEDS,), ["epoch", "loss (mean squared error)"]),
+    "loss_scales": (({"fp16": SCALES, "other": SCALES},), ["step", "loss scale"]),
+    "losses_by_setting": (({"fp16, O1": [2.0, 1.0], "fp16, O2": [2.0, 1.0]},), ["step", "loss"]),
+    "memory_against_batch": (({"fp32": ([1, 2], [2e9, 4e9])}, 3e9), ["batch", "(GiB)"]),
+    "memory_by_dtype": (({"CNN": {"fp32": PEAK}}, 2**31, "limit"), ["(GiB)"]),
+    "memory_per_rank": (({"FSDP": RANKS},), ["ranks", "(MiB)"]),
+    "picture_problem": ((GREY.expand(1, 2, 4, 4), GREY), ["brightness"]),
+    "range_and_spacing": (({"fp16": FP16, "fp8 E5M2": FP16},), ["log2 of the magnitude", "spac"]),
+    "rate_over_size": (({"a": {"fp32": {8: 1.0, 9: 0.5}}, "b": {"fp32": {8: 1.0}}}, 8), ["rate"]),
+    "roofline": (({"fp32": 1e12}, 1e11, [("CNN", "fp32", 9.0, 1e11)]), ["FLOP/s", "per byte"]),
+    "scale_over_time": ((SCALES, [2]), ["step", "loss scale"]),
+    "scales_by_setting": (({"O1": (SCALES, [2]), "O2": (SCALES, [])},), ["step", "loss scale"]),
+    "scores_by_seed": ((PAIR,), ["(%)"]),
+    "sent_bytes": (({"FSDP": SENT}, 4), ["4 ranks", "(KiB)"]),
+    "side_by_side": (({"target": GREY, "fp32": GREY},), ["brightness"]),
+    "speed_ladder": (({"CNN": RUNGS},), ["(ms)"]),
+    "speedup_over_size": (([32, 64], {"bf16": [1.0, 2.0], "bf16, compiled": [1.0, 3.0]}), ["pix"]),
+    "throughput_over_batch": (({"fp32": {8: 9.0}, "bf16": {8: 12.0}},), ["per second", "batch"]),
+    "time_and_memory": ((*[{"fp32": 9.0, "bf16": 5.0}] * 2, "peak"), ["(ms)", "(MiB)"]),
+    "time_by_kind": (({"fp32": {"conv": 9.0}, "bf16": {"conv": 5.0}},), ["(ms)"]),
+    "training_curves": (({"train": [2.0, 1.0], "test": [2.0, 1.5]}, "loss"), ["epoch", "loss"]),
+    "weight_over_updates": ((PAIR,), ["updates", "weight"]),
+}
+
+
+def test_no_figure_goes_untested():
+    exported = {name for name, value in vars(plots).items() if inspect.isfunction(value)}
+    assert exported - set(FIGURES) == {"save", "save_training_curves", "use_style"}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_is_drawn_and_says_what_its_axes_are(name):
+    arguments, words = FIGURES[name]
+    plots.use_style()
+    drawn = getattr(plots, name)(*arguments)
+    figure = plt.gcf()
+    assert len(plt.get_fignums()) == 1
+    figure.draw_without_rendering()  # finds what only fails when it is laid out
+    axes = drawn if isinstance(drawn, list) else [drawn]
+    assert all(part in (figure, *figure.axes) for part in axes)
+    texts = [text for ax in figure.axes for text in (ax.get_xlabel(), ax.get_ylabel())]
+    for word in words:
+        assert any(word in text for text in texts), (word, texts)
+
+
+def test_bars_end_at_their_values_and_say_them():
+    figure = plots.time_and_memory({"fp32": 9.0, "bf16": 4.5}, {"fp32": 80.0, "bf16": 60.0}, "peak")
+    heights = [[bar.get_height() for bar in ax.patches] for ax in figure.axes]
+    assert heights == [[9.0, 4.5], [80.0, 60.0]]
+    texts = [[text.get_text() for text in ax.texts] for ax in figure.axes]
+    assert texts == [["9", "4.5\n2.00x as fast"], ["80", "60\n75%"]]
+
+
+def test_parts_are_stacked_and_named_once():
+    ax = plots.bytes_per_parameter(HELD)
+    bars = [(bar.get_x(), bar.get_width()) for bar in ax.patches]
+    assert bars[:3] == [(0, 4), (4, 4), (8, 8)]
+    assert [text.get_text() for text in ax.texts] == [" 16", " 6"]
+    legend = [text.get_text() for text in ax.figure.legends[0].get_texts()]
+    assert legend == ["weights", "gradients", "Adam", "half", "unscaled"]
+
+
+def test_lines_have_the_colours_of_their_precisions():
+    ax = plots.losses_by_setting({"fp32": [2.0, 1.0], "fp16, O1": [2.0], "fp16, O2": [2.0]})
+    colours = [line.get_color() for line in ax.lines]
+    assert colours == [style.COLOURS[name] for name in ("fp32", "fp16", "fp16")]
+    assert [line.get_linestyle() for line in ax.lines] == ["-", "-", "--"]
+
+
+def lightness(colour: str) -> float:
+    """Relative luminance of sRGB, as WCAG 2 defines it, from 0 to 1."""
+    red, green, blue = (
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_precisions_differ_in_greyscale():
+    light = {name: lightness(colour) for name, colour in style.COLOURS.items()}
+    assert set(style.HATCHES) == set(light)
+    for first in light:
+        for second in light:
+            if first < second:
+                ratio = (light[first] + 0.05) / (light[second] + 0.05)
+                apart = max(ratio, 1 / ratio) > 1.3
+                assert apart or style.HATCHES[first] != style.HATCHES[second], (first, second)
+    assert len(set(style.HATCHES.values())) == len(style.HATCHES)
+
+
+def test_colours_are_in_one_place():
+    for path in Path(plots.__file__).parent.glob("*.py"):
+        if path.name != "style.py":
+            assert not re.search(r"\"(#[0-9a-f]{6}|0\.\d+)\"", path.read_text()), path
+
+
+def test_a_figure_is_saved_without_pyplot(tmp_path):
+    plots.save(tmp_path / "ladder.png", plots.speed_ladder, {"CNN": RUNGS})
+    plots.save_training_curves(tmp_path / "loss.png", {"train": [2.0], "test": [1.0]}, "loss")
+    for name in ("ladder.png", "loss.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert plt.get_fignums() == []
+    plots.scale_over_time(SCALES, [])
+    assert len(plt.get_fignums()) == 1  # and after it, pyplot shows figures again
+
+
+def test_a_path_that_cannot_be_written_is_told_in_a_line(tmp_path):
+    path = tmp_path / "no such folder" / "ladder.png"
+    with pytest.raises(OptionError) as caught:
+        plots.save(path, plots.speed_ladder, {"CNN": RUNGS})
+    assert str(caught.value) == f"{path}: cannot be written (No such file or directory)"
+    plots.scale_over_time(SCALES, [])
+    assert len(plt.get_fignums()) == 1
