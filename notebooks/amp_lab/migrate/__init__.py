@@ -69,8 +69,9 @@ def edits_and_findings(text: str, path: Path | None = None) -> tuple[list[Edit],
         _check_depth(text)
     tree = Tree(text)
     edits, findings = torch_amp.rewrite(tree)
-    of_apex = apex.rewrite(tree)
-    edits, findings = edits + of_apex[0], findings + of_apex[1] + mistakes.find(tree)
+    of_apex = apex.Rule(tree)
+    of_apex.run()
+    edits, findings = edits + of_apex.edits, findings + of_apex.findings + mistakes.find(tree)
     if path is not None:
         findings += other_files.find(tree, path)
     if edits:

@@ -7,7 +7,8 @@ keeps only what the migration asks: imports, other bindings, uses of names.
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import libcst as cst
@@ -142,6 +143,25 @@ def dotted(node: cst.CSTNode | None) -> tuple[str, ...] | None:
 def name_called(call: cst.Call) -> str:
     """The last part of the name of what is called; empty if it has none."""
     return (dotted(call.func) or ("",))[-1]
+
+
+def arguments(call: cst.Call, names: Sequence[str] = ()) -> dict[str, cst.BaseExpression]:
+    """The arguments of a call by name, those by position named after `names`; none of a star."""
+    given = {}
+    for position, arg in enumerate(call.args):
+        if arg.star == "*":
+            names = ()  # it may hold any number, so the positions after it are not known
+        elif arg.keyword is not None:
+            given[arg.keyword.value] = arg.value
+        elif not arg.star and position < len(names):
+            given[names[position]] = arg.value
+    return given
+
+
+def module_of(node: cst.Import | cst.ImportFrom) -> str:
+    """The dotted name of the module that names are imported from; empty for a relative import."""
+    is_absolute = isinstance(node, cst.ImportFrom) and not node.relative
+    return ".".join(dotted(node.module)) if is_absolute else ""
 
 
 def is_false(node: cst.CSTNode | None) -> bool:
@@ -362,6 +382,14 @@ class Tree:
         while (parent := self.parents.get(node)) is not None:
             yield parent, node
             node = parent
+
+    def is_in(self, node: cst.CSTNode, what: type | cst.CSTNode) -> bool:
+        """Whether a node stands below another one, or below any of a kind."""
+        is_kind = isinstance(what, type | types.UnionType)
+        return any(
+            isinstance(parent, what) if is_kind else parent is what
+            for parent, _ in self.ancestors(node)
+        )
 
     def call_of(self, node: cst.CSTNode) -> cst.Call | None:
         """The call whose function a node is."""
