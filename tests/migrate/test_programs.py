@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_migrate import snippets
+from migrate_snippets import snippets
 
 from amp_lab.cli import main
 

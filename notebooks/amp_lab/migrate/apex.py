@@ -13,17 +13,9 @@ from typing import NamedTuple
 
 import libcst as cst
 
-from amp_lab.migrate.python_tree import (
-    Edit,
-    Scope,
-    Tree,
-    Use,
-    arguments,
-    dotted,
-    is_false,
-    module_of,
-)
-from amp_lab.migrate.rewriter import Rewriter
+from amp_lab.migrate.nodes import arguments, dotted, is_false, module_of
+from amp_lab.migrate.python_tree import Scope, Tree, Use
+from amp_lab.migrate.rewriter import Edit, Rewriter
 from amp_lab.migrate.version_guards import is_guarded
 
 TRIGGERS = ("apex",)
@@ -316,7 +308,11 @@ class Rule(Rewriter):
         call = self._call(use)
         first = call.args[0].value if call is not None and call.args else None
         optimizer = self._in_one_line(first, "optimizer")
-        after = "" if self.levels <= _PLAIN.keys() and self.levels else f", after scaler.unscale_({optimizer})"
+        after = (
+            ""
+            if self.levels <= _PLAIN.keys() and self.levels
+            else f", after scaler.unscale_({optimizer})"
+        )
         return f"write {_parameters(optimizer)}{after}"
 
     def _in_one_line(self, node: cst.BaseExpression | None, default: str) -> str:

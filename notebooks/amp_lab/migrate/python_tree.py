@@ -8,28 +8,22 @@ import dataclasses
 import functools
 import re
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import libcst as cst
 from libcst.metadata import CodePosition, MetadataWrapper, PositionProvider
 
-
-class Finding(NamedTuple):
-    """Something about a line: what was changed, what is to be done by hand, or what is wrong."""
-
-    line: int
-    kind: str
-    """``rewritten``, ``by hand``, ``mistake``, or ``left`` where nothing is to be done."""
-    message: str
-
-
-class Edit(NamedTuple):
-    """A piece of the text, from `start` to `end`, and what takes its place."""
-
-    start: int
-    end: int
-    text: str
+from amp_lab.migrate.nodes import (
+    assignments,
+    below,
+    bound_name,
+    children,
+    dotted,
+    is_star,
+    module_of,
+    name_called,
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,6 +66,12 @@ class Scope:
                 return scope
         return None
 
+    def only(self, name: str) -> "Binding | None":
+        """What `name` is bound to as it is seen from this scope, if that is one thing only."""
+        home = self.find(name)
+        bindings = home.bindings[name] if home is not None else []
+        return bindings[0] if len(bindings) == 1 else None
+
 
 class Use(NamedTuple):
     """A name or dotted name that is read, such as ``torch.cuda.amp``."""
@@ -81,45 +81,6 @@ class Use(NamedTuple):
     scope: Scope
 
 
-_NOT_CODE = ("whitespace", "lpar", "rpar", "lbracket", "rbracket", "lbrace", "rbrace", "comma")
-_NOT_CODE += (
-    "semicolon",
-    "equal",
-    "dot",
-    "leading_lines",
-    "header",
-    "footer",
-    "trailing",
-    "lines_",
-)
-_NOT_CODE += ("indent", "newline", "operator", "asynchronous", "encoding", "default_", "has_")
-
-
-@functools.cache
-def _fields(kind: type) -> tuple[str, ...]:
-    names = (field.name for field in dataclasses.fields(kind))
-    return tuple(name for name in names if not name.startswith(_NOT_CODE))
-
-
-def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """The parts of a node that are code, in order."""
-    for name in _fields(type(node)):
-        value = getattr(node, name)
-        if isinstance(value, cst.CSTNode):
-            yield value
-        elif isinstance(value, list | tuple):
-            for item in value:
-                if isinstance(item, cst.CSTNode):
-                    yield item
-
-
-def below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """A node, and all the parts of it that are code, in order."""
-    yield node
-    for child in children(node):
-        yield from below(child)
-
-
 def _is_import_of_torch(value: cst.CSTNode | None) -> bool:
     """Whether it is a call such as ``pytest.importorskip("torch")``."""
     if not isinstance(value, cst.Call) or not value.args:
@@ -127,62 +88,6 @@ def _is_import_of_torch(value: cst.CSTNode | None) -> bool:
     first, name = value.args[0].value, name_called(value)
     is_torch = isinstance(first, cst.SimpleString) and first.raw_value == "torch"
     return is_torch and name in ("importorskip", "import_module", "__import__")
-
-
-def dotted(node: cst.CSTNode | None) -> tuple[str, ...] | None:
-    """``a.b.c`` as its parts, or None if the node is no such name."""
-    parts = []
-    while isinstance(node, cst.Attribute):
-        parts.append(node.attr.value)
-        node = node.value
-    if not isinstance(node, cst.Name):
-        return None
-    return (node.value, *reversed(parts))
-
-
-def name_called(call: cst.Call) -> str:
-    """The last part of the name of what is called; empty if it has none."""
-    return (dotted(call.func) or ("",))[-1]
-
-
-def arguments(call: cst.Call, names: Sequence[str] = ()) -> dict[str, cst.BaseExpression]:
-    """The arguments of a call by name, those by position named after `names`; none of a star."""
-    given = {}
-    for position, arg in enumerate(call.args):
-        if arg.star == "*":
-            names = ()  # it may hold any number, so the positions after it are not known
-        elif arg.keyword is not None:
-            given[arg.keyword.value] = arg.value
-        elif not arg.star and position < len(names):
-            given[names[position]] = arg.value
-    return given
-
-
-def module_of(node: cst.Import | cst.ImportFrom) -> str:
-    """The dotted name of the module that names are imported from; empty for a relative import."""
-    is_absolute = isinstance(node, cst.ImportFrom) and not node.relative
-    return ".".join(dotted(node.module)) if is_absolute else ""
-
-
-def is_false(node: cst.CSTNode | None) -> bool:
-    """Whether it is written as False, or 0."""
-    return (isinstance(node, cst.Name) and node.value == "False") or (
-        isinstance(node, cst.Integer) and node.evaluated_value == 0
-    )
-
-
-def assignments(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
-    """Each target that a node assigns to, and what it is given; none if it is no assignment."""
-    if isinstance(node, cst.AnnAssign | cst.NamedExpr) and node.value is not None:
-        yield node.target, node.value
-    for target in node.targets if isinstance(node, cst.Assign) else ():
-        targets, value = target.target, node.value
-        if isinstance(targets, cst.Tuple) and isinstance(value, cst.Tuple):
-            if len(targets.elements) == len(value.elements):
-                for one, its in zip(targets.elements, value.elements, strict=True):
-                    yield one.value, its.value
-        else:
-            yield targets, value
 
 
 class Tree:
@@ -225,7 +130,14 @@ class Tree:
         scope = scope.elsewhere.get(name, scope)
         scope.bindings.setdefault(name, []).append(binding)
 
-    def _bind_target(self, target, parent, scope: Scope, value=None, source=None) -> None:
+    def _bind_target(
+        self,
+        target: cst.CSTNode,
+        parent: cst.CSTNode,
+        scope: Scope,
+        value: cst.CSTNode | None = None,
+        source: cst.CSTNode | None = None,
+    ) -> None:
         self.parents[target] = parent
         source = source or value
         if isinstance(target, cst.Name):
@@ -258,22 +170,19 @@ class Tree:
     def _visit_arg(self, node: cst.Arg, scope: Scope) -> None:
         self._visit(node.value, node, scope)
 
-    def _visit_function(self, node: cst.FunctionDef, scope: Scope) -> None:
-        self._bind(scope, node.name.value, Binding(None, node))
-        for decorator in node.decorators:
-            self._visit(decorator, node, scope)
-        if node.returns:
-            self._visit(node.returns, node, scope)
+    def _visit_function(self, node: cst.FunctionDef | cst.Lambda, scope: Scope) -> None:
+        if isinstance(node, cst.FunctionDef):
+            self._bind(scope, node.name.value, Binding(None, node))
+            for part in (*node.decorators, node.returns):
+                if part is not None:
+                    self._visit(part, node, scope)
         inner = self._new_scope("function", scope, node)
         self._visit_parameters(node.params, node, scope, inner)
         self._visit(node.body, node, inner)
 
-    def _visit_lambda(self, node: cst.Lambda, scope: Scope) -> None:
-        inner = self._new_scope("function", scope, node)
-        self._visit_parameters(node.params, node, scope, inner)
-        self._visit(node.body, node, inner)
-
-    def _visit_parameters(self, params, parent, scope: Scope, inner: Scope) -> None:
+    def _visit_parameters(
+        self, params: cst.Parameters, parent: cst.CSTNode, scope: Scope, inner: Scope
+    ) -> None:
         self.parents[params] = parent
         listed = [*params.posonly_params, *params.params, *params.kwonly_params]
         for param in [*listed, params.star_arg, params.star_kwarg]:
@@ -283,7 +192,7 @@ class Tree:
             self._bind(inner, param.name.value, Binding(None, param))
             for part in (param.annotation, param.default):
                 if part is not None:
-                    self._visit(part, param, scope)
+                    self._visit(part, param, scope)  # it is evaluated outside the function
 
     def _visit_class(self, node: cst.ClassDef, scope: Scope) -> None:
         self._bind(scope, node.name.value, Binding(None, node))
@@ -291,18 +200,19 @@ class Tree:
             self._visit(part, node, scope)
         self._visit(node.body, node, self._new_scope("class", scope, node))
 
-    def _visit_comprehension(self, node, scope: Scope) -> None:
-        inner = self._new_scope("comprehension", scope, node)
-        self._visit(node.for_in, node, inner)
+    def _visit_but(self, done: cst.CSTNode, node: cst.CSTNode, scope: Scope) -> None:
         for child in children(node):
-            if child is not node.for_in:
-                self._visit(child, node, inner)
-
-    def _visit_for(self, node, scope: Scope) -> None:
-        self._bind_target(node.target, node, scope)
-        for child in children(node):
-            if child is not node.target:
+            if child is not done:
                 self._visit(child, node, scope)
+
+    def _visit_comprehension(self, node: cst.BaseComp, scope: Scope) -> None:
+        inner = self._new_scope("comprehension", scope, node)
+        self._visit(node.for_in, node, inner)  # it binds what the element before it uses
+        self._visit_but(node.for_in, node, inner)
+
+    def _visit_for(self, node: cst.For | cst.CompFor, scope: Scope) -> None:
+        self._bind_target(node.target, node, scope)
+        self._visit_but(node.target, node, scope)
 
     def _visit_assign(self, node: cst.Assign, scope: Scope) -> None:
         self._visit(node.value, node, scope)
@@ -310,16 +220,16 @@ class Tree:
             self.parents[target] = node
             self._bind_target(target.target, target, scope, node.value)
 
-    def _visit_other_assign(self, node, scope: Scope) -> None:
-        for child in children(node):
-            if child is not node.target:
-                self._visit(child, node, scope)
+    def _visit_other_assign(
+        self, node: cst.AnnAssign | cst.AugAssign | cst.NamedExpr, scope: Scope
+    ) -> None:
+        self._visit_but(node.target, node, scope)
         self._bind_target(node.target, node, scope, node.value)
 
     def _visit_as_name(self, node: cst.AsName, scope: Scope) -> None:
         self._bind_target(node.name, node, scope)
 
-    def _visit_match_name(self, node, scope: Scope) -> None:
+    def _visit_match_name(self, node: cst.MatchAs | cst.MatchStar, scope: Scope) -> None:
         if node.name is not None:
             self._bind(scope, node.name.value, Binding(None, node))
         if getattr(node, "pattern", None) is not None:
@@ -345,14 +255,12 @@ class Tree:
 
     def _visit_import_from(self, node: cst.ImportFrom, scope: Scope) -> None:
         self.imports.append((node, scope))
-        if isinstance(node.names, cst.ImportStar):
+        if is_star(node):
             return
         for alias in node.names:
             self.parents[alias] = node
-            name = alias.name.value
-            bound = name if alias.asname is None else alias.asname.name.value
-            origin = None if node.relative else ".".join((*dotted(node.module), name))
-            self._bind(scope, bound, Binding(origin, alias))
+            origin = None if node.relative else f"{module_of(node)}.{alias.name.value}"
+            self._bind(scope, bound_name(alias), Binding(origin, alias))
 
     # Asking.
 
@@ -466,21 +374,13 @@ class Tree:
         return found.group() if found else "\n"
 
 
-def leaves(block: cst.BaseSuite) -> bool:
-    """Whether what stands after a block is not reached through it."""
-    last = block.body[-1] if block.body else None
-    if isinstance(last, cst.SimpleStatementLine):
-        last = last.body[-1]
-    return isinstance(last, cst.Return | cst.Raise | cst.Continue | cst.Break)
-
-
 _VISITORS = {
     cst.Name: Tree._visit_name,
     cst.Attribute: Tree._visit_attribute,
     cst.Call: Tree._visit_call,
     cst.Arg: Tree._visit_arg,
     cst.FunctionDef: Tree._visit_function,
-    cst.Lambda: Tree._visit_lambda,
+    cst.Lambda: Tree._visit_function,
     cst.ClassDef: Tree._visit_class,
     cst.ListComp: Tree._visit_comprehension,
     cst.SetComp: Tree._visit_comprehension,
@@ -500,14 +400,3 @@ _VISITORS = {
     cst.Import: Tree._visit_import,
     cst.ImportFrom: Tree._visit_import_from,
 }
-
-
-def apply(text: str, edits: list[Edit]) -> str:
-    """The text with every edit made; they may touch, but not overlap."""
-    parts, done = [], 0
-    for edit in sorted(dict.fromkeys(edits), key=lambda edit: (edit.start, edit.end)):
-        if edit.start < done:
-            raise ValueError(f"two edits overlap at {edit.start}: {edit.text!r}")
-        parts += [text[done : edit.start], edit.text]
-        done = edit.end
-    return "".join([*parts, text[done:]])

@@ -1,10 +1,28 @@
 """What every rule is built on: it looks at one file, and gathers edits and findings."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import libcst as cst
 
-from amp_lab.migrate.python_tree import Edit, Finding, Tree
+from amp_lab.migrate.python_tree import Tree
+
+
+class Finding(NamedTuple):
+    """Something about a line: what was changed, what is to be done by hand, or what is wrong."""
+
+    line: int
+    kind: str
+    """``rewritten``, ``by hand``, ``mistake``, or ``left`` where nothing is to be done."""
+    message: str
+
+
+class Edit(NamedTuple):
+    """A piece of the text, from `start` to `end`, and what takes its place."""
+
+    start: int
+    end: int
+    text: str
 
 
 class Rewriter:
@@ -34,3 +52,14 @@ class Rewriter:
     def insert(self, at: int, text: str) -> None:
         """Put a text before the character at an offset."""
         self.edits.append(Edit(at, at, text))
+
+
+def apply(text: str, edits: list[Edit]) -> str:
+    """The text with every edit made; they may touch, but not overlap."""
+    parts, done = [], 0
+    for edit in sorted(dict.fromkeys(edits), key=lambda edit: (edit.start, edit.end)):
+        if edit.start < done:
+            raise ValueError(f"two edits overlap at {edit.start}: {edit.text!r}")
+        parts += [text[done : edit.start], edit.text]
+        done = edit.end
+    return "".join([*parts, text[done:]])
