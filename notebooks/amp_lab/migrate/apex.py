@@ -2,17 +2,23 @@
 
 A name is rewritten if torch has an exact equal. A training loop is not: what `amp.initialize` and
 `amp.scale_loss` do is spread over model, optimizer and loop, so each such line gets a comment.
-
-What Apex's functions do, and their arguments and defaults, is from its sources
-(https://github.com/NVIDIA/apex: ``apex/amp``, ``apex/optimizers``, ``apex/normalization``).
 """
 
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import NamedTuple
 
 import libcst as cst
 
+from amp_lab.migrate.apex_names import (
+    ADVICE,
+    AUTOCAST,
+    EQUALS,
+    LEVELS,
+    PLAIN,
+    SCALER,
+    SECTIONS,
+    longest,
+)
 from amp_lab.migrate.nodes import arguments, dotted, is_false, module_of
 from amp_lab.migrate.python_tree import Scope, Tree, Use
 from amp_lab.migrate.rewriter import Edit, Rewriter
@@ -20,103 +26,6 @@ from amp_lab.migrate.version_guards import is_guarded
 
 TRIGGERS = ("apex",)
 MARK = "# amp-lab migrate: "
-
-
-class _Equal(NamedTuple):
-    """What torch has for a name of Apex, and with which arguments the two mean the same."""
-
-    module: str
-    name: str
-    positional: int
-    keywords: tuple[str, ...] = ()
-    added: tuple[tuple[str, str], ...] = ()  # keywords, where they are not given
-
-
-_EQUALS = {
-    "apex.optimizers.FusedAdam": _Equal(
-        "torch.optim",
-        "AdamW",
-        2,
-        ("params", "lr", "betas", "eps", "weight_decay"),
-        (("weight_decay", "0.0"), ("fused", "True")),  # AdamW's own decay is 0.01
-    ),
-    "apex.optimizers.FusedSGD": _Equal(
-        "torch.optim",
-        "SGD",
-        5,
-        ("params", "lr", "momentum", "dampening", "weight_decay", "nesterov"),
-        (("fused", "True"),),
-    ),
-    "apex.normalization.FusedLayerNorm": _Equal(
-        "torch.nn", "LayerNorm", 3, ("normalized_shape", "eps", "elementwise_affine")
-    ),
-    "apex.parallel.convert_syncbn_model": _Equal(
-        "torch.nn", "SyncBatchNorm.convert_sync_batchnorm", 1
-    ),
-}
-
-_AUTOCAST = 'the forward pass and the loss in torch.autocast("cuda", dtype=torch.float16)'
-_SCALER = 'scaler = torch.amp.GradScaler("cuda") once'
-_ADVICE = {  # by the longest name that fits
-    "apex.amp.state_dict": "save scaler.state_dict() in its place",
-    "apex.amp.load_state_dict": (
-        'write scaler.load_state_dict(...); in a checkpoint of Apex, "scale" is "loss_scale" of '
-        '"loss_scaler0", and "_growth_tracker" is its "unskipped"'
-    ),
-    "apex.amp.disable_casts": 'write torch.autocast("cuda", enabled=False)',
-    "apex.amp.half_function": "drop it: autocast casts the ops inside to float16 by itself",
-    "apex.amp.float_function": (
-        'compute in torch.autocast("cuda", enabled=False), on x.float() for each input'
-    ),
-    "apex.amp.promote_function": "drop it: ops of two dtypes promote by themselves in autocast",
-    "apex.amp.init": f"drop it: put {_AUTOCAST}, and make {_SCALER}",
-    "apex.amp": "use torch.amp: autocast and GradScaler",
-    "apex.optimizers.FusedAdam": (
-        "write torch.optim.AdamW(..., weight_decay=0.0, fused=True), or torch.optim.Adam if it has "
-        "adam_w_mode=False"
-    ),
-    "apex.optimizers.FusedSGD": "write torch.optim.SGD(..., fused=True)",
-    "apex.optimizers.FusedAdagrad": "write torch.optim.Adagrad(...)",
-    "apex.optimizers": "torch.optim has no such optimizer: take torch.optim.AdamW, and tune anew",
-    "apex.parallel.DistributedDataParallel": (
-        "write torch.nn.parallel.DistributedDataParallel(model, device_ids=[local_rank])"
-    ),
-    "apex.parallel.SyncBatchNorm": "write torch.nn.SyncBatchNorm",
-    "apex.parallel.convert_syncbn_model": (
-        "write torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)"
-    ),
-    "apex.parallel": "use torch.nn.parallel",
-    "apex.normalization.FusedRMSNorm": "write torch.nn.RMSNorm(..., eps=1e-5)",
-    "apex.normalization": "write torch.nn.LayerNorm",
-    "apex.fp16_utils": f"keep the model in float32; put {_AUTOCAST}, and make {_SCALER}",
-    "apex": "look for its name of today in torch.amp, torch.optim or torch.nn",
-}
-SECTIONS = {  # of notebook 13, where it is explained: the heading for a name, and those below it
-    "apex.amp.initialize": "What each level did, and what does it today",
-    "apex.amp.init": "What each level did, and what does it today",
-    "apex.fp16_utils": "What each level did, and what does it today",
-    "apex.amp.scale_loss": "The loop, line by line",
-    "apex.amp.master_params": "The loop, line by line",
-    "apex.amp.state_dict": "Checkpoints that Apex wrote",
-    "apex.amp.load_state_dict": "Checkpoints that Apex wrote",
-    "apex": "The names, then and now",
-}
-_LEVELS = {
-    "O0": "O0 is plain float32: delete it, and amp.scale_loss with it",
-    "O1": f"O1 casts ops: delete it, put {_AUTOCAST}, and make {_SCALER}",
-    "O2": (
-        f"O2 keeps float32 master weights, as torch does by itself: delete it, put {_AUTOCAST}, "
-        f"and make {_SCALER}"
-    ),
-    "O3": "O3 is pure float16: delete it, and write model.half(), without a scaler, which refuses "
-    "float16 gradients",
-    "off": "enabled=False is plain float32: delete it, and amp.scale_loss with it",
-}
-_PLAIN = {  # why the gradients of these levels need no scaler
-    "O0": "O0 is plain float32",
-    "O3": "O3 is pure float16, and a scaler refuses float16 gradients",
-    "off": "with enabled=False it is plain float32",
-}
 
 
 class Rule(Rewriter):
@@ -155,16 +64,15 @@ class Rule(Rewriter):
 
     def _rewrite(self, use: Use, old: str) -> bool:
         """Rewrite a use, or leave it to its import, if that is certain."""
-        bound = use.scope.find(use.parts[0])
-        bindings = bound.bindings[use.parts[0]] if bound else []
-        if len(bindings) != 1 or is_guarded(self.tree, use.node):
+        binding = use.scope.only(use.parts[0])
+        if binding is None or is_guarded(self.tree, use.node):
             return False
-        if old in _EQUALS and self._has_plain_arguments(use, old):
+        if old in EQUALS and self._has_plain_arguments(use, old):
             if len(use.parts) == 1:
-                self.imported[bindings[0].node].append(use)
+                self.imported[binding.node].append(use)
                 return True
             if self._rewrite_spelled(use, old):
-                self.spelled[bindings[0].node] += 1
+                self.spelled[binding.node] += 1
                 return True
         # Where amp.initialize stays, the line belongs to a loop that is to be changed as a whole.
         is_alone = old == "apex.amp.master_params" and not self.initialized
@@ -176,12 +84,12 @@ class Rule(Rewriter):
         if call is None or not call.args or any(arg.star for arg in call.args):
             return False
         given = [arg.keyword.value for arg in call.args if arg.keyword is not None]
-        equal = _EQUALS[old]
+        equal = EQUALS[old]
         return len(call.args) - len(given) <= equal.positional and set(given) <= set(equal.keywords)
 
     def _plan(self, use: Use, old: str, name: str) -> list[Edit]:
         """The edits of a call for today's `name`, which is said to be rewritten."""
-        call, equal = self._call(use), _EQUALS[old]
+        call, equal = self._call(use), EQUALS[old]
         given = arguments(call)
         end = self.tree.span(call.args[-1])[1]
         added = [f", {key}={value}" for key, value in equal.added if key not in given]
@@ -194,7 +102,7 @@ class Rule(Rewriter):
         scope = use.scope.find("torch")
         if scope is None or {b.origin for b in scope.bindings["torch"]} != {"torch"}:
             return False
-        self.edits += self._plan(use, old, f"{_EQUALS[old].module}.{_EQUALS[old].name}")
+        self.edits += self._plan(use, old, f"{EQUALS[old].module}.{EQUALS[old].name}")
         return True
 
     def _rewrite_parameters(self, use: Use) -> bool:
@@ -211,7 +119,7 @@ class Rule(Rewriter):
     def _rewrite_import(self, node: cst.ImportFrom, module: str, scope: Scope) -> None:
         """Replace an import if each name in it can be, else mark the uses that could have been."""
         if isinstance(node.names, cst.ImportStar):
-            self._mark(node, f"import the names that are used: {_longest(_ADVICE, module)}")
+            self._mark(node, f"import the names that are used: {longest(ADVICE, module)}")
             return
         olds = {alias: f"{module}.{alias.name.value}" for alias in node.names}
         count = {alias: self._count_uses(alias, scope) for alias in olds}
@@ -233,19 +141,19 @@ class Rule(Rewriter):
 
     def _can_be_torch(self, node: cst.ImportFrom, olds: dict, count: dict) -> bool:
         """Whether every name of an import has an equal in one module, by which all uses can go."""
-        if not set(olds.values()) <= _EQUALS.keys() or is_guarded(self.tree, node):
+        if not set(olds.values()) <= EQUALS.keys() or is_guarded(self.tree, node):
             return False
         if any(count[alias] != len(self.imported[alias]) or not count[alias] for alias in olds):
             return False
-        equals = [_EQUALS[old] for old in olds.values()]
+        equals = [EQUALS[old] for old in olds.values()]
         taken = {equal.name.partition(".")[0] for equal in equals}
         is_free = not any(taken & scope.bindings.keys() for scope in self.tree.scopes)
         return is_free and len({equal.module for equal in equals}) == 1
 
     def _import_from_torch(self, node: cst.ImportFrom, olds: dict[cst.ImportAlias, str]) -> None:
-        self.replace(node.module, _EQUALS[olds[node.names[0]]].module)
+        self.replace(node.module, EQUALS[olds[node.names[0]]].module)
         for alias, old in olds.items():
-            bound, dot, rest = _EQUALS[old].name.partition(".")
+            bound, dot, rest = EQUALS[old].name.partition(".")
             self.replace(alias.name, bound)
             for use in self.imported[alias]:
                 local = bound if alias.asname is None else use.parts[0]
@@ -264,11 +172,11 @@ class Rule(Rewriter):
             "apex.amp.scale_loss": self._advice_on_loss,
             "apex.amp.master_params": self._advice_on_parameters,
         }.get(old)
-        advice = special(use) if special else _longest(_ADVICE, old)
-        self._mark(use.node, advice, f' (notebook 13, "{_longest(SECTIONS, old)}")')
+        advice = special(use) if special else longest(ADVICE, old)
+        self._mark(use.node, advice, f' (notebook 13, "{longest(SECTIONS, old)}")')
 
     def _level(self, call: cst.Call | None) -> str:
-        """What of `_LEVELS` a call of ``initialize`` asks for; empty if that is not written out."""
+        """What of `LEVELS` a call of ``initialize`` asks for; empty if that is not written out."""
         if call is None:
             return "O1"
         given = arguments(call, ("models", "optimizers", "enabled", "opt_level"))
@@ -276,18 +184,18 @@ class Rule(Rewriter):
             return "off"
         if "opt_level" in given:
             level = self.tree.code(given["opt_level"]).strip("\"'")
-            return level if level in _LEVELS else ""
+            return level if level in LEVELS else ""
         return "" if any(arg.star for arg in call.args) else "O1"
 
     def _advice_on_level(self, use: Use) -> str:
-        generic = f"for O1 and O2 delete it, put {_AUTOCAST}, and make {_SCALER}"
-        return _LEVELS.get(self._level(self._call(use)), generic)
+        generic = f"for O1 and O2 delete it, put {AUTOCAST}, and make {SCALER}"
+        return LEVELS.get(self._level(self._call(use)), generic)
 
     def _advice_on_loss(self, use: Use) -> str:
         call = self._call(use)
         given = arguments(call, ("loss", "optimizers")) if call is not None else {}
         loss = self._in_one_line(given.get("loss"), "loss")
-        if len(self.levels) == 1 and (reason := _PLAIN.get(*self.levels)):
+        if len(self.levels) == 1 and (reason := PLAIN.get(*self.levels)):
             is_simple = isinstance(given.get("loss"), cst.Name | cst.Attribute | cst.Call | None)
             return f"write {loss if is_simple else f'({loss})'}.backward(): {reason}"
         listed = given.get("optimizers")
@@ -310,7 +218,7 @@ class Rule(Rewriter):
         optimizer = self._in_one_line(first, "optimizer")
         after = (
             ""
-            if self.levels <= _PLAIN.keys() and self.levels
+            if self.levels <= PLAIN.keys() and self.levels
             else f", after scaler.unscale_({optimizer})"
         )
         return f"write {_parameters(optimizer)}{after}"
@@ -351,10 +259,3 @@ class Rule(Rewriter):
 
 def _parameters(optimizer: str) -> str:
     return f'(p for group in {optimizer}.param_groups for p in group["params"])'
-
-
-def _longest(table: dict[str, str], name: str) -> str:
-    """What a table has for a dotted name, or for the longest part that it begins with."""
-    while name not in table:
-        name = name.rpartition(".")[0]
-    return table[name]

@@ -5,6 +5,7 @@ a rule can ask what surely runs before what.
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Iterator
 
@@ -99,13 +100,13 @@ class CodeReader:
         self.tree = tree
         self.units: list[Unit] = []
         self.scopes = {id(scope.node): scope for scope in tree.scopes}
-        stars = [module_of(node) for node, _ in tree.imports if is_star(node)]
-        self.star = next((m for m in stars if m in (*OLD_MODULES, "torch.amp")), None)
+        stars = {module_of(node) for node, _ in tree.imports if is_star(node)}
+        self.star = min(stars & {*OLD_MODULES, "torch.amp"}, default=None)
         self.disabled: set[str] = set()  # scalers that are made with enabled=False
         self.made: dict[str, list[Event]] = {}  # by the last part of the name
         self.scaler_names = set(self._find_scaler_names())
         self._read_unit(tree.module, Place())
-        self.events = [event for unit in self.units for event in unit.events]
+        self.events = list(itertools.chain(*(unit.events for unit in self.units)))
         self.stepped = {e.optimizer for e in self.events if e.kind in ("scaler step", "unscale")}
         functions = [unit.node for unit in self.units if isinstance(unit.node, cst.FunctionDef)]
         self.functions = {function.name.value: function for function in functions}
@@ -232,19 +233,15 @@ class CodeReader:
     ) -> None:
         key = ".".join(dotted(target) or ())
         arms = (value.body, value.orelse) if isinstance(value, cst.IfExp) else (value,)
-        calls = [arm for arm in arms if isinstance(arm, cst.Call)]
-        if not key or not calls:
-            return
+        calls = [arm for arm in arms if isinstance(arm, cst.Call)] if key else []
         made = [call for call in calls if self.origin(call.func, unit.scope) in SCALERS]
+        if any(self._is_off(call, old_place=4, new_place=5) for call in made):
+            self.disabled.add(last_part(key))
         if made:
-            if any(self._is_off(call, old_place=4, new_place=5) for call in made):
-                self.disabled.add(last_part(key))
             self._add(unit, ("make", key, ""), node, place)
             self.made.setdefault(last_part(key), []).append(unit.events[-1])
-        else:
-            scaler = self._scaler_in(calls[0])
-            if scaler is not None:
-                unit.scaled_names[key] = scaler
+        elif calls and (scaler := self._scaler_in(calls[0])) is not None:
+            unit.scaled_names[key] = scaler
 
     def _add(self, unit: Unit, kind: tuple[str, str, str], node: cst.CSTNode, place: Place) -> None:
         unit.events.append(Event(kind[0], node, place, len(unit.events), *kind[1:]))
@@ -266,15 +263,20 @@ class CodeReader:
         name, key = func.attr.value, self.key(func.value)
         first = self.key(call.args[0].value) if call.args else ""
         if name == "backward":
-            scaler = self._scaler_of(func.value, unit)
-            if scaler is not None:
-                return "scaled", scaler, ""
-            return "backward" if self._is_loss(func.value, call) else "", "", ""
+            return self._kind_of_backward(func.value, call, unit)
         if name == "unscale_":
             return "unscale", key, first
-        if name == "step" and call.args and self._is_scaler(key):
+        if name == "step" and first and self._is_scaler(key):
             return "scaler step", key, first
         return (name, key, "") if name in ("step", "update") else ("call", "", "")
+
+    def _kind_of_backward(
+        self, receiver: cst.BaseExpression, call: cst.Call, unit: Unit
+    ) -> tuple[str, str, str]:
+        scaler = self._scaler_of(receiver, unit)
+        if scaler is not None:
+            return "scaled", scaler, ""
+        return "backward" if self._is_loss(receiver, call) else "", "", ""
 
     def _is_scaler(self, key: str) -> bool:
         return "scal" in key.lower() or last_part(key) in self.scaler_names
@@ -344,16 +346,18 @@ class CodeReader:
 
     def scaled_before(self, unit: Unit, event: Event) -> Event | None:
         """The last scaled backward before an event that is on a way to it, in its loops."""
-        before = (e for e in reversed(unit.events[: event.order]) if e.kind == "scaled")
-        scaled = next((e for e in before if not e.place.excludes(event.place)), None)
+        before = [e for e in unit.events[: event.order] if e.kind == "scaled"]
+        scaled = next((e for e in reversed(before) if not e.place.excludes(event.place)), None)
         if scaled is None or last_part(scaled.of) in self.disabled:
             return None
+        # One may stand in a loop inside the other's, but not in a loop beside it.
         pairs = zip(scaled.place.loops, event.place.loops, strict=False)
         if any(a is not b for a, b in pairs) or not self.both_run(scaled, event):
             return None
-        between = [e for e in unit.events[scaled.order + 1 : event.order] if e.kind == "backward"]
-        is_last = all(e.place.excludes(scaled.place) for e in between)
-        return scaled if is_last else None
+        for later in unit.events[scaled.order + 1 : event.order]:
+            if later.kind == "backward" and not later.place.excludes(scaled.place):
+                return None  # what is clipped or stepped may be its gradients
+        return scaled
 
 
 _STATEMENTS = {

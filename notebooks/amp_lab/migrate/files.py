@@ -1,5 +1,6 @@
 """Python files and notebooks on the disk: read, migrated, shown as a diff, written back whole."""
 
+import bisect
 import concurrent.futures
 import dataclasses
 import difflib
@@ -27,6 +28,10 @@ MAX_BYTES = 1 << 19
 _ENDINGS = (".py", ".pyi", ".pyw", ".ipynb")
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
 _WORTH_PROCESSES = 60  # files; below it, starting a process takes longer than it saves
+
+
+# The bytes of the new file, what is said of it, and a title, the old and the new text of each part.
+_Migrated = tuple[bytes, list["Line"], list[tuple[str, str, str]]]
 
 
 class Line(NamedTuple):
@@ -78,16 +83,15 @@ def migrate_paths(paths: Iterable[str | Path], write: bool = False) -> Iterator[
                 found.append(path)
         except OSError as error:
             yield Result(path, error=f"{path}: cannot be read: {error.strerror}")
-    work = functools.partial(migrate_file, write=write)
+    migrate = functools.partial(migrate_file, write=write)
     processes = min(os.cpu_count() or 1, 4)
     if len(found) < _WORTH_PROCESSES or processes == 1:
-        results = map(work, found)
-        yield from filter(_has_something, results)
+        yield from filter(_has_something, map(migrate, found))
         return
     with concurrent.futures.ProcessPoolExecutor(
         processes, mp_context=multiprocessing.get_context("spawn")
     ) as pool:
-        yield from filter(_has_something, pool.map(work, found, chunksize=8))
+        yield from filter(_has_something, pool.map(migrate, found, chunksize=8))
 
 
 def _has_something(result: Result) -> bool:
@@ -143,10 +147,8 @@ def _migrate(path: Path, write: bool) -> Result:
     if not stat.S_ISREG(status.st_mode):
         raise MigrateError("is no file")
     data = path.read_bytes()
-    migrated = (
-        _migrate_notebook(path, data) if path.suffix == ".ipynb" else _migrate_python(path, data)
-    )
-    new, lines, before_and_after = migrated
+    migrate = _migrate_notebook if path.suffix == ".ipynb" else _migrate_python
+    new, lines, before_and_after = migrate(path, data)
     result = Result(path, lines)
     if new == data:
         return result
@@ -187,9 +189,7 @@ def _check_size(size: int) -> None:
 # Python.
 
 
-def _migrate_python(
-    path: Path, data: bytes
-) -> tuple[bytes, list[Line], list[tuple[str, str, str]]]:
+def _migrate_python(path: Path, data: bytes) -> _Migrated:
     _check_size(len(data))
     if b"\0" in data:
         raise MigrateError("has a null byte, so it is no Python")
@@ -270,12 +270,41 @@ class _Cell(NamedTuple):
         return "".join(self.pieces)
 
 
-def _migrate_notebook(
-    path: Path, data: bytes
-) -> tuple[bytes, list[Line], list[tuple[str, str, str]]]:
+def _migrate_notebook(path: Path, data: bytes) -> _Migrated:
+    text, cells = _read_notebook(data)
+    # All cells are one program: a name that one imports is used in another.
+    code = "".join(cell.text + "\n" for cell in cells)
+    if not is_triggered(code.encode()):
+        return data, [], []
+    _check_size(len(code))
+    edits, findings = _edits_and_findings(code, path, lambda _: _why_no_python(cells))
+    line_of = [code.count("\n", 0, cell.start) for cell in cells]
+    lines = []
+    for line, kind, message in findings:
+        at = bisect.bisect_left(line_of, line) - 1
+        lines.append(Line(cells[at].number, line - line_of[at], kind, message))
+    raw_edits, changes = [], []
+    for cell in cells:
+        new = _migrate_cell(cell, edits)
+        if new != cell.text:
+            raw_edits.append(_in_json(text, cell, new))
+            changes.append((f" (cell {cell.number})", cell.text, new))
+    return apply(text, raw_edits).encode(), lines, changes
+
+
+def _migrate_cell(cell: _Cell, edits: list[Edit]) -> str:
+    size, own = len(cell.text), []
+    for start, end, new in edits:
+        if cell.start <= start <= cell.start + size:
+            own.append(Edit(start - cell.start, min(end - cell.start, size), new))
+    return apply(cell.text, own)
+
+
+def _read_notebook(data: bytes) -> tuple[str, list[_Cell]]:
+    """The text of a notebook, and its code cells. Raises `MigrateError`."""
     try:
         text = data.decode()
-        cells = _code_cells(_located_json(text))
+        return text, _code_cells(_located_json(text))
     except UnicodeDecodeError as error:
         raise MigrateError(f"byte {error.start} is not UTF-8") from error
     except json.JSONDecodeError as error:
@@ -283,31 +312,6 @@ def _migrate_notebook(
         raise MigrateError(f"is no whole notebook: line {error.lineno}, {why}") from error
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MigrateError("is JSON, but no notebook") from error
-    code = "".join(cell.text + "\n" for cell in cells)
-    if not is_triggered(code.encode()):
-        return data, [], []
-    _check_size(len(code))
-    edits, findings = _edits_and_findings(code, path, lambda _: _why_no_python(cells))
-
-    starts = [cell.start for cell in cells]
-    line_of = [code.count("\n", 0, start) for start in starts]
-    lines = []
-    for line, kind, message in findings:
-        at = max(i for i, before in enumerate(line_of) if before < line)
-        lines.append(Line(cells[at].number, line - line_of[at], kind, message))
-    raw_edits, changes = [], []
-    for cell in cells:
-        size = len(cell.text)
-        own = [
-            Edit(start - cell.start, min(end - cell.start, size), new)
-            for start, end, new in edits
-            if cell.start <= start <= cell.start + size
-        ]
-        if own:
-            new = apply(cell.text, own)
-            raw_edits.append(_in_json(text, cell, new))
-            changes.append((f" (cell {cell.number})", cell.text, new))
-    return apply(text, raw_edits).encode(), lines, changes
 
 
 def _code_cells(notebook: dict) -> list[_Cell]:

@@ -53,11 +53,7 @@ class Rule(Rewriter):
 
 def _made_in_loop(code: CodeReader, unit: Unit) -> Found:
     for made in unit.all("make"):
-        if (
-            made.place.loops
-            and last_part(made.of) not in code.disabled
-            and _forgets(code, unit, made)
-        ):
+        if _is_made_each_turn(code, made) and _forgets(code, unit, made):
             yield (
                 made.node,
                 f"{made.of} is made anew in each turn of the loop, and forgets the scale it "
@@ -65,19 +61,28 @@ def _made_in_loop(code: CodeReader, unit: Unit) -> Found:
             )
 
 
+def _is_made_each_turn(code: CodeReader, made: Event) -> bool:
+    if not made.place.loops or last_part(made.of) in code.disabled:
+        return False
+    # Under a condition in the loop, it may be made in the first turn alone.
+    return not any(code.tree.is_in(arm, made.place.loops[-1]) for arm, _ in made.place.arms)
+
+
 def _forgets(code: CodeReader, unit: Unit, made: Event) -> bool:
     """Whether the loop around trains on with what was made before it, by a scaler made in it."""
     loop = made.place.loops[-1]
-    if any(code.tree.is_in(arm, loop) for arm, _ in made.place.arms):
-        return False  # it may be made in the first turn alone
-    calls = [e.node for e in unit.all("call") if loop in e.place.loops]
-    target = code.tree.code(loop.target) if isinstance(loop, cst.For) else ""
-    shared = _words(target) & _words(code.tree.code(made.node))
-    if shared or _TRAINS_ANEW.search(target) or any(_starts_anew(code, call) for call in calls):
+    calls = [event.node for event in unit.all("call") if loop in event.place.loops]
+    if _tries_anew(code, loop, made) or any(_starts_anew(code, call) for call in calls):
         return False
     steps = [e for e in unit.all("scaler step") if loop in e.place.loops and e.of == made.of]
     optimizers = [e.optimizer for e in steps] or _passed_along(code, calls, made.of, loop)
-    return any(not _is_made_in(code, unit.scope, key, loop) for key in optimizers)
+    return not all(_is_made_in(code, unit.scope, key, loop) for key in optimizers)
+
+
+def _tries_anew(code: CodeReader, loop: cst.CSTNode, made: Event) -> bool:
+    """Whether each turn is a training of its own: over seeds, or with other arguments each time."""
+    target = code.tree.code(loop.target) if isinstance(loop, cst.For) else ""
+    return bool(_words(target) & _words(code.tree.code(made.node)) or _TRAINS_ANEW.search(target))
 
 
 def _words(text: str) -> set[str]:
@@ -220,17 +225,18 @@ def _step_after(unit: Unit, clip: Event, scaled: Event) -> Event | None:
 
 def _may_be_unscaled(code: CodeReader, unit: Unit, scaled: Event, clip: Event) -> bool:
     """Whether the gradients may not be scaled any more, or be those of another network."""
-    between = unit.events[scaled.order + 1 : clip.order]
-    if any(event.kind in ("scaler step", "unscale") for event in between):
-        return True
-    if any(e.kind == "call" and _may_unscale(code, e.node, scaled.of) for e in between):
-        return True
+    for event in unit.events[scaled.order + 1 : clip.order]:
+        if event.kind in ("scaler step", "unscale"):
+            return True
+        if event.kind == "call" and _may_unscale(code, event.node, scaled.of):
+            return True
     for plain in unit.all("backward"):
         if not plain.place.excludes(clip.place) and not plain.place.excludes(scaled.place):
             return True
     text = code.text_between(scaled, clip)
-    by_hand = "get_scale" in code.tree.code(unit.node) or _UNSCALES.search(text)
-    return bool(by_hand or _is_passed_on(scaled.of, text) or re.search(r"\binf\b", text))
+    if "get_scale" in code.tree.code(unit.node) or _is_passed_on(scaled.of, text):
+        return True  # divided by hand, here or by what is given the scaler
+    return bool(_UNSCALES.search(text) or re.search(r"\binf\b", text))
 
 
 def _is_passed_on(scaler: str, text: str) -> bool:
@@ -253,24 +259,28 @@ def _may_unscale(code: CodeReader, call: cst.Call, scaler: str) -> bool:
 
 def _stepped_beside(code: CodeReader, unit: Unit) -> Found:
     for step in unit.all("step"):
-        if not code.is_optimizer(step.of) or "sched" in step.of.lower():
-            continue
-        scaled = code.scaled_before(unit, step)
-        if scaled is None:
-            continue
-        between = unit.events[scaled.order + 1 : step.order]
-        of_it = [e for e in between if e.kind == "scaler step" and e.optimizer == step.of]
-        if of_it and _steps_twice(code, of_it[-1], step, between):
-            what = f"{of_it[-1].of}.step({step.of}) has stepped it: delete {step.of}.step()"
-            yield step.node, what
-        elif not of_it and _steps_past(code, unit, scaled, step):
-            is_unscaled = _is_unscaled(unit, scaled, step)
-            rest = "" if is_unscaled else ", and unscale them"
-            yield (
-                step.node,
-                f"{step.of} steps past its scaler, which would skip gradients that are not finite"
-                f"{rest}: write {scaled.of}.step({step.of})",
-            )
+        is_step = code.is_optimizer(step.of) and "sched" not in step.of.lower()
+        scaled = code.scaled_before(unit, step) if is_step else None
+        message = _wrong_with_step(code, unit, scaled, step) if scaled is not None else None
+        if message is not None:
+            yield step.node, message
+
+
+def _wrong_with_step(code: CodeReader, unit: Unit, scaled: Event, step: Event) -> str | None:
+    between = unit.events[scaled.order + 1 : step.order]
+    done = {e.kind: e for e in between if e.optimizer == step.of}  # the last of each kind
+    by_scaler = done.get("scaler step")
+    if by_scaler is not None:
+        is_twice = _steps_twice(code, by_scaler, step, between)
+        advice = f"{by_scaler.of}.step({step.of}) has stepped it: delete {step.of}.step()"
+        return advice if is_twice else None
+    if not _steps_past(code, unit, scaled, step, "unscale" in done):
+        return None
+    rest = "" if "unscale" in done else ", and unscale them"
+    return (
+        f"{step.of} steps past its scaler, which would skip gradients that are not finite"
+        f"{rest}: write {scaled.of}.step({step.of})"
+    )
 
 
 def _steps_twice(code: CodeReader, by_scaler: Event, step: Event, between: list[Event]) -> bool:
@@ -280,12 +290,9 @@ def _steps_twice(code: CodeReader, by_scaler: Event, step: Event, between: list[
     return step.place.loops == by_scaler.place.loops and code.both_run(by_scaler, step)
 
 
-def _is_unscaled(unit: Unit, scaled: Event, step: Event) -> bool:
-    between = unit.events[scaled.order + 1 : step.order]
-    return any(e.kind == "unscale" and e.optimizer == step.of for e in between)
-
-
-def _steps_past(code: CodeReader, unit: Unit, scaled: Event, step: Event) -> bool:
+def _steps_past(
+    code: CodeReader, unit: Unit, scaled: Event, step: Event, is_unscaled: bool
+) -> bool:
     """Whether scaled gradients are surely stepped with, and by the optimizer alone."""
     by_scaler = unit.all("scaler step")
     same = [e for e in by_scaler if e.optimizer == step.of]
@@ -293,10 +300,9 @@ def _steps_past(code: CodeReader, unit: Unit, scaled: Event, step: Event) -> boo
         return False  # it may be the optimizer of another network
     if any(e.place.excludes(step.place) and not e.place.excludes(scaled.place) for e in same):
         return False  # a choice between the two, and what it depends on may turn scaling off
-    own_arms = [arm for arm in step.place.arms if arm not in scaled.place.arms]
+    if is_unscaled and not set(step.place.arms) <= set(scaled.place.arms):
+        return False  # only where a condition holds, such as that all gradients are finite
     text = code.text_between(scaled, step)
-    if own_arms and _is_unscaled(unit, scaled, step):
-        return False
     return not _is_passed_on(scaled.of, text) and not re.search(r"get_scale|\.grad\b", text)
 
 
@@ -366,19 +372,23 @@ def _stays(code: CodeReader, node: cst.CSTNode, name: str) -> bool:
 def _saved_without(code: CodeReader) -> Found:
     scaled = {last_part(e.of) for e in code.events if e.kind == "scaled"}
     names = [name for name in code.made if name in scaled - code.disabled]
-    for name in names:
-        if re.search(rf"\b{name}\s*\.\s*state_dict", code.tree.text) or _escapes(code, name):
-            return
-    stepped = set(_stepped_outside(code, names)) if names else set()
-    for call in code.tree.calls if names else ():
-        if code.origin(call.func, code.tree.scope_of[call]) == "torch.save" and call.args:
-            saved = _dict(code, call.args[0].value, code.tree.scope_of[call])
-            if saved is not None and _lacks_scaler(code, call, saved, names, stepped):
-                yield (
-                    call,
-                    f"the checkpoint holds the optimizer, but not {names[0]}: save "
-                    f"{names[0]}.state_dict() too, or the scale starts anew",
-                )
+    if not names or any(_is_saved(code, name) for name in names):
+        return
+    stepped = set(_stepped_outside(code, names))
+    for call in code.tree.calls:
+        saved = _dict_saved(code, call)
+        if saved is not None and _lacks_scaler(code, call, saved, names, stepped):
+            yield (
+                call,
+                f"the checkpoint holds the optimizer, but not {names[0]}: save "
+                f"{names[0]}.state_dict() too, or the scale starts anew",
+            )
+
+
+def _is_saved(code: CodeReader, name: str) -> bool:
+    """Whether a scaler's state is taken somewhere, or may be by code that is not seen."""
+    state = rf"\b{name}\s*\.\s*state_dict"
+    return bool(re.search(state, code.tree.text)) or _escapes(code, name)
 
 
 def _stepped_outside(code: CodeReader, names: list[str]) -> Iterator[tuple[Scope, str] | None]:
@@ -404,20 +414,28 @@ def _lacks_scaler(
     return any(map(code.is_optimizer, owners))
 
 
-def _dict(code: CodeReader, node: cst.CSTNode, scope: Scope) -> cst.CSTNode | None:
-    """The dict, written out, that an expression is, or that a name was given once."""
+def _dict_saved(code: CodeReader, call: cst.Call) -> cst.CSTNode | None:
+    """The dict, written out, that ``torch.save`` is given, or that a name was given once."""
+    scope = code.tree.scope_of[call]
+    if not call.args or code.origin(call.func, scope) != "torch.save":
+        return None
+    node = call.args[0].value
     if isinstance(node, cst.Name):
         binding = scope.only(node.value)
         changed = re.search(rf"\b{node.value}\s*(\[|\.|\|=)", code.tree.text)
         if binding is None or changed or _is_handed_on(code, node.value):
             return None
         node = binding.value
+    return node if _is_whole_dict(node) else None
+
+
+def _is_whole_dict(node: cst.CSTNode | None) -> bool:
+    """Whether all keys of a dict can be read off its source."""
     if isinstance(node, cst.Call) and dotted(node.func) == ("dict",):
-        return node if node.args and all(arg.keyword for arg in node.args) else None
+        return bool(node.args) and all(arg.keyword for arg in node.args)
     if not isinstance(node, cst.Dict):
-        return None
-    has_star = any(isinstance(element, cst.StarredDictElement) for element in node.elements)
-    return None if has_star else node
+        return False
+    return not any(isinstance(element, cst.StarredDictElement) for element in node.elements)
 
 
 def _is_handed_on(code: CodeReader, name: str) -> bool:

@@ -59,17 +59,15 @@ class Rule(Rewriter):
     def _sources(self, use: Use) -> Iterator[tuple[Path, str]]:
         """The files that a use may be of something in, as far as they are there, with its name."""
         bound, is_named = use.scope.find(use.parts[0]), use.parts[-1] in _NAMES
-        if not is_named and (bound is None or len(use.parts) > 1):
-            return
-        if bound is None:
-            stars = [node for node, _ in self.tree.imports if is_star(node)]
+        if bound is None:  # only a star can bring it
+            stars = [node for node, _ in self.tree.imports if is_star(node)] if is_named else []
             for star in stars:
                 for home in self._files(len(star.relative), dotted(star.module) or ()):
                     yield home, ".".join(use.parts)
             return
-        for binding in bound.bindings[use.parts[0]]:
-            is_import = isinstance(binding.node, cst.ImportAlias)
-            if is_import and (len(use.parts) > 1 or binding.node.evaluated_name in _NAMES):
+        bindings = [b for b in bound.bindings[use.parts[0]] if isinstance(b.node, cst.ImportAlias)]
+        for binding in bindings:
+            if is_named if len(use.parts) > 1 else binding.node.evaluated_name in _NAMES:
                 yield from self._sources_of_import(use, binding)
 
     def _sources_of_import(self, use: Use, binding: Binding) -> Iterator[tuple[Path, str]]:

@@ -80,6 +80,12 @@ class Use(NamedTuple):
     parts: tuple[str, ...]
     scope: Scope
 
+    @property
+    def bindings(self) -> list[Binding]:
+        """What the first part of the name is bound to where it is used."""
+        home = self.scope.find(self.parts[0])
+        return home.bindings[self.parts[0]] if home is not None else []
+
 
 def _is_import_of_torch(value: cst.CSTNode | None) -> bool:
     """Whether it is a call such as ``pytest.importorskip("torch")``."""

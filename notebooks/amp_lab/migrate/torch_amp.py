@@ -16,16 +16,10 @@ from pathlib import Path
 
 import libcst as cst
 
-from amp_lab.migrate.nodes import (
-    arguments,
-    dotted,
-    is_false,
-    is_star,
-    module_of,
-    name_called,
-)
+from amp_lab.migrate.nodes import arguments, dotted, is_false, is_star, module_of, name_called
 from amp_lab.migrate.python_tree import Binding, Scope, Tree, Use
 from amp_lab.migrate.rewriter import Edit, Rewriter
+from amp_lab.migrate.torch_name import TorchName
 from amp_lab.migrate.version_guards import is_guarded
 
 TRIGGERS = ("autocast", "GradScaler", "torch custom_fwd", "torch custom_bwd")
@@ -72,8 +66,7 @@ class Rule(Rewriter):
         super().__init__(tree, path)
         self.handled: set[cst.CSTNode] = set()  # import aliases that something was said about
         self.moved: defaultdict[cst.CSTNode, list[cst.ImportAlias]] = defaultdict(list)
-        self.brings_torch: dict[Scope, cst.CSTNode] = {}  # before what `import torch` may be put
-        self.torch_needed: set[Scope] = set()
+        self.torch = TorchName(tree)
         self.replaced = self._find_replaced()
 
     @functools.cached_property
@@ -109,8 +102,8 @@ class Rule(Rewriter):
                     self._rewrite_group(scope, name, bindings, groups[scope, name])
         for use, old in alone:  # last, since a name may have brought torch with it
             self._rewrite_alone(use, old)
-        for scope in self.torch_needed:
-            self._put_before(self.brings_torch[scope], "import torch")
+        for scope in self.torch.needed:
+            self._put_before(self.torch.brings[scope], "import torch")
         self._rewrite_imports()
 
     def _sort_uses(self) -> tuple[list, defaultdict[tuple[Scope, str], list]]:
@@ -124,11 +117,10 @@ class Rule(Rewriter):
                 use.node is node or self.tree.is_in(use.node, node) for node in self.replaced
             ):
                 continue
-            scope = use.scope.find(use.parts[0])
             if len(origins) > 1:
-                self._say_ambiguous(use, scope.bindings[use.parts[0]])
-            elif scope and any(_is_old(b.origin) for b in scope.bindings[use.parts[0]]):
-                groups[scope, use.parts[0]].append((use, old))
+                self._say_ambiguous(use, use.bindings)
+            elif any(_is_old(binding.origin) for binding in use.bindings):
+                groups[use.scope.find(use.parts[0]), use.parts[0]].append((use, old))
             else:
                 alone.append((use, old))
         return alone, groups
@@ -138,21 +130,23 @@ class Rule(Rewriter):
         found = {}
         for use in self.tree.uses:
             is_target = isinstance(self.tree.parents[use.node], cst.AssignTarget | cst.Del)
-            if is_target and len(use.parts) > 1:
-                for old in self.tree.origins(use) & OLD.keys():
+            for old in self.tree.origins(use) & OLD.keys() if is_target else ():
+                if len(use.parts) > 1:
                     found[use.node] = old
         for call in self.tree.calls:
-            if name_called(call) not in ("patch", "object", "setattr", "delattr"):
-                continue
-            names = []  # what is replaced is given in one string, or as a module and a string
-            for value in (arg.value for arg in call.args[:2]):
-                is_text = isinstance(value, cst.SimpleString)
-                origin = None if is_text else self.tree.origin(value, self.tree.scope_of[call])
-                names.append(value.raw_value if is_text else origin)
-            for old in (*names[:1], ".".join(filter(None, names))):
-                if old in OLD:
+            if name_called(call) in ("patch", "object", "setattr", "delattr"):
+                for old in OLD.keys() & self._patched(call):
                     found[call] = old
         return found
+
+    def _patched(self, call: cst.Call) -> tuple[str, ...]:
+        """What a call may replace, given as one string, or as a module and a string."""
+        names = []
+        for value in (arg.value for arg in call.args[:2]):
+            is_text = isinstance(value, cst.SimpleString)
+            origin = None if is_text else self.tree.origin(value, self.tree.scope_of[call])
+            names.append((value.raw_value if is_text else origin) or "")
+        return *names[:1], ".".join(filter(None, names))
 
     def _say_ambiguous(self, use: Use, bindings: list[Binding]) -> None:
         name, nodes = use.parts[0], [binding.node for binding in bindings]
@@ -178,7 +172,7 @@ class Rule(Rewriter):
             return
         try:
             edits = self._plan(use, old)
-            name, torch = OLD[old][0], self._torch(use)
+            name, torch = OLD[old][0], self.torch.at(use)
             if torch is None:
                 raise ByHand(f"write torch.amp.{name} for {'.'.join(use.parts)}, and import torch")
             if "#" in self.tree.text[slice(*self.tree.span(use.node))]:
@@ -194,61 +188,6 @@ class Rule(Rewriter):
         name, device = OLD[old]
         message = f"torch.{device}.amp.{name} is torch.amp.{name} for {device!r}"
         self.say(use.node, "rewritten", message)
-
-    def _torch(self, use: Use) -> str | None:
-        """The name of the module torch where something is used, if it is surely bound there."""
-        names = {"torch": None}
-        for scope in use.scope.outwards():
-            for name, bindings in scope.bindings.items():
-                if any(binding.origin == "torch" for binding in bindings):
-                    names[name] = None
-        for name in names:
-            if self._is_torch(name, use):
-                return name
-        bound = use.scope.find("torch")
-        for scope in use.scope.outwards():
-            if scope in self.brings_torch and bound in (None, scope):
-                self.torch_needed.add(scope)
-                return "torch"
-            if scope is bound:
-                break
-        return None
-
-    def _is_torch(self, name: str, use: Use) -> bool:
-        """Whether a name is surely the module torch where something is used."""
-        bound = use.scope.find(name)
-        is_spelled = name == use.parts[0]
-        if bound is None:  # a star import may bring it: other code takes that as given too
-            uses = self.tree.uses
-            return is_spelled or any(u.parts[0] == name and not u.scope.find(name) for u in uses)
-        if is_spelled and "torch" in self.tree.origins(Use(use.node, (name,), use.scope)):
-            return True
-        bindings = [binding for binding in bound.bindings[name] if not binding.is_none]
-        if self._is_deleted(name) or any(binding.origin != "torch" for binding in bindings):
-            return False
-        is_later = bound.kind == "module" and use.scope is not bound
-        return any(self._runs_before(binding.node, use, is_later) for binding in bindings)
-
-    def _runs_before(self, node: cst.CSTNode, use: Use, is_later: bool) -> bool:
-        """Whether a binding is made before a use runs, which `is_later` than the whole module."""
-        tree = self.tree
-        statement = tree.statement(node)
-        block = tree.parents[statement]
-        tried = tree.parents.get(block)
-        if isinstance(tried, cst.Try) and tried.body is block:
-            statement, block = tried, tree.parents[tried]
-        if block is tree.module and is_later:
-            return True
-        around = dict(tree.ancestors(use.node)).get(block)
-        if around is None:
-            return False
-        if statement is around:  # a line with semicolons
-            return tree.span(node) < tree.span(use.node)
-        return block.body.index(statement) < block.body.index(around)
-
-    def _is_deleted(self, name: str) -> bool:
-        same = (use.node for use in self.tree.uses if use.parts == (name,))
-        return any(isinstance(self.tree.parents[node], cst.Del) for node in same)
 
     def _plan(self, use: Use, old: str) -> list[Edit]:
         """The edits beside the name itself. Raises `ByHand`."""
@@ -393,15 +332,16 @@ class Rule(Rewriter):
             return "".join(f", {key}={value}" for key, value in defaults.items()), edits
         if len(mappings) > 1 and defaults:
             raise ByHand(f'it is called with two **: write torch.amp.autocast("{device}", …)')
-        if defaults:  # what the mapping holds comes after them, and so is what counts
-            value = mappings[0].value
-            start, end = self.tree.span(mappings[0])
-            start += len("**")
-            listed = "".join(f'"{key}": {text}, ' for key, text in defaults.items())
-            is_bare = not isinstance(value, _ATOMS) and not value.lpar
-            before, after = ("**(", ")}") if is_bare else ("**", "}")
-            edits += [Edit(start, start, "{" + listed + before), Edit(end, end, after)]
-        return "", edits
+        return "", edits + (self._put_into_mapping(mappings[0], defaults) if defaults else [])
+
+    def _put_into_mapping(self, arg: cst.Arg, defaults: dict[str, str]) -> list[Edit]:
+        """Put defaults before what ``**`` brings, which may hold them too, and then counts."""
+        start, end = self.tree.span(arg)
+        start += len("**")
+        listed = "".join(f'"{key}": {text}, ' for key, text in defaults.items())
+        is_bare = not isinstance(arg.value, _ATOMS) and not arg.value.lpar
+        before, after = ("**(", ")}") if is_bare else ("**", "}")
+        return [Edit(start, start, "{" + listed + before), Edit(end, end, after)]
 
     @staticmethod
     def _autocast_arguments(device: str, args: list[cst.Arg]) -> dict[str, cst.Arg]:
@@ -424,7 +364,7 @@ class Rule(Rewriter):
         defaults = {}
         is_idle = "enabled" in given and is_false(given["enabled"].value)
         if "dtype" not in given and (not is_idle or self.takes_dtype):
-            torch = self._torch(use)
+            torch = self.torch.at(use)
             if torch is None:
                 raise ByHand(f"import torch, and give it dtype=torch.{_DTYPES[device]}")
             defaults["dtype"] = f"{torch}.{_DTYPES[device]}"
@@ -451,27 +391,31 @@ class Rule(Rewriter):
         if any(is_guarded(self.tree, alias) for alias in aliases):
             self._say_versioned(name, bindings)
             return
-        stays = self._why_stays(scope, name, bindings, uses)
-        if stays:
+        if stays := self._why_stays(scope, name, bindings, uses):
             self.say(aliases[0], "by hand", stays)
             return
         statement = self.tree.parents[aliases[0]]
-        is_here = any(node is statement and where is scope for node, where in self.tree.imports)
-        if is_here and self._may_bind_torch(scope):
-            self.brings_torch.setdefault(scope, statement)
+        if (statement, scope) in self.tree.imports:
+            self.torch.offer(scope, statement)
         planned = self._plan_uses(name, uses)
-        kept = [u for u in self.tree.uses if u.parts[0] == name and u.scope.find(name) is scope]
-        # More uses than those are of something else, such as amp.common, so the import stays.
-        if len(planned) < len(uses) or len(kept) > len(uses):
-            for use, old, _ in planned:
+        if len(planned) < len(uses) or self._count_uses(scope, name) > len(uses):
+            for use, old, _ in planned:  # the import stays for the rest, so these go past it
                 self._rewrite_alone(use, old)
-            return
+        elif uses:
+            self._move_group(name, aliases, planned)
+
+    def _move_group(self, name: str, aliases: list[cst.ImportAlias], planned: list) -> None:
+        """Let a name with all its uses come from torch.amp."""
         for use, old, edits in planned:
             self.edits += edits
             self._say_rewritten(use, old)
-        for alias in aliases if uses else ():
+        for alias in aliases:
             self.moved[self.tree.parents[alias]].append(alias)
             self.say(alias, "rewritten", f"{name} is imported from torch.amp")
+
+    def _count_uses(self, scope: Scope, name: str) -> int:
+        """All uses of a name, among them some of other things, such as amp.common."""
+        return sum(u.parts[0] == name and u.scope.find(name) is scope for u in self.tree.uses)
 
     def _why_stays(self, scope: Scope, name: str, bindings: list[Binding], uses: list) -> str:
         """Why an import is left, and what to do; empty if it is not."""
@@ -498,12 +442,6 @@ class Rule(Rewriter):
             except ByHand as why:
                 self.say(use.node, "by hand", str(why))
         return planned
-
-    def _may_bind_torch(self, scope: Scope) -> bool:
-        """Whether `import torch` in a scope leaves each use of that name its meaning."""
-        related = [s for s in self.tree.scopes if scope in s.outwards() or s in scope.outwards()]
-        bindings = [binding for s in related for binding in s.bindings.get("torch", ())]
-        return not self._is_deleted("torch") and all(b.origin == "torch" for b in bindings)
 
     @functools.cached_property
     def _exported(self) -> set[str]:

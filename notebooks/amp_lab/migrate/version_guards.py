@@ -77,16 +77,13 @@ def _if_guards(tree: Tree, parent: cst.If | cst.IfExp, child: cst.CSTNode, node)
     return _asks_for_torch(tree, parent.test) or any(_is_newer(tree, arm, node) for arm in arms)
 
 
-def _while_guards(tree: Tree, parent: cst.While, child: cst.CSTNode, node) -> bool:
-    return child is not parent.test and _asks_for_torch(tree, parent.test)
+def _test_guards(tree: Tree, parent: cst.While | cst.BooleanOperation, child, node) -> bool:
+    test = parent.test if isinstance(parent, cst.While) else parent.left
+    return child is not test and _asks_for_torch(tree, test)
 
 
 def _call_guards(tree: Tree, parent: cst.Call, child: cst.CSTNode, node) -> bool:
     return dotted(parent.func) in (("hasattr",), ("getattr",)) and child is parent.args[0]
-
-
-def _and_guards(tree: Tree, parent: cst.BooleanOperation, child: cst.CSTNode, node) -> bool:
-    return child is parent.right and _asks_for_torch(tree, parent.left)
 
 
 def _handler_guards(tree: Tree, parent: cst.ExceptHandler, child: cst.CSTNode, node) -> bool:
@@ -110,9 +107,9 @@ def _block_guards(tree: Tree, parent: cst.Module | cst.IndentedBlock, child, nod
 _GUARDS: dict[type, Callable[..., bool]] = {
     cst.If: _if_guards,
     cst.IfExp: _if_guards,
-    cst.While: _while_guards,
+    cst.While: _test_guards,
     cst.Call: _call_guards,
-    cst.BooleanOperation: _and_guards,
+    cst.BooleanOperation: _test_guards,
     cst.ExceptHandler: _handler_guards,
     cst.Try: _try_guards,
     cst.Module: _block_guards,
@@ -164,8 +161,7 @@ def _tells_of_torch(tree: Tree, use: Use, depth: int) -> bool:
     sources = []
     for n in range(2, len(use.parts) + 1):
         sources += tree.assigned.get(use.parts[:n], ())
-    scope = use.scope.find(use.parts[0])
-    given = [b for b in (scope.bindings[use.parts[0]] if scope else ()) if b.source is not None]
+    given = [binding for binding in use.bindings if binding.source is not None]
     if any(_is_set_by_version(tree, binding) for binding in given):
         return True
     sources += [binding.source for binding in given]
@@ -179,21 +175,24 @@ def _is_set_by_version(tree: Tree, binding: Binding) -> bool:
     key = _is_set_by_version, binding
     if key not in tree.answers:
         tree.answers[key] = False  # while it is looked for: a flag may be set by itself
-        tree.answers[key] = _find_set_by_version(tree, binding)
+        is_flag = getattr(binding.value, "value", None) in ("True", "False", "None")
+        if is_flag or _makes_new(tree, binding.value):
+            above = [parent for parent, _ in tree.ancestors(binding.node)]
+            tree.answers[key] = any(_chooses_version(tree, node, is_flag) for node in above)
     return tree.answers[key]
 
 
-def _find_set_by_version(tree: Tree, binding: Binding) -> bool:
-    value = binding.value
-    is_flag = isinstance(value, cst.Name) and value.value in ("True", "False", "None")
-    made = _new_uses(tree, value) if isinstance(value, cst.Call) else []
-    if not is_flag and not any(use is not None and use.node is value.func for use, _ in made):
+def _chooses_version(tree: Tree, node: cst.CSTNode, is_flag: bool) -> bool:
+    """Whether a try or, for a flag, an if decides by what torch has."""
+    if isinstance(node, cst.Try):
+        return _is_try_of_new(tree, node)
+    return is_flag and isinstance(node, cst.If) and _asks_for_torch(tree, node.test)
+
+
+def _makes_new(tree: Tree, value: cst.CSTNode | None) -> bool:
+    if not isinstance(value, cst.Call):
         return False
-    above = [parent for parent, _ in tree.ancestors(binding.node)]
-    if any(isinstance(node, cst.Try) and _is_try_of_new(tree, node) for node in above):
-        return True
-    ifs = [node for node in above if isinstance(node, cst.If)]
-    return is_flag and any(_asks_for_torch(tree, node.test) for node in ifs)
+    return any(use is not None and use.node is value.func for use, _ in _new_uses(tree, value))
 
 
 def _is_try_of_new(tree: Tree, node: cst.Try) -> bool:
@@ -207,21 +206,18 @@ def _looks_up(tree: Tree, call: cst.Call) -> bool:
     name = name_called(call)
     if not call.args:
         return False
-    first, texts = call.args[0].value, [_literal(arg.value) for arg in call.args]
-    uses = [tree.use_at[first]] if first in tree.use_at else []
-    if name in ("signature", "getfullargspec", "dir", "vars"):
-        uses = tree.uses_below(first)
-    origins = [origin for use in uses for origin in tree.origins(use) if origin]
-    if name in ("hasattr", "getattr"):
-        asked = (texts[1:2] or [None])[0]
-        is_torch = bool(origins) and origins[0].partition(".")[0] == "torch"
-        return is_torch and bool(_OF_AMP.search(origins[0] if asked is None else asked))
+    first, *rest = [_literal(arg.value) for arg in call.args]
     if name in ("version", "distribution", "get_distribution"):
-        return texts[0] == "torch"
+        return first == "torch"
     if name in ("find_spec", "import_module"):
-        return bool(re.match(r"torch\..*amp", texts[0] or ""))
+        return bool(re.match(r"torch\..*amp", first or ""))
+    uses = tree.uses_below(call.args[0].value)
+    origins = [o for use in uses for o in tree.origins(use) if o and o.startswith("torch")]
+    if name in ("hasattr", "getattr"):
+        asked = rest[0] if rest and rest[0] is not None else "".join(origins[:1])
+        return bool(origins) and bool(_OF_AMP.search(asked))
     is_listed = name in ("signature", "getfullargspec", "dir", "vars")
-    return is_listed and any(o.startswith("torch") and _OF_AMP.search(o) for o in origins)
+    return is_listed and any(map(_OF_AMP.search, origins))
 
 
 def _literal(node: cst.BaseExpression | None) -> str | None:
