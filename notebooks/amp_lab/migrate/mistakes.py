@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 import libcst as cst
 
+from amp_lab.migrate.call_flow import calls_of, escapes, is_handed_on, is_made_in, passed
 from amp_lab.migrate.code_reader import CodeReader, Event, Unit, last_part
-from amp_lab.migrate.nodes import arguments, dotted
+from amp_lab.migrate.nodes import dotted
 from amp_lab.migrate.python_tree import Scope
 from amp_lab.migrate.rewriter import Rewriter
 
@@ -24,12 +25,6 @@ _TRAINS_ON = re.compile(r"(?i)\b(\w*epoch(?!s)\w*|ep|iteration|step|batch)\b")
 _TRAINS_ANEW = re.compile(
     r"(?i)seed|trial|fold|run|repeat|config|precision|mode|scale|lr|rate|size|dtype|case"
 )
-_OF_MODULES = {"parameters", "named_parameters", "modules", "children", "forward", "train", "eval"}
-_OF_MODULES |= {"to", "cuda", "state_dict", "load_state_dict", "zero_grad", "register_buffer"}
-
-_KEEPS = cst.Attribute | cst.AssignTarget | cst.Comparison | cst.ComparisonTarget | cst.If
-_KEEPS |= cst.UnaryOperation | cst.BooleanOperation
-
 Found = Iterator[tuple[cst.CSTNode, str]]
 
 
@@ -76,7 +71,7 @@ def _forgets(code: CodeReader, unit: Unit, made: Event) -> bool:
         return False
     steps = [e for e in unit.all("scaler step") if loop in e.place.loops and e.of == made.of]
     optimizers = [e.optimizer for e in steps] or _passed_along(code, calls, made.of, loop)
-    return not all(_is_made_in(code, unit.scope, key, loop) for key in optimizers)
+    return not all(is_made_in(code, unit.scope, key, loop) for key in optimizers)
 
 
 def _tries_anew(code: CodeReader, loop: cst.CSTNode, made: Event) -> bool:
@@ -132,7 +127,7 @@ def _is_own(code: CodeReader, unit: Unit, made: Event) -> bool:
         return False
     if made.place.loops or made.of in code.disabled:
         return False
-    if "init_scale" in code.tree.code(made.node) or _escapes(code, made.of):
+    if "init_scale" in code.tree.code(made.node) or escapes(code, made.of):
         return False
     keeps = r"load_state_dict|\breturn\b.*\b" + made.of
     return not re.search(keeps, code.tree.code(unit.node))
@@ -141,28 +136,14 @@ def _is_own(code: CodeReader, unit: Unit, made: Event) -> bool:
 def _loop_that_calls(code: CodeReader, unit: Unit, made: Event) -> cst.For | None:
     """The first loop that calls the function to train on with an optimizer from outside it."""
     optimizers = [e.optimizer for e in unit.all("scaler step") if e.of == made.of]
-    for call in _calls_of(code, unit):
+    for call in calls_of(code, unit):
         loop = _loop_around(code, call)
-        found = [_passed(code, unit, call, optimizer) for optimizer in optimizers]
+        found = [passed(code, unit, call, optimizer) for optimizer in optimizers]
         if loop is None or None in found or not found:
             continue
-        if not any(_is_made_in(code, scope, key, loop) for scope, key in found):
+        if not any(is_made_in(code, scope, key, loop) for scope, key in found):
             return loop
     return None
-
-
-def _calls_of(code: CodeReader, unit: Unit) -> Iterator[cst.Call]:
-    """The calls of a function of this file, or of a method through ``self``."""
-    name = unit.node.name.value
-    for call in code.tree.calls:
-        parts = dotted(call.func)
-        if unit.scope.parent.kind == "class":
-            if parts == ("self", name):
-                yield call
-        elif parts == (name,):
-            binding = code.tree.scope_of[call].only(name)
-            if binding is not None and binding.node is unit.node:
-                yield call
 
 
 def _loop_around(code: CodeReader, call: cst.Call) -> cst.For | None:
@@ -176,31 +157,6 @@ def _loop_around(code: CodeReader, call: cst.Call) -> cst.For | None:
         return None
     calls = (call for call in code.tree.calls if code.tree.is_in(call, loop))
     return None if any(_starts_anew(code, call) for call in calls) else loop
-
-
-def _passed(code: CodeReader, unit: Unit, call: cst.Call, key: str) -> tuple[Scope, str] | None:
-    """The variable outside a function that a name in it stands for in a call of it."""
-    root, dot, _ = key.partition(".")
-    home = unit.scope.find(root)
-    if home is None or not re.fullmatch(r"[\w.]+", key):
-        return None
-    is_method = unit.scope.parent.kind == "class"
-    if home is not unit.scope or (dot and is_method and root == "self"):
-        return home, key
-    params = [param.name.value for param in unit.node.params.params][is_method:]
-    parts = dotted(arguments(call, params).get(key)) if key in params else None
-    scope = code.tree.scope_of[call].find(parts[0]) if parts else None
-    return None if scope is None else (scope, ".".join(parts))
-
-
-def _is_made_in(code: CodeReader, scope: Scope, key: str, loop: cst.CSTNode) -> bool:
-    root = re.match(r"\w*", key).group()
-    home = scope.find(root)
-    bindings = home.bindings[root] if home else ()
-    if any(code.tree.is_in(binding.node, loop) for binding in bindings):
-        return True
-    assigned = rf"(?m)^\s*([\w.]+\s*,\s*)*{re.escape(key)}\s*(,[^=(\n]*)?=[^=]"
-    return bool(re.search(assigned, code.tree.code(loop)))
 
 
 # Gradients that are still scaled.
@@ -316,7 +272,7 @@ def _never_updated(code: CodeReader) -> Found:
     updated = {use.parts[-2] for use in code.tree.uses if use.parts[1:][-1:] == ("update",)}
     updated |= {last_part(e.of) for e in code.events if e.kind == "update"}
     for name in code.made.keys() - updated - code.disabled:
-        if not _escapes(code, name) and (step := _step_of_scaled(code, name)):
+        if not escapes(code, name) and (step := _step_of_scaled(code, name)):
             fixed = f"its scale stays what it was: call {step.of}.update() after the step"
             yield step.node, f"{step.of} is never updated, so {fixed}"
 
@@ -330,43 +286,7 @@ def _step_of_scaled(code: CodeReader, name: str) -> Event | None:
     return None
 
 
-# What leaves the file, and checkpoints.
-
-
-def _escapes(code: CodeReader, name: str) -> bool:
-    """Whether code that is not seen here may get hold of a scaler."""
-    is_attribute = any(event.of.startswith("self.") for event in code.made.get(name, ()))
-    if is_attribute and any(_hands_on_self(code, call) for call in code.tree.calls):
-        return True
-    uses = (use.node for use in code.tree.uses if use.parts[-1] == name)
-    return not all(_stays(code, node, name) for node in uses)
-
-
-def _hands_on_self(code: CodeReader, call: cst.Call) -> bool:
-    """Whether a call gives the object away, or is of a method from a class of another file."""
-    parts = dotted(call.func) or ()
-    if any(dotted(arg.value) == ("self",) for arg in call.args) and parts != ("super",):
-        return True
-    if len(parts) != 2 or parts[0] != "self":
-        return False
-    is_here = parts[1] in code.functions or parts in code.tree.assigned
-    return not is_here and parts[1] not in _OF_MODULES
-
-
-def _stays(code: CodeReader, node: cst.CSTNode, name: str) -> bool:
-    """Whether a use of a scaler leaves it in this file, and by its name."""
-    parents = code.tree.parents
-    parent = parents[node]
-    if isinstance(parent, cst.Arg):
-        call = parents[parent]
-        called = code.key(call.func) if isinstance(call, cst.Call) else ""
-        function = code.functions.get(called)
-        params = function.params if function is not None else cst.Parameters()
-        return name in {param.name.value for param in (*params.params, *params.kwonly_params)}
-    if isinstance(parent, cst.Assign | cst.AnnAssign):
-        targets = parent.targets if isinstance(parent, cst.Assign) else [parent]
-        return all(last_part(code.key(target.target)) == name for target in targets)
-    return isinstance(parent, _KEEPS)
+# Checkpoints.
 
 
 def _saved_without(code: CodeReader) -> Found:
@@ -388,15 +308,15 @@ def _saved_without(code: CodeReader) -> Found:
 def _is_saved(code: CodeReader, name: str) -> bool:
     """Whether a scaler's state is taken somewhere, or may be by code that is not seen."""
     state = rf"\b{name}\s*\.\s*state_dict"
-    return bool(re.search(state, code.tree.text)) or _escapes(code, name)
+    return bool(re.search(state, code.tree.text)) or escapes(code, name)
 
 
 def _stepped_outside(code: CodeReader, names: list[str]) -> Iterator[tuple[Scope, str] | None]:
     """The optimizers outside the functions that step them with one of these scalers."""
     for unit in code.units:
         for event in unit.all("scaler step") if isinstance(unit.node, cst.FunctionDef) else ():
-            for call in _calls_of(code, unit) if last_part(event.of) in names else ():
-                yield _passed(code, unit, call, event.optimizer)
+            for call in calls_of(code, unit) if last_part(event.of) in names else ():
+                yield passed(code, unit, call, event.optimizer)
 
 
 def _lacks_scaler(
@@ -423,7 +343,7 @@ def _dict_saved(code: CodeReader, call: cst.Call) -> cst.CSTNode | None:
     if isinstance(node, cst.Name):
         binding = scope.only(node.value)
         changed = re.search(rf"\b{node.value}\s*(\[|\.|\|=)", code.tree.text)
-        if binding is None or changed or _is_handed_on(code, node.value):
+        if binding is None or changed or is_handed_on(code, node.value):
             return None
         node = binding.value
     return node if _is_whole_dict(node) else None
@@ -436,12 +356,6 @@ def _is_whole_dict(node: cst.CSTNode | None) -> bool:
     if not isinstance(node, cst.Dict):
         return False
     return not any(isinstance(element, cst.StarredDictElement) for element in node.elements)
-
-
-def _is_handed_on(code: CodeReader, name: str) -> bool:
-    """Whether a call other than ``torch.save`` is given a dict, which it may add to."""
-    given = [c for c in code.tree.calls if any(dotted(arg.value) == (name,) for arg in c.args)]
-    return any(code.origin(c.func, code.tree.scope_of[c]) != "torch.save" for c in given)
 
 
 _RULES = (

@@ -70,6 +70,11 @@ def module_of(node: cst.Import | cst.ImportFrom) -> str:
     return ".".join(dotted(node.module)) if is_absolute else ""
 
 
+def literal(node: cst.CSTNode | None) -> str | None:
+    """The text of a string that is written out, without its quotes; None for anything else."""
+    return node.raw_value if isinstance(node, cst.SimpleString) else None
+
+
 def is_star(node: cst.CSTNode) -> bool:
     """Whether it is a ``from … import *``."""
     return isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar)

@@ -21,6 +21,7 @@ from amp_lab.migrate.nodes import (
     children,
     dotted,
     is_star,
+    literal,
     module_of,
     name_called,
 )
@@ -91,9 +92,12 @@ def _is_import_of_torch(value: cst.CSTNode | None) -> bool:
     """Whether it is a call such as ``pytest.importorskip("torch")``."""
     if not isinstance(value, cst.Call) or not value.args:
         return False
-    first, name = value.args[0].value, name_called(value)
-    is_torch = isinstance(first, cst.SimpleString) and first.raw_value == "torch"
-    return is_torch and name in ("importorskip", "import_module", "__import__")
+    is_torch = literal(value.args[0].value) == "torch"
+    return is_torch and name_called(value) in ("importorskip", "import_module", "__import__")
+
+
+_IN_A_TYPE = cst.Subscript | cst.SubscriptElement | cst.Index | cst.Tuple | cst.List | cst.Element
+_IN_A_TYPE |= cst.BinaryOperation | cst.Arg | cst.ComparisonTarget
 
 
 class Tree:
@@ -110,7 +114,7 @@ class Tree:
         self.imports: list[tuple[cst.Import | cst.ImportFrom, Scope]] = []
         self.scope_of: dict[cst.CSTNode, Scope] = {}  # of each call
         self.calls: list[cst.Call] = []
-        self.answers: dict[tuple, object] = {}  # to what `versions` asked of it
+        self.answers: dict[tuple, object] = {}  # see `answered_once`
         self.scopes = [Scope("module", node=self.module)]
         self._visit_children(self.module, self.scopes[0])
 
@@ -310,6 +314,22 @@ class Tree:
         parent = self.parents[node]
         return parent if isinstance(parent, cst.Call) and parent.func is node else None
 
+    def is_type(self, node: cst.BaseExpression) -> bool:
+        """Whether a name stands where a type is meant: in an annotation, or a check of a type."""
+        for parent, child in self.ancestors(node):
+            if isinstance(parent, cst.Annotation):
+                return True
+            if isinstance(parent, cst.MatchClass):
+                return parent.cls is child
+            if isinstance(parent, cst.Comparison):  # type(x) is …
+                return isinstance(parent.left, cst.Call) and dotted(parent.left.func) == ("type",)
+            if isinstance(parent, cst.Call):
+                is_check = dotted(parent.func) in (("isinstance",), ("issubclass",))
+                return is_check and len(parent.args) == 2 and parent.args[1] is child
+            if not isinstance(parent, _IN_A_TYPE):
+                return False
+        return False
+
     def statement(self, node: cst.CSTNode) -> cst.CSTNode:
         """The statement, simple line or compound, that a node is in."""
         for parent, child in self.ancestors(node):
@@ -378,6 +398,19 @@ class Tree:
         """How the first line ends."""
         found = re.search(r"\r\n?|\n", self.text)
         return found.group() if found else "\n"
+
+
+def answered_once(ask: Callable) -> Callable:
+    """Keep the answer to a question about a node with its tree: many uses ask the same."""
+
+    @functools.wraps(ask)
+    def answer(tree: Tree, *about: object) -> object:
+        key = ask, *about
+        if key not in tree.answers:
+            tree.answers[key] = ask(tree, *about)
+        return tree.answers[key]
+
+    return answer
 
 
 _VISITORS = {

@@ -16,7 +16,15 @@ from pathlib import Path
 
 import libcst as cst
 
-from amp_lab.migrate.nodes import arguments, dotted, is_false, is_star, module_of, name_called
+from amp_lab.migrate.nodes import (
+    arguments,
+    dotted,
+    is_false,
+    is_star,
+    literal,
+    module_of,
+    name_called,
+)
 from amp_lab.migrate.python_tree import Binding, Scope, Tree, Use
 from amp_lab.migrate.rewriter import Edit, Rewriter
 from amp_lab.migrate.torch_name import TorchName
@@ -45,8 +53,6 @@ _TODAY = {
 }
 _DTYPES = {"cuda": "float16", "cpu": "bfloat16"}
 _ATOMS = cst.Name | cst.Attribute | cst.Call | cst.Subscript | cst.Dict
-_IN_A_TYPE = cst.Subscript | cst.SubscriptElement | cst.Index | cst.Tuple | cst.List | cst.Element
-_IN_A_TYPE |= cst.BinaryOperation | cst.Arg | cst.ComparisonTarget
 _AUTOCAST_ARGUMENTS = ("enabled", "dtype", "cache_enabled")
 
 
@@ -143,9 +149,8 @@ class Rule(Rewriter):
         """What a call may replace, given as one string, or as a module and a string."""
         names = []
         for value in (arg.value for arg in call.args[:2]):
-            is_text = isinstance(value, cst.SimpleString)
-            origin = None if is_text else self.tree.origin(value, self.tree.scope_of[call])
-            names.append((value.raw_value if is_text else origin) or "")
+            origin = self.tree.origin(value, self.tree.scope_of[call])
+            names.append(literal(value) or origin or "")
         return *names[:1], ".".join(filter(None, names))
 
     def _say_ambiguous(self, use: Use, bindings: list[Binding]) -> None:
@@ -205,7 +210,7 @@ class Rule(Rewriter):
         if name.startswith("custom"):
             end = self.tree.span(node)[1]
             return [Edit(end, end, f'(device_type="{device}")')]
-        if self._names_a_type(node):
+        if self.tree.is_type(node):
             self._check_told_apart(name, device, node)
             return []
         return self._plan_value(use, old)
@@ -239,21 +244,6 @@ class Rule(Rewriter):
         defaults = f", dtype=torch.{_DTYPES[device]}" if name == "autocast" else ""
         new = f'functools.partial(torch.amp.{name}, "{device}"{defaults})'
         raise ByHand(f"{old} is used as a value: write {new}")
-
-    def _names_a_type(self, node: cst.BaseExpression) -> bool:
-        for parent, child in self.tree.ancestors(node):
-            if isinstance(parent, cst.Annotation):
-                return True
-            if isinstance(parent, cst.MatchClass):
-                return parent.cls is child
-            if isinstance(parent, cst.Comparison):  # type(x) is …
-                return isinstance(parent.left, cst.Call) and dotted(parent.left.func) == ("type",)
-            if isinstance(parent, cst.Call):
-                is_check = dotted(parent.func) in (("isinstance",), ("issubclass",))
-                return is_check and len(parent.args) == 2 and parent.args[1] is child
-            if not isinstance(parent, _IN_A_TYPE):
-                return False
-        return False
 
     def _check_told_apart(self, name: str, device: str, node: cst.BaseExpression) -> None:
         """Raise `ByHand` if a check of the type tells what will be one class of torch.amp."""

@@ -3,7 +3,6 @@
 Such code stays as it is: the branch for an old torch needs the old names.
 """
 
-import functools
 import re
 from collections.abc import Callable, Iterator
 
@@ -16,10 +15,11 @@ from amp_lab.migrate.nodes import (
     dotted,
     is_star,
     leaves,
+    literal,
     module_of,
     name_called,
 )
-from amp_lab.migrate.python_tree import Binding, Tree, Use
+from amp_lab.migrate.python_tree import Binding, Tree, Use, answered_once
 
 _NAMED_AFTER_TORCH = re.compile(  # TORCH_GE_2_4, is_torch_version, torch_at_least, PT24
     r"(?i)(?<![a-z])(?:py)?torch_?(?:v?\d+(?:_\d+)*(?![a-z\d])|greater|less|at_least|newer|older"
@@ -29,30 +29,14 @@ _NAMED_AFTER_TORCH = re.compile(  # TORCH_GE_2_4, is_torch_version, torch_at_lea
 _VERSIONS = re.compile(r"torch\.(?:__version__|torch_version|version\.(?!cuda|hip))")
 _OF_AMP = re.compile(r"(?i)amp|autocast|scaler|custom_(?:fwd|bwd)")
 _NEW = {
-    "torch.autocast": "autocast",
-    "torch.amp.autocast": "autocast",
-    "torch.amp.GradScaler": "GradScaler",
-    "torch.amp.custom_fwd": "custom_fwd",
-    "torch.amp.custom_bwd": "custom_bwd",
+    f"torch.amp.{name}": name for name in ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
 }
+_NEW["torch.autocast"] = "autocast"
 _FALLBACK = re.compile(
     r"except\s*(:|.*\b(ImportError|ModuleNotFoundError|AttributeError|TypeError|NameError|Exception)\b)"
 )
 _MISSING = re.compile(r"except.*\b(ImportError|ModuleNotFoundError|AttributeError|NameError)\b")
 _FURTHEST = 3  # assignments that a name in a test is followed through
-
-
-def _answered_once(ask: Callable) -> Callable:
-    """Keep the answer to a question about a node with its tree: many uses ask the same."""
-
-    @functools.wraps(ask)
-    def answer(tree: Tree, *about):
-        key = ask, *about
-        if key not in tree.answers:
-            tree.answers[key] = ask(tree, *about)
-        return tree.answers[key]
-
-    return answer
 
 
 def is_guarded(tree: Tree, node: cst.CSTNode) -> bool:
@@ -130,7 +114,7 @@ def _leaves_by_version(tree: Tree, statement: cst.CSTNode, node: cst.CSTNode) ->
     return is_asked or _is_newer(tree, statement.body, node)
 
 
-@_answered_once
+@answered_once
 def _asks_for_torch(tree: Tree, test: cst.BaseExpression, depth: int = 0) -> bool:
     """Whether an expression depends on the version of torch, or on what names it has."""
     parts = list(_below_but_in_dicts(test))
@@ -206,7 +190,7 @@ def _looks_up(tree: Tree, call: cst.Call) -> bool:
     name = name_called(call)
     if not call.args:
         return False
-    first, *rest = [_literal(arg.value) for arg in call.args]
+    first, *rest = [literal(arg.value) for arg in call.args]
     if name in ("version", "distribution", "get_distribution"):
         return first == "torch"
     if name in ("find_spec", "import_module"):
@@ -220,11 +204,7 @@ def _looks_up(tree: Tree, call: cst.Call) -> bool:
     return is_listed and any(map(_OF_AMP.search, origins))
 
 
-def _literal(node: cst.BaseExpression | None) -> str | None:
-    return node.raw_value if isinstance(node, cst.SimpleString) else None
-
-
-@_answered_once
+@answered_once
 def _new_uses(tree: Tree, node: cst.CSTNode) -> list[tuple[Use | None, str]]:
     """Each use or import of today's names below a node; None for an import."""
     found: list[tuple[Use | None, str]] = []
@@ -257,5 +237,5 @@ def _is_newer(tree: Tree, arm: cst.CSTNode, node: cst.CSTNode) -> bool:
 def _is_for_cuda(tree: Tree, new: Use, name: str) -> bool:
     call = tree.call_of(new.node)
     given = arguments(call, ("device",)) if call is not None else {}
-    device = _literal(given.get("device", given.get("device_type")))
+    device = literal(given.get("device", given.get("device_type")))
     return name != "autocast" and (device is None or device.partition(":")[0] == "cuda")
