@@ -6,8 +6,10 @@ import types
 import pytest
 import torch
 
+import build_pairs
 from amp_lab.migrate import migrate_source
 from amp_lab.migrate.apex import MARK
+from amp_lab.migrate.apex_names import SECTIONS
 
 SCRIPT = """\
 import torch
@@ -191,3 +193,248 @@ def test_a_comment_among_the_arguments_stays():
     new, findings = migrate_source(old)
     assert [line for line in new.splitlines() if MARK not in line] == old.splitlines()
     assert [f.kind for f in findings] == ["by hand"]
+
+
+# A training loop stays as it is: what becomes of it depends on more than one line shows.
+
+LOOP = """\
+import torch
+from apex import amp
+model, optimizer = make()
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+for x, y in batches:
+    loss = criterion(model(x), y)
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+"""
+LOOPS = {  # what is replaced in it, and by what
+    "as it is": ("", ""),
+    "O2": ('"O1"', '"O2"'),
+    "O3": ('"O1"', '"O3"'),
+    "a level that is no literal": ('"O1"', "level"),
+    "a scale that stays": ('"O1"', '"O1", loss_scale=128.0'),
+    "another cast": ('"O1"', '"O1", patch_torch_functions=False'),
+    "several losses": ('"O1"', '"O1", num_losses=2'),
+    "arguments as a mapping": ('opt_level="O1"', "**options"),
+    "two models": ("initialize(model,", "initialize([model, other],"),
+    "another name": ("model, optimizer = amp", "net, optimizer = amp"),
+    "a loss of several": ("optimizer) as", "optimizer, loss_id=0) as"),
+    "a list": ("(loss, optimizer)", "(loss, [optimizer])"),
+    "a loss in the call": ("loss, optimizer) as", "criterion(model(x), y), optimizer) as"),
+    "more in the block": (
+        "    optimizer.step()",
+        "        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n    optimizer.step()",
+    ),
+    "the scaled loss is used": ("optimizer.step()", "optimizer.step(), scaled_loss"),
+    "a closure": ("optimizer.step()", "optimizer.step(closure)"),
+    "two steps": ("optimizer.step()", "optimizer.step(); optimizer.step()"),
+    "no step": ("optimizer.step()", "pass"),
+    "a step in each case": ("    optimizer.step()", "optimizer.step()"),
+    "a step on the line of an if": ("optimizer.step()", "if x: optimizer.step()"),
+    "clipped each time, stepped sometimes": (
+        "    optimizer.step()",
+        "    clip_grad_norm_(model.parameters(), 1.0)\n    if y:\n        optimizer.step()",
+    ),
+    "clipped where it does not step": (
+        "    optimizer.step()",
+        "    if y:\n        clip_grad_norm_(model.parameters(), 1.0)\n    else:\n"
+        "        optimizer.step()\n        optimizer.zero_grad()",
+    ),
+    "another loss": ("optimizer.step()", "optimizer.step(), other.backward()"),
+    "scaler is taken": ("import torch\n", "import torch\nscaler = Scaler()\n"),
+    "torch is something else": ("import torch\n", "torch = 3\n"),
+    "autocast too": ("= make()", "= make(torch.autocast)"),
+    "half": ("= make()", "= make().half()"),
+    "a loop around": ("model, optimizer = amp", "for _ in x:\n    model, optimizer = amp"),
+    "a condition": ("model, optimizer = amp", "if fp16:\n    model, optimizer = amp"),
+    "the forward pass is elsewhere": ("model(x), y", "forward(x), y"),
+    "the loss is elsewhere": ("loss = criterion", "other = criterion"),
+    "a forward pass that yields": ("model(x), y", "model(x), (yield y)"),
+    "a forward pass of Apex": ("model(x), y", "model(amp.y(x)), y"),
+    "a pass without gradients, whose casts would be kept": (
+        "    loss =",
+        "    with torch.no_grad():\n        model(y)\n    loss =",
+    ),
+    "the model by another name": (
+        "for x, y in batches:\n    loss = criterion(model(x), y)",
+        "net = parallel(model)\nfor x, y in batches:\n    out = net(x)\n"
+        "    loss = criterion(out, model.weight)",
+    ),
+    "the model in a function": (
+        "for x, y in batches:\n    loss = criterion(model(x), y)",
+        "def encode(x): return model.encode(x)\nfor x, y in batches:\n    z = encode(x)\n"
+        "    loss = model.decode(z)",
+    ),
+    "the model again": (
+        "    optimizer.zero_grad()",
+        "    after = model(x)\n    optimizer.zero_grad()",
+    ),
+    "gradients that stay": ("    optimizer.zero_grad()\n", ""),
+    "set to zero more often than it steps": (
+        "    optimizer.step()",
+        "    if y:\n        optimizer.step()",
+    ),
+    "its state before it": (
+        "model, optimizer = amp",
+        "state = amp.state_dict()\nmodel, optimizer = amp",
+    ),
+    "clipped, and then passed over": (
+        "    optimizer.step()",
+        "    clip_grad_norm_(model.parameters(), 1.0)\n    if y: continue\n    optimizer.step()",
+    ),
+    "a third argument": ("(loss, optimizer)", "(loss, optimizer, 0)"),
+    "an argument that is a list": ('"O1"', '["O1"]'),
+    "a statement after backward, and a block": (
+        "    optimizer.step()",
+        "        if y:\n            pass\n    optimizer.step()",
+    ),
+    "gradients by themselves": (
+        "optimizer.step()",
+        "optimizer.step(), torch.autograd.grad(loss, x)",
+    ),
+    "more of Apex, by a star": (
+        "from apex import amp",
+        "from apex import amp\nfrom apex.fp16_utils import *",
+    ),
+    "Apex may be missing": (
+        "from apex import amp",
+        "try:\n    from apex import amp\nexcept ImportError:\n    amp = None",
+    ),
+    "an import that is all of a block": (
+        "from apex import amp",
+        "if True:\n    from apex import amp",
+    ),
+    "O0, and its state": ('opt_level="O1")', 'opt_level="O0")\nstate = amp.state_dict()'),
+}
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_each_line_of_a_loop_is_marked_and_none_is_changed(kind):
+    old = LOOP.replace(*LOOPS[kind], 1)
+    assert (old != LOOP) == (kind != "as it is")
+    compile(old.replace("(yield y)", "y"), kind, "exec")
+    new, findings = migrate_source(old)
+    assert [line for line in new.splitlines() if MARK not in line] == old.splitlines()
+    assert {f.kind for f in findings} == {"by hand"}
+    lines = old.splitlines()
+    told = {f.line for f in findings}
+    assert told >= {i for i, line in enumerate(lines, 1) if "= amp.i" in line or "scale_l" in line}
+    assert migrate_source(new)[0] == new
+
+
+def advice(old: str, name: str) -> str:
+    """What is said of the line in which a name stands."""
+    line = next(i for i, text in enumerate(old.splitlines(), 1) if name in text)
+    (found,) = (f.message for f in migrate_source(old)[1] if f.line == line)
+    return found
+
+
+def test_a_loss_is_told_its_whole_replacement_in_one_sentence():
+    expected = (
+        "write scaler.scale(loss).backward(); for optimizer.step() write scaler.step(optimizer), "
+        "then scaler.update() once; call scaler.unscale_(optimizer) before clipping"
+    )
+    where = ' (notebook 13, "The loop, line by line")'
+    assert advice(LOOP, "scale_loss") == expected + where
+    assert f"    {MARK}{expected}\n    with amp" in migrate_source(LOOP)[0]
+
+
+@pytest.mark.parametrize(
+    ("level", "said"),
+    [
+        ('"O0"', "write loss.backward(): O0 is plain float32"),
+        ('"O3"', "write loss.backward(): O3 is pure float16"),
+        ('"O2", enabled=False', "write loss.backward(): with enabled=False it is plain float32"),
+        ('"O2"', "write scaler.scale(loss).backward()"),
+        ("level", "write scaler.scale(loss).backward()"),
+    ],
+)
+def test_a_loss_is_told_by_the_level_of_its_file(level, said):
+    assert advice(LOOP.replace('"O1"', level), "scale_loss").startswith(said)
+
+
+def test_a_level_without_a_scaler_is_told_in_another_function_too():
+    old = LOOP.replace('"O1"', '"O0"').replace("(loss, optimizer)", "(loss / 2, other)")
+    assert advice(old, "scale_loss").startswith("write (loss / 2).backward(): O0 is plain")
+
+
+def test_a_level_that_is_turned_off_is_told_as_that():
+    assert "plain float32" in advice(LOOP.replace('"O1"', '"O2", enabled=False'), "initialize")
+    assert "for O1 and O2" in advice(LOOP.replace('"O1"', "args.level"), "initialize")
+
+
+def test_each_of_several_optimizers_is_stepped_and_the_scaler_updated_once():
+    said = advice(LOOP.replace("loss, optimizer)", "loss, [one, self.two])"), "scale_loss")
+    assert "for one.step() and self.two.step() write scaler.step(one) and scaler.step(" in said
+    assert "scaler.update() once" in said
+    assert "scaler.unscale_(one) and scaler.unscale_(self.two)" in said
+
+
+@pytest.mark.parametrize(
+    ("head", "said"),
+    [
+        ("def train(model, optimizer):", "; pass scaler to train()"),
+        ("class A:\n  def train(self, optimizer):", "; keep scaler as an attribute"),
+    ],
+)
+def test_a_function_that_does_not_see_the_scaler_is_told_so(head, said):
+    loop = "\n".join(f"    {line}" for line in LOOP.splitlines()[4:])
+    old = f"from apex import amp\n{head}\n{loop}\n"
+    assert said in advice(old, "scale_loss")
+    made = "model, optimizer = amp.initialize(model, optimizer)\n"
+    assert said not in advice(old.replace("amp\n", f"amp\n{made}", 1), "scale_loss")
+
+
+def test_parameters_are_told_with_the_optimizer_of_their_call():
+    said = advice(LOOP + "clip(amp.master_params(self.opt))\n", "master_params")
+    assert "for group in self.opt.param_groups" in said
+    assert "after scaler.unscale_(self.opt)" in said
+    plain = LOOP.replace('"O1"', '"O0"') + "clip(amp.master_params(self.opt))\n"
+    assert "unscale_" not in advice(plain, "master_params")
+
+
+def test_a_loss_over_two_lines_is_marked_in_one():
+    old = LOOP.replace("(loss, optimizer)", "(loss +\n        other, optimizer, loss_id=0)")
+    new, findings = migrate_source(old)
+    assert "write scaler.scale(loss + other).backward()" in new
+    compile(new, "marked", "exec")
+    assert migrate_source(new)[0] == new
+    assert {f.kind for f in findings} == {"by hand"}
+
+
+def test_an_import_that_a_rewritten_use_leaves_behind_is_told_at_once():
+    old = LOOP.replace("import amp", "import amp, optimizers").replace(
+        "= make()", "= make(), optimizers.FusedAdam(weights)"
+    )
+    new, _ = migrate_source(old)
+    assert "nothing uses apex.optimizers here" in new
+    assert migrate_source(new)[0] == new
+
+
+def test_functions_with_a_dtype_of_their_own_are_rewritten_beside_a_loop_that_stays():
+    old = LOOP.replace(
+        "import torch\n", "import torch\n@torch.cuda.amp.custom_fwd\ndef f(x): pass\n"
+    )
+    new, _ = migrate_source(old)
+    assert '@torch.amp.custom_fwd(device_type="cuda")' in new
+    assert "model, optimizer = amp.initialize(" in new
+    assert migrate_source(new)[0] == new
+
+
+def test_the_scale_begins_and_changes_as_that_of_apex():
+    scaler = torch.amp.GradScaler("cpu")
+    factors = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+    assert (scaler.get_scale(), *factors) == (2.0**16, 2.0, 0.5, 2000)
+
+
+def test_each_section_that_is_named_stands_in_notebook_13():
+    text = (build_pairs.FOLDER / "13_from_apex.py").read_text(encoding="utf-8")
+    headings = {line.removeprefix("# ## ") for line in text.splitlines()}
+    assert set(SECTIONS.values()) <= headings
+
+
+def test_another_package_whose_name_begins_like_apex_is_not_apex():
+    code = "from apexlib import parallel\n"
+    assert migrate_source(code) == (code, [])

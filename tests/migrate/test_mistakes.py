@@ -1,7 +1,7 @@
 """The mistakes that are found in source: all of the wrong examples, none of the right ones."""
 
 import pytest
-from test_migrate import snippets
+from migrate_snippets import snippets
 
 from amp_lab.migrate import migrate_source
 

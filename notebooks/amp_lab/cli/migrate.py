@@ -3,6 +3,10 @@
 import argparse
 import sys
 from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from amp_lab.migrate import Result
 
 
 def add(commands) -> None:
@@ -23,7 +27,7 @@ def add(commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what is to be done, or do it; return the exit code."""
-    from amp_lab.migrate.files import migrate_paths
+    from amp_lab.migrate import migrate_paths  # it needs libcst, which the other commands do not
 
     results = []
     for result in migrate_paths(options.paths, write=options.write):
@@ -31,22 +35,33 @@ def run(options: argparse.Namespace) -> int:
         if result.error is not None:
             print(f"amp-lab migrate: {result.error}", file=sys.stderr)
         print(result.diff, end="")
-    if any(result.lines for result in results):
-        print()
-    for result in results:
-        for line in result.lines:
-            print(f"{result.path}:{line}")
-    kinds = Counter(line.kind for result in results for line in result.lines)
-    counts = ", ".join(f"{kinds[kind]} {kind}" for kind in ("rewritten", "by hand", "left"))
-    changed = sum(result.written if options.write else bool(result.diff) for result in results)
-    files = f"{changed} file{'s' * (changed != 1)}"
-    if kinds:
-        print(
-            f"{counts}, {kinds['mistake']} mistake{'s' * (kinds['mistake'] != 1)}; "
-            f"{files} {'changed' if options.write else 'to change with --write'}"
-        )
-    elif not any(result.error for result in results):
-        print("nothing to do")
-    if any(result.error for result in results):
+    has_error = any(result.error for result in results)
+    print(
+        *_format_lines(results), _format_summary(results, options.write, has_error), end="", sep=""
+    )
+    if has_error:
         return 2
     return 1 if options.check and any(result.to_do for result in results) else 0
+
+
+def _format_lines(results: "list[Result]") -> str:
+    """A line of the output for each line of a file, after an empty one."""
+    lines = [f"{result.path}:{line}\n" for result in results for line in result.lines]
+    return "".join(["\n", *lines]) if lines else ""
+
+
+def _format_summary(results: "list[Result]", is_written: bool, has_error: bool) -> str:
+    kinds = Counter(line.kind for result in results for line in result.lines)
+    if not kinds:
+        return "" if has_error else "nothing to do\n"
+    counts = [f"{kinds[kind]} {kind}" for kind in ("rewritten", "by hand", "left")]
+    changed = sum(result.written if is_written else bool(result.diff) for result in results)
+    return (
+        f"{', '.join(counts)}, {_count(kinds['mistake'], 'mistake')}; {_count(changed, 'file')} "
+        f"{'changed' if is_written else 'to change with --write'}\n"
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    """``1 file``, or ``0 files``."""
+    return f"{number} {noun}{'s' * (number != 1)}"

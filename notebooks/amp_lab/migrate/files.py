@@ -1,20 +1,17 @@
 """Python files and notebooks on the disk: read, migrated, shown as a diff, written back whole."""
 
-import ast
 import bisect
 import concurrent.futures
 import dataclasses
 import difflib
 import functools
 import io
-import itertools
 import json
 import multiprocessing
 import os
 import re
 import stat
 import tokenize
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -23,16 +20,18 @@ import libcst as cst
 
 from amp_lab import files
 from amp_lab.errors import MigrateError
-from amp_lab.migrate import edits_and_findings
-from amp_lab.migrate.python_tree import Edit, Finding, apply
+from amp_lab.migrate.rewriter import Edit, Finding, apply
+from amp_lab.migrate.rules import edits_and_findings, is_triggered, parse_quietly
 
-NAMES = (b"autocast", b"GradScaler", b"custom_fwd", b"custom_bwd", b"cuda.amp", b"cpu.amp", b"apex")
-NAMES += (b".scale(",)  # of a scaler that is passed to this file's functions
 MAX_BYTES = 1 << 19
 """Of Python in one file: for twice as much, the tree and its positions took 620 MB."""
 _ENDINGS = (".py", ".pyi", ".pyw", ".ipynb")
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
 _WORTH_PROCESSES = 60  # files; below it, starting a process takes longer than it saves
+
+
+# The bytes of the new file, what is said of it, and a title, the old and the new text of each part.
+_Migrated = tuple[bytes, list["Line"], list[tuple[str, str, str]]]
 
 
 class Line(NamedTuple):
@@ -84,16 +83,15 @@ def migrate_paths(paths: Iterable[str | Path], write: bool = False) -> Iterator[
                 found.append(path)
         except OSError as error:
             yield Result(path, error=f"{path}: cannot be read: {error.strerror}")
-    work = functools.partial(migrate_file, write=write)
+    migrate = functools.partial(migrate_file, write=write)
     processes = min(os.cpu_count() or 1, 4)
     if len(found) < _WORTH_PROCESSES or processes == 1:
-        results = map(work, found)
-        yield from filter(_has_something, results)
+        yield from filter(_has_something, map(migrate, found))
         return
     with concurrent.futures.ProcessPoolExecutor(
         processes, mp_context=multiprocessing.get_context("spawn")
     ) as pool:
-        yield from filter(_has_something, pool.map(work, found, chunksize=8))
+        yield from filter(_has_something, pool.map(migrate, found, chunksize=8))
 
 
 def _has_something(result: Result) -> bool:
@@ -121,14 +119,10 @@ def _is_skipped(folder: Path) -> bool:
 
 
 def has_names(path: Path) -> bool:
-    """Whether a file has any of the names, as bytes, that the migration is about."""
+    """Whether a file has any text that triggers a rule; most files are only read."""
     with open(path, "rb", buffering=0, opener=_open_at_once) as file:
         data = file.read() or b""
-    # Each of them is torch's or Apex's, or comes from another file by these two names: for most
-    # files, three searches are all.
-    if b"autocast" in data or b"GradScaler" in data:
-        return True
-    return (b"torch" in data or b"apex" in data) and any(name in data for name in NAMES)
+    return is_triggered(data)
 
 
 def _open_at_once(path: str, flags: int) -> int:
@@ -153,10 +147,8 @@ def _migrate(path: Path, write: bool) -> Result:
     if not stat.S_ISREG(status.st_mode):
         raise MigrateError("is no file")
     data = path.read_bytes()
-    migrated = (
-        _migrate_notebook(path, data) if path.suffix == ".ipynb" else _migrate_python(path, data)
-    )
-    new, lines, before_and_after = migrated
+    migrate = _migrate_notebook if path.suffix == ".ipynb" else _migrate_python
+    new, lines, before_and_after = migrate(path, data)
     result = Result(path, lines)
     if new == data:
         return result
@@ -197,9 +189,7 @@ def _check_size(size: int) -> None:
 # Python.
 
 
-def _migrate_python(
-    path: Path, data: bytes
-) -> tuple[bytes, list[Line], list[tuple[str, str, str]]]:
+def _migrate_python(path: Path, data: bytes) -> _Migrated:
     _check_size(len(data))
     if b"\0" in data:
         raise MigrateError("has a null byte, so it is no Python")
@@ -238,9 +228,7 @@ def _edits_and_findings(
 def _why_not_read(text: str) -> str:
     """What to say of a text that libcst does not parse; Python itself may."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            ast.parse(text)
+        parse_quietly(text)
     except (SyntaxError, RecursionError, MemoryError):
         return "does not parse as Python"
     return "is Python, but libcst cannot read it"
@@ -282,12 +270,41 @@ class _Cell(NamedTuple):
         return "".join(self.pieces)
 
 
-def _migrate_notebook(
-    path: Path, data: bytes
-) -> tuple[bytes, list[Line], list[tuple[str, str, str]]]:
+def _migrate_notebook(path: Path, data: bytes) -> _Migrated:
+    text, cells = _read_notebook(data)
+    # All cells are one program: a name that one imports is used in another.
+    code = "".join(cell.text + "\n" for cell in cells)
+    if not is_triggered(code.encode()):
+        return data, [], []
+    _check_size(len(code))
+    edits, findings = _edits_and_findings(code, path, lambda _: _why_no_python(cells))
+    line_of = [code.count("\n", 0, cell.start) for cell in cells]
+    lines = []
+    for line, kind, message in findings:
+        at = bisect.bisect_left(line_of, line) - 1
+        lines.append(Line(cells[at].number, line - line_of[at], kind, message))
+    raw_edits, changes = [], []
+    for cell in cells:
+        new = _migrate_cell(cell, edits)
+        if new != cell.text:
+            raw_edits.append(_in_json(text, cell, new))
+            changes.append((f" (cell {cell.number})", cell.text, new))
+    return apply(text, raw_edits).encode(), lines, changes
+
+
+def _migrate_cell(cell: _Cell, edits: list[Edit]) -> str:
+    size, own = len(cell.text), []
+    for start, end, new in edits:
+        if cell.start <= start <= cell.start + size:
+            own.append(Edit(start - cell.start, min(end - cell.start, size), new))
+    return apply(cell.text, own)
+
+
+def _read_notebook(data: bytes) -> tuple[str, list[_Cell]]:
+    """The text of a notebook, and its code cells. Raises `MigrateError`."""
     try:
         text = data.decode()
-        cells = _code_cells(_located_json(text))
+        return text, _code_cells(_located_json(text))
     except UnicodeDecodeError as error:
         raise MigrateError(f"byte {error.start} is not UTF-8") from error
     except json.JSONDecodeError as error:
@@ -295,30 +312,6 @@ def _migrate_notebook(
         raise MigrateError(f"is no whole notebook: line {error.lineno}, {why}") from error
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MigrateError("is JSON, but no notebook") from error
-    code = "".join(cell.text + "\n" for cell in cells)
-    if not any(name.decode() in code for name in NAMES):
-        return data, [], []
-    _check_size(len(code))
-    edits, findings = _edits_and_findings(code, path, lambda _: _why_no_python(cells))
-
-    starts = [cell.start for cell in cells]
-    line_of = [code.count("\n", 0, start) for start in starts]
-    lines = []
-    for line, kind, message in findings:
-        at = max(i for i, before in enumerate(line_of) if before < line)
-        lines.append(Line(cells[at].number, line - line_of[at], kind, message))
-    raw_edits, changes = [], []
-    for cell in cells:
-        size = len(cell.text)
-        own = [
-            Edit(start - cell.start, min(end - cell.start, size), new)
-            for start, end, new in edits
-            if cell.start <= start <= cell.start + size
-        ]
-        if own:
-            raw_edits += _in_json(text, cell, own)
-            changes.append((f" (cell {cell.number})", cell.text, apply(cell.text, own)))
-    return apply(text, raw_edits).encode(), lines, changes
 
 
 def _code_cells(notebook: dict) -> list[_Cell]:
@@ -354,59 +347,21 @@ def _why_no_python(cells: list[_Cell]) -> str:
     return "its cells do not parse together as Python"
 
 
-def _in_json(text: str, cell: _Cell, edits: list[Edit]) -> list[Edit]:
-    """Edits of a cell's source as edits of the JSON text that holds it."""
-    ends = list(itertools.accumulate(map(len, cell.pieces)))
-    starts = [0, *ends[:-1]]
-    last = len(ends) - 1
-    raw = []
-    for start, end, new in _joined(edits):
-        i = min(bisect.bisect_right(ends, start), last)
-        j = max(bisect.bisect_left(ends, end), i)
-        is_whole = not new and start == starts[i] and end == ends[j] and len(ends) > 1
-        if is_whole and j < last:  # whole lines: they go with what separates them from the next
-            span = cell.pieces[i].start, cell.pieces[j + 1].start
-        elif is_whole and i > 0:
-            span = cell.pieces[i - 1].end, cell.pieces[j].end
-        else:
-            places = _places(text, cell.pieces[i]), _places(text, cell.pieces[j])
-            span = places[0][start - starts[i]], places[1][end - starts[j]]
-        raw.append(Edit(*span, _as_json(text, cell, new)))
-    return raw
+def _in_json(text: str, cell: _Cell, new: str) -> Edit:
+    """An edit of the JSON text that puts a new source into a cell, and leaves each old line."""
+    raw = "".join(text[piece.start : piece.end] for piece in cell.pieces)
+    raw_lines = re.findall(r"(?:[^\\]|\\[^n])*\\n|(?:[^\\]|\\[^n])+", raw)
+    same = dict(zip(_lines(cell.text), raw_lines, strict=True))
+    lines = [
+        same.get(line) or json.dumps(line, ensure_ascii=text.isascii())[1:-1]
+        for line in _lines(new)
+    ]
+    start, end = cell.pieces[0].start, cell.pieces[-1].end
+    before = text[: start - 1].rstrip()
+    # In a list, the blanks after its bracket separate each line from the next one too.
+    separator = f'",{text[len(before) : start - 1]}"' if before.endswith("[") else ""
+    return Edit(start, end, separator.join(lines))
 
 
-def _joined(edits: list[Edit]) -> Iterator[Edit]:
-    """The edits in their order, with those that delete what stands together made one."""
-    before: Edit | None = None
-    for edit in sorted(dict.fromkeys(edits), key=lambda edit: (edit.start, edit.end)):
-        if before is not None and before.end == edit.start and not before.text and not edit.text:
-            before = Edit(before.start, edit.end, "")
-            continue
-        if before is not None:
-            yield before
-        before = edit
-    if before is not None:
-        yield before
-
-
-def _places(text: str, piece: _Located) -> list[int]:
-    """Where in the JSON text each character of a string starts, and the string ends."""
-    places, at = [], piece.start
-    for character in piece:
-        places.append(at)
-        if text[at] != "\\":
-            at += 1
-        elif text[at + 1] == "u":
-            at += 6 if character <= "\uffff" else 12
-        else:
-            at += 2
-    return [*places, at]
-
-
-def _as_json(text: str, cell: _Cell, new: str) -> str:
-    """A new piece of source, as a list of lines if that is how the cell is kept."""
-    first = cell.pieces[0].start - 1
-    separator = text[len(text[:first].rstrip()) : first]
-    is_list = text[: first - len(separator)].endswith("[")
-    encoded = json.dumps(new, ensure_ascii=text.isascii())[1:-1]
-    return encoded.replace("\\n", f'\\n",{separator}"') if is_list else encoded
+def _lines(text: str) -> list[str]:
+    return re.findall(r"[^\n]*\n|[^\n]+", text)

@@ -10,8 +10,11 @@ from pathlib import Path
 
 import libcst as cst
 
-from amp_lab.migrate.python_tree import Finding, Tree, Use, dotted
+from amp_lab.migrate.nodes import arguments, dotted, is_star
+from amp_lab.migrate.python_tree import Binding, Use
+from amp_lab.migrate.rewriter import Rewriter
 
+TRIGGERS = ("autocast", "GradScaler", "torch custom_fwd", "torch custom_bwd")
 _UP = 3  # folders above a file's own in which an absolute import is looked for
 _NAMES = ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
 _IMPORTS = re.compile(
@@ -22,66 +25,53 @@ _NEWER = re.compile(r"\btorch\.amp\b")
 _DEVICE = re.compile(r"(?i)dev|cuda|cpu|[\"']")
 
 
-def find(tree: Tree, path: Path) -> list[Finding]:
-    """What there is to say of uses in the file at `path`, by their lines."""
-    found, read = [], {}
-    for use in tree.uses:
-        for home, name in _sources(tree, use, path):
-            if home not in read:
-                read[home] = _devices(home)
-            if name in read[home] and _lacks_device(
-                tree, use, name.split(".")[-1], read[home][name]
-            ):
-                file = "/".join(home.parts[-2:]) if home.stem == "__init__" else home.name
-                found.append(
-                    Finding(
-                        tree.line(use.node),
-                        "by hand",
-                        f"{'.'.join(use.parts)} comes from {file}, which has it from torch.amp "
-                        f"once it is migrated: {_advice(name, read[home][name])}",
-                    )
-                )
-                break
-    return found
+class Rule(Rewriter):
+    """The old names in one file that come from files beside it."""
 
+    def run(self) -> None:
+        """Look at each use of a name that a file beside this one may have from torch."""
+        read: dict[Path, dict[str, str]] = {}
+        for use in self.tree.uses if self.path is not None else ():
+            for home, name in self._sources(use):
+                if home not in read:
+                    read[home] = _devices(home)
+                if name in read[home] and self._lacks_device(use, name, read[home][name]):
+                    file = "/".join(home.parts[-2:]) if home.stem == "__init__" else home.name
+                    what = f"{'.'.join(use.parts)} comes from {file}, which has it from torch.amp"
+                    advice = _advice(name, read[home][name] or "cuda")
+                    self.say(use.node, "by hand", f"{what} once it is migrated: {advice}")
+                    break
 
-def _advice(name: str, device: str) -> str:
-    if name.startswith("custom"):
-        return f'give it device_type="{device or "cuda"}"'
-    return f'give it "{device or "cuda"}" first, and the rest by keyword'
+    def _lacks_device(self, use: Use, name: str, device: str) -> bool:
+        """Whether a use would not do what it did, with what torch.amp has by that name."""
+        name, call = name.rpartition(".")[2], self.tree.call_of(use.node)
+        if call is None:
+            return name.startswith("custom") and isinstance(
+                self.tree.parents[use.node], cst.Decorator
+            )
+        if arguments(call).keys() & {"device", "device_type"}:
+            return False
+        by_place = bool(call.args) and call.args[0].keyword is None
+        if name.startswith("custom") or not by_place:
+            return name != "GradScaler" or device == "cpu"  # GradScaler's default is CUDA
+        return not _DEVICE.search(self.tree.code(call.args[0]))
 
-
-def _lacks_device(tree: Tree, use: Use, name: str, device: str) -> bool:
-    """Whether a use would not do what it did, with what torch.amp has by that name."""
-    call = tree.call_of(use.node)
-    args = list(call.args) if call is not None else []
-    if any(a.keyword is not None and a.keyword.value in ("device", "device_type") for a in args):
-        return False
-    if name.startswith("custom"):
-        return call is not None or isinstance(tree.parents[use.node], cst.Decorator)
-    by_place = bool(args) and args[0].keyword is None
-    if call is None or (by_place and _DEVICE.search(tree.code(args[0]))):
-        return False
-    return by_place or name == "autocast" or device == "cpu"  # GradScaler's default is CUDA
-
-
-def _sources(tree: Tree, use: Use, path: Path) -> Iterator[tuple[Path, str]]:
-    """The files that a use may be of something in, as far as they are there, and its name there."""
-    bound, is_named = use.scope.find(use.parts[0]), use.parts[-1] in _NAMES
-    if not is_named and (bound is None or len(use.parts) > 1):
-        return
-    if bound is None:
-        for node, _ in tree.imports:
-            if isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar):
-                for home in _files(path, len(node.relative), dotted(node.module) or ()):
+    def _sources(self, use: Use) -> Iterator[tuple[Path, str]]:
+        """The files that a use may be of something in, as far as they are there, with its name."""
+        bound, is_named = use.scope.find(use.parts[0]), use.parts[-1] in _NAMES
+        if bound is None:  # only a star can bring it
+            stars = [node for node, _ in self.tree.imports if is_star(node)] if is_named else []
+            for star in stars:
+                for home in self._files(len(star.relative), dotted(star.module) or ()):
                     yield home, ".".join(use.parts)
-        return
-    for binding in bound.bindings[use.parts[0]]:
-        if not isinstance(binding.node, cst.ImportAlias):
-            continue
-        if len(use.parts) == 1 and binding.node.evaluated_name not in _NAMES:
-            continue
-        node, dots, module = tree.parents[binding.node], 0, ()
+            return
+        bindings = [b for b in bound.bindings[use.parts[0]] if isinstance(b.node, cst.ImportAlias)]
+        for binding in bindings:
+            if is_named if len(use.parts) > 1 else binding.node.evaluated_name in _NAMES:
+                yield from self._sources_of_import(use, binding)
+
+    def _sources_of_import(self, use: Use, binding: Binding) -> Iterator[tuple[Path, str]]:
+        node, dots, module = self.tree.parents[binding.node], 0, ()
         if isinstance(node, cst.Import):
             whole = (*binding.origin.split("."), *use.parts[1:])
         else:
@@ -89,21 +79,27 @@ def _sources(tree: Tree, use: Use, path: Path) -> Iterator[tuple[Path, str]]:
             whole = (*module, binding.node.name.value, *use.parts[1:])
         for n in range(len(module), len(whole)):  # where the module ends, and names in it begin
             if len(whole) - n <= 2 and (n or dots):
-                for home in _files(path, dots, whole[:n]):
+                for home in self._files(dots, whole[:n]):
                     yield home, ".".join(whole[n:])
 
+    def _files(self, dots: int, parts: tuple[str, ...]) -> Iterator[Path]:
+        """Where a module may be, as a file imports it; `dots` are those of a relative import."""
+        if parts[:1] in (("torch",), ("apex",)):
+            return
+        own = self.path.resolve()
+        above = own.parents
+        for folder in above[dots - 1 : dots] if dots else above[: _UP + 1]:
+            module = folder.joinpath(*parts)
+            files = [module.with_suffix(".py")] if parts else []
+            for file in (*files, module / "__init__.py"):
+                if file != own and file.is_file():
+                    yield file
 
-def _files(path: Path, dots: int, parts: tuple[str, ...]) -> Iterator[Path]:
-    """Where a module may be, as a file imports it; `dots` are those of a relative import."""
-    if parts[:1] in (("torch",), ("apex",)):
-        return
-    above = path.resolve().parents
-    for folder in above[dots - 1 : dots] if dots else above[: _UP + 1]:
-        module = folder.joinpath(*parts)
-        files = [module.with_suffix(".py")] if parts else []
-        for file in (*files, module / "__init__.py"):
-            if file != path.resolve() and file.is_file():
-                yield file
+
+def _advice(name: str, device: str) -> str:
+    if name.startswith("custom"):
+        return f'give it device_type="{device}"'
+    return f'give it "{device}" first, and the rest by keyword'
 
 
 def _devices(path: Path) -> dict[str, str]:

@@ -7,28 +7,24 @@ keeps only what the migration asks: imports, other bindings, uses of names.
 import dataclasses
 import functools
 import re
+import types
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import libcst as cst
 from libcst.metadata import CodePosition, MetadataWrapper, PositionProvider
 
-
-class Finding(NamedTuple):
-    """Something about a line: what was changed, what is to be done by hand, or what is wrong."""
-
-    line: int
-    kind: str
-    """``rewritten``, ``by hand``, ``mistake``, or ``left`` where nothing is to be done."""
-    message: str
-
-
-class Edit(NamedTuple):
-    """A piece of the text, from `start` to `end`, and what takes its place."""
-
-    start: int
-    end: int
-    text: str
+from amp_lab.migrate.nodes import (
+    assignments,
+    below,
+    bound_name,
+    children,
+    dotted,
+    is_star,
+    literal,
+    module_of,
+    name_called,
+)
 
 
 @dataclasses.dataclass(eq=False)
@@ -71,6 +67,12 @@ class Scope:
                 return scope
         return None
 
+    def only(self, name: str) -> "Binding | None":
+        """What `name` is bound to as it is seen from this scope, if that is one thing only."""
+        home = self.find(name)
+        bindings = home.bindings[name] if home is not None else []
+        return bindings[0] if len(bindings) == 1 else None
+
 
 class Use(NamedTuple):
     """A name or dotted name that is read, such as ``torch.cuda.amp``."""
@@ -79,90 +81,23 @@ class Use(NamedTuple):
     parts: tuple[str, ...]
     scope: Scope
 
-
-_NOT_CODE = ("whitespace", "lpar", "rpar", "lbracket", "rbracket", "lbrace", "rbrace", "comma")
-_NOT_CODE += (
-    "semicolon",
-    "equal",
-    "dot",
-    "leading_lines",
-    "header",
-    "footer",
-    "trailing",
-    "lines_",
-)
-_NOT_CODE += ("indent", "newline", "operator", "asynchronous", "encoding", "default_", "has_")
-
-
-@functools.cache
-def _fields(kind: type) -> tuple[str, ...]:
-    names = (field.name for field in dataclasses.fields(kind))
-    return tuple(name for name in names if not name.startswith(_NOT_CODE))
-
-
-def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """The parts of a node that are code, in order."""
-    for name in _fields(type(node)):
-        value = getattr(node, name)
-        if isinstance(value, cst.CSTNode):
-            yield value
-        elif isinstance(value, list | tuple):
-            for item in value:
-                if isinstance(item, cst.CSTNode):
-                    yield item
-
-
-def below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """A node, and all the parts of it that are code, in order."""
-    yield node
-    for child in children(node):
-        yield from below(child)
+    @property
+    def bindings(self) -> list[Binding]:
+        """What the first part of the name is bound to where it is used."""
+        home = self.scope.find(self.parts[0])
+        return home.bindings[self.parts[0]] if home is not None else []
 
 
 def _is_import_of_torch(value: cst.CSTNode | None) -> bool:
     """Whether it is a call such as ``pytest.importorskip("torch")``."""
     if not isinstance(value, cst.Call) or not value.args:
         return False
-    first, name = value.args[0].value, name_called(value)
-    is_torch = isinstance(first, cst.SimpleString) and first.raw_value == "torch"
-    return is_torch and name in ("importorskip", "import_module", "__import__")
+    is_torch = literal(value.args[0].value) == "torch"
+    return is_torch and name_called(value) in ("importorskip", "import_module", "__import__")
 
 
-def dotted(node: cst.CSTNode | None) -> tuple[str, ...] | None:
-    """``a.b.c`` as its parts, or None if the node is no such name."""
-    parts = []
-    while isinstance(node, cst.Attribute):
-        parts.append(node.attr.value)
-        node = node.value
-    if not isinstance(node, cst.Name):
-        return None
-    return (node.value, *reversed(parts))
-
-
-def name_called(call: cst.Call) -> str:
-    """The last part of the name of what is called; empty if it has none."""
-    return (dotted(call.func) or ("",))[-1]
-
-
-def is_false(node: cst.CSTNode | None) -> bool:
-    """Whether it is written as False, or 0."""
-    return (isinstance(node, cst.Name) and node.value == "False") or (
-        isinstance(node, cst.Integer) and node.evaluated_value == 0
-    )
-
-
-def assignments(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
-    """Each target that a node assigns to, and what it is given; none if it is no assignment."""
-    if isinstance(node, cst.AnnAssign | cst.NamedExpr) and node.value is not None:
-        yield node.target, node.value
-    for target in node.targets if isinstance(node, cst.Assign) else ():
-        targets, value = target.target, node.value
-        if isinstance(targets, cst.Tuple) and isinstance(value, cst.Tuple):
-            if len(targets.elements) == len(value.elements):
-                for one, its in zip(targets.elements, value.elements, strict=True):
-                    yield one.value, its.value
-        else:
-            yield targets, value
+_IN_A_TYPE = cst.Subscript | cst.SubscriptElement | cst.Index | cst.Tuple | cst.List | cst.Element
+_IN_A_TYPE |= cst.BinaryOperation | cst.Arg | cst.ComparisonTarget
 
 
 class Tree:
@@ -179,7 +114,7 @@ class Tree:
         self.imports: list[tuple[cst.Import | cst.ImportFrom, Scope]] = []
         self.scope_of: dict[cst.CSTNode, Scope] = {}  # of each call
         self.calls: list[cst.Call] = []
-        self.answers: dict[tuple, object] = {}  # to what `versions` asked of it
+        self.answers: dict[tuple, object] = {}  # see `answered_once`
         self.scopes = [Scope("module", node=self.module)]
         self._visit_children(self.module, self.scopes[0])
 
@@ -205,7 +140,14 @@ class Tree:
         scope = scope.elsewhere.get(name, scope)
         scope.bindings.setdefault(name, []).append(binding)
 
-    def _bind_target(self, target, parent, scope: Scope, value=None, source=None) -> None:
+    def _bind_target(
+        self,
+        target: cst.CSTNode,
+        parent: cst.CSTNode,
+        scope: Scope,
+        value: cst.CSTNode | None = None,
+        source: cst.CSTNode | None = None,
+    ) -> None:
         self.parents[target] = parent
         source = source or value
         if isinstance(target, cst.Name):
@@ -238,22 +180,19 @@ class Tree:
     def _visit_arg(self, node: cst.Arg, scope: Scope) -> None:
         self._visit(node.value, node, scope)
 
-    def _visit_function(self, node: cst.FunctionDef, scope: Scope) -> None:
-        self._bind(scope, node.name.value, Binding(None, node))
-        for decorator in node.decorators:
-            self._visit(decorator, node, scope)
-        if node.returns:
-            self._visit(node.returns, node, scope)
+    def _visit_function(self, node: cst.FunctionDef | cst.Lambda, scope: Scope) -> None:
+        if isinstance(node, cst.FunctionDef):
+            self._bind(scope, node.name.value, Binding(None, node))
+            for part in (*node.decorators, node.returns):
+                if part is not None:
+                    self._visit(part, node, scope)
         inner = self._new_scope("function", scope, node)
         self._visit_parameters(node.params, node, scope, inner)
         self._visit(node.body, node, inner)
 
-    def _visit_lambda(self, node: cst.Lambda, scope: Scope) -> None:
-        inner = self._new_scope("function", scope, node)
-        self._visit_parameters(node.params, node, scope, inner)
-        self._visit(node.body, node, inner)
-
-    def _visit_parameters(self, params, parent, scope: Scope, inner: Scope) -> None:
+    def _visit_parameters(
+        self, params: cst.Parameters, parent: cst.CSTNode, scope: Scope, inner: Scope
+    ) -> None:
         self.parents[params] = parent
         listed = [*params.posonly_params, *params.params, *params.kwonly_params]
         for param in [*listed, params.star_arg, params.star_kwarg]:
@@ -263,7 +202,7 @@ class Tree:
             self._bind(inner, param.name.value, Binding(None, param))
             for part in (param.annotation, param.default):
                 if part is not None:
-                    self._visit(part, param, scope)
+                    self._visit(part, param, scope)  # it is evaluated outside the function
 
     def _visit_class(self, node: cst.ClassDef, scope: Scope) -> None:
         self._bind(scope, node.name.value, Binding(None, node))
@@ -271,18 +210,19 @@ class Tree:
             self._visit(part, node, scope)
         self._visit(node.body, node, self._new_scope("class", scope, node))
 
-    def _visit_comprehension(self, node, scope: Scope) -> None:
-        inner = self._new_scope("comprehension", scope, node)
-        self._visit(node.for_in, node, inner)
+    def _visit_but(self, done: cst.CSTNode, node: cst.CSTNode, scope: Scope) -> None:
         for child in children(node):
-            if child is not node.for_in:
-                self._visit(child, node, inner)
-
-    def _visit_for(self, node, scope: Scope) -> None:
-        self._bind_target(node.target, node, scope)
-        for child in children(node):
-            if child is not node.target:
+            if child is not done:
                 self._visit(child, node, scope)
+
+    def _visit_comprehension(self, node: cst.BaseComp, scope: Scope) -> None:
+        inner = self._new_scope("comprehension", scope, node)
+        self._visit(node.for_in, node, inner)  # it binds what the element before it uses
+        self._visit_but(node.for_in, node, inner)
+
+    def _visit_for(self, node: cst.For | cst.CompFor, scope: Scope) -> None:
+        self._bind_target(node.target, node, scope)
+        self._visit_but(node.target, node, scope)
 
     def _visit_assign(self, node: cst.Assign, scope: Scope) -> None:
         self._visit(node.value, node, scope)
@@ -290,16 +230,16 @@ class Tree:
             self.parents[target] = node
             self._bind_target(target.target, target, scope, node.value)
 
-    def _visit_other_assign(self, node, scope: Scope) -> None:
-        for child in children(node):
-            if child is not node.target:
-                self._visit(child, node, scope)
+    def _visit_other_assign(
+        self, node: cst.AnnAssign | cst.AugAssign | cst.NamedExpr, scope: Scope
+    ) -> None:
+        self._visit_but(node.target, node, scope)
         self._bind_target(node.target, node, scope, node.value)
 
     def _visit_as_name(self, node: cst.AsName, scope: Scope) -> None:
         self._bind_target(node.name, node, scope)
 
-    def _visit_match_name(self, node, scope: Scope) -> None:
+    def _visit_match_name(self, node: cst.MatchAs | cst.MatchStar, scope: Scope) -> None:
         if node.name is not None:
             self._bind(scope, node.name.value, Binding(None, node))
         if getattr(node, "pattern", None) is not None:
@@ -325,14 +265,12 @@ class Tree:
 
     def _visit_import_from(self, node: cst.ImportFrom, scope: Scope) -> None:
         self.imports.append((node, scope))
-        if isinstance(node.names, cst.ImportStar):
+        if is_star(node):
             return
         for alias in node.names:
             self.parents[alias] = node
-            name = alias.name.value
-            bound = name if alias.asname is None else alias.asname.name.value
-            origin = None if node.relative else ".".join((*dotted(node.module), name))
-            self._bind(scope, bound, Binding(origin, alias))
+            origin = None if node.relative else f"{module_of(node)}.{alias.name.value}"
+            self._bind(scope, bound_name(alias), Binding(origin, alias))
 
     # Asking.
 
@@ -363,10 +301,34 @@ class Tree:
             yield parent, node
             node = parent
 
+    def is_in(self, node: cst.CSTNode, what: type | cst.CSTNode) -> bool:
+        """Whether a node stands below another one, or below any of a kind."""
+        is_kind = isinstance(what, type | types.UnionType)
+        return any(
+            isinstance(parent, what) if is_kind else parent is what
+            for parent, _ in self.ancestors(node)
+        )
+
     def call_of(self, node: cst.CSTNode) -> cst.Call | None:
         """The call whose function a node is."""
         parent = self.parents[node]
         return parent if isinstance(parent, cst.Call) and parent.func is node else None
+
+    def is_type(self, node: cst.BaseExpression) -> bool:
+        """Whether a name stands where a type is meant: in an annotation, or a check of a type."""
+        for parent, child in self.ancestors(node):
+            if isinstance(parent, cst.Annotation):
+                return True
+            if isinstance(parent, cst.MatchClass):
+                return parent.cls is child
+            if isinstance(parent, cst.Comparison):  # type(x) is …
+                return isinstance(parent.left, cst.Call) and dotted(parent.left.func) == ("type",)
+            if isinstance(parent, cst.Call):
+                is_check = dotted(parent.func) in (("isinstance",), ("issubclass",))
+                return is_check and len(parent.args) == 2 and parent.args[1] is child
+            if not isinstance(parent, _IN_A_TYPE):
+                return False
+        return False
 
     def statement(self, node: cst.CSTNode) -> cst.CSTNode:
         """The statement, simple line or compound, that a node is in."""
@@ -438,12 +400,17 @@ class Tree:
         return found.group() if found else "\n"
 
 
-def leaves(block: cst.BaseSuite) -> bool:
-    """Whether what stands after a block is not reached through it."""
-    last = block.body[-1] if block.body else None
-    if isinstance(last, cst.SimpleStatementLine):
-        last = last.body[-1]
-    return isinstance(last, cst.Return | cst.Raise | cst.Continue | cst.Break)
+def answered_once(ask: Callable) -> Callable:
+    """Keep the answer to a question about a node with its tree: many uses ask the same."""
+
+    @functools.wraps(ask)
+    def answer(tree: Tree, *about: object) -> object:
+        key = ask, *about
+        if key not in tree.answers:
+            tree.answers[key] = ask(tree, *about)
+        return tree.answers[key]
+
+    return answer
 
 
 _VISITORS = {
@@ -452,7 +419,7 @@ _VISITORS = {
     cst.Call: Tree._visit_call,
     cst.Arg: Tree._visit_arg,
     cst.FunctionDef: Tree._visit_function,
-    cst.Lambda: Tree._visit_lambda,
+    cst.Lambda: Tree._visit_function,
     cst.ClassDef: Tree._visit_class,
     cst.ListComp: Tree._visit_comprehension,
     cst.SetComp: Tree._visit_comprehension,
@@ -472,14 +439,3 @@ _VISITORS = {
     cst.Import: Tree._visit_import,
     cst.ImportFrom: Tree._visit_import_from,
 }
-
-
-def apply(text: str, edits: list[Edit]) -> str:
-    """The text with every edit made; they may touch, but not overlap."""
-    parts, done = [], 0
-    for edit in sorted(dict.fromkeys(edits), key=lambda edit: (edit.start, edit.end)):
-        if edit.start < done:
-            raise ValueError(f"two edits overlap at {edit.start}: {edit.text!r}")
-        parts += [text[done : edit.start], edit.text]
-        done = edit.end
-    return "".join([*parts, text[done:]])

@@ -9,24 +9,29 @@ in a file that turns the cache off.
 """
 
 import functools
+import itertools
 import re
 from collections import defaultdict
+from pathlib import Path
 
 import libcst as cst
 
-from amp_lab.migrate.python_tree import (
-    Binding,
-    Edit,
-    Finding,
-    Scope,
-    Tree,
-    Use,
+from amp_lab.migrate.nodes import (
+    arguments,
     dotted,
     is_false,
+    is_star,
+    literal,
+    module_of,
     name_called,
 )
+from amp_lab.migrate.python_tree import Binding, Scope, Tree, Use
+from amp_lab.migrate.rewriter import Edit, Rewriter
+from amp_lab.migrate.torch_name import TorchName
 from amp_lab.migrate.version_guards import is_guarded
 
+TRIGGERS = ("autocast", "GradScaler", "torch custom_fwd", "torch custom_bwd")
+TRIGGERS += ("torch cuda.amp", "torch cpu.amp")
 OLD_MODULES = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
 _HOMES = {
     "autocast": "autocast_mode",
@@ -41,6 +46,7 @@ OLD = {  # old dotted name: today's name, device
     if device == "cuda" or not name.startswith("custom")  # torch.cpu.amp never had those
     for parts in ((module, name), (module, home, name))
 }
+_BELOW_OLD = tuple(f"{name}." for name in OLD)  # such as autocast.__init__
 _TODAY = {
     "autocast": {"torch.autocast", "torch.amp.autocast"},
     "GradScaler": {"torch.amp.GradScaler"},
@@ -54,312 +60,224 @@ class ByHand(Exception):
     """Why a use is not rewritten, and what to write."""
 
 
-class _Rewriter:
-    def __init__(self, tree: Tree):
-        self.tree = tree
-        self.edits: list[Edit] = []
-        self.findings: list[Finding] = []
+def _is_old(origin: str | None) -> bool:
+    is_name = origin in OLD or origin in OLD_MODULES
+    return is_name or (origin is not None and origin.startswith(_BELOW_OLD))
+
+
+class Rule(Rewriter):
+    """The old names of torch in one file."""
+
+    def __init__(self, tree: Tree, path: Path | None = None):
+        super().__init__(tree, path)
         self.handled: set[cst.CSTNode] = set()  # import aliases that something was said about
-        self.moved: dict[cst.CSTNode, list[cst.ImportAlias]] = defaultdict(list)  # by statement
-        self.brings_torch: dict[Scope, cst.CSTNode] = {}  # before what `import torch` may be put
-        self.torch_needed: set[Scope] = set()
+        self.moved: defaultdict[cst.CSTNode, list[cst.ImportAlias]] = defaultdict(list)
+        self.torch = TorchName(tree)
         self.replaced = self._find_replaced()
-        self.turns_cache_off = any(
-            arg.keyword is not None and arg.keyword.value == "cache_enabled"
-            for call in tree.calls
-            for arg in call.args
-        ) or any(use.parts[-1] == "set_autocast_cache_enabled" for use in tree.uses)
+
+    @functools.cached_property
+    def turns_cache_off(self) -> bool:
+        """Whether something in the file may turn the cache of casts off."""
+        tree = self.tree
+        is_set = any(use.parts[-1] == "set_autocast_cache_enabled" for use in tree.uses)
+        return is_set or any("cache_enabled" in arguments(call) for call in tree.calls)
 
     @functools.cached_property
     def takes_dtype(self) -> bool:
         """Whether something in the file takes the dtype that is in force around it."""
         tree = self.tree
-        calls = [
-            call
-            for call in tree.calls
-            if tree.origin(call.func, tree.scope_of[call]) in _TODAY["autocast"]
-        ]
-        given = [{a.keyword.value: a.value for a in call.args if a.keyword} for call in calls]
-        return any(use.parts[-1].startswith("get_autocast_") for use in tree.uses) or any(
-            "dtype" not in of_it
-            and sum(not arg.keyword for arg in call.args) < 2
-            and not is_false(of_it.get("enabled"))
-            for call, of_it in zip(calls, given, strict=True)
-        )
-
-    def say(self, node: cst.CSTNode, kind: str, message: str) -> None:
-        self.findings.append(Finding(self.tree.line(node), kind, message))
+        if any(use.parts[-1].startswith("get_autocast_") for use in tree.uses):
+            return True
+        for call in tree.calls:
+            if tree.origin(call.func, tree.scope_of[call]) in _TODAY["autocast"]:
+                given = arguments(call)
+                is_by_place = sum(arg.keyword is None for arg in call.args) > 1
+                if not is_by_place and "dtype" not in given and not is_false(given.get("enabled")):
+                    return True
+        return False
 
     def run(self) -> None:
+        """Rewrite the names that an import binds with all their uses, then the other uses."""
         for node, old in self.replaced.items():
-            self.say(
-                node,
-                "by hand",
-                f"{old} is replaced here: replace torch.amp.{OLD[old][0]}, where that is used",
-            )
-        alone: list[tuple[Use, str]] = []  # those through torch itself, or torch.cuda
-        groups: dict[tuple[Scope, str], list[tuple[Use, str]]] = defaultdict(list)
-        for use in self.tree.uses:
-            origins = self.tree.origins(use)
-            old = [origin for origin in origins if origin and _is_old(origin)]
-            above = {parent for parent, _ in self.tree.ancestors(use.node)} if old else ()
-            if not old or any(node in self.replaced for node in (use.node, *above)):
-                continue
-            if len(origins) > 1:
-                self._say_ambiguous(use)
-                continue
-            scope = use.scope.find(use.parts[0])
-            bindings = scope.bindings[use.parts[0]] if scope else []
-            if any(_is_old(binding.origin or "") for binding in bindings):
-                groups[scope, use.parts[0]].append((use, old[0]))
-            else:
-                alone.append((use, old[0]))
+            where = f"replace torch.amp.{OLD[old][0]}, where that is used"
+            self.say(node, "by hand", f"{old} is replaced here: {where}")
+        alone, groups = self._sort_uses()
         for scope in self.tree.scopes:
             for name, bindings in scope.bindings.items():
-                if any(_is_old(binding.origin or "") for binding in bindings):
-                    self._rewrite_group(scope, name, bindings, groups.get((scope, name), []))
+                if any(_is_old(binding.origin) for binding in bindings):
+                    self._rewrite_group(scope, name, bindings, groups[scope, name])
         for use, old in alone:  # last, since a name may have brought torch with it
             self._rewrite_alone(use, old)
-        for scope in self.torch_needed:
-            self._put_before(self.brings_torch[scope], "import torch")
+        for scope in self.torch.needed:
+            self._put_before(self.torch.brings[scope], "import torch")
         self._rewrite_imports()
+
+    def _sort_uses(self) -> tuple[list, defaultdict[tuple[Scope, str], list]]:
+        """The uses through torch or torch.cuda, and those of each name that an import binds."""
+        alone: list[tuple[Use, str]] = []
+        groups: defaultdict[tuple[Scope, str], list[tuple[Use, str]]] = defaultdict(list)
+        for use in self.tree.uses:
+            origins = self.tree.origins(use)
+            old = next(filter(_is_old, origins), None)
+            if old is None or any(
+                use.node is node or self.tree.is_in(use.node, node) for node in self.replaced
+            ):
+                continue
+            if len(origins) > 1:
+                self._say_ambiguous(use, use.bindings)
+            elif any(_is_old(binding.origin) for binding in use.bindings):
+                groups[use.scope.find(use.parts[0]), use.parts[0]].append((use, old))
+            else:
+                alone.append((use, old))
+        return alone, groups
 
     def _find_replaced(self) -> dict[cst.CSTNode, str]:
         """Where an old name of torch is given another value, and which one."""
         found = {}
         for use in self.tree.uses:
             is_target = isinstance(self.tree.parents[use.node], cst.AssignTarget | cst.Del)
-            if is_target and len(use.parts) > 1:
-                for old in self.tree.origins(use) & OLD.keys():
+            for old in self.tree.origins(use) & OLD.keys() if is_target else ():
+                if len(use.parts) > 1:
                     found[use.node] = old
         for call in self.tree.calls:
-            if name_called(call) not in ("patch", "object", "setattr", "delattr"):
-                continue
-            names = []  # what is replaced is given in one string, or as a module and a string
-            for value in (arg.value for arg in call.args[:2]):
-                is_text = isinstance(value, cst.SimpleString)
-                names.append(
-                    value.raw_value
-                    if is_text
-                    else self.tree.origin(value, self.tree.scope_of[call])
-                )
-            for old in (*names[:1], ".".join(filter(None, names))):
-                if old in OLD:
+            if name_called(call) in ("patch", "object", "setattr", "delattr"):
+                for old in OLD.keys() & self._patched(call):
                     found[call] = old
         return found
 
-    def _say_ambiguous(self, use: Use) -> None:
-        name = use.parts[0]
-        bindings = use.scope.find(name).bindings[name]
-        for binding in bindings:
-            self.handled.add(binding.node)
-        if is_guarded(self.tree, use.node) or self._is_fallback(bindings):
-            old = next((b.node for b in bindings if _is_old(b.origin or "")), use.node)
-            self.say(old, "left", f"{name} depends on the version of torch: left alone")
-            return
-        lines = sorted({self.tree.line(binding.node) for binding in bindings})
-        where = ", ".join(map(str, lines))
-        self.say(
-            use.node,
-            "by hand",
-            f"{name} is bound to different things (lines {where}): give them different names, "
-            "then use torch.amp with its device",
-        )
+    def _patched(self, call: cst.Call) -> tuple[str, ...]:
+        """What a call may replace, given as one string, or as a module and a string."""
+        names = []
+        for value in (arg.value for arg in call.args[:2]):
+            origin = self.tree.origin(value, self.tree.scope_of[call])
+            names.append(literal(value) or origin or "")
+        return *names[:1], ".".join(filter(None, names))
 
-    def _is_fallback(self, bindings: list[Binding]) -> bool:
-        return any(is_guarded(self.tree, binding.node) for binding in bindings)
+    def _say_ambiguous(self, use: Use, bindings: list[Binding]) -> None:
+        name, nodes = use.parts[0], [binding.node for binding in bindings]
+        self.handled.update(nodes)
+        if any(is_guarded(self.tree, node) for node in (use.node, *nodes)):
+            self._say_versioned(name, bindings)
+            return
+        lines = ", ".join(map(str, sorted(set(map(self.tree.line, nodes)))))
+        what = "give them different names, then use torch.amp with its device"
+        message = f"{name} is bound to different things (lines {lines}): {what}"
+        self.say(use.node, "by hand", message)
+
+    def _say_versioned(self, name: str, bindings: list[Binding]) -> None:
+        old = next(binding.node for binding in bindings if _is_old(binding.origin))
+        self.say(old, "left", f"{name} depends on the version of torch: left alone")
 
     # One use.
 
     def _rewrite_alone(self, use: Use, old: str) -> None:
-        """Rewrite a use that names the module through ``torch``, or another module above it."""
+        """Rewrite a use to ``torch.amp.…``, by the name under which torch is known there."""
         if is_guarded(self.tree, use.node):
             self.say(use.node, "left", f"{'.'.join(use.parts)} depends on a version: left alone")
             return
         try:
-            self._rewrite_spelled(use, old)
+            edits = self._plan(use, old)
+            name, torch = OLD[old][0], self.torch.at(use)
+            if torch is None:
+                raise ByHand(f"write torch.amp.{name} for {'.'.join(use.parts)}, and import torch")
+            if "#" in self.tree.text[slice(*self.tree.span(use.node))]:
+                raise ByHand(f"a comment stands inside the name: write torch.amp.{name}")
         except ByHand as why:
             self.say(use.node, "by hand", str(why))
-
-    def _rewrite_spelled(self, use: Use, old: str) -> None:
-        """Rewrite a use to ``torch.amp.…``, by the name under which torch is known there."""
-        name, edits = self._plan(use, old)
-        torch = self._torch(use)
-        if torch is None:
-            raise ByHand(f"write torch.amp.{name} for {'.'.join(use.parts)}, and import torch")
-        start, end = self.tree.span(use.node)
-        if "#" in self.tree.text[start:end]:
-            raise ByHand(f"a comment stands inside the name: write torch.amp.{name}")
-        self.edits += [Edit(start, end, f"{torch}.amp.{name}"), *edits]
+            return
+        self.replace(use.node, f"{torch}.amp.{name}")
+        self.edits += edits
         self._say_rewritten(use, old)
 
     def _say_rewritten(self, use: Use, old: str) -> None:
         name, device = OLD[old]
-        module = next(module for module, its in OLD_MODULES.items() if its == device)
-        self.say(use.node, "rewritten", f"{module}.{name} is torch.amp.{name} for {device!r}")
+        message = f"torch.{device}.amp.{name} is torch.amp.{name} for {device!r}"
+        self.say(use.node, "rewritten", message)
 
-    def _torch(self, use: Use) -> str | None:
-        """The name of the module torch where something is used, if it is surely bound there."""
-        names, scope = {"torch": None}, use.scope
-        for looked in scope.outwards():
-            for name, bindings in looked.bindings.items():
-                if any(binding.origin == "torch" for binding in bindings):
-                    names[name] = None
-        for name in names:
-            bound = scope.find(name)
-            if bound is None:
-                if name == use.parts[0] or self._is_taken_as_given(name):
-                    return name
-                continue
-            is_spelled = name == use.parts[0] and self.tree.origins(
-                Use(use.node, (name,), scope)
-            ) & {"torch"}
-            if is_spelled or self._is_surely_torch(bound, name, use):
-                return name
-        bound = scope.find("torch")
-        for looked in scope.outwards():
-            if looked in self.brings_torch and bound in (None, looked):
-                self.torch_needed.add(looked)
-                return "torch"
-            if looked is bound:
-                break
-        return None
-
-    def _is_taken_as_given(self, name: str) -> bool:
-        """Whether a name that nothing in the file binds is used: a star import may bring it."""
-        return any(u.parts[0] == name and u.scope.find(name) is None for u in self.tree.uses)
-
-    def _is_deleted(self, name: str) -> bool:
-        return any(
-            use.parts == (name,) and isinstance(self.tree.parents[use.node], cst.Del)
-            for use in self.tree.uses
-        )
-
-    def _is_surely_torch(self, bound: Scope, name: str, use: Use) -> bool:
-        """Whether a name is the module torch whenever a use in it, or in a function in it, runs."""
-        bindings = [binding for binding in bound.bindings[name] if not binding.is_none]
-        if self._is_deleted(name) or any(binding.origin != "torch" for binding in bindings):
-            return False
-        path = dict(self.tree.ancestors(use.node))  # block above: the statement in it
-        is_later = bound.kind == "module" and use.scope is not bound
-        for binding in bindings:
-            statement = self.tree.statement(binding.node)
-            block = self.tree.parents[statement]
-            tried = self.tree.parents.get(block)
-            if isinstance(tried, cst.Try) and tried.body is block:
-                statement, block = tried, self.tree.parents[tried]
-            if block is self.tree.module and is_later:
-                return True
-            if block not in path:
-                continue
-            earlier, later = statement, path[block]
-            if earlier is later:  # a line with semicolons
-                if self.tree.span(binding.node) < self.tree.span(use.node):
-                    return True
-            elif block.body.index(earlier) < block.body.index(later):
-                return True
-        return False
-
-    def _plan(self, use: Use, old: str) -> tuple[str, list[Edit]]:
-        """Today's name for a use, and the edits beside it. Raises `ByHand`."""
+    def _plan(self, use: Use, old: str) -> list[Edit]:
+        """The edits beside the name itself. Raises `ByHand`."""
+        if old in OLD_MODULES:
+            where = f"give its device {OLD_MODULES[old]!r} in each call"
+            raise ByHand(f"{old} is used as a value: use torch.amp, and {where}")
         if old not in OLD:
-            if old in OLD_MODULES:
-                raise ByHand(
-                    f"{old} is used as a value: use torch.amp, and give its device "
-                    f"{OLD_MODULES[old]!r} in each call"
-                )
-            whole = next(name for name in OLD if old.startswith(name + "."))
+            whole = next(name for name in OLD if old.startswith(f"{name}."))
             raise ByHand(f"{whole} is used as a value: use torch.amp.{OLD[whole][0]}")
-        name, device = OLD[old]
-        node, parents = use.node, self.tree.parents
-        if any(isinstance(p, cst.FormattedString) for p, _ in self.tree.ancestors(node)):
-            raise ByHand(f'inside an f-string: write torch.amp.{name}, with "{device}"')
-        parent = parents[node]
-        if replaced := [at for at, its in self.replaced.items() if its == old]:
-            lines = ", ".join(str(self.tree.line(at)) for at in replaced)
-            raise ByHand(f"{old} is replaced (line {lines}): write torch.amp.{name} in both places")
-        if any(isinstance(above, cst.Del) for above, _ in self.tree.ancestors(node)):
-            raise ByHand(f"its name is deleted here: write torch.amp.{name}, and do not")
-        if (call := self.tree.call_of(node)) is not None:
-            return name, self._plan_call(name, device, call, call.args, use)
+        (name, device), node = OLD[old], use.node
+        self._check_place(node, old)
+        call = self.tree.call_of(node)
+        if call is not None:
+            return self._plan_call(name, device, call, call.args, use)
         if name.startswith("custom"):
-            return name, [Edit(*[self.tree.span(node)[1]] * 2, f'(device_type="{device}")')]
-        if self._names_a_type(node):
+            end = self.tree.span(node)[1]
+            return [Edit(end, end, f'(device_type="{device}")')]
+        if self.tree.is_type(node):
             self._check_told_apart(name, device, node)
-            return name, []
+            return []
+        return self._plan_value(use, old)
+
+    def _check_place(self, node: cst.BaseExpression, old: str) -> None:
+        """Raise `ByHand` where the name stands in something that an edit would break."""
+        name, device = OLD[old]
+        if self.tree.is_in(node, cst.FormattedString):
+            raise ByHand(f'inside an f-string: write torch.amp.{name}, with "{device}"')
+        replaced = [str(self.tree.line(at)) for at, other in self.replaced.items() if other == old]
+        if replaced:
+            where = f"{old} is replaced (line {', '.join(replaced)})"
+            raise ByHand(f"{where}: write torch.amp.{name} in both places")
+        if self.tree.is_in(node, cst.Del):
+            raise ByHand(f"its name is deleted here: write torch.amp.{name}, and do not")
+
+    def _plan_value(self, use: Use, old: str) -> list[Edit]:
+        """The edits where a class is used without being called there. Raises `ByHand`."""
+        (name, device), parent = OLD[old], self.tree.parents[use.node]
         if isinstance(parent, cst.Arg):
-            call = parents[parent]
+            call = self.tree.parents[parent]
             is_first = isinstance(call, cst.Call) and call.args[0] is parent
             if is_first and self.tree.origin(call.func, use.scope) == "functools.partial":
                 self._check_partial(name, device, call)
-                rest = call.args[1:]
-                return name, self._plan_call(name, device, call, rest, use, after=parent)
+                return self._plan_call(name, device, call, call.args[1:], use, after=parent)
             if isinstance(call, cst.ClassDef):
-                raise ByHand(
-                    f'a class derives from it: derive from torch.amp.{name}, and give "{device}" '
-                    "first in super().__init__"
-                )
+                where = f'give "{device}" first in super().__init__'
+                raise ByHand(f"a class derives from it: derive from torch.amp.{name}, and {where}")
         if isinstance(parent, cst.Decorator):
             raise ByHand(f'without brackets it decorates nothing: write torch.amp.{name}("cuda")')
-        raise ByHand(
-            f"{old} is used as a value: write functools.partial(torch.amp.{name}, "
-            f'"{device}"{self._defaults(device) if name == "autocast" else ""})'
-        )
-
-    @staticmethod
-    def _defaults(device: str, torch: str = "torch") -> str:
-        return f", dtype={torch}.{_DTYPES[device]}"
-
-    def _names_a_type(self, node: cst.BaseExpression) -> bool:
-        for parent, child in self.tree.ancestors(node):
-            if isinstance(parent, cst.Annotation):
-                return True
-            if isinstance(parent, cst.MatchClass):
-                return parent.cls is child
-            if isinstance(parent, cst.Comparison):  # type(x) is …
-                return isinstance(parent.left, cst.Call) and dotted(parent.left.func) == ("type",)
-            if isinstance(parent, cst.Call):
-                is_check = dotted(parent.func) in (("isinstance",), ("issubclass",))
-                return is_check and len(parent.args) == 2 and parent.args[1] is child
-            inside = cst.Subscript | cst.SubscriptElement | cst.Index | cst.Tuple | cst.List
-            inside |= cst.Element | cst.BinaryOperation | cst.Arg | cst.ComparisonTarget
-            if not isinstance(parent, inside):
-                return False
-        return False
+        defaults = f", dtype=torch.{_DTYPES[device]}" if name == "autocast" else ""
+        new = f'functools.partial(torch.amp.{name}, "{device}"{defaults})'
+        raise ByHand(f"{old} is used as a value: write {new}")
 
     def _check_told_apart(self, name: str, device: str, node: cst.BaseExpression) -> None:
         """Raise `ByHand` if a check of the type tells what will be one class of torch.amp."""
-        if any(isinstance(parent, cst.Annotation) for parent, _ in self.tree.ancestors(node)):
+        if self.tree.is_in(node, cst.Annotation):
             return
-        others = {old for old, its in OLD.items() if its[0] == name and its[1] != device}
+        others = {old for old, new in OLD.items() if new[0] == name and new[1] != device}
         others.update(_TODAY[name])
         if any(self.tree.origins(use) & others for use in self.tree.uses):
-            raise ByHand(
-                f"torch.amp.{name} is one class for all devices: ask for its "
-                f'{"device" if name == "autocast" else "_device"}, here "{device}"'
-            )
+            asked = "device" if name == "autocast" else "_device"
+            one = f"torch.amp.{name} is one class for all devices"
+            raise ByHand(f'{one}: ask for its {asked}, here "{device}"')
 
     def _check_partial(self, name: str, device: str, call: cst.Call) -> None:
         """Raise `ByHand` if a ``partial`` of autocast may be called with positional arguments."""
-        if name != "autocast":
-            return
         target = self.tree.parents[call]
-        bound = target.targets[0].target if isinstance(target, cst.Assign) else None
-        parts = dotted(bound) if bound is not None and len(target.targets) == 1 else None
-        for use in self.tree.uses if parts else ():
-            parent = self.tree.parents[use.node]
-            if use.parts[-1] != parts[-1] or isinstance(parent, cst.AssignTarget):
-                continue
-            its = self.tree.call_of(use.node)
-            if its is None or any(a.star or not a.keyword for a in its.args):
-                parts = None
-                break
-        if parts is None:
-            raise ByHand(
-                "what calls it may give arguments by position, whose order is another now: write "
-                f'functools.partial(torch.amp.autocast, "{device}"{self._defaults(device)}, …), '
-                "and enabled=… where it is called"
-            )
+        is_one = isinstance(target, cst.Assign) and len(target.targets) == 1
+        parts = dotted(target.targets[0].target) if is_one else None
+        if name != "autocast" or (parts and self._is_called_by_keyword(parts[-1])):
+            return
+        raise ByHand(
+            "what calls it may give arguments by position, whose order is another now: write "
+            f'functools.partial(torch.amp.autocast, "{device}", dtype=torch.{_DTYPES[device]}, …), '
+            "and enabled=… where it is called"
+        )
+
+    def _is_called_by_keyword(self, name: str) -> bool:
+        """Whether what has a name is always called, and never with an argument by position."""
+        for use in self.tree.uses:
+            is_target = isinstance(self.tree.parents[use.node], cst.AssignTarget)
+            if use.parts[-1] == name and not is_target:
+                call = self.tree.call_of(use.node)
+                if call is None or any(arg.star or not arg.keyword for arg in call.args):
+                    return False
+        return True
 
     def _plan_call(
         self,
@@ -371,79 +289,86 @@ class _Rewriter:
         after: cst.Arg | None = None,
     ) -> list[Edit]:
         """The edits of the arguments `args`, which stand after the argument `after` if that is."""
+        end = self.tree.span(call)[1] - 1
         if name.startswith("custom"):
-            return [self._append(call, args, f'device_type="{device}"')]
+            at = self.tree.span(args[-1])[1] if args else end
+            comma = f",{self._blanks_before(args[-1])}" if args else ""
+            return [Edit(at, at, f'{comma}device_type="{device}"')]
         first, edits = f'"{device}"', []
         if name == "autocast":
             defaults, edits = self._plan_autocast(device, args, use)
             first += defaults
-        return [self._insert(call, args, first, after), *edits]
+        if after is not None:
+            at, first = self.tree.span(after)[1], f", {first}"
+        elif args:
+            at, first = self.tree.span(args[0])[0], f"{first},{self._blanks_before(args[0])}"
+        else:
+            at = end
+        return [Edit(at, at, first), *edits]
 
     def _plan_autocast(self, device: str, args: list[cst.Arg], use: Use) -> tuple[str, list[Edit]]:
-        given: dict[str, cst.BaseExpression] = {}
-        mappings, edits = [], []
+        """What to put after the device, and the edits of the arguments."""
+        given = self._autocast_arguments(device, args)
+        edits = []
+        for keyword, arg in given.items():
+            if arg.keyword is None:  # the order of today's is another
+                start, end = self.tree.span(arg)
+                is_bare = isinstance(arg.value, cst.NamedExpr) and not arg.value.lpar
+                edits.append(Edit(start, start, f"{keyword}={'(' if is_bare else ''}"))
+                edits += [Edit(end, end, ")")] * is_bare
+        defaults = self._autocast_defaults(device, given, use)
+        mappings = [arg for arg in args if arg.star == "**"]
+        if not mappings:
+            return "".join(f", {key}={value}" for key, value in defaults.items()), edits
+        if len(mappings) > 1 and defaults:
+            raise ByHand(f'it is called with two **: write torch.amp.autocast("{device}", …)')
+        return "", edits + (self._put_into_mapping(mappings[0], defaults) if defaults else [])
+
+    def _put_into_mapping(self, arg: cst.Arg, defaults: dict[str, str]) -> list[Edit]:
+        """Put defaults before what ``**`` brings, which may hold them too, and then counts."""
+        start, end = self.tree.span(arg)
+        start += len("**")
+        listed = "".join(f'"{key}": {text}, ' for key, text in defaults.items())
+        is_bare = not isinstance(arg.value, _ATOMS) and not arg.value.lpar
+        before, after = ("**(", ")}") if is_bare else ("**", "}")
+        return [Edit(start, start, "{" + listed + before), Edit(end, end, after)]
+
+    @staticmethod
+    def _autocast_arguments(device: str, args: list[cst.Arg]) -> dict[str, cst.Arg]:
+        """The arguments of a call of the old autocast by their names. Raises `ByHand`."""
+        given: dict[str, cst.Arg] = {}
         for arg in args:
-            start, end = self.tree.span(arg)
             if arg.star == "*" or (not arg.star and not arg.keyword and len(given) == 3):
                 raise ByHand(
                     "its positional arguments changed their order: write torch.amp.autocast("
                     f'"{device}", enabled=…, dtype=…, cache_enabled=…)'
                 )
-            if arg.star == "**":
-                is_bare = not isinstance(arg.value, _ATOMS) and not arg.value.lpar
-                mappings.append((start + len("**"), end, is_bare))
-            elif arg.keyword is not None:
-                given[arg.keyword.value] = arg.value
-            else:
-                keyword = _AUTOCAST_ARGUMENTS[len(given)]
-                given[keyword] = arg.value
-                is_bare = isinstance(arg.value, cst.NamedExpr) and not arg.value.lpar
-                edits.append(Edit(start, start, f"{keyword}={'(' if is_bare else ''}"))
-                if is_bare:
-                    edits.append(Edit(end, end, ")"))
-        defaults, enabled = {}, given.get("enabled")
-        if "dtype" not in given and not (is_false(enabled) and not self.takes_dtype):
-            torch = self._torch(use)
+            if arg.keyword is not None:
+                given[arg.keyword.value] = arg
+            elif not arg.star:
+                given[_AUTOCAST_ARGUMENTS[len(given)]] = arg
+        return given
+
+    def _autocast_defaults(self, device: str, given: dict[str, cst.Arg], use: Use) -> dict:
+        """The defaults of the old autocast that are to be written out. Raises `ByHand`."""
+        defaults = {}
+        is_idle = "enabled" in given and is_false(given["enabled"].value)
+        if "dtype" not in given and (not is_idle or self.takes_dtype):
+            torch = self.torch.at(use)
             if torch is None:
                 raise ByHand(f"import torch, and give it dtype=torch.{_DTYPES[device]}")
             defaults["dtype"] = f"{torch}.{_DTYPES[device]}"
         if self.turns_cache_off and "cache_enabled" not in given:
             defaults["cache_enabled"] = "True"
-        if not mappings:
-            return "".join(f", {key}={value}" for key, value in defaults.items()), edits
-        if len(mappings) > 1 and defaults:
-            raise ByHand(f'it is called with two **: write torch.amp.autocast("{device}", …)')
-        if defaults:  # what the mapping holds comes after them
-            start, end, is_bare = mappings[0]
-            listed = "".join(f'"{key}": {value}, ' for key, value in defaults.items())
-            before, after = ("**(", ")}") if is_bare else ("**", "}")
-            edits += [Edit(start, start, "{" + listed + before), Edit(end, end, after)]
-        return "", edits
+        return defaults
 
     def _blanks_before(self, arg: cst.Arg) -> str:
         """What separates an argument on a line of its own from the one before; else a blank."""
         start = self.tree.span(arg)[0]
-        text = self.tree.text
-        blanks = text[len(text[:start].rstrip()) : start]
-        line = text[:start].rstrip().splitlines()[-1:]
-        return blanks if ("\n" in blanks or "\r" in blanks) and "#" not in "".join(line) else " "
-
-    def _insert(self, call: cst.Call, args, first: str, after: cst.Arg | None) -> Edit:
-        if after is not None:
-            at = self.tree.span(after)[1]
-            return Edit(at, at, f", {first}")
-        if args:
-            at = self.tree.span(args[0])[0]
-            return Edit(at, at, f"{first},{self._blanks_before(args[0])}")
-        at = self.tree.span(call)[1] - 1
-        return Edit(at, at, first)
-
-    def _append(self, call: cst.Call, args, last: str) -> Edit:
-        if args:
-            at = self.tree.span(args[-1])[1]
-            return Edit(at, at, f",{self._blanks_before(args[-1])}{last}")
-        at = self.tree.span(call)[1] - 1
-        return Edit(at, at, last)
+        before = self.tree.text[:start].rstrip()
+        blanks = self.tree.text[len(before) : start]
+        has_comment = "#" in "".join(before.splitlines()[-1:])
+        return blanks if ("\n" in blanks or "\r" in blanks) and not has_comment else " "
 
     # A name that an import binds, with all its uses.
 
@@ -451,61 +376,62 @@ class _Rewriter:
         self, scope: Scope, name: str, bindings: list[Binding], uses: list[tuple[Use, str]]
     ) -> None:
         aliases = [binding.node for binding in bindings]
-        if any(alias in self.handled for alias in aliases):
+        if self.handled.intersection(aliases):
             return
         if any(is_guarded(self.tree, alias) for alias in aliases):
-            old = next(b.node for b in bindings if _is_old(b.origin or ""))
-            self.say(old, "left", f"{name} depends on the version of torch: left alone")
+            self._say_versioned(name, bindings)
             return
-        if len({binding.origin for binding in bindings}) > 1:
-            self.say(aliases[0], "by hand", f"{name} is bound to different things in one scope")
-            return
-        origin = bindings[0].origin
-        is_class = origin in OLD
-        if scope.kind == "class" or (is_class and (not uses or name in self._exported)):
-            device = OLD[origin][1] if is_class else OLD_MODULES[origin]
-            self.say(
-                aliases[0],
-                "by hand",
-                f"{name} is not used here, or not only: "
-                f"{'import it from torch.amp' if is_class else 'use torch.amp'} where it is used, "
-                f'with its device "{device}"',
-            )
+        if stays := self._why_stays(scope, name, bindings, uses):
+            self.say(aliases[0], "by hand", stays)
             return
         statement = self.tree.parents[aliases[0]]
-        is_here = any(node is statement and where is scope for node, where in self.tree.imports)
-        if is_here and self._may_bind_torch(scope):
-            self.brings_torch.setdefault(scope, statement)
-        planned, why, keeps = [], {}, False
+        if (statement, scope) in self.tree.imports:
+            self.torch.offer(scope, statement)
+        planned = self._plan_uses(name, uses)
+        if len(planned) < len(uses) or self._count_uses(scope, name) > len(uses):
+            for use, old, _ in planned:  # the import stays for the rest, so these go past it
+                self._rewrite_alone(use, old)
+        elif uses:
+            self._move_group(name, aliases, planned)
+
+    def _move_group(self, name: str, aliases: list[cst.ImportAlias], planned: list) -> None:
+        """Let a name with all its uses come from torch.amp."""
+        for use, old, edits in planned:
+            self.edits += edits
+            self._say_rewritten(use, old)
+        for alias in aliases:
+            self.moved[self.tree.parents[alias]].append(alias)
+            self.say(alias, "rewritten", f"{name} is imported from torch.amp")
+
+    def _count_uses(self, scope: Scope, name: str) -> int:
+        """All uses of a name, among them some of other things, such as amp.common."""
+        return sum(u.parts[0] == name and u.scope.find(name) is scope for u in self.tree.uses)
+
+    def _why_stays(self, scope: Scope, name: str, bindings: list[Binding], uses: list) -> str:
+        """Why an import is left, and what to do; empty if it is not."""
+        origin = bindings[0].origin
+        if any(binding.origin != origin for binding in bindings):
+            return f"{name} is bound to different things in one scope"
+        is_class = origin in OLD
+        if scope.kind != "class" and (not is_class or (uses and name not in self._exported)):
+            return ""
+        device = OLD[origin][1] if is_class else OLD_MODULES[origin]
+        new = "import it from torch.amp" if is_class else "use torch.amp"
+        where = f'{new} where it is used, with its device "{device}"'
+        return f"{name} is not used here, or not only: {where}"
+
+    def _plan_uses(self, name: str, uses: list[tuple[Use, str]]) -> list:
+        """Those of the uses of a name that can be rewritten, with their edits."""
+        planned = []
         for use, old in uses:
             if is_guarded(self.tree, use.node):
-                keeps = True
                 self.say(use.node, "left", f"{name} depends on a version here: left alone")
                 continue
             try:
-                planned.append((use, old, self._plan(use, old)[1]))
-            except ByHand as reason:
-                why[use.node] = str(reason)
-        kept = [u for u in self.tree.uses if u.parts[0] == name and u.scope.find(name) is scope]
-        keeps |= len(kept) > len(uses)  # such as amp.common.amp_definitely_not_available
-        if why or keeps:
-            for use, old, _ in planned:
-                self._rewrite_alone(use, old)
-            for node, reason in why.items():
-                self.say(node, "by hand", reason)
-        elif uses:
-            for use, old, edits in planned:
-                self.edits += edits
-                self._say_rewritten(use, old)
-            for alias in aliases:
-                self.moved[self.tree.parents[alias]].append(alias)
-                self.say(alias, "rewritten", f"{name} is imported from torch.amp")
-
-    def _may_bind_torch(self, scope: Scope) -> bool:
-        """Whether `import torch` in a scope leaves each use of that name its meaning."""
-        related = [s for s in self.tree.scopes if scope in s.outwards() or s in scope.outwards()]
-        bindings = [binding for s in related for binding in s.bindings.get("torch", ())]
-        return not self._is_deleted("torch") and all(b.origin == "torch" for b in bindings)
+                planned.append((use, old, self._plan(use, old)))
+            except ByHand as why:
+                self.say(use.node, "by hand", str(why))
+        return planned
 
     @functools.cached_property
     def _exported(self) -> set[str]:
@@ -517,75 +443,55 @@ class _Rewriter:
     def _put_before(self, statement: cst.CSTNode, line: str) -> None:
         start = self.tree.span(statement)[0]
         indent = self.tree.indent(start)
-        separator = "; " if indent is None else self.tree.newline + indent
-        self.edits.append(Edit(start, start, line + separator))
+        self.insert(start, line + ("; " if indent is None else self.tree.newline + indent))
 
     # Imports.
 
     def _rewrite_imports(self) -> None:
         for node, _ in self.tree.imports:
             if isinstance(node, cst.Import):
-                for alias in node.names:
-                    if ".".join(dotted(alias.name)) not in OLD_MODULES:
-                        continue
-                    if alias in self.moved[node] or (
-                        alias.asname is None and not is_guarded(self.tree, alias)
-                    ):
-                        if alias.asname is None:
-                            self.say(alias, "rewritten", "torch.amp is imported")
-                        self.edits.append(Edit(*self.tree.span(alias.name), "torch.amp"))
-            elif isinstance(node.names, cst.ImportStar):
-                module = "" if node.relative else ".".join(dotted(node.module))
+                self._rewrite_import(node)
+            elif is_star(node):
+                module = module_of(node)
                 if module.startswith(tuple(OLD_MODULES)) and not is_guarded(self.tree, node):
-                    self.say(
-                        node,
-                        "by hand",
-                        f"from {module} import *: import the names that are used from torch.amp, "
-                        "and give each call its device",
-                    )
+                    what = "import the names that are used from torch.amp, and give each call its"
+                    self.say(node, "by hand", f"from {module} import *: {what} device")
             elif self.moved[node]:
                 self._rewrite_import_from(node)
 
+    def _rewrite_import(self, node: cst.Import) -> None:
+        for alias in node.names:
+            if ".".join(dotted(alias.name)) not in OLD_MODULES:
+                continue
+            is_plain = alias.asname is None and not is_guarded(self.tree, alias)
+            if is_plain:
+                self.say(alias, "rewritten", "torch.amp is imported")
+            if is_plain or alias in self.moved[node]:
+                self.replace(alias.name, "torch.amp")
+
     def _rewrite_import_from(self, node: cst.ImportFrom) -> None:
-        aliases, moved = list(node.names), self.moved[node]
-        new = (
-            "torch" if ".".join(dotted(node.module)) in ("torch.cuda", "torch.cpu") else "torch.amp"
-        )
+        tree, aliases, moved = self.tree, list(node.names), self.moved[node]
+        new = "torch" if module_of(node) in ("torch.cuda", "torch.cpu") else "torch.amp"
         if len(moved) == len(aliases):
-            self.edits.append(Edit(*self.tree.span(node.module), new))
+            self.replace(node.module, new)
             return
         spans = [self._alias_span(alias) for alias in aliases]
-        texts = [self.tree.text[slice(*span)] for span in spans]
-        names = ", ".join(t for t, alias in zip(texts, aliases, strict=True) if alias in moved)
-        self._put_before(node, f"from {new} import {names}")
-        has_comments = "#" in self.tree.text[slice(*self.tree.span(node))]
-        last_kept = max(i for i, alias in enumerate(aliases) if alias not in moved)
-        for i, alias in enumerate(aliases):
-            if alias in moved and has_comments:  # which stay where they are, in their brackets
-                comma = re.match(r"\s*,?", self.tree.text[spans[i][1] :]).end()
-                self.edits.append(Edit(spans[i][0], spans[i][1] + comma, ""))
-            elif alias in moved:
-                cut = (
-                    (spans[i][0], spans[i + 1][0])
-                    if i < last_kept
-                    else (spans[i - 1][1], spans[i][1])
-                )
-                self.edits.append(Edit(*cut, ""))
+        is_moved = [alias in moved for alias in aliases]
+        texts = [tree.text[slice(*span)] for span in itertools.compress(spans, is_moved)]
+        self._put_before(node, f"from {new} import {', '.join(texts)}")
+        has_comments = "#" in tree.text[slice(*tree.span(node))]
+        last_kept = max(i for i, is_gone in enumerate(is_moved) if not is_gone)
+        for i, (start, end) in enumerate(spans):
+            if not is_moved[i]:
+                continue
+            if has_comments:  # which stay where they are, in their brackets
+                end += re.match(r"\s*,?", tree.text[end:]).end()
+            elif i < last_kept:
+                end = spans[i + 1][0]
+            else:
+                start = spans[i - 1][1]
+            self.edits.append(Edit(start, end, ""))
 
     def _alias_span(self, alias: cst.ImportAlias) -> tuple[int, int]:
         last = alias.name if alias.asname is None else alias.asname.name
         return self.tree.span(alias.name)[0], self.tree.span(last)[1]
-
-
-def _is_old(origin: str) -> bool:
-    return origin in OLD or origin in OLD_MODULES or origin.startswith(_OLD_AND_DOT)
-
-
-_OLD_AND_DOT = tuple(name + "." for name in OLD)
-
-
-def rewrite(tree: Tree) -> tuple[list[Edit], list[Finding]]:
-    """The edits that bring a file to ``torch.amp``, and what there is to say about its lines."""
-    rewriter = _Rewriter(tree)
-    rewriter.run()
-    return rewriter.edits, rewriter.findings

@@ -3,22 +3,23 @@
 Such code stays as it is: the branch for an old torch needs the old names.
 """
 
-import functools
 import re
 from collections.abc import Callable, Iterator
 
 import libcst as cst
 
-from amp_lab.migrate.python_tree import (
-    Binding,
-    Tree,
-    Use,
+from amp_lab.migrate.nodes import (
+    arguments,
     below,
     children,
     dotted,
+    is_star,
     leaves,
+    literal,
+    module_of,
     name_called,
 )
+from amp_lab.migrate.python_tree import Binding, Tree, Use, answered_once
 
 _NAMED_AFTER_TORCH = re.compile(  # TORCH_GE_2_4, is_torch_version, torch_at_least, PT24
     r"(?i)(?<![a-z])(?:py)?torch_?(?:v?\d+(?:_\d+)*(?![a-z\d])|greater|less|at_least|newer|older"
@@ -28,12 +29,9 @@ _NAMED_AFTER_TORCH = re.compile(  # TORCH_GE_2_4, is_torch_version, torch_at_lea
 _VERSIONS = re.compile(r"torch\.(?:__version__|torch_version|version\.(?!cuda|hip))")
 _OF_AMP = re.compile(r"(?i)amp|autocast|scaler|custom_(?:fwd|bwd)")
 _NEW = {
-    "torch.autocast": "autocast",
-    "torch.amp.autocast": "autocast",
-    "torch.amp.GradScaler": "GradScaler",
-    "torch.amp.custom_fwd": "custom_fwd",
-    "torch.amp.custom_bwd": "custom_bwd",
+    f"torch.amp.{name}": name for name in ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
 }
+_NEW["torch.autocast"] = "autocast"
 _FALLBACK = re.compile(
     r"except\s*(:|.*\b(ImportError|ModuleNotFoundError|AttributeError|TypeError|NameError|Exception)\b)"
 )
@@ -41,88 +39,97 @@ _MISSING = re.compile(r"except.*\b(ImportError|ModuleNotFoundError|AttributeErro
 _FURTHEST = 3  # assignments that a name in a test is followed through
 
 
-def _answered_once(ask: Callable) -> Callable:
-    """Keep the answer to a question about a node with its tree."""
-
-    @functools.wraps(ask)
-    def answer(tree: Tree, *about):
-        key = ask, *about
-        if key not in tree.answers:
-            tree.answers[key] = ask(tree, *about)
-        return tree.answers[key]
-
-    return answer
-
-
 def is_guarded(tree: Tree, node: cst.CSTNode) -> bool:
     """Whether a test of torch's version, or a try of its new names, decides if a node runs."""
     for parent, child in tree.ancestors(node):
-        if isinstance(parent, cst.If | cst.IfExp):
-            if child is parent.test:
-                continue
-            arms = [arm for arm in (parent.body, parent.orelse) if arm not in (None, child)]
-            block = tree.parents[parent]
-            if (
-                not arms
-                and isinstance(block, cst.Module | cst.IndentedBlock)
-                and leaves(parent.body)
-            ):
-                arms = list(block.body[block.body.index(parent) + 1 :])
-            if _asks_for_torch(tree, parent.test) or any(_is_newer(tree, a, node) for a in arms):
-                return True
-        elif isinstance(parent, cst.While):
-            if child is not parent.test and _asks_for_torch(tree, parent.test):
-                return True
-        elif isinstance(parent, cst.Call):
-            if dotted(parent.func) in (("hasattr",), ("getattr",)) and child is parent.args[0]:
-                return True
-        elif isinstance(parent, cst.BooleanOperation):
-            if child is parent.right and _asks_for_torch(tree, parent.left):
-                return True
-        elif isinstance(parent, cst.ExceptHandler):
-            if _is_fallback(tree, parent):
-                return True
-        elif isinstance(parent, cst.Try) and child is parent.body:
-            if any(_new_uses(tree, handler) for handler in parent.handlers):
-                return True
-        elif isinstance(parent, cst.Module | cst.IndentedBlock):
-            earlier = parent.body[: parent.body.index(child)]
-            if any(_leaves_by_version(tree, statement, node) for statement in earlier):
-                return True
+        guards = _GUARDS.get(type(parent))
+        if guards is not None and guards(tree, parent, child, node):
+            return True
     return False
 
 
-def _leaves_by_version(tree: Tree, statement: cst.CSTNode, node: cst.CSTNode) -> bool:
-    """Whether a statement ends a block for some versions, so that what follows is for others.
+# Each of these tells whether `parent` decides by version if `node`, which is in `child`, runs.
 
-    One that raises does not: it is for what this file cannot run with.
-    """
+
+def _if_guards(tree: Tree, parent: cst.If | cst.IfExp, child: cst.CSTNode, node) -> bool:
+    if child is parent.test:
+        return False
+    arms = [arm for arm in (parent.body, parent.orelse) if arm not in (None, child)]
+    block = tree.parents[parent]
+    if not arms and isinstance(block, cst.Module | cst.IndentedBlock) and leaves(parent.body):
+        arms = list(block.body[block.body.index(parent) + 1 :])  # they are its else
+    return _asks_for_torch(tree, parent.test) or any(_is_newer(tree, arm, node) for arm in arms)
+
+
+def _test_guards(tree: Tree, parent: cst.While | cst.BooleanOperation, child, node) -> bool:
+    test = parent.test if isinstance(parent, cst.While) else parent.left
+    return child is not test and _asks_for_torch(tree, test)
+
+
+def _call_guards(tree: Tree, parent: cst.Call, child: cst.CSTNode, node) -> bool:
+    return dotted(parent.func) in (("hasattr",), ("getattr",)) and child is parent.args[0]
+
+
+def _handler_guards(tree: Tree, parent: cst.ExceptHandler, child: cst.CSTNode, node) -> bool:
+    """Whether the handler is for what an old torch lacks."""
+    header, tried = tree.code(parent), tree.parents[parent].body
+    if not _FALLBACK.search(header):
+        return False
+    imports = (isinstance(part, cst.Import | cst.ImportFrom) for part in below(tried))
+    return bool(_new_uses(tree, tried)) or bool(_MISSING.search(header) and any(imports))
+
+
+def _try_guards(tree: Tree, parent: cst.Try, child: cst.CSTNode, node) -> bool:
+    return child is parent.body and any(_new_uses(tree, handler) for handler in parent.handlers)
+
+
+def _block_guards(tree: Tree, parent: cst.Module | cst.IndentedBlock, child, node) -> bool:
+    earlier = parent.body[: parent.body.index(child)]
+    return any(_leaves_by_version(tree, statement, node) for statement in earlier)
+
+
+_GUARDS: dict[type, Callable[..., bool]] = {
+    cst.If: _if_guards,
+    cst.IfExp: _if_guards,
+    cst.While: _test_guards,
+    cst.Call: _call_guards,
+    cst.BooleanOperation: _test_guards,
+    cst.ExceptHandler: _handler_guards,
+    cst.Try: _try_guards,
+    cst.Module: _block_guards,
+    cst.IndentedBlock: _block_guards,
+}
+
+
+def _leaves_by_version(tree: Tree, statement: cst.CSTNode, node: cst.CSTNode) -> bool:
+    """Whether a statement ends a block for some versions, so that what follows is for others."""
     if not isinstance(statement, cst.If | cst.Try | cst.With) or not leaves(statement.body):
         return False
     last = statement.body.body[-1]
     if isinstance(last.body[-1] if isinstance(last, cst.SimpleStatementLine) else last, cst.Raise):
-        return False
+        return False  # it is for what this file cannot run with
     if isinstance(statement, cst.With) and "suppress" not in tree.code(statement.items[0]):
         return False
-    if isinstance(statement, cst.If) and _asks_for_torch(tree, statement.test):
-        return True
-    return _is_newer(tree, statement.body, node)
+    is_asked = isinstance(statement, cst.If) and _asks_for_torch(tree, statement.test)
+    return is_asked or _is_newer(tree, statement.body, node)
 
 
-@_answered_once
+@answered_once
 def _asks_for_torch(tree: Tree, test: cst.BaseExpression, depth: int = 0) -> bool:
     """Whether an expression depends on the version of torch, or on what names it has."""
     parts = list(_below_but_in_dicts(test))
     if any(isinstance(node, cst.Call) and _looks_up(tree, node) for node in parts):
         return True
-    for use in (tree.use_at[node] for node in parts if node in tree.use_at):
-        if any(map(_NAMED_AFTER_TORCH.search, use.parts)):
-            return True
-        if any(origin and _VERSIONS.match(origin) for origin in tree.origins(use)):
-            return True
-        if depth < _FURTHEST and _tells_of_torch(tree, use, depth + 1):
-            return True
-    return False
+    uses = [tree.use_at[node] for node in parts if node in tree.use_at]
+    return any(_is_of_version(tree, use, depth) for use in uses)
+
+
+def _is_of_version(tree: Tree, use: Use, depth: int) -> bool:
+    if any(map(_NAMED_AFTER_TORCH.search, use.parts)):
+        return True
+    if any(origin and _VERSIONS.match(origin) for origin in tree.origins(use)):
+        return True
+    return depth < _FURTHEST and _tells_of_torch(tree, use, depth + 1)
 
 
 def _below_but_in_dicts(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -135,14 +142,13 @@ def _below_but_in_dicts(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 def _tells_of_torch(tree: Tree, use: Use, depth: int) -> bool:
     """Whether what a name or an attribute was given depends on the version of torch."""
-    attributes = [use.parts[:n] for n in range(2, len(use.parts) + 1)]
-    sources = [value for parts in attributes for value in tree.assigned.get(parts, ())]
-    scope = use.scope.find(use.parts[0])
-    for binding in scope.bindings[use.parts[0]] if scope else ():
-        if binding.source is not None:
-            sources.append(binding.source)
-            if _is_set_by_version(tree, binding):
-                return True
+    sources = []
+    for n in range(2, len(use.parts) + 1):
+        sources += tree.assigned.get(use.parts[:n], ())
+    given = [binding for binding in use.bindings if binding.source is not None]
+    if any(_is_set_by_version(tree, binding) for binding in given):
+        return True
+    sources += [binding.source for binding in given]
     # An IfExp chooses by a version, which what it gives no longer tells.
     sources = [source for source in sources if not isinstance(source, cst.IfExp)]
     return any(_asks_for_torch(tree, source, depth) for source in sources)
@@ -150,19 +156,27 @@ def _tells_of_torch(tree: Tree, use: Use, depth: int) -> bool:
 
 def _is_set_by_version(tree: Tree, binding: Binding) -> bool:
     """Whether a flag is set, or a thing of today's made, where a version or a try of it allows."""
-    value, key = binding.value, (_is_set_by_version, binding)
+    key = _is_set_by_version, binding
     if key not in tree.answers:
-        tree.answers[key] = False  # while it is looked for
-        is_flag = isinstance(value, cst.Name) and value.value in ("True", "False", "None")
-        is_new = isinstance(value, cst.Call) and any(
-            use is not None and use.node is value.func for use, _ in _new_uses(tree, value)
-        )
-        tree.answers[key] = (is_flag or is_new) and any(
-            (isinstance(above, cst.Try) and _is_try_of_new(tree, above))
-            or (is_flag and isinstance(above, cst.If) and _asks_for_torch(tree, above.test))
-            for above, _ in tree.ancestors(binding.node)
-        )
+        tree.answers[key] = False  # while it is looked for: a flag may be set by itself
+        is_flag = getattr(binding.value, "value", None) in ("True", "False", "None")
+        if is_flag or _makes_new(tree, binding.value):
+            above = [parent for parent, _ in tree.ancestors(binding.node)]
+            tree.answers[key] = any(_chooses_version(tree, node, is_flag) for node in above)
     return tree.answers[key]
+
+
+def _chooses_version(tree: Tree, node: cst.CSTNode, is_flag: bool) -> bool:
+    """Whether a try or, for a flag, an if decides by what torch has."""
+    if isinstance(node, cst.Try):
+        return _is_try_of_new(tree, node)
+    return is_flag and isinstance(node, cst.If) and _asks_for_torch(tree, node.test)
+
+
+def _makes_new(tree: Tree, value: cst.CSTNode | None) -> bool:
+    if not isinstance(value, cst.Call):
+        return False
+    return any(use is not None and use.node is value.func for use, _ in _new_uses(tree, value))
 
 
 def _is_try_of_new(tree: Tree, node: cst.Try) -> bool:
@@ -176,49 +190,30 @@ def _looks_up(tree: Tree, call: cst.Call) -> bool:
     name = name_called(call)
     if not call.args:
         return False
-    first, texts = call.args[0].value, [_literal(arg.value) for arg in call.args]
-    if name in ("hasattr", "getattr"):
-        module = _any_origin(tree, first)
-        asked = texts[1] if len(texts) > 1 else None
-        is_torch = module is not None and module.partition(".")[0] == "torch"
-        return is_torch and bool(_OF_AMP.search(module if asked is None else asked))
+    first, *rest = [literal(arg.value) for arg in call.args]
     if name in ("version", "distribution", "get_distribution"):
-        return texts[0] == "torch"
+        return first == "torch"
     if name in ("find_spec", "import_module"):
-        return texts[0] is not None and bool(re.match(r"torch\..*amp", texts[0]))
-    if name in ("signature", "getfullargspec", "dir", "vars"):
-        return any(
-            origin is not None and origin.startswith("torch") and bool(_OF_AMP.search(origin))
-            for use in tree.uses_below(first)
-            for origin in tree.origins(use)
-        )
-    return False
+        return bool(re.match(r"torch\..*amp", first or ""))
+    uses = tree.uses_below(call.args[0].value)
+    origins = [o for use in uses for o in tree.origins(use) if o and o.startswith("torch")]
+    if name in ("hasattr", "getattr"):
+        asked = rest[0] if rest and rest[0] is not None else "".join(origins[:1])
+        return bool(origins) and bool(_OF_AMP.search(asked))
+    is_listed = name in ("signature", "getfullargspec", "dir", "vars")
+    return is_listed and any(map(_OF_AMP.search, origins))
 
 
-def _literal(node: cst.BaseExpression) -> str | None:
-    return node.raw_value if isinstance(node, cst.SimpleString) else None
-
-
-def _any_origin(tree: Tree, node: cst.BaseExpression) -> str | None:
-    use = tree.use_at.get(node)
-    return next((o for o in tree.origins(use) if o), None) if use is not None else None
-
-
-@_answered_once
+@answered_once
 def _new_uses(tree: Tree, node: cst.CSTNode) -> list[tuple[Use | None, str]]:
     """Each use or import of today's names below a node; None for an import."""
-    found: list[tuple[Use | None, str]] = [
-        (use, _NEW[origin])
-        for use in tree.uses_below(node)
-        for origin in tree.origins(use)
-        if origin in _NEW
-    ]
+    found: list[tuple[Use | None, str]] = []
+    for use in tree.uses_below(node):
+        found += [(use, _NEW[origin]) for origin in tree.origins(use) if origin in _NEW]
     for part in below(node):
-        if isinstance(part, cst.ImportFrom) and not isinstance(part.names, cst.ImportStar):
-            module = "" if part.relative else ".".join(dotted(part.module))
-            for alias in part.names:
-                if (name := f"{module}.{alias.name.value}") in _NEW:
-                    found.append((None, _NEW[name]))
+        if isinstance(part, cst.ImportFrom) and not is_star(part):
+            names = [f"{module_of(part)}.{alias.name.value}" for alias in part.names]
+            found += [(None, _NEW[name]) for name in names if name in _NEW]
     return found
 
 
@@ -228,38 +223,19 @@ def _is_newer(tree: Tree, arm: cst.CSTNode, node: cst.CSTNode) -> bool:
     That of another device does not count, nor does a call of ``torch.autocast``, older than the
     other new names: it may be there for another dtype.
     """
-    found = _new_uses(tree, arm)
-    if not found:
-        return False
     use, old = tree.use_at.get(node), None
     if use is not None:
         old = {origin.rpartition(".")[2] for origin in tree.origins(use) if origin}
     elif isinstance(node, cst.ImportAlias):
         old = {node.name.value}
-    for new, name in found:
-        if old is not None and not old & {name, "amp"}:
-            continue
-        if new is None:
-            return True
-        if name == "autocast":
-            continue
-        call = tree.call_of(new.node)
-        devices = [
-            _literal(arg.value)
-            for i, arg in enumerate(call.args if call is not None else ())
-            if (i == 0 and arg.keyword is None)
-            or (arg.keyword is not None and arg.keyword.value in ("device", "device_type"))
-        ]
-        device = devices[0] if devices else None
-        if device is None or device.partition(":")[0] == "cuda":
+    for new, name in _new_uses(tree, arm):
+        if (old is None or old & {name, "amp"}) and (new is None or _is_for_cuda(tree, new, name)):
             return True
     return False
 
 
-def _is_fallback(tree: Tree, handler: cst.ExceptHandler) -> bool:
-    """Whether a handler is for what an old torch lacks."""
-    header, tried = tree.code(handler), tree.parents[handler].body
-    if not _FALLBACK.search(header):
-        return False
-    imports = (isinstance(part, cst.Import | cst.ImportFrom) for part in below(tried))
-    return bool(_new_uses(tree, tried)) or bool(_MISSING.search(header) and any(imports))
+def _is_for_cuda(tree: Tree, new: Use, name: str) -> bool:
+    call = tree.call_of(new.node)
+    given = arguments(call, ("device",)) if call is not None else {}
+    device = literal(given.get("device", given.get("device_type")))
+    return name != "autocast" and (device is None or device.partition(":")[0] == "cuda")

@@ -1,0 +1,373 @@
+"""What a file does with autocast and a loss scaler, as events in the order of its statements.
+
+The statements of each function are read with the branches, loops and autocast around them, so that
+a rule can ask what surely runs before what.
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterator
+
+import libcst as cst
+
+from amp_lab.migrate.nodes import (
+    arguments,
+    assignments,
+    below,
+    children,
+    dotted,
+    is_false,
+    is_star,
+    leaves,
+    module_of,
+)
+from amp_lab.migrate.python_tree import Scope, Tree
+from amp_lab.migrate.torch_amp import OLD, OLD_MODULES
+
+SCALERS = {name for name, (new, _) in OLD.items() if new == "GradScaler"}
+SCALERS |= {"torch.amp.GradScaler", "torch.amp.grad_scaler.GradScaler"}
+AUTOCASTS = {name for name, (new, _) in OLD.items() if new == "autocast"}
+AUTOCASTS |= {"torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast"}
+CLIPS = {
+    f"torch.nn.utils.{module}{name}"
+    for module in ("", "clip_grad.")
+    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
+}
+_OPTIMIZER = re.compile(r"(?:^|_)(?:optimizer|optim|opt)(?:_|[A-Z0-9]|$)")
+_ABOUT_AMP = re.compile(r"(?i)amp|scale|fp16|half|mixed|precision|float16|bf16|dtype|enabled")
+_NAMED_LOSS = re.compile(r"(?i)loss|err|cost|objective")
+_NO_LOSS = {"self", "cls", "engine", "model_engine", "accelerator", "fabric", "manager", "trainer"}
+_NO_LOSS |= {"model", "net", "module", "ctx", "layer"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a statement stands: the branches taken to it, the loops and the autocast around it."""
+
+    arms: tuple[tuple[cst.CSTNode, int], ...] = ()
+    loops: tuple[cst.CSTNode, ...] = ()
+    autocast: bool = False
+
+    def excludes(self, other: "Place") -> bool:
+        """Whether no path runs through both."""
+        return any(a is b and i != j for a, i in self.arms for b, j in other.arms)
+
+    def in_arm(self, node: cst.CSTNode, number: int) -> "Place":
+        """This place, in one of the branches of a statement."""
+        return dataclasses.replace(self, arms=(*self.arms, (node, number)))
+
+
+@dataclasses.dataclass(eq=False)
+class Event:
+    """Something done with a scaler, an optimizer or a gradient, or any other call."""
+
+    kind: str
+    """``make``, ``scaled``, ``backward``, ``unscale``, ``clip``, ``scaler step``, ``step``,
+    ``update`` or ``call``; empty for what is none of them.
+    """
+    node: cst.CSTNode
+    place: Place
+    order: int
+    of: str = ""
+    """The scaler, or the optimizer of a plain step."""
+    optimizer: str = ""
+
+
+@dataclasses.dataclass(eq=False)
+class Unit:
+    """The module, or a function, and what happens in it."""
+
+    node: cst.CSTNode
+    scope: Scope
+    events: list[Event] = dataclasses.field(default_factory=list)
+    scaled_names: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def all(self, kind: str) -> list[Event]:
+        """The events of a kind, in their order."""
+        return [event for event in self.events if event.kind == kind]
+
+
+def last_part(key: str) -> str:
+    """``scaler`` of ``self.scaler``."""
+    return key.rpartition(".")[2]
+
+
+class CodeReader:
+    """The units of a file, the module first, and what is made and stepped in them."""
+
+    def __init__(self, tree: Tree):
+        self.tree = tree
+        self.units: list[Unit] = []
+        self.scopes = {id(scope.node): scope for scope in tree.scopes}
+        stars = {module_of(node) for node, _ in tree.imports if is_star(node)}
+        self.star = min(stars & {*OLD_MODULES, "torch.amp"}, default=None)
+        self.disabled: set[str] = set()  # scalers that are made with enabled=False
+        self.made: dict[str, list[Event]] = {}  # by the last part of the name
+        self.scaler_names = set(self._find_scaler_names())
+        self._read_unit(tree.module, Place())
+        self.events = list(itertools.chain(*(unit.events for unit in self.units)))
+        self.stepped = {e.optimizer for e in self.events if e.kind in ("scaler step", "unscale")}
+        functions = [unit.node for unit in self.units if isinstance(unit.node, cst.FunctionDef)]
+        self.functions = {function.name.value: function for function in functions}
+
+    def _find_scaler_names(self) -> Iterator[str]:
+        for call in self.tree.calls:
+            if self.origin(call.func, self.tree.scope_of[call]) in SCALERS:
+                for above, _ in self.tree.ancestors(call):
+                    for target, value in assignments(above):
+                        if any(part is call for part in below(value)):
+                            yield last_part(self.key(target))
+
+    def origin(self, node: cst.CSTNode, scope: Scope | None) -> str | None:
+        """The dotted name that an expression stands for, also after ``amp = torch.cuda.amp``."""
+        parts = dotted(node)
+        if parts is None or scope is None:
+            return None
+        bound = scope.find(parts[0])
+        if bound is None and parts[0] not in ("torch", "apex"):
+            return ".".join((self.star, *parts)) if self.star else None
+        binding = scope.only(parts[0])
+        if binding is not None and dotted(binding.value) and binding.value is not node:
+            whole = self.tree.origin(binding.value, bound)
+            if whole is not None:
+                return ".".join((whole, *parts[1:]))
+        return self.tree.origin(node, scope)
+
+    # Statements.
+
+    def _read_unit(self, node: cst.Module | cst.FunctionDef, place: Place) -> None:
+        unit = Unit(node, self.scopes[id(node)])
+        self.units.append(unit)
+        self._read_block(node if isinstance(node, cst.Module) else node.body, place, unit)
+
+    def _read_block(self, block: cst.CSTNode, place: Place, unit: Unit) -> None:
+        for statement in block.body:
+            self._read_statement(statement, place, unit)
+            if isinstance(statement, cst.If):  # what follows is not reached through such a branch
+                if leaves(statement.body):
+                    place = place.in_arm(statement, 1)
+                elif isinstance(statement.orelse, cst.Else) and leaves(statement.orelse.body):
+                    place = place.in_arm(statement, 0)
+
+    def _read_statement(self, node: cst.CSTNode, place: Place, unit: Unit) -> None:
+        read: Callable = _STATEMENTS.get(type(node), CodeReader._read_expression)
+        read(self, node, place, unit)
+
+    def _read_function(self, node: cst.FunctionDef, place: Place, unit: Unit) -> None:
+        calls = [decorator.decorator for decorator in node.decorators]
+        is_on = any(self._turns_on(call, self.tree.scope_of.get(call)) for call in calls)
+        self._read_unit(node, Place(autocast=is_on))  # it runs elsewhere than where it stands
+
+    def _read_class(self, node: cst.ClassDef, place: Place, unit: Unit) -> None:
+        self._read_block(node.body, place, unit)
+
+    def _read_if(self, node: cst.If, place: Place, unit: Unit) -> None:
+        self._read_expression(node.test, place, unit)
+        self._read_block(node.body, place.in_arm(node, 0), unit)
+        if isinstance(node.orelse, cst.If):
+            self._read_statement(node.orelse, place.in_arm(node, 1), unit)
+        elif node.orelse is not None:
+            self._read_block(node.orelse.body, place.in_arm(node, 1), unit)
+
+    def _read_loop(self, node: cst.For | cst.While, place: Place, unit: Unit) -> None:
+        head = node.iter if isinstance(node, cst.For) else node.test
+        self._read_expression(head, place, unit)
+        self._read_block(node.body, dataclasses.replace(place, loops=(*place.loops, node)), unit)
+        if node.orelse is not None:
+            self._read_block(node.orelse.body, place, unit)
+
+    def _read_with(self, node: cst.With, place: Place, unit: Unit) -> None:
+        for item in node.items:
+            self._read_expression(item.item, place, unit)
+            call = self._autocast_of(item.item, unit.scope)
+            if call is not None:
+                place = dataclasses.replace(place, autocast=self._turns_on(call, unit.scope))
+        self._read_block(node.body, place, unit)
+
+    def _read_try(self, node: cst.Try | cst.TryStar, place: Place, unit: Unit) -> None:
+        for number, part in enumerate((node, *node.handlers)):
+            self._read_block(part.body, place.in_arm(node, number), unit)
+        for part in (node.orelse, node.finalbody):
+            if part is not None:
+                self._read_block(part.body, place, unit)
+
+    def _read_match(self, node: cst.Match, place: Place, unit: Unit) -> None:
+        for number, case in enumerate(node.cases):
+            self._read_block(case.body, place.in_arm(node, number), unit)
+
+    def _autocast_of(self, node: cst.BaseExpression, scope: Scope) -> cst.Call | None:
+        """The call of autocast that an expression is, or that a name was given once."""
+        if isinstance(node, cst.Name):
+            binding = scope.only(node.value)
+            node = binding.value if binding is not None else None
+        is_call = isinstance(node, cst.Call) and self.origin(node.func, scope) in AUTOCASTS
+        return node if is_call else None
+
+    def _turns_on(self, node: cst.CSTNode, scope: Scope | None) -> bool:
+        """Whether it is a call of autocast that does not say ``enabled=False``."""
+        if not isinstance(node, cst.Call) or self.origin(node.func, scope) not in AUTOCASTS:
+            return False
+        return not self._is_off(node, old_place=0, new_place=2)
+
+    def _is_off(self, call: cst.Call, old_place: int, new_place: int) -> bool:
+        """Whether a call has ``enabled=False``, by keyword or as the argument at its place."""
+        is_old = self.origin(call.func, self.tree.scope_of[call]) in OLD
+        names = [""] * (old_place if is_old else new_place) + ["enabled"]
+        return is_false(arguments(call, names).get("enabled"))
+
+    # Expressions.
+
+    def _read_expression(self, node: cst.CSTNode, place: Place, unit: Unit) -> None:
+        if isinstance(node, cst.Lambda):
+            return
+        for target, value in assignments(node):
+            self._read_assignment(node, target, value, place, unit)
+        for child in children(node):
+            self._read_expression(child, place, unit)
+        if isinstance(node, cst.Call):
+            self._add(unit, self._kind(node, unit), node, place)
+
+    def _read_assignment(
+        self, node: cst.CSTNode, target: cst.CSTNode, value: cst.CSTNode, place: Place, unit: Unit
+    ) -> None:
+        key = ".".join(dotted(target) or ())
+        arms = (value.body, value.orelse) if isinstance(value, cst.IfExp) else (value,)
+        calls = [arm for arm in arms if isinstance(arm, cst.Call)] if key else []
+        made = [call for call in calls if self.origin(call.func, unit.scope) in SCALERS]
+        if any(self._is_off(call, old_place=4, new_place=5) for call in made):
+            self.disabled.add(last_part(key))
+        if made:
+            self._add(unit, ("make", key, ""), node, place)
+            self.made.setdefault(last_part(key), []).append(unit.events[-1])
+        elif calls and (scaler := self._scaler_in(calls[0])) is not None:
+            unit.scaled_names[key] = scaler
+
+    def _add(self, unit: Unit, kind: tuple[str, str, str], node: cst.CSTNode, place: Place) -> None:
+        unit.events.append(Event(kind[0], node, place, len(unit.events), *kind[1:]))
+
+    def key(self, node: cst.CSTNode) -> str:
+        """An expression as its dotted name, or its code if it is none."""
+        parts = dotted(node)
+        return ".".join(parts) if parts else self.tree.code(node).strip()
+
+    def _kind(self, call: cst.Call, unit: Unit) -> tuple[str, str, str]:
+        """The kind of event that a call is, its scaler or optimizer, and what a scaler steps."""
+        func, origin = call.func, self.origin(call.func, unit.scope)
+        if origin in CLIPS:
+            return "clip", "", ""
+        if origin == "torch.autograd.backward":
+            return "backward", "", ""
+        if not isinstance(func, cst.Attribute):
+            return "call", "", ""
+        name, key = func.attr.value, self.key(func.value)
+        first = self.key(call.args[0].value) if call.args else ""
+        if name == "backward":
+            return self._kind_of_backward(func.value, call, unit)
+        if name == "unscale_":
+            return "unscale", key, first
+        if name == "step" and first and self._is_scaler(key):
+            return "scaler step", key, first
+        return (name, key, "") if name in ("step", "update") else ("call", "", "")
+
+    def _kind_of_backward(
+        self, receiver: cst.BaseExpression, call: cst.Call, unit: Unit
+    ) -> tuple[str, str, str]:
+        scaler = self._scaler_of(receiver, unit)
+        if scaler is not None:
+            return "scaled", scaler, ""
+        return "backward" if self._is_loss(receiver, call) else "", "", ""
+
+    def _is_scaler(self, key: str) -> bool:
+        return "scal" in key.lower() or last_part(key) in self.scaler_names
+
+    def _scaler_in(self, node: cst.CSTNode) -> str | None:
+        """The scaler in ``scaler.scale(…)``."""
+        func = node.func if isinstance(node, cst.Call) else None
+        if not isinstance(func, cst.Attribute) or func.attr.value != "scale":
+            return None
+        key = self.key(func.value)
+        return key if self._is_scaler(key) else None
+
+    def _scaler_of(self, receiver: cst.BaseExpression, unit: Unit) -> str | None:
+        """The scaler that a loss was scaled by, if it was."""
+        parts = dotted(receiver)
+        if parts is not None:
+            return unit.scaled_names.get(".".join(parts))
+        return self._scaler_in(receiver)
+
+    @staticmethod
+    def _is_loss(receiver: cst.BaseExpression, call: cst.Call) -> bool:
+        parts = dotted(receiver)
+        is_given = any(arg.keyword is None for arg in call.args)
+        if is_given and not _NAMED_LOSS.search((parts or ("",))[-1]):
+            return False  # engine.backward(loss), flow.backward(x)
+        if parts is None:  # super().backward, a.get_model().backward
+            return not isinstance(receiver, cst.Call) or dotted(receiver.func) != ("super",)
+        if parts[-1][:1].isupper():  # MyFunction.backward(ctx, gradient)
+            return False
+        return parts[0] not in _NO_LOSS if len(parts) == 1 else "loss" in parts[-1].lower()
+
+    # What was read.
+
+    def is_optimizer(self, key: str) -> bool:
+        """Whether a name is that of an optimizer, as far as names and steps tell."""
+        if key in self.stepped:
+            return True
+        return self.is_named_optimizer(key) and "sched" not in key.lower()
+
+    def is_named_optimizer(self, key: str) -> bool:
+        """Whether a name says that it is an optimizer."""
+        return bool(_OPTIMIZER.search(last_part(key)))
+
+    def text_between(self, first: Event, second: Event) -> str:
+        """The source from the end of one call to the end of another, without comments."""
+        text = self.tree.text[self.tree.span(first.node)[1] : self.tree.span(second.node)[1]]
+        return re.sub(r"#.*", "", text)
+
+    def both_run(self, first: Event, second: Event) -> bool:
+        """Whether a run that reaches the first can surely reach the second as well."""
+        if first.place.excludes(second.place):
+            return False
+        of_first = self._tests(first.place, second.place)
+        words = set(re.findall(r"\w+", " ".join(test for test, _ in of_first)))
+        for test, number in self._tests(second.place, first.place):
+            if (test, number) in of_first:
+                continue
+            shared = words & set(re.findall(r"[A-Za-z_]\w*", test))
+            if _ABOUT_AMP.search(test) or shared - {"not", "self", "args", "None", "is"}:
+                return False  # the two conditions may exclude each other
+        return True
+
+    def _tests(self, place: Place, other: Place) -> list[tuple[str, int]]:
+        """The conditions on the way to a place that are not on the way to another one too."""
+        own = [arm for arm in place.arms if arm not in other.arms]
+        return [(self.tree.code(n.test) if isinstance(n, cst.If) else "", i) for n, i in own]
+
+    def scaled_before(self, unit: Unit, event: Event) -> Event | None:
+        """The last scaled backward before an event that is on a way to it, in its loops."""
+        before = [e for e in unit.events[: event.order] if e.kind == "scaled"]
+        scaled = next((e for e in reversed(before) if not e.place.excludes(event.place)), None)
+        if scaled is None or last_part(scaled.of) in self.disabled:
+            return None
+        # One may stand in a loop inside the other's, but not in a loop beside it.
+        pairs = zip(scaled.place.loops, event.place.loops, strict=False)
+        if any(a is not b for a, b in pairs) or not self.both_run(scaled, event):
+            return None
+        for later in unit.events[scaled.order + 1 : event.order]:
+            if later.kind == "backward" and not later.place.excludes(scaled.place):
+                return None  # what is clipped or stepped may be its gradients
+        return scaled
+
+
+_STATEMENTS = {
+    cst.FunctionDef: CodeReader._read_function,
+    cst.ClassDef: CodeReader._read_class,
+    cst.If: CodeReader._read_if,
+    cst.For: CodeReader._read_loop,
+    cst.While: CodeReader._read_loop,
+    cst.With: CodeReader._read_with,
+    cst.Try: CodeReader._read_try,
+    cst.TryStar: CodeReader._read_try,
+    cst.Match: CodeReader._read_match,
+}

@@ -1,0 +1,113 @@
+"""What can be asked of a node of libcst's tree by itself, without the tree around it."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import libcst as cst
+
+# Fields that begin so hold blanks, brackets and commas, which are half of a tree, and no code.
+_NOT_CODE = ("whitespace", "lpar", "rpar", "lbracket", "rbracket", "lbrace", "rbrace", "comma")
+_NOT_CODE += ("semicolon", "equal", "dot", "leading_lines", "header", "footer", "trailing")
+_NOT_CODE += ("lines_", "indent", "newline", "operator", "asynchronous", "encoding", "default_")
+_NOT_CODE += ("has_",)
+
+
+@functools.cache
+def _fields(kind: type) -> tuple[str, ...]:
+    names = (field.name for field in dataclasses.fields(kind))
+    return tuple(name for name in names if not name.startswith(_NOT_CODE))
+
+
+def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """The parts of a node that are code, in order."""
+    for name in _fields(type(node)):
+        value = getattr(node, name)
+        for item in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(item, cst.CSTNode):
+                yield item
+
+
+def below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    """A node, and all the parts of it that are code, in order."""
+    yield node
+    for child in children(node):
+        yield from below(child)
+
+
+def dotted(node: cst.CSTNode | None) -> tuple[str, ...] | None:
+    """``a.b.c`` as its parts, or None if the node is no such name."""
+    parts = []
+    while isinstance(node, cst.Attribute):
+        parts.append(node.attr.value)
+        node = node.value
+    if not isinstance(node, cst.Name):
+        return None
+    return (node.value, *reversed(parts))
+
+
+def name_called(call: cst.Call) -> str:
+    """The last part of the name of what is called; empty if it has none."""
+    return (dotted(call.func) or ("",))[-1]
+
+
+def arguments(call: cst.Call, names: Sequence[str] = ()) -> dict[str, cst.BaseExpression]:
+    """The arguments of a call by name, those by position named after `names`; none of a star."""
+    given = {}
+    for position, arg in enumerate(call.args):
+        if arg.star == "*":
+            names = ()  # it may hold any number, so the positions after it are not known
+        elif arg.keyword is not None:
+            given[arg.keyword.value] = arg.value
+        elif not arg.star and position < len(names):
+            given[names[position]] = arg.value
+    return given
+
+
+def module_of(node: cst.Import | cst.ImportFrom) -> str:
+    """The dotted name of the module that names are imported from; empty for a relative import."""
+    is_absolute = isinstance(node, cst.ImportFrom) and not node.relative
+    return ".".join(dotted(node.module)) if is_absolute else ""
+
+
+def literal(node: cst.CSTNode | None) -> str | None:
+    """The text of a string that is written out, without its quotes; None for anything else."""
+    return node.raw_value if isinstance(node, cst.SimpleString) else None
+
+
+def is_star(node: cst.CSTNode) -> bool:
+    """Whether it is a ``from … import *``."""
+    return isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar)
+
+
+def bound_name(alias: cst.ImportAlias) -> str:
+    """The name that ``from … import name as alias`` binds."""
+    return alias.name.value if alias.asname is None else alias.asname.name.value
+
+
+def is_false(node: cst.CSTNode | None) -> bool:
+    """Whether it is written as False, or 0."""
+    return (isinstance(node, cst.Name) and node.value == "False") or (
+        isinstance(node, cst.Integer) and node.evaluated_value == 0
+    )
+
+
+def assignments(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
+    """Each target that a node assigns to, and what it is given; none if it is no assignment."""
+    if isinstance(node, cst.AnnAssign | cst.NamedExpr) and node.value is not None:
+        yield node.target, node.value
+    for target in node.targets if isinstance(node, cst.Assign) else ():
+        left, right = target.target, node.value
+        if not isinstance(left, cst.Tuple) or not isinstance(right, cst.Tuple):
+            yield left, right
+        elif len(left.elements) == len(right.elements):  # else a star takes what is left over
+            for name, value in zip(left.elements, right.elements, strict=True):
+                yield name.value, value.value
+
+
+def leaves(block: cst.BaseSuite) -> bool:
+    """Whether what stands after a block is not reached through it."""
+    last = block.body[-1] if block.body else None
+    if isinstance(last, cst.SimpleStatementLine):
+        last = last.body[-1]
+    return isinstance(last, cst.Return | cst.Raise | cst.Continue | cst.Break)

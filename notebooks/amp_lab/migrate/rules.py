@@ -1,0 +1,92 @@
+"""The rules, which files they are for, and what they make of a Python text together."""
+
+import ast
+import re
+import warnings
+from pathlib import Path
+
+import libcst as cst
+
+from amp_lab.migrate import apex, mistakes, other_files, torch_amp
+from amp_lab.migrate.python_tree import Tree
+from amp_lab.migrate.rewriter import Edit, Finding, apply
+
+RULES = (torch_amp, apex, mistakes, other_files)
+_MOST_BRACKETS = 100  # within each other
+_LONGEST_LINE = 20_000
+
+
+def is_triggered(data: bytes) -> bool:
+    """Whether a file has a text of any rule's `TRIGGERS`: most have none, and are not parsed."""
+    for rule in RULES:
+        for trigger in rule.TRIGGERS:
+            if all(word in data for word in trigger.encode().split()):
+                return True
+    return False
+
+
+def edits_and_findings(text: str, path: Path | None = None) -> tuple[list[Edit], list[Finding]]:
+    """What to change in a Python text, and what there is to say about its lines, in their order.
+
+    `path` is where it lies, if it is a file: those that it imports from are looked at too.
+
+    Raises `libcst.ParserSyntaxError` if the text is no Python, `RecursionError` if it is nested
+    too deeply, `ValueError` if the edits do not fit together.
+    """
+    if _may_be_too_deep(text):
+        _check_depth(text)
+    tree = Tree(text)
+    if not is_triggered(text.encode(errors="replace")):
+        return [], []  # as in a file, so that a rule whose triggers lack something fails its tests
+    edits, findings = [], []
+    for rule in RULES:
+        rewriter = rule.Rule(tree, path)
+        rewriter.run()
+        edits += rewriter.edits
+        findings += rewriter.findings
+    if edits:
+        _check_python(apply(text, edits))
+    return edits, sorted(dict.fromkeys(findings))
+
+
+def migrate_source(text: str) -> tuple[str, list[Finding]]:
+    """The text as it is written today, and what there is to say about the lines of the old one.
+
+    Raises what `edits_and_findings` raises.
+    """
+    edits, findings = edits_and_findings(text)
+    return apply(text, edits), findings
+
+
+def _may_be_too_deep(text: str) -> bool:
+    depth = most = 0
+    for bracket in re.findall(r"[()\[\]{}]", text):
+        depth = max(0, depth + (1 if bracket in "([{" else -1))  # those in strings count too
+        most = max(most, depth)
+    return most > _MOST_BRACKETS or max(map(len, text.splitlines()), default=0) > _LONGEST_LINE
+
+
+def _check_depth(text: str) -> None:
+    """Raise `RecursionError` where Python's own parser gives up: that of libcst would crash."""
+    try:
+        parse_quietly(text)
+    except (SyntaxError, MemoryError) as error:
+        raise RecursionError("too deep, or no Python") from error
+
+
+def _check_python(text: str) -> None:
+    """Raise `ValueError` if the text, which the rules wrote, is no Python."""
+    try:
+        parse_quietly(text)  # ten times as fast as libcst, but it knows no syntax of later versions
+    except SyntaxError:
+        try:
+            cst.parse_module(text)
+        except cst.ParserSyntaxError as error:
+            raise ValueError("what would be written is no Python") from error
+
+
+def parse_quietly(text: str) -> None:
+    """Parse a text by Python's own parser. Raises what `ast.parse` raises, and warns of nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such as an escape that is none
+        ast.parse(text)

@@ -1,0 +1,88 @@
+"""By which name the module torch can be had where something is used."""
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from amp_lab.migrate.python_tree import Scope, Tree, Use
+
+
+class TorchName:
+    """The names of the module torch in a file, among them ``torch`` where an import may bring it.
+
+    `brings` is where `import torch` may be put, by scope; `needed` those scopes where it must be.
+    """
+
+    def __init__(self, tree: Tree):
+        self.tree = tree
+        self.brings: dict[Scope, cst.CSTNode] = {}
+        self.needed: set[Scope] = set()
+
+    def at(self, use: Use) -> str | None:
+        """The name of torch where something is used, if it is surely bound there."""
+        for name in dict.fromkeys(self._names(use)):
+            if self._is_torch(name, use):
+                return name
+        bound = use.scope.find("torch")
+        for scope in use.scope.outwards():
+            if scope in self.brings and bound in (None, scope):
+                self.needed.add(scope)
+                return "torch"
+            if scope is bound:
+                break
+        return None
+
+    @staticmethod
+    def _names(use: Use) -> Iterator[str]:
+        yield "torch"
+        for scope in use.scope.outwards():
+            for name, bindings in scope.bindings.items():
+                if any(binding.origin == "torch" for binding in bindings):
+                    yield name
+
+    def _is_torch(self, name: str, use: Use) -> bool:
+        bound = use.scope.find(name)
+        if bound is None:  # a star import may bring it: other code takes that as given too
+            same = (other for other in self.tree.uses if other.parts[0] == name)
+            return name == use.parts[0] or any(other.scope.find(name) is None for other in same)
+        return self._is_only_torch(bound, name, use)
+
+    def _is_only_torch(self, bound: Scope, name: str, use: Use) -> bool:
+        """Whether what is bound to a name is torch, and bound before it is used."""
+        # Its own spelling was understood as torch's already, whatever else may bind that name.
+        if name == use.parts[0] and "torch" in self.tree.origins(Use(use.node, (name,), use.scope)):
+            return True
+        nodes = [binding.node for binding in bound.bindings[name] if binding.origin == "torch"]
+        others = [b for b in bound.bindings[name] if b.origin != "torch" and not b.is_none]
+        if others or self._is_deleted(name):
+            return False
+        is_later = bound.kind == "module" and use.scope is not bound
+        return any(self._runs_before(node, use, is_later) for node in nodes)
+
+    def _runs_before(self, node: cst.CSTNode, use: Use, is_later: bool) -> bool:
+        """Whether a binding is made before a use; `is_later` if that runs after the module."""
+        tree = self.tree
+        statement = tree.statement(node)
+        block = tree.parents[statement]
+        tried = tree.parents.get(block)
+        if isinstance(tried, cst.Try) and tried.body is block:  # who catches it has no torch at all
+            statement, block = tried, tree.parents[tried]
+        if block is tree.module and is_later:
+            return True
+        around = dict(tree.ancestors(use.node)).get(block)
+        if around is None:
+            return False
+        if statement is around:  # a line with semicolons
+            return tree.span(node) < tree.span(use.node)
+        return block.body.index(statement) < block.body.index(around)
+
+    def _is_deleted(self, name: str) -> bool:
+        same = (use.node for use in self.tree.uses if use.parts == (name,))
+        return any(isinstance(self.tree.parents[node], cst.Del) for node in same)
+
+    def offer(self, scope: Scope, statement: cst.CSTNode) -> None:
+        """Let `import torch` be put before a statement, where nothing else has that name."""
+        related = [s for s in self.tree.scopes if scope in s.outwards() or s in scope.outwards()]
+        bindings = [binding for s in related for binding in s.bindings.get("torch", ())]
+        if not self._is_deleted("torch") and all(b.origin == "torch" for b in bindings):
+            self.brings.setdefault(scope, statement)
