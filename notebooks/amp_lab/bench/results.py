@@ -14,11 +14,9 @@ from amp_lab.errors import OptionError
 from amp_lab.files import write_whole
 from amp_lab.report import Printed, Table, flops_text, rate_text
 
-SCHEMA = "amp-lab bench 1"
-"""Written into each file; another number means other fields."""
+SCHEMA = "amp-lab bench 1"  # written into each file; another number means other fields
 STATES = ("ok", "failed", "out of memory", "not run")
-BASELINE = ("fp32", "eager")
-"""Precision and rung that all others of a workload are held against."""
+BASELINE = ("fp32", "eager")  # what all others of a workload are held against
 
 
 @dataclass
@@ -78,10 +76,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
 
 @dataclass
 class PeerRow:
-    """One library's training step, on the same model, data and precision.
-
-    `tools/measure_peers.py` makes them; some recorded results have them too.
-    """
+    """One library's training step: of `tools/measure_peers.py`, and in some recorded results."""
 
     peer: str
     workload: str
@@ -138,11 +133,11 @@ class Results(Printed):
             if row.precision != BASELINE[0] or row.rung == BASELINE[1]:
                 found.setdefault((row.workload, row.precision), []).append(row)
         fastest = [max(rows, key=lambda row: row.flops_per_s) for rows in found.values()]
-        points = [
-            (row.workload, row.precision, row.flops / row.moved_bytes, row.flops_per_s)
-            for row in fastest
-        ]
-        used = {precision for _, precision, *_ in points}
+        points = []
+        for row in fastest:
+            intensity = row.flops / row.moved_bytes
+            points.append((row.workload, row.precision, intensity, row.flops_per_s))
+        used = {row.precision for row in fastest}
         roofs = {name: value for name, value in self.flops_per_s.items() if name in used}
         return roofs, self.memory_bytes_per_s, points
 
@@ -155,15 +150,12 @@ class Results(Printed):
         columns = dict(_COLUMNS)
         if all(row.peak_bytes is None for row in self.rows):  # as on a CPU
             del columns["memory"]
-        lines = []
+        blank, lines = [""] * (len(columns) - 2), []
         for row in self.rows:
             cells = [cell(row) for cell in columns.values() if row.status == "ok"]
-            blank = [""] * (len(columns) - 2)
             lines.append((row.title, cells or [_COLUMNS[""](row), row.status, *blank]))
-        right, facts = range(1, len(columns)), self._facts()
-        return Table(
-            list(columns), _with_titles(lines), caption=self.title(), facts=facts, right=right
-        )
+        right = range(1, len(columns))  # figures
+        return Table(list(columns), _with_titles(lines), self.title(), self._facts(), right=right)
 
     def title(self) -> str:
         """Where and when it was measured."""
@@ -181,10 +173,9 @@ class Results(Printed):
             "Off fp32: how far the first loss, or the output, is from that of fp32 eager. Learns: "
             "how far the loss falls in five steps, over how far it does there.",
         ]
-        for row in self.rows:
-            if row.status != "ok":
-                name = f"{row.title}, {row.precision} {row.rung}"
-                facts.append(f"{name}: {row.status}, {row.reason}.")
+        for row in [row for row in self.rows if row.status != "ok"]:
+            what = f"{row.title}, {row.precision} {row.rung}"
+            facts.append(f"{what}: {row.status}, {row.reason}.")
         if self.environment.get("quick"):
             facts.append("A quick run: small sizes, and nothing that takes long to compile.")
         if not self.trusted:
