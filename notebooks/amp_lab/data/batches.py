@@ -17,15 +17,14 @@ from amp_lab.errors import AmpLabError, DataError
 # newer Python would use, wait for ever. Elsewhere than on Linux forking is not safe.
 _START_METHOD = "fork" if sys.platform == "linux" else None
 _TO_STOP = {signal.SIGINT, signal.SIGTERM}
-Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass
 class Batches:
     """One pass over a data set: images float32 (B, 3, S, S) and targets int64 (B,), on the CPU.
 
-    It may be iterated over more than once; `len()` gives the number of batches. Raises
-    `DataError` for a wrong value, and when iterated over for a file that cannot be read.
+    It may be iterated over more than once. Raises `DataError` for a wrong value, and when iterated
+    over for a file that cannot be read.
     """
 
     dataset: ImageSet
@@ -75,7 +74,7 @@ class Batches:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         loader = DataLoader(
             _WholeBatches(self.dataset),
             batch_size=None,  # a key of the data set is a whole batch already
@@ -98,8 +97,7 @@ class Batches:
             for item in iterator:
                 if isinstance(item, AmpLabError):
                     raise item
-                images, targets = item
-                yield images, targets
+                yield tuple(item)  # images and targets, which pinned memory makes a list
 
 
 batches = Batches  # called like a function, as `range` is
@@ -111,7 +109,7 @@ class _WholeBatches(Dataset):
     def __init__(self, dataset: ImageSet):
         self._dataset = dataset
 
-    def __getitem__(self, keys: list[int]) -> Batch | AmpLabError:
+    def __getitem__(self, keys: list[int]) -> tuple[torch.Tensor, torch.Tensor] | AmpLabError:
         try:
             return self._dataset.batch(keys)
         except AmpLabError as error:

@@ -10,17 +10,8 @@ import torch
 from torchvision.transforms import v2
 from tqdm import tqdm
 
-from amp_lab.data.downloads import fetch, remedy
-from amp_lab.data.images import (
-    MARKER,
-    ImageData,
-    ImagesOnDisk,
-    LoadOptions,
-    fingerprint,
-    read_picture,
-    shorten,
-    split,
-)
+from amp_lab.data import images
+from amp_lab.data.downloads import fetch
 from amp_lab.errors import DataError, first_line
 from amp_lab.report import listed
 
@@ -32,31 +23,30 @@ MEAN_STD = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
-def load(options: LoadOptions) -> ImageData:
+def load(options: images.LoadOptions) -> images.ImageData:
     """The real ones or a stand-in; every tenth is a test image. See `load_dataset`."""
     place = find_folder(options.folder)
     if place is None:
         place = options.folder / FOLDER
         fetch("caltech256", URL, MD5, place, options.download)
-    classes = _class_folders(place)
-    targets_of = _images_there(place, classes)
+    classes, targets_of = _scan(place)
     paths, skipped = _readable_images(place, targets_of, options.skip_damaged)
     targets = np.array([targets_of[path] for path in paths])
-    train, test = shorten(*split(targets, every=10), targets, options.limit)
+    train, test = images.shorten(*images.split(targets, every=10), targets, options.limit)
     size = options.image_size or 224
 
-    def image_set(part: np.ndarray, seed: int | None) -> ImagesOnDisk:
+    def image_set(part: np.ndarray, seed: int | None) -> images.ImagesOnDisk:
         files = [place.parent / paths[i] for i in part]
-        return ImagesOnDisk(files, targets[part], transform(size, seed is not None), seed)
+        return images.ImagesOnDisk(files, targets[part], transform(size, seed is not None), seed)
 
-    return ImageData(
+    return images.ImageData(
         name="caltech256",
         train=image_set(train, options.seed),
         test=image_set(test, None),
         classes=tuple(name.partition(".")[2] for name in classes),  # 001.ak47
         image_size=size,
-        stand_in=(place / MARKER).exists(),
-        fingerprint=fingerprint("\n".join(paths).encode(), targets, train, test),
+        stand_in=(place / images.MARKER).exists(),
+        fingerprint=images.fingerprint("\n".join(paths).encode(), targets, train, test),
         skipped=tuple(skipped),
     )
 
@@ -69,50 +59,33 @@ def transform(size: int, augment: bool) -> v2.Transform:
         bilinear = v2.InterpolationMode.BILINEAR
         warp = v2.RandomAffine(degrees=15, scale=(0.9, 1.1), interpolation=bilinear)
         crop = [v2.RandomCrop(size), v2.RandomHorizontalFlip(), warp]
-    return v2.Compose(
-        [
-            v2.PILToTensor(),  # uint8: a quarter of the bytes to resize and to move about
-            v2.Resize((larger, larger), antialias=True),
-            *crop,
-            v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize(*MEAN_STD),
-        ]
-    )
+    resize = v2.Resize((larger, larger), antialias=True)
+    to_float = v2.ToDtype(torch.float32, scale=True)  # late: uint8 is a quarter of the bytes
+    return v2.Compose([v2.PILToTensor(), resize, *crop, to_float, v2.Normalize(*MEAN_STD)])
 
 
 def find_folder(folder: Path) -> Path | None:
     """The folder 256_ObjectCategories: `folder` itself, in it, or where torchvision puts it."""
-    if folder.absolute().name == FOLDER:
-        return folder.absolute() if folder.is_dir() else None
-    for place in (folder / FOLDER, folder / "caltech256" / FOLDER):
-        if place.is_dir():
-            return place
-    return None
+    usual = [folder / FOLDER, folder / "caltech256" / FOLDER]
+    places = [folder.absolute()] if folder.absolute().name == FOLDER else usual
+    return next((place for place in places if place.is_dir()), None)
 
 
-def _class_folders(place: Path) -> list[str]:
-    """Names of the class folders in order. The last of the real ones, clutter, is no class."""
-    names = sorted(
-        entry.name
-        for entry in os.scandir(place)
-        if entry.is_dir() and entry.name[:3].isdecimal() and not entry.name.endswith(".clutter")
-    )
-    if not names:
-        raise DataError(f"{place} holds no folder like 001.ak47; {remedy(place)}")
-    return names
-
-
-def _images_there(place: Path, classes: list[str]) -> dict[str, int]:
-    """Target of each image in the class folders, by its path from the folder above `place`."""
-    found = {}
+def _scan(place: Path) -> tuple[list[str], dict[str, int]]:
+    """Names of the class folders, and the target of each image by its path from above `place`."""
+    folders = (path for path in place.glob("[0-9][0-9][0-9]*") if path.is_dir())
+    classes = sorted(path.name for path in folders if path.suffix != ".clutter")  # is no class
+    if not classes:
+        raise DataError(f"{place} holds no folder like 001.ak47; {images.remedy(place)}")
+    targets_of = {}
     for target, name in enumerate(classes):
         # Sorted, since the order of a folder's entries depends on the file system.
-        for file in sorted(entry.name for entry in os.scandir(place / name)):
+        for file in sorted(os.listdir(place / name)):
             if file.lower().endswith(_SUFFIXES):
-                found[f"{place.name}/{name}/{file}"] = target
-    if not found:
-        raise DataError(f"{place} holds no images; {remedy(place)}")
-    return found
+                targets_of[f"{place.name}/{name}/{file}"] = target
+    if not targets_of:
+        raise DataError(f"{place} holds no images; {images.remedy(place)}")
+    return classes, targets_of
 
 
 def _readable_images(
@@ -124,7 +97,7 @@ def _readable_images(
     list lacks are decoded each time: it never lacks a good one unnoticed.
     """
     table = place.parent / "caltech256.csv"
-    in_table = _read_table(table, targets_of) if table.exists() else set()
+    in_table = _read_table(table, targets_of)
     damaged = _find_damaged(place.parent, sorted(targets_of.keys() - in_table))
     good = [path for path in targets_of if path not in damaged]
     if damaged and not skip_damaged:
@@ -135,10 +108,10 @@ def _readable_images(
         )
     if len(good) < 10:  # one in ten is a test image, and without one nothing can be evaluated
         raise DataError(f"{place} has {len(good)} images that can be read; it takes at least 10")
+    lacking = [path for path in good if path not in in_table]
     if not in_table:
-        _write_table(table, {path: targets_of[path] for path in good})
-    elif len(good) > len(in_table):
-        lacking = [path for path in good if path not in in_table]
+        _write_table(table, good, targets_of)
+    elif lacking:
         raise DataError(f"{table} lacks {listed(lacking, 3)}; delete it to have it made again")
     return good, damaged
 
@@ -148,7 +121,7 @@ def _find_damaged(folder: Path, paths: list[str]) -> list[str]:
 
     def is_damaged(path: str) -> bool:
         try:
-            read_picture(folder / path)
+            images.read_picture(folder / path)
         except DataError:
             return True
         return False
@@ -162,7 +135,9 @@ def _find_damaged(folder: Path, paths: list[str]) -> list[str]:
 
 
 def _read_table(table: Path, targets_of: dict[str, int]) -> set[str]:
-    """The paths in the list of images, each with the target that its folder gives it."""
+    """The paths in the list of images, which has the targets that their folders give; or none."""
+    if not table.exists():
+        return set()
     remedy = "correct it, or delete the file to have it made again"
     paths: set[str] = set()
     try:
@@ -193,14 +168,14 @@ def _fault(row: dict[str, str], targets_of: dict[str, int], before: set[str]) ->
     return f"{path} is there twice" if path in before else None
 
 
-def _write_table(table: Path, targets_of: dict[str, int]) -> None:
+def _write_table(table: Path, paths: list[str], targets_of: dict[str, int]) -> None:
     # All processes of a distributed run may come here at once, so each writes a file of its own.
     draft = table.with_name(f".{table.name}.{os.getpid()}")
     try:
         with draft.open("w", newline="", encoding="utf-8") as file:
             rows = csv.writer(file, lineterminator="\n")
             rows.writerow(["path", "target"])
-            rows.writerows(targets_of.items())
+            rows.writerows((path, targets_of[path]) for path in paths)
         draft.replace(table)
     except OSError as error:
         draft.unlink(missing_ok=True)

@@ -7,59 +7,49 @@ import numpy as np
 import torch
 from torchvision.datasets import CIFAR10
 
-from amp_lab.data.downloads import fetch, md5_of, remedy
-from amp_lab.data.images import (
-    MARKER,
-    ImageData,
-    ImagesInMemory,
-    LoadOptions,
-    fingerprint,
-    shorten,
-)
+from amp_lab.data import images
+from amp_lab.data.downloads import fetch, md5_of
 from amp_lab.errors import DataError
 
 FOLDER = CIFAR10.base_folder  # cifar-10-batches-py
+CHECKSUMS = dict([*CIFAR10.train_list, *CIFAR10.test_list]) | {
+    CIFAR10.meta["filename"]: CIFAR10.meta["md5"]
+}  # MD5 of each file of the real ones
 MEAN_STD = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 
-def load(options: LoadOptions) -> ImageData:
+def load(options: images.LoadOptions) -> images.ImageData:
     """The real ones or a stand-in, with the split that they come with. See `load_dataset`."""
     place = options.folder / FOLDER
     if find_folder(options.folder) is None:
         fetch("cifar10", CIFAR10.url, CIFAR10.tgz_md5, place, options.download)
-    stand_in = (place / MARKER).exists()
-    checksums = _read_marker(place / MARKER) if stand_in else checksums_of(CIFAR10)
+    stand_in = (place / images.MARKER).exists()
+    checksums = _read_marker(place / images.MARKER) if stand_in else CHECKSUMS
     train, test = _read(options.folder, checksums)
     targets = np.array(train.targets + test.targets)
     indices = np.split(np.arange(len(targets)), [len(train)])
-    keep_train, keep_test = shorten(*indices, targets, options.limit)
+    keep_train, keep_test = images.shorten(*indices, targets, options.limit)
     keep_test = keep_test - len(train)
     size = options.image_size or 32
     train_set, test_set = (
         (part.data.transpose(0, 3, 1, 2)[kept], np.array(part.targets)[kept], size, MEAN_STD)
         for part, kept in ((train, keep_train), (test, keep_test))
     )
-    return ImageData(
+    return images.ImageData(
         name="cifar10",
-        train=ImagesInMemory(*train_set, options.seed, _flip_and_shift),
-        test=ImagesInMemory(*test_set),
+        train=images.ImagesInMemory(*train_set, options.seed, _flip_and_shift),
+        test=images.ImagesInMemory(*test_set),
         classes=tuple(train.classes),
         image_size=size,
         stand_in=stand_in,
         # The checksums stand for the content of all images, which need not be read for them.
-        fingerprint=fingerprint(json.dumps(checksums).encode(), keep_train, keep_test),
+        fingerprint=images.fingerprint(json.dumps(checksums).encode(), keep_train, keep_test),
     )
 
 
 def find_folder(folder: Path) -> Path | None:
     """The folder of the batches in `folder`, if it is there."""
     return folder / FOLDER if (folder / FOLDER).exists() else None
-
-
-def checksums_of(reader: type[CIFAR10]) -> dict[str, str]:
-    """MD5 of each file that this reader reads."""
-    pairs = [*reader.train_list, *reader.test_list, [reader.meta["filename"], reader.meta["md5"]]]
-    return dict(pairs)
 
 
 def _read(folder: Path, checksums: dict[str, str]) -> list[CIFAR10]:
@@ -76,9 +66,9 @@ def _read(folder: Path, checksums: dict[str, str]) -> list[CIFAR10]:
         place = folder / FOLDER
         for path, md5 in ((place / name, md5) for name, md5 in checksums.items()):
             if not path.is_file():
-                raise DataError(f"{path} is missing; {remedy(place)}") from None
+                raise DataError(f"{path} is missing; {images.remedy(place)}") from None
             if md5_of(path) != md5:
-                raise DataError(f"{path} is damaged or altered; {remedy(place)}") from None
+                raise DataError(f"{path} is damaged or altered; {images.remedy(place)}") from None
         raise
 
 
@@ -86,9 +76,9 @@ def _read_marker(marker: Path) -> dict[str, str]:
     """MD5 of each file of a stand-in for CIFAR-10."""
     try:
         checksums = json.loads(marker.read_text())["md5"]
-        return {name: checksums[name] for name in checksums_of(CIFAR10)}
+        return {name: checksums[name] for name in CHECKSUMS}
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{marker} is damaged; {remedy(marker.parent)}") from error
+        raise DataError(f"{marker} is damaged; {images.remedy(marker.parent)}") from error
 
 
 def _flip_and_shift(draws: torch.Tensor) -> torch.Tensor:

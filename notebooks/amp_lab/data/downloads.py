@@ -17,10 +17,7 @@ from amp_lab.errors import DataError, first_line
 
 
 def fetch(name: str, url: str, md5: str, place: Path, may_download: bool) -> None:
-    """Download the archive of the data set called `name`, and unpack the folder `place` from it.
-
-    Raises `DataError` with what to do instead, if that fails or is switched off.
-    """
+    """Download an archive and unpack `place` from it; a `DataError` says what to do instead."""
     folder = place.parent
     if folder.exists() and not folder.is_dir():
         raise DataError(f"{str(folder)!r} is a file; give the folder that holds {name}")
@@ -45,8 +42,7 @@ def download(url: str, path: Path, *, md5: str) -> None:
     """Fetch `url` to `path`, which exists only once all of it is there and has this MD5.
 
     What has come so far is in `path`.part, and a later call goes on from there if the server can.
-    Raises `DataError` if the server cannot be reached, refuses or breaks off, if the file is not
-    the right one, and if it cannot be written.
+    Raises `DataError` if that fails in any way: nothing comes, or it is not the right file.
     """
     part = path.with_name(f"{path.name}.part")
     try:
@@ -114,11 +110,6 @@ def unpack(archive: Path, place: Path) -> None:
     except (tarfile.TarError, EOFError, zlib.error) as error:
         raise DataError(f"{archive} cannot be unpacked: {first_line(error)}; delete it") from error
     archive.unlink()
-
-
-def remedy(place: Path) -> str:
-    """What to do about a folder that is not what it should be."""
-    return f"delete {place} to have it fetched (or generated) again"
 
 
 def md5_of(path: Path) -> str:

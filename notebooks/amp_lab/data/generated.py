@@ -65,10 +65,7 @@ def make_stand_in(
 
 
 def _write_cifar10(place: Path, classes: int, count: int, seed: int) -> dict[str, str]:
-    """The batches as the University of Toronto packed them: five for training, one for the test.
-
-    Returns the MD5 of each file.
-    """
+    """Batches as the University of Toronto packed them, five and one; returns the MD5 of each."""
     for_test = count // 6  # as of the real 6,000 of each class
     test = [(target, number) for target in range(classes) for number in range(for_test)]
     train = [(target, number) for target in range(classes) for number in range(for_test, count)]
@@ -80,7 +77,7 @@ def _write_cifar10(place: Path, classes: int, count: int, seed: int) -> dict[str
     names = [f"generated-{target}" for target in range(classes)]
     meta = {"num_cases_per_batch": len(train) // 5, "label_names": names, "num_vis": 3072}
     _python2_pickle(place / CIFAR10.meta["filename"], meta)
-    return {name: md5_of(place / name) for name in cifar10.checksums_of(CIFAR10)}
+    return {name: md5_of(place / name) for name in cifar10.CHECKSUMS}
 
 
 def _write_batch(path: Path, label: str, pictures: list[tuple[int, int]], seed: int) -> None:

@@ -232,3 +232,8 @@ def read_picture(path: Path) -> Image.Image:
             return picture.convert("RGB")
     except Exception as error:  # a decoder may raise anything for a damaged file
         raise DataError(f"{path} cannot be read as an image: {first_line(error)}") from None
+
+
+def remedy(place: Path) -> str:
+    """What to do about a folder that is not what it should be."""
+    return f"delete {place} to have it fetched (or generated) again"
