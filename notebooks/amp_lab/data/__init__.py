@@ -1,19 +1,19 @@
 """Data sets for training: read from their real files, split, augmented, and served in batches."""
 
-from importlib import import_module
 from pathlib import Path
 
+from amp_lab.data import caltech256, cifar10, digits
 from amp_lab.data.batches import batches
 from amp_lab.data.images import ImageData, ImageSet, LoadOptions
 from amp_lab.errors import DataError, first_line
 
 __all__ = ["DATASETS", "ImageData", "ImageSet", "batches", "load_dataset"]
 
-# The registry. Each is a file of that name beside this one, whose `load(LoadOptions)` returns an
-# `ImageData`. It is imported when it is asked for: digits do without torchvision, which takes a
-# second to load.
-DATASETS = ("digits", "cifar10", "caltech256")
-
+# The registry: a data set is a file beside this one, whose `load` makes of `LoadOptions` an
+# `ImageData`, and a line here. All are imported at once, and torchvision with them: the libraries
+# that it loads cannot be loaded any more once TensorFlow is there, as in notebook 12.
+_LOADERS = {"digits": digits.load, "cifar10": cifar10.load, "caltech256": caltech256.load}
+DATASETS = tuple(_LOADERS)
 _LARGEST_SIZE = 1024
 
 
@@ -57,6 +57,6 @@ def load_dataset(
         Path(folder), image_size, limit, seed if augment else None, skip_damaged, download
     )
     try:
-        return import_module(f"{__name__}.{name}").load(options)
+        return _LOADERS[name](options)
     except OSError as error:  # a folder that may not be read, a disk that fails
         raise DataError(f"{name} cannot be read: {first_line(error)}") from error
