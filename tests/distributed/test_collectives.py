@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from amp_lab.distributed import collectives
 from amp_lab.distributed.collectives import Collective, Communication, count_communication
 from amp_lab.errors import ParallelError
-from amp_lab.notebook.workers import run_workers
+from amp_lab.notebook import run_workers
 
 RANKS = 4
 FP32, BF16 = torch.float32, torch.bfloat16

@@ -1,16 +1,15 @@
 """Notebook 12: its own steps are those of `fit`, and what it says of Keras holds on TensorFlow."""
 
-import os
 import re
-import subprocess
-import sys
 
 import nbformat
+import pytest
 import torch
 from definitions import definitions
 
 import build_pairs
-from amp_lab.notebook.keras_demo import run_on_backends
+from amp_lab import load_dataset
+from amp_lab.notebook import run_on_backends
 from conftest import needs_keras
 
 SOURCE = build_pairs.FOLDER / "12_keras.py"
@@ -39,28 +38,23 @@ def steps_of_both(x, y):
     return found
 
 
-@needs_keras
-def test_the_steps_by_hand_are_those_of_fit(monkeypatch):
-    monkeypatch.setenv("KERAS_BACKEND", "torch")
-    names = definitions(SOURCE)
-    needed = (names[name] for name in ("new_net", "step_with_torch", "step_with_tensorflow"))
-    x, y = torch.rand(16, 8, 8, 1), torch.arange(16) % 10
-    for found in run_on_backends(steps_of_both, *needed, x=x, y=y).values():
-        for policy in ("float32", "mixed_bfloat16", "mixed_float16"):
-            (own, own_scale), (fit, fit_scale) = found[policy, "own"], found[policy, "fit"]
-            assert own_scale == fit_scale
-            assert all(map(torch.equal, own, fit))
-            assert not any(map(torch.equal, own, found[policy, "start"]))
-        assert found["mixed_float16", "own"][1] < 2.0**18  # and some were skipped
+def loaded_before_keras():
+    """What the cells import before Keras: Triton brings an LLVM, which must be loaded first."""
+    return load_dataset
 
 
-def test_a_step_without_amp_is_what_its_marks_say():
-    """Each marked line scales the loss; no other line knows of the scale."""
-    text = SOURCE.read_text(encoding="utf-8")
-    for name in ("step_with_torch", "step_with_tensorflow"):
-        body = re.search(rf"^def {name}.*?^    return", text, re.MULTILINE | re.DOTALL)[0]
-        for line in body.splitlines():
-            assert ("scale" in line.partition("#")[0]) == ("# AMP" in line), line
+def cells_and_steps(code, x, y):
+    """What these cells print on TensorFlow, which the kernel has run on torch; then the steps."""
+    import contextlib
+    import io
+
+    import keras
+
+    printed = io.StringIO()
+    if keras.backend.backend() == "tensorflow":
+        with contextlib.redirect_stdout(printed):
+            exec(code, {"__name__": "__main__"})
+    return {"printed": printed.getvalue(), "steps": steps_of_both(x, y)}
 
 
 SECTIONS = {
@@ -84,22 +78,51 @@ def cells_of(sections: set[str], read: nbformat.NotebookNode) -> list[nbformat.N
     return found
 
 
-@needs_keras
-def test_what_the_kernel_shows_on_torch_holds_on_tensorflow():
-    """The cells that run in no process of their own, with the assertions and the same output."""
-    pair = nbformat.read(SOURCE.with_suffix(".ipynb"), as_version=4)
-    cells = cells_of(SECTIONS, pair)
+@pytest.fixture(scope="module")
+def cells() -> list[nbformat.NotebookNode]:
+    """The cells that run in no process of their own."""
+    found = cells_of(SECTIONS, nbformat.read(SOURCE.with_suffix(".ipynb"), as_version=4))
     headings = re.findall(r"^# ## (.+)", SOURCE.read_text(encoding="utf-8"), re.MULTILINE)
     assert {*headings, ""} >= SECTIONS
-    assert len(cells) > 15
+    assert len(found) > 15
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_both(cells) -> dict[str, dict]:
+    """All that takes a Keras, in one process for each backend, since it takes long to start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KERAS_BACKEND", "torch")  # of the Keras that `definitions` loads
+        names = definitions(SOURCE)
+    needed = [loaded_before_keras, steps_of_both]
+    needed += [names[name] for name in ("new_net", "step_with_torch", "step_with_tensorflow")]
+    given = {"x": torch.rand(16, 8, 8, 1), "y": torch.arange(16) % 10}
     code = "\n\n".join(cell.source for cell in cells)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"KERAS_BACKEND": "tensorflow", "AMP_LAB_DEVICE": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    return run_on_backends(cells_and_steps, *needed, code=code, **given)
+
+
+@needs_keras
+def test_the_steps_by_hand_are_those_of_fit(on_both):
+    for found in (result["steps"] for result in on_both.values()):
+        for policy in ("float32", "mixed_bfloat16", "mixed_float16"):
+            (own, own_scale), (fit, fit_scale) = found[policy, "own"], found[policy, "fit"]
+            assert own_scale == fit_scale
+            assert all(map(torch.equal, own, fit))
+            assert not any(map(torch.equal, own, found[policy, "start"]))
+        assert found["mixed_float16", "own"][1] < 2.0**18  # and some were skipped
+
+
+@needs_keras
+def test_what_the_kernel_shows_on_torch_holds_on_tensorflow(cells, on_both):
+    """The same cells with the same assertions print the same."""
     outputs = [output.text for cell in cells for output in cell.outputs]
-    assert done.stdout == "".join(outputs)
+    assert on_both["tensorflow"]["printed"] == "".join(outputs)
+
+
+def test_a_step_without_amp_is_what_its_marks_say():
+    """Each marked line scales the loss; no other line knows of the scale."""
+    text = SOURCE.read_text(encoding="utf-8")
+    for name in ("step_with_torch", "step_with_tensorflow"):
+        body = re.search(rf"^def {name}.*?^    return", text, re.MULTILINE | re.DOTALL)[0]
+        for line in body.splitlines():
+            assert ("scale" in line.partition("#")[0]) == ("# AMP" in line), line

@@ -2,27 +2,48 @@
 
 import hashlib
 import http.client
+import shutil
 import tarfile
 import tempfile
 import urllib.error
 import urllib.request
 import zlib
-from functools import partial
 from pathlib import Path
 
+from filelock import FileLock
 from tqdm import tqdm
 
-from amp_lab.errors import DataError
+from amp_lab.errors import DataError, first_line
 
 
-def download(url: str, path: str | Path, *, md5: str) -> None:
+def fetch(name: str, url: str, md5: str, place: Path, may_download: bool) -> None:
+    """Download an archive and unpack `place` from it; a `DataError` says what to do instead."""
+    folder = place.parent
+    if folder.exists() and not folder.is_dir():
+        raise DataError(f"{str(folder)!r} is a file; give the folder that holds {name}")
+    try:
+        if not may_download:
+            raise DataError(f"there is no {place}, and downloading is switched off")
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f".{name}.lock"):  # all processes of a distributed run come here
+            if not place.exists():
+                archive = folder / url.rpartition("/")[2]
+                if not archive.exists():
+                    download(url, archive, md5=md5)
+                unpack(archive, place)
+    except (OSError, DataError) as error:
+        raise DataError(
+            f"no {name}: {first_line(error)}. To do it by hand, unpack {url} in {folder}; to try "
+            f"without, make pictures: make_stand_in({name!r}, {str(folder)!r})"
+        ) from error
+
+
+def download(url: str, path: Path, *, md5: str) -> None:
     """Fetch `url` to `path`, which exists only once all of it is there and has this MD5.
 
     What has come so far is in `path`.part, and a later call goes on from there if the server can.
-    Raises `DataError` if the server cannot be reached, refuses or breaks off, if the file is not
-    the right one, and if it cannot be written.
+    Raises `DataError` if that fails in any way: nothing comes, or it is not the right file.
     """
-    path = Path(path)
     part = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,13 +52,14 @@ def download(url: str, path: str | Path, *, md5: str) -> None:
         if resumed and md5_of(part) != md5:  # the two parts are of different versions: start afresh
             part.unlink()
             _receive(url, part)
-        if (found := md5_of(part)) != md5:
+        found = md5_of(part)
+        if found != md5:
             part.unlink()
             raise DataError(f"{url} has the MD5 {found} instead of {md5}: not the right file")
         part.replace(path)
     except (OSError, http.client.HTTPException) as error:
         raise DataError(
-            f"{url} cannot be fetched to {path}: {reason_of(error)}; "
+            f"{url} cannot be fetched to {path}: {first_line(error)}; "
             "try again later: it goes on from where it stopped"
         ) from error
 
@@ -63,24 +85,16 @@ def _receive_once(url: str, part: Path, before: int) -> None:
         if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and before:
             return  # there is no more: the checksum tells whether that is all of it
         raise
+    except urllib.error.URLError as error:  # a wrapper, whose text hides what went wrong
+        raise error.reason if isinstance(error.reason, OSError) else error from None
     with response:
         start = before if response.status == http.HTTPStatus.PARTIAL_CONTENT else 0
         total = start + response.length if response.length is not None else None
-        with (
-            part.open("ab" if start else "wb") as file,
-            tqdm(
-                desc=part.stem,
-                initial=start,
-                total=total,
-                unit="B",
-                unit_scale=True,
-                disable=None,
-            ) as progress,
-        ):
-            while chunk := response.read(2**20):
-                file.write(chunk)
-                progress.update(len(chunk))
-    if total is not None and (size := part.stat().st_size) != total:
+        bar = tqdm.wrapattr(response, "read", total, desc=part.stem, initial=start, disable=None)
+        with part.open("ab" if start else "wb") as file, bar as body:
+            shutil.copyfileobj(body, file, 2**20)
+    size = part.stat().st_size
+    if total is not None and size != total:
         raise ConnectionError(f"the connection ended after {size} of {total} bytes")
 
 
@@ -94,18 +108,11 @@ def unpack(archive: Path, place: Path) -> None:
                 tar.extractall(temporary)
             Path(temporary, place.name).rename(place)
     except (tarfile.TarError, EOFError, zlib.error) as error:
-        raise DataError(f"{archive} cannot be unpacked: {reason_of(error)}; delete it") from error
+        raise DataError(f"{archive} cannot be unpacked: {first_line(error)}; delete it") from error
     archive.unlink()
 
 
 def md5_of(path: Path) -> str:
     """MD5 of a file, in hexadecimal digits."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, partial(hashlib.md5, usedforsecurity=False)).hexdigest()
-
-
-def reason_of(error: Exception) -> str:
-    """What went wrong, in one line."""
-    if isinstance(error, urllib.error.URLError) and isinstance(error.reason, Exception):
-        error = error.reason  # HTTPError is a URLError too, and its reason a text
-    return " ".join(str(error).split()) or type(error).__name__
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

@@ -11,15 +11,10 @@ import numpy as np
 from PIL import Image
 from torchvision.datasets import CIFAR10
 
-from amp_lab.data import (
-    CALTECH256_FOLDER,
-    CIFAR10_FOLDER,
-    MARKER,
-    cifar10_checksums,
-    find_caltech256,
-)
-from amp_lab.data.downloads import md5_of, reason_of
-from amp_lab.errors import DataError
+from amp_lab.data import caltech256, cifar10
+from amp_lab.data.downloads import md5_of
+from amp_lab.data.images import MARKER
+from amp_lab.errors import DataError, first_line
 
 
 def make_stand_in(
@@ -39,59 +34,62 @@ def make_stand_in(
 
     Raises `DataError` for a wrong value, and if there is a data set in `folder` already.
     """
-    if name not in ("cifar10", "caltech256"):
-        raise DataError(f"there is no stand-in for {name!r}; use cifar10 or caltech256")
-    most, default = {"cifar10": (10, 600), "caltech256": (256, 10)}[name]
+    if name not in _LAYOUTS:
+        raise DataError(f"there is no stand-in for {name!r}; use {' or '.join(_LAYOUTS)}")
+    most, default, real, write = _LAYOUTS[name]
     classes = most if classes is None else classes
     count = default if images_per_class is None else images_per_class
     if not 2 <= classes <= most:
         raise DataError(f"classes={classes} must be between 2 and {most}")
-    if count < 6:
-        raise DataError(f"images_per_class={count} must be at least 6")  # five batches and a test
+    if count < 6:  # CIFAR-10 needs one for each of its five batches, and one for the test
+        raise DataError(f"images_per_class={count} must be at least 6")
     if seed < 0:
         raise DataError(f"seed={seed} must not be negative")
-    folder = Path(folder)
-    place = folder / (CIFAR10_FOLDER if name == "cifar10" else CALTECH256_FOLDER)
-    if place.exists() or (
-        name == "caltech256" and (place := find_caltech256(folder) or place).exists()
-    ):
+    place = real.find_folder(Path(folder)) or Path(folder, real.FOLDER)
+    if place.exists():
         raise DataError(f"{place} is there already; delete it first, or use another folder")
-    write = _write_cifar10 if name == "cifar10" else _write_caltech256
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        # Made under another name, so that one that was broken off is not taken for a whole one.
         with tempfile.TemporaryDirectory(dir=folder, prefix=f".{place.name}.") as temporary:
-            made = Path(temporary, place.name)
-            made.mkdir()
-            write(made, classes, count, seed)
-            made.rename(place)
+            draft = Path(temporary, place.name)
+            draft.mkdir()
+            checksums = write(draft, classes, count, seed)
+            what = "generated pictures in the layout of a real data set"
+            marker = json.dumps({"what": what, "md5": checksums}, indent=1)
+            (draft / MARKER).write_text(marker + "\n")
+            draft.rename(place)
     except OSError as error:
-        raise DataError(f"{place} cannot be written: {reason_of(error)}") from error
+        raise DataError(f"{place} cannot be written: {first_line(error)}") from error
     return place
 
 
-def _write_cifar10(place: Path, classes: int, count: int, seed: int) -> None:
-    """The batches as the University of Toronto packed them: five for training, one for the test."""
+def _write_cifar10(place: Path, classes: int, count: int, seed: int) -> dict[str, str]:
+    """Batches as the University of Toronto packed them, five and one; returns the MD5 of each."""
     for_test = count // 6  # as of the real 6,000 of each class
-    pictures = [(target, number) for target in range(classes) for number in range(count)]
-    test = [pair for pair in pictures if pair[1] < for_test]
-    train = [pair for pair in pictures if pair[1] >= for_test]
+    test = [(target, number) for target in range(classes) for number in range(for_test)]
+    train = [(target, number) for target in range(classes) for number in range(for_test, count)]
     np.random.default_rng(seed).shuffle(train)
-    parts = [
-        (f"data_batch_{i}", f"training batch {i} of 5", train[i - 1 :: 5]) for i in range(1, 6)
-    ]
-    for name, label, part in [*parts, ("test_batch", "testing batch 1 of 1", test)]:
-        images = [_draw(seed, target, number, side=32) for target, number in part]
-        batch = {
-            "batch_label": label,
-            "labels": [int(target) for target, _ in part],
-            "data": np.stack(images).transpose(0, 3, 1, 2).reshape(len(part), 3072),
-            "filenames": [f"generated_{target}_{number}.png" for target, number in part],
-        }
-        _python2_pickle(place / name, batch)
+    _write_batch(place / "test_batch", "testing batch 1 of 1", test, seed)
+    for i in range(5):
+        name, label = f"data_batch_{i + 1}", f"training batch {i + 1} of 5"
+        _write_batch(place / name, label, train[i::5], seed)
     names = [f"generated-{target}" for target in range(classes)]
     meta = {"num_cases_per_batch": len(train) // 5, "label_names": names, "num_vis": 3072}
     _python2_pickle(place / CIFAR10.meta["filename"], meta)
-    _mark(place, {name: md5_of(place / name) for name in cifar10_checksums(CIFAR10)})
+    return {name: md5_of(place / name) for name in cifar10.CHECKSUMS}
+
+
+def _write_batch(path: Path, label: str, pictures: list[tuple[int, int]], seed: int) -> None:
+    """A file of CIFAR-10 with these pictures, each a target and a number."""
+    images = np.stack([_draw(seed, target, number, side=32) for target, number in pictures])
+    batch = {
+        "batch_label": label,
+        "labels": [int(target) for target, _ in pictures],
+        "data": images.transpose(0, 3, 1, 2).reshape(len(pictures), 3072),
+        "filenames": [f"generated_{target}_{number}.png" for target, number in pictures],
+    }
+    _python2_pickle(path, batch)
 
 
 class _Python2Pickler(pickle._Pickler):
@@ -112,7 +110,7 @@ def _python2_pickle(path: Path, content: dict) -> None:
         _Python2Pickler(file, protocol=2).dump(content)
 
 
-def _write_caltech256(place: Path, classes: int, count: int, seed: int) -> None:
+def _write_caltech256(place: Path, classes: int, count: int, seed: int) -> dict[str, str]:
     """JPEG files of various sizes in a folder for each class, and clutter, as the last, in 257."""
     folders = {number: f"{number:03}.generated-{number:03}" for number in range(1, classes + 1)}
     folders[257] = "257.clutter"
@@ -123,23 +121,16 @@ def _write_caltech256(place: Path, classes: int, count: int, seed: int) -> None:
         number, index = picture
         image = Image.fromarray(_draw(seed, number - 1, index, side=48))
         rng = np.random.default_rng([seed, number, index, 1])
-        image = image.resize(
-            tuple(map(int, rng.integers(120, 320, size=2))), Image.Resampling.BICUBIC
-        )
+        width, height = map(int, rng.integers(120, 320, size=2))
+        image = image.resize((width, height), Image.Resampling.BICUBIC)
         if rng.random() < 1 / 16:
             image = image.convert("L")  # some of the real ones have no colour
         image.save(place / folders[number] / f"{number:03}_{index:04}.jpg", quality=85)
 
     pictures = [(number, index) for number in folders for index in range(1, count + 1)]
     with ThreadPoolExecutor() as pool:
-        for _ in pool.map(write, pictures):
-            pass
-    _mark(place, {})
-
-
-def _mark(place: Path, checksums: dict[str, str]) -> None:
-    content = {"what": "generated pictures in the layout of a real data set", "md5": checksums}
-    (place / MARKER).write_text(json.dumps(content, indent=1) + "\n")
+        list(pool.map(write, pictures))  # which raises what a thread has raised
+    return {}  # the real ones come without checksums too
 
 
 def _draw(seed: int, target: int, number: int, side: int) -> np.ndarray:
@@ -164,3 +155,9 @@ def _draw(seed: int, target: int, number: int, side: int) -> np.ndarray:
     background = rng.uniform(0, 1, 3) + rng.uniform(-0.3, 0.3) * x[..., None]
     image = np.where(inside[..., None], shape, background) + rng.normal(0, 0.1, (side, side, 3))
     return (255 * image.clip(0, 1)).astype(np.uint8)
+
+
+_LAYOUTS = {  # most classes, images of each by default, who finds it, and who writes it
+    "cifar10": (10, 600, cifar10, _write_cifar10),
+    "caltech256": (256, 10, caltech256, _write_caltech256),
+}

@@ -1,0 +1,137 @@
+"""Batches of a data set: in the order of a seed, for one of several processes, and read ahead."""
+
+import atexit
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from amp_lab.data.images import SHUFFLE, ImageSet, generator
+from amp_lab.errors import AmpLabError, DataError
+
+# Forked workers start at once, and notice when this process dies; those of a fork server, which a
+# newer Python would use, wait for ever. Elsewhere than on Linux forking is not safe.
+_START_METHOD = "fork" if sys.platform == "linux" else None
+_TO_STOP = {signal.SIGINT, signal.SIGTERM}
+
+
+@dataclass
+class Batches:
+    """One pass over a data set: images float32 (B, 3, S, S) and targets int64 (B,), on the CPU.
+
+    It may be iterated over more than once. Raises `DataError` for a wrong value, and when iterated
+    over for a file that cannot be read.
+    """
+
+    dataset: ImageSet
+    batch_size: int
+    _: KW_ONLY
+    epoch: int = 0
+    seed: int | None = None
+    """The order is a permutation that depends on this and on `epoch` alone; None: as stored."""
+    start: int = 0
+    """Number of the batch to begin at; those before it are neither read nor counted."""
+    drop_last: bool = False
+    """Whether to leave out a last batch that is smaller than the others."""
+    share: tuple[int, int] = (0, 1)
+    """Rank of this process and number of processes n. Of each batch it gets every n-th image, as
+    `torch.utils.data.DistributedSampler` would give it. All get as many batches, so a last one that
+    has not an image for each is added to the one before it."""
+    workers: int = 0
+    """Processes that read ahead. Starting them takes a tenth of a second each pass on Linux and
+    seconds elsewhere, so it pays for files that must be decoded, not for images in memory."""
+    device: torch.device | str = "cpu"
+    """For a CUDA device the batches lie in pinned memory, which `non_blocking=True` copies from."""
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise DataError(f"batch_size={self.batch_size} must be at least 1")
+        for name in ("epoch", "seed", "start", "workers"):
+            if (getattr(self, name) or 0) < 0:
+                raise DataError(f"{name}={getattr(self, name)} must not be negative")
+        self._keys = self._keys_of_this_rank()
+
+    def _keys_of_this_rank(self) -> list[list[int]]:
+        """The keys of each batch; a key names the epoch too, see `ImageSet`."""
+        length, (rank, ranks) = len(self.dataset), self.share
+        order = torch.arange(length)
+        if self.seed is not None:
+            order = torch.randperm(length, generator=generator(self.seed, self.epoch, SHUFFLE))
+        if self.drop_last:
+            order = order[: length // self.batch_size * self.batch_size]
+        if len(order) < ranks and ranks > 1:
+            raise DataError(f"{len(order)} images are too few for {ranks} processes")
+        keys = self.epoch * length + order[self.start * self.batch_size :]
+        parts = keys.split(max(self.batch_size, ranks))
+        if len(parts) > 1 and len(parts[-1]) < ranks:
+            parts = (*parts[:-2], torch.cat(parts[-2:]))
+        return [part[rank::ranks].tolist() for part in parts if len(part)]
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        loader = DataLoader(
+            _WholeBatches(self.dataset),
+            batch_size=None,  # a key of the data set is a whole batch already
+            sampler=self._keys,
+            num_workers=self.workers,
+            multiprocessing_context=_START_METHOD if self.workers else None,
+            pin_memory=torch.device(self.device).type == "cuda",
+            worker_init_fn=_ignore_signals,
+            generator=torch.Generator(),  # else each pass draws a number from the global state
+        )
+        with _signals_held():
+            iterator = iter(loader)
+        with ExitStack() as at_end:
+            if self.workers:
+                # Workers ignore SIGTERM, so torch and Python could not end them as they do by
+                # default when a pass is left unfinished: here, or at exit if it still goes on.
+                at_end.callback(iterator._shutdown_workers)
+                at_end.callback(atexit.unregister, iterator._shutdown_workers)
+                atexit.register(iterator._shutdown_workers)
+            for item in iterator:
+                if isinstance(item, AmpLabError):
+                    raise item
+                yield tuple(item)  # images and targets, which pinned memory makes a list
+
+
+batches = Batches  # called like a function, as `range` is
+
+
+class _WholeBatches(Dataset):
+    """A data set whose keys are lists of keys; an item is a batch, or why there is none."""
+
+    def __init__(self, dataset: ImageSet):
+        self._dataset = dataset
+
+    def __getitem__(self, keys: list[int]) -> tuple[torch.Tensor, torch.Tensor] | AmpLabError:
+        try:
+            return self._dataset.batch(keys)
+        except AmpLabError as error:
+            return error  # if raised, it would arrive with the worker's traceback in its message
+
+
+@contextmanager
+def _signals_held() -> Iterator[None]:
+    """Hold SIGINT and SIGTERM back while workers start, until each has set what it does on one."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _TO_STOP)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _ignore_signals(_: int) -> None:
+    """Let the main process alone decide when to stop: Ctrl-C goes to its workers as well."""
+    for number in _TO_STOP:
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_STOP)

@@ -1,0 +1,185 @@
+"""Caltech-256: 29,780 photographs of many sizes, in a folder for each class."""
+
+import csv
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from torchvision.transforms import v2
+from tqdm import tqdm
+
+from amp_lab.data import images
+from amp_lab.data.downloads import fetch
+from amp_lab.errors import DataError, first_line
+from amp_lab.report import listed
+
+URL = "https://data.caltech.edu/records/nyy15-4j048/files/256_ObjectCategories.tar"
+MD5 = "67b4f42ca05d46448c6bb8ecd2220f6d"
+FOLDER = "256_ObjectCategories"
+# Those of ImageNet, since the networks trained on it start from weights that were made with these.
+MEAN_STD = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+_SUFFIXES = (".jpg", ".jpeg", ".png")
+
+
+def load(options: images.LoadOptions) -> images.ImageData:
+    """The real ones or a stand-in; every tenth is a test image. See `load_dataset`."""
+    place = find_folder(options.folder)
+    if place is None:
+        place = options.folder / FOLDER
+        fetch("caltech256", URL, MD5, place, options.download)
+    classes, targets_of = _scan(place)
+    paths, skipped = _readable_images(place, targets_of, options.skip_damaged)
+    targets = np.array([targets_of[path] for path in paths])
+    train, test = images.shorten(*images.split(targets, every=10), targets, options.limit)
+    size = options.image_size or 224
+
+    def image_set(part: np.ndarray, seed: int | None) -> images.ImagesOnDisk:
+        files = [place.parent / paths[i] for i in part]
+        return images.ImagesOnDisk(files, targets[part], transform(size, seed is not None), seed)
+
+    return images.ImageData(
+        name="caltech256",
+        train=image_set(train, options.seed),
+        test=image_set(test, None),
+        classes=tuple(name.partition(".")[2] for name in classes),  # 001.ak47
+        image_size=size,
+        stand_in=(place / images.MARKER).exists(),
+        fingerprint=images.fingerprint("\n".join(paths).encode(), targets, train, test),
+        skipped=tuple(skipped),
+    )
+
+
+def transform(size: int, augment: bool) -> v2.Transform:
+    """From a picture to float32 (3, size, size), normalised; augmented or not."""
+    larger = round(size * 8 / 7)  # 256 for 224; the crop is what moves the picture about
+    crop: list[v2.Transform] = [v2.CenterCrop(size)]
+    if augment:
+        bilinear = v2.InterpolationMode.BILINEAR
+        warp = v2.RandomAffine(degrees=15, scale=(0.9, 1.1), interpolation=bilinear)
+        crop = [v2.RandomCrop(size), v2.RandomHorizontalFlip(), warp]
+    resize = v2.Resize((larger, larger), antialias=True)
+    to_float = v2.ToDtype(torch.float32, scale=True)  # late: uint8 is a quarter of the bytes
+    return v2.Compose([v2.PILToTensor(), resize, *crop, to_float, v2.Normalize(*MEAN_STD)])
+
+
+def find_folder(folder: Path) -> Path | None:
+    """The folder 256_ObjectCategories: `folder` itself, in it, or where torchvision puts it."""
+    usual = [folder / FOLDER, folder / "caltech256" / FOLDER]
+    places = [folder.absolute()] if folder.absolute().name == FOLDER else usual
+    return next((place for place in places if place.is_dir()), None)
+
+
+def _scan(place: Path) -> tuple[list[str], dict[str, int]]:
+    """Names of the class folders, and the target of each image by its path from above `place`."""
+    folders = (path for path in place.glob("[0-9][0-9][0-9]*") if path.is_dir())
+    classes = sorted(path.name for path in folders if path.suffix != ".clutter")  # is no class
+    if not classes:
+        raise DataError(f"{place} holds no folder like 001.ak47; {images.remedy(place)}")
+    targets_of = {}
+    for target, name in enumerate(classes):
+        # Sorted, since the order of a folder's entries depends on the file system.
+        for file in sorted(os.listdir(place / name)):
+            if file.lower().endswith(_SUFFIXES):
+                targets_of[f"{place.name}/{name}/{file}"] = target
+    if not targets_of:
+        raise DataError(f"{place} holds no images; {images.remedy(place)}")
+    return classes, targets_of
+
+
+def _readable_images(
+    place: Path, targets_of: dict[str, int], skip_damaged: bool
+) -> tuple[list[str], list[str]]:
+    """Paths of the images that can be decoded, and of those that cannot.
+
+    Reads caltech256.csv beside `place`, or decodes every image and then writes it. Images that the
+    list lacks are decoded each time: it never lacks a good one unnoticed.
+    """
+    table = place.parent / "caltech256.csv"
+    in_table = _read_table(table, targets_of)
+    damaged = _find_damaged(place.parent, sorted(targets_of.keys() - in_table))
+    good = [path for path in targets_of if path not in damaged]
+    if damaged and not skip_damaged:
+        raise DataError(
+            f"{len(damaged)} of {len(targets_of)} images cannot be read, {listed(damaged, 3)} in "
+            f"{place.parent}; put good ones in their place, or leave them out: skip_damaged=True, "
+            "on the command line --skip-damaged"
+        )
+    if len(good) < 10:  # one in ten is a test image, and without one nothing can be evaluated
+        raise DataError(f"{place} has {len(good)} images that can be read; it takes at least 10")
+    lacking = [path for path in good if path not in in_table]
+    if not in_table:
+        _write_table(table, good, targets_of)
+    elif lacking:
+        raise DataError(f"{table} lacks {listed(lacking, 3)}; delete it to have it made again")
+    return good, damaged
+
+
+def _find_damaged(folder: Path, paths: list[str]) -> list[str]:
+    """Those of these files that cannot be decoded."""
+
+    def is_damaged(path: str) -> bool:
+        try:
+            images.read_picture(folder / path)
+        except DataError:
+            return True
+        return False
+
+    if not paths:
+        return []
+    with ThreadPoolExecutor() as pool:  # threads do, since Pillow decodes without Python's lock
+        found = pool.map(is_damaged, paths)
+        progress = tqdm(found, "checking images", len(paths), unit="image", disable=None)
+        return [path for path, damaged in zip(paths, progress, strict=True) if damaged]
+
+
+def _read_table(table: Path, targets_of: dict[str, int]) -> set[str]:
+    """The paths in the list of images, which has the targets that their folders give; or none."""
+    if not table.exists():
+        return set()
+    remedy = "correct it, or delete the file to have it made again"
+    paths: set[str] = set()
+    try:
+        with table.open(newline="", encoding="utf-8") as file:
+            rows = csv.DictReader(file, strict=True)
+            for column in ("path", "target"):
+                if column not in (rows.fieldnames or []):
+                    raise DataError(f"{table}, line 1: no column {column!r}; {remedy}")
+            for row in rows:
+                fault = _fault(row, targets_of, paths)
+                if fault:
+                    raise DataError(f"{table}, line {rows.line_num}: {fault}; {remedy}")
+                paths.add(row["path"])
+    except (OSError, UnicodeError, csv.Error) as error:
+        raise DataError(f"{table} cannot be read: {first_line(error)}; {remedy}") from error
+    if not paths:
+        raise DataError(f"{table} lists no images; {remedy}")
+    return paths
+
+
+def _fault(row: dict[str, str], targets_of: dict[str, int], before: set[str]) -> str | None:
+    """What is wrong with a row of the list, after rows with the paths `before`."""
+    path, target = row["path"], row["target"]
+    if path not in targets_of:
+        return f"no image {path!r} there"
+    if target != str(targets_of[path]):
+        return f"target {target!r} should be {targets_of[path]}, as the folder is numbered"
+    return f"{path} is there twice" if path in before else None
+
+
+def _write_table(table: Path, paths: list[str], targets_of: dict[str, int]) -> None:
+    # All processes of a distributed run may come here at once, so each writes a file of its own.
+    draft = table.with_name(f".{table.name}.{os.getpid()}")
+    try:
+        with draft.open("w", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file, lineterminator="\n")
+            rows.writerow(["path", "target"])
+            rows.writerows((path, targets_of[path]) for path in paths)
+        draft.replace(table)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise DataError(
+            f"{table} cannot be written: {first_line(error)}; if the images lie where you may not "
+            f"write, link {FOLDER} into a folder where you may"
+        ) from error

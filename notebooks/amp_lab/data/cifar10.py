@@ -1,0 +1,90 @@
+"""CIFAR-10: 50,000 and 10,000 photographs of 32x32 pixels, in batches that torchvision reads."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from torchvision.datasets import CIFAR10
+
+from amp_lab.data import images
+from amp_lab.data.downloads import fetch, md5_of
+from amp_lab.errors import DataError
+
+FOLDER = CIFAR10.base_folder  # cifar-10-batches-py
+CHECKSUMS = dict([*CIFAR10.train_list, *CIFAR10.test_list]) | {
+    CIFAR10.meta["filename"]: CIFAR10.meta["md5"]
+}  # MD5 of each file of the real ones
+MEAN_STD = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+
+
+def load(options: images.LoadOptions) -> images.ImageData:
+    """The real ones or a stand-in, with the split that they come with. See `load_dataset`."""
+    place = options.folder / FOLDER
+    if find_folder(options.folder) is None:
+        fetch("cifar10", CIFAR10.url, CIFAR10.tgz_md5, place, options.download)
+    stand_in = (place / images.MARKER).exists()
+    checksums = _read_marker(place / images.MARKER) if stand_in else CHECKSUMS
+    train, test = _read(options.folder, checksums)
+    targets = np.array(train.targets + test.targets)
+    indices = np.split(np.arange(len(targets)), [len(train)])
+    keep_train, keep_test = images.shorten(*indices, targets, options.limit)
+    keep_test = keep_test - len(train)
+    size = options.image_size or 32
+    train_set, test_set = (
+        (part.data.transpose(0, 3, 1, 2)[kept], np.array(part.targets)[kept], size, MEAN_STD)
+        for part, kept in ((train, keep_train), (test, keep_test))
+    )
+    return images.ImageData(
+        name="cifar10",
+        train=images.ImagesInMemory(*train_set, options.seed, _flip_and_shift),
+        test=images.ImagesInMemory(*test_set),
+        classes=tuple(train.classes),
+        image_size=size,
+        stand_in=stand_in,
+        # The checksums stand for the content of all images, which need not be read for them.
+        fingerprint=images.fingerprint(json.dumps(checksums).encode(), keep_train, keep_test),
+    )
+
+
+def find_folder(folder: Path) -> Path | None:
+    """The folder of the batches in `folder`, if it is there."""
+    return folder / FOLDER if (folder / FOLDER).exists() else None
+
+
+def _read(folder: Path, checksums: dict[str, str]) -> list[CIFAR10]:
+    """Training and test images by torchvision's reader, which compares these checksums."""
+    attributes = {
+        "train_list": [[name, checksums[name]] for name, _ in CIFAR10.train_list],
+        "test_list": [[name, checksums[name]] for name, _ in CIFAR10.test_list],
+        "meta": CIFAR10.meta | {"md5": checksums[CIFAR10.meta["filename"]]},
+    }
+    reader = type("Reader", (CIFAR10,), attributes)
+    try:
+        return [reader(folder, train=is_train) for is_train in (True, False)]
+    except RuntimeError:  # torchvision's, for a wrong checksum; it does not say of which file
+        place = folder / FOLDER
+        for path, md5 in ((place / name, md5) for name, md5 in checksums.items()):
+            if not path.is_file():
+                raise DataError(f"{path} is missing; {images.remedy(place)}") from None
+            if md5_of(path) != md5:
+                raise DataError(f"{path} is damaged or altered; {images.remedy(place)}") from None
+        raise
+
+
+def _read_marker(marker: Path) -> dict[str, str]:
+    """MD5 of each file of a stand-in for CIFAR-10."""
+    try:
+        checksums = json.loads(marker.read_text())["md5"]
+        return {name: checksums[name] for name in CHECKSUMS}
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{marker} is damaged; {images.remedy(marker.parent)}") from error
+
+
+def _flip_and_shift(draws: torch.Tensor) -> torch.Tensor:
+    """Matrices that mirror half of the images, and shift by up to 4 whole pixels of 32."""
+    flip, x, y, _ = draws.unbind(1)
+    flip = 1 - 2 * (flip < 0.5).float()
+    x, y = (((9 * shift).floor() - 4) / 16 for shift in (x, y))
+    zero = torch.zeros_like(x)
+    return torch.stack([flip, zero, x, zero, zero + 1, y], dim=1).view(-1, 2, 3)

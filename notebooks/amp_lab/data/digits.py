@@ -1,0 +1,36 @@
+"""The handwritten digits that come with scikit-learn: no folder and no network."""
+
+import numpy as np
+import torch
+
+from amp_lab.data.images import ImageData, ImagesInMemory, LoadOptions, fingerprint, shorten, split
+
+MEAN_STD = ((0.305,) * 3, (0.376,) * 3)
+
+
+def load(options: LoadOptions) -> ImageData:
+    """1,797 digits; one in five is a test image. See `load_dataset`."""
+    from sklearn.datasets import load_digits  # takes a second, which other data sets do not need
+
+    digits = load_digits()
+    targets = digits.target.astype(np.int64)
+    images = (digits.images * (255 / 16)).round().astype(np.uint8)[:, None]  # (1797, 1, 8, 8)
+    train, test = shorten(*split(targets, every=5), targets, options.limit)
+    size = options.image_size or 32
+    return ImageData(
+        name="digits",
+        train=ImagesInMemory(images[train], targets[train], size, MEAN_STD, options.seed, jitter),
+        test=ImagesInMemory(images[test], targets[test], size, MEAN_STD),
+        classes=tuple(map(str, digits.target_names)),
+        image_size=size,
+        fingerprint=fingerprint(images, targets, train, test),
+    )
+
+
+def jitter(draws: torch.Tensor) -> torch.Tensor:
+    """Matrices that turn by up to 10 degrees, scale by up to 10 %, shift by up to 1/16 a side."""
+    angle, zoom, x, y = (2 * draws - 1).unbind(1)  # each (B,), -1 to 1
+    angle, zoom, x, y = angle * np.pi / 18, 1 + zoom / 10, x / 8, y / 8
+    cos, sin = zoom * angle.cos(), zoom * angle.sin()
+    # No mirroring, unlike for photographs: a mirrored digit is no digit.
+    return torch.stack([cos, -sin, x, sin, cos, y], dim=1).view(-1, 2, 3)

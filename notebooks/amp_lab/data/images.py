@@ -1,0 +1,239 @@
+"""What every data set is made of: images with targets, their split, and their random changes."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from amp_lab.errors import DataError, first_line
+
+MARKER = "STAND_IN.json"  # in the folder of generated pictures, so that none takes them for real
+SHUFFLE, AUGMENT = 1, 2  # what random numbers are for; part of their seed, so that the two differ
+
+
+class ImageSet(Dataset):
+    """Images of one size with their targets: a map-style data set whose keys also name the epoch.
+
+    `dataset[epoch * len(dataset) + index]` is an image, float32 (3, S, S) and normalised, and its
+    target, an int. How it is augmented depends only on the seed, the epoch and the index: which
+    process reads it, when, and after what makes no difference to any bit of it. The global random
+    state is neither used nor changed.
+    """
+
+    targets: torch.Tensor
+    """The targets of all images, int64 (N,)."""
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, key: int) -> tuple[torch.Tensor, int]:
+        images, targets = self.batch([key])
+        return images[0], int(targets[0])
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
+        return (self[index] for index in range(len(self)))  # one pass; keys alone never end
+
+    def batch(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images float32 (B, 3, S, S) and targets int64 (B,) of these keys.
+
+        Raises `DataError` if a file cannot be read, and `IndexError` for a negative key.
+        """
+        raise NotImplementedError
+
+    def _epochs_and_indices(self, keys: Sequence[int]) -> list[tuple[int, int]]:
+        if min(keys) < 0:
+            raise IndexError(f"key {min(keys)} is negative")
+        return [divmod(key, len(self)) for key in keys]
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """A data set, split into training and test images."""
+
+    name: str
+    train: ImageSet
+    test: ImageSet
+    classes: tuple[str, ...]  # their names; a target is an index into them
+    image_size: int  # height and width of the images handed out, in pixels
+    fingerprint: str
+    """Hash of which images are in it, and of their split and order; not of how they are augmented.
+    A run that finds another one trains on other data."""
+    stand_in: bool = False  # generated pictures in the layout of the real ones
+    skipped: tuple[str, ...] = ()  # the damaged images that were left out
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What `load_dataset` was asked for, already checked; each data set's `load` takes one."""
+
+    folder: Path
+    image_size: int | None  # None: the size that is usual for the data set
+    limit: int | None
+    seed: int | None  # of the augmentation; None: no augmentation
+    skip_damaged: bool
+    download: bool
+
+
+def mix_seeds(*parts: int) -> int:
+    """A 64-bit seed from several numbers; close ones give seeds that have nothing in common."""
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])
+
+
+def generator(*parts: int) -> torch.Generator:
+    """A random generator for the CPU, with the seed that `mix_seeds` makes of these numbers."""
+    return torch.Generator().manual_seed(mix_seeds(*parts))
+
+
+def _shuffled_classes(targets: np.ndarray) -> np.ndarray:
+    """Indices sorted by class, and each class shuffled, in a way that is always the same."""
+    return np.lexsort((np.random.default_rng(0).permutation(len(targets)), targets))
+
+
+def split(targets: np.ndarray, every: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of training and test images: of each class, one in `every` (give or take one)."""
+    order = _shuffled_classes(targets)
+    test = np.arange(len(order)) % every == every - 1
+    return np.sort(order[~test]), np.sort(order[test])
+
+
+def _choose(targets: np.ndarray, count: int) -> np.ndarray:
+    """Indices of `count` images, of which each class has its share (give or take one)."""
+    order = _shuffled_classes(targets)
+    sizes = np.bincount(targets)
+    rank = np.arange(len(order)) - (np.cumsum(sizes) - sizes)[targets[order]]
+    depth = (rank + 0.5) / sizes[targets[order]]  # of an image in its class, from 0 to 1
+    return np.sort(order[np.argsort(depth, kind="stable")[:count]])
+
+
+def shorten(
+    train: np.ndarray, test: np.ndarray, targets: np.ndarray, limit: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The two lists of indices, shortened to `limit` training images and the same share of test."""
+    if limit is None or limit >= len(train):
+        return train, test
+    test_limit = -(-len(test) * limit // len(train))  # rounded up
+    return train[_choose(targets[train], limit)], test[_choose(targets[test], test_limit)]
+
+
+def fingerprint(*parts: bytes | np.ndarray) -> str:
+    """A hash of all parts, 16 hexadecimal digits."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        content = part.tobytes() if isinstance(part, np.ndarray) else part
+        # With its length, so that moving bytes from one part to the next changes the hash.
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()
+
+
+class ImagesInMemory(ImageSet):
+    """Images from an array uint8 (N, C, H, W), C being 1 or 3, augmented a batch at a time.
+
+    `mean_std` are those of the three channels, for pixels in [0, 1]. With a `seed`, `augment` makes
+    of random numbers (B, 4) in [0, 1) the matrices for `_warp`.
+    """
+
+    def __init__(
+        self,
+        images: np.ndarray,
+        targets: np.ndarray,
+        size: int,
+        mean_std: tuple[tuple[float, ...], tuple[float, ...]],
+        seed: int | None = None,
+        augment: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ):
+        self.targets = torch.from_numpy(targets.astype(np.int64))
+        self._images, self._size = torch.from_numpy(images), size
+        mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in mean_std)
+        # One product and one sum for (pixel / 255 - mean) / std; a grey channel becomes three here.
+        self._scale, self._offset = 1 / (255 * std), -mean / std
+        self._seed, self._augment = seed, augment
+        self._epoch_draws: tuple[int, torch.Tensor] = (-1, torch.empty(0))  # of the last epoch
+
+    def batch(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `ImageSet.batch`."""
+        places = self._epochs_and_indices(keys)
+        indices = torch.tensor([index for _, index in places])
+        images = self._images[indices].float()  # (B, C, H, W), 0 to 255
+        if self._seed is not None and self._augment is not None:
+            draws = torch.stack([self._draws(epoch)[index] for epoch, index in places])
+            images = _warp(images, self._augment(draws), self._size)
+        elif images.shape[-1] != self._size:
+            images = functional.interpolate(images, (self._size,) * 2, mode="bilinear")
+        return images * self._scale + self._offset, self.targets[indices]
+
+    def _draws(self, epoch: int) -> torch.Tensor:
+        """Numbers in [0, 1) for every image in this epoch, (N, 4): cheap when drawn at once."""
+        if self._epoch_draws[0] != epoch:
+            draws = torch.rand(len(self), 4, generator=generator(self._seed, epoch, AUGMENT))
+            self._epoch_draws = epoch, draws
+        return self._epoch_draws[1]
+
+
+def _warp(images: torch.Tensor, matrices: torch.Tensor, size: int) -> torch.Tensor:
+    """Images (B, C, size, size) whose pixel at x is that of `images` at matrix · (x, y, 1).
+
+    Coordinates are those of `grid_sample`, from -1 to 1; `matrices` is (B, 2, 3). What comes from
+    outside is black.
+    """
+    line = (2 * torch.arange(size) + 1) / size - 1
+    x, y = line[None, None, :], line[None, :, None]
+    a, b, c = matrices[..., None, None].unbind(2)  # each (B, 2, 1, 1)
+    # Not `affine_grid`, which does this as a matrix product: the last bit of that may depend on
+    # the size of the batch and the number of threads.
+    grid = torch.stack([a[:, i] * x + b[:, i] * y + c[:, i] for i in (0, 1)], dim=-1)
+    return functional.grid_sample(images, grid, align_corners=False)  # grid: (B, size, size, 2)
+
+
+class ImagesOnDisk(ImageSet):
+    """Images read from their files when they are asked for.
+
+    `transform` makes of a picture a tensor float32 (3, S, S). It may draw from torch's global
+    random state, which has a seed of its own for each image if there is a `seed`.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        targets: np.ndarray,
+        transform: Callable[[Image.Image], torch.Tensor],
+        seed: int | None = None,
+    ):
+        self.targets = torch.from_numpy(targets)
+        self._paths, self._transform, self._seed = paths, transform, seed
+
+    def batch(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `ImageSet.batch`."""
+        places = self._epochs_and_indices(keys)
+        images = [self._image(epoch, index) for epoch, index in places]
+        return torch.stack(images), self.targets[[index for _, index in places]]
+
+    def _image(self, epoch: int, index: int) -> torch.Tensor:
+        picture = read_picture(self._paths[index])
+        if self._seed is None:
+            return self._transform(picture)
+        with torch.random.fork_rng(devices=[]):  # puts the CPU's random state back afterwards
+            seed = mix_seeds(self._seed, epoch, AUGMENT, index)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs as well
+            return self._transform(picture)
+
+
+def read_picture(path: Path) -> Image.Image:
+    """The picture in this file, in RGB; raises `DataError` if it cannot be decoded."""
+    try:
+        with Image.open(path) as picture:
+            if picture.width * picture.height > Image.MAX_IMAGE_PIXELS:
+                raise ValueError(f"{picture.width} x {picture.height} pixels are too many")
+            return picture.convert("RGB")
+    except Exception as error:  # a decoder may raise anything for a damaged file
+        raise DataError(f"{path} cannot be read as an image: {first_line(error)}") from None
+
+
+def remedy(place: Path) -> str:
+    """What to do about a folder that is not what it should be."""
+    return f"delete {place} to have it fetched (or generated) again"

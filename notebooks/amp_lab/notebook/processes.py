@@ -1,0 +1,335 @@
+"""A notebook's functions in other processes: under torchrun, or on each backend of Keras.
+
+Each process runs a script, which is made of the source of the function, of the functions that it
+needs, and of imports: a name of another module is imported as it was here; a function of the same
+notebook must be in `needed`; data must come as an argument. Arguments and results are plain data:
+numbers, text, dtypes, tensors, and dicts, lists and tuples of them. What a process prints is kept
+for errors only, and none of them is left running.
+"""
+
+import builtins
+import dis
+import faulthandler
+import inspect
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+
+from amp_lab.errors import ParallelError, first_line
+
+BACKENDS = ("torch", "tensorflow")
+_PACKAGES = str(Path(__file__).resolve().parents[2])  # the folder that holds amp_lab
+_IMPORT = "from amp_lab.notebook import processes"  # first: TensorFlow is best loaded after torch
+_CALL = "processes.run_here({}, {!r})\n"
+_LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+_GRACE_S = 40  # torchrun gives its workers 30 s to end before it kills them
+_LAST_LINES = 12  # of what a process printed, in an error
+
+
+def run_workers(
+    function: Callable[..., object],
+    *needed: Callable[..., object],
+    processes: int,
+    timeout_s: float = 300,
+    **arguments: object,
+) -> list:
+    """What `function(**arguments)` returns in each of so many processes, by rank.
+
+        def rank_and_size(offset): ...
+        run_workers(rank_and_size, processes=2, offset=10)
+
+    The processes run under ``torchrun --standalone`` on this machine; what they get and return is
+    said at the top of this file. Each has one thread, and joins a process group if it wants one.
+
+    Raises `ParallelError` for what cannot be sent; for a process that fails, with its last lines;
+    and if they have not all ended after `timeout_s` seconds, with the line at which each one was.
+    """
+    if processes < 1:
+        raise ParallelError(f"processes={processes} must be at least 1")
+    name = function.__name__
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--local-addr", "127.0.0.1"]  # the machine's own name may not be known to itself
+    command += ["--nproc-per-node", str(processes), "--redirects", "3", "--log-dir"]
+    settings = _settings(threads=1)
+    if sys.platform in _LOOPBACK:  # gloo would look up the machine's name too
+        settings["GLOO_SOCKET_IFNAME"] = _LOOPBACK[sys.platform]
+    with _folder_for(function, needed, arguments, "RANK") as folder:
+        command += [str(folder / "logs"), str(folder / "script.py"), str(folder)]
+        with _started(command, settings, folder / "torchrun.log") as launcher:
+            code = _exit_code(launcher, timeout_s)
+        if code is None:
+            late = f"{name}: {processes} processes did not end within {timeout_s:g} s"
+            raise ParallelError(late + _where_each_was(folder, processes))
+        if code != 0:
+            raise ParallelError(f"{name}: {_what_went_wrong(folder, processes)}")
+        return [_load_plain(folder / f"result-{rank}.pt") for rank in range(processes)]
+
+
+def run_on_backends(
+    function: Callable[..., object],
+    *needed: Callable[..., object],
+    backends: Iterable[str] = BACKENDS,
+    device: torch.device | str = "cpu",
+    timeout_s: float = 900,
+    **arguments: object,
+) -> dict[str, object]:
+    """What `function(**arguments)` returns on each backend of Keras, by the backend's name.
+
+        def sum_of_squares(x): return float(keras.ops.sum(x * x))
+        run_on_backends(sum_of_squares, x=torch.ones(3))
+
+    Keras has one backend in a process, which KERAS_BACKEND names when it is imported. So each gets
+    a process; what they get and return is said at the top of this file. On a CPU they run at the
+    same time and share its cores, elsewhere one after another. `device` is that of the torch
+    backend, and if it is ``cpu``, TensorFlow sees no GPU either. No settings file of Keras is read.
+
+    Raises `ParallelError` for what cannot be sent; for a process that fails, with its last lines;
+    and for one that has not ended after `timeout_s` seconds.
+    """
+    backends, device = tuple(backends), torch.device(device)
+    groups = [backends] if device.type == "cpu" else [[backend] for backend in backends]
+    threads = max(1, torch.get_num_threads() // max(map(len, groups), default=1))
+    with _folder_for(function, needed, arguments, "KERAS_BACKEND") as folder:
+        command = [sys.executable, str(folder / "script.py"), str(folder)]
+        for group in groups:
+            deadline = time.monotonic() + timeout_s
+            with ExitStack() as running:
+                started = {}
+                for backend in group:
+                    settings = _keras_settings(backend, device, folder, threads)
+                    process = _started(command, settings, folder / f"{backend}.log")
+                    started[backend] = running.enter_context(process)
+                for backend, process in started.items():
+                    code = _exit_code(process, deadline - time.monotonic())
+                    if code != 0:
+                        how = _how_it_failed(code, timeout_s, folder, backend)
+                        raise ParallelError(f"{function.__name__} on {backend}: {how}")
+        return {backend: _load_plain(folder / f"result-{backend}.pt") for backend in backends}
+
+
+def _settings(threads: int) -> dict[str, str]:
+    """Environment of a process that finds this package, and computes with so many threads."""
+    paths = [_PACKAGES, *filter(None, [os.environ.get("PYTHONPATH")])]
+    counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    return counts | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _keras_settings(
+    backend: str, device: torch.device, folder: Path, threads: int
+) -> dict[str, str]:
+    settings = _settings(threads) | {
+        "KERAS_BACKEND": backend,
+        "KERAS_HOME": str(folder / f"keras-{backend}"),  # it would read, or write, settings at home
+        "KERAS_TORCH_DEVICE": str(device),
+        "TF_NUM_INTRAOP_THREADS": str(threads),
+        "TF_NUM_INTEROP_THREADS": "1",  # ops run one after another
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "TF_FORCE_GPU_ALLOW_GROWTH": "true",  # it would take all of the memory
+    }
+    return settings | ({"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {})
+
+
+@contextmanager
+def _started(
+    command: list[str], settings: dict[str, str], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that prints into `log`, and that is ended if it still runs afterwards."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            env=os.environ | settings,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,  # so that all that it starts can be killed with it
+        )
+        try:
+            yield process
+        finally:  # a reader may interrupt the cell
+            if process.poll() is None:
+                process.terminate()  # torchrun then ends its workers
+                if _exit_code(process, _GRACE_S) is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+
+
+def _exit_code(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
+    """The exit code of a process, once it has ended; None if that takes too long."""
+    try:
+        return process.wait(max(0.0, timeout_s))
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _text(path: Path | None) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path and path.exists() else ""
+
+
+def _end_of(path: Path | None) -> str:
+    """The last lines in a file, indented, for an error."""
+    return textwrap.indent("\n".join(_text(path).strip().splitlines()[-_LAST_LINES:]), "  ")
+
+
+def _how_it_failed(code: int | None, timeout_s: float, folder: Path, backend: str) -> str:
+    if code is None:
+        return f"did not end within {timeout_s:g} s"
+    error = folder / f"error-{backend}.txt"
+    how = f"ended by signal {-code}" if code < 0 else "failed"
+    return f"{how}\n{_end_of(error if error.exists() else folder / f'{backend}.log')}".rstrip()
+
+
+def _log_of(folder: Path, rank: str) -> Path | None:
+    """What a rank wrote to stderr, if it wrote anything."""
+    return next((folder / "logs").glob(f"*/attempt_0/{rank}/stderr.log"), None)
+
+
+def _where_each_was(folder: Path, processes: int) -> str:
+    """A line for each rank, from the stack that it wrote when it was told to end."""
+    script = folder / "script.py"
+    lines = script.read_text(encoding="utf-8").splitlines()
+    frame = re.compile(re.escape(f'File "{script}", line ') + r"(\d+) in (\w+)")
+    found = ""
+    for rank in range(processes):
+        call = frame.search(_text(_log_of(folder, str(rank))))  # the innermost comes first
+        place = f"{call[2]}: {lines[int(call[1]) - 1].strip()}" if call else "unknown"
+        found += f"\n  rank {rank} was in {place}"
+    return found
+
+
+def _what_went_wrong(folder: Path, processes: int) -> str:
+    """Which rank failed first, and its last lines."""
+    log = folder / "torchrun.log"
+    for rank, code in re.findall(r"rank +: (\d+) .*\n +exitcode +: (-?\d+)", _text(log)):
+        # Killed, and not by torchrun, which ends those that are left with SIGTERM.
+        if int(code) < 0 and int(code) != -signal.SIGTERM:
+            how = f"was ended by signal {-int(code)}\n{_end_of(_log_of(folder, rank))}"
+            return f"rank {rank} of {processes} {how}".rstrip()
+    errors = sorted(folder.glob("error-*.txt"), key=lambda path: path.stat().st_mtime_ns)
+    if errors:  # the first; others fail because of it
+        rank = errors[0].stem.removeprefix("error-")
+        return f"rank {rank} of {processes} failed\n{_end_of(errors[0])}"
+    return f"torchrun failed\n{_end_of(log)}"
+
+
+def run_here(function: Callable[..., object], variable: str) -> None:
+    """Run `function` in a process that was started for it; the last line of its script.
+
+    `variable` of the environment tells the processes apart. The arguments lie in the folder that
+    the command line names; the result, or the error, is left there.
+    """
+    if hasattr(faulthandler, "register"):  # not on Windows
+        faulthandler.register(signal.SIGTERM, chain=True)  # where it was, if it is told to end
+    folder, suffix = Path(sys.argv[1]), os.environ[variable]
+    try:
+        arguments = _load_plain(folder / "arguments.pt")
+        _save_plain(function(**arguments), folder / f"result-{suffix}.pt", "the result")
+    except BaseException as error:
+        frames = error.__traceback__.tb_next if error.__traceback__ else None  # without this one
+        text = "".join(traceback.format_exception(error.with_traceback(frames)))
+        (folder / f"error-{suffix}.txt").write_text(text, encoding="utf-8")
+        raise
+
+
+@contextmanager
+def _folder_for(
+    function: Callable, needed: tuple[Callable, ...], arguments: dict, variable: str
+) -> Iterator[Path]:
+    """A temporary folder with the script that calls `function`, and its arguments."""
+    script = script_of(function, needed, _CALL.format(function.__name__, variable))
+    inspect.signature(function).bind(**arguments)  # TypeError here rather than in a process
+    with tempfile.TemporaryDirectory(prefix="amp-lab-") as name:
+        folder = Path(name)
+        (folder / "script.py").write_text(script, encoding="utf-8")
+        _save_plain(arguments, folder / "arguments.pt", "an argument")
+        yield folder
+
+
+def script_of(function: Callable, needed: tuple[Callable, ...], call: str) -> str:
+    """A script that imports and defines what `function` needs, and ends with the lines in `call`.
+
+    Raises `ParallelError` for a function without source, or with a name that cannot be had there.
+    """
+    functions = [*needed, function]
+    known = {each.__name__ for each in functions} | vars(
+        builtins
+    ).keys()  # IPython has its own open
+    sources, imports = [], {}
+    for each in functions:
+        sources.append(_source(each))
+        namespace = inspect.unwrap(each).__globals__
+        names = set(_global_names(compile(sources[-1], each.__name__, "exec"))) - known
+        for name in sorted(names & namespace.keys()):
+            imports[name] = _import_line(name, namespace[name], each)
+    return "\n\n".join(["\n".join([_IMPORT, *imports.values()]), *sources, call])
+
+
+def _source(function: Callable) -> str:
+    plain = inspect.unwrap(function)
+    if not isinstance(plain, types.FunctionType) or plain.__name__ == "<lambda>":
+        raise ParallelError(f"{function!r}: give a function that is defined with def")
+    name, outer = plain.__name__, ", ".join(plain.__code__.co_freevars)
+    if outer:
+        raise ParallelError(f"{name} uses {outer} of the function around it; make it an argument")
+    try:
+        return textwrap.dedent(inspect.getsource(plain))
+    except (OSError, TypeError) as error:
+        reason = f"has no source to be sent ({first_line(error)}); define it in a cell or a file"
+        raise ParallelError(f"{name} {reason}") from error
+
+
+def _global_names(code: types.CodeType) -> Iterator[str]:
+    """Names that a piece of code, and the functions in it, look up outside of themselves."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _global_names(constant)
+
+
+def _import_line(name: str, value: object, user: Callable) -> str:
+    """The statement that gives another process what `name` is for the function `user`."""
+    if isinstance(value, types.ModuleType):
+        return f"import {value.__name__} as {name}"
+    module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    if qualified is None or module is None:
+        problem = "is data; make it an argument"
+    elif module in ("__main__", user.__module__):
+        problem = "is defined beside it; give it too, after the function that is to run"
+    elif getattr(sys.modules.get(module), qualified, None) is value:
+        return f"from {module} import {qualified} as {name}"
+    else:
+        problem = f"cannot be imported from {module}; import it inside of the function"
+    raise ParallelError(f"{user.__name__} uses {name}, which {problem}")
+
+
+def _save_plain(value: object, path: Path, what: str) -> None:
+    """Write numbers, text, dtypes, tensors, and dicts, lists and tuples of them.
+
+    Raises `ParallelError` for anything else; `what` says what it is.
+    """
+    try:
+        torch.save(value, path)
+        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ParallelError(f"{what} is not plain data: {first_line(error)}") from error
+    if unsafe:
+        raise ParallelError(f"{what} is not plain data: {', '.join(unsafe)}")
+
+
+def _load_plain(path: Path) -> object:
+    """What `_save_plain` wrote."""
+    return torch.load(path, map_location="cpu", weights_only=True)

@@ -1,0 +1,201 @@
+"""Caltech-256: where it is found, its list of images, and damaged ones."""
+
+import csv
+import functools
+import io
+
+import numpy as np
+import pytest
+import torch
+from data_sets import CALTECH256_FOLDER, all_of, image_paths, refusal
+from PIL import Image
+
+from amp_lab import load_dataset
+from amp_lab.data import caltech256
+from amp_lab.data.images import ImagesOnDisk, split
+
+pytest_plugins = ("data_sets",)
+
+
+def test_caltech256_reads_the_layout_of_the_real_one_without_clutter(caltech256_copy):
+    place = caltech256_copy / CALTECH256_FOLDER
+    assert len(list((place / "257.clutter").iterdir())) == 15
+    (place / "001.generated-001" / "RENAME2").write_text("a script that was left behind")
+    (place / "002.generated-002" / "greg").mkdir()
+    made = load_dataset("caltech256", caltech256_copy)
+    assert made.classes == tuple(f"generated-00{i}" for i in range(1, 5))
+    assert (len(made.train), len(made.test)) == (54, 6)
+    assert made.train[0][0].shape == (3, 224, 224)
+    assert made.stand_in
+    assert made.skipped == ()
+    with (caltech256_copy / "caltech256.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 60
+    assert rows[0] == {"path": f"{CALTECH256_FOLDER}/001.generated-001/001_0001.jpg", "target": "0"}
+    assert all((caltech256_copy / row["path"]).is_file() for row in rows)
+
+
+def test_the_split_of_caltech256_is_one_in_ten_of_each_class():
+    sizes = 80 + np.random.default_rng(0).multinomial(29780 - 256 * 80, [1 / 256] * 256)
+    targets = np.repeat(np.arange(256), sizes)
+    train, test = split(targets, every=10)
+    assert (len(train), len(test)) == (26802, 2978)
+    assert sorted([*train, *test]) == list(range(29780))
+    assert np.abs(np.bincount(targets[test]) - sizes / 10).max() <= 1
+    again = split(targets, every=10)
+    assert np.array_equal(test, again[1])
+
+
+@pytest.mark.parametrize("where", [".", "caltech256", "itself", "linked"])
+def test_caltech256_is_found_where_people_have_it(where, caltech256_copy, tmp_path):
+    folder, place = caltech256_copy, caltech256_copy / CALTECH256_FOLDER
+    if where == "caltech256":  # where torchvision puts it
+        (folder / where).mkdir()
+        place = place.rename(folder / where / CALTECH256_FOLDER)
+    elif where == "itself":
+        folder = place
+    elif where == "linked":
+        folder = tmp_path / "linked"
+        folder.mkdir()
+        (folder / CALTECH256_FOLDER).symlink_to(place)
+        place = folder / CALTECH256_FOLDER
+    made = load_dataset("caltech256", folder, image_size=16)
+    assert len(made.train) == 54
+    assert (place.parent / "caltech256.csv").is_file()
+    assert all_of(made.test)[0].shape == (6, 3, 16, 16)
+
+
+def test_the_list_is_made_once_and_used_again_in_whatever_order(caltech256_copy):
+    first = load_dataset("caltech256", caltech256_copy)
+    table = caltech256_copy / "caltech256.csv"
+    lines = table.read_text().splitlines()
+    assert lines[0] == "path,target"
+    table.write_text("\n".join([lines[0], *reversed(lines[1:])]) + "\n")
+    changed = table.stat().st_mtime_ns
+    image_paths(caltech256_copy)[0].write_text("damaged since, which only reading it can tell")
+    again = load_dataset("caltech256", caltech256_copy)
+    assert again.fingerprint == first.fingerprint
+    assert table.stat().st_mtime_ns == changed
+
+
+@functools.cache
+def huge_picture() -> bytes:
+    """A sound picture of few bytes, which would be 1.2 GB in RGB."""
+    file = io.BytesIO()
+    Image.new("1", (20_000, 20_000)).save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def damage(folder) -> list[str]:
+    """Damage five images, each in another way; their paths relative to the folder."""
+    paths = image_paths(folder)[7:12]
+    paths[0].write_bytes(paths[0].read_bytes()[:2000])
+    paths[1].write_text("a page that says 404")
+    paths[2].write_bytes(b"")
+    paths[3].unlink()
+    paths[3].mkdir()  # as good as one that may not be read, which root may
+    paths[4].write_bytes(huge_picture())
+    return [str(path.relative_to(folder)) for path in paths]
+
+
+def test_damaged_images_are_counted_and_named(caltech256_copy):
+    names = damage(caltech256_copy)
+    said = refusal(load_dataset, "caltech256", caltech256_copy)
+    assert said.startswith("5 of 60 images cannot be read")
+    assert ", ".join(names[:3]) + " and 2 more" in said
+    assert "skip_damaged=True" in said
+    assert not (caltech256_copy / "caltech256.csv").exists()
+
+
+def test_damaged_images_are_left_out_only_as_long_as_that_is_asked_for(caltech256_copy):
+    names = damage(caltech256_copy)
+    for _ in range(2):  # the second time from the list
+        made = load_dataset("caltech256", caltech256_copy, image_size=16, skip_damaged=True)
+        assert made.skipped == tuple(names)
+        assert len(made.train) + len(made.test) == 55
+        all_of(made.train)
+        all_of(made.test)
+    assert "5 of 60 images" in refusal(load_dataset, "caltech256", caltech256_copy)
+
+
+def test_too_few_images_are_refused(caltech256_copy):
+    for path in image_paths(caltech256_copy)[9:]:
+        path.unlink()
+    assert "has 9 images" in refusal(load_dataset, "caltech256", caltech256_copy)
+    for path in image_paths(caltech256_copy):
+        path.unlink()
+    assert "holds no images" in refusal(load_dataset, "caltech256", caltech256_copy)
+
+
+def transform_of(picture, path, size=32):
+    """What an untouched image set makes of this picture."""
+    picture.save(path)
+    [image], _ = ImagesOnDisk([path], np.array([0]), caltech256.transform(size, False)).batch([0])
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in caltech256.MEAN_STD)
+    return image * std + mean
+
+
+@pytest.mark.parametrize(
+    ("mode", "colour", "suffix", "expected"),
+    [
+        ("RGB", (200, 100, 50), "jpg", (200, 100, 50)),
+        ("L", 120, "jpg", (120, 120, 120)),
+        ("CMYK", (0, 255, 255, 0), "jpg", (255, 0, 0)),
+        ("CMYK", (0, 0, 0, 255), "jpg", (0, 0, 0)),
+        ("RGBA", (10, 200, 30, 255), "png", (10, 200, 30)),
+        ("1", 1, "png", (255, 255, 255)),
+        ("P", 0, "png", (0, 0, 0)),
+        ("LA", (77, 255), "png", (77, 77, 77)),
+        ("I;16", 65535, "png", (255, 255, 255)),
+    ],
+)
+@pytest.mark.parametrize("size", [(40, 30), (1, 1), (500, 2)])
+def test_every_kind_of_picture_loads_in_its_colours(mode, colour, suffix, expected, size, tmp_path):
+    image = transform_of(Image.new(mode, size, colour), tmp_path / f"picture.{suffix}")
+    assert image.shape == (3, 32, 32)
+    found = image.mean(dim=(1, 2)) * 255
+    assert torch.allclose(found, torch.tensor(expected).float(), atol=3)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda text: text.replace("path,target", "file,target"), "line 1: no column 'path'"),
+        (lambda text: text.replace("path,target", "path,class"), "line 1: no column 'target'"),
+        (lambda text: text.replace("1.jpg,0", "1.jpg,cat", 1), "line 2: target 'cat' should be 0"),
+        (lambda text: text.replace("1.jpg,0", "1.jpg,3", 1), "line 2: target '3' should be 0"),
+        (lambda text: text.replace("1.jpg,0", "1.jpg,-1", 1), "line 2: target '-1' should be 0"),
+        (lambda text: text.replace("1.jpg,0", "1.jpg", 1), "line 2: target None should be 0"),
+        (lambda text: text.replace("001_0001", "001_9999", 1), "line 2: no image"),
+        (lambda text: text + text.splitlines()[-1] + "\n", "line 62: 256_"),
+        (lambda text: "path,target\n", "lists no images"),
+        (lambda text: "", "line 1: no column 'path'"),
+        (lambda text: "\n".join(text.splitlines()[:-2]) + "\n", "lacks 256_"),
+        (lambda text: text.replace("1.jpg,0", '"1.jpg,0'), ""),
+        (lambda text: "\xff\xfe\x00", "line 1"),
+    ],
+)
+def test_a_faulty_list_is_refused_with_the_line_and_the_way_out(change, said, caltech256_copy):
+    load_dataset("caltech256", caltech256_copy)
+    table = caltech256_copy / "caltech256.csv"
+    table.write_text(change(table.read_text()))
+    found = refusal(load_dataset, "caltech256", caltech256_copy)
+    assert found.startswith(str(table))
+    assert said in found
+    assert "delete" in found
+
+
+def test_a_list_that_is_no_text_or_no_file_is_refused(caltech256_copy):
+    table = caltech256_copy / "caltech256.csv"
+    table.write_bytes(b"path,target\n\xff\xfe")
+    assert f"{table} cannot be read" in refusal(load_dataset, "caltech256", caltech256_copy)
+    table.unlink()
+    table.mkdir()
+    assert f"{table} cannot be read" in refusal(load_dataset, "caltech256", caltech256_copy)
+
+
+def test_an_image_removed_since_is_named_by_its_line(caltech256_copy):
+    load_dataset("caltech256", caltech256_copy)
+    image_paths(caltech256_copy)[0].unlink()
+    said = refusal(load_dataset, "caltech256", caltech256_copy)
+    assert "line 2: no image '256_ObjectCategories/001.generated-001/001_0001.jpg'" in said
