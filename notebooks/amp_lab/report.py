@@ -1,8 +1,9 @@
 """Tables as text, as Markdown and as HTML, and the words that stand in them."""
 
 import html
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
 
 import torch
 
@@ -112,6 +113,51 @@ def dtype_name(dtype: torch.dtype) -> str:
 def short_name(dtype: torch.dtype) -> str:
     """``fp16`` for torch.float16, and so on; the names of integers are short already."""
     return _SHORT.get(dtype, dtype_name(dtype))
+
+
+def to_plain(value: Any) -> Any:
+    """What `json.dumps` takes, made of records, dtypes, and lists and mappings of them."""
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(inner) for inner in value]
+    return value
+
+
+def percent(part: float, whole: float) -> str:
+    """A share as the number of percent, which is never 0 or 100 unless it is exactly that."""
+    if not whole:
+        return "-"
+    share = 100 * part / whole
+    if part and share < 0.01:
+        return "<0.01"
+    if part < whole and share > 99.9:
+        return ">99.9"
+    return f"{share:.3g}"
+
+
+def bytes_text(count: float) -> str:
+    """A size with one decimal in KiB or MiB: ``1.5 MiB``."""
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
+
+
+def rate_text(per_second: float | None, unit: str) -> str:
+    """A rate with three digits, in the prefix that suits it; ``-`` for None."""
+    if per_second is None:
+        return "-"
+    for prefix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if per_second >= factor:
+            return f"{per_second / factor:.3g} {prefix}{unit}"
+    return f"{per_second:.3g} {unit}"
+
+
+def flops_text(per_second: float | None) -> str:
+    """A rate of arithmetic: ``1.23 TFLOP/s``."""
+    return rate_text(per_second, "FLOP/s")
 
 
 def plural(count: int, noun: str) -> str:
