@@ -19,10 +19,10 @@ import torch
 
 from amp_lab import Precision, pick_device
 from amp_lab.distributed.collectives import count_communication
-from amp_lab.distributed.ranks import join
+from amp_lab.distributed.process_group import join
 from amp_lab.notebook import run_workers
 from amp_lab.training.models import build_model
-from amp_lab.training.run import METRICS
+from amp_lab.training.run_folder import METRICS
 from recording import parser, record
 
 BATCH = 32  # images of each process

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from amp_lab import Precision, fit, measure, pick_device, save_checkpoint
 from amp_lab.data import batches, load_dataset
 from amp_lab.training.models import build_model
-from amp_lab.training.run import RunConfig, train
+from amp_lab.training.run import train
+from amp_lab.training.run_config import RunConfig
 from recording import parser, record
 
 PARTS = ("speed", "loop", "checkpoint", "accuracy")

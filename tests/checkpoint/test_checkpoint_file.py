@@ -6,17 +6,15 @@ import random
 import resource
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from rank_processes import CONTEXT, LOADED
 from torch import nn
 
 from amp_lab import load_checkpoint, save_checkpoint
-from amp_lab.checkpoint import random_states, restore_random_states
 from amp_lab.errors import CheckpointError
 
 
@@ -206,40 +204,23 @@ def test_a_full_disk_leaves_the_old_checkpoint(small_disk):
     assert os.listdir(small_disk) == ["checkpoint.pt"]
 
 
-SAVE_FOR_EVER = """
-import sys, torch
-from amp_lab.checkpoint.file import save_checkpoint
-for step in range(10**9):
-    save_checkpoint(sys.argv[1], step=step, weights=torch.full((50_000,), float(step)))
-"""
+def save_for_ever(path: Path) -> None:
+    for step in range(10**9):
+        save_checkpoint(path, step=step, weights=torch.full((50_000,), float(step)))
 
 
 def test_kill_9_never_leaves_a_broken_checkpoint(path):
+    CONTEXT.set_forkserver_preload(LOADED)
     chance = random.Random(0)
     for _ in range(3):
         path.unlink(missing_ok=True)
-        writer = subprocess.Popen([sys.executable, "-c", SAVE_FOR_EVER, path])
+        writer = CONTEXT.Process(target=save_for_ever, args=(path,))
+        writer.start()
         while not path.exists():
-            assert writer.poll() is None
+            assert writer.is_alive()
             time.sleep(0.01)
         time.sleep(chance.uniform(0, 0.3))
         writer.kill()
-        writer.wait()
+        writer.join()
         state = load_checkpoint(path)
         assert torch.equal(state["weights"], torch.full((50_000,), float(state["step"])))
-
-
-# Random states
-
-
-def draws() -> list:
-    return [random.random(), np.random.rand(), np.random.randn(), torch.rand(2).tolist()]
-
-
-def test_random_states_come_back(path):
-    np.random.randn()  # leaves half of a pair of normal numbers in the state
-    save_checkpoint(path, random=random_states())
-    expected = draws()
-    assert draws() != expected
-    restore_random_states(load_checkpoint(path)["random"])
-    assert draws() == expected

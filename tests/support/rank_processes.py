@@ -7,19 +7,24 @@ import socket
 import sys
 import tempfile
 import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
+import tiny_classifier  # noqa: F401 - the processes know it too, as they load this module
 import torch
 
 from amp_lab.cli import main
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_LOADED = [
+CONTEXT = multiprocessing.get_context("forkserver")
+# Of the one fork server that a process has: whoever starts it first decides.
+LOADED = [
     "amp_lab.checkpoint.shards",
     "amp_lab.training.run",
     "amp_lab.plots",
+    "torch.distributed.run",
     "torch.distributed.fsdp",
+    "sklearn.datasets",  # what the digits are read with
     "torchvision",
 ]
 
@@ -66,7 +71,7 @@ def run_ranks(function, size: int, *arguments, each=(), timeout_s: float = 120, 
 
 def start_ranks(function, size: int, folder: Path, *arguments, each=(), **environment) -> list:
     """The same without waiting; what the processes print is in `folder`, as 0.out, 0.err, …"""
-    _CONTEXT.set_forkserver_preload(_LOADED)
+    CONTEXT.set_forkserver_preload(LOADED)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     processes = []
@@ -81,12 +86,52 @@ def start_ranks(function, size: int, folder: Path, *arguments, each=(), **enviro
         }
         settings |= environment
         further = (each[rank],) if each else ()
-        process = _CONTEXT.Process(
+        process = CONTEXT.Process(
             target=_run, args=(function, folder, rank, settings, (*arguments, *further))
         )
         process.start()
         processes.append(process)
     return processes
+
+
+def start_torchrun(size: int, log: Path, *line: str, restarts: int = 0):
+    """The agent of torchrun, in a process group of its own, with `amp-lab` in each worker.
+
+    It forks its workers, which so have loaded what it has; all else is as torchrun does it.
+    """
+    CONTEXT.set_forkserver_preload(LOADED)
+    process = CONTEXT.Process(target=_torchrun, args=(size, restarts, log, line))
+    process.start()
+    return process
+
+
+def _torchrun(size: int, restarts: int, log: Path, line: tuple[str, ...]) -> None:
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    os.setsid()
+    with log.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    torch.set_num_threads(1)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=size,
+        run_id=uuid.uuid4().hex,
+        max_restarts=restarts,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        start_method="fork",
+        monitor_interval=0.1,
+        local_addr="127.0.0.1",
+    )
+    elastic_launch(config, _worker)(*map(str, line))
+
+
+def _worker(*line: str) -> None:
+    code = main(list(line))
+    if code:
+        sys.exit(code)
 
 
 def command(*line: str) -> int:

@@ -1,44 +1,39 @@
 """Training runs in a folder: what they leave there, how they stop, and that nothing is lost."""
 
 import contextlib
-import csv
 import dataclasses
+import itertools
 import json
 import multiprocessing
 import os
 import random
-import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib.image
 import pytest
 import torch
+from rank_processes import CONTEXT, LOADED
+from run_folders import STEPS, arguments, assert_equal, outcome, read_rows, refused
+from tiny_classifier import NAME
 
-from amp_lab import Precision, describe_device, load_checkpoint, make_stand_in, save_checkpoint
+from amp_lab import Precision, describe_device, load_checkpoint, make_stand_in
 from amp_lab.cli import main
-from amp_lab.training.run import RunConfig, train
+from amp_lab.cli import train as train_command
+from amp_lab.training import run, run_folder
+from amp_lab.training.run_config import RunConfig, setting
+
+SQUEEZENET = "squeezenet1_1"  # whose numbers of parameters are known
 
 # From Python 3.12 on, a fork of a process with threads, as torch always has, is warned of.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 
-# A run of 12 steps with all that must come back: shuffling, augmentation, dropout, a schedule.
-RUN = {
-    "--model": "squeezenet1_1",
-    "--limit": 32,
-    "--image-size": 24,
-    "--batch-size": 8,
-    "--epochs": 3,
-    "--checkpoint-every": 1,
-}
-STEPS = 12
-# How often the tests kill each run; `AMP_LAB_KILLS=30 pytest tests/test_runs.py -k kill` is the
-# long version.
-KILLS = int(os.environ.get("AMP_LAB_KILLS", "1"))
+# How often the tests kill each run: 0, each moment once; AMP_LAB_KILLS=30, in every precision.
+KILLS = int(os.environ.get("AMP_LAB_KILLS", "0"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,36 +43,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def read_rows(out: Path) -> list[dict]:
-    with (out / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def arguments(out: Path, run: dict = RUN, **changed) -> list[str]:
-    """The command line of a run into `out`; an option set to None is left out, True is a flag."""
-    options = run | {"--" + name.replace("_", "-"): value for name, value in changed.items()}
-    line = ["train", "--out", str(out)]
-    for name, value in options.items():
-        if value is not None:
-            line += [name] if value is True else [name, str(value)]
-    return line
-
-
-def refused(capsys, line: list[str]) -> str:
-    """The one line on stderr with which `amp-lab` refuses, with exit code 2."""
-    capsys.readouterr()
-    try:
-        code = main(line)
-    except SystemExit as error:  # from the parser
-        code = error.code
-    said = capsys.readouterr().err
-    assert code == 2, said
-    assert re.match("amp-lab( train)?: ", said)
-    assert len(said.splitlines()) == 1, said
-    assert "Traceback" not in said
-    return said
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +70,13 @@ def test_the_folder_holds_all_that_is_promised(finished):
     assert [row["epoch"] for row in rows] == ["1", "2", "3"]
     assert all(0 <= float(row["test_accuracy"]) <= 1 for row in rows)
     config = json.loads((finished / "config.json").read_text())["config"]
-    assert (config["model"], config["limit"]) == ("squeezenet1_1", 32)
+    assert (config["model"], config["limit"]) == ("tiny_classifier", 32)
     for name in ("loss.png", "accuracy.png"):
         assert matplotlib.image.imread(finished / name).std() > 0.05  # not an empty picture
 
 
 def test_it_says_what_it_does(tmp_path, capsys):
-    assert main(arguments(tmp_path / "x", epochs=1, precision="bf16")) == 0
+    assert main(arguments(tmp_path / "x", model=SQUEEZENET, epochs=1, precision="bf16")) == 0
     printed, errors = capsys.readouterr()
     assert errors == ""
     assert "digits: 32 training and 8 test images of 24x24, 10 classes" in printed
@@ -122,7 +87,7 @@ def test_it_says_what_it_does(tmp_path, capsys):
 
 
 def test_frozen_only_the_head_is_trained(tmp_path, capsys):
-    assert main(arguments(tmp_path / "x", epochs=1, freeze=True)) == 0
+    assert main(arguments(tmp_path / "x", model=SQUEEZENET, epochs=1, freeze=True)) == 0
     assert "727,626 parameters, 5,130 trained" in capsys.readouterr().out
 
 
@@ -138,10 +103,9 @@ def test_every_option_of_the_loop_runs(tmp_path, capsys):
 def test_from_python_it_takes_the_enum_and_tells_what_stopped_it(tmp_path):
     said = []
     config = RunConfig(
-        model="squeezenet1_1", limit=8, batch_size=8, image_size=24, epochs=1,
-        precision=Precision.BF16,
+        model=NAME, limit=8, batch_size=8, image_size=24, epochs=1, precision=Precision.BF16
     )  # fmt: skip
-    assert train(config, tmp_path / "x", say=said.append) is None
+    assert run.train(config, tmp_path / "x", say=said.append) is None
     assert any("bf16 on cpu" in line for line in said)
     assert load_checkpoint(tmp_path / "x" / "checkpoint.pt")["config"]["precision"] == "bf16"
 
@@ -177,7 +141,7 @@ def small_caltech(tmp_path) -> Path:
     return tmp_path
 
 
-SMALL = {"model": "squeezenet1_1", "image_size": 32, "batch_size": 4, "epochs": 1, "limit": None}
+SMALL = {"image_size": 32, "batch_size": 4, "epochs": 1, "limit": None}
 
 
 def test_caltech256_trains_from_its_folder_with_workers(small_caltech, tmp_path, capsys):
@@ -222,44 +186,6 @@ def test_an_image_damaged_after_the_start_ends_the_run_in_a_line(small_caltech, 
 # Bad input: one line, exit 2, and nothing is changed
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"dataset": "mnist"}, "no data set 'mnist'; there are digits, cifar10, caltech256"),
-        ({"dataset": ""}, "no data set ''"),
-        ({"model": "resnet51"}, "'resnet51'; near: resnet50"),
-        ({"model": "fasterrcnn_resnet50_fpn"}, "no classifier of torchvision"),
-        ({"precision": "fp8"}, "no precision 'fp8'; there are fp32, tf32, fp16, bf16"),
-        ({"batch_size": 0}, "batch size must be at least 1, not 0"),
-        ({"batch_size": -4}, "batch size must be at least 1, not -4"),
-        ({"batch_size": 33}, "batch size 33 is larger than the 32 images"),
-        ({"batch_size": "many"}, "argument --batch-size: invalid int value: 'many'"),
-        ({"epochs": 0}, "epochs must be at least 1, not 0"),
-        ({"lr": "nan"}, "lr must be a positive number, not nan"),
-        ({"lr": "inf"}, "lr must be a positive number, not inf"),
-        ({"lr": 0}, "lr must be a positive number, not 0.0"),
-        ({"lr": -1}, "lr must be a positive number, not -1.0"),
-        ({"clip_norm": 0}, "clip norm must be a positive number"),
-        ({"accumulate": 0}, "accumulate must be at least 1"),
-        ({"seed": -1}, "seed must be from 0"),
-        ({"seed": 2**63}, "seed must be from 0"),
-        ({"image_size": 0}, "image size must be at least 1"),
-        ({"limit": 0}, "limit must be at least 1"),
-        ({"workers": -1}, "workers must be at least 0, not -1"),
-        ({"checkpoint_every": 0}, "checkpoint every 0 steps: must be at least 1"),
-        ({"device": "tpu9"}, "'tpu9' is not a device"),
-        ({"colour": "red"}, "unrecognized arguments: --colour red"),
-    ],
-)
-def test_a_wrong_value_is_refused(tmp_path, capsys, changed, said):
-    assert said in refused(capsys, arguments(tmp_path / "x", **changed))
-    assert not (tmp_path / "x" / "config.json").exists()
-
-
-def test_without_a_folder_it_is_refused(capsys):
-    assert "the following arguments are required: --out" in refused(capsys, ["train"])
-
-
 @pytest.mark.parametrize("dataset", ["cifar10", "caltech256"])
 def test_a_data_folder_that_is_a_file_is_refused(tmp_path, capsys, dataset):
     (tmp_path / "data").write_text("")
@@ -267,32 +193,10 @@ def test_a_data_folder_that_is_a_file_is_refused(tmp_path, capsys, dataset):
     assert str(tmp_path / "data") in refused(capsys, line)
 
 
-def test_a_folder_that_is_a_file_is_refused(tmp_path, capsys):
-    (tmp_path / "x").write_text("")
-    assert "x: nothing can be written there" in refused(capsys, arguments(tmp_path / "x"))
-    assert "nothing can be written" in refused(capsys, arguments(tmp_path / "x" / "y"))
-
-
-def test_a_folder_that_cannot_be_made_is_refused(capsys):
-    said = refused(capsys, arguments(Path("/proc/self/amp-lab")))
-    assert "/proc/self/amp-lab: nothing can be written there" in said
-
-
-def test_a_folder_with_a_run_in_it_is_refused_without_resume(finished, capsys):
-    before = {path: path.read_bytes() for path in finished.iterdir()}
-    assert "holds a run already; --resume goes on with it" in refused(capsys, arguments(finished))
-    assert {path: path.read_bytes() for path in finished.iterdir()} == before
-
-
-def test_a_checkpoint_without_a_run_is_not_overwritten(tmp_path, capsys):
-    save_checkpoint(tmp_path / "checkpoint.pt", step=1)
-    assert "has a checkpoint but no config.json" in refused(capsys, arguments(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"model": "alexnet"}, "started with model squeezenet1_1, and cannot go on with alexnet"),
+        ({"model": "alexnet"}, "started with model tiny_classifier, and cannot go on with alexnet"),
         ({"precision": "bf16"}, "started with precision fp32, and cannot go on with bf16"),
         ({"dataset": "cifar10"}, "started with dataset digits, and cannot go on with cifar10"),
         ({"epochs": 4}, "started with epochs 3, and cannot go on with 4"),
@@ -304,49 +208,10 @@ def test_a_run_cannot_go_on_as_another(copy, capsys, changed, said):
     assert said in refused(capsys, arguments(copy, resume=True, **changed))
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "{}", '{"config": {"wings": 2}}', '{"config": {"epochs": 0}}']
-)
-def test_damaged_settings_are_named(copy, capsys, text):
-    (copy / "config.json").write_text(text)
-    said = refused(capsys, ["train", "--out", str(copy), "--resume"])
-    assert "config.json: not the settings of a run" in said
-
-
-def damage_by(action):
-    def damage(path: Path) -> None:
-        content = path.read_bytes()
-        path.write_bytes(action(content))
-
-    return damage
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (damage_by(lambda c: c[: len(c) // 2]), "truncated: its end is missing"),
-        (damage_by(lambda c: c[:999] + b"XYZ" + c[1002:]), "altered since it was saved"),
-        (damage_by(lambda c: b""), "empty"),
-        (damage_by(lambda c: b"hello"), "not a checkpoint"),
-        (damage_by(lambda c: c.replace(b"checkpoint 1", b"checkpoint 0")), "an older amp_lab"),
-        (lambda path: torch.save({"model": {}}, path), "not a checkpoint of amp_lab"),
-        (lambda path: save_checkpoint(path, model={}), "of another run than"),
-    ],
-    ids=["truncated", "altered", "empty", "text", "older", "foreign", "another"],
-)
-def test_a_damaged_checkpoint_is_named(copy, capsys, damage, said):
-    damage(copy / "checkpoint.pt")
-    refusal = refused(capsys, ["train", "--out", str(copy), "--resume"])
-    assert f"{copy / 'checkpoint.pt'}: " in refusal
-    assert said in refusal
-
-
-def test_a_checkpoint_of_another_model_is_named(copy, capsys):
-    state = load_checkpoint(copy / "checkpoint.pt")
-    state["model"].popitem()
-    save_checkpoint(copy / "checkpoint.pt", **state)
-    said = refused(capsys, ["train", "--out", str(copy), "--resume"])
-    assert "checkpoint.pt: does not fit this run" in said
+def test_a_folder_with_a_run_in_it_is_refused_without_resume(finished, capsys):
+    before = {path: path.read_bytes() for path in finished.iterdir()}
+    assert "holds a run already; --resume goes on with it" in refused(capsys, arguments(finished))
+    assert {path: path.read_bytes() for path in finished.iterdir()} == before
 
 
 def test_other_images_are_noticed(copy, capsys):
@@ -365,78 +230,51 @@ def test_another_torch_or_number_of_threads_is_told(copy, capsys):
     assert "Started with torch 1.0 and 99 threads; goes on with" in capsys.readouterr().out
 
 
-@pytest.fixture
-def disk_of_16_mb(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder]
-    if subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("no small disk can be mounted without the right to")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
-def test_a_full_disk_loses_nothing(disk_of_16_mb, capsys):
-    """The first checkpoint, of 9 MB, fits; the second does not fit beside it."""
-    said = refused(capsys, arguments(disk_of_16_mb / "x"))
-    assert "checkpoint.pt: could not be saved (No space left on device)" in said
-    state = load_checkpoint(disk_of_16_mb / "x" / "checkpoint.pt")
-    assert state["ranks"][0]["progress"]["batch"] == 1
+# Stopped, killed and resumed
 
 
 # Stopped, killed and resumed
 
 
-def outcome(out: Path, checkpoint: str = "checkpoint.pt") -> dict:
-    """All that must be equal in two runs, bit for bit: the last state, and the figures before."""
-    state = load_checkpoint(out / checkpoint)
-    timed = {"seconds", "images_per_s"}
-    for own in state["ranks"]:
-        for epoch in own["progress"]["epochs"]:
-            for name in timed:
-                del epoch[name]
-    rows = [
-        {name: value for name, value in row.items() if name not in timed} for row in read_rows(out)
-    ]
-    return state | {"rows": rows}
+def run_command(line: list[str], log: str, dies_at: tuple[int, bool] | None) -> None:
+    """`amp-lab` in a process and process group of its own.
 
-
-def assert_equal(first: object, second: object, where: str = "") -> None:
-    assert type(first) is type(second), where
-    if isinstance(first, dict):
-        assert list(first) == list(second), where
-        for key in first:
-            assert_equal(first[key], second[key], f"{where}/{key}")
-    elif isinstance(first, list | tuple):
-        assert len(first) == len(second), where
-        for i, (a, b) in enumerate(zip(first, second, strict=True)):
-            assert_equal(a, b, f"{where}/{i}")
-    elif isinstance(first, torch.Tensor):
-        assert torch.equal(first, second), where
-    else:
-        assert first == second, where
-
-
-def run_command(line: list[str], log: str) -> None:
-    """`amp-lab` in a process and process group of its own."""
+    `dies_at` is a number of a save, and whether it then has replaced the checkpoint before it.
+    """
     os.setpgid(0, 0)
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     torch.set_num_threads(1)
+    run._warn_of_slow_fp16 = lambda device: None  # measures for seconds
+    if dies_at is not None:
+        die_in_a_save(*dies_at)
     sys.exit(main(line))
+
+
+def die_in_a_save(number: int, has_replaced: bool) -> None:
+    replace, left = os.replace, [number]
+
+    def replace_or_die(source: Path, target: Path) -> None:
+        left[0] -= Path(target).name == "checkpoint.pt"
+        if left[0] == 0 and not has_replaced:
+            os.kill(os.getpid(), signal.SIGKILL)
+        replace(source, target)
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.replace = replace_or_die
 
 
 @pytest.fixture(scope="module")
 def launch():
     """Start `amp-lab` in a fork of a process that has loaded all modules, and nothing else."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["amp_lab.training.run", "amp_lab.plots", "sklearn.datasets"])
+    CONTEXT.set_forkserver_preload(LOADED)
     started = []
 
-    def start(out: Path, **changed) -> multiprocessing.Process:
-        log = out.with_suffix(".log")
-        process = context.Process(target=run_command, args=(arguments(out, **changed), str(log)))
+    def start(out: Path, dies_at: tuple | None = None, **changed) -> multiprocessing.Process:
+        line, log = arguments(out, **changed), str(out.with_suffix(".log"))
+        process = CONTEXT.Process(target=run_command, args=(line, log, dies_at))
         process.start()
         started.append(process)
         return process
@@ -466,22 +304,23 @@ def undisturbed(launch, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
-@pytest.mark.parametrize("moment", ["any", "save"])
+MOMENTS = [("any", "fp16"), ("save", "fp32")]
+if KILLS:
+    MOMENTS = [*itertools.product(("any", "save"), ("fp32", "fp16", "bf16"))]
+
+
+@pytest.mark.parametrize(("moment", "precision"), MOMENTS)
 def test_kill_9_and_resume_ends_bitwise_equal(launch, undisturbed, tmp_path, precision, moment):
-    """`KILLS` runs, each killed once, at a random moment or while it saves, and then resumed."""
+    """Runs killed once, at a random moment or in the middle of a save, and then resumed."""
     expected, seconds = undisturbed(precision)
     chance = random.Random(f"{precision} {moment}")
-    for number in range(KILLS):
+    for number in range(max(KILLS, 1)):
         out = tmp_path / f"{number}"
-        process = launch(out, precision=precision, workers=2)
-        if moment == "any":
-            process.join(chance.uniform(0.1, seconds))
-        else:
-            for _ in range(chance.randrange(STEPS)):  # let some saves pass
-                wait_for(out / "checkpoint.pt.partial", process)
-                wait_until_gone(out / "checkpoint.pt.partial", process)
-            wait_for(out / "checkpoint.pt.partial", process)
+        dies_at = None
+        if moment == "save":
+            dies_at = chance.randint(2, STEPS), chance.random() < 0.3
+        process = launch(out, dies_at, precision=precision, workers=2)
+        process.join(None if dies_at else chance.uniform(0.1, seconds))
         with contextlib.suppress(ProcessLookupError):  # it may have finished just now
             os.kill(process.pid, signal.SIGKILL)
         process.join()
@@ -490,17 +329,8 @@ def test_kill_9_and_resume_ends_bitwise_equal(launch, undisturbed, tmp_path, pre
         process = launch(out, precision=precision, workers=2, resume=True)
         process.join()
         assert process.exitcode == 0, out.with_suffix(".log").read_text()
+        assert "Resuming" in read(out.with_suffix(".log")) or not dies_at
         assert_equal(outcome(out), expected)
-
-
-def wait_for(path: Path, process: multiprocessing.Process) -> None:
-    while process.is_alive() and not path.exists():
-        time.sleep(0.0005)
-
-
-def wait_until_gone(path: Path, process: multiprocessing.Process) -> None:
-    while process.is_alive() and path.exists():
-        time.sleep(0.0005)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -545,3 +375,42 @@ def test_resume_with_nothing_there_starts_from_the_beginning(tmp_path, finished,
     assert main(arguments(out, resume=True)) == 0
     assert f"Nothing was saved in {out} yet" in capsys.readouterr().out
     assert_equal(outcome(out), outcome(finished))
+
+
+# Runs of other versions of the package
+
+
+OLD_RUN = Path(__file__).parent / "old_run"  # by 3f79575, interrupted in the middle of epoch 2 of 3
+
+
+def test_a_run_that_an_older_version_began_is_finished(tmp_path, capsys):
+    out = Path(shutil.copytree(OLD_RUN, tmp_path / "x"))
+    before = json.loads((out / "config.json").read_text())["config"]
+    assert main(["train", "--out", str(out), "--resume"]) == 0
+    printed = capsys.readouterr().out
+    assert "shufflenet_v2_x0_5: 352,042 parameters, 10,250 trained; bf16 on cpu" in printed
+    assert "Resuming in epoch 2 after 2 batches." in printed
+    assert "Trained 3 epochs in " in printed
+    first, *others = read_rows(out)
+    assert first == read_rows(OLD_RUN)[0]
+    assert [row["epoch"] for row in others] == ["2", "3"]
+    state = load_checkpoint(out / "checkpoint.pt")
+    assert {name: state["config"][name] for name in before} == before
+    assert (before["lr"], before["seed"], before["clip_norm"]) == (0.004, 3, 1.0)
+    assert state["scheduler"]["last_epoch"] == 24  # 8 steps an epoch, 10 of them before
+
+
+def test_an_older_run_is_no_other_run_when_a_setting_is_added(tmp_path, capsys, monkeypatch):
+    @dataclass(frozen=True)
+    class Extended(RunConfig):
+        weight_decay: float = setting(0.0, "pull towards zero (default: {})", "X")
+
+    for module in (train_command, run, run_folder):
+        monkeypatch.setattr(module, "RunConfig", Extended)
+    out = Path(shutil.copytree(OLD_RUN, tmp_path / "x"))
+    other = ["train", "--out", str(out), "--resume", "--weight-decay", "0.1"]
+    said = refused(capsys, other)
+    assert "started with weight decay 0.0, and cannot go on with 0.1" in said
+    assert main(["train", "--out", str(out), "--resume"]) == 0
+    assert load_checkpoint(out / "checkpoint.pt")["config"]["weight_decay"] == 0.0
+    assert main(["train", "--out", str(out), "--resume"]) == 0  # compared by both kinds of files

@@ -5,6 +5,8 @@ import random
 import numpy as np
 import torch
 
+from amp_lab.backends import backend
+
 
 def random_states(device: torch.device | str = "cpu") -> dict:
     """The state of every global random generator: Python's, NumPy's, torch's and the device's.
@@ -15,10 +17,11 @@ def random_states(device: torch.device | str = "cpu") -> dict:
     algorithm, keys, position, has_normal, normal = np.random.get_state()
     states = {
         "python": random.getstate(),
+        # As a list: the restricted unpickler would refuse an array.
         "numpy": (algorithm, keys.tolist(), position, has_normal, normal),
         "torch": torch.get_rng_state(),
     }
-    if device.type != "cpu":
+    if not backend(device).is_host:  # whose generator is torch's own
         states[device.type] = torch.get_device_module(device.type).get_rng_state(*_index(device))
     return states
 
@@ -35,5 +38,5 @@ def restore_random_states(states: dict, device: torch.device | str = "cpu") -> N
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:
-    """The argument that says which of several devices; MPS has one, and takes none."""
-    return () if device.type == "mps" else (device,)
+    """The argument that says which of several devices, for those that take one."""
+    return (device,) if backend(device).rng_takes_index else ()

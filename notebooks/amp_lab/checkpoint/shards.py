@@ -2,9 +2,9 @@
 
 import contextlib
 import hashlib
-import os
 import shutil
 import warnings
+from collections import ChainMap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,80 +18,68 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from amp_lab.distributed.ranks import Ranks, is_lost
+from amp_lab.distributed.process_group import is_lost
+from amp_lab.distributed.ranks import Ranks
 from amp_lab.errors import CheckpointError, first_line
 from amp_lab.files import sync_folder
 
-Digests = dict[str, str]
-"""The SHA-256 of each file of a folder, by its name."""
-
 
 def save_shards(
-    folder: str | os.PathLike, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
-) -> Digests:
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> dict:
     """Write model and optimizer into a new folder; each rank writes what it holds.
 
-    `torch.distributed.checkpoint` writes it. A folder counts only once the digests that this
-    returns are saved elsewhere: then `load_shards` takes it, on any number of ranks. All ranks must
-    see the same folder. Raises `CheckpointError` on every rank if one cannot write.
+    `torch.distributed.checkpoint` writes it. A folder counts only once what this returns, its name
+    and the SHA-256 of each file, is saved elsewhere: then `load_shards` takes it, on any number of
+    ranks. All must see the same folder. Raises `CheckpointError` on every rank if one cannot write.
     """
-    folder = Path(folder)
 
-    def write() -> None:
+    def make() -> None:
         # What a killed process left under this name is in the way.
         shutil.rmtree(folder, ignore_errors=True)
-        try:
+        with _reported(folder, "cannot be made"):
             folder.mkdir(parents=True)
-        except OSError as error:
-            raise CheckpointError(f"{folder}: cannot be made ({error.strerror})") from error
-
-    def save() -> None:
-        with _told(folder, "could not be saved"):
-            dcp.save(_states(model, optimizer), checkpoint_id=folder)
-
-    def synchronise() -> None:
-        try:
-            sync_folder(folder)
-        except OSError as error:
-            raise CheckpointError(f"{folder}: could not be saved ({error.strerror})") from error
 
     def look() -> None:
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: not there; FSDP needs a folder that all nodes share")
 
-    ranks.first(write)
-    ranks.each(look)
+    def save() -> None:
+        with _reported(folder, "could not be saved"):
+            dcp.save(_states(model, optimizer), checkpoint_id=folder)
+
+    def synchronise() -> None:
+        with _reported(folder, "could not be saved"):
+            sync_folder(folder)
+
+    ranks.first(make)
+    ranks.each(look)  # before the ranks meet in `dcp.save`, where one that fails would be missed
     ranks.each(save)
-    digests = _digests(folder, ranks)
+    files = _digests(folder, ranks)
     ranks.first(synchronise)
-    return digests
+    return {"folder": folder.name, "files": files}
 
 
 def load_shards(
-    folder: str | os.PathLike,
-    digests: Digests,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    ranks: Ranks,
+    out: Path, shards: dict, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> None:
-    """Read what `save_shards` wrote into a model and its optimizer, sharded in any way or not.
+    """Read into a model and its optimizer, sharded in any way or not, what `save_shards` wrote.
 
-    Every byte is held against the digests first. Raises `CheckpointError` on every rank if a file
-    is missing, altered, or of another model. torch unpickles parts of such files, so, unlike a
-    checkpoint in one file, load only one that you trust.
+    `shards` is what it returned, and `out` where the folder is. Every byte is checked first. Raises
+    `CheckpointError` on every rank if a file is missing, altered, or of another model. torch
+    unpickles parts of such files, so, unlike a checkpoint in one file, load only one that you
+    trust.
     """
-    folder = Path(folder)
 
     def compare() -> None:
-        for name, digest in digests.items():
-            if name not in found:
-                raise CheckpointError(f"{folder / name}: missing")
-            if found[name] != digest:
-                raise CheckpointError(f"{folder / name}: altered since it was saved")
+        for name, digest in shards["files"].items():
+            if found.get(name) != digest:
+                problem = "altered since it was saved" if name in found else "missing"
+                raise CheckpointError(f"{folder / name}: {problem}")
 
     def load() -> None:
         states = _states(model, optimizer)
-        with _told(folder, "does not fit this run"), warnings.catch_warnings():
+        with _reported(folder, "does not fit this run"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process: right
             dcp.load(states, checkpoint_id=folder)
             set_state_dict(
@@ -101,6 +89,7 @@ def load_shards(
                 optim_state_dict=states["optimizer"],
             )
 
+    folder = out / shards["folder"]
     found = _digests(folder, ranks)
     ranks.each(compare)
     ranks.each(load)
@@ -110,8 +99,8 @@ def load_whole(
     model_state: dict, optimizer_state: dict, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> None:
     """Load the state dicts of a model and an optimizer that were not sharded into ones that are."""
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
     # An optimizer numbers its parameters; `set_state_dict` wants their names.
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
     by_name = {
         "state": {names[number]: state for number, state in optimizer_state["state"].items()},
         "param_groups": [
@@ -133,38 +122,34 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     return {"model": model_state, "optimizer": optimizer_state}
 
 
-def _digests(folder: Path, ranks: Ranks) -> Digests:
-    """Of all files there; the ranks share the work."""
+def _digests(folder: Path, ranks: Ranks) -> dict[str, str]:
+    """The SHA-256 of all files there, of which each rank reads some."""
     names = ranks.first(lambda: sorted(p.name for p in folder.glob("*")))
 
-    def read() -> Digests:
+    def read() -> dict[str, str]:
         found = {}
         for name in names[ranks.rank :: ranks.size]:
-            try:
-                with open(folder / name, "rb") as file:
-                    found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-            except OSError as error:
-                raise CheckpointError(
-                    f"{folder / name}: cannot be read ({error.strerror})"
-                ) from error
+            path = folder / name
+            with _reported(path, "cannot be read"), path.open("rb") as file:
+                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
         return found
 
-    return {
-        name: digest for part in ranks.gather(ranks.each(read)) for name, digest in part.items()
-    }
+    return dict(ChainMap(*ranks.gather(ranks.each(read))))
 
 
 @contextlib.contextmanager
-def _told(folder: Path, what: str) -> Iterator[None]:
-    """Turn what goes wrong inside torch, on any rank, into a `CheckpointError`."""
+def _reported(path: Path, what: str) -> Iterator[None]:
+    """Turn what goes wrong with a file, or inside torch on any rank, into a `CheckpointError`."""
+    where = ""
     try:
         yield
-    except CheckpointException as error:  # is no Exception; holds those of the ranks
-        rank, (reason, _) = min(error.failures.items())
-        if is_lost(reason):
-            raise reason from error
-        raise CheckpointError(f"{folder}: {what} (rank {rank}: {first_line(reason)})") from error
-    except (KeyError, RuntimeError, ValueError) as error:
-        if is_lost(error):
-            raise
-        raise CheckpointError(f"{folder}: {what} ({first_line(error)})") from error
+        return
+    except CheckpointException as failed:  # is no Exception; holds those of the ranks
+        rank, (error, _) = min(failed.failures.items())
+        where = f"rank {rank}: "
+    except (KeyError, OSError, RuntimeError, ValueError) as failed:
+        error = failed
+    if is_lost(error):  # which `join` reports better
+        raise error
+    reason = getattr(error, "strerror", None) or first_line(error)
+    raise CheckpointError(f"{path}: {what} ({where}{reason})") from error

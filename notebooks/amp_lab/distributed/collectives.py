@@ -14,58 +14,45 @@ from torch.utils._pytree import tree_leaves
 from amp_lab.errors import ParallelError
 from amp_lab.report import Printed, Table, plural, short_name
 
-# Name of an op of torch, without underscores at its ends: the kind of collective, and the argument
-# that holds the payload whole (_RESULT: what it returns). Arguments are those of c10d's Ops.cpp,
-# which DDP's reducer, the comm hooks and FSDP2 call, and of the functional collectives of DTensor.
+# The kind of a collective; the argument that holds the payload whole (_RESULT: what it returns);
+# the ops of that kind, by their names in torch without underscores at the ends. Arguments are
+# those of Ops.cpp in c10d, which DDP's reducer, the comm hooks and FSDP2 call, and of the
+# functional collectives of DTensor.
 _RESULT = -1
-_C10D = {
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "allgather": ("all_gather", 0),
-    "allgather_base": ("all_gather", 0),
-    "allgather_coalesced": ("all_gather", 0),
-    "allgather_into_tensor_coalesced": ("all_gather", 0),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "reduce_scatter_base": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
-    "alltoall": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
-    "broadcast": ("broadcast", 0),
-    "reduce": ("reduce", 0),
-    "gather": ("gather", 1),
-    "scatter": ("scatter", 1),
-    "send": ("send", 0),
-    "recv": ("recv", 0),
-    "recv_any_source": ("recv", 0),
-}
-_FUNCTIONAL = {
-    "all_reduce": ("all_reduce", 0),
-    "all_reduce_coalesced": ("all_reduce", 0),
-    "all_gather_into_tensor": ("all_gather", _RESULT),
-    "all_gather_into_tensor_coalesced": ("all_gather", _RESULT),
-    "all_gather_into_tensor_out": ("all_gather", _RESULT),
-    "reduce_scatter_tensor": ("reduce_scatter", 0),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
-    "reduce_scatter_tensor_out": ("reduce_scatter", 0),
-    "all_to_all_single": ("all_to_all", 0),
-    "broadcast": ("broadcast", 0),
-}
+_C10D = (
+    ("all_reduce", 0, "allreduce allreduce_coalesced"),
+    ("all_gather", 0, "allgather allgather_base allgather_coalesced"),
+    ("all_gather", 0, "allgather_into_tensor_coalesced"),
+    ("reduce_scatter", 1, "reduce_scatter reduce_scatter_base reduce_scatter_tensor_coalesced"),
+    ("all_to_all", 1, "alltoall alltoall_base"),
+    ("broadcast", 0, "broadcast"),
+    ("reduce", 0, "reduce"),
+    ("gather", 1, "gather"),
+    ("scatter", 1, "scatter"),
+    ("send", 0, "send"),
+    ("recv", 0, "recv recv_any_source"),
+)
+_FUNCTIONAL = (
+    ("all_reduce", 0, "all_reduce all_reduce_coalesced"),
+    ("all_gather", _RESULT, "all_gather_into_tensor all_gather_into_tensor_coalesced"),
+    ("all_gather", _RESULT, "all_gather_into_tensor_out"),
+    ("reduce_scatter", 0, "reduce_scatter_tensor reduce_scatter_tensor_coalesced"),
+    ("reduce_scatter", 0, "reduce_scatter_tensor_out"),
+    ("all_to_all", 0, "all_to_all_single"),
+    ("broadcast", 0, "broadcast"),
+)
+_ROWS = {"c10d": _C10D, "_c10d_functional": _FUNCTIONAL, "_c10d_functional_autograd": _FUNCTIONAL}
 _OPS = {
-    "c10d": _C10D,
-    "_c10d_functional": _FUNCTIONAL,
-    "_c10d_functional_autograd": _FUNCTIONAL,
+    space: {name: (kind, place) for kind, place, names in rows for name in names.split()}
+    for space, rows in _ROWS.items()
 }
 _NO_PAYLOAD = {"barrier", "monitored_barrier"}
 
 _SHARES: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "scatter": lambda n: (n - 1) / n,
-    "broadcast": lambda n: min(1, n - 1),
-    "reduce": lambda n: min(1, n - 1),
-    "gather": lambda n: min(1, n - 1),
+    "all_reduce": lambda n: 2 * (n - 1) / n,  # a reduce_scatter, then an all_gather
+    **dict.fromkeys(["all_gather", "reduce_scatter", "all_to_all"], lambda n: (n - 1) / n),
+    "scatter": lambda n: (n - 1) / n,  # the root keeps its own part
+    **dict.fromkeys(["broadcast", "reduce", "gather"], lambda n: min(1, n - 1)),
     "send": lambda n: 1,
     "recv": lambda n: 0,
 }
@@ -75,13 +62,10 @@ _SHARES: dict[str, Callable[[int], float]] = {
 class Collective:
     """One call of a collective, as one rank sees it."""
 
-    kind: str
-    """``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, …"""
+    kind: str  # all_reduce, all_gather, reduce_scatter, broadcast, …
     dtype: torch.dtype
-    elements: int
-    """Values in the whole tensor: what `all_gather` returns, what `reduce_scatter` is given."""
-    ranks: int
-    """How many ranks take part."""
+    elements: int  # of the whole tensor: what all_gather returns, what reduce_scatter is given
+    ranks: int  # that take part
 
     @property
     def payload_bytes(self) -> int:

@@ -1,5 +1,4 @@
-"""Train a model in any precision: the loop, and runs that live in a folder."""
+"""Train a model in any precision: the loop, and runs that live in a folder.
 
-from amp_lab.training.loop import cross_entropy, evaluate, fit
-
-__all__ = ["cross_entropy", "evaluate", "fit"]
+Nothing is imported here: the command line reads the settings of a run without loading torch.
+"""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from amp_lab.distributed.ranks import ALONE, Parallel, Ranks
+from amp_lab.distributed.ranks import ALONE, Ranks
 from amp_lab.precision import Precision, require_backend
 
 Batches = Iterable[tuple[Tensor, Tensor]]
@@ -22,44 +22,39 @@ Batches = Iterable[tuple[Tensor, Tensor]]
 class EpochMetrics:
     """What is known of a finished epoch."""
 
-    epoch: int
-    """Counted from 1."""
-    train_loss: float
-    """Mean over the samples, each at the time it was trained on."""
-    train_accuracy: float
-    """Share of the samples classified right, from 0 to 1, likewise."""
-    test_loss: float
-    """Mean over the test samples after the epoch; NaN without a test set."""
+    epoch: int  # counted from 1
+    train_loss: float  # mean over the samples, each at the time it was trained on
+    train_accuracy: float  # share of the samples classified right, from 0 to 1, likewise
+    test_loss: float  # mean over the test samples after the epoch; NaN without a test set
     test_accuracy: float
-    lr: float
-    """Learning rate of the last step (of the first parameter group)."""
-    loss_scale: float
-    """Loss scale after the epoch; 1 where there is no scaler."""
-    seconds: float
-    """Time of the training alone, from where this process took the epoch up."""
-    images_per_s: float
-    """Samples trained on since then, by all processes together, divided by `seconds`."""
+    lr: float  # of the last step, and of the first parameter group
+    loss_scale: float  # after the epoch; 1 where there is no scaler
+    seconds: float  # of the training alone, from where this process took the epoch up
+    images_per_s: float  # samples since then, of all processes together, divided by `seconds`
 
 
 @dataclass
 class Progress:
-    """How far a training has come. `fit` goes on from it, and keeps it up to date.
+    """How far a training has come. A `Loop` goes on from it, and keeps it up to date.
 
     Where several processes train together, each has its own.
     """
 
-    batch: int = 0
-    """Batches done of the current epoch."""
-    samples: int = 0
-    """Samples in them."""
+    batch: int = 0  # batches done of the current epoch
+    samples: int = 0  # in those batches
+    # Sums over those samples of the loss, and of whether each was classified right. They are on the
+    # device, so that nothing waits for it.
     loss_sum: Tensor = field(default_factory=lambda: torch.zeros(()))
-    """Sum of the loss over those samples; on the device, so that nothing waits for it."""
     correct: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
-    """How many of them were classified right; likewise."""
-    lr: float = math.nan
-    """Learning rate of the last step."""
-    epochs: list[EpochMetrics] = field(default_factory=list)
-    """The finished epochs."""
+    lr: float = math.nan  # of the last step
+    epochs: list[EpochMetrics] = field(default_factory=list)  # the finished ones
+
+    def finish(self, epoch: EpochMetrics) -> None:
+        """Note a finished epoch, and begin the next."""
+        self.epochs.append(epoch)
+        self.batch = self.samples = 0
+        self.loss_sum.zero_()
+        self.correct.zero_()
 
     def state_dict(self) -> dict:
         """As plain values, for a checkpoint."""
@@ -84,170 +79,173 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.float(), targets)
 
 
+@dataclass
+class Loop:
+    """The training of a model that is on its device already.
+
+    Nothing in it waits for the device, so long as the optimizer is a fused one: the others make
+    `GradScaler.step` read a flag from it. Raises `DeviceError` if there is no such device.
+    """
+
+    model: nn.Module  # where several processes train together, what `Ranks.wrap` returned
+    precision: Precision
+    device: torch.device
+    optimizer: torch.optim.Optimizer | None = None  # None for an evaluation alone
+    loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy  # mean, given outputs and targets
+    scaler: torch.amp.GradScaler | None = None  # None: that of the precision
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None  # steps with the optimizer
+    # Batches for a step (fewer at the end of an epoch), weighted by their sizes, which is what one
+    # large batch would give.
+    accumulate: int = 1
+    clip_norm: float | None = None  # largest norm of the gradients of a step
+    channels_last: bool = False  # whether model and images are put into that memory format
+    ranks: Ranks = ALONE  # who train together; the batches are this one's equal share of each
+    progress: Progress = field(default_factory=Progress)
+    # Called when a step is done, to save it, or to stop there by returning true.
+    after_step: Callable[[Progress], bool] = lambda progress: False
+    after_epoch: Callable[[EpochMetrics], None] = lambda metrics: None
+
+    def __post_init__(self):
+        self.precision, self.device = Precision(self.precision), torch.device(self.device)
+        require_backend(self.device.type)
+        if self.scaler is None:
+            self.scaler = self.precision.grad_scaler(self.device.type)
+        self.progress.loss_sum = self.progress.loss_sum.to(self.device)
+        self.progress.correct = self.progress.correct.to(self.device)
+
+    def run(
+        self,
+        train_batches: Callable[[int, int], Batches],
+        epochs: int,
+        test_batches: Callable[[], Batches] | None = None,
+    ) -> list[EpochMetrics]:
+        """Train until `epochs` epochs are done, or `after_step` stops it: see `fit`."""
+        progress = self.progress
+        if self.channels_last:
+            self.ranks.set_memory_format(self.model, torch.channels_last)
+        # Not only around the forward pass: the backward pass computes in the mode it finds as well.
+        with self.precision.float32_mode(self.device.type):
+            while len(progress.epochs) < epochs:
+                epoch = len(progress.epochs)
+                batches = _bar(train_batches(epoch, progress.batch), f"epoch {epoch + 1}/{epochs}")
+                metrics = self.epoch(batches, test_batches)
+                if metrics is None:
+                    break
+                self.after_epoch(metrics)
+        return progress.epochs
+
+    def epoch(
+        self, batches: Batches, test_batches: Callable[[], Batches] | None = None
+    ) -> EpochMetrics | None:
+        """Train on what is left of an epoch and evaluate; None if `after_step` stopped it."""
+        progress, ranks, samples_before = self.progress, self.ranks, self.progress.samples
+        self.model.train()
+        started = time.perf_counter()
+        for group in _groups(batches, self.accumulate):
+            self.step(group)
+            if self.after_step(progress):
+                return None
+        samples = progress.samples * ranks.size
+        train_loss = (ranks.total(progress.loss_sum) / samples).item()  # waits for the device
+        seconds = time.perf_counter() - started
+        test = (math.nan, math.nan) if test_batches is None else self.evaluate(test_batches())
+        metrics = EpochMetrics(
+            epoch=len(progress.epochs) + 1,
+            train_loss=train_loss,
+            train_accuracy=ranks.total(progress.correct).item() / samples,
+            test_loss=test[0],
+            test_accuracy=test[1],
+            lr=progress.lr,
+            loss_scale=self.scaler.get_scale(),
+            seconds=seconds,
+            images_per_s=(progress.samples - samples_before) * ranks.size / seconds,
+        )
+        progress.finish(metrics)
+        return metrics
+
+    def step(self, group: list[tuple[Tensor, Tensor]]) -> None:
+        """One step of the optimizer on the gradients of the batches in `group`."""
+        progress, optimizer, scaler = self.progress, self.optimizer, self.scaler
+        samples = sum(len(targets) for _, targets in group)
+        for number, batch in enumerate(group, 1):
+            with self.ranks.gradient_sync(self.model, wanted=number == len(group)):
+                loss, correct, size = self._forward(*batch)
+                scaler.scale(loss * (size / samples)).backward()
+            progress.loss_sum += loss.detach() * size
+            progress.correct += correct
+        if self.clip_norm is not None:
+            scaler.unscale_(optimizer)  # or the norm would be that of the scaled gradients
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        progress.lr = optimizer.param_groups[0]["lr"]  # before the scheduler changes it
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        progress.batch += len(group)
+        progress.samples += samples
+
+    def evaluate(self, batches: Batches) -> tuple[float, float]:
+        """Mean loss and accuracy (0 to 1) over `batches`: see the function `evaluate`."""
+        model, ranks, was_training = self.model, self.ranks, self.model.training
+        loss_sum = torch.zeros((), device=self.device)
+        correct = torch.zeros((), dtype=torch.int64, device=self.device)
+        samples = 0
+        ranks.share_buffers(model)  # or each would normalise by its own statistics
+        model.eval()
+        with self.precision.float32_mode(self.device.type), ranks.no_gradients():
+            for inputs, targets in _bar(batches, "evaluation"):
+                loss, right, size = self._forward(inputs, targets)
+                loss_sum += loss * size
+                correct += right
+                samples += size
+        model.train(was_training)
+        samples = ranks.total(torch.tensor(samples)).item()
+        return ranks.total(loss_sum).item() / samples, ranks.total(correct).item() / samples
+
+    def _forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Mean loss, number classified right and number of the samples, from the CPU (N, …)."""
+        memory_format = torch.channels_last if self.channels_last else torch.preserve_format
+        # The host goes on at once, and has the next batch ready by the time the device wants it.
+        inputs = inputs.to(self.device, non_blocking=True, memory_format=memory_format)
+        targets = targets.to(self.device, non_blocking=True)
+        with self.ranks.autocast(self.precision, self.device.type):
+            outputs = self.model(inputs)  # (N, C)
+            loss = self.loss_fn(outputs, targets)
+        return loss, (outputs.argmax(1) == targets).sum(), len(targets)
+
+
 def fit(
     model: nn.Module,
     train_batches: Callable[[int, int], Batches],
     *,
-    optimizer: torch.optim.Optimizer,
-    precision: Precision | str,
-    device: torch.device | str,
     epochs: int,
     test_batches: Callable[[], Batches] | None = None,
-    loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
-    scaler: torch.amp.GradScaler | None = None,
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
-    accumulate: int = 1,
-    clip_norm: float | None = None,
-    channels_last: bool = False,
-    progress: Progress | None = None,
-    ranks: Ranks = ALONE,
-    after_step: Callable[[Progress], bool] = lambda progress: False,
-    after_epoch: Callable[[EpochMetrics], None] = lambda metrics: None,
+    **settings,
 ) -> list[EpochMetrics]:
-    """Train `model`, which is on `device` already, until `epochs` epochs are done.
+    """Train `model`, which is on its device already, until `epochs` epochs are done.
 
     `train_batches(epoch, batch)` gives the batches of an epoch (from 0) from a batch number on, and
-    `test_batches()` those to evaluate on after each. `loss_fn(outputs, targets)` is a mean over the
-    batch. A step is taken for every `accumulate` batches (fewer at the end of an epoch), weighted
-    by their sizes, which is what one large batch would give; its gradients are clipped to
-    `clip_norm`. `scheduler` steps with the optimizer. `channels_last` puts the model and each batch
-    of images into that memory format.
+    `test_batches()` those to evaluate on after each. The settings are the fields of a `Loop`:
+    `precision`, `device` and `optimizer`, and those of the others that are wanted.
 
-    Where several processes train together, `ranks` is the group, `model` what its `wrap` returned,
-    and the batches are this process's equal share of each.
-
-    Nothing in the loop waits for the device, so long as the optimizer is a fused one: the others
-    make `GradScaler.step` read a flag from it.
-
-    To stop at a step, and to save one, there is `after_step`: it is called when the step is done,
-    and if it returns true, `fit` returns. What has to be saved with `progress` to go on from there
-    bitwise equal are the states of model, optimizer, scaler, scheduler and random generators.
+    If `after_step(progress)` returns true, `fit` returns. What has to be saved with `progress` to
+    go on from there bitwise equal are the states of model, optimizer, scaler, scheduler and random
+    generators.
 
     Returns the metrics of all finished epochs. Raises `DeviceError` if there is no such device.
     """
-    precision, device = Precision(precision), torch.device(device)
-    require_backend(device.type)
-    progress = Progress() if progress is None else progress
-    scaler = precision.grad_scaler(device.type) if scaler is None else scaler
-    progress.loss_sum = progress.loss_sum.to(device)
-    progress.correct = progress.correct.to(device)
-    memory_format = torch.channels_last if channels_last else torch.preserve_format
-    if ranks.kind is not Parallel.FSDP:  # which keeps weights as rows of numbers, without a format
-        model.to(memory_format=memory_format)
-
-    def step(group: list[tuple[Tensor, Tensor]]) -> None:
-        """One optimizer step on the gradients of the batches in `group`."""
-        samples = sum(len(targets) for _, targets in group)
-        for number, (inputs, targets) in enumerate(group, 1):
-            inputs = inputs.to(device, non_blocking=True, memory_format=memory_format)
-            targets = targets.to(device, non_blocking=True)
-            with ranks.gradient_sync(model, wanted=number == len(group)):
-                with _autocast(precision, device, ranks):
-                    outputs = model(inputs)
-                    loss = loss_fn(outputs, targets)
-                scaler.scale(loss * (len(targets) / samples)).backward()
-            progress.loss_sum += loss.detach() * len(targets)
-            progress.correct += (outputs.argmax(1) == targets).sum()
-        if clip_norm is not None:
-            scaler.unscale_(optimizer)  # or the norm would be that of the scaled gradients
-            nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
-        progress.batch += len(group)
-        progress.samples += samples
-
-    with precision.float32_mode(device.type):
-        while len(progress.epochs) < epochs:
-            epoch, samples_before = len(progress.epochs), progress.samples
-            model.train()
-            started = time.perf_counter()
-            batches = train_batches(epoch, progress.batch)
-            for group in _groups(_bar(batches, f"epoch {epoch + 1}/{epochs}"), accumulate):
-                progress.lr = optimizer.param_groups[0]["lr"]
-                step(group)
-                if scheduler is not None:
-                    scheduler.step()
-                if after_step(progress):
-                    return progress.epochs
-            samples = progress.samples * ranks.size
-            train_loss = (ranks.total(progress.loss_sum) / samples).item()  # waits for the device
-            seconds = time.perf_counter() - started
-            test_loss = test_accuracy = math.nan
-            if test_batches is not None:
-                test_loss, test_accuracy = evaluate(
-                    model,
-                    test_batches(),
-                    precision=precision,
-                    device=device,
-                    loss_fn=loss_fn,
-                    channels_last=channels_last,
-                    ranks=ranks,
-                )
-            metrics = EpochMetrics(
-                epoch=epoch + 1,
-                train_loss=train_loss,
-                train_accuracy=ranks.total(progress.correct).item() / samples,
-                test_loss=test_loss,
-                test_accuracy=test_accuracy,
-                lr=progress.lr,
-                loss_scale=scaler.get_scale(),
-                seconds=seconds,
-                images_per_s=(progress.samples - samples_before) * ranks.size / seconds,
-            )
-            progress.epochs.append(metrics)
-            progress.batch = progress.samples = 0
-            progress.loss_sum.zero_()
-            progress.correct.zero_()
-            after_epoch(metrics)
-    return progress.epochs
+    return Loop(model, **settings).run(train_batches, epochs, test_batches)
 
 
-def evaluate(
-    model: nn.Module,
-    batches: Batches,
-    *,
-    precision: Precision | str,
-    device: torch.device | str,
-    loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy,
-    channels_last: bool = False,
-    ranks: Ranks = ALONE,
-) -> tuple[float, float]:
+def evaluate(model: nn.Module, batches: Batches, **settings) -> tuple[float, float]:
     """Mean loss and accuracy (0 to 1) of `model` over `batches`, in evaluation mode.
 
-    The arguments are those of `fit`, and the batches of this process may be of another size than
-    those of others, so long as there are as many. The model is left in the mode it was in. There is
-    no scaler, since there are no gradients.
+    The settings are the fields of a `Loop`: `precision` and `device`, and where they are wanted
+    `loss_fn`, `channels_last` and `ranks`. The batches of this process may be of another size than
+    those of others, so long as there are as many. The model is left in the mode it was in.
     """
-    precision, device = Precision(precision), torch.device(device)
-    memory_format = torch.channels_last if channels_last else torch.preserve_format
-    was_training = model.training
-    loss_sum = torch.zeros((), device=device)
-    correct = torch.zeros((), dtype=torch.int64, device=device)
-    samples = 0
-    ranks.share_buffers(model)
-    model.eval()
-    # FSDP2 makes the memory that it gathers weights into once, and trains with it afterwards.
-    no_graph = torch.no_grad if ranks.kind is Parallel.FSDP else torch.inference_mode
-    with precision.float32_mode(device.type), no_graph():
-        for inputs, targets in _bar(batches, "evaluation"):
-            inputs = inputs.to(device, non_blocking=True, memory_format=memory_format)
-            targets = targets.to(device, non_blocking=True)
-            with _autocast(precision, device, ranks):
-                outputs = model(inputs)
-                loss = loss_fn(outputs, targets)
-            loss_sum += loss * len(targets)
-            correct += (outputs.argmax(1) == targets).sum()
-            samples += len(targets)
-    model.train(was_training)
-    samples = ranks.total(torch.tensor(samples)).item()
-    return ranks.total(loss_sum).item() / samples, ranks.total(correct).item() / samples
-
-
-def _autocast(precision: Precision, device: torch.device, ranks: Ranks) -> torch.autocast:
-    """Autocast for the forward pass; one that does nothing in fp32 and tf32, and under FSDP2."""
-    enabled = precision in (Precision.FP16, Precision.BF16) and ranks.kind is not Parallel.FSDP
-    return torch.autocast(device.type, dtype=precision.dtype, enabled=enabled)
+    return Loop(model, **settings).evaluate(batches)
 
 
 def _groups(batches: Batches, size: int) -> Iterator[list[tuple[Tensor, Tensor]]]:

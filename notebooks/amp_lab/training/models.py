@@ -1,6 +1,7 @@
 """torchvision's image classifiers by name, with a head for other classes."""
 
 import contextlib
+import copy
 import difflib
 import functools
 import io
@@ -9,6 +10,7 @@ from urllib.error import URLError
 import torch
 import torchvision
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from amp_lab.errors import RunError
 
@@ -79,3 +81,22 @@ def _fetch_weights(name: str) -> dict[str, torch.Tensor]:
             f"pretrained weights of {name} cannot be fetched from {weights.url} ({error}); put the "
             f"file into {folder}/checkpoints, or train without pretrained weights"
         ) from error
+
+
+def require_values_to_normalise(model: nn.Module, image_size: int) -> None:
+    """Raise `RunError` if one image leaves a batch norm a single value for each channel.
+
+    torch refuses to normalise that, in the middle of the first step. Whether it comes to that
+    depends on the model and on the size of its images, so a copy without memory is tried.
+    """
+
+    def check(norm: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        if inputs[0].numel() == inputs[0].shape[1]:  # (1, C) or (1, C, 1, 1)
+            problem = "batch norm has 1 image to normalise in a process"
+            raise RunError(f"{problem}: give a larger batch size")
+
+    trial = copy.deepcopy(model).to("meta")
+    for module in trial.modules():
+        if isinstance(module, _BatchNorm):
+            module.register_forward_pre_hook(check)
+    trial(torch.empty(1, 3, image_size, image_size, device="meta"))

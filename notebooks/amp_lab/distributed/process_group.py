@@ -1,0 +1,189 @@
+"""Joining the processes that torchrun started: devices, backends, and a store of their own."""
+
+from __future__ import annotations  # torch can be built without what some of them name
+
+import contextlib
+import datetime
+import os
+import time
+import uuid
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from amp_lab.backends import backend
+from amp_lab.distributed.ranks import REDUCE_DTYPES, Parallel, Ranks
+from amp_lab.errors import AmpLabError, OtherRankError, ParallelError, first_line
+
+_ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of torchrun
+
+
+@contextlib.contextmanager
+def join(
+    kind: Parallel | str | None,
+    device: torch.device,
+    *,
+    reduce_dtype: str = "fp32",
+    timeout_s: float = 300.0,
+) -> Iterator[Ranks]:
+    """The processes that torchrun started, this one among them, as a group for the block.
+
+    On an accelerator each takes the device of its number on its machine. Gradients are summed in
+    `reduce_dtype`, "fp32", "bf16" or "fp16". No process waits for another longer than `timeout_s`.
+
+    Raises `ParallelError` if there is no torchrun, too few devices, or no connection to the others,
+    and from within the block if gloo finds one of them lost; NCCL ends the process then.
+    """
+    for problem in _problems(kind, reduce_dtype, timeout_s):
+        raise ParallelError(problem)
+    if kind is None:
+        yield Ranks(device=device)
+        return
+    device = _own_device(device)
+    _connect(device, timeout_s)
+    is_agreed = backend(device).is_host  # NCCL would wait for those who still are in a collective
+    try:
+        yield Ranks(Parallel(kind), device, reduce_dtype)
+        is_agreed = True
+    except AmpLabError as error:
+        # Every rank has raised the other one, so none is in a collective any more.
+        is_agreed |= isinstance(error, OtherRankError)
+        error.is_of_one_rank = True
+        raise
+    except RuntimeError as error:
+        if not is_lost(error):
+            raise
+        reason = first_line(error).partition(". This is typically")[0]
+        raise ParallelError(
+            f"rank {os.environ['RANK']}: no answer from another process ({reason})"
+        ) from error
+    finally:
+        if is_agreed:
+            _leave()
+
+
+_last_group: dist.ProcessGroup | None = None
+
+
+def _leave() -> None:
+    """End the group, and keep it from being freed by the model, which may live on.
+
+    A model under DDP that lets go of the group last waits for gloo's threads without giving up the
+    interpreter's lock, while one of them may need that to free a tensor: neither would ever end.
+    """
+    global _last_group
+    _last_group = dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error says that another process does not answer."""
+    if not (isinstance(error, RuntimeError) and dist.is_available()):
+        return False
+    return isinstance(error, dist.DistError) or "gloo" in str(error)  # which has no type of its own
+
+
+def _problems(kind: str | None, reduce_dtype: str, timeout_s: float) -> Iterator[str]:
+    """What is wrong with what was asked for."""
+    if reduce_dtype not in REDUCE_DTYPES:
+        yield f"no dtype {reduce_dtype!r} to sum gradients in; there are {', '.join(REDUCE_DTYPES)}"
+    if not 1 <= timeout_s <= 1e6:  # as written, NaN is refused too
+        yield f"timeout must be 1 to 1,000,000 seconds, not {timeout_s:g}"
+    yield from _problems_alone(reduce_dtype) if kind is None else _problems_together(kind)
+
+
+def _problems_alone(reduce_dtype: str) -> Iterator[str]:
+    size = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and size != "1":  # each would train the whole run by itself
+        yield f"one of {size} processes of torchrun: add --parallel ddp or --parallel fsdp"
+    if reduce_dtype != "fp32":
+        yield f"reduce dtype {reduce_dtype}: one process sums nothing; it needs --parallel"
+
+
+def _problems_together(kind: str) -> Iterator[str]:
+    missing = ", ".join(name for name in _ENVIRONMENT if name not in os.environ)
+    if kind not in list(Parallel):
+        yield f"no way {kind!r} to train in parallel; there are {', '.join(Parallel)}"
+    if missing:
+        start = "torchrun --nproc-per-node N -m amp_lab train …"
+        yield f"parallel {kind}: start it with {start}, which sets {missing}"
+    if not dist.is_available():
+        yield f"parallel {kind}: this torch was built without torch.distributed"
+
+
+def _own_device(device: torch.device) -> torch.device:
+    """The device of this process, among those of its machine."""
+    if backend(device).is_host:
+        return device
+    if device.type not in dist.Backend.default_device_backend_map:
+        raise ParallelError(f"torch.distributed has no backend for {device.type}; use the cpu")
+    if device.index is not None and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
+        raise ParallelError(f"device {device}: each process takes one; give {device.type} alone")
+    index = int(os.environ["LOCAL_RANK"]) if device.index is None else device.index
+    count = torch.get_device_module(device.type).device_count()
+    if index >= count:
+        raise ParallelError(
+            f"more processes on this machine than its {count} {device.type} devices: start one for "
+            f"each, torchrun --nproc-per-node {count}"
+        )
+    torch.accelerator.set_device_index(index)  # or NCCL puts every process on the first one
+    return torch.device(device.type, index)
+
+
+def _connect(device: torch.device, timeout_s: float) -> None:
+    """Make the process group: gloo for the CPU's tensors, and for the device's what it has."""
+    backends = "gloo"
+    if not backend(device).is_host:  # nccl also stands for rccl
+        backends = f"cpu:gloo,{device.type}:{dist.Backend.default_device_backend_map[device.type]}"
+    timeout = datetime.timedelta(seconds=timeout_s)
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        store = _unused_part(store, rank, size, timeout_s)
+        dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=timeout)
+    except ParallelError:  # which is a RuntimeError, and says more
+        raise
+    except (RuntimeError, ValueError) as error:  # no such host, nobody there, a wrong number
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise ParallelError(
+            f"no connection to the other processes at {where} ({first_line(error)})"
+        ) from error
+
+
+def _unused_part(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
+    """A part of the store that all ranks take, and none has ever used.
+
+    torchrun gives processes that it starts anew the store of those before them, in which they would
+    find addresses where nobody listens any more (pytorch issue 135712), and no number that is the
+    same on all nodes. So rank 0 draws a name, and gives it to each of the others together with what
+    that one has drawn, by which it sees that the name is of this time.
+    """
+    end = time.monotonic() + timeout_s
+    drawn = uuid.uuid4().hex
+    if rank > 0:
+        store.set(f"amp_lab/{rank}", drawn)
+        name = None
+        while name is None:
+            if store.check([f"amp_lab/to/{rank}"]):
+                whose, offered = store.get(f"amp_lab/to/{rank}").decode().split()
+                name = offered if whose == drawn else None  # another: left from an earlier start
+            _wait_until(end, "rank 0 does not answer", timeout_s)
+        store.set(f"amp_lab/{name}/{rank}", "here")
+        return dist.PrefixStore(name, store)
+    missing = set(range(1, size))
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"amp_lab/{other}"]):
+                # Offered in every turn, since what was read may be an earlier start's as well.
+                whose = store.get(f"amp_lab/{other}").decode()
+                store.set(f"amp_lab/to/{other}", f"{whose} {drawn}")
+            if store.check([f"amp_lab/{drawn}/{other}"]):
+                missing.remove(other)
+        _wait_until(end, f"rank {', '.join(map(str, sorted(missing)))} did not come", timeout_s)
+    return dist.PrefixStore(drawn, store)
+
+
+def _wait_until(end: float, complaint: str, timeout_s: float) -> None:
+    if time.monotonic() > end:
+        raise ParallelError(f"{complaint} within {timeout_s:g} s")
+    time.sleep(0.01)

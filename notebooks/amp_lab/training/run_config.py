@@ -1,0 +1,139 @@
+"""What a run is started with; `amp-lab train` has an option for each of these fields.
+
+To add a setting, add a field here, and use it in `run`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from amp_lab.errors import RunError
+
+
+def setting(
+    default: object,
+    help: str,
+    metavar: str = "",
+    check: Callable[[str, object], None] | None = None,
+    group: str = "",
+) -> dataclasses.Field:
+    """A field that is an option of the command line too; its first type is the type of both.
+
+    `help` may name the default as ``{}``. `check` is given the name and the value, unless that is
+    None, and raises `RunError` if it makes no sense. `group` is the heading in the command's help.
+    """
+    about = {"help": help.format(default), "metavar": metavar, "check": check, "group": group}
+    return dataclasses.field(default=default, metadata=about)
+
+
+def _at_least(least: int, message: str = "{name} must be at least {least}, not {value}"):
+    def check(name: str, value: int) -> None:
+        if value < least:
+            raise RunError(message.format(name=name, least=least, value=value))
+
+    return check
+
+
+def _positive(name: str, value: float) -> None:
+    if not (value > 0 and math.isfinite(value)):
+        raise RunError(f"{name} must be a positive number, not {value}")
+
+
+def _seed(name: str, value: int) -> None:
+    if not 0 <= value < 2**63:  # what torch's generators take
+        raise RunError(f"{name} must be from 0 to 2^63 - 1, not {value}")
+
+
+def _dataset(name: str, value: str) -> None:
+    from amp_lab.data import DATASETS  # loads torch, which the command's help need not wait for
+
+    if value not in DATASETS:
+        raise RunError(f"no data set {value!r}; there are {', '.join(DATASETS)}")
+
+
+def _precision(name: str, value: str) -> None:
+    from amp_lab.precision import Precision  # likewise
+
+    if value not in list(Precision):
+        raise RunError(f"no {name} {value!r}; there are {', '.join(Precision)}")
+
+
+class _Checked:
+    """Whose fields are checked when it is made."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, check = getattr(self, field.name), field.metadata["check"]
+            if check is not None and value is not None:
+                check(field.name.replace("_", " "), value)
+
+
+@dataclass(frozen=True)
+class RunConfig(_Checked):
+    """What decides the result of a run; with the same torch, threads and device, bit for bit.
+
+    A run that was saved before there was some field goes on with its default, which therefore must
+    be what runs did until then. Raises `RunError` for a value that makes no sense.
+    """
+
+    dataset: str = setting("digits", "{} (default), cifar10, caltech256", "NAME", _dataset)
+    model: str = setting("mobilenet_v2", "a classifier of torchvision (default: {})", "NAME")
+    precision: str = setting("fp32", "{} (default), tf32, fp16, bf16", "NAME", _precision)
+    # Of all processes together. A last batch of an epoch that would be smaller is left out, since
+    # batch norm and the mean over the ranks want them equal.
+    batch_size: int = setting(64, "images in a batch (default: {})", "N", _at_least(1))
+    epochs: int = setting(15, "default: {}", "N", _at_least(1))
+    # The peak of the one-cycle schedule.
+    lr: float = setting(2e-3, "highest learning rate (default: {})", "X", _positive)
+    # Of the initial weights, the order of the images, the augmentation and dropout.
+    seed: int = setting(0, "default: {}", "N", _seed)
+    image_size: int | None = setting(
+        None, "in pixels (default: the data set's own)", "N", _at_least(1)
+    )
+    limit: int | None = setting(None, "train on at most so many images", "N", _at_least(1))
+    accumulate: int = setting(1, "batches for each step (default: {})", "N", _at_least(1))
+    clip_norm: float | None = setting(None, "largest norm of a step's gradients", "X", _positive)
+    pretrained: bool = setting(False, "start from ImageNet weights")
+    freeze: bool = setting(False, "train the head alone")
+    channels_last: bool = setting(False, "keep images as N, H, W, C")
+    compile: bool = setting(False, "compile the model")
+    skip_damaged: bool = setting(False, "leave out images that cannot be decoded")
+
+    def __post_init__(self):
+        super().__post_init__()
+        # JSON and checkpoints take text, and whoever calls from Python may give the enum.
+        object.__setattr__(self, "precision", str(self.precision))
+
+
+TOGETHER = "several processes"
+"""The group of the options for them."""
+
+
+@dataclass(frozen=True)
+class RunOptions(_Checked):
+    """What may be another when a run is resumed: where, on what, and in how many processes."""
+
+    out: str = setting(dataclasses.MISSING, "the folder of the run", "DIR")
+    resume: bool = setting(False, "go on with the run in that folder")
+    data: str = setting("data", "where data sets are kept (default: {})", "DIR")
+    device: str | None = setting(
+        None, "default: AMP_LAB_DEVICE, else accelerator, else cpu", "NAME"
+    )
+    # None: as many as are of use.
+    workers: int | None = setting(None, "processes that load images", "N", _at_least(0))
+    checkpoint_every: int | None = setting(
+        None,
+        "save also after so many steps (default: after each epoch)",
+        "STEPS",
+        _at_least(1, "checkpoint every {value} steps: must be at least {least}"),
+    )
+    parallel: str | None = setting(
+        None, "ddp: gradients averaged; fsdp: all sharded (FSDP2)", "NAME", group=TOGETHER
+    )
+    reduce_dtype: str = setting(
+        "fp32", "in which gradients are summed: {} (default), bf16, fp16", "NAME", group=TOGETHER
+    )
+    timeout: float = setting(
+        300, "how long to wait for another process (default: {})", "SECONDS", group=TOGETHER
+    )
