@@ -102,9 +102,8 @@ def image(checkout) -> Path:
 @pytest.fixture(scope="module")
 def lab(image) -> Service:
     """The CPU service, started with a token, and healthy."""
-    service = Service(
-        image, "docker/compose.yaml", JUPYTER_TOKEN=TOKEN, AMP_LAB_PORT=str(free_port())
-    )
+    # Without a file, as in `docker compose up`: Compose takes compose.yaml in the root.
+    service = Service(image, JUPYTER_TOKEN=TOKEN, AMP_LAB_PORT=str(free_port()))
     service.compose("up", "--detach", "--no-build")
     try:
         service.wait(service.is_healthy, "healthy")

@@ -38,6 +38,14 @@ def test_every_file_works_alone_from_the_root_and_from_its_folder(checkout, file
     assert lab["build"]["context"] == str(checkout)
 
 
+def test_the_file_in_the_root_is_the_one_for_cpus(checkout):
+    def services(*files: str) -> dict:
+        done = Service(checkout, *files).compose("config", "--format", "json")
+        return json.loads(done.stdout)["services"]
+
+    assert services() == services("docker/compose.yaml")
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_every_file_is_as_safe_as_the_first(checkout, file):
     lab = config(checkout, file)

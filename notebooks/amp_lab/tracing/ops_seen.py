@@ -67,11 +67,10 @@ def _added_product_flops(added, left, right, out_shape=None, **scales) -> int:
     return 2 * math.prod(left) * math.prod(right[2:])
 
 
-def _convolution_backward_flops(
-    gradient, inputs, weight, bias, stride, padding, dilation, transposed, output_padding, groups,
-    wanted, out_shape=None, **settings,
-) -> int:  # fmt: skip
+def _convolution_backward_flops(gradient, inputs, weight, *more, out_shape=None, **settings) -> int:
     """FLOPs for the gradients that are wanted, of which torch's own count leaves out the groups."""
+    # As the op's schema has them: bias sizes, stride, padding, dilation, transposed, …
+    transposed, wanted = more[4], more[7]
     # Each takes what the forward pass does: every weight meets every pixel of the output, or of the
     # input if transposed.
     pixels = inputs if transposed else gradient  # (N, C, …)

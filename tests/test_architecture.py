@@ -1,0 +1,110 @@
+"""The rules of ARCHITECTURE.md, on this package and on small ones that break them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import measure_code
+
+ROOT = measure_code.ROOT
+PACKAGE = measure_code.PACKAGE
+NOTEBOOKS = sorted(PACKAGE.parent.glob("[0-9]*.py"))
+
+# What the package had when these limits were drawn; they only ever go down.
+MOST_LINES = 16_250
+MOST_BRANCHING_PER_100_FUNCTIONS = 5.0
+FEWEST_COMMENTS_PER_100_LINES = 6.0
+MOST_PUBLIC_NAMES = 32
+MOST_ERROR_CLASSES = 12
+
+
+def test_the_package_keeps_the_rules():
+    assert measure_code.complaints(PACKAGE, NOTEBOOKS) == []
+
+
+def test_the_package_stays_as_small_and_plain_as_it_is():
+    figures = measure_code.table(PACKAGE)
+    limits = "\n".join(f"{name}: {value}" for name, value in figures.items())
+    assert number(figures, "lines") <= MOST_LINES, limits
+    assert number(figures, "blocks") <= MOST_BRANCHING_PER_100_FUNCTIONS, limits
+    assert number(figures, "comments") >= FEWEST_COMMENTS_PER_100_LINES, limits
+    assert number(figures, "public names") <= MOST_PUBLIC_NAMES, limits
+    errors = re.findall(r"^class (\w+)\(", (PACKAGE / "errors.py").read_text(), re.MULTILINE)
+    assert len(errors) <= MOST_ERROR_CLASSES, errors
+
+
+def number(figures: dict[str, str], beginning: str) -> float:
+    value = next(value for name, value in figures.items() if name.startswith(beginning))
+    return float(value.replace(",", ""))
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A package that keeps all the rules: a module of the ground and two rooms."""
+    package = tmp_path / "amp_lab"
+    for room in ("data", "cli", "notebook"):
+        (package / room).mkdir(parents=True)
+        (package / room / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("_EXPORTS = {}\n")
+    (package / "device.py").write_text("import amp_lab.errors\n")
+    (package / "cli" / "__init__.py").write_text("from amp_lab import data, device\n")
+    return package
+
+
+def test_a_package_that_keeps_the_rules_is_told_nothing(small):
+    (small.parent / "01_sound.py").write_text("from amp_lab import data\nimport amp_lab.cli\n")
+    assert measure_code.complaints(small, [small.parent / "01_sound.py"]) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("device.py", "from amp_lab.data import batches\n", "the ground imports no room"),
+        ("device.py", "def f():\n    from amp_lab import data\n", "the ground imports no room"),
+        ("data/__init__.py", "import amp_lab.cli.train\n", "data/ imports cli/, which is above it"),
+        ("cli/train.py", "from amp_lab.notebook import start\n", "which is for notebooks alone"),
+        ("banana.py", "", "neither ground nor a room"),
+        ("data/__init__.py", "x = 1\n" * 501, "501 lines; split a module of more than 500"),
+        ("device.py", "def f():\n" + "    x = 1\n" * 60, "f has 61 lines; split a function"),
+        ("../02_x.py", "from amp_lab.data.images import x\n", "from the door, amp_lab.data"),
+    ],
+)
+def test_a_broken_rule_is_named_with_its_place(small, file, text, said):
+    path = small / file
+    path.write_text(text)
+    notebooks = [path.resolve()] if path.resolve().parent == small.parent else []
+    (complaint,) = measure_code.complaints(small, notebooks)
+    assert said in complaint
+    assert path.name in complaint
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        (f"def f({', '.join(f'a{i}' for i in range(9))}):\n    pass\n", "PLR0913"),
+        ("def f(x):\n" + "    if x:\n        x += 1\n" * 11, "C901"),
+        ("def f(x):\n" + "    x += 1\n" * 51, "PLR0915"),
+    ],
+)
+def test_ruff_holds_the_size_of_a_function(tmp_path, text, rule):
+    """Run as `pdm run lint` does, on a file that would lie in the package."""
+    command = [sys.executable, "-m", "ruff", "check", "--output-format", "concise"]
+    file = ["--stdin-filename", str(PACKAGE / "new.py"), "-"]
+    done = subprocess.run([*command, *file], input=text, capture_output=True, text=True, cwd=ROOT)
+    assert rule in done.stdout, done.stdout
+
+
+def test_the_page_shows_the_rooms_that_there_are():
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    table = page.partition("## The rooms")[2].partition("\n## ")[0]
+    shown = re.findall(r"^\| `(\w+)/` \|", table, re.MULTILINE)
+    assert sorted(shown) == sorted(measure_code.ROOMS)
+    folders = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert folders == set(shown)
+    for module in measure_code.GROUND[1:]:
+        assert f"`{module}`" in page, module
+    for path in re.findall(r"`((?:notebooks|tests|tools|data|docker)/[\w./-]*)`", page):
+        assert (ROOT / path).exists(), path
