@@ -26,6 +26,7 @@ from amp_lab.migrate.version_guards import is_guarded
 
 TRIGGERS = ("apex",)
 MARK = "# amp-lab migrate: "
+_OPERATIONS = cst.BinaryOperation | cst.UnaryOperation | cst.BooleanOperation | cst.IfExp
 
 
 class Rule(Rewriter):
@@ -53,7 +54,7 @@ class Rule(Rewriter):
             module = module_of(node)
             if module == "apex" or module.startswith("apex."):
                 self._rewrite_import(node, module, scope)
-        self._put_marks()
+        self._put_marks()  # last: one statement may have several
 
     # What is certain.
 
@@ -68,7 +69,7 @@ class Rule(Rewriter):
         if binding is None or is_guarded(self.tree, use.node):
             return False
         if old in EQUALS and self._has_plain_arguments(use, old):
-            if len(use.parts) == 1:
+            if len(use.parts) == 1:  # its import has to change with it, so that decides
                 self.imported[binding.node].append(use)
                 return True
             if self._rewrite_spelled(use, old):
@@ -133,7 +134,7 @@ class Rule(Rewriter):
                     left -= 1
                 else:
                     self._mark_use(use, old)
-            if left == 0:
+            if left == 0:  # or the next run would tell what this one could have
                 rest = (
                     "and the try around it" if self.tree.is_in(node, cst.Try) else "from the import"
                 )
@@ -147,6 +148,7 @@ class Rule(Rewriter):
             return False
         equals = [EQUALS[old] for old in olds.values()]
         taken = {equal.name.partition(".")[0] for equal in equals}
+        # AdamW may be another
         is_free = not any(taken & scope.bindings.keys() for scope in self.tree.scopes)
         return is_free and len({equal.module for equal in equals}) == 1
 
@@ -180,7 +182,7 @@ class Rule(Rewriter):
         if call is None:
             return "O1"
         given = arguments(call, ("models", "optimizers", "enabled", "opt_level"))
-        if is_false(given.get("enabled")):
+        if is_false(given.get("enabled")):  # whatever the level
             return "off"
         if "opt_level" in given:
             level = self.tree.code(given["opt_level"]).strip("\"'")
@@ -196,8 +198,8 @@ class Rule(Rewriter):
         given = arguments(call, ("loss", "optimizers")) if call is not None else {}
         loss = self._in_one_line(given.get("loss"), "loss")
         if len(self.levels) == 1 and (reason := PLAIN.get(*self.levels)):
-            is_simple = isinstance(given.get("loss"), cst.Name | cst.Attribute | cst.Call | None)
-            return f"write {loss if is_simple else f'({loss})'}.backward(): {reason}"
+            needs_brackets = isinstance(given.get("loss"), _OPERATIONS)
+            return f"write {f'({loss})' if needs_brackets else loss}.backward(): {reason}"
         listed = given.get("optimizers")
         several = listed.elements if isinstance(listed, cst.List | cst.Tuple) else ()
         names = [self._in_one_line(element.value, "optimizer") for element in several]
@@ -250,7 +252,7 @@ class Rule(Rewriter):
             indent = self.tree.indent(start)
             above = self.tree.text[: start - len(indent)].splitlines()
             there = set()
-            while above and above[-1].lstrip().startswith(MARK):
+            while above and above[-1].lstrip().startswith(MARK):  # marks of a run before
                 there.add(above.pop().strip().removeprefix(MARK))
             for advice in dict.fromkeys(pieces):
                 if advice not in there:

@@ -38,7 +38,7 @@ def passed(code: CodeReader, unit: Unit, call: cst.Call, key: str) -> tuple[Scop
         return None
     is_method = unit.scope.parent.kind == "class"
     if home is not unit.scope or (dot and is_method and root == "self"):
-        return home, key
+        return home, key  # the function sees it itself
     params = [param.name.value for param in unit.node.params.params][is_method:]
     parts = dotted(arguments(call, params).get(key)) if key in params else None
     scope = code.tree.scope_of[call].find(parts[0]) if parts else None
@@ -52,6 +52,7 @@ def is_made_in(code: CodeReader, scope: Scope, key: str, loop: cst.CSTNode) -> b
     bindings = home.bindings[root] if home else ()
     if any(code.tree.is_in(binding.node, loop) for binding in bindings):
         return True
+    # a.b = …, also among others
     assigned = rf"(?m)^\s*([\w.]+\s*,\s*)*{re.escape(key)}\s*(,[^=(\n]*)?=[^=]"
     return bool(re.search(assigned, code.tree.code(loop)))
 
@@ -68,6 +69,7 @@ def escapes(code: CodeReader, name: str) -> bool:
 def _hands_on_self(code: CodeReader, call: cst.Call) -> bool:
     """Whether a call gives the object away, or is of a method from a class of another file."""
     parts = dotted(call.func) or ()
+    # what gets the object may update its scaler
     if any(dotted(arg.value) == ("self",) for arg in call.args) and parts != ("super",):
         return True
     if len(parts) != 2 or parts[0] != "self":
@@ -85,6 +87,7 @@ def _stays(code: CodeReader, node: cst.CSTNode, name: str) -> bool:
         called = code.key(call.func) if isinstance(call, cst.Call) else ""
         function = code.functions.get(called)
         params = function.params if function is not None else cst.Parameters()
+        # there it is found by the same name
         return name in {param.name.value for param in (*params.params, *params.kwonly_params)}
     if isinstance(parent, cst.Assign | cst.AnnAssign):
         targets = parent.targets if isinstance(parent, cst.Assign) else [parent]

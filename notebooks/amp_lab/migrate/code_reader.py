@@ -105,8 +105,9 @@ class CodeReader:
         self.disabled: set[str] = set()  # scalers that are made with enabled=False
         self.made: dict[str, list[Event]] = {}  # by the last part of the name
         self.scaler_names = set(self._find_scaler_names())
-        self._read_unit(tree.module, Place())
+        self._read_unit(tree.module, Place())  # it reads every function that it meets as well
         self.events = list(itertools.chain(*(unit.events for unit in self.units)))
+        # What a scaler steps is an optimizer, whatever it is called.
         self.stepped = {e.optimizer for e in self.events if e.kind in ("scaler step", "unscale")}
         functions = [unit.node for unit in self.units if isinstance(unit.node, cst.FunctionDef)]
         self.functions = {function.name.value: function for function in functions}
@@ -187,6 +188,7 @@ class CodeReader:
 
     def _read_try(self, node: cst.Try | cst.TryStar, place: Place, unit: Unit) -> None:
         for number, part in enumerate((node, *node.handlers)):
+            # a handler runs in place of the rest
             self._read_block(part.body, place.in_arm(node, number), unit)
         for part in (node.orelse, node.finalbody):
             if part is not None:
@@ -213,6 +215,7 @@ class CodeReader:
     def _is_off(self, call: cst.Call, old_place: int, new_place: int) -> bool:
         """Whether a call has ``enabled=False``, by keyword or as the argument at its place."""
         is_old = self.origin(call.func, self.tree.scope_of[call]) in OLD
+        # the old classes had no device before it
         names = [""] * (old_place if is_old else new_place) + ["enabled"]
         return is_false(arguments(call, names).get("enabled"))
 
@@ -232,14 +235,15 @@ class CodeReader:
         self, node: cst.CSTNode, target: cst.CSTNode, value: cst.CSTNode, place: Place, unit: Unit
     ) -> None:
         key = ".".join(dotted(target) or ())
+        # GradScaler() if fp16 else None
         arms = (value.body, value.orelse) if isinstance(value, cst.IfExp) else (value,)
         calls = [arm for arm in arms if isinstance(arm, cst.Call)] if key else []
         made = [call for call in calls if self.origin(call.func, unit.scope) in SCALERS]
-        if any(self._is_off(call, old_place=4, new_place=5) for call in made):
-            self.disabled.add(last_part(key))
         if made:
             self._add(unit, ("make", key, ""), node, place)
             self.made.setdefault(last_part(key), []).append(unit.events[-1])
+            if any(self._is_off(call, old_place=4, new_place=5) for call in made):
+                self.disabled.add(last_part(key))
         elif calls and (scaler := self._scaler_in(calls[0])) is not None:
             unit.scaled_names[key] = scaler
 
@@ -279,7 +283,7 @@ class CodeReader:
         return "backward" if self._is_loss(receiver, call) else "", "", ""
 
     def _is_scaler(self, key: str) -> bool:
-        return "scal" in key.lower() or last_part(key) in self.scaler_names
+        return "scal" in key.lower() or last_part(key) in self.scaler_names  # it may be a parameter
 
     def _scaler_in(self, node: cst.CSTNode) -> str | None:
         """The scaler in ``scaler.scale(…)``."""
@@ -323,7 +327,7 @@ class CodeReader:
     def text_between(self, first: Event, second: Event) -> str:
         """The source from the end of one call to the end of another, without comments."""
         text = self.tree.text[self.tree.span(first.node)[1] : self.tree.span(second.node)[1]]
-        return re.sub(r"#.*", "", text)
+        return re.sub(r"#.*", "", text)  # a comment that names unscale_ unscales nothing
 
     def both_run(self, first: Event, second: Event) -> bool:
         """Whether a run that reaches the first can surely reach the second as well."""
@@ -332,7 +336,7 @@ class CodeReader:
         of_first = self._tests(first.place, second.place)
         words = set(re.findall(r"\w+", " ".join(test for test, _ in of_first)))
         for test, number in self._tests(second.place, first.place):
-            if (test, number) in of_first:
+            if (test, number) in of_first:  # the same question, asked twice
                 continue
             shared = words & set(re.findall(r"[A-Za-z_]\w*", test))
             if _ABOUT_AMP.search(test) or shared - {"not", "self", "args", "None", "is"}:
@@ -354,10 +358,9 @@ class CodeReader:
         pairs = zip(scaled.place.loops, event.place.loops, strict=False)
         if any(a is not b for a, b in pairs) or not self.both_run(scaled, event):
             return None
-        for later in unit.events[scaled.order + 1 : event.order]:
-            if later.kind == "backward" and not later.place.excludes(scaled.place):
-                return None  # what is clipped or stepped may be its gradients
-        return scaled
+        later = [e for e in unit.events[scaled.order : event.order] if e.kind == "backward"]
+        # What is clipped or stepped may be the gradients of a plain backward in between.
+        return scaled if all(e.place.excludes(scaled.place) for e in later) else None
 
 
 _STATEMENTS = {

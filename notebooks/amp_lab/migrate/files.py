@@ -84,7 +84,7 @@ def migrate_paths(paths: Iterable[str | Path], write: bool = False) -> Iterator[
         except OSError as error:
             yield Result(path, error=f"{path}: cannot be read: {error.strerror}")
     migrate = functools.partial(migrate_file, write=write)
-    processes = min(os.cpu_count() or 1, 4)
+    processes = min(os.cpu_count() or 1, 4)  # more would wait for the disk
     if len(found) < _WORTH_PROCESSES or processes == 1:
         yield from filter(_has_something, map(migrate, found))
         return
@@ -106,6 +106,7 @@ def find(paths: Iterable[str | Path]) -> Iterator[Path]:
             yield path
             continue
         for folder, below, names in os.walk(path, onerror=broken.append):
+            # os.walk goes into what is left
             below[:] = sorted(name for name in below if not _is_skipped(Path(folder, name)))
             for name in sorted(names):
                 if name.endswith(_ENDINGS):
@@ -162,12 +163,12 @@ def _migrate(path: Path, write: bool) -> Result:
 def _write(path: Path, old: bytes, new: bytes, status: os.stat_result) -> None:
     if not status.st_mode & stat.S_IWUSR or not os.access(path, os.W_OK):
         raise MigrateError("is read-only")
-    if status.st_nlink > 1:
+    if status.st_nlink > 1:  # to replace the file would part it from its other names
         raise MigrateError(f"has {status.st_nlink} names (hard links): copy it first")
-    if path.read_bytes() != old:
+    if path.read_bytes() != old:  # an editor may have saved it since
         raise MigrateError("was changed meanwhile")
     files.write_whole(path, [new])
-    os.chmod(path, stat.S_IMODE(status.st_mode))
+    os.chmod(path, stat.S_IMODE(status.st_mode))  # the new file has the default mode
     if os.name == "posix" and (os.geteuid(), os.getegid()) != (status.st_uid, status.st_gid):
         os.chown(path, status.st_uid, status.st_gid)
 
@@ -202,7 +203,7 @@ def _migrate_python(path: Path, data: bytes) -> _Migrated:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise MigrateError(f"line {line} is not {error.encoding}") from error
-    if text.encode(encoding) != data:
+    if text.encode(encoding) != data:  # some encodings have two ways to write a character
         raise MigrateError(f"its {encoding} cannot be written back as it was")
     edits, findings = _edits_and_findings(
         text, path, lambda error: f"line {error.raw_line} {_why_not_read(text)}"
@@ -254,6 +255,7 @@ def _located_json(text: str) -> object:
 
     decoder = json.JSONDecoder()
     decoder.parse_string = parse_string
+    # C's scanner would not call parse_string
     decoder.scan_once = json.scanner.py_make_scanner(decoder)
     return decoder.decode(text)
 
@@ -330,6 +332,7 @@ def _code_cells(notebook: dict) -> list[_Cell]:
         pieces = [source] if isinstance(source, str) else list(source)
         if not all(isinstance(piece, _Located) for piece in pieces):
             raise TypeError("a source that is no text")
+        # numbered as people count them, with the text cells
         cells.append(_Cell(number, pieces, start))
         start += len(cells[-1].text) + 1
     return cells

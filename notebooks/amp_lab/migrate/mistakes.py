@@ -18,7 +18,7 @@ from amp_lab.migrate.python_tree import Scope
 from amp_lab.migrate.rewriter import Rewriter
 
 TRIGGERS = ("autocast", "GradScaler", "torch .scale(")  # a scaler may be passed to a function
-_UNSCALES = re.compile(r"unscale|get_scale|_scale\b|\.grad\b")
+_UNSCALES = re.compile(r"unscale|get_scale|_scale\b|\.grad\b|\binf\b")
 _STARTS_ANEW = re.compile(r"(?i)load_state_dict|reset|init|deepcopy|build|create|make|fresh")
 _TRAINED = re.compile(r"(?i)model|net|optim|opt\b|train|agent|load_state_dict|deepcopy")
 _TRAINS_ON = re.compile(r"(?i)\b(\w*epoch(?!s)\w*|ep|iteration|step|batch)\b")
@@ -36,6 +36,7 @@ class Rule(Rewriter):
         about = ("autocast", "GradScaler", "scale")
         if not any(use.parts[-1] in about for use in self.tree.uses):
             return
+        # reading costs as much as parsing, so it comes after that question
         code = CodeReader(self.tree)
         found = [rule(code, unit) for rule in _RULES for unit in code.units]
         found += [rule(code) for rule in _FILE_RULES]
@@ -70,6 +71,7 @@ def _forgets(code: CodeReader, unit: Unit, made: Event) -> bool:
     if _tries_anew(code, loop, made) or any(_starts_anew(code, call) for call in calls):
         return False
     steps = [e for e in unit.all("scaler step") if loop in e.place.loops and e.of == made.of]
+    # a helper may step
     optimizers = [e.optimizer for e in steps] or _passed_along(code, calls, made.of, loop)
     return not all(is_made_in(code, unit.scope, key, loop) for key in optimizers)
 
@@ -139,6 +141,7 @@ def _loop_that_calls(code: CodeReader, unit: Unit, made: Event) -> cst.For | Non
     for call in calls_of(code, unit):
         loop = _loop_around(code, call)
         found = [passed(code, unit, call, optimizer) for optimizer in optimizers]
+        # an optimizer that is not known may be new each time
         if loop is None or None in found or not found:
             continue
         if not any(is_made_in(code, scope, key, loop) for scope, key in found):
@@ -192,7 +195,7 @@ def _may_be_unscaled(code: CodeReader, unit: Unit, scaled: Event, clip: Event) -
     text = code.text_between(scaled, clip)
     if "get_scale" in code.tree.code(unit.node) or _is_passed_on(scaled.of, text):
         return True  # divided by hand, here or by what is given the scaler
-    return bool(_UNSCALES.search(text) or re.search(r"\binf\b", text))
+    return bool(_UNSCALES.search(text))
 
 
 def _is_passed_on(scaler: str, text: str) -> bool:
@@ -243,6 +246,7 @@ def _steps_twice(code: CodeReader, by_scaler: Event, step: Event, between: list[
     calls = (e.node.func for e in between if e.kind == "call" and e.order > by_scaler.order)
     if any("zero_grad" in code.tree.code(func) for func in calls):
         return False  # and gradients anew, by something that is not seen
+    # else other batches may lie between
     return step.place.loops == by_scaler.place.loops and code.both_run(by_scaler, step)
 
 
@@ -326,12 +330,12 @@ def _lacks_scaler(
     text, scope = code.tree.code(saved), code.tree.scope_of[call]
     if any(name in text for name in names):
         return False
-    owners = re.findall(r"([\w.]+)\.state_dict\(\)", text)
+    owners = re.findall(r"([\w.]+)\.state_dict\(\)", text)  # what else is saved needs no scaler
     made = [event for name in names for event in code.made[name]]
     is_seen = any("." in event.of or scope.find(event.of) for event in made)
-    if not is_seen and not any(scope.find(o) and (scope.find(o), o) in stepped for o in owners):
+    if not is_seen and not any((scope.find(o), o) in stepped for o in owners):
         return False  # the scaler is another function's, and so is the optimizer
-    return any(map(code.is_optimizer, owners))
+    return any(map(code.is_optimizer, owners))  # without an optimizer it is for inference
 
 
 def _dict_saved(code: CodeReader, call: cst.Call) -> cst.CSTNode | None:
@@ -342,6 +346,7 @@ def _dict_saved(code: CodeReader, call: cst.Call) -> cst.CSTNode | None:
     node = call.args[0].value
     if isinstance(node, cst.Name):
         binding = scope.only(node.value)
+        # a key may be added later
         changed = re.search(rf"\b{node.value}\s*(\[|\.|\|=)", code.tree.text)
         if binding is None or changed or is_handed_on(code, node.value):
             return None

@@ -108,6 +108,6 @@ def assignments(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
 def leaves(block: cst.BaseSuite) -> bool:
     """Whether what stands after a block is not reached through it."""
     last = block.body[-1] if block.body else None
-    if isinstance(last, cst.SimpleStatementLine):
+    if isinstance(last, cst.SimpleStatementLine):  # several may share the line
         last = last.body[-1]
     return isinstance(last, cst.Return | cst.Raise | cst.Continue | cst.Break)

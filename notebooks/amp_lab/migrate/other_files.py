@@ -60,15 +60,19 @@ class Rule(Rewriter):
         """The files that a use may be of something in, as far as they are there, with its name."""
         bound, is_named = use.scope.find(use.parts[0]), use.parts[-1] in _NAMES
         if bound is None:  # only a star can bring it
-            stars = [node for node, _ in self.tree.imports if is_star(node)] if is_named else []
-            for star in stars:
-                for home in self._files(len(star.relative), dotted(star.module) or ()):
-                    yield home, ".".join(use.parts)
+            if is_named:
+                yield from self._sources_of_stars(use)
             return
         bindings = [b for b in bound.bindings[use.parts[0]] if isinstance(b.node, cst.ImportAlias)]
         for binding in bindings:
             if is_named if len(use.parts) > 1 else binding.node.evaluated_name in _NAMES:
                 yield from self._sources_of_import(use, binding)
+
+    def _sources_of_stars(self, use: Use) -> Iterator[tuple[Path, str]]:
+        for star, _ in self.tree.imports:
+            if is_star(star):
+                for home in self._files(len(star.relative), dotted(star.module) or ()):
+                    yield home, ".".join(use.parts)
 
     def _sources_of_import(self, use: Use, binding: Binding) -> Iterator[tuple[Path, str]]:
         node, dots, module = self.tree.parents[binding.node], 0, ()
@@ -84,10 +88,11 @@ class Rule(Rewriter):
 
     def _files(self, dots: int, parts: tuple[str, ...]) -> Iterator[Path]:
         """Where a module may be, as a file imports it; `dots` are those of a relative import."""
-        if parts[:1] in (("torch",), ("apex",)):
+        if parts[:1] in (("torch",), ("apex",)):  # not a file of this project
             return
         own = self.path.resolve()
         above = own.parents
+        # the root of a project may be above
         for folder in above[dots - 1 : dots] if dots else above[: _UP + 1]:
             module = folder.joinpath(*parts)
             files = [module.with_suffix(".py")] if parts else []

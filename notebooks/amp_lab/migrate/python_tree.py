@@ -137,7 +137,7 @@ class Tree:
         return self.scopes[-1]
 
     def _bind(self, scope: Scope, name: str, binding: Binding) -> None:
-        scope = scope.elsewhere.get(name, scope)
+        scope = scope.elsewhere.get(name, scope)  # global and nonlocal move it
         scope.bindings.setdefault(name, []).append(binding)
 
     def _bind_target(
@@ -151,16 +151,17 @@ class Tree:
         self.parents[target] = parent
         source = source or value
         if isinstance(target, cst.Name):
-            origin = "torch" if _is_import_of_torch(value) else None
+            origin = "torch" if _is_import_of_torch(value) else None  # as tests import it
             self._bind(scope, target.value, Binding(origin, target, value, source))
         elif isinstance(target, cst.Tuple | cst.List):
             for element in target.elements:
                 self.parents[element] = target
+                # which part is not known
                 self._bind_target(element.value, element, scope, source=source)
         elif isinstance(target, cst.StarredElement):
             self._bind_target(target.value, target, scope, source=source)
         else:
-            self._visit(target, parent, scope)
+            self._visit(target, parent, scope)  # an attribute or an item: nothing new is bound
 
     def _visit_name(self, node: cst.Name, scope: Scope) -> None:
         self.uses.append(Use(node, (node.value,), scope))
@@ -170,7 +171,7 @@ class Tree:
         if parts is None:
             self._visit(node.value, node, scope)
             return
-        self.uses.append(Use(node, parts, scope))
+        self.uses.append(Use(node, parts, scope))  # as a whole: its parts are no uses of their own
 
     def _visit_call(self, node: cst.Call, scope: Scope) -> None:
         self.calls.append(node)
@@ -208,6 +209,7 @@ class Tree:
         self._bind(scope, node.name.value, Binding(None, node))
         for part in (*node.decorators, *node.bases, *node.keywords):
             self._visit(part, node, scope)
+        # methods do not see its names
         self._visit(node.body, node, self._new_scope("class", scope, node))
 
     def _visit_but(self, done: cst.CSTNode, node: cst.CSTNode, scope: Scope) -> None:
@@ -221,12 +223,12 @@ class Tree:
         self._visit_but(node.for_in, node, inner)
 
     def _visit_for(self, node: cst.For | cst.CompFor, scope: Scope) -> None:
-        self._bind_target(node.target, node, scope)
+        self._bind_target(node.target, node, scope)  # before the element, which uses it
         self._visit_but(node.target, node, scope)
 
     def _visit_assign(self, node: cst.Assign, scope: Scope) -> None:
         self._visit(node.value, node, scope)
-        for target in node.targets:
+        for target in node.targets:  # the value is read before any target is bound
             self.parents[target] = node
             self._bind_target(target.target, target, scope, node.value)
 
@@ -259,7 +261,7 @@ class Tree:
             self.parents[alias] = node
             parts = dotted(alias.name)
             if alias.asname is None:
-                self._bind(scope, parts[0], Binding(parts[0], alias))
+                self._bind(scope, parts[0], Binding(parts[0], alias))  # import a.b binds a alone
             else:
                 self._bind(scope, alias.asname.name.value, Binding(".".join(parts), alias))
 
@@ -284,6 +286,7 @@ class Tree:
             return {".".join(use.parts)} if use.parts[0] in ("torch", "apex") else {None}
         bindings = scope.bindings[use.parts[0]]
         if len(use.parts) > 1 and any(b.origin == "torch" for b in bindings):
+            # that one has no attribute to be used
             bindings = [b for b in bindings if not b.is_none]
         return {b.origin and ".".join((b.origin, *use.parts[1:])) for b in bindings}
 
@@ -293,7 +296,7 @@ class Tree:
         if parts is None:
             return None
         found = self.origins(Use(node, parts, scope))
-        return found.pop() if len(found) == 1 else None
+        return found.pop() if len(found) == 1 else None  # two meanings are none that is certain
 
     def ancestors(self, node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
         """Each node above, with the one of its children through which it was reached."""
@@ -391,7 +394,7 @@ class Tree:
         """The blanks before `offset` in its line, or None if there is something else."""
         start = max(self.text.rfind("\n", 0, offset), self.text.rfind("\r", 0, offset)) + 1
         before = self.text[start:offset].lstrip("\ufeff")
-        return before if not before.strip() else None
+        return before if not before.strip() else None  # None: a statement after a semicolon
 
     @functools.cached_property
     def newline(self) -> str:

@@ -57,6 +57,7 @@ class Rewriter:
 def apply(text: str, edits: list[Edit]) -> str:
     """The text with every edit made; they may touch, but not overlap."""
     parts, done = [], 0
+    # The same edit may be asked for twice, such as an import for each of its uses.
     for edit in sorted(dict.fromkeys(edits), key=lambda edit: (edit.start, edit.end)):
         if edit.start < done:
             raise ValueError(f"two edits overlap at {edit.start}: {edit.text!r}")

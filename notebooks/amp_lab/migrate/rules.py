@@ -42,11 +42,11 @@ def edits_and_findings(text: str, path: Path | None = None) -> tuple[list[Edit],
     for rule in RULES:
         rewriter = rule.Rule(tree, path)
         rewriter.run()
-        edits += rewriter.edits
+        edits += rewriter.edits  # they may touch, but not overlap: `apply` checks it
         findings += rewriter.findings
     if edits:
         _check_python(apply(text, edits))
-    return edits, sorted(dict.fromkeys(findings))
+    return edits, sorted(dict.fromkeys(findings))  # two rules may say the same
 
 
 def migrate_source(text: str) -> tuple[str, list[Finding]]:

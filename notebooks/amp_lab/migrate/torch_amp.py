@@ -118,7 +118,7 @@ class Rule(Rewriter):
         groups: defaultdict[tuple[Scope, str], list[tuple[Use, str]]] = defaultdict(list)
         for use in self.tree.uses:
             origins = self.tree.origins(use)
-            old = next(filter(_is_old, origins), None)
+            old = next(filter(_is_old, origins), None)  # None: not a use of these names
             if old is None or any(
                 use.node is node or self.tree.is_in(use.node, node) for node in self.replaced
             ):
@@ -155,7 +155,7 @@ class Rule(Rewriter):
 
     def _say_ambiguous(self, use: Use, bindings: list[Binding]) -> None:
         name, nodes = use.parts[0], [binding.node for binding in bindings]
-        self.handled.update(nodes)
+        self.handled.update(nodes)  # so that the group of this name is not rewritten either
         if any(is_guarded(self.tree, node) for node in (use.node, *nodes)):
             self._say_versioned(name, bindings)
             return
@@ -208,6 +208,7 @@ class Rule(Rewriter):
         if call is not None:
             return self._plan_call(name, device, call, call.args, use)
         if name.startswith("custom"):
+            # without brackets it was CUDA; now it needs them to say so
             end = self.tree.span(node)[1]
             return [Edit(end, end, f'(device_type="{device}")')]
         if self.tree.is_type(node):
@@ -249,6 +250,7 @@ class Rule(Rewriter):
         """Raise `ByHand` if a check of the type tells what will be one class of torch.amp."""
         if self.tree.is_in(node, cst.Annotation):
             return
+        # for another device
         others = {old for old, new in OLD.items() if new[0] == name and new[1] != device}
         others.update(_TODAY[name])
         if any(self.tree.origins(use) & others for use in self.tree.uses):
@@ -295,7 +297,7 @@ class Rule(Rewriter):
             comma = f",{self._blanks_before(args[-1])}" if args else ""
             return [Edit(at, at, f'{comma}device_type="{device}"')]
         first, edits = f'"{device}"', []
-        if name == "autocast":
+        if name == "autocast":  # only its arguments changed their order, and its defaults
             defaults, edits = self._plan_autocast(device, args, use)
             first += defaults
         if after is not None:
@@ -359,7 +361,7 @@ class Rule(Rewriter):
                 raise ByHand(f"import torch, and give it dtype=torch.{_DTYPES[device]}")
             defaults["dtype"] = f"{torch}.{_DTYPES[device]}"
         if self.turns_cache_off and "cache_enabled" not in given:
-            defaults["cache_enabled"] = "True"
+            defaults["cache_enabled"] = "True"  # which the old class turned on again
         return defaults
 
     def _blanks_before(self, arg: cst.Arg) -> str:
@@ -438,7 +440,7 @@ class Rule(Rewriter):
         """The names in ``__all__``."""
         bindings = self.tree.scopes[0].bindings.get("__all__", [])
         text = "".join(self.tree.code(b.value) for b in bindings if b.value is not None)
-        return set(re.findall(r"['\"](\w+)['\"]", text))
+        return set(re.findall(r"['\"](\w+)['\"]", text))  # other files may import these from here
 
     def _put_before(self, statement: cst.CSTNode, line: str) -> None:
         start = self.tree.span(statement)[0]
@@ -481,11 +483,9 @@ class Rule(Rewriter):
         self._put_before(node, f"from {new} import {', '.join(texts)}")
         has_comments = "#" in tree.text[slice(*tree.span(node))]
         last_kept = max(i for i, is_gone in enumerate(is_moved) if not is_gone)
-        for i, (start, end) in enumerate(spans):
-            if not is_moved[i]:
-                continue
+        for i, (start, end) in itertools.compress(enumerate(spans), is_moved):
             if has_comments:  # which stay where they are, in their brackets
-                end += re.match(r"\s*,?", tree.text[end:]).end()
+                end += re.match(r"\s*,?", tree.text[end:]).end()  # the comma goes with the name
             elif i < last_kept:
                 end = spans[i + 1][0]
             else:

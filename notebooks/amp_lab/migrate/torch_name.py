@@ -52,12 +52,11 @@ class TorchName:
         # Its own spelling was understood as torch's already, whatever else may bind that name.
         if name == use.parts[0] and "torch" in self.tree.origins(Use(use.node, (name,), use.scope)):
             return True
-        nodes = [binding.node for binding in bound.bindings[name] if binding.origin == "torch"]
-        others = [b for b in bound.bindings[name] if b.origin != "torch" and not b.is_none]
-        if others or self._is_deleted(name):
+        bindings = [binding for binding in bound.bindings[name] if not binding.is_none]
+        if self._is_deleted(name) or any(binding.origin != "torch" for binding in bindings):
             return False
         is_later = bound.kind == "module" and use.scope is not bound
-        return any(self._runs_before(node, use, is_later) for node in nodes)
+        return any(self._runs_before(binding.node, use, is_later) for binding in bindings)
 
     def _runs_before(self, node: cst.CSTNode, use: Use, is_later: bool) -> bool:
         """Whether a binding is made before a use; `is_later` if that runs after the module."""

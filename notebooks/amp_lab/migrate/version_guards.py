@@ -73,7 +73,7 @@ def _call_guards(tree: Tree, parent: cst.Call, child: cst.CSTNode, node) -> bool
 def _handler_guards(tree: Tree, parent: cst.ExceptHandler, child: cst.CSTNode, node) -> bool:
     """Whether the handler is for what an old torch lacks."""
     header, tried = tree.code(parent), tree.parents[parent].body
-    if not _FALLBACK.search(header):
+    if not _FALLBACK.search(header):  # it is for errors of another kind
         return False
     imports = (isinstance(part, cst.Import | cst.ImportFrom) for part in below(tried))
     return bool(_new_uses(tree, tried)) or bool(_MISSING.search(header) and any(imports))
@@ -108,6 +108,7 @@ def _leaves_by_version(tree: Tree, statement: cst.CSTNode, node: cst.CSTNode) ->
     last = statement.body.body[-1]
     if isinstance(last.body[-1] if isinstance(last, cst.SimpleStatementLine) else last, cst.Raise):
         return False  # it is for what this file cannot run with
+    # only suppress goes on after an error
     if isinstance(statement, cst.With) and "suppress" not in tree.code(statement.items[0]):
         return False
     is_asked = isinstance(statement, cst.If) and _asks_for_torch(tree, statement.test)
@@ -192,23 +193,27 @@ def _looks_up(tree: Tree, call: cst.Call) -> bool:
         return False
     first, *rest = [literal(arg.value) for arg in call.args]
     if name in ("version", "distribution", "get_distribution"):
-        return first == "torch"
+        return first == "torch"  # importlib.metadata.version("torch")
     if name in ("find_spec", "import_module"):
         return bool(re.match(r"torch\..*amp", first or ""))
-    uses = tree.uses_below(call.args[0].value)
+    is_lookup = name in ("hasattr", "getattr", "signature", "getfullargspec", "dir", "vars")
+    asked = rest[0] if name in ("hasattr", "getattr") and rest else None
+    return is_lookup and _is_about_amp(tree, call.args[0].value, asked)
+
+
+def _is_about_amp(tree: Tree, node: cst.BaseExpression, asked: str | None) -> bool:
+    """Whether a name that is `asked` of something of torch, or else that, is mixed precision's."""
+    uses = tree.uses_below(node)
     origins = [o for use in uses for o in tree.origins(use) if o and o.startswith("torch")]
-    if name in ("hasattr", "getattr"):
-        asked = rest[0] if rest and rest[0] is not None else "".join(origins[:1])
-        return bool(origins) and bool(_OF_AMP.search(asked))
-    is_listed = name in ("signature", "getfullargspec", "dir", "vars")
-    return is_listed and any(map(_OF_AMP.search, origins))
+    names = [asked] * bool(origins) if asked is not None else origins
+    return any(map(_OF_AMP.search, names))
 
 
 @answered_once
 def _new_uses(tree: Tree, node: cst.CSTNode) -> list[tuple[Use | None, str]]:
     """Each use or import of today's names below a node; None for an import."""
     found: list[tuple[Use | None, str]] = []
-    for use in tree.uses_below(node):
+    for use in tree.uses_below(node):  # an attribute, such as torch.amp.GradScaler
         found += [(use, _NEW[origin]) for origin in tree.origins(use) if origin in _NEW]
     for part in below(node):
         if isinstance(part, cst.ImportFrom) and not is_star(part):
@@ -238,4 +243,5 @@ def _is_for_cuda(tree: Tree, new: Use, name: str) -> bool:
     call = tree.call_of(new.node)
     given = arguments(call, ("device",)) if call is not None else {}
     device = literal(given.get("device", given.get("device_type")))
+    # None: a variable
     return name != "autocast" and (device is None or device.partition(":")[0] == "cuda")
