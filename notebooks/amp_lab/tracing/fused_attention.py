@@ -25,7 +25,7 @@ def fused_attention(device_type: str) -> Iterator[None]:
         if device.fused_attention:
             # In the dispatcher, which comes after autocast, and which also sees the calls inside of
             # nn.MultiheadAttention, as a mode for functions does not.
-            library.impl(ATTENTION, _attention, device.autograd_key, allow_override=True)
+            library.impl(ATTENTION, _attention, f"Autograd{device.key}", allow_override=True)
         yield
     finally:
         library._destroy()
