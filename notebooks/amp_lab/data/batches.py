@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -86,7 +87,7 @@ class Batches:
             generator=torch.Generator(),  # else each pass draws a number from the global state
         )
         with _signals_held():
-            iterator = iter(loader)
+            iterator: Any = iter(loader)  # torch gives its ends no public name
         with ExitStack() as at_end:
             if self.workers:
                 # Workers ignore SIGTERM, so torch and Python could not end them as they do by
@@ -109,9 +110,9 @@ class _WholeBatches(Dataset):
     def __init__(self, dataset: ImageSet):
         self._dataset = dataset
 
-    def __getitem__(self, keys: list[int]) -> tuple[torch.Tensor, torch.Tensor] | AmpLabError:
+    def __getitem__(self, index: list[int]) -> tuple[torch.Tensor, torch.Tensor] | AmpLabError:
         try:
-            return self._dataset.batch(keys)
+            return self._dataset.batch(index)
         except AmpLabError as error:
             return error  # if raised, it would arrive with the worker's traceback in its message
 

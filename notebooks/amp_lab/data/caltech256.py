@@ -33,10 +33,10 @@ def load(options: images.LoadOptions) -> images.ImageData:
     paths, skipped = _readable_images(place, targets_of, options.skip_damaged)
     targets = np.array([targets_of[path] for path in paths])
     train, test = images.shorten(*images.split(targets, every=10), targets, options.limit)
-    size = options.image_size or 224
+    root, size = place.parent, options.image_size or 224
 
     def image_set(part: np.ndarray, seed: int | None) -> images.ImagesOnDisk:
-        files = [place.parent / paths[i] for i in part]
+        files = [root / paths[i] for i in part]
         return images.ImagesOnDisk(files, targets[part], transform(size, seed is not None), seed)
 
     return images.ImageData(
@@ -57,7 +57,7 @@ def transform(size: int, augment: bool) -> v2.Transform:
     crop: list[v2.Transform] = [v2.CenterCrop(size)]
     if augment:
         bilinear = v2.InterpolationMode.BILINEAR
-        warp = v2.RandomAffine(degrees=15, scale=(0.9, 1.1), interpolation=bilinear)
+        warp = v2.RandomAffine(degrees=(-15, 15), scale=(0.9, 1.1), interpolation=bilinear)
         crop = [v2.RandomCrop(size), v2.RandomHorizontalFlip(), warp]
     resize = v2.Resize((larger, larger), antialias=True)
     to_float = v2.ToDtype(torch.float32, scale=True)  # late: uint8 is a quarter of the bytes

@@ -27,8 +27,8 @@ def load(options: images.LoadOptions) -> images.ImageData:
     checksums = _read_marker(place / images.MARKER) if stand_in else CHECKSUMS
     train, test = _read(options.folder, checksums)
     targets = np.array(train.targets + test.targets)
-    indices = np.split(np.arange(len(targets)), [len(train)])
-    keep_train, keep_test = images.shorten(*indices, targets, options.limit)
+    first, second = np.split(np.arange(len(targets)), [len(train)])
+    keep_train, keep_test = images.shorten(first, second, targets, options.limit)
     keep_test = keep_test - len(train)
     size = options.image_size or 32
     train_set, test_set = (

@@ -1,5 +1,7 @@
 """The handwritten digits that come with scikit-learn: no folder and no network."""
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -12,7 +14,7 @@ def load(options: LoadOptions) -> ImageData:
     """1,797 digits; one in five is a test image. See `load_dataset`."""
     from sklearn.datasets import load_digits  # takes a second, which other data sets do not need
 
-    digits = load_digits()
+    digits: Any = load_digits()  # a Bunch; with other arguments it would be a tuple
     targets = digits.target.astype(np.int64)
     images = (digits.images * (255 / 16)).round().astype(np.uint8)[:, None]  # (1797, 1, 8, 8)
     train, test = shorten(*split(targets, every=5), targets, options.limit)

@@ -6,6 +6,7 @@ import struct
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -92,10 +93,13 @@ def _write_batch(path: Path, label: str, pictures: list[tuple[int, int]], seed: 
     _python2_pickle(path, batch)
 
 
-class _Python2Pickler(pickle._Pickler):
+_Pickler: Any = pickle._Pickler  # the one in Python, whose table can be changed
+
+
+class _Python2Pickler(_Pickler):
     """Writes texts as Python 2 did for the real batches: they load as bytes or str, as one asks."""
 
-    dispatch = dict(pickle._Pickler.dispatch)  # noqa: RUF012 - it is the name that Pickler reads
+    dispatch = dict(_Pickler.dispatch)  # noqa: RUF012 - it is the name that Pickler reads
 
     def _save_text(self, text: str | bytes) -> None:
         raw = text.encode() if isinstance(text, str) else text

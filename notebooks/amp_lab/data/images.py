@@ -1,6 +1,7 @@
 """What every data set is made of: images with targets, their split, and their random changes."""
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,8 +33,8 @@ class ImageSet(Dataset):
     def __len__(self) -> int:
         return len(self.targets)
 
-    def __getitem__(self, key: int) -> tuple[torch.Tensor, int]:
-        images, targets = self.batch([key])
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        images, targets = self.batch([index])
         return images[0], int(targets[0])
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, int]]:
@@ -161,16 +162,16 @@ class ImagesInMemory(ImageSet):
         indices = torch.tensor([index for _, index in places])
         images = self._images[indices].float()  # (B, C, H, W), 0 to 255
         if self._seed is not None and self._augment is not None:
-            draws = torch.stack([self._draws(epoch)[index] for epoch, index in places])
+            draws = torch.stack([self._draws(self._seed, epoch)[index] for epoch, index in places])
             images = _warp(images, self._augment(draws), self._size)
         elif images.shape[-1] != self._size:
             images = functional.interpolate(images, (self._size,) * 2, mode="bilinear")
         return images * self._scale + self._offset, self.targets[indices]
 
-    def _draws(self, epoch: int) -> torch.Tensor:
+    def _draws(self, seed: int, epoch: int) -> torch.Tensor:
         """Numbers in [0, 1) for every image in this epoch, (N, 4): cheap when drawn at once."""
         if self._epoch_draws[0] != epoch:
-            draws = torch.rand(len(self), 4, generator=generator(self._seed, epoch, AUGMENT))
+            draws = torch.rand(len(self), 4, generator=generator(seed, epoch, AUGMENT))
             self._epoch_draws = epoch, draws
         return self._epoch_draws[1]
 
@@ -227,7 +228,7 @@ def read_picture(path: Path) -> Image.Image:
     """The picture in this file, in RGB; raises `DataError` if it cannot be decoded."""
     try:
         with Image.open(path) as picture:
-            if picture.width * picture.height > Image.MAX_IMAGE_PIXELS:
+            if picture.width * picture.height > (Image.MAX_IMAGE_PIXELS or math.inf):
                 raise ValueError(f"{picture.width} x {picture.height} pixels are too many")
             return picture.convert("RGB")
     except Exception as error:  # a decoder may raise anything for a damaged file
