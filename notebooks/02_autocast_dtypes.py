@@ -687,8 +687,9 @@ for backend in ("CPU", "CUDA", "XPU", "MPS"):
 print(f"CPU and CUDA: {len(cpu & cuda)}   only one: {len(cpu - cuda)} and {len(cuda - cpu)}")
 
 # %% [markdown]
-# The numbers change a little from one version of PyTorch to the next. The pattern does not: the
-# lists share the heavy ops and the losses, and little else. Some names to go with the numbers:
+# Expect the numbers to change a little from one version of PyTorch to the next. The pattern here is
+# that the lists share the heavy ops and the losses, and little else. Some names to go with the
+# numbers:
 
 # %%
 groups = {
