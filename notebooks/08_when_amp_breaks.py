@@ -87,9 +87,9 @@
 #
 # ## Set up
 #
-# The failing programs run on the CPU whatever device you have: on a GPU they fail in the same way,
-# but a message may be worded differently. fp16 on a CPU is slow, so everything is tiny. Where a
-# failure belongs to the GPU, the section says so.
+# The failing programs run on the CPU whatever device you have. We expect them to fail in the same way
+# on a GPU, where a message may be worded differently. fp16 is slow on many CPUs, so everything is
+# tiny. Where a failure belongs to the GPU, the section says so.
 
 # %%
 import math
@@ -891,6 +891,9 @@ assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`." in me
 # %%
 assert warnings_of(lambda: schedule(only_if_stepped=True)) == ""
 assert schedule(only_if_stepped=True) == [1.0, 0.5, 0.25]
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    assert schedule(only_if_stepped=False) == [0.5, 0.25, 0.125]  # one step ahead
 
 # %% [markdown]
 # **Notice it earlier.** `ScaleLog` counts the skipped steps; each of them is one such case, though
@@ -1013,6 +1016,9 @@ for saved in (from_bf16, torch.amp.GradScaler("cpu", init_scale=1024.0).state_di
         scaler.load_state_dict(saved)
     print(f"resumed with a scale of {scaler.get_scale():.0f}")
 assert scaler.get_scale() == 1024
+disabled = torch.amp.GradScaler("cpu", enabled=False)
+disabled.load_state_dict(saved)  # nothing is raised
+assert disabled.get_scale() == 1
 
 # %% [markdown]
 # **Notice it earlier.** Keep the precision in the checkpoint, and compare it when you resume.
@@ -1504,6 +1510,11 @@ def with_its_block(x, weight):
 output = with_its_block(torch.full((1, 2), 1.001), weight)
 (gradient,) = torch.autograd.grad(output.sum(), weight)
 assert gradient[0].item() == gradients["eager"]
+torch.compiler.reset()  # or `compiled` would keep the graph that it has
+with torch._functorch.config.patch(backward_pass_autocast="off"):
+    output = called_in_a_block(torch.compile(island, backend="aot_eager"))
+(gradient,) = torch.autograd.grad(output.sum(), weight)
+assert gradient[0].item() == gradients["eager"]
 
 # %% [markdown]
 # **Notice it earlier.** Compare the gradients of one step, compiled and not, before the long run.
@@ -1777,8 +1788,8 @@ print(f"fp32: {plain.ops} ops; autocast: {amp.ops} ops, {amp.casts} of them cast
 assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 
 # %% [markdown]
-# **Why.** Five weights, five biases and the input are cast, in every step. That is work too, and pays
-# only if the products are large. Four other reasons: the hardware has no fast path for the dtype
+# **Why.** Five weights, five biases and the input are cast, in every step. That is work too, and as a
+# rule it pays only if the products are large. Four other reasons: the hardware has no fast path for the dtype
 # (fp16 on most CPUs, bf16 on older GPUs); the data loader or the launching of kernels is the limit,
 # and not arithmetic; the "fp32" you compare with is really TF32; the clock was read before the GPU
 # had finished.
