@@ -174,6 +174,8 @@ at_the_top.scale(weight.sum()).backward()
 at_the_top.step(torch.optim.SGD([weight]))
 at_the_top.update()
 assert at_the_top.get_scale() == 2.0**25
+fixed = LossScale(128.0)
+assert [fixed.update(overflow=True), fixed.scale] == [False, 128]
 
 # %% [markdown]
 # **Patched functions.** O1 replaced functions of torch by others that cast their inputs first: to
@@ -636,6 +638,7 @@ with torch.autocast(device.type, dtype=bf16):
 loss.backward()
 in_backward = held(model, optimizer)
 assert in_backward["gradients"] == 0
+assert all(p.grad is None for p in model.parameters())  # a scaler would find nothing to check
 
 # %% [markdown]
 # Take a single linear layer for all of them, since batch normalisation, which O2 kept in fp32,
