@@ -536,7 +536,7 @@ assert list(milliseconds) == list(ladder.steps)  # from the lowest rung up
 # %% [markdown]
 # For other models there is a command. `amp-lab bench` climbs the same rungs with MobileNetV2,
 # ResNet-50, a language model and matrix products of awkward shapes, holds every rung's losses
-# against FP32's, and writes a table, a picture and a file. `--quick` takes small problems;
+# against FP32's, and writes a table, a picture and a file. `--quick` takes fewer rounds;
 # `--compare FILE` puts your machine beside [recorded ones](../data/results/README.md).
 
 # %%
