@@ -657,8 +657,8 @@ assert most[torch.bfloat16] > 1.8 * most[torch.float32]
 # %% [markdown]
 # These are upper bounds, with every byte of the card used for tensors. On a GPU we can do better,
 # and really run out of memory. `set_per_process_memory_fraction` limits PyTorch's allocator to
-# 6 GiB, whatever the card has. A step that does not fit raises `torch.OutOfMemoryError`, and when
-# the function that raised it is left, its tensors are free again.
+# 6 GiB, whatever the card has. By PyTorch's documents, a step that does not fit raises
+# `torch.OutOfMemoryError`, and when the function that raised it is left, its tensors are free again.
 
 
 # %%
