@@ -470,9 +470,14 @@ _ = plots.flops_per_byte({f"{size} pixels": values for size, values in intensity
 # Upwards, on a logarithmic axis, how many FLOPs a layer does for each byte it moves. Depthwise
 # layers (triangles) lie at the bottom in both panels, those with stride 2 (black) the lowest.
 # Pointwise ones (circles) climb at 224 pixels, and come down at 32: their maps have shrunk to a few
-# pixels, and most bytes are those of the weights.
+# pixels, and the weights make up much of the bytes, in a small batch most of them.
 
 # %%
+small_maps = [found for found in convolutions(32) if kind(found[0]) == "pointwise"]
+moved = sum(work(*found)[1] for found in small_maps)
+share = sum(4 * layer.weight.numel() for layer, _, _ in small_maps) / moved
+print(f"32 pixels, batch {step_batch}: weights are {share:.0%} of the bytes of pointwise layers")
+assert share > 0.5 or step_batch > 8
 for size, values in intensity.items():
     middle = {
         name: statistics.median(value for found, value in values if found.startswith(name))
@@ -948,15 +953,13 @@ assert all(count % 8 == 0 for count in channels)
 # ## The ready-made version
 #
 # `amp-lab train` is this loop as a command, with what a long run needs: it saves in the middle of
-# an epoch too, survives being killed, and draws its curves.
+# an epoch too, goes on after being killed, and draws its curves. (The project's tests kill it.)
 #
 # ```bash
 # pdm run amp-lab train --dataset cifar10 --precision bf16 --out runs/x
 # ```
 #
-# `--dataset digits` needs no download, `--clip-norm` clips the way it should be, and `--resume`
-# goes on with an interrupted run. Its loop is `amp_lab.fit`, which computes the same, bit for bit,
-# as the one in this notebook.
+# `--dataset digits` needs no download; `--clip-norm` clips unscaled gradients; `--resume` goes on.
 #
 # ## Summary
 #
