@@ -204,6 +204,8 @@ for name, (exponents, spacing, normal) in pictured.items():
         s == LIMITS[name].eps for e, s in zip(exponents, spacing, strict=True) if e >= normal
     )
     assert spacing[0] == 1  # the smallest number and the next: it, and twice it
+below_two = torch.tensor(2.0).half() - 2**-10  # the last fp16 number below 2
+assert 0.5 < fp16.eps / below_two / fp16.eps < 0.51  # relative to it, half of what it is at 1
 
 # %% [markdown]
 # Now both in one picture, over the same axis of magnitudes.
@@ -239,6 +241,7 @@ assert numbers.half().tolist() == [2048, 2048, 2050, 2052, 2052, 2052, 2054, 205
 # one rounding errs by at most half the spacing, which is at most eps/2 relative to the number.
 
 # %%
+assert (numbers.half().float() - numbers).sum() == 0  # as many ties went up as down
 numbers = torch.linspace(1, 2, 10_001, dtype=torch.float64)
 for name in LIMITS:
     rounded = to_tf32(numbers.float()) if name == "tf32" else numbers.to(FORMATS[name])
@@ -255,10 +258,13 @@ big, one = torch.tensor(2048.0).half(), torch.tensor(1.0).half()
 print(f"(2048 + 1) + 1 = {(big + one) + one:g},  2048 + (1 + 1) = {big + (one + one):g}")
 assert (big + one) + one == 2048
 assert big + (one + one) == 2050
+big, one = torch.tensor(2.0**24), torch.tensor(1.0)  # fp32
+assert (big + one) + one != big + (one + one)
 
 # %% [markdown]
-# That holds in fp32 as well, only later: it is why two devices, or two runs of a parallel sum, may
-# differ in the last digits, and why comparisons need a tolerance.
+# The last line shows that it holds in fp32 as well, only later, from 2^24 on. This is why two
+# devices, or two runs of a parallel sum, may differ in the last digits, and why comparisons need a
+# tolerance.
 #
 # ## Overflow
 #
@@ -272,6 +278,7 @@ print("fp16:", numbers.half().tolist())
 print("bf16:", numbers.bfloat16().tolist())
 assert numbers.half().tolist() == [65504, 65504, math.inf, math.inf]
 assert numbers.bfloat16().isfinite().all()
+assert numbers.bfloat16()[:3].unique().numel() == 1
 assert torch.tensor(fp32.largest).bfloat16() == math.inf  # bf16 ends 0.4 % before fp32 does
 
 # %% [markdown]
@@ -329,14 +336,19 @@ for name, result in {"clamped": clamped, "scaled": scaled}.items():
     print(f"{name}:", [f"{v:.4g}" for v in result.tolist()])
 assert clamped.tolist() == [-448, 0.5, 12, 448]
 assert ((scaled - values).abs() <= LIMITS["fp8 E4M3"].eps / 2 * values.abs()).all()
+print(f"subnormal below 1/{largest / LIMITS['fp8 E4M3'].normal:,.0f} of the largest")
 
 # %% [markdown]
 # Scaled by its largest magnitude, the whole tensor fits, and each of these values comes back within
-# eps/2 (one a few thousand times smaller would underflow). fp8 is for storing, and for matrix
-# products made for it: torch has no arithmetic on it otherwise. AMP as taught here stops at 16
-# bits; training in fp8 takes a library made for it, such as torchao or Transformer Engine.
+# eps/2. Only a value that is smaller than the printed share of the largest would become subnormal
+# and lose bits. We use fp8 for storing, and for matrix products made for it; ordinary arithmetic on
+# it is refused, as the next cell shows. AMP as taught here stops at 16 bits; training in fp8 takes
+# a library made for it, such as torchao or Transformer Engine.
 
 # %%
+share = LIMITS["fp8 E4M3"].normal / largest
+assert (torch.tensor(1.01 * share) * largest).to(torch.float8_e4m3fn).float() >= 2.0**-6
+assert (torch.tensor(2.0**-11 * share) * largest).to(torch.float8_e4m3fn).float() == 0
 refused = False
 try:
     values.to(torch.float8_e4m3fn) + values.to(torch.float8_e4m3fn)
@@ -405,6 +417,7 @@ for name in ("fp32", "fp16", "bf16"):
     print(f"{name}: an update of 1 / {1 / half_spacing:.0f} of the weight, or less, is lost")
     assert one + half_spacing == one
     assert one + 1.01 * half_spacing > one
+assert LIMITS["bf16"].eps == 8 * LIMITS["fp16"].eps
 
 # %% [markdown]
 # At weights that are not powers of two, the limit lies between this share and half of it. Note who
@@ -501,8 +514,9 @@ assert product.dtype is torch.float16
 assert abs(product.item() / exact - 1) < fp16.eps
 
 # %% [markdown]
-# The matrix units of GPUs work in the same way: 16 bits in, fp32 inside, 16 bits out. Two switches
-# loosen this on CUDA: `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` lets
+# According to PyTorch's notes on numerical accuracy and on CUDA (see further reading), the matrix
+# units of GPUs work in the same way: 16 bits in, fp32 inside, 16 bits out. Two switches loosen this
+# on CUDA: `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` lets
 # *partial* sums meet in fp16 (on by default), and `allow_fp16_accumulation` adds up in fp16
 # altogether (off by default). Sums over a whole tensor, norms, softmax and losses are of the same
 # kind, which is why autocast on CUDA runs them in fp32 ([notebook 02](02_autocast_dtypes.ipynb)
@@ -601,11 +615,21 @@ _ = plots.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 #
 # The last column of the table deserves a second look: it is the length of the error, relative to
 # the length of all gradients together. It is small, since the vanished gradients are the smallest
-# ones, and a network like this may well train without a scale. But lost is lost for every weight
-# that gets *only* small gradients, and in a backward pass that really runs in fp16, zeros and
-# rounding errors are handed down to all layers below. The paper reports an object detector that
-# diverged in fp16 without loss scaling, and did as well as in fp32 with a scale of 8.
+# ones, and a network like this may well train without a scale. But a weight that gets *only* small
+# gradients learns nothing, and in a backward pass that really runs in fp16, zeros and rounding
+# errors are handed down to all layers below. The paper reports an object detector that diverged in
+# fp16 without loss scaling, and did as well as in fp32 with a scale of 8.
 #
+# Here an op in fp16 multiplies by 1000, and its output gets a gradient of 1e-8. The weight below it
+# gets nothing at all, although its own gradient, a thousand times as large, would fit into fp16:
+
+# %%
+below = torch.ones((), requires_grad=True)
+(below.half() * 1000).float().backward(torch.tensor(1e-8))
+assert below.grad == 0  # lost on the way
+assert torch.tensor(1000 * 1e-8).half() > 0
+
+# %% [markdown]
 # ### Why they are so small
 #
 # For cross-entropy the gradient with respect to the logits has a simple form: the predicted
@@ -696,3 +720,5 @@ for name, use in USES.items():
 # - [`torch.finfo`](https://docs.pytorch.org/docs/stable/type_info.html): the limits of every dtype.
 # - [Numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) in
 #   PyTorch: TF32, reduced precision in sums, and subnormal numbers on AMD's MI200.
+# - [CUDA semantics](https://docs.pytorch.org/docs/stable/notes/cuda.html) in PyTorch: the switches
+#   for sums in fp16 and bf16, and for TF32.

@@ -126,11 +126,11 @@ assert all(parameter.dtype is torch.float32 for parameter in steps["linear"].par
 # |---|---|---|
 # | lower precision | casts the inputs to `low` | `linear`, `conv2d`, `matmul`, attention |
 # | fp32 | casts the inputs to fp32, or asks for an fp32 result | losses; on a GPU `exp`, `softmax`, norms |
-# | promote | casts the inputs to the widest dtype among them | a few ops that would refuse mixed inputs |
+# | promote | casts the inputs to fp32 if one of them is fp32, else to `low` | a few ops that would refuse mixed inputs |
 # | (not on the list) | nothing: the op runs in the dtype that comes in | `relu`, `add`, `mean`, pooling |
 #
-# One op of each kind, called with an fp32 and with a low-precision matrix, shows all four.
-# `dtype_of` is how to ask PyTorch about any op.
+# One op of each kind but *promote*, which comes after them, is called with an fp32 and with a
+# low-precision matrix. `dtype_of` is how to ask PyTorch about any op.
 
 
 # %%
@@ -157,9 +157,9 @@ assert [dtype_of(F.mse_loss, a, a) for a in (wide, narrow)] == [torch.float32, t
 assert [dtype_of(torch.add, a, a) for a in (wide, narrow)] == [torch.float32, low]
 
 # %% [markdown]
-# The policy *promote* matters only where the inputs differ. Most ops that combine tensors, `add`
-# and `cat` among them, promote mixed inputs by themselves, with autocast or without. A few refuse
-# them, and for some of those autocast steps in. Which ones depends on the backend.
+# The policy *promote* is for inputs that differ. Most ops that combine tensors, `add` and `cat`
+# among them, promote mixed inputs by themselves, with autocast or without. A few refuse them, and
+# for some of those autocast steps in. Which ones depends on the backend.
 
 # %%
 first_row = torch.zeros(1, dtype=torch.long, device=device)
@@ -191,6 +191,25 @@ for op in (torch.add, lambda a, b: torch.cat([a, b])):
     assert dtype_of(op, wide, narrow) is op(wide, narrow).dtype is torch.float32  # with and without
 
 # %% [markdown]
+# *Promote* knows two dtypes only, fp32 and the one that autocast lowers to. If a tensor of the
+# *other* half precision reaches such an op, say a bf16 tensor in an fp16 block, autocast does not
+# know which of the two is wider and raises an error. It does so even if all inputs have that one
+# dtype and the op would have taken them without autocast:
+
+# %%
+other = torch.float16 if low is torch.bfloat16 else torch.bfloat16
+stranger = wide.to(other)
+assert promoting(stranger, stranger).dtype is other  # without autocast
+print(error_of(dtype_of, promoting, stranger, stranger))
+message = "Unexpected floating ScalarType in at::autocast::prioritize"
+assert message in error_of(dtype_of, promoting, stranger, stranger)
+if on_cpu:  # here `cat` has the policy promote as well
+    assert message in error_of(dtype_of, lambda a, b: torch.cat([a, b]), stranger, stranger)
+
+# %% [markdown]
+# If you meet this message, a tensor or a weight has the other half precision: make it fp32, or let
+# the block use its dtype. [Notebook 08](08_when_amp_breaks.ipynb) has the same failure in a network.
+#
 # So the dtype of every op follows from three questions, asked in this order:
 #
 # 1. **Is the call eligible?** Are there tensors that autocast may cast? (Next section.)
@@ -276,7 +295,7 @@ assert (inside.float() @ wide).dtype is torch.float32
 
 # %% [markdown]
 # The cure is either `.float()`, or to move the line into the block. The loss belongs in the block
-# anyway. What leaves it for good, predictions say, is best turned into fp32 right there.
+# anyway. Convert anything that leaves the block for good, such as predictions, to fp32 right there.
 #
 # ## Backward: no autocast there
 #
@@ -372,11 +391,10 @@ assert (careless.dtype, careful.dtype) == (low, torch.float32)
 # one, and the product is computed in it. **An island needs `.float()` on its inputs.** On the way
 # back nothing is needed: autocast casts again.
 #
-# A block can also switch to the other dtype, for instance to bf16 for one part of an fp16 model
+# A block can also switch to the other half precision, for instance to bf16 for one part of an fp16 model
 # that overflows.
 
 # %%
-other = torch.float16 if low is torch.bfloat16 else torch.bfloat16
 with torch.autocast(device.type, dtype=low):
     with torch.autocast(device.type, dtype=other):
         assert (hidden @ hidden).dtype is other
@@ -669,8 +687,9 @@ for backend in ("CPU", "CUDA", "XPU", "MPS"):
 print(f"CPU and CUDA: {len(cpu & cuda)}   only one: {len(cpu - cuda)} and {len(cuda - cpu)}")
 
 # %% [markdown]
-# The numbers change a little from one version of PyTorch to the next. The pattern does not: the
-# lists share the heavy ops and the losses, and little else. Some names to go with the numbers:
+# Expect the numbers to change a little from one version of PyTorch to the next. The pattern here is
+# that the lists share the heavy ops and the losses, and little else. Some names to go with the
+# numbers:
 
 # %%
 groups = {
@@ -808,14 +827,20 @@ assert grid["cpu"]["binary_cross_entropy"] == "fp32"
 
 # %% [markdown]
 # `binary_cross_entropy` is refused on CUDA, because its gradient can be too large for fp16, and a
-# cast to fp32 would not help: on the way back the gradient has to pass through fp16 again. The
-# error says what to use in its place, which takes the values from before the sigmoid.
+# cast to fp32 would not help: on the way back the gradient has to pass through fp16 again. Autocast
+# refuses it whatever the dtype of its inputs, so fp32 probabilities are refused as well. The error
+# says what to use in its place, which takes the values from before the sigmoid.
 
 # %%
 with policy_of("cuda") as cuda_low:
-    fake = torch.empty(4, 4, device="cuda", dtype=cuda_low)
-    assert "binary_cross_entropy_with_logits" in error_of(F.binary_cross_entropy, fake, fake)
-    assert F.binary_cross_entropy_with_logits(fake, fake).dtype is torch.float32
+    for dtype in (cuda_low, torch.float32):
+        fake = torch.empty(4, 4, device="cuda", dtype=dtype)
+        assert "binary_cross_entropy_with_logits" in error_of(F.binary_cross_entropy, fake, fake)
+        assert F.binary_cross_entropy_with_logits(fake, fake).dtype is torch.float32
+unlikely = torch.tensor([2.0**-24], requires_grad=True)  # the smallest probability in fp16
+F.binary_cross_entropy(unlikely, torch.ones(1)).backward()
+assert unlikely.grad.isfinite()
+assert unlikely.grad.half().isinf()  # its gradient does not fit
 
 # %% [markdown]
 # Fake tensors are a model of the device, so the model has to be checked where it can be: on this
@@ -879,7 +904,7 @@ for name, op in OPS.items():
 # - PyTorch, [Automatic Mixed Precision
 #   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): custom autograd
 #   functions, several models and losses.
-# - PyTorch, [Fake tensors](https://docs.pytorch.org/docs/2.6/torch.compiler_fake_tensor.html):
+# - PyTorch, [Fake tensors](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html):
 #   what they are made for.
 # - AMD, [Automatic mixed precision in PyTorch using AMD
 #   GPUs](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html),

@@ -24,11 +24,13 @@
 # on one weight nobody notices.
 
 # %%
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_lab import plots
 from amp_lab.notebook import start
@@ -252,8 +254,51 @@ check(layer, -0.7756, -2.9002)
 # fault.** A few at the start and one now and then are normal. A scale that goes on falling is not:
 # then the gradients are bad at *any* scale, and the cause is elsewhere, often in the loss.
 #
-# Note that `get_scale()` waits for the device. So does `step`, which has to read whether anything
-# overflowed: one wait in each step is what a scaler costs.
+# What does a scaler cost? To find out, we note the ops that run while it works. (Notebook 02
+# explains how a `TorchDispatchMode` does that.)
+
+
+# %%
+class OpNames(TorchDispatchMode):
+    """While active, counts the ops that run, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def cost_of_step(fused):
+    """How often `scaler.step` goes over the gradients, and how often it reads from the device."""
+    layer, x, _ = make()
+    scaler = torch.amp.GradScaler(device.type)
+    scaler.scale(layer(x)).backward()
+    with OpNames() as ops:
+        scaler.step(torch.optim.SGD(layer.parameters(), lr=1.0, fused=fused))
+    counts = ops.counts
+    return counts["_amp_foreach_non_finite_check_and_unscale_"], counts["_local_scalar_dense"]
+
+
+# %% [markdown]
+# The first number is a pass over all gradients, the second a value that is read back from the
+# device, for which the CPU has to wait:
+
+# %%
+for fused in (False, True):
+    passes, reads = cost_of_step(fused)
+    print(f"fused={fused!s:<6} passes over the gradients: {passes}, waits for the device: {reads}")
+    assert (passes, reads) == (1, 0 if fused else 1)
+with OpNames() as ops:
+    scaler.get_scale()
+assert ops.counts["_local_scalar_dense"] == 1
+
+# %% [markdown]
+# So a scaler costs one pass over all gradients in each step and, with an ordinary optimizer, one
+# wait, because `step` has to read whether anything overflowed. A fused optimizer (`fused=True`)
+# gets that answer on the device and needs no wait. `get_scale()` always waits.
 #
 # ## Growth: after enough good steps, the scale doubles
 #

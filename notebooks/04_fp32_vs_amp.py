@@ -32,9 +32,13 @@ import statistics
 import time
 from contextlib import nullcontext
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from amp_lab import Precision, describe_device, measure, plots
 from amp_lab.bench import ConvModel, quantized_sine
@@ -77,11 +81,14 @@ assert target.unique().numel() == 4
 #
 # ## The network
 #
-# Its convolutions have 1x1 kernels, so each is a matrix product over the channels of every pixel.
-# That is the kind of work that reduced precision speeds up most.
+# Its convolutions have 1x1 kernels, so each is a matrix product over the channels of every pixel. As
+# a rule of thumb, that is the kind of work that reduced precision speeds up most.
 
 # %%
-print(ConvModel(config["hidden"]))
+model = ConvModel(config["hidden"])
+print(model)
+convolutions = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
+assert all(layer.kernel_size == (1, 1) for layer in convolutions)
 
 # %% [markdown]
 # ## The plain step
@@ -160,9 +167,14 @@ print(f"{report.name}: comparing", ", ".join(precisions))
 assert all(report.rates[precision] for precision in precisions)  # each can be had here
 
 # %% [markdown]
-# The name FP32 needs care. A recent NVIDIA GPU runs fp32 convolutions in TF32 unless it is told not
-# to, and a speed-up over that is no speed-up over FP32. `Precision.FP32.autocast` switches TF32 off
-# for a block, `Precision.TF32.autocast` on. AMP steps have their autocast already.
+# The name FP32 needs care. PyTorch lets a recent NVIDIA GPU run fp32 convolutions in TF32 unless it
+# is told not to, and a speed-up over that is no speed-up over FP32. `Precision.FP32.autocast`
+# switches TF32 off for a block, `Precision.TF32.autocast` on. AMP steps have their autocast already.
+
+# %%
+assert torch.backends.cudnn.conv.fp32_precision == "tf32"  # the default
+with Precision.FP32.autocast("cpu"):
+    assert torch.backends.cudnn.conv.fp32_precision == "ieee"
 
 
 # %%
@@ -210,10 +222,24 @@ for precision, loss in final.items():
 print(f"from seed to seed, fp32 differs by {spread:.5f}")
 
 # %% [markdown]
+# A difference smaller than that spread is not proven to be zero, though. Both precisions start each
+# seed from the same weights, so seeds can be compared in pairs, and with many pairs a small but
+# steady difference shows. Here are the losses of twenty seeds, made up, and the same ones a little
+# worse:
+
+# %%
+many = 1 + 0.1 * torch.randn(20, generator=torch.Generator().manual_seed(0))
+worse = many + 0.02 + 0.005 * torch.randn(20, generator=torch.Generator().manual_seed(1))
+pairs = worse - many
+assert pairs.mean() < many.std() / 3  # lost in the spread of the seeds
+assert pairs.mean() > 5 * pairs.std() / 20**0.5  # and yet five standard errors from zero
+
+# %% [markdown]
 # ## What they drew
 #
-# The outputs of the first seed, beside the target. `inference_mode` switches off everything that
-# only training needs, and `eval` makes batch normalisation use its running statistics.
+# The outputs of the first seed, beside the target. `inference_mode` records nothing for a backward
+# pass. `eval` is another switch: it makes batch normalisation use its running statistics, and would
+# turn dropout off if there were any.
 
 
 # %%
@@ -222,6 +248,13 @@ def predict(model, precision):
     """The picture (1, 1, H, W) that a network draws, in fp32."""
     with precision.autocast(device.type):
         return model.eval()(inputs).float()
+
+
+norm, shifted = nn.BatchNorm1d(1), torch.tensor([[4.0], [6.0]])
+with torch.inference_mode():
+    assert norm.eval()(shifted).mean() > 4.9  # by its running mean, 0: hardly changed
+    assert norm.train()(shifted).mean().abs() < 1e-5  # by the batch's mean, 5
+    assert norm.running_mean != 0  # and inference_mode did not keep it from being updated
 
 
 # %% tags=["nbval-ignore-output"]
@@ -241,7 +274,7 @@ for precision in precisions[1:]:
 #
 # `measure` calls a function a few times to warm up, then ten times with the device synchronised
 # before and after, and reports the median. The precisions take turns, and then once more in reverse
-# order: a machine that slows down in the meantime does so for all of them.
+# order: if the machine slows down in the meantime, it does so for all of them.
 
 
 # %%
@@ -336,7 +369,7 @@ _ = plots.time_and_memory(
 )
 
 # %% [markdown]
-# FP32 is the bar on the left of each half. The label above every other bar gives its speed-up, or
+# FP32 is the bar on the left of each half. The label above each remaining bar gives its speed-up, or
 # its share of FP32's memory.
 #
 # ## Inference
@@ -376,16 +409,63 @@ assert article["inference"][2] > article["training"][2]
 # And something is wrong with the memory: how can inference need more of it than training?
 #
 # **It kept what it did not need.** Its inference ran without `no_grad`, so each pass stored its
-# activations for a backward pass. Counted for FP32:
+# activations for a backward pass. That alone is less than a training step needs. But the loop wrote
+# `outputs = model(inputs)`, and the old `outputs` keep their graph alive until the new ones are
+# there: two graphs at once. We can count all of this at the article's own size, on fake tensors,
+# which have a shape but no data ([notebook 06](06_caltech256_resnet50.ipynb) explains both tools).
+
 
 # %%
-model = models[Precision.FP32].eval()
-with_grad = kept_for_backward(model, Precision.FP32)
-with torch.inference_mode():
-    without_grad = model(inputs)
-print(f"kept with gradients {with_grad / 2**20:.1f} MiB, under inference_mode nothing: no graph")
-assert with_grad > 0
-assert without_grad.grad_fn is None
+class LivePeak(TorchDispatchMode):
+    """Notes the most bytes that the tensors made in its block took up at any moment."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.peak_bytes = WeakKeyDictionary(), 0  # a storage: its bytes
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.live[tensor.untyped_storage()] = tensor.untyped_storage().nbytes()
+        self.peak_bytes = max(self.peak_bytes, sum(self.live.values()))
+        return result
+
+
+# %% [markdown]
+# Two steps of training and two passes of inference in FP32, the passes with one graph, with two at
+# once as in the article, and with none:
+
+
+# %%
+def peak_of(task, passes=2, graph=True):
+    """MiB at the worst moment, for 512x512 pixels and 256 channels in fp32."""
+    with FakeTensorMode(), LivePeak() as live, torch.set_grad_enabled(graph):
+        model, picture = ConvModel(256), torch.empty(1, 2, 512, 512)
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(passes):
+            outputs = model(picture)
+            if task == "training":
+                optimizer.zero_grad()
+                nn.functional.mse_loss(outputs, torch.empty(1, 1, 512, 512)).backward()
+                optimizer.step()
+    return live.peak_bytes / 2**20
+
+
+trained, two_graphs = peak_of("training"), peak_of("inference")
+one_graph, no_graph = peak_of("inference", passes=1), peak_of("inference", graph=False)
+print(f"training {trained:.0f} MiB, article {article['training'][2]}")
+print(f"inference with two graphs {two_graphs:.0f} MiB, article {article['inference'][2]}")
+print(f"inference with one graph {one_graph:.0f} MiB, with none {no_graph:.0f} MiB")
+
+# %% [markdown]
+# Both of the article's figures come out to within a few MiB. One graph would have needed less than
+# training, and `no_grad` or `inference_mode` would have needed a quarter of it.
+
+# %%
+assert abs(trained - article["training"][2]) < 20
+assert abs(two_graphs - article["inference"][2]) < 20
+assert no_graph < 0.3 * trained < one_graph < trained < two_graphs
 
 # %% [markdown]
 # **It stopped the clock too early.** Work on a GPU runs after the call that asked for it has
@@ -443,8 +523,8 @@ for precision in precisions[1:]:
     assert memory < 1 or precision is Precision.TF32 or device.type == "mps"
 
 # %% [markdown]
-# - Compare the losses of several seeds; a precision costs accuracy only if it moves them by more
-#   than the seed does.
+# - Compare the losses of several seeds, in pairs. With three of them you only see a loss of accuracy
+#   that is larger than the spread between seeds; a smaller one takes more pairs.
 # - Synchronise, warm up, repeat, take turns, and say what the baseline is: FP32, or TF32?
 # - Weights, gradients and optimizer state stay fp32, so memory falls towards half only where
 #   activations are most of it.

@@ -21,7 +21,7 @@
 # - whether sizes in multiples of 8 matter on your device.
 #
 # **What you need.** [Notebook 03](03_grad_scaler_step_by_step.ipynb) for `GradScaler`, [notebook
-# 04](04_fp32_vs_amp.ipynb) for the AMP step and for measuring. It runs on a CPU in about a minute,
+# 04](04_fp32_vs_amp.ipynb) for the AMP step and for measuring. It runs on a CPU in a minute or two,
 # without a download; on a GPU it takes the network and the number of epochs in full.
 #
 # Network, data and task are those of a widely shared notebook, *Mixed Precision Training (PyTorch,
@@ -44,6 +44,7 @@ from torchvision.models import MobileNetV2
 from amp_lab import Precision, describe_device, load_checkpoint, measure, plots, save_checkpoint
 from amp_lab.checkpoint import random_states, restore_random_states
 from amp_lab.data import batches, load_dataset
+from amp_lab.errors import CheckpointError
 from amp_lab.notebook import start
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
@@ -133,13 +134,18 @@ def test_loader():
     return batches(data.test, 256, device=device)
 
 
+once, again, later = (next(iter(train_loader(epoch, seed=0)))[0] for epoch in (0, 0, 1))
+assert torch.equal(once, again)  # the same seed and epoch: the same pixels
+assert not torch.equal(once, later)
+
+
 # %% [markdown]
 # ## The plain loop
 #
-# As one would write it without a thought of precision. `channels_last` is a matter of layout in
-# memory that most convolutions prefer; FP32 gets it too, since a comparison is only worth something
-# against the best baseline. The loss is summed on the device, and read once per epoch, because
-# every `loss.item()` makes the CPU wait for the GPU.
+# As one would write it without a thought of precision. `channels_last` is a layout in memory that,
+# as a rule of thumb, convolutions prefer; FP32 gets it too, since a comparison is only worth
+# something against the best baseline. The loss is summed on the device, and read once per epoch,
+# because every `loss.item()` makes the CPU wait for the GPU.
 
 
 # %%
@@ -169,7 +175,9 @@ def train_epoch_fp32(model, loader, optimizer, scheduler):
 #
 # `outputs.float()` has the whole loss computed in FP32. Without it the backend decides: a CPU
 # computes cross-entropy in FP32 anyway, but CUDA rounds the log-probabilities inside it to the
-# narrow format before they are averaged. Where the outputs are FP32 already, it does nothing.
+# narrow format before they are averaged ([notebook
+# 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) shows this). Where the outputs are FP32
+# already, it does nothing.
 
 
 # %%
@@ -246,7 +254,7 @@ def evaluate(model, loader, dtype):
 # A run has a network, an optimizer, a schedule, and *one* scaler that lives as long as the run. A
 # new scaler in each epoch would forget the loss scale it had found, and look for it again by
 # skipping steps. `fused=True` gives an optimizer that the scaler can tell to skip a step without
-# waiting for the device.
+# waiting for the device, as [notebook 03](03_grad_scaler_step_by_step.ipynb) counts.
 
 
 # %%
@@ -304,8 +312,8 @@ def train(precision, seed):
 
 # %% [markdown]
 # The precisions are FP32, and those that this device accelerates; bf16 if it accelerates none. fp16
-# is left out on a CPU, where convolutions in fp16 can take hundreds of times as long as in FP32.
-# Each precision trains three times.
+# is left out on a CPU, since few CPUs have fast arithmetic for it (`amp-lab doctor` says whether
+# yours has). Each precision trains three times.
 
 # %% tags=["nbval-ignore-output"]
 fit_for = [p for p in describe_device(device).accelerated if device.type != "cpu" or p != "fp16"]
@@ -372,8 +380,8 @@ def new_step(dtype, size, prepare=lambda model: None):
 
 
 # %% [markdown]
-# Whatever else a machine does can only slow a call down, so the fastest of several calls says most.
-# The functions take turns, so that a busy minute hits all of them.
+# As a rule of thumb, whatever else a machine does slows a call down, so the fastest of several calls
+# says most. The functions take turns, so that a busy minute hits all of them.
 
 
 # %%
@@ -403,8 +411,10 @@ for size, ms in step_ms.items():
     assert min(ms.values()) > 0
 
 # %% [markdown]
-# Below 1.00x autocast costs time. If that is so in the first line and not in the last, you have seen
-# the whole problem: it is the same network, and the image size decides.
+# Below 1.00x autocast costs time. If that is so in the first line and not in the last, the image
+# size decides on your machine, for one and the same network. Do not trust a single table, though:
+# the same steps are timed again in the last figure of this part, and where the two disagree, the
+# machine was too busy to tell.
 #
 # ## Why: little arithmetic for every byte
 #
@@ -460,9 +470,14 @@ _ = plots.flops_per_byte({f"{size} pixels": values for size, values in intensity
 # Upwards, on a logarithmic axis, how many FLOPs a layer does for each byte it moves. Depthwise
 # layers (triangles) lie at the bottom in both panels, those with stride 2 (black) the lowest.
 # Pointwise ones (circles) climb at 224 pixels, and come down at 32: their maps have shrunk to a few
-# pixels, and most bytes are those of the weights.
+# pixels, and the weights make up much of the bytes, in a small batch most of them.
 
 # %%
+small_maps = [found for found in convolutions(32) if kind(found[0]) == "pointwise"]
+moved = sum(work(*found)[1] for found in small_maps)
+share = sum(4 * layer.weight.numel() for layer, _, _ in small_maps) / moved
+print(f"32 pixels, batch {step_batch}: weights are {share:.0%} of the bytes of pointwise layers")
+assert share > 0.5 or step_batch > 8
 for size, values in intensity.items():
     middle = {
         name: statistics.median(value for found, value in values if found.startswith(name))
@@ -472,14 +487,16 @@ for size, values in intensity.items():
     assert middle["depthwise"] < 2.5 < middle["pointwise"]
 
 # %% [markdown]
-# Narrow formats make arithmetic several times as fast, and memory traffic at most twice. A layer
-# with few FLOPs per byte waits for memory, or for its own start-up, and has little to win.
+# A 16-bit number has half the bytes of an fp32 one, so memory traffic gets at most twice as fast;
+# arithmetic may gain several times as much where the hardware has units for it. As a rule of thumb,
+# a layer with few FLOPs per byte waits for memory, or for its own start-up, and has little to win.
 #
 # ## Why: casts, whatever the size of the images
 #
 # In every step autocast casts each weight to the narrow format, and the gradient of each back to
-# FP32. This takes as long for small images as for large ones. It is measured here by itself, and
-# shown beside the FP32 step at the smallest and the largest size:
+# FP32 ([notebook 02](02_autocast_dtypes.ipynb#The-cache-of-weight-casts) counts such casts). The
+# weights do not grow with the images, so this takes as long for small images as for large ones. It
+# is measured here by itself, and shown beside the FP32 step at the smallest and the largest size:
 
 # %% tags=["nbval-ignore-output"]
 model = MobileNetV2(num_classes=10).to(device)
@@ -538,11 +555,11 @@ assert [kind(layer) for layer, _, _ in convolutions(64)].count("depthwise, strid
 # speed-up above the bar. Look for a kind whose second bar is much the higher one, although there is
 # less work in it than in others.
 #
-# On the CPU that made the committed outputs it is the depthwise layers with stride 2, four out of
-# 52. oneDNN, which computes convolutions there, has a kernel made for depthwise layers, but for the
-# gradient of their input in bf16 with stride 2 it takes a general one. (`ONEDNN_VERBOSE=1` in the
-# environment makes it print the kernel of every call: `jit_dw` in the one case, `brgconv_strided`
-# in the other.)
+# On a CPU, look at the depthwise layers with stride 2 first, which are only four out of 52. oneDNN
+# computes convolutions there, and `ONEDNN_VERBOSE=1` in the environment makes it print the kernel of
+# every call. On a CPU with AVX-512 and bf16 we read `jit_dw`, a kernel made for depthwise layers, for
+# the gradient of the input at stride 1, and `brgconv_strided`, a general one, at stride 2. Depthwise
+# layers with stride 1 may lose as well: the cell after the next prints what lost here.
 #
 # ## The remedy: leave those layers in FP32
 #
@@ -586,6 +603,9 @@ with torch.autocast(device.type, dtype=amp.dtype):
     assert layer(images).dtype is amp.dtype
     keep_in_fp32(layer)
     assert layer(images).dtype is torch.float32
+network = MobileNetV2(num_classes=10)
+make_islands(network)
+assert any("forward" in vars(m) for m in network.modules()) == bool(losers)  # only where one lost
 
 # %% [markdown]
 # And then what it buys. All three take turns once more, since the machine may have become slower or
@@ -729,8 +749,22 @@ assert torch.load(path) == {"epoch": 1}
 
 # %% [markdown]
 # `amp_lab.save_checkpoint` does that, and adds a checksum, so that `load_checkpoint` can tell if a
-# file has been damaged.
-#
+# file has been damaged. Here one byte in the middle is changed:
+
+# %%
+save_checkpoint(path, weights=torch.ones(1000))
+content = bytearray(path.read_bytes())
+content[len(content) // 2] ^= 1
+path.write_bytes(content)
+try:
+    load_checkpoint(path)
+    damage = None
+except CheckpointError as error:
+    damage = str(error).partition(": ")[2]
+print(damage)
+assert "checksum" in damage
+
+# %% [markdown]
 # ## Resume: to the last bit
 #
 # What has to be in the file? Everything that changes during a run: network, optimizer, schedule,
@@ -919,15 +953,13 @@ assert all(count % 8 == 0 for count in channels)
 # ## The ready-made version
 #
 # `amp-lab train` is this loop as a command, with what a long run needs: it saves in the middle of
-# an epoch too, survives being killed, and draws its curves.
+# an epoch too, goes on after being killed, and draws its curves. (The project's tests kill it.)
 #
 # ```bash
 # pdm run amp-lab train --dataset cifar10 --precision bf16 --out runs/x
 # ```
 #
-# `--dataset digits` needs no download, `--clip-norm` clips the way it should be, and `--resume`
-# goes on with an interrupted run. Its loop is `amp_lab.fit`, which computes the same, bit for bit,
-# as the one in this notebook.
+# `--dataset digits` needs no download; `--clip-norm` clips unscaled gradients; `--resume` goes on.
 #
 # ## Summary
 #

@@ -430,6 +430,7 @@ fp32_minutes, amp_minutes = 68.1, 61.7
 steps_at = {size: -(-26_802 // size) * 10 for size in (256, 512)}  # in ten epochs, rounded up
 print(f"speed-up {fp32_minutes / amp_minutes:.2f}x; optimizer steps: {steps_at}")
 assert steps_at == {256: 1050, 512: 530}
+assert round(100 / 2_978, 2) == 0.03  # what one test image is worth, in points
 
 # %% [markdown]
 # The accuracies, 83.1 % and 80.9 %, come from one run each, at different batch sizes, and AMP's had
@@ -488,9 +489,10 @@ def two_steps(batch_size, dtype, device, *, image_size=224, freeze=True):
 
 
 # %% [markdown]
-# Batch 512 takes minutes on a CPU, and gigabytes. So we let PyTorch pretend. Under `FakeTensorMode`
+# A real step at batch 512 would take gigabytes. So we let PyTorch pretend. Under `FakeTensorMode`
 # each operation returns a tensor of the right shape and dtype that holds no numbers, and nothing is
-# computed. (Both modes live in modules with an underscore: well known, but they may move.)
+# computed: the cell makes one of 4 TiB to show it. (Both modes live in modules with an underscore:
+# well known, but they may move.)
 
 
 # %%
@@ -503,6 +505,10 @@ def peak(batch_size, dtype, **options):
     with FakeTensorMode(), LiveTensors() as live:
         two_steps(batch_size, dtype, torch.device("cpu"), **options)
     return live
+
+
+with FakeTensorMode():
+    assert (torch.ones(2**40) + 1).nbytes == 2**42
 
 
 # %% [markdown]
@@ -534,7 +540,8 @@ assert 0.85 < gib["FP32, batch 512"] / 6 < 1
 # %% [markdown]
 # There it is: AMP needs for 512 images what FP32 needs for 256. And FP32 with 512 leaves the card
 # less than a GiB. That has to do for what our count does not see: the CUDA context, the scratch
-# memory of convolutions, the gaps in the allocator, and often a desktop. The card ran out.
+# memory of convolutions, the gaps in the allocator, and often a desktop. The tutorial's table says
+# that it did not: the card ran out. How large each of these was, only that card could tell.
 #
 # ## Why it is not quite half
 #
@@ -650,8 +657,8 @@ assert most[torch.bfloat16] > 1.8 * most[torch.float32]
 # %% [markdown]
 # These are upper bounds, with every byte of the card used for tensors. On a GPU we can do better,
 # and really run out of memory. `set_per_process_memory_fraction` limits PyTorch's allocator to
-# 6 GiB, whatever the card has. A step that does not fit raises `torch.OutOfMemoryError`, and when
-# the function that raised it is left, its tensors are free again.
+# 6 GiB, whatever the card has. By PyTorch's documents, a step that does not fit raises
+# `torch.OutOfMemoryError`, and when the function that raised it is left, its tensors are free again.
 
 
 # %%
@@ -704,8 +711,9 @@ else:
     print("no such GPU here, so nothing ran out of memory: what was counted stands alone")
 
 # %% [markdown]
-# Expect less than was counted. The allocator cuts its memory into blocks, and a free block that is
-# too small for the next tensor is of no use to it, though its bytes are free.
+# Expect less than was counted. As PyTorch's notes on CUDA memory explain (see further reading), the
+# allocator cuts its memory into blocks, and a free block that is too small for the next tensor is of
+# no use to it, though its bytes are free.
 #
 # ## Checkpoints
 #
@@ -784,7 +792,7 @@ for precision, result in results.items():
 # - Freezing the backbone means that its activations need not be kept: that saves far more memory
 #   than AMP does. Its running averages still move.
 # - AMP halves the activations; weights, optimizer state and images stay fp32.
-# - A batch that all but fills the card does not fit: count, then leave room.
+# - A batch that by counting all but fills the card may not fit: count, then leave room.
 # - One scaler for the whole run, none in evaluation, and its state in the checkpoint.
 # - Twice the batch is half the steps. Compare accuracies at the same batch size.
 #
@@ -807,5 +815,5 @@ for precision, result in results.items():
 #   photographs.
 # - [CUDA memory management](https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management):
 #   what the caching allocator does, and how to look into it.
-# - [Fake tensors](https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html), and
+# - [Fake tensors](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html), and
 #   [extending PyTorch](https://docs.pytorch.org/docs/stable/notes/extending.html): the two modes.

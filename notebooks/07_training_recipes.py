@@ -46,6 +46,7 @@ import math
 import tempfile
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -289,9 +290,10 @@ assert math.isclose(left, MAX_NORM / 2**16, rel_tol=1e-3)
 # %% [markdown]
 # No error, no NaN, and a training that stands still.
 #
-# When a gradient overflows, its norm is infinite, and clipping turns gradients into NaN. That is
-# harmless, because `unscale_` has found the overflow before and `step` will skip. So leave
-# `error_if_nonfinite` of `clip_grad_norm_` at `False`: in fp16, such a norm is no error.
+# When a gradient overflows, its norm is infinite, and clipping turns the infinite gradients into NaN
+# and all others into zero. That is harmless, because `unscale_` has found the overflow before and
+# `step` will skip. So leave `error_if_nonfinite` of `clip_grad_norm_` at `False`: in fp16, such a
+# norm is no error.
 
 # %%
 model, optimizer, scaler = new_run()
@@ -304,6 +306,11 @@ assert all(p.isfinite().all() for p in model.parameters())
 assert all(
     torch.equal(p, q) for p, q in zip(model.parameters(), new_model().parameters(), strict=True)
 )
+weight = nn.Parameter(torch.zeros(3))
+weight.grad = torch.tensor([math.inf, 1.0, 2.0])
+clip_grad_norm_([weight], MAX_NORM)
+assert weight.grad[0].isnan()
+assert weight.grad[1:].tolist() == [0.0, 0.0]
 
 # %% [markdown]
 # ## Accumulate gradients
@@ -385,7 +392,7 @@ for case, group, weight in (("not divided", [0, 1], 1), ("last, divided by GROUP
 
 # %% [markdown]
 # **With `unscale_` or `update` after every batch** it would be AMP that goes wrong, since gradients
-# of different scales would be added up. The scaler refuses both:
+# of different scales would be added up. The scaler refuses each of them alone:
 
 # %%
 model, optimizer, scaler = new_run()
@@ -397,6 +404,22 @@ unscale_message = error_of(scaler.unscale_, optimizer)
 print(update_message, unscale_message, sep="\n")
 assert "No inf checks were recorded prior to update" in update_message
 assert "unscale_() has already been called" in unscale_message
+
+# %% [markdown]
+# It does not refuse the two of them together, because `update` makes it forget that the gradients
+# were unscaled. Then each `unscale_` divides everything that has been added up so far, and `step`
+# divides once more. Here the gradients of two batches are 1 and 2, so the sum should be 3:
+
+# %%
+weight = nn.Parameter(torch.zeros(1, device=device))
+optimizer, scaler = torch.optim.SGD([weight], lr=1.0), torch.amp.GradScaler(device.type)
+for gradient in (1.0, 2.0):
+    scaler.scale(gradient * weight.sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.update()  # no error
+scaler.step(optimizer)
+print(f"the weight moves by {-weight.item():.1e}, and should move by 3")
+assert -weight.item() < 1e-4
 
 # %% [markdown]
 # ## Penalise gradients
@@ -649,7 +672,7 @@ def schedule_amp(model, optimizer, scaler, dtype):
 check_same(change(schedule_plain), lambda dtype: change(schedule_amp, dtype))
 
 # %% [markdown]
-# **Without the question**, skipped steps use up the schedule. A scale that is much too large at the
+# **Without this check**, skipped steps use up the schedule. A scale that is much too large at the
 # start makes this visible. If the very first step is skipped, there is a warning:
 
 
@@ -700,10 +723,11 @@ assert round(20 - math.log2(scaler.get_scale())) == skipped
 assert not caught
 
 # %% [markdown]
-# How much does it matter? A few steps of ten thousand: nothing. `get_scale` has a price, since it
-# waits for the device, and with a fused optimizer nothing else in the loop does. Long schedules may
-# go without the question; a short warm-up, which falls into the very steps in which the scaler
-# searches, is better off with it.
+# How much does it matter? As a rule of thumb, a few steps of ten thousand do not. `get_scale` has a
+# price, since it waits for the device, and with a fused optimizer nothing else in the loop does
+# ([notebook 03](03_grad_scaler_step_by_step.ipynb) counts the waits). Long schedules can do without
+# the check; a short warm-up, which falls into the very steps in which the scaler searches, is better
+# off with it.
 #
 # ## Average the weights
 #
@@ -789,9 +813,9 @@ class Checkpointed(nn.Module):
 
 
 # %% [markdown]
-# With AMP nothing changes in it. The second run happens in the backward pass, outside of the
+# With AMP you change nothing in it. The second run happens in the backward pass, outside of the
 # autocast block, but `checkpoint` has noted the state of autocast and puts it back. So both loops
-# train it as they are:
+# train it as they are (there is one exception, at the end of this recipe):
 
 # %%
 check_same(
@@ -843,6 +867,46 @@ print(message, *(str(w.message).partition(". ")[0] for w in caught), sep="\n")
 assert all(p.grad is None for p in body.parameters())
 assert "use_reentrant parameter should be passed explicitly" in str(caught[0].message)
 assert "No inf checks were recorded for this optimizer" in message
+
+# %% [markdown]
+# **With selective checkpointing and a shared weight** the backward pass fails. A *selective*
+# checkpoint keeps the results of some ops, here of matrix products, and expects to see the same ops
+# again in the second run. If the weight was used before in the same autocast block, its cast came
+# from autocast's cache in the first run, but has to be made anew in the second one:
+
+
+# %%
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+
+def save_products(context, op, *args, **kwargs):
+    """A policy that keeps the results of matrix products, and recomputes everything else."""
+    keep = op in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def shared_weight(**options):
+    """Use a layer, and once more in a selective checkpoint; returns the gradient of its weight."""
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 8).to(device)
+    contexts = partial(create_selective_checkpoint_contexts, save_products)
+    with torch.autocast(device.type, dtype=torch.float16, **options):
+        hidden = layer(batches[0][0])
+        output = checkpoint(layer, hidden, use_reentrant=False, context_fn=contexts)
+        loss = output.float().square().mean()
+    loss.backward()
+    return layer.weight.grad
+
+
+# %% [markdown]
+# Without the cache both runs make the same casts, so `cache_enabled=False` repairs it, at the price
+# of a cast for every use:
+
+# %%
+message = error_of(shared_weight)
+print(message.partition(". ")[0])
+assert "_to_copy" in message
+assert shared_weight(cache_enabled=False).count_nonzero() > 0
 
 # %% [markdown]
 # ## Write an autograd function
@@ -1052,9 +1116,9 @@ assert right.count_nonzero() == 0
 #
 # You need this for speed, most of all on a GPU, where the casts of autocast can be fused with the
 # ops around them. The plain version is one call around the model. The default backend, `inductor`,
-# generates kernels, which takes its time. At the quick scale `aot_eager` stands in for it: graphs
-# of the forward and the backward pass are captured in the same way, but run as they are, with
-# PyTorch's own kernels.
+# generates kernels, which takes its time. At the quick scale `aot_eager` stands in for it: as
+# PyTorch's documents describe it, graphs of the forward and the backward pass are captured in the
+# same way, but run as they are, with PyTorch's own kernels.
 
 # %%
 backend = "inductor" if scale == "full" and device.type == "cuda" else "aot_eager"
@@ -1065,8 +1129,8 @@ def compiled_model():
 
 
 # %% [markdown]
-# With AMP nothing changes in it. The compiler sees the autocast block around the call, and puts the
-# casts into its graphs. (All names in the `state_dict` get a prefix. `model.compile()`, which works
+# With AMP you change nothing in it. The compiler sees the autocast block around the call, and puts
+# the casts into its graphs. (All names in the `state_dict` get a prefix. `model.compile()`, which works
 # in place, leaves them as they are.)
 
 # %%
@@ -1078,6 +1142,29 @@ assert all(name.startswith("_orig_mod.") for name in compiled_model().state_dict
 in_place = new_model()
 in_place.compile(backend=backend)
 assert list(in_place.state_dict()) == list(new_model().state_dict())
+
+# %% [markdown]
+# There is a price that no error shows: a compiled graph does not use autocast's cache, so it casts
+# its weights at every call. That is no loss for a model that is called once in a step. But a
+# compiled *layer* that an uncompiled loop calls five times casts its weights five times, where the
+# plain layer would do so once. We can tell the two apart by changing the weight between two calls
+# in one block, which you should never do in earnest: only a weight that is cast again shows it.
+
+
+# %%
+def casts_again(layer):
+    """Whether a second call in the same autocast block casts the weight anew."""
+    x = batches[0][0]
+    with torch.no_grad(), torch.autocast(device.type, dtype=torch.float16):
+        before = layer(x)
+        layer.weight.mul_(2)
+        return not torch.equal(layer(x), before)
+
+
+plain_layer, compiled_layer = new_model()[0], torch.compile(new_model()[0], backend=backend)
+print("plain:", casts_again(plain_layer), " compiled:", casts_again(compiled_layer))
+assert not casts_again(plain_layer)
+assert casts_again(compiled_layer)
 
 # %% [markdown]
 # **Without the same autocast block in every call**, the model is compiled again, since compiled
@@ -1375,6 +1462,7 @@ optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
 message = error_of(scaler.step, optimizer)
 optimizer.step()  # the plain step does nothing
 print(message)
+assert torch.equal(model[0].weight, new_model()[0].weight)
 assert "No inf checks were recorded for this optimizer" in message
 scaler.step(sgd(model))  # frozen and trained parameters: no error
 
@@ -1464,15 +1552,15 @@ assert all(p.dtype is torch.float32 for p in model.parameters())
 # | recipe | what AMP adds | what goes wrong without |
 # |---|---|---|
 # | [Clip](#Clip-gradients) | `scaler.unscale_(optimizer)` before clipping | the limit applies to scaled gradients: no progress |
-# | [Accumulate](#Accumulate-gradients) | `scale` per batch; `step` and `update` per group | the scaler raises; a wrong divisor raises nothing |
+# | [Accumulate](#Accumulate-gradients) | `scale` per batch; `step` and `update` per group | the scaler raises, but not on `unscale_` and `update` together; a wrong divisor raises nothing |
 # | [Penalise](#Penalise-gradients) | scale the inner loss, divide its gradients by `get_scale()` | a penalty 2^32 times too large, or zeros |
 # | [Several](#Use-several-losses-and-optimizers) | one scaler, scale every loss, one `update` at the end | a loss is ignored; a step is too long |
 # | [Schedule](#Schedule-the-learning-rate) | `scheduler.step()` only if the scale did not fall | skipped steps use up the schedule |
 # | [Average](#Average-the-weights) | nothing; the average in fp32 | in half precision it never moves |
-# | [Checkpoint activations](#Checkpoint-activations) | nothing; `use_reentrant=False` | parameters without a gradient |
+# | [Checkpoint activations](#Checkpoint-activations) | nothing; `use_reentrant=False`; no cache if it is selective and shares a weight | parameters without a gradient; an error in backward |
 # | [Function](#Write-an-autograd-function) | `custom_fwd`, `custom_bwd`, both with `device_type` | dtypes that do not match in the backward pass |
 # | [Optimizer](#Choose-optimizer-and-groups) | nothing; always `scaler.step` | Adam hides it, until the first overflow makes NaN |
-# | [Compile](#Compile-the-model) | nothing; always the same autocast state | it compiles again |
+# | [Compile](#Compile-the-model) | nothing; always the same autocast state | it compiles again; a compiled layer casts its weights at every call |
 # | [Evaluate](#Evaluate-during-training) | a block of its own, no scaler | stale weights, if one block is around it all |
 # | [Resume](#Save-and-resume) | `scaler.state_dict()` in the checkpoint | skipped steps, another result |
 # | [Freeze](#Freeze-layers) | nothing; an optimizer of frozen parts alone is left out | `No inf checks were recorded` |

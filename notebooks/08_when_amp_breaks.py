@@ -25,8 +25,10 @@
 # ## Look up what you see
 #
 # **A message.** Search this page for yours (Ctrl+F), or find it here. Every message in the table was
-# produced by the code of its section, on tiny tensors on the CPU. Dtypes may be the other way round
-# in yours, and say `BFloat16` where this page has `Half`.
+# produced by the code of its section, on tiny tensors: on the CPU or, where only the rules of CUDA
+# produce it (sections 22 and 23), on fake CUDA tensors. The one of section 25 comes from older
+# versions, and is provoked here from another tensor. Dtypes may be the other way round in yours,
+# and say `BFloat16` where this page has `Half`.
 #
 # | message | section |
 # |---|---|
@@ -52,6 +54,7 @@
 # | `scatter(): Expected self.dtype to be equal to src.dtype` | [section&nbsp;19](#19-Writing-into-a-buffer-fails) |
 # | `expected scalar type Half but found Float` | [section&nbsp;20](#20-A-function-of-your-own-fails-in-backward) |
 # | `mat1 and mat2 must have the same dtype, but got BFloat16 and Half` | [section&nbsp;21](#21-Two-dtypes-are-nested-around-one-weight) |
+# | `Unexpected floating ScalarType in at::autocast::prioritize` | [section&nbsp;21](#21-Two-dtypes-are-nested-around-one-weight) |
 # | `torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.` | [section&nbsp;22](#22-BCELoss-is-refused-on-a-GPU) |
 # | `quantile() input tensor must be either float or double dtype` | [section&nbsp;23](#23-An-op-does-not-exist-in-half-precision) |
 # | `linalg.inv: Low precision dtypes not supported. Got Half` | [section&nbsp;23](#23-An-op-does-not-exist-in-half-precision) |
@@ -84,9 +87,9 @@
 #
 # ## Set up
 #
-# The failing programs run on the CPU whatever device you have: on a GPU they fail in the same way,
-# but a message may be worded differently. fp16 on a CPU is slow, so everything is tiny. Where a
-# failure belongs to the GPU, the section says so.
+# The failing programs run on the CPU whatever device you have. We expect them to fail in the same way
+# on a GPU, where a message may be worded differently. fp16 is slow on many CPUs, so everything is
+# tiny. Where a failure belongs to the GPU, the section says so.
 
 # %%
 import math
@@ -207,8 +210,9 @@ assert loss_in(torch.float16, model).isnan()
 
 # %% [markdown]
 # **Why.** The first layer gives 150,000 (30 times 5000), which is infinite in fp16. The mean of the
-# normalisation is then infinite too, and infinity minus infinity is NaN. In large trained
-# transformers a few features do get that large.
+# normalisation is then infinite too, and infinity minus infinity is NaN. Activations of large
+# trained transformers do get that large; [those of T5](https://github.com/huggingface/transformers/issues/5651)
+# are a well-known case.
 #
 # **The fix.** bf16, which has the range of fp32; or an fp32 *island* around what overflows: autocast
 # off, and the inputs cast by hand.
@@ -234,13 +238,27 @@ torch.testing.assert_close(loss_in(torch.float16, repaired), exact, rtol=0.01, a
 
 # %% [markdown]
 # **Notice it earlier.** `find_nonfinite` watches a step and names the place. Without it, switch off
-# the scaler and then autocast, one at a time: if the NaN goes with autocast, it is a range problem.
+# the scaler and then autocast, one at a time. If the NaN goes with autocast, low precision is the
+# cause, but which side of it? Try bf16. If the NaN goes there too, it was the range of fp16. If it
+# comes in bf16, the spacing can be the cause: two numbers that differ in fp32 round to the same one,
+# and something is divided by their difference, as in `stretch`.
+
 
 # %%
+def stretch(h):
+    """Numbers with their mean subtracted, divided by the largest of what is left."""
+    centred = h - h.mean()
+    return centred / centred.abs().max()
+
+
 with find_nonfinite(model) as finder:
     loss_in(torch.float16, model).backward()
 print(f"made by {finder.report.op} in module {finder.report.where}: {finder.report.value}")
 assert finder.report.module == "0"
+close = torch.tensor([1.0, 1.001])  # no range is involved here
+assert stretch(close).isfinite().all()
+assert stretch(close.half()).isfinite().all()
+assert stretch(close.bfloat16()).isnan().all()
 
 # %% [markdown]
 # ### 2 The loss scale falls towards 0
@@ -385,14 +403,21 @@ assert added[0].isnan().all()
 # **Why.** -1e9 lies outside fp16. `masked_fill` checks its number and refuses. Arithmetic does not
 # check; it gives -inf, and a softmax over nothing but -inf is 0/0.
 #
-# **The fix.** The lowest number of the dtype at hand; or a boolean mask for
-# `F.scaled_dot_product_attention`, which never needs such a number.
+# **The fix.** Fill in the lowest number of the dtype at hand; or use a boolean mask for
+# `F.scaled_dot_product_attention`, which never needs such a number. *Fill, do not add*: that number
+# plus a score of -16 or less rounds to -inf again, as does the sum of two such masks, and a row that
+# is masked everywhere is NaN as before.
 
 # %%
 lowest = torch.finfo(scores.dtype).min
 attention = scores.masked_fill(mask, lowest).softmax(-1)
 print(attention)
 assert attention.tolist() == [[0.5, 0.5], [1.0, 0.0]]
+added = (-20 * scores + mask.half() * lowest).softmax(-1)
+assert added[0].isnan().all()
+assert (-20 * scores).masked_fill(mask, lowest).softmax(-1)[0].tolist() == [0.5, 0.5]
+query = scores[None]  # (1, 2, 2); for this mask, True means: not hidden
+assert F.scaled_dot_product_attention(query, query, query, attn_mask=~mask).isfinite().all()
 
 # %% [markdown]
 # **Notice it earlier.** Search the model's source for `1e9`, `1e10` and `1e20` before it runs.
@@ -599,8 +624,10 @@ assert "Attempting to unscale FP16 gradients." in message
 
 # %% [markdown]
 # **Why.** A gradient has the dtype of its parameter. Divided by the scale *in fp16* it would vanish
-# again, which the scale was there to prevent. And fp16 weights cannot take small updates anyway.
-# (bf16 parameters are not refused. They fail in the way of section 29.)
+# again, which the scale was there to prevent. And fp16 weights cannot take small updates anyway. On
+# the CPU, bf16 parameters are not refused, and fail in the way of section 29. On CUDA the scaler has
+# no kernel for bf16 gradients, and the same step raises another error, `not implemented for
+# 'BFloat16'` ([issue 127176](https://github.com/pytorch/pytorch/issues/127176)).
 #
 # **The fix.** Parameters stay fp32; autocast makes the fp16 copies. `.float()` undoes a `.half()`.
 
@@ -613,7 +640,7 @@ with torch.autocast("cpu", dtype=torch.float16):
 scaler.scale(loss).backward()
 scaler.step(optimizer)
 assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-step_with_parameters_in(torch.bfloat16)  # no message
+step_with_parameters_in(torch.bfloat16)  # no message, on the CPU
 
 # %% [markdown]
 # **Notice it earlier.** `assert {p.dtype for p in model.parameters()} == {torch.float32}` at the top.
@@ -744,6 +771,11 @@ assert "step() has already been called since the last update()." in messages["st
 assert "unscale_() is being called after step()." in messages["step, unscale_"]
 assert "No inf checks were recorded prior to update." in messages["update"]
 assert "Attempted step but _scale is None." in messages["step without scale"]
+once_more = nn.Parameter(torch.zeros(1))
+once_more.grad = torch.ones(1)
+plain_sgd = torch.optim.SGD([once_more], lr=1.0)
+plain_sgd.step(), plain_sgd.step()  # an optimizer itself does not refuse
+assert once_more.item() == -2
 
 # %% [markdown]
 # **Why.** `update` ends an iteration: it needs the verdict of at least one `step` or `unscale_`, and
@@ -859,6 +891,9 @@ assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`." in me
 # %%
 assert warnings_of(lambda: schedule(only_if_stepped=True)) == ""
 assert schedule(only_if_stepped=True) == [1.0, 0.5, 0.25]
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    assert schedule(only_if_stepped=False) == [0.5, 0.25, 0.125]  # one step ahead
 
 # %% [markdown]
 # **Notice it earlier.** `ScaleLog` counts the skipped steps; each of them is one such case, though
@@ -894,7 +929,8 @@ assert moved < 2e-5
 
 # %% [markdown]
 # **Why.** The gradients were still scaled by 65536. They were cut to a norm of 1 and *then* divided:
-# 1.5e-5 is left. Adam rescales its gradients and so hides most of it, but *every* step is clipped.
+# 1.5e-5 is left. Adam rescales its gradients and so hides most of it ([notebook
+# 05](05_cifar10_mobilenet.ipynb) shows how well), but *every* step is clipped.
 #
 # **The fix.** `scaler.unscale_(optimizer)` before clipping.
 
@@ -980,6 +1016,9 @@ for saved in (from_bf16, torch.amp.GradScaler("cpu", init_scale=1024.0).state_di
         scaler.load_state_dict(saved)
     print(f"resumed with a scale of {scaler.get_scale():.0f}")
 assert scaler.get_scale() == 1024
+disabled = torch.amp.GradScaler("cpu", enabled=False)
+disabled.load_state_dict(saved)  # nothing is raised
+assert disabled.get_scale() == 1
 
 # %% [markdown]
 # **Notice it earlier.** Keep the precision in the checkpoint, and compare it when you resume.
@@ -1146,11 +1185,13 @@ assert torch.equal(backward_through(AmpProduct), torch.full((1, 2, 2), 2.0))
 # %% [markdown]
 # ### 21 Two dtypes are nested around one weight
 #
-# **What you see.**
-# `mat1 and mat2 must have the same dtype, but got BFloat16 and Half`
+# **What you see.** One of
+# - `mat1 and mat2 must have the same dtype, but got BFloat16 and Half`
+# - `Unexpected floating ScalarType in at::autocast::prioritize`
 #
 # **The smallest program that does it.** An fp16 block, in it a bf16 block for a delicate part, and
-# one layer that is used in both.
+# one layer that is used in both. For the second message, a bf16 tensor in an fp16 block, handed to
+# an op that combines tensors: `cat` and `stack` on the CPU, `dot`, `addcmul` and others on CUDA.
 
 
 # %%
@@ -1162,18 +1203,38 @@ def nested(**options):
             return model(x)
 
 
-message = message_of(nested)
-print(message)
+def concatenate(tensor):
+    with torch.autocast("cpu", dtype=torch.float16):
+        return torch.cat([tensor, tensor])
+
+
+def add_products(tensor):
+    return torch.addcmul(tensor, tensor, tensor)
+
+
+message, promoted = message_of(nested), message_of(lambda: concatenate(x.bfloat16()))
+with cuda_rules():
+    on_cuda = message_of(lambda: add_products(torch.rand(2, device="cuda").bfloat16()))
+print(message, promoted, on_cuda, sep="\n")
 assert "mat1 and mat2 must have the same dtype, but got BFloat16 and Half" in message
+assert "Unexpected floating ScalarType in at::autocast::prioritize" in promoted
+assert on_cuda == promoted
 
 # %% [markdown]
 # **Why.** Autocast keeps the cast of a weight until the outermost block ends, and does not note its
-# dtype. The inner block casts the input to bf16, and finds an fp16 weight.
+# dtype. The inner block casts the input to bf16, and finds an fp16 weight. The second message is
+# about the policy *promote* ([notebook 02](02_autocast_dtypes.ipynb)): it looks for the widest of
+# its inputs and knows fp32 and the dtype of the block only, even if all inputs are bf16. Such a
+# tensor often comes from a model whose weights are bf16, in a block that is fp16 by default.
 #
-# **The fix.** An inner block without the cache.
+# **The fix.** An inner block without the cache. And one half precision for all: give the block the
+# dtype of the weights, or make the stranger fp32.
 
 # %%
 assert nested(cache_enabled=False).dtype is torch.bfloat16
+assert concatenate(x.bfloat16().float()).dtype is torch.float32
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    assert torch.cat([x.bfloat16(), x.bfloat16()]).dtype is torch.bfloat16
 
 # %% [markdown]
 # **Notice it earlier.** One dtype for the whole model; for a delicate part, fp32 (section 1).
@@ -1196,6 +1257,7 @@ def bce():
 
 with cuda_rules():
     message = message_of(bce).splitlines()[0]
+    assert torch.rand(4, device="cuda").sigmoid().dtype is torch.float32  # refused even so
 print(message)
 assert (
     "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast."
@@ -1206,8 +1268,10 @@ if torch.cuda.is_available():  # the real thing
         assert message in message_of(bce)
 
 # %% [markdown]
-# **Why.** The loss takes the logarithm of a probability. In fp16 a probability close to 0 or 1 *is*
-# 0 or 1, and no cast afterwards can bring back what was lost before the loss was called.
+# **Why.** The loss takes the logarithm of a probability p, whose gradient is 1/p: for a small p that
+# is more than fp16 holds. If p is fp16, its gradient has to be fp16 too, so a cast to fp32 in between
+# would not help. This is the reason that PyTorch's documents give. Besides, in fp16 a probability
+# close to 1 *is* 1. Autocast cannot see whether p ever was fp16, so it refuses fp32 inputs as well.
 #
 # **The fix.** Leave out the sigmoid, and give the logits to the loss that has it built in. It is
 # computed in fp32, and means the same.
@@ -1220,6 +1284,10 @@ logits, target = torch.tensor([-2.0, 0.5, 20.0]), torch.tensor([0.0, 1.0, 1.0])
 expected = F.binary_cross_entropy(logits.sigmoid(), target)
 torch.testing.assert_close(F.binary_cross_entropy_with_logits(logits, target), expected)
 assert torch.tensor(20.0).half().sigmoid() == 1  # the log of 1 minus this is minus infinity
+unlikely = torch.tensor([2.0**-24], requires_grad=True)  # a probability that fp16 can hold
+F.binary_cross_entropy(unlikely, torch.ones(1)).backward()
+assert unlikely.grad.isfinite()
+assert unlikely.grad.half().isinf()  # its gradient is none that fp16 can hold
 
 # %% [markdown]
 # **Notice it earlier.** Test the loss under `cuda_rules` in a unit test; it runs without a GPU.
@@ -1440,6 +1508,11 @@ def with_its_block(x, weight):
 
 
 output = with_its_block(torch.full((1, 2), 1.001), weight)
+(gradient,) = torch.autograd.grad(output.sum(), weight)
+assert gradient[0].item() == gradients["eager"]
+torch.compiler.reset()  # or `compiled` would keep the graph that it has
+with torch._functorch.config.patch(backward_pass_autocast="off"):
+    output = called_in_a_block(torch.compile(island, backend="aot_eager"))
 (gradient,) = torch.autograd.grad(output.sum(), weight)
 assert gradient[0].item() == gradients["eager"]
 
@@ -1715,8 +1788,8 @@ print(f"fp32: {plain.ops} ops; autocast: {amp.ops} ops, {amp.casts} of them cast
 assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 
 # %% [markdown]
-# **Why.** Five weights, five biases and the input are cast, in every step. That is work too, and pays
-# only if the products are large. Four other reasons: the hardware has no fast path for the dtype
+# **Why.** Five weights, five biases and the input are cast, in every step. That is work too, and as a
+# rule it pays only if the products are large. Four other reasons: the hardware has no fast path for the dtype
 # (fp16 on most CPUs, bf16 on older GPUs); the data loader or the launching of kernels is the limit,
 # and not arithmetic; the "fp32" you compare with is really TF32; the clock was read before the GPU
 # had finished.
@@ -1793,6 +1866,12 @@ batch = torch.ones(2048, 512)
 fp32, amp = (kept_bytes(wide, batch, enabled) for enabled in (False, True))
 print(f"batch of 2048: fp32 {fp32 / 2**20:.1f} MiB, autocast {amp / 2**20:.1f} MiB")
 assert 0.5 < amp / fp32 < 0.6
+adam = torch.optim.Adam(wide.parameters())
+wide(batch).sum().backward()
+adam.step()
+moments = [t for state in adam.state.values() for t in state.values() if t.dim() > 0]
+always = [*wide.parameters(), *(p.grad for p in wide.parameters()), *moments]
+assert sum(t.nbytes for t in always) == 16 * sum(p.numel() for p in wide.parameters())
 
 # %% [markdown]
 # **Notice it earlier.** Count before you run: 16 bytes a parameter, plus the activations of a batch.

@@ -329,9 +329,9 @@ casts = {key: len(result.casts) for key, result in found.items()}
 assert casts["ResNet-50", "mps"] > 2 * casts["ResNet-50", "cuda"]
 
 # %% [markdown]
-# An LSTM layer is one op in the X-ray, although it runs other kernels on each kind of device, and
-# even on each kind of CPU. What counts is the dtype of the matrix products inside it. There is a
-# CPU here, so our own tracer can look: they are all in bf16, as predicted.
+# An LSTM layer is one op in the X-ray, although each kind of device, and even of CPU, may run other
+# kernels for it. What counts is the dtype of the matrix products inside it. There is a CPU here, so
+# our own tracer can look: they are all in bf16, as predicted.
 
 # %%
 classifier, sequence = Classifier(), torch.rand(8, 32, 64)
@@ -375,7 +375,8 @@ _ = plots.dtypes_by_model(grid)
 
 # %% [markdown]
 # One panel per model, one column per backend, one row per kind of op; dark fields are fp32. Most
-# rows are alike but for the name of the low dtype. Three are not:
+# rows are alike but for the name of the low dtype. Where a row is not, one of three ops is behind
+# it:
 #
 # - **`batch_norm`** is fp32 on MPS, and what follows takes what it is given, up to the next
 #   convolution. Hence the many casts of the ResNet there: up before each norm, down after it.
@@ -387,6 +388,13 @@ _ = plots.dtypes_by_model(grid)
 # first network showed; yet here it is fp32, since the residual stream that it is given is fp32.
 
 # %%
+LOW = {"fp16": "low", "bf16": "low"}
+alike = [
+    len({LOW.get(column.get(op), column.get(op)) for column in columns.values()}) == 1
+    for columns in grid.values()
+    for op in columns["cuda"]
+]
+assert sum(alike) > 0.6 * len(alike)  # most rows
 resnet, gpt = grid["ResNet-50"], grid["GPT"]
 assert resnet["mps"]["batch_norm"] == resnet["mps"]["relu_"] == "fp32"
 assert resnet["cuda"]["batch_norm"] == resnet["cuda"]["relu_"] == "fp16"
@@ -531,6 +539,8 @@ for dtype, spacing in ((torch.float16, 2**-7), (torch.bfloat16, 2**-4)):
     rounded = F.cross_entropy(logits, target, reduction="none").float()
     error = (rounded - F.cross_entropy(logits.float(), target, reduction="none")).abs().max()
     assert spacing / 8 < error < spacing
+    in_the_mean = (rounded.mean() - F.cross_entropy(logits.float(), target)).abs()
+    assert in_the_mean < error / 2
 
 # %% [markdown]
 # A mean over many tokens hides most of this. A loss that is compared token by token, or
@@ -588,7 +598,7 @@ assert fits <= limit < does_not
 
 # %% [markdown]
 # Leave some room: the driver, the workspaces of cuDNN and cuBLAS, and gaps between blocks of memory
-# are not in the forecast.
+# are not in the forecast, which counts tensors and nothing else.
 #
 # ## Hold the forecast against the truth
 #
@@ -672,7 +682,9 @@ assert count > 6.5e9
 assert all(parameter.is_meta for parameter in big.parameters())
 
 # %% [markdown]
-# One sequence of 2048 tokens, AdamW, and a card with 141 GB. The loss is on `.float()`, as above.
+# One sequence of 2048 tokens, AdamW, and a card that is sold with 141 GB. Its data sheet counts in
+# powers of ten; in powers of two, as in the figure below, that is 131 GiB. The loss is on
+# `.float()`, as above.
 
 
 # %%
@@ -700,6 +712,7 @@ big_memory
 # bytes a parameter.
 
 # %%
+assert parse_bytes("141GB") // 2**30 == 131
 plain, mixed = big_memory["fp32"], big_memory["bf16"]
 assert plain.weights == plain.gradients == 4 * count
 assert plain.optimizer == 8 * count
@@ -713,8 +726,17 @@ _ = big_memory.plot()
 # %% [markdown]
 # The picture has the same axes as before, but both lines begin far up, and flat, as long as the
 # optimizer's step is the peak. Activations take over only further to the right, and there bf16
-# begins to pay. For a model of this kind AMP is for speed. What saves memory is another matter:
-# fewer bytes per parameter, or parameters spread over several GPUs.
+# begins to pay. For a model of this kind AMP is for speed. What saves memory is something else:
+# fewer bytes per parameter, as plain SGD has here, or parameters spread over several GPUs
+# ([notebook 11](11_scale_out.ipynb) counts what that saves).
+
+# %%
+big_tokens = torch.empty(1, 2048, dtype=torch.long, device="meta")
+without_state = forecast_memory(big, big_tokens, precision="bf16", optimizer="sgd")
+assert without_state.optimizer == 0
+assert without_state.peak < 0.7 * mixed.peak
+
+# %% [markdown]
 #
 # ## Your own model
 #
@@ -773,7 +795,7 @@ assert amp_lab_command(command.split()) == 0
 #
 # - PyTorch, [Automatic Mixed Precision package](https://docs.pytorch.org/docs/stable/amp.html): the
 #   op reference for CUDA, XPU and CPU.
-# - PyTorch, [Fake tensors](https://docs.pytorch.org/docs/2.6/torch.compiler_fake_tensor.html): what
+# - PyTorch, [Fake tensors](https://docs.pytorch.org/docs/stable/user_guide/torch_compiler/torch.compiler_fake_tensor.html): what
 #   they are made for.
 # - PyTorch, [Hooks for saved
 #   tensors](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html):

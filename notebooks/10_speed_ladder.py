@@ -29,6 +29,7 @@
 import functools
 import statistics
 from contextlib import nullcontext
+from unittest import mock
 
 import torch
 from torch import nn
@@ -240,10 +241,11 @@ assert inputs_last.shape == inputs.shape
 assert inputs_last.stride()[1] == 1  # from one channel to the next
 
 # %% [markdown]
-# **Rung 3: a fused optimizer, and no waiting.** `fused=True` updates all weights in one kernel, and
-# moves the scaler's check for overflow into it. And the loss is no longer read after each step: it
-# stays on the device until someone looks. On a CPU, which has nothing to wait for, the second part
-# does nothing.
+# **Rung 3: a fused optimizer, and no waiting.** `fused=True` updates all weights in one kernel. With
+# a scaler, that kernel also unscales the gradients and decides whether to skip the step; the check
+# for overflow still takes a pass of its own. And the loss is no longer read after each step: it stays
+# on the device until someone looks. On a CPU, which has nothing to wait for, the second part does
+# nothing.
 
 
 # %%
@@ -257,6 +259,22 @@ def new_fused_model():
 parts = *new_fused_model(), inputs_last, target
 off = ladder.add("fused Adam, no waiting", low, amp_step(*parts, read_loss=False))
 assert off > 0  # it rounds, unlike FP32
+
+# %% [markdown]
+# Is the check for overflow really still there? We count its calls in one step of the scaler, and
+# look at a gradient before and after:
+
+# %%
+model, optimizer = new_fused_model()
+scaler = torch.amp.GradScaler(device.type)
+scaler.scale(model(inputs_last[..., :8, :8]).square().mean()).backward()
+gradient, check = model[0].weight.grad, "_amp_foreach_non_finite_check_and_unscale_"
+before = gradient.clone()
+with mock.patch.object(torch, check, wraps=getattr(torch, check)) as calls:
+    scaler.step(optimizer)
+assert calls.call_count == 1  # a pass over the gradients
+assert calls.call_args.args[2] == 1  # that divides by nothing
+assert torch.allclose(gradient, before / 65536)  # the optimizer's kernel did
 
 # %% [markdown]
 # **Rung 4: torch.compile.** Convolution, normalisation and ReLU each read their input from memory
@@ -275,11 +293,10 @@ assert off > 0  # it rounds, unlike FP32
 # %% [markdown]
 # **Rung 5: by hand.** What a compiler may not do is change the computation. Batch normalisation
 # needs the mean of a whole layer before the next layer may begin, so a step takes five passes over
-# the pixels. `FusedStep` makes just these five. On a CPU it works on a block of pixels at a time,
-# that stays in the cache; it computes the first layer anew where it is needed, which is cheaper than
-# to store it; and of all activations it keeps two. Its source is worth
-# reading: `amp_lab/bench/fused_convmodel.py`, some 200 lines. It scales no gradients, so it computes
-# in bf16.
+# the pixels. `FusedStep` makes just these five, as its source shows, which is worth reading:
+# `amp_lab/bench/fused_convmodel.py`, some 200 lines. On a CPU it works on a block of pixels at a
+# time, small enough for the cache; it computes the first layer anew where it is needed instead of
+# storing it; and of all activations it keeps two. It scales no gradients, so it computes in bf16.
 
 # %% tags=["nbval-ignore-output"]
 model, optimizer = new_fused_model()
@@ -340,9 +357,10 @@ assert counts[low].flops == flops
 assert counts[low].moved_bytes < counts["fp32"].moved_bytes
 
 # %% [markdown]
-# The step by hand stores two activations and one gradient of P x 256 values in two bytes each. It
-# writes each once; the first activation is read three times, the second twice, the gradient once. On
-# a CPU that is all, since its blocks stay in the cache; on a GPU a pass has some more.
+# The step by hand stores two activations and one gradient of P x 256 values in two bytes each.
+# According to its source it writes each once, and reads the first activation three times, the second
+# twice and the gradient once. On a CPU that is all, as long as its blocks stay in the cache; on a GPU
+# a pass has some more.
 
 # %%
 moved_by_hand = (3 + 3 + 2 + 1) * 2 * pixels * hidden  # bytes
@@ -370,8 +388,8 @@ _ = plots.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
 # The slope is that of memory; a point may lie above it where the data fits in a cache, which is the
-# aim of working in blocks. A point far below both limits wastes time in other ways: threads that wait for each other,
-# calls from Python, arithmetic that is no matrix product.
+# aim of working in blocks. A point far below both limits wastes time in other ways, as a rule with
+# threads that wait for each other, calls from Python, or arithmetic that is no matrix product.
 #
 # ## Where AMP loses
 #
@@ -446,8 +464,8 @@ def grown_problem(size=32, batch=2, width=64):
 
 
 # %% [markdown]
-# FP32 and AMP take turns, and the fastest of each counts: what else the machine does can only slow a
-# call down.
+# FP32 and AMP take turns, and the fastest of each counts: as a rule of thumb, whatever else the
+# machine does slows a call down.
 
 
 # %%
@@ -518,7 +536,7 @@ assert list(milliseconds) == list(ladder.steps)  # from the lowest rung up
 # %% [markdown]
 # For other models there is a command. `amp-lab bench` climbs the same rungs with MobileNetV2,
 # ResNet-50, a language model and matrix products of awkward shapes, holds every rung's losses
-# against FP32's, and writes a table, a picture and a file. `--quick` takes less than three minutes;
+# against FP32's, and writes a table, a picture and a file. `--quick` takes fewer rounds;
 # `--compare FILE` puts your machine beside [recorded ones](../data/results/README.md).
 
 # %%

@@ -23,11 +23,13 @@
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast, [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for the scaler. No GPU: on a CPU the processes share its
 # cores, and talk through the machine's own network. Then nothing gets faster, but all that is sent
-# and held can be counted. It takes about a minute.
+# and held can be counted. It takes a minute or two.
 
 # %%
 import functools
+import inspect
 import os
+import re
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -87,8 +89,8 @@ assert config["batch"] % counts[-1] == 0
 # %% [markdown]
 # The data are handwritten digits of 8x8 pixels. The network reads a digit as eight rows. It has no
 # batch normalisation, which needs a word of its own below, and no dropout. All its shapes are
-# multiples of eight, which Tensor Cores like and which two and four processes divide evenly: so the
-# last layer has 16 outputs, though there are ten digits.
+# multiples of eight, which is the common advice for Tensor Cores (notebook 05 tries it), and which
+# two and four processes divide evenly: so the last layer has 16 outputs, though there are ten digits.
 
 # %%
 digits = load_dataset("digits", image_size=8, augment=False)
@@ -657,8 +659,24 @@ print("counted = computed, for every set-up and number of processes")
 
 # %% [markdown]
 # Is a gradient in bf16 good enough? It is rounded to 8 bits once more, and the sum over ranks is
-# formed in bf16, which loses more the more ranks there are. That is why FSDP2 offers the two dtypes
-# apart: bf16 weights, fp32 sums is the usual choice. fp16 has more bits, and overflows.
+# formed in bf16, which loses more the more ranks there are. Here are made-up gradients of 2, 16 and
+# 128 ranks, each sum formed in bf16, one rank after the other:
+
+# %%
+rounding = {}
+for ranks in (2, 16, 128):
+    gradients = torch.randn(ranks, 10_000, generator=torch.Generator().manual_seed(0))
+    total = torch.zeros(10_000, dtype=bf16)
+    for gradient in gradients:
+        total = total + gradient.bfloat16()
+    rounding[ranks] = ((total.float() - gradients.sum(0)).norm() / gradients.sum(0).norm()).item()
+    print(f"{ranks:>3} ranks: the sum is off by {rounding[ranks]:.2%}")
+assert rounding[2] < rounding[16] < rounding[128]
+assert torch.tensor(70000.0).half().isinf()
+
+# %% [markdown]
+# That is why FSDP2 offers the two dtypes apart: bf16 weights, fp32 sums is the usual choice. fp16 has
+# more bits, but overflows beyond 65504.
 #
 # Does it save time? On one machine hardly, where memory is the network. The picture becomes a time
 # when a network is the bottleneck: divide the bytes by its rate. This is what it came to here:
@@ -1066,8 +1084,8 @@ else:
     assert abs(synced[0] - loss) < TOLERANCES["fp32"] * loss
 
 # %% [markdown]
-# **Threads.** Autocast is a state of the *thread*. A model that runs in a thread of its own, as under
-# the old `nn.DataParallel` or in a server, does not see the block around the call:
+# **Threads.** Autocast is a state of the *thread*. A model that runs in a thread of its own, as in a
+# server, does not see the block around the call:
 
 # %%
 layer = nn.Linear(8, 8).to(where)
@@ -1080,7 +1098,19 @@ assert dtypes == [bf16, fp32, bf16]
 
 # %% [markdown]
 # The cure is to open the block where the forward pass runs, for which `torch.autocast` can be a
-# decorator. Processes are no threads: each opens its own block anyway.
+# decorator. The old `nn.DataParallel`, which has a thread for each GPU, does half of this by itself:
+# it opens a block in each thread, but does not pass on the dtype, so that what was to be bf16 runs in
+# the default, fp16. We cannot run it without a GPU, but we can read its source:
+
+# %%
+source = inspect.getsource(torch.nn.parallel.parallel_apply)
+(block,) = re.findall(r"autocast\([^)]*enabled=autocast_enabled[^)]*\)", source)
+print(block)
+assert "dtype" not in block
+assert torch.get_autocast_dtype("cuda") is fp16
+
+# %% [markdown]
+# Processes are no threads: each opens its own block anyway.
 #
 # ## On your own hardware
 #

@@ -389,7 +389,7 @@ for backend, policies in fitted.items():
 
 # %% [markdown]
 # And the time of an epoch, against float32 on the same backend. The first epoch is left out: in it
-# TensorFlow traces the step into a graph. Compare within a backend, not across: on a CPU the two
+# TensorFlow [traces the step into a graph](https://www.tensorflow.org/guide/function). Compare within a backend, not across: on a CPU the two
 # processes run side by side and share the cores.
 
 # %% tags=["nbval-ignore-output"]
@@ -691,8 +691,23 @@ assert fixed.loss_scale_factor is None
 # ## Save and resume
 #
 # The scale is state, like the moments of Adam. `model.save` keeps both. Three steps, save, three more;
-# then load and do the last three again. (`load_model` could not find our class, which is made inside a
-# function. So the layers go into a plain `Sequential`, which takes Keras's own step.)
+# then load and do the last three again. (`load_model` cannot find our class, which is made inside a
+# function, as the cell shows. So the layers go into a plain `Sequential`, which takes Keras's own
+# step.)
+
+# %%
+with tempfile.TemporaryDirectory() as folder:
+    new_net().save(f"{folder}/net.keras")
+    try:
+        keras.saving.load_model(f"{folder}/net.keras")
+        found_class = True
+    except TypeError as error:
+        found_class = False
+        print(str(error).partition(".")[0])
+assert not found_class
+
+# %% [markdown]
+# Here is the whole round:
 
 
 # %%

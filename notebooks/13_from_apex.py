@@ -47,7 +47,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 plots.use_style()
 
 # %% [markdown]
-# And what comes from torch, with the four tools of `amp_lab` that the practices need.
+# And what comes from torch, with the tools of `amp_lab` that the X-ray of a loss and the practices
+# need.
 
 # %%
 import torch
@@ -60,7 +61,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models import resnet50
 
-from amp_lab import describe_device, gradient_underflow, largest_batch, load_dataset
+from amp_lab import describe_device, gradient_underflow, largest_batch, load_dataset, xray
 from amp_lab.numerics import ScaleLog
 
 fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
@@ -167,6 +168,14 @@ assert scaler.get_growth_interval() == loss_scale.window
 assert (scaler.get_growth_factor(), scaler.get_backoff_factor()) == (2, 0.5)
 assert [loss_scale.update(True), loss_scale.scale] == [True, 2.0**15]
 print("as Apex's:", scaler.state_dict())
+at_the_top = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=1)
+weight = nn.Parameter(torch.zeros(1))
+at_the_top.scale(weight.sum()).backward()
+at_the_top.step(torch.optim.SGD([weight]))
+at_the_top.update()
+assert at_the_top.get_scale() == 2.0**25
+fixed = LossScale(128.0)
+assert [fixed.update(overflow=True), fixed.scale] == [False, 128]
 
 # %% [markdown]
 # **Patched functions.** O1 replaced functions of torch by others that cast their inputs first: to
@@ -447,8 +456,8 @@ assert runs["O0"].losses[-1] < runs["O0"].losses[0] / 4  # it learns
 # %% [markdown]
 # ### O1: casts around ops
 #
-# Today: `torch.autocast` with `dtype=torch.float16`, and `GradScaler`. It is not merely like O1, it
-# *is* O1, with other lists:
+# Today: `torch.autocast` with `dtype=torch.float16`, and `GradScaler`. The idea is the same, with
+# other lists of ops. For the ops of this network the lists agree, and so do the results:
 
 # %%
 check_close(runs["autocast"], runs["O1"])
@@ -459,6 +468,34 @@ assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 # of fp16 are allowed, 2^-9.) What became better is *where* casts happen: below Python, so that ops
 # called from C++ are cast too, only inside the block, and on every device.
 #
+# Where the lists differ, results do. The one that matters for every classifier is `cross_entropy`:
+# Apex had it on its black list and computed all of it in fp32. Autocast on CUDA leaves the call alone,
+# and its log-softmax returns fp16 for fp16 logits ([notebook
+# 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy)). `amp-lab migrate`, further down, does
+# not tell you. So write `F.cross_entropy(logits.float(), targets)` when you move a classifier from O1:
+
+
+# %%
+def log_softmax_on_cuda(loss_function):
+    """The dtype that the log-softmax of a loss returns under autocast to fp16, by CUDA's rules."""
+    found = xray(nn.Linear(4, 10), torch.ones(8, 4), dtype=fp16, loss_fn=loss_function)
+    (row,) = [row for row in found.rows if row.op == "_log_softmax"]
+    return row.out_dtypes[0]
+
+
+def first_class(logits):
+    """Targets for these logits: the first class for each of them."""
+    return torch.zeros(len(logits), dtype=torch.long, device=logits.device)
+
+
+logits = torch.randn(8, 10, generator=torch.Generator().manual_seed(0)).half()
+with PatchedFunctions():  # O1 casts the logits to fp32 first
+    in_o1 = F.cross_entropy(logits, first_class(logits))
+assert in_o1 == F.cross_entropy(logits.float(), first_class(logits))
+assert log_softmax_on_cuda(lambda z: F.cross_entropy(z, first_class(z))) is fp16
+assert log_softmax_on_cuda(lambda z: F.cross_entropy(z.float(), first_class(z))) is fp32
+
+# %% [markdown]
 # ### O2: fp16 weights, fp32 masters
 #
 # Today: the same autocast and scaler. The parameters *are* the master weights, and the fp16 copies
@@ -601,6 +638,7 @@ with torch.autocast(device.type, dtype=bf16):
 loss.backward()
 in_backward = held(model, optimizer)
 assert in_backward["gradients"] == 0
+assert all(p.grad is None for p in model.parameters())  # a scaler would find nothing to check
 
 # %% [markdown]
 # Take a single linear layer for all of them, since batch normalisation, which O2 kept in fp32,
@@ -1001,7 +1039,8 @@ if find_spec("libcst") is not None:
 # - names begin with `module.` where the model was wrapped for several GPUs;
 # - at O2 weights look like fp32, but are fp16: Apex's `state_dict` only casts them;
 # - before Apex did so, in 2019, and in files made by hand, they are fp16;
-# - the master weights are not in the file, unless someone put them there, as NVIDIA's own BERT did:
+# - the master weights are not in the file, unless someone put them there, as the BERT of NVIDIA's
+#   [DeepLearningExamples](https://github.com/NVIDIA/DeepLearningExamples) did, under `master params`:
 #   `list(amp.master_params(optimizer))`, in the order of the optimizer's groups.
 #
 # Our optimizer has two groups, matrices and the rest, as for weight decay. So its order is not the
@@ -1574,6 +1613,13 @@ def samples_per_second(dtype, batch):
     return batch / measure(step, device=device, repeats=15).median_s
 
 
+with OpLog() as one, torch.autocast("cpu", dtype=bf16):
+    nn.Linear(8, 8)(torch.ones(1, 8))
+with OpLog() as many, torch.autocast("cpu", dtype=bf16):
+    nn.Linear(8, 8)(torch.ones(256, 8))
+assert one.count("_to_copy") == many.count("_to_copy") == 3  # weight, bias and input
+
+
 # %% [markdown]
 # Throughput on the left, its ratio on the right:
 
@@ -1588,8 +1634,8 @@ _ = plots.throughput_over_batch(rates)
 
 # %% [markdown]
 # On the left, samples per second over the batch, both logarithmic; on the right, the speed-up, with
-# a line at 1, below which AMP loses. At batch 1 weights are cast for a single sample; at the
-# largest, the casts are shared by all. **Verdict: right.** But a larger batch is another training: it
+# a line at 1, below which AMP loses. Weights are cast once for each batch, as the last cell but one
+# counted: at batch 1 for a single sample, at the largest for all of them together. **Verdict: right.** But a larger batch is another training: it
 # needs another learning rate.
 #
 # ### 10. Profile before and after
@@ -1694,7 +1740,8 @@ print(f"{times['fp32'] / times[names[low]]:.2f}x as fast")
 #
 # ## Summary
 #
-# - Apex's levels were five settings. O1 is autocast with `GradScaler`, to the last bit. O2 is the same
+# - Apex's levels were five settings. O1 is autocast with `GradScaler`, to the last bit where their
+#   lists of ops agree; for cross-entropy they do not, so give it `logits.float()`. O2 is the same
 #   with weights stored twice, for 20 bytes per parameter in place of 16. O3 is `model.half()`, and
 #   swallows small updates.
 # - In the loop, `scale_loss` becomes `scale(loss).backward()`, and what Apex did at the end of its block
