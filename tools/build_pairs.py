@@ -1,6 +1,7 @@
 """Execute the notebooks and write their pairs: `pdm run notebooks [NAME …]`; `--check` compares.
 
 People edit `NAME.py`; `NAME.ipynb` is made from it, with outputs from the CPU at the quick scale.
+`--new 20_title` makes a notebook that passes every check, to be filled with what you have to say.
 The last figure of notebook 04 is also written as a picture, for the README.
 """
 
@@ -9,7 +10,9 @@ import base64
 import hashlib
 import io
 import os
+import re
 import sys
+from itertools import zip_longest
 from pathlib import Path
 
 import jupytext
@@ -20,10 +23,10 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from PIL import Image
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
-SETTINGS = {
-    "AMP_LAB_DEVICE": "cpu",
-    "AMP_LAB_SCALE": "quick",
-}  # what the committed outputs are made with
+TEMPLATE = Path(__file__).resolve().parent / "notebook_template.txt"
+# What the committed outputs are made with.
+SETTINGS = {"AMP_LAB_DEVICE": "cpu", "AMP_LAB_SCALE": "quick"}
+KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 CELL_TIMEOUT_S = 600
 README_FIGURE = FOLDER / "04_fp32_vs_amp.png"  # the last figure of the notebook of that name
 
@@ -38,17 +41,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help="beginning of a file name, e.g. 04 (default: all)"
     )
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
         "--check", action="store_true", help="run nothing; fail if a pair is out of step"
     )
+    what.add_argument("--new", metavar="NN_NAME", help="make notebooks/NN_NAME.py from a template")
     options = parser.parse_args(argv)
     try:
+        if options.new is not None:
+            print(new(options.new))
+            return 0
         sources = find(options.names)
         if options.check:
             check(sources)
         else:
             for source in sources:
                 print(source.name, flush=True)
+                prepare(source)
                 write_pair(execute(source), source)
     except Problem as problem:
         print(f"notebooks: {problem}", file=sys.stderr)
@@ -67,9 +76,49 @@ def find(names: list[str] = ()) -> list[Path]:
     return [source for source in sources if not names or source.name.startswith(tuple(names))]
 
 
+def new(name: str) -> str:
+    """Make `name`.py from the template; return what is to be done next."""
+    if not re.fullmatch(r"[0-9]{2}_[a-z0-9]+(_[a-z0-9]+)*", name):
+        raise Problem(f"{name!r} is no name of a notebook; give one like 20_title")
+    taken = [source.stem for source in find() if source.name[:3] == name[:3]]
+    if taken:
+        raise Problem(f"the number {name[:2]} is taken by {taken[0]}; give another one")
+    source, words = FOLDER / f"{name}.py", name[3:].replace("_", " ")
+    # "x": a file that was made meanwhile is not written over.
+    with source.open("x", encoding="utf-8") as file:
+        file.write(TEMPLATE.read_text(encoding="utf-8").replace("{words}", words))
+    return (
+        f"made {source}; write it, then make its pair with `pdm run notebooks {name[:2]}`, and add "
+        "it to the map in README.md"
+    )
+
+
+def prepare(source: Path) -> None:
+    """Give a `.py` without a header one that names the kernel, and see that a pair can match it."""
+    text = source.read_text(encoding="utf-8")
+    if not text.startswith("# ---\n"):
+        lines = (f"#     {key}: {value}\n" for key, value in KERNEL.items())
+        header = "".join(["# ---\n# jupyter:\n#   kernelspec:\n", *lines, "# ---\n\n"])
+        text = header + text.lstrip()
+        source.write_text(text, encoding="utf-8")
+        print(f"{source.name}: added the header that names its kernel", flush=True)
+    expected = as_text(read_source(source), source)
+    for number, pair in enumerate(zip_longest(text.split("\n"), expected.split("\n")), 1):
+        if pair[0] != pair[1]:  # `check` would find it out of step for ever
+            should = "not be there" if pair[1] is None else f"be {pair[1]!r}"
+            raise Problem(f"{source.name}, line {number}: should {should}, as jupytext writes it")
+
+
 def read_source(source: Path) -> nbformat.NotebookNode:
     """The notebook in a `.py` file, without outputs."""
-    return jupytext.read(source, config=load_jupytext_config(str(source)))
+    notebook = jupytext.read(source, config=load_jupytext_config(str(source)))
+    notebook.metadata.setdefault("kernelspec", KERNEL)
+    return notebook
+
+
+def as_text(notebook: nbformat.NotebookNode, source: Path) -> str:
+    """What the `.py` file of this notebook should say."""
+    return jupytext.writes(notebook, fmt="py:percent", config=load_jupytext_config(str(source)))
 
 
 def check(sources: list[Path]) -> None:
@@ -88,8 +137,7 @@ def check(sources: list[Path]) -> None:
                 f"{pair.name} is damaged ({reason}); make it again with: "
                 f"pdm run notebooks {source.stem}"
             ) from error
-        text = jupytext.writes(notebook, fmt="py:percent", config=load_jupytext_config(str(source)))
-        if text != source.read_text(encoding="utf-8"):
+        if as_text(notebook, source) != source.read_text(encoding="utf-8"):
             raise Problem(
                 f"{pair.name} is out of step with {source.name}; "
                 f"run: pdm run notebooks {source.stem}"
@@ -141,13 +189,11 @@ def _last_run(notebook: nbformat.NotebookNode, source: Path) -> str:
 
 def write_pair(notebook: nbformat.NotebookNode, source: Path) -> None:
     """Write the `.ipynb` of `source`; running again changes nothing but what the cells print."""
-    notebook.metadata = {
-        "kernelspec": notebook.metadata["kernelspec"]
-    }  # no Python version, no jupytext header
+    # No Python version of this machine, and no header of jupytext's.
+    notebook.metadata = {"kernelspec": notebook.metadata["kernelspec"]}
     seen: dict[str, int] = {}
-    for (
-        cell
-    ) in notebook.cells:  # ids that follow from the cell's text, where jupytext draws random ones
+    for cell in notebook.cells:
+        # An id that follows from the cell's text, where jupytext draws a random one.
         digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:8]
         seen[digest] = seen.get(digest, 0) + 1
         cell.id = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"

@@ -1,6 +1,8 @@
 """The notebooks: pairs in step and executed, every cell run, each also a plain script."""
 
 import ast
+import importlib
+import inspect
 import os
 import re
 import shutil
@@ -46,8 +48,10 @@ def run_script(source: Path, **settings: str) -> subprocess.CompletedProcess:
     )
 
 
-def test_there_are_notebooks_numbered_without_a_gap():
-    assert [int(name[:2]) for name in NAMES] == list(range(1, len(NAMES) + 1))
+def test_every_notebook_has_a_number_of_its_own():
+    numbers = [name[:2] for name in NAMES]
+    twice = {number for number in numbers if numbers.count(number) > 1}
+    assert not twice, f"two notebooks have the number {twice}; rename one of them"
     assert len(NAMES) >= 4
 
 
@@ -72,20 +76,25 @@ def test_a_changed_line_puts_the_pair_out_of_step(source, tmp_path):
 def test_pair_was_executed_from_top_to_bottom_without_a_word_on_stderr(source):
     pair = read_pair(source)
     code = [cell for cell in pair.cells if cell.cell_type == "code"]
-    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    anew = f"run: pdm run notebooks {source.stem}"
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), anew
     outputs = [output for cell in code for output in cell.outputs]
-    assert all(output.output_type != "error" for output in outputs)
-    assert all(output.get("name") != "stderr" for output in outputs)
+    assert all(output.output_type != "error" for output in outputs), anew
+    printed = [output.text for output in outputs if output.get("name") == "stderr"]
+    assert not printed, f"a cell warns; change it so that it does not, then {anew}: {printed}"
 
 
 @each_notebook
 def test_pair_is_small_and_holds_no_metadata_of_a_machine(source):
-    assert source.with_suffix(".ipynb").stat().st_size < MAX_BYTES
+    size = source.with_suffix(".ipynb").stat().st_size
+    assert size < MAX_BYTES, f"{size} bytes are too many: draw fewer figures, or print less"
     pair = read_pair(source)
-    assert set(pair.metadata) == {"kernelspec"}
+    anew = f"make the pair with: pdm run notebooks {source.stem}"
+    assert set(pair.metadata) == {"kernelspec"}, anew
     for cell in pair.cells:  # jupytext keeps the blank lines of the .py in lines_to_next_cell
-        assert set(cell.metadata) <= {"tags", "lines_to_next_cell"}
-        assert set(cell.metadata.get("tags", [])) <= {"nbval-ignore-output"}
+        assert set(cell.metadata) <= {"tags", "lines_to_next_cell"}, anew
+        tags = set(cell.metadata.get("tags", []))
+        assert tags <= {"nbval-ignore-output"}, f"no other tag than nbval-ignore-output: {tags}"
 
 
 @each_notebook
@@ -94,31 +103,39 @@ def test_frame(source):
     text = "\n".join(
         c.source for c in build_pairs.read_source(source).cells if c.cell_type == "markdown"
     )
-    assert len(re.findall(r"^# \S", text, re.MULTILINE)) == 1
+    titles = re.findall(r"^# \S.*", text, re.MULTILINE)
+    assert len(titles) == 1, f"write one title, '# Verb …', and '## …' for sections: {titles}"
     for heading in ("**What you'll do.**", "**What you'll learn.**", "**What you need.**"):
-        assert heading in text
+        assert heading in text, f"write a paragraph below the title that begins with {heading}"
     sections = re.findall(r"^## (.+)", text, re.MULTILINE)
-    assert sections[-3:] == ["Summary", "Exercises", "Further reading"]
+    last = ["Summary", "Exercises", "Further reading"]
+    assert sections[-3:] == last, f"end with the sections {last}, not {sections[-3:]}"
 
 
 @each_notebook
 def test_cells_are_short_and_the_notebook_asserts(source):
     cells = code_cells(source)
     lines = {i: sum(map(bool, cell.source.splitlines())) for i, cell in enumerate(cells)}
-    assert {i: n for i, n in lines.items() if n > MAX_CELL_LINES} == {}
+    long = {f"code cell {i + 1}": n for i, n in lines.items() if n > MAX_CELL_LINES}
+    assert not long, f"at most {MAX_CELL_LINES} lines a cell, make two of it: {long}"
     asserting = [
         cell
         for cell in cells
         if any(isinstance(node, ast.Assert) for node in ast.walk(ast.parse(cell.source)))
     ]
-    assert len(asserting) >= len(cells) / 3
+    assert len(asserting) >= len(cells) / 3, (
+        f"{len(asserting)} of {len(cells)} code cells assert something; a third of them must: "
+        "assert what the text says"
+    )
 
 
 @each_notebook
 def test_a_cell_that_nbval_does_not_compare_asserts_or_draws(source):
     for cell in code_cells(source):
         if "nbval-ignore-output" in cell.metadata.get("tags", []):
-            assert re.search(r"\bassert\b|plots\.|assert_close", cell.source), cell.source
+            assert re.search(r"\bassert\b|plots\.|assert_close", cell.source), (
+                f"assert what must hold on any machine in this cell, or draw it: {cell.source}"
+            )
 
 
 @each_notebook
@@ -126,7 +143,7 @@ def test_links_between_notebooks_lead_somewhere(source):
     for cell in build_pairs.read_source(source).cells:
         if cell.cell_type == "markdown":
             for target in re.findall(r"\]\((?!https?://)([^)#]+)", cell.source):
-                assert (source.parent / target).exists(), target
+                assert (source.parent / target).exists(), f"correct the link: no file {target}"
 
 
 @each_notebook
@@ -145,8 +162,50 @@ def test_is_a_plain_script_that_needs_little(source):
                 modules.add(node.module.partition(".")[0])
         if path == source:
             names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    assert modules - sys.stdlib_module_names <= SCRIPT_NEEDS.union(START_NEEDS.get(source.stem, ()))
-    assert not names & {"get_ipython", "display"}
+    more = modules - sys.stdlib_module_names - SCRIPT_NEEDS.union(START_NEEDS.get(source.stem, ()))
+    assert not more, f"a GPU machine's Python may lack {more}: do without, or see START_NEEDS"
+    assert not names & {"get_ipython", "display"}, "print it, or end the cell with it"
+
+
+def behind_a_door(node: ast.AST) -> list[str]:
+    """The modules inside of a room of amp_lab that this statement imports."""
+    names = []
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        names = [node.module]
+        if node.module.startswith("amp_lab."):  # from amp_lab.room import module
+            room = importlib.import_module(node.module)
+            inside = [a.name for a in node.names if inspect.ismodule(getattr(room, a.name, None))]
+            names += [f"{node.module}.{name}" for name in inside]
+    return [name for name in names if name.startswith("amp_lab.") and name.count(".") > 1]
+
+
+@each_notebook
+def test_imports_from_amp_lab_come_from_its_doors(source):
+    """From `amp_lab`, or from a room, whose `__init__` names what is for others."""
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        inside = behind_a_door(node)
+        assert not inside, (
+            f"line {node.lineno} imports {inside[0]}: import from "
+            f"{inside[0].rpartition('.')[0]} what its __init__ names, or name it there"
+        )
+
+
+@pytest.mark.parametrize(
+    ("line", "inside"),
+    [
+        ("import amp_lab", []),
+        ("from amp_lab import xray", []),
+        ("from amp_lab.data import batches", []),
+        ("from amp_lab.errors import DataError", []),
+        ("from amp_lab.data.images import ImageSet", ["amp_lab.data.images"]),
+        ("from amp_lab.data import images", ["amp_lab.data.images"]),
+        ("import amp_lab.data.images as images", ["amp_lab.data.images"]),
+    ],
+)
+def test_an_import_from_inside_of_a_room_is_noticed(line, inside):
+    assert behind_a_door(ast.parse(line).body[0]) == inside
 
 
 def imports_migration(node: ast.AST) -> bool:
@@ -181,7 +240,8 @@ def test_one_runs_as_a_script_without_a_warning():
 @each_notebook
 def test_set_up_is_the_same_in_every_notebook(source):
     more = ", ".join(f'"{name}"' for name in START_NEEDS.get(source.stem, ()))
-    assert f"device, scale = start({more})" in code_cells(source)[0].source
+    line = f"device, scale = start({more})"
+    assert line in code_cells(source)[0].source, f"the first code cell must have the line: {line}"
 
 
 def test_script_refuses_a_wrong_setting_in_one_line():
@@ -208,3 +268,43 @@ def test_a_cell_that_did_not_run_is_counted():
     assert cells_not_run(all_cells) == {}
     one = f"{NAMES[0]}.ipynb"
     assert cells_not_run(all_cells - {f"notebooks/{one}::Cell 0"}) == {one: 1}
+
+
+@pytest.fixture(scope="module")
+def new_notebook(tmp_path_factory) -> Path:
+    """A notebook as `pdm run notebooks --new` makes it, with its pair."""
+    root = tmp_path_factory.mktemp("new")
+    (root / "notebooks").mkdir()
+    shutil.copy(build_pairs.FOLDER.parent / "pyproject.toml", root)
+    shutil.copy(SOURCES[0].with_suffix(".ipynb"), root / "notebooks")  # which it links to
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build_pairs, "FOLDER", root / "notebooks")
+        assert build_pairs.main(["--new", "20_fused_optimizers"]) == 0
+        assert build_pairs.main(["20"]) == 0
+    return root / "notebooks" / "20_fused_optimizers.py"
+
+
+RULES = [
+    rule
+    for name, rule in list(globals().items())
+    if name.startswith("test_") and "source" in inspect.signature(rule).parameters
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=[rule.__name__ for rule in RULES])
+def test_a_new_notebook_passes_every_rule(rule, new_notebook, tmp_path):
+    given = {"source": new_notebook, "tmp_path": tmp_path}
+    rule(**{name: given[name] for name in inspect.signature(rule).parameters})
+
+
+def test_a_new_notebook_passes_the_linter(new_notebook):
+    ruff = shutil.which("ruff")
+    if ruff is None:
+        pytest.skip("the dependency group 'lint' is not installed")
+    name = f"notebooks/{new_notebook.name}"
+    for command in ("check", "format --check"):
+        line = [ruff, *command.split(), "--no-cache", "--stdin-filename", name, "-"]
+        text = new_notebook.read_text(encoding="utf-8")
+        root = build_pairs.FOLDER.parent
+        done = subprocess.run(line, cwd=root, input=text, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr

@@ -166,6 +166,72 @@ def test_a_damaged_pair_is_named(folder, capsys):
     assert "01_sound.ipynb is damaged" in said
 
 
+def test_a_notebook_without_a_header_is_given_one(folder, capsys):
+    source = folder / "20_plain.py"
+    source.write_text("# %%\n1 + 1\n")
+    assert build_pairs.main(["--check"]) == 2
+    assert "20_plain.py has no pair; make it with: pdm run notebooks 20_plain" in (
+        capsys.readouterr().err
+    )
+    assert build_pairs.main(["20"]) == 0
+    assert "20_plain.py: added the header that names its kernel" in capsys.readouterr().out
+    assert source.read_text() == HEADER.replace("Python 3\n", "Python 3 (ipykernel)\n") + (
+        "# %%\n1 + 1\n"
+    )
+    assert build_pairs.main(["--check"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "# ---\n# jupyter:\n#   jupytext:\n#     formats: ipynb,py\n# ---\n\n# %%\n1\n",
+            "line 3: ",
+        ),
+        (HEADER + "# %% [md]\n# A text.\n", "line 9: should be '# %% [markdown]', as jupytext"),
+    ],
+)
+def test_what_no_pair_can_match_is_told_before_it_is_run(folder, capsys, text, said):
+    (folder / "20_odd.py").write_text(text)
+    assert build_pairs.main(["20"]) == 2
+    printed = capsys.readouterr().err
+    assert len(printed.splitlines()) == 1
+    assert f"20_odd.py, {said}" in printed
+    assert not (folder / "20_odd.ipynb").exists()
+
+
+def test_a_new_notebook_is_made_and_what_to_do_next_is_said(folder, capsys):
+    assert build_pairs.main(["--new", "07_fused_optimizers"]) == 0
+    said = capsys.readouterr().out
+    assert "pdm run notebooks 07" in said
+    assert "README.md" in said
+    text = (folder / "07_fused_optimizers.py").read_text()
+    assert "# # Measure fused optimizers\n" in text
+    assert "{" not in text.partition("# %%\n")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("20", "'20' is no name of a notebook; give one like 20_title"),
+        ("title", "'title' is no name"),
+        ("20_Title", "'20_Title' is no name"),
+        ("20_two words", "'20_two words' is no name"),
+        ("../20_title", "'../20_title' is no name"),
+        ("", "'' is no name"),
+        ("07_other", "the number 07 is taken by 07_title"),
+        ("07_title", "the number 07 is taken by 07_title"),
+    ],
+)
+def test_a_new_notebook_of_a_wrong_name_is_refused_in_one_line(folder, capsys, name, said):
+    (folder / "07_title.py").write_text("as it was")
+    assert build_pairs.main(["--new", name]) == 2
+    printed = capsys.readouterr().err
+    assert len(printed.splitlines()) == 1
+    assert said in printed
+    assert [path.read_text() for path in folder.iterdir()] == ["as it was"]
+
+
 def test_running_twice_changes_nothing(folder):
     source = folder / "01_sound.py"
     source.write_text(HEADER + "# %% [markdown]\n# # Add\n\n# %%\n1 + 1\n\n# %%\n1 + 1\n")
@@ -215,7 +281,9 @@ def test_the_readme_shows_the_figure_of_notebook_04():
 def test_the_readme_maps_every_notebook():
     readme = (ROOT / "README.md").read_text()
     for source in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.py")):
-        assert re.search(rf"\]\(notebooks/{source.stem}\.ipynb\)", readme), source.stem
+        assert re.search(rf"\]\(notebooks/{source.stem}\.ipynb\)", readme), (
+            f"add a row with a link to notebooks/{source.stem}.ipynb to the map in README.md"
+        )
 
 
 def test_what_the_readme_links_to_is_there():

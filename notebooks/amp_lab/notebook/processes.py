@@ -51,11 +51,11 @@ def run_workers(
         def rank_and_size(offset): ...
         run_workers(rank_and_size, processes=2, offset=10)
 
-    The processes run under ``torchrun --standalone`` on this machine; what they get and return is
-    said at the top of this file. Each has one thread, and joins a process group if it wants one.
+    They run under ``torchrun --standalone`` with one thread each, and join a process group if they
+    want one. The top of this file says what can be sent to them, and come back.
 
-    Raises `ParallelError` for what cannot be sent; for a process that fails, with its last lines;
-    and if they have not all ended after `timeout_s` seconds, with the line at which each one was.
+    Raises `ParallelError` for anything else; for a process that fails, with its last lines; and if
+    not all have ended after `timeout_s` seconds, with the line at which each one was.
     """
     if processes < 1:
         raise ParallelError(f"processes={processes} must be at least 1")
@@ -91,13 +91,13 @@ def run_on_backends(
         def sum_of_squares(x): return float(keras.ops.sum(x * x))
         run_on_backends(sum_of_squares, x=torch.ones(3))
 
-    Keras has one backend in a process, which KERAS_BACKEND names when it is imported. So each gets
-    a process; what they get and return is said at the top of this file. On a CPU they run at the
-    same time and share its cores, elsewhere one after another. `device` is that of the torch
-    backend, and if it is ``cpu``, TensorFlow sees no GPU either. No settings file of Keras is read.
+    Keras has one backend in a process, so each gets one; the top of this file says what can be sent
+    to it, and come back. On a CPU they run at the same time and share its cores, else one after the
+    other. `device` is that of the torch backend, and if it is ``cpu``, TensorFlow sees no GPU
+    either. No settings file of Keras is read.
 
-    Raises `ParallelError` for what cannot be sent; for a process that fails, with its last lines;
-    and for one that has not ended after `timeout_s` seconds.
+    Raises `ParallelError` for anything else; for a process that fails, with its last lines; and for
+    one that has not ended after `timeout_s` seconds.
     """
     backends, device = tuple(backends), torch.device(device)
     groups = [backends] if device.type == "cpu" else [[backend] for backend in backends]
@@ -114,17 +114,21 @@ def run_on_backends(
                     started[backend] = running.enter_context(process)
                 for backend, process in started.items():
                     code = _exit_code(process, deadline - time.monotonic())
+                    name = f"{function.__name__} on {backend}"
+                    if code is None:
+                        raise ParallelError(f"{name}: did not end within {timeout_s:g} s")
                     if code != 0:
-                        how = _how_it_failed(code, timeout_s, folder, backend)
-                        raise ParallelError(f"{function.__name__} on {backend}: {how}")
+                        how = f"ended by signal {-code}" if code < 0 else "failed"
+                        last = _end_of(folder / f"error-{backend}.txt", folder / f"{backend}.log")
+                        raise ParallelError(f"{name}: {how}\n{last}".rstrip())
         return {backend: _load_plain(folder / f"result-{backend}.pt") for backend in backends}
 
 
 def _settings(threads: int) -> dict[str, str]:
     """Environment of a process that finds this package, and computes with so many threads."""
-    paths = [_PACKAGES, *filter(None, [os.environ.get("PYTHONPATH")])]
-    counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-    return counts | {"PYTHONPATH": os.pathsep.join(paths)}
+    paths = filter(None, [_PACKAGES, os.environ.get("PYTHONPATH")])
+    settings = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    return settings | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _keras_settings(
@@ -148,13 +152,10 @@ def _started(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process that prints into `log`, and that is ended if it still runs afterwards."""
     with log.open("wb") as file:
+        streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
+        # In a session of its own, so that all that it starts can be killed with it.
         process = subprocess.Popen(
-            command,
-            env=os.environ | settings,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,  # so that all that it starts can be killed with it
+            command, env=os.environ | settings, start_new_session=True, **streams
         )
         try:
             yield process
@@ -174,26 +175,14 @@ def _exit_code(process: subprocess.Popen[bytes], timeout_s: float) -> int | None
         return None
 
 
-def _text(path: Path | None) -> str:
-    return path.read_text(encoding="utf-8", errors="replace") if path and path.exists() else ""
+def _text(*paths: Path) -> str:
+    """What is in the first of these files that is there."""
+    return next((p.read_text("utf-8", errors="replace") for p in paths if p.exists()), "")
 
 
-def _end_of(path: Path | None) -> str:
-    """The last lines in a file, indented, for an error."""
-    return textwrap.indent("\n".join(_text(path).strip().splitlines()[-_LAST_LINES:]), "  ")
-
-
-def _how_it_failed(code: int | None, timeout_s: float, folder: Path, backend: str) -> str:
-    if code is None:
-        return f"did not end within {timeout_s:g} s"
-    error = folder / f"error-{backend}.txt"
-    how = f"ended by signal {-code}" if code < 0 else "failed"
-    return f"{how}\n{_end_of(error if error.exists() else folder / f'{backend}.log')}".rstrip()
-
-
-def _log_of(folder: Path, rank: str) -> Path | None:
-    """What a rank wrote to stderr, if it wrote anything."""
-    return next((folder / "logs").glob(f"*/attempt_0/{rank}/stderr.log"), None)
+def _end_of(*paths: Path) -> str:
+    """The last lines of that, indented, for an error."""
+    return textwrap.indent("\n".join(_text(*paths).strip().splitlines()[-_LAST_LINES:]), "  ")
 
 
 def _where_each_was(folder: Path, processes: int) -> str:
@@ -203,7 +192,8 @@ def _where_each_was(folder: Path, processes: int) -> str:
     frame = re.compile(re.escape(f'File "{script}", line ') + r"(\d+) in (\w+)")
     found = ""
     for rank in range(processes):
-        call = frame.search(_text(_log_of(folder, str(rank))))  # the innermost comes first
+        log = folder.glob(f"logs/*/attempt_0/{rank}/stderr.log")
+        call = frame.search(_text(*log))  # the innermost comes first
         place = f"{call[2]}: {lines[int(call[1]) - 1].strip()}" if call else "unknown"
         found += f"\n  rank {rank} was in {place}"
     return found
@@ -215,8 +205,8 @@ def _what_went_wrong(folder: Path, processes: int) -> str:
     for rank, code in re.findall(r"rank +: (\d+) .*\n +exitcode +: (-?\d+)", _text(log)):
         # Killed, and not by torchrun, which ends those that are left with SIGTERM.
         if int(code) < 0 and int(code) != -signal.SIGTERM:
-            how = f"was ended by signal {-int(code)}\n{_end_of(_log_of(folder, rank))}"
-            return f"rank {rank} of {processes} {how}".rstrip()
+            last = _end_of(*folder.glob(f"logs/*/attempt_0/{rank}/stderr.log"))
+            return f"rank {rank} of {processes} was ended by signal {-int(code)}\n{last}".rstrip()
     errors = sorted(folder.glob("error-*.txt"), key=lambda path: path.stat().st_mtime_ns)
     if errors:  # the first; others fail because of it
         rank = errors[0].stem.removeprefix("error-")
@@ -227,8 +217,8 @@ def _what_went_wrong(folder: Path, processes: int) -> str:
 def run_here(function: Callable[..., object], variable: str) -> None:
     """Run `function` in a process that was started for it; the last line of its script.
 
-    `variable` of the environment tells the processes apart. The arguments lie in the folder that
-    the command line names; the result, or the error, is left there.
+    The arguments lie in the folder that the command line names; the result, or the error, is left
+    there under a name with the value that `variable` has in the environment of this process alone.
     """
     if hasattr(faulthandler, "register"):  # not on Windows
         faulthandler.register(signal.SIGTERM, chain=True)  # where it was, if it is told to end
@@ -258,14 +248,10 @@ def _folder_for(
 
 
 def script_of(function: Callable, needed: tuple[Callable, ...], call: str) -> str:
-    """A script that imports and defines what `function` needs, and ends with the lines in `call`.
-
-    Raises `ParallelError` for a function without source, or with a name that cannot be had there.
-    """
+    """A script that imports and defines what `function` needs, and ends with `call`."""
     functions = [*needed, function]
-    known = {each.__name__ for each in functions} | vars(
-        builtins
-    ).keys()  # IPython has its own open
+    # Builtins too, although a notebook may have another `open`: IPython has its own.
+    known = {each.__name__ for each in functions} | vars(builtins).keys()
     sources, imports = [], {}
     for each in functions:
         sources.append(_source(each))
@@ -317,10 +303,7 @@ def _import_line(name: str, value: object, user: Callable) -> str:
 
 
 def _save_plain(value: object, path: Path, what: str) -> None:
-    """Write numbers, text, dtypes, tensors, and dicts, lists and tuples of them.
-
-    Raises `ParallelError` for anything else; `what` says what it is.
-    """
+    """Write plain data; raises `ParallelError` for anything else, which `what` names."""
     try:
         torch.save(value, path)
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)

@@ -4,7 +4,6 @@ import enum
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable
 
 import torch
 
@@ -36,16 +35,6 @@ def pick_scale(device: torch.device) -> Scale:
     return Scale(name)
 
 
-def require(packages: Iterable[str]) -> None:
-    """Raise `OptionError` if one of these modules is not installed."""
-    missing = [name for name in packages if importlib.util.find_spec(name) is None]
-    if missing:
-        raise OptionError(
-            f"this notebook needs {' and '.join(missing)}, not installed here; `pdm sync` installs "
-            "all that the notebooks need"
-        )
-
-
 def start(*packages: str) -> tuple[torch.device, Scale]:
     """Device and scale for a notebook, chosen by `pick_device` and `pick_scale`.
 
@@ -55,8 +44,13 @@ def start(*packages: str) -> tuple[torch.device, Scale]:
     One that is not installed, or a wrong AMP_LAB_DEVICE or AMP_LAB_SCALE, ends a plain script with
     one line on stderr and exit code 2; in Jupyter the same line is the cell's error.
     """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
     try:
-        require(packages)
+        if missing:
+            raise OptionError(
+                f"this notebook needs {' and '.join(missing)}, not installed here; `pdm sync` "
+                "installs all that the notebooks need"
+            )
         device = pick_device()
         return device, pick_scale(device)
     except AmpLabError as error:
