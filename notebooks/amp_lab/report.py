@@ -1,6 +1,7 @@
 """Tables as text, as Markdown and as HTML, and the words that stand in them."""
 
 import html
+import json
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -90,6 +91,14 @@ class Printed:
 
     def _table(self) -> Table:
         raise NotImplementedError
+
+    def _contents(self) -> Any:
+        """What `to_json` writes; dtypes and records in it are made plain."""
+        return self
+
+    def to_json(self) -> str:
+        """All that it holds, as JSON; dtypes by names such as ``float16``."""
+        return json.dumps(to_plain(self._contents()), indent=1)
 
     def to_markdown(self) -> str:
         """The table of `str`, in Markdown."""

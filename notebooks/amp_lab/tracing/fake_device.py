@@ -5,22 +5,29 @@ import dataclasses
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from amp_lab.backends import BACKENDS, backend
 from amp_lab.errors import DeviceError, TraceError
+from amp_lab.report import dtype_name
 from amp_lab.torch_versions import fused_gru_on_fakes
+from amp_lab.tracing.attention import attention_of
 from amp_lab.tracing.device_guard import idle_guard
-from amp_lab.tracing.ops_seen import storage_key
+from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key
 
-LOWER_DTYPES = (torch.float16, torch.bfloat16)  # what autocast takes, on every backend
+# What an op raises on fake tensors if its result, or the size of it, depends on values.
+NEEDS_VALUES = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+)
 
 
 def checked_backend(device_type: str) -> str:
@@ -50,6 +57,16 @@ def checked_dtype(device_type: str, dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
+def check_weights(model: nn.Module) -> None:
+    """Raise `TraceError` for a parameter in low precision: autocast works on fp32 weights."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype.itemsize < 4:
+            raise TraceError(
+                f"parameter {name!r} is {dtype_name(parameter.dtype)} already: autocast casts fp32 "
+                "weights itself; give the model before .half() or .to(dtype), or call model.float()"
+            )
+
+
 def fake_mode() -> FakeTensorMode:
     """A mode in which tensors have a shape, a dtype and a device, but no values and no memory.
 
@@ -73,25 +90,12 @@ def autocast_on(
     does not take.
     """
     dtype = checked_dtype(device_type, dtype)
-    # torch.autocast checks that the device is there, and then sets this state. The dispatcher obeys
-    # the state alone, so that fake tensors on the device are cast as real ones are.
-    before = (
-        torch.is_autocast_enabled(device_type),
-        torch.get_autocast_dtype(device_type),
-        torch.is_autocast_cache_enabled(),
-    )
-    torch.set_autocast_enabled(device_type, enabled)
-    torch.set_autocast_dtype(device_type, dtype)
-    torch.set_autocast_cache_enabled(cache_enabled)
-    torch.autocast_increment_nesting()
-    try:
+    # torch.autocast checks what the device can do when it is made, and switches itself off. The
+    # dispatcher obeys the state that it sets alone, so that fake tensors are cast as real ones are.
+    block = torch.autocast(device_type, torch.float16, enabled=False, cache_enabled=cache_enabled)
+    block._enabled, block.fast_dtype = enabled, dtype
+    with block:
         yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        torch.set_autocast_enabled(device_type, before[0])
-        torch.set_autocast_dtype(device_type, before[1])
-        torch.set_autocast_cache_enabled(before[2])
 
 
 @contextmanager
@@ -116,16 +120,16 @@ def absent_device(device_type: str) -> Iterator[None]:
     """The block in which torch does not look for the device when it works on fake tensors there.
 
     `FakeTensorMode` provides for CUDA where torch was built with it, `idle_guard` for all others.
-    Does nothing if the device is here. Raises `DeviceError` if torch keeps its guards out of reach.
+    If the device is here, only `attention_of` it counts. Raises `DeviceError` if torch keeps its
+    guards out of reach.
     """
-    checked_backend(device_type)
-    row = backend(device_type)
-    if row.is_available():
-        yield
-        return
-    guard = nullcontext() if row.has_fake_guard() else idle_guard(row)
-    # cuDNN would read the memory of a recurrent network's weights, which fakes do not have.
-    with attribute_set(torch.backends.cudnn, "enabled", False), guard:
+    row = backend(checked_backend(device_type))
+    with attention_of(row), ExitStack() as stack:
+        if not row.is_available():
+            # cuDNN would read the memory of a recurrent network's weights, which fakes do not have.
+            stack.enter_context(attribute_set(torch.backends.cudnn, "enabled", False))
+            if not row.has_fake_guard():
+                stack.enter_context(idle_guard(row))
         yield
 
 

@@ -1,11 +1,10 @@
 """A memory forecast, and several side by side: as text, as a table, as JSON and as a figure."""
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from amp_lab.precision import Precision
-from amp_lab.report import Printed, Table, to_plain
+from amp_lab.report import Printed, Table
 
 # What a line of the table says, and the attribute of `MemoryForecast` that it shows.
 _ROWS = {
@@ -67,13 +66,8 @@ class MemoryForecast(Printed):
         """What is in use at the peak and belongs to no other part."""
         return self.at_peak["temporaries"]
 
-    def as_dict(self) -> dict[str, Any]:
-        """All of it, as JSON has it."""
-        return to_plain(self) | {"peak": self.peak, "peak_phase": self.peak_phase}
-
-    def to_json(self) -> str:
-        """`as_dict` as text."""
-        return json.dumps(self.as_dict(), indent=1)
+    def _contents(self) -> dict[str, Any]:
+        return {**vars(self), "peak": self.peak, "peak_phase": self.peak_phase}
 
     def _table(self) -> Table:
         return MemoryTable((self,))._table()
@@ -99,12 +93,11 @@ class MemoryTable(Printed):
 
         return plots.memory_against_batch(self.curves, self.memory_bytes)
 
-    def to_json(self) -> str:
-        """The forecasts, the memory and the largest batches as text."""
-        contents: dict[str, Any] = {"forecasts": [f.as_dict() for f in self.forecasts]}
+    def _contents(self) -> dict[str, Any]:
+        contents: dict[str, Any] = {"forecasts": [f._contents() for f in self.forecasts]}
         if self.memory_bytes is not None:
             contents |= {"memory_bytes": self.memory_bytes, "largest_batch": self.largest}
-        return json.dumps(contents, indent=1)
+        return contents
 
     def _table(self) -> Table:
         first = self.forecasts[0]

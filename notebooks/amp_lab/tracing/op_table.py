@@ -7,7 +7,6 @@ to one is read from a call that is caught between autocast's kernel for the op a
 import dataclasses
 import functools
 import itertools
-import json
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -23,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_lab.backends import backend
 from amp_lab.errors import AmpLabWarning, first_line
-from amp_lab.report import Printed, Table, dtype_name, short_name, to_plain
+from amp_lab.report import Printed, Table, short_name
 from amp_lab.tracing.fake_device import (
     absent_device,
     autocast_on,
@@ -66,15 +65,9 @@ class OpTable(Printed, list[OpRule]):
         self.device_type, self.dtype = device_type, dtype
         self.real = real  # whether ops were called on the device itself, not on fake tensors
 
-    def to_json(self) -> str:
-        """The table as JSON, with dtypes by their names."""
-        about = {
-            "torch": torch.__version__,
-            "device_type": self.device_type,
-            "dtype": dtype_name(self.dtype),
-            "real": self.real,
-        }
-        return json.dumps(about | {"ops": to_plain(list(self))}, indent=2)
+    def _contents(self) -> dict[str, Any]:
+        about = {"torch": torch.__version__, "device_type": self.device_type}
+        return about | {"dtype": self.dtype, "real": self.real, "ops": list(self)}
 
     def _table(self) -> Table:
         rows = [
@@ -119,10 +112,9 @@ class OpDifferences(Printed, list[OpDifference]):
         super().__init__(rows)
         self.names = names
 
-    def to_json(self) -> str:
-        """The table as JSON, with dtypes by their names."""
+    def _contents(self) -> dict[str, Any]:
         rows = [{"op": row.op, "policies": [row.first, row.second]} for row in self]
-        return json.dumps({"device_types": list(self.names), "ops": rows}, indent=2)
+        return {"device_types": self.names, "ops": rows}
 
     def _table(self) -> Table:
         first, second = self.names

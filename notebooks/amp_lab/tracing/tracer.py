@@ -23,16 +23,16 @@ from torch.utils._pytree import tree_map_only
 
 from amp_lab.backends import backend
 from amp_lab.errors import TraceError
+from amp_lab.tracing.attention import ATTENTION, Attention
 from amp_lab.tracing.fake_device import (
-    LOWER_DTYPES,
+    NEEDS_VALUES,
     attribute_set,
     autocast_of_the_model,
     autocast_on,
     how_to_do_without,
 )
 from amp_lab.tracing.ops_seen import (
-    ATTENTION,
-    Attention,
+    LOWER_DTYPES,
     computes_nothing,
     flops,
     storage_key,
@@ -54,10 +54,6 @@ _CASTING = {
 }  # fmt: skip
 _SDPA = F.scaled_dot_product_attention
 _PLAIN_NAMES = {"__matmul__": "matmul", "__rmatmul__": "matmul"}
-_NEEDS_VALUES = (
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.DynamicOutputShapeException,
-)
 _NOT_FAKED = (
     fake_tensor.UnsupportedOperatorException,
     fake_tensor.UnsupportedFakeTensorException,
@@ -189,7 +185,7 @@ class Tracer:
                     self.in_loss = True
                     loss = loss_fn(output)
                     self.loss_dtype = loss.dtype if isinstance(loss, torch.Tensor) else None
-            except (*_NEEDS_VALUES, *_NOT_FAKED) as error:
+            except (*NEEDS_VALUES, *_NOT_FAKED) as error:
                 raise TraceError(self._beyond_fakes(error)) from error
             except Exception as error:  # whatever the model raises: `xray` says it, or raises it
                 self.error = error
@@ -200,10 +196,8 @@ class Tracer:
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 self.classes[name] = type(module).__name__
-                enter, leave = (
-                    functools.partial(self._enter, name),
-                    functools.partial(self._leave, name),
-                )
+                enter = functools.partial(self._enter, name)
+                leave = functools.partial(self._leave, name)
                 stack.callback(module.register_forward_pre_hook(enter).remove)
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)
             yield
@@ -389,11 +383,9 @@ class _Functions(TorchFunctionMode):
                 # Modes are off inside of it, so that its attention has to be sent here.
                 with attribute_set(F, ATTENTION, self._attention_inside):
                     return func(*args, **kwargs)
-            return (
-                self._run_whole(call, func, args, kwargs)
-                if call.is_whole
-                else func(*args, **kwargs)
-            )
+            if call.is_whole:
+                return self._run_whole(call, func, args, kwargs)
+            return func(*args, **kwargs)
 
     def _attention_inside(self, *args, **kwargs) -> object:
         return self.__torch_function__(_SDPA, (), args, kwargs)
@@ -409,10 +401,9 @@ class _Functions(TorchFunctionMode):
         call.shapes = {call.key(t): tuple(t.shape) for t in ins}
         run = functools.partial(func, *args, **kwargs)
         if call.name == ATTENTION:
-            attention = Attention(*args, **kwargs)
-            count = attention.flops()
+            count = Attention(*args, **kwargs).flops()
             if self._tracer.to_fake is not None and not self._backend.is_host:
-                run = functools.partial(self._attention, call.dtype, attention)
+                run = functools.partial(self._attention, func, args, kwargs)
         elif call.is_rnn:
             count = self._tracer.rnn_flops(ins)
             if self._tracer.to_fake is not None and call.name in _RNN_LAYERS:
@@ -421,12 +412,9 @@ class _Functions(TorchFunctionMode):
         self._tracer.note(call, call.name, ins, tensors_in(out), count)
         return out
 
-    def _attention(self, dtype: torch.dtype | None, attention: Attention) -> torch.Tensor:
-        """Attention by its definition: to choose a kernel, torch would ask the absent device."""
-        attention = attention.autocast_to(dtype)
-        with autocast_on(self._device_type, enabled=False):
-            out = attention.in_plain_ops()
-        # In memory as the kernels of real devices leave it: (B, T, H, D).
+    def _attention(self, func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
+        """Attention, in memory as the kernels of real devices leave it: (B, T, H, D)."""
+        out = func(*args, **kwargs)
         return out.transpose(1, 2).contiguous().transpose(1, 2) if out.dim() == 4 else out
 
     def _rnn(self, call: _Call, func: Callable, args: tuple) -> tuple[torch.Tensor, ...]:

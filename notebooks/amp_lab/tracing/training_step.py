@@ -1,7 +1,9 @@
 """One training step on fake tensors, and the forecast that comes of it."""
 
+import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,30 +15,34 @@ from torch._subclasses import fake_tensor
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 
+from amp_lab.backends import backend
 from amp_lab.errors import AmpLabError, TraceError, first_line
 from amp_lab.precision import Precision
-from amp_lab.report import dtype_name
+from amp_lab.torch_versions import step_counters_on_host
 from amp_lab.tracing.backward import run_backward
 from amp_lab.tracing.fake_device import (
+    NEEDS_VALUES,
     FakeRun,
     autocast_of_the_model,
     autocast_on,
+    check_weights,
     checked_backend,
     fake_mode,
     how_to_do_without,
     on_fake_device,
 )
-from amp_lab.tracing.fused_attention import fused_attention
 from amp_lab.tracing.memory_result import MemoryForecast
-from amp_lab.tracing.optimizer_memory import OPTIMIZERS, optimizer_bytes
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
 
-LossFunction = Callable[[Any], torch.Tensor]
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1),
+    "sgd-momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-4),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+"""The optimizers by name. Each is really run, on tensors without memory, to see what it needs."""
 
-_VALUES_ASKED_FOR = (
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.DynamicOutputShapeException,
-)
+LossFunction = Callable[[Any], torch.Tensor]
 
 
 class TrainingStep:
@@ -57,13 +63,7 @@ class TrainingStep:
         checked_backend(device_type)
         if optimizer not in OPTIMIZERS:
             raise TraceError(f"optimizer {optimizer!r}: give one of {', '.join(OPTIMIZERS)}")
-        for name, parameter in model.named_parameters():
-            if parameter.dtype.is_floating_point and parameter.dtype.itemsize < 4:
-                raise TraceError(
-                    f"parameter {name} is {dtype_name(parameter.dtype)} already: autocast works "
-                    "on fp32 weights; give the model before .half() or .to(dtype), or call "
-                    "model.float()"
-                )
+        check_weights(model)
         self.model, self.device_type, self.optimizer = model, device_type, optimizer
         self.precision, self._loss_fn = Precision(precision), loss_fn
 
@@ -89,7 +89,6 @@ class TrainingStep:
         with (
             _one_line_errors(type(self.model).__name__, shapes),
             ledger,
-            fused_attention(self.device_type),
             # Around the backward pass too, in which activation checkpointing calls modules again.
             _reparametrize_module(self.model, run.parameters | run.buffers),
         ):
@@ -174,6 +173,50 @@ class TracedStep:
         )
 
 
+def optimizer_bytes(
+    name: str, parameters: Iterable[tuple[tuple[int, ...], torch.dtype]], device_type: str
+) -> tuple[int, int]:
+    """Bytes of the optimizer's state, and the most that its step takes on top of it.
+
+    `name` is a key of `OPTIMIZERS`; `parameters` are the shape and dtype of each.
+    """
+    state = most = 0
+    for (shape, dtype), count in Counter(parameters).items():
+        state_of_one, most_of_one = _bytes_for_one(name, shape, dtype, device_type)
+        state += count * state_of_one
+        # In one call for all, the temporaries of all are there together; else those of one.
+        if backend(device_type).foreach:
+            most += count * most_of_one
+        else:
+            most = max(most, most_of_one)
+    return state, most
+
+
+@functools.cache  # a transformer has the same few shapes in every block
+def _bytes_for_one(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, device_type: str
+) -> tuple[int, int]:
+    """The same for one parameter, from two steps on ``meta``: the first makes the state."""
+    device = backend(device_type)
+    with step_counters_on_host():
+        parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+        parameter.grad = torch.empty_like(parameter)
+        optimizer = OPTIMIZERS[name]([parameter], foreach=device.foreach)
+        optimizer.step()
+        tensors = [t for t in optimizer.state[parameter].values() if isinstance(t, torch.Tensor)]
+        ledger = StorageLedger("meta")
+        ledger.own("optimizer", [parameter, parameter.grad, *tensors])
+        ledger.mark("before")
+        with ledger:
+            optimizer.step()
+        ledger.mark("after")
+    # Counters of steps, which torch keeps on the host, take memory of the device on a CPU only.
+    state = [t.nbytes for t in tensors if t.is_meta or device.is_host]
+    trace = ledger.trace()
+    in_use = trace.in_use()[trace.marks["before"] - 1 :]
+    return sum(state), int(in_use.max() - in_use[0])
+
+
 def _caveats(model: nn.Module) -> tuple[str, ...]:
     kinds = {type(m).__name__ for m in model.modules() if isinstance(m, nn.RNNBase)}
     return tuple(
@@ -200,7 +243,7 @@ def _one_line_errors(name: str, shapes: tuple) -> Iterator[None]:
 
 
 def _reason(error: Exception, shapes: tuple) -> str:
-    if isinstance(error, _VALUES_ASKED_FOR):
+    if isinstance(error, NEEDS_VALUES):
         remedy = how_to_do_without(error) or "forecast the part of the model before or after it"
         depends = f"the result of {error.func} depends on values, which a forecast does not have"
         return f": {depends}: {remedy}"

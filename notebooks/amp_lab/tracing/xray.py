@@ -17,7 +17,7 @@ from amp_lab.precision import require_backend
 from amp_lab.report import dtype_name
 from amp_lab.tracing.advice import advise
 from amp_lab.tracing.fake_device import (
-    LOWER_DTYPES,
+    check_weights,
     checked_backend,
     checked_dtype,
     fake_mode,
@@ -148,12 +148,8 @@ def _check_model(model: object, real: bool) -> None:
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         # Its hooks and copies for each device would be traced, and their names are not the model's.
         raise TraceError(f"{type(model).__name__} wraps the model: give its .module")
+    check_weights(model)
     for name, tensor in model.named_parameters():
-        if tensor.dtype in LOWER_DTYPES:
-            raise TraceError(
-                f"parameter {name!r} is {dtype_name(tensor.dtype)} already: autocast casts float32 "
-                "weights itself; call model.float() first"
-            )
         _check_values(tensor, f"parameter {name!r}", real)
 
 

@@ -4,9 +4,9 @@ import dataclasses
 import difflib
 import functools
 import itertools
-import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -14,14 +14,12 @@ from amp_lab.report import (
     Printed,
     Table,
     bytes_text,
-    dtype_name,
     listed,
     plural,
     share_text,
     short_name,
-    to_plain,
 )
-from amp_lab.tracing.fake_device import LOWER_DTYPES
+from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.records import LOSS, Cast, OpRecord
 
 _MAX_LINES = 28  # of the table; deeper modules are summed up
@@ -60,15 +58,14 @@ class Xray(Printed):
         low = sum(row.flops for row in self.rows if row.dtype in LOWER_DTYPES)
         return low / total if total else 0.0
 
-    def to_json(self) -> str:
-        """Everything, as JSON; dtypes are written as ``float16``."""
-        everything = to_plain(self)
-        del everything["classes"]
-        everything["outputs"] = {
-            place: {"dtype": dtype_name(dtype), "shape": list(shape)}
+    def _contents(self) -> dict[str, Any]:
+        outputs = {
+            place: {"dtype": dtype, "shape": shape}
             for place, (dtype, shape) in self.outputs.items()
         }
-        return json.dumps(everything, indent=1)
+        contents = vars(self) | {"outputs": outputs}
+        del contents["classes"]
+        return contents
 
     def _table(self) -> Table:
         total = sum(row.flops for row in self.rows)
@@ -247,9 +244,8 @@ class Comparison(Printed):
         a, b = (f"{x.device_type} {short_name(x.dtype)}" for x in (self.a, self.b))
         return (a, b) if a != b else (f"{a} (a)", f"{b} (b)")
 
-    def to_json(self) -> str:
-        """The ops that differ, as JSON."""
-        return json.dumps({"names": self.names, "different": to_plain(self.different)}, indent=1)
+    def _contents(self) -> dict[str, Any]:
+        return {"names": self.names, "different": self.different}
 
     def _table(self) -> Table:
         groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
