@@ -119,9 +119,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def short_name(dtype: torch.dtype) -> str:
-    """``fp16`` for torch.float16, and so on; the names of integers are short already."""
-    return _SHORT.get(dtype, dtype_name(dtype))
+def short_name(dtype: torch.dtype | None) -> str:
+    """``fp16`` for torch.float16, and so on; ``-`` for None. Integers' names are short already."""
+    return _SHORT.get(dtype, dtype_name(dtype)) if dtype else "-"
 
 
 def to_plain(value: Any) -> Any:

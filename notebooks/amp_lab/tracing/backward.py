@@ -80,8 +80,9 @@ class _Walk:
         for i, (child, index) in enumerate(children):
             if child is None:  # an input that needs no gradient
                 continue
-            if i < len(results) and results[i] is not None:
-                self._arrive(child, index, results[i])
+            gradient = results[i] if i < len(results) else None
+            if gradient is not None:
+                self._arrive(child, index, gradient)
             self._waits[child] -= 1
             if not self._waits[child]:
                 self._push(child)
@@ -141,5 +142,5 @@ def _call(node: Node, arrived: dict[int, torch.Tensor]) -> Gradients:
             ]
         results = node.apply(*gradients)
     else:
-        results = node(*gradients)
+        results = node(*gradients)  # pyrefly: ignore[not-callable]: torch's stub lacks __call__
     return results if isinstance(results, tuple) else (results,)

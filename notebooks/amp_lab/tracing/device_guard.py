@@ -22,12 +22,9 @@ _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 
 @contextmanager
 def idle_guard(row: Backend) -> Iterator[None]:
-    """The block in which the device's guard is that of ``meta``, which does nothing.
-
-    Raises `DeviceError` if torch keeps its guards out of reach.
-    """
+    """The block in which the device has ``meta``'s guard; `DeviceError` if it is out of reach."""
     kinds = torch._C._autograd.DeviceType
-    place, meta = getattr(kinds, row.key).value, kinds.Meta.value
+    place, meta = (int(getattr(kinds, name)) for name in (row.key, "Meta"))
     guards = _registry(row, 1 + max(place, meta))
     if guards[place] is not None:  # this block is inside another one
         yield

@@ -42,10 +42,7 @@ def checked_backend(device_type: str) -> str:
 
 
 def checked_dtype(device_type: str, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype that autocast on `device_type` computes in, its own default for None.
-
-    Raises `DeviceError` for what autocast does not take.
-    """
+    """The dtype of autocast on `device_type`, its default for None; `DeviceError` if it is none."""
     checked_backend(device_type)
     if dtype is None:
         return torch.get_autocast_dtype(device_type)
@@ -68,10 +65,9 @@ def check_weights(model: nn.Module) -> None:
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode in which tensors have a shape, a dtype and a device, but no values and no memory.
+    """A mode in which tensors, a module's own too, have no values and no memory.
 
-    Real tensors that a module made for itself take part as fake ones. An op that torch cannot run
-    without values raises, and is never run for real on zeros.
+    An op that torch cannot run without values raises, and is never run for real on zeros.
     """
     return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
@@ -84,11 +80,7 @@ def autocast_on(
     enabled: bool = True,
     cache_enabled: bool = True,
 ) -> Iterator[None]:
-    """What `torch.autocast` does for the block, also for a device that is not there.
-
-    However the block ends, the state is then what it was. Raises `DeviceError` for what autocast
-    does not take.
-    """
+    """`torch.autocast`, also for a device that is not there; `DeviceError` for a wrong dtype."""
     dtype = checked_dtype(device_type, dtype)
     # torch.autocast checks what the device can do when it is made, and switches itself off. The
     # dispatcher obeys the state that it sets alone, so that fake tensors are cast as real ones are.
@@ -100,10 +92,7 @@ def autocast_on(
 
 @contextmanager
 def autocast_of_the_model(device_type: str) -> Iterator[None]:
-    """Let a ``torch.autocast("cuda")`` in the model's own code count where there is no CUDA.
-
-    Activation checkpointing opens one too, to compute again as it did before.
-    """
+    """Let a ``torch.autocast("cuda")`` of the model, or of checkpointing, count without CUDA."""
     if device_type != "cuda" or torch.cuda.is_available():
         yield
         return
@@ -119,16 +108,14 @@ def autocast_of_the_model(device_type: str) -> Iterator[None]:
 def absent_device(device_type: str) -> Iterator[None]:
     """The block in which torch does not look for the device when it works on fake tensors there.
 
-    `FakeTensorMode` provides for CUDA where torch was built with it, `idle_guard` for all others.
-    If the device is here, only `attention_of` it counts. Raises `DeviceError` if torch keeps its
-    guards out of reach.
+    Raises `DeviceError` if torch keeps its guards out of reach.
     """
     row = backend(checked_backend(device_type))
     with attention_of(row), ExitStack() as stack:
         if not row.is_available():
             # cuDNN would read the memory of a recurrent network's weights, which fakes do not have.
             stack.enter_context(attribute_set(torch.backends.cudnn, "enabled", False))
-            if not row.has_fake_guard():
+            if not row.has_fake_guard():  # as FakeTensorMode has for CUDA, if torch knows CUDA
                 stack.enter_context(idle_guard(row))
         yield
 
@@ -150,10 +137,8 @@ def errors_not_logged() -> AbstractContextManager:
 
 
 def how_to_do_without(error: Exception) -> str | None:
-    """What to do about an error of fake tensors, which have no values, if torch itself wants one.
-
-    `nn.Transformer` compares a mask with the causal one, unless it is told what the mask is.
-    """
+    """What to do about an error of fake tensors if it is torch itself that wants a value."""
+    # nn.Transformer compares a mask with the causal one, unless it is told what the mask is.
     names = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     if "_detect_is_causal_mask" in names:
         return (
@@ -168,7 +153,7 @@ class FakeRun:
     """A model and its inputs on a fake device; made by `on_fake_device`."""
 
     model: nn.Module
-    parameters: dict[str, nn.Parameter]  # under all their names: a tied one is one tensor
+    parameters: dict[str, torch.Tensor]  # under all their names: a tied one is one tensor
     buffers: dict[str, torch.Tensor]
     args: tuple
     kwargs: dict[str, Any]
@@ -192,9 +177,8 @@ def on_fake_device(
     """The block in which `model` runs on fake tensors of `device_type`, wherever it really is.
 
     In the block `mode` is on, and tensors made without a device are on `device_type`. The model's
-    own tensors are neither moved nor changed, may be on ``meta``, and tensors that share memory do
-    so as fakes too. What the forward pass leaves in attributes is taken back, however the block
-    ends. Compute with its tensors inside alone: after it, torch looks for the device again.
+    own tensors are neither moved nor changed, and those that share memory do so as fakes too.
+    Compute with its tensors inside alone: after it, torch looks for the device again.
 
     Raises `DeviceError` for an unknown device type, and `TraceError` for a model that has no fake
     copy: one with lazy, sparse or quantised tensors, or one of TorchScript.
@@ -279,8 +263,7 @@ def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: An
 def _attributes_restored(model: nn.Module) -> Iterator[None]:
     """The block after which attributes of the modules, and lists and dicts in them, are as before.
 
-    Some models keep a tensor of the forward pass (torchvision's anchors, a mask, a weight computed
-    by a hook); a fake one would break the next real call.
+    A fake tensor left there, such as torchvision's anchors, would break the next real call.
     """
     before = []
     for module in model.modules():

@@ -41,21 +41,15 @@ def forecast_memory(
     """Forecast the memory of one training step of `model` on a device that need not be there.
 
     The step is ``loss_fn(model(*inputs, **kwargs)).backward(); optimizer.step()``, under autocast
-    for fp16 and bf16, as it is from the second time on: the optimizer has its state, and no
-    gradient is left from the step before. It runs on fake tensors, which have no memory. Each
-    storage counts from its making to its end, so that views, in-place ops and activation
-    checkpointing (without ``use_reentrant``) count for what they are. The peak is the most that is
-    in use at one time; with torch 2.11 it can be too high next to an `autograd.Function`.
+    for fp16 and bf16, from the second time on: the optimizer has its state, and no gradient is left
+    from before. It runs on fake tensors, and each storage counts from its making to its end. With
+    torch 2.11 the peak can be too high next to an `autograd.Function`.
 
-    `inputs` and `kwargs` are tensors, or structures of them, on any device, also ``meta``; only
-    shape and dtype matter. Without `loss_fn` every floating-point output gets a gradient of its own
-    size, as from a loss that keeps nothing for itself; give one, from the output of the model to
-    one number, if the loss is large, as that of a language model is. `optimizer` is a key of
-    `OPTIMIZERS`.
-
-    Attention on ``cuda`` is taken to run fused (flash or memory-efficient) wherever torch does that
-    on a recent GPU. Not counted: the workspaces of cuBLAS and cuDNN, the memory that the driver
-    takes, and what the allocator loses by rounding and fragmentation.
+    `inputs` and `kwargs` are tensors, or structures of them, on any device, also ``meta``. Without
+    `loss_fn` every floating-point output gets a gradient of its own size; give one, from the output
+    to one number, if the loss is large, as a language model's is. `optimizer` is a key of
+    `OPTIMIZERS`. Not counted: the workspaces of cuBLAS and cuDNN, the memory that the driver takes,
+    and what the allocator loses by rounding and fragmentation.
 
     Raises `TraceError` for a model with parameters in low precision already or without a fake copy,
     an input that it does not take, an op whose result depends on values, and an unknown precision
@@ -224,7 +218,8 @@ def checked_inputs(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool) -
 
 def _checked_shapes(given: Shapes) -> list[tuple[int, ...]]:
     several = bool(given) and all(isinstance(shape, Sequence) for shape in given)
-    shapes = [tuple(shape) for shape in (given if several else (given,))]
+    sequences: Sequence[Any] = given if several else (given,)
+    shapes = [tuple(shape) for shape in sequences]
     for sizes in shapes:
         if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
             raise TraceError(f"input shape {sizes}: give sizes of 1 or more")

@@ -33,23 +33,16 @@ class MemoryForecast(Printed):
     optimizer_name: str
     weights: int
     buffers: int
-    gradients: int
-    """All of them, in the dtype of their parameters, as they stand before the optimizer's step."""
-    optimizer: int
-    """State that the optimizer keeps from step to step."""
+    gradients: int  # of all parameters, each in its dtype, before the optimizer's step
+    optimizer: int  # state that the optimizer keeps from step to step
     activations: int
     """What autograd keeps for the backward pass when the forward pass ends, the inputs among it if
     it needs them. Each storage counts once; parameters and casts of them are not among it."""
-    cast_cache: int
-    """Copies of weights in low precision, all of which live while the autocast block lasts."""
-    cast_kept: int
-    """The part of `cast_cache` that lives on after the block, because autograd keeps it."""
-    phases: dict[str, int]
-    """The most that is in use at one time in ``forward``, ``backward`` and ``optimizer``."""
-    at_peak: dict[str, int]
-    """What the peak consists of, by kind; its sum is `peak`."""
-    caveats: tuple[str, ...] = ()
-    """What in this model the forecast may be wrong about."""
+    cast_cache: int  # copies of weights in low precision, which live while the autocast block lasts
+    cast_kept: int  # the part of it that lives on after the block, because autograd keeps it
+    phases: dict[str, int]  # the most in use at one time in "forward", "backward" and "optimizer"
+    at_peak: dict[str, int]  # what the peak consists of, by kind
+    caveats: tuple[str, ...] = ()  # what in this model the forecast may be wrong about
 
     @property
     def peak(self) -> int:
@@ -79,10 +72,9 @@ class MemoryTable(Printed):
 
     forecasts: tuple[MemoryForecast, ...]
     memory_bytes: int | None = None
-    largest: dict[str, int] = field(default_factory=dict)
-    """The largest batch that fits into `memory_bytes`, by precision."""
+    largest: dict[str, int] = field(default_factory=dict)  # batch that fits, by precision
+    # Batches and the peak at each, by precision, for the plot.
     curves: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    """Batches and the peak at each, by precision; what `plot` draws."""
 
     def __getitem__(self, precision: str) -> MemoryForecast:
         return next(f for f in self.forecasts if f.precision == precision)

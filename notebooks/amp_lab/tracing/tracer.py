@@ -54,6 +54,7 @@ _CASTING = {
 }  # fmt: skip
 _SDPA = F.scaled_dot_product_attention
 _PLAIN_NAMES = {"__matmul__": "matmul", "__rmatmul__": "matmul"}
+_OR_REAL = "or use real=True where the device is"
 _NOT_FAKED = (
     fake_tensor.UnsupportedOperatorException,
     fake_tensor.UnsupportedFakeTensorException,
@@ -158,10 +159,7 @@ class Tracer:
         inputs: tuple[tuple, dict[str, Any]],
         loss_fn: Callable | None,
     ) -> None:
-        """Run `call`, which calls the model, and `loss_fn`; keep an error of theirs as `error`.
-
-        Raises `TraceError` if fake tensors cannot run the model.
-        """
+        """Run `call` and `loss_fn`, keep their error; `TraceError` for what fakes cannot run."""
         for name, tensor in state.items():
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             self._names.setdefault(_key(tensor), f"{kind} {name}")
@@ -271,13 +269,10 @@ class Tracer:
 
     def _is_widened(self, call: _Call, name: str, ins: list, outs: list) -> bool:
         # Autocast may insert no cast, but have a softmax itself compute and return fp32.
-        by_itself = name in ("_softmax", "_log_softmax") and call.dtype and not call.casts
-        if by_itself and ins[0].dtype in LOWER_DTYPES and outs[0].dtype is torch.float32:
-            return True
-        return any(
-            cast.from_dtype in LOWER_DTYPES and cast.to_dtype not in LOWER_DTYPES
-            for cast in self._pending
-        )
+        changes = [(cast.from_dtype, cast.to_dtype) for cast in self._pending]
+        if name in ("_softmax", "_log_softmax") and call.dtype and not call.casts:
+            changes.append((ins[0].dtype, outs[0].dtype))
+        return any(old in LOWER_DTYPES and new not in LOWER_DTYPES for old, new in changes)
 
     def _note_cast(self, call: _Call, source: torch.Tensor, result: torch.Tensor) -> None:
         storage = call.origin(source)
@@ -326,14 +321,10 @@ class Tracer:
         module, op = self.failed_at or (self.module, "an op")
         where = f"op {op} in {place_of(module)}"
         if isinstance(error, _NOT_FAKED):
-            return (
-                f"{where}: torch cannot run it on fake tensors; X-ray the modules before it one by "
-                "one, or use real=True where the device is"
-            )
-        remedy = how_to_do_without(error) or (
-            "X-ray the part before it (such as model.backbone), or use real=True where the device "
-            "is"
-        )
+            remedy = "X-ray the modules before it one by one"
+            return f"{where}: torch cannot run it on fake tensors; {remedy}, {_OR_REAL}"
+        remedy = f"X-ray the part before it (such as model.backbone), {_OR_REAL}"
+        remedy = how_to_do_without(error) or remedy
         return f"{where} depends on values, which fake tensors have not: {remedy}"
 
 
@@ -371,9 +362,14 @@ class _Functions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":  # an attribute is read
             return func(*args, **kwargs)
-        if self._tracer.in_loss and self._tracer.to_fake is not None:
+        to_fake = self._tracer.to_fake
+        if self._tracer.in_loss and to_fake is not None:
             # The loss brings targets and weights of its own, which are real.
-            args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
+            args, kwargs = tree_map_only(
+                torch.Tensor,
+                lambda t: t if isinstance(t, fake_tensor.FakeTensor) else to_fake(t),
+                (args, kwargs),
+            )
         enabled = torch.is_autocast_enabled(self._device_type)
         dtype = torch.get_autocast_dtype(self._device_type) if enabled else None
         names_dtype = any(isinstance(given, torch.dtype) for given in (*args, *kwargs.values()))
@@ -389,10 +385,6 @@ class _Functions(TorchFunctionMode):
 
     def _attention_inside(self, *args, **kwargs) -> object:
         return self.__torch_function__(_SDPA, (), args, kwargs)
-
-    def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
-        is_fake = isinstance(tensor, fake_tensor.FakeTensor)
-        return tensor if is_fake else self._tracer.to_fake(tensor)
 
     def _run_whole(self, call: _Call, func: Callable, args: tuple, kwargs: dict) -> object:
         """Call a function that is one row, whatever it does inside."""

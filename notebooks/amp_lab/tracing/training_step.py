@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils import _pytree as pytree
 
 from amp_lab.backends import backend
 from amp_lab.errors import AmpLabError, TraceError, first_line
@@ -32,6 +31,7 @@ from amp_lab.tracing.fake_device import (
     on_fake_device,
 )
 from amp_lab.tracing.memory_result import MemoryForecast
+from amp_lab.tracing.ops_seen import tensors_in
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -41,6 +41,8 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
 }
 """The optimizers by name. Each is really run, on tensors without memory, to see what it needs."""
+
+_RNN_CAVEAT = ": forecast with torch's own kernels; cuDNN or oneDNN may keep twice as much."
 
 LossFunction = Callable[[Any], torch.Tensor]
 
@@ -80,12 +82,12 @@ class TrainingStep:
 
     def trace(self, run: FakeRun, inputs: tuple, kwargs: dict[str, Any]) -> "TracedStep":
         """Run the step once on fake inputs, and note every storage's coming and going."""
-        leaves = pytree.tree_leaves((inputs, kwargs))
-        shapes = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        given = tensors_in((inputs, kwargs))
+        shapes = tuple(tuple(tensor.shape) for tensor in given)
         ledger = StorageLedger(self.device_type)
         ledger.own("weights", run.parameters.values())
         ledger.own("buffers", run.buffers.values())
-        ledger.own("inputs", leaves)
+        ledger.own("inputs", given)
         with (
             _one_line_errors(type(self.model).__name__, shapes),
             ledger,
@@ -109,13 +111,17 @@ class TrainingStep:
             with hooks:
                 output = self.model(*inputs, **kwargs)
                 if self._loss_fn is not None:
-                    output = _checked_loss(self._loss_fn(output))
+                    output = self._loss_fn(output)
+                    if not isinstance(output, torch.Tensor) or output.numel() != 1:
+                        is_tensor = isinstance(output, torch.Tensor)
+                        found = tuple(output.shape) if is_tensor else type(output).__name__
+                        raise TraceError(f"loss_fn must return one number, not {found}")
             ledger.mark("cached")  # the block's end clears autocast's cache
         ledger.mark("forward")
         seeds = [
             (torch.autograd.graph.get_gradient_edge(leaf), torch.ones_like(leaf))
-            for leaf in pytree.tree_leaves(output)
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+            for leaf in tensors_in(output)
+            if leaf.grad_fn is not None
         ]
         if not seeds and any(p.requires_grad for p in self.model.parameters()):
             raise TraceError(
@@ -154,6 +160,7 @@ class TracedStep:
         if peak_phase == "optimizer":
             at_peak["temporaries"] += work
         after_forward = storages.by_kind(forward)
+        rnns = {type(m).__name__ for m in step.model.modules() if isinstance(m, nn.RNNBase)}
         return MemoryForecast(
             model=type(step.model).__name__,
             input_shapes=self.input_shapes,
@@ -169,7 +176,7 @@ class TracedStep:
             cast_kept=after_forward["cast_cache"],
             phases=phases,
             at_peak=at_peak,
-            caveats=_caveats(step.model),
+            caveats=tuple(f"{kind}{_RNN_CAVEAT}" for kind in sorted(rnns)),
         )
 
 
@@ -185,10 +192,9 @@ def optimizer_bytes(
         state_of_one, most_of_one = _bytes_for_one(name, shape, dtype, device_type)
         state += count * state_of_one
         # In one call for all, the temporaries of all are there together; else those of one.
-        if backend(device_type).foreach:
-            most += count * most_of_one
-        else:
-            most = max(most, most_of_one)
+        most = (
+            most + count * most_of_one if backend(device_type).foreach else max(most, most_of_one)
+        )
     return state, most
 
 
@@ -203,7 +209,7 @@ def _bytes_for_one(
         parameter.grad = torch.empty_like(parameter)
         optimizer = OPTIMIZERS[name]([parameter], foreach=device.foreach)
         optimizer.step()
-        tensors = [t for t in optimizer.state[parameter].values() if isinstance(t, torch.Tensor)]
+        tensors = tensors_in(optimizer.state[parameter])
         ledger = StorageLedger("meta")
         ledger.own("optimizer", [parameter, parameter.grad, *tensors])
         ledger.mark("before")
@@ -217,21 +223,6 @@ def _bytes_for_one(
     return sum(state), int(in_use.max() - in_use[0])
 
 
-def _caveats(model: nn.Module) -> tuple[str, ...]:
-    kinds = {type(m).__name__ for m in model.modules() if isinstance(m, nn.RNNBase)}
-    return tuple(
-        f"{kind}: forecast with torch's own kernels; cuDNN or oneDNN may keep twice as much."
-        for kind in sorted(kinds)
-    )
-
-
-def _checked_loss(loss: Any) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise TraceError(f"loss_fn must return one number, not {found}")
-    return loss
-
-
 @contextmanager
 def _one_line_errors(name: str, shapes: tuple) -> Iterator[None]:
     try:
@@ -239,19 +230,18 @@ def _one_line_errors(name: str, shapes: tuple) -> Iterator[None]:
     except AmpLabError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-        raise TraceError(f"{name}{_reason(error, shapes)}") from error
-
-
-def _reason(error: Exception, shapes: tuple) -> str:
-    if isinstance(error, NEEDS_VALUES):
-        remedy = how_to_do_without(error) or "forecast the part of the model before or after it"
-        depends = f"the result of {error.func} depends on values, which a forecast does not have"
-        return f": {depends}: {remedy}"
-    if isinstance(error, fake_tensor.UnsupportedOperatorException):
-        return f": torch cannot run {error.func} without values; forecast the model without it"
-    given = ", ".join(map(str, shapes))
-    given = f"input of shape {given}" if given else "no tensor as input"
-    return f" with {given}: {first_line(error)}"
+        given = f"input of shape {', '.join(map(str, shapes))}" if shapes else "no tensor as input"
+        reason = f" with {given}: {first_line(error)}"
+        if isinstance(error, NEEDS_VALUES):
+            remedy = how_to_do_without(error) or "forecast the part of the model before or after it"
+            reason = (
+                f": the result of {error.func} depends on values, which a forecast does not have"
+            )
+            reason = f"{reason}: {remedy}"
+        elif isinstance(error, fake_tensor.UnsupportedOperatorException):
+            cannot = f"torch cannot run {error.func} without values"
+            reason = f": {cannot}; forecast the model without it"
+        raise TraceError(f"{name}{reason}") from error
 
 
 @contextmanager
