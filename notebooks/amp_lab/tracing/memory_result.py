@@ -108,10 +108,8 @@ class MemoryTable(Printed):
         return Table(
             [f"in {name}", *(str(f.precision) for f in self.forecasts)],
             rows,
-            caption=(
-                f"{first.model}, input {shapes}, one training step with {first.optimizer_name} "
-                f"on {first.device_type}"
-            ),
+            caption=f"{first.model}, input {shapes}, one training step with "
+            f"{first.optimizer_name} on {first.device_type}",
             facts=[
                 "The parts are not all there at one time, so they do not add up to the peak.",
                 "Not counted: what the driver and its libraries take for themselves.",

@@ -109,10 +109,7 @@ def sizes_to_try(op: OpOverload) -> Iterator[Sizes]:
 
 
 class Sample:
-    """A value for every argument of an op, by its name and type, in `args` and `kwargs`.
-
-    The first tensor in floating point has the dtype `first`, the others have `rest`.
-    """
+    """Arguments for an op; the first floating-point tensor has the dtype `first`, others `rest`."""
 
     def __init__(
         self, op: OpOverload, device_type: str, first: torch.dtype, rest: torch.dtype, sizes: Sizes
@@ -142,9 +139,8 @@ class Sample:
             shape = next(self._shapes)
             if self._indices and argument.name in _MAYBE_INDICES:
                 shape = _Index(shape)
-            return (
-                [self._tensor(shape) for _ in range(2)] if "List" in kind else self._tensor(shape)
-            )
+            is_list = "List" in kind
+            return [self._tensor(shape) for _ in range(2)] if is_list else self._tensor(shape)
         if kind.startswith("List"):
             return [1] * (argument.N or 2)  # pyrefly: ignore[missing-attribute]: not in the stub
         return None if kind.startswith("Optional") else {"bool": False, "str": "nuc"}.get(kind, 1)

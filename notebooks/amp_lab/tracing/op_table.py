@@ -279,9 +279,7 @@ class _Autocast:
 
 def _policy_of(low: list[Any], mixed: list[Any], dtype: torch.dtype) -> str | None:
     """The policy by what came through of inputs all low, and with the first one in float32."""
-    low_inputs, mixed_inputs = (
-        [t.dtype for t in tensors_in(given) if t.is_floating_point()] for given in (low, mixed)
-    )
+    low_inputs, mixed_inputs = _floating(low), _floating(mixed)
     named = [argument for argument in low if isinstance(argument, torch.dtype)]
     if named == [torch.float32]:  # set, or appended by a change to an overload that takes one
         return "fp32_set_opt_dtype"
@@ -292,6 +290,10 @@ def _policy_of(low: list[Any], mixed: list[Any], dtype: torch.dtype) -> str | No
     if set(low_inputs) == {torch.float32}:
         return "fp32"
     return "promote" if len(mixed_inputs) > 1 else None
+
+
+def _floating(given: list[Any]) -> list[torch.dtype]:
+    return [tensor.dtype for tensor in tensors_in(given) if tensor.is_floating_point()]
 
 
 @functools.cache

@@ -34,7 +34,7 @@ class OpRecord:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """What it computed in: `product_dtype`, else the wider of first floating input and output."""
+        """What it computed in: `product_dtype`, or the wider of first floating input and output."""
         first = [
             next((dtype for dtype in dtypes if dtype.is_floating_point), None)
             for dtypes in (self.in_dtypes, self.out_dtypes)

@@ -113,8 +113,7 @@ class TrainingStep:
                 if self._loss_fn is not None:
                     output = self._loss_fn(output)
                     if not isinstance(output, torch.Tensor) or output.numel() != 1:
-                        is_tensor = isinstance(output, torch.Tensor)
-                        found = tuple(output.shape) if is_tensor else type(output).__name__
+                        found = tuple(getattr(output, "shape", ())) or type(output).__name__
                         raise TraceError(f"loss_fn must return one number, not {found}")
             ledger.mark("cached")  # the block's end clears autocast's cache
         ledger.mark("forward")
@@ -192,9 +191,8 @@ def optimizer_bytes(
         state_of_one, most_of_one = _bytes_for_one(name, shape, dtype, device_type)
         state += count * state_of_one
         # In one call for all, the temporaries of all are there together; else those of one.
-        most = (
-            most + count * most_of_one if backend(device_type).foreach else max(most, most_of_one)
-        )
+        together = backend(device_type).foreach
+        most = most + count * most_of_one if together else max(most, most_of_one)
     return state, most
 
 

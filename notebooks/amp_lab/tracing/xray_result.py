@@ -59,11 +59,9 @@ class Xray(Printed):
         return low / total if total else 0.0
 
     def _contents(self) -> dict[str, Any]:
-        outputs = {
-            place: {"dtype": dtype, "shape": shape}
-            for place, (dtype, shape) in self.outputs.items()
-        }
-        contents = vars(self) | {"outputs": outputs}
+        outputs = self.outputs.items()
+        named = {place: {"dtype": dtype, "shape": shape} for place, (dtype, shape) in outputs}
+        contents = vars(self) | {"outputs": named}
         del contents["classes"]
         return contents
 
