@@ -13,8 +13,7 @@ class Backend:
     key: str = "PrivateUse1"  # its part of the dispatcher's keys, such as AutocastCUDA
     made_by: str = ""  # for messages
     also_called: tuple[str, ...] = ()  # by people who know their card, but not torch's name for it
-    is_host: bool = False
-    """Whether it is the CPU itself: always there, and done with its work when a call returns."""
+    is_host: bool = False  # whether it is the CPU: always there, and done when a call returns
     keeps_peak: bool = True  # whether its allocator counts the most bytes that were in use
     rng_takes_index: bool = True  # whether its random state is asked for by the device's number
     pins_memory: bool = False  # whether copies to it are faster from page-locked memory

@@ -1,8 +1,7 @@
-"""A backward pass without torch's engine, which asks the device for its streams.
+"""A backward pass without torch's engine, which would ask an absent device for its streams.
 
-There may be no device, so what the engine does is done here: nodes run latest first, each as soon
-as all its gradients are there, and what it kept is freed after it. The nodes themselves are
-torch's. Source: torch/csrc/autograd/engine.cpp, `Engine::evaluate_function`.
+Nodes run latest first, each as soon as all its gradients are there, and what it kept is freed after
+it. The nodes themselves are torch's. Source: `evaluate_function` in torch/csrc/autograd/engine.cpp.
 """
 
 import heapq

@@ -1,8 +1,7 @@
 """An idle guard for a device that this torch was built without: the one place that uses ctypes.
 
-torch asks a *device guard* for the current stream when it records for autograd or copies. Where it
-was built without the device there is none, which ends the whole process. There is no public way to
-give it one, so `idle_guard` writes into libc10's table.
+torch asks a *device guard* for the current stream when it records for autograd or copies; without
+one the process ends. No public call gives it one, so `idle_guard` writes into libc10's table.
 """
 
 import ctypes

@@ -24,10 +24,7 @@ from amp_lab.tracing.device_guard import idle_guard
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key
 
 # What an op raises on fake tensors if its result, or the size of it, depends on values.
-NEEDS_VALUES = (
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.DynamicOutputShapeException,
-)
+NEEDS_VALUES = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 
 
 def checked_backend(device_type: str) -> str:
@@ -168,11 +165,7 @@ class FakeRun:
 
 @contextmanager
 def on_fake_device(
-    model: nn.Module,
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    device_type: str,
-    mode: FakeTensorMode,
+    model: nn.Module, args: tuple, kwargs: Mapping[str, Any], device_type: str, mode: FakeTensorMode
 ) -> Iterator[FakeRun]:
     """The block in which `model` runs on fake tensors of `device_type`, wherever it really is.
 

@@ -31,13 +31,7 @@ from amp_lab.tracing.fake_device import (
     autocast_on,
     how_to_do_without,
 )
-from amp_lab.tracing.ops_seen import (
-    LOWER_DTYPES,
-    computes_nothing,
-    flops,
-    storage_key,
-    tensors_in,
-)
+from amp_lab.tracing.ops_seen import LOWER_DTYPES, computes_nothing, flops, storage_key, tensors_in
 from amp_lab.tracing.records import LOSS, Cast, OpRecord, place_of, widest
 
 NORMS = {"layer_norm", "group_norm", "rms_norm", "instance_norm"}
@@ -55,10 +49,7 @@ _CASTING = {
 _SDPA = F.scaled_dot_product_attention
 _PLAIN_NAMES = {"__matmul__": "matmul", "__rmatmul__": "matmul"}
 _OR_REAL = "or use real=True where the device is"
-_NOT_FAKED = (
-    fake_tensor.UnsupportedOperatorException,
-    fake_tensor.UnsupportedFakeTensorException,
-)
+_NOT_FAKED = (fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException)
 
 
 def named_leaves(structure: object, path: str = "") -> Iterator[tuple[str, Any]]:

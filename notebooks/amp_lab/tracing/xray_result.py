@@ -10,15 +10,7 @@ from typing import Any
 
 import torch
 
-from amp_lab.report import (
-    Printed,
-    Table,
-    bytes_text,
-    listed,
-    plural,
-    share_text,
-    short_name,
-)
+from amp_lab.report import Printed, Table, bytes_text, listed, plural, share_text, short_name
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.records import LOSS, Cast, OpRecord
 
