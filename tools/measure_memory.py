@@ -18,9 +18,8 @@ from torch import nn
 from amp_lab.bench.workloads import Block
 from amp_lab.device import pick_device
 from amp_lab.precision import Precision
-from amp_lab.tracing.largest_batch import largest_batch, parse_bytes
-from amp_lab.tracing.memory import forecast_memory
-from amp_lab.tracing.optimizer_memory import OPTIMIZERS
+from amp_lab.tracing.memory import forecast_memory, largest_batch, parse_bytes
+from amp_lab.tracing.training_step import OPTIMIZERS
 from recording import parser, record
 
 PRECISIONS = (Precision.FP32, Precision.FP16, Precision.BF16)

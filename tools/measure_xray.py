@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torchvision
@@ -25,8 +26,7 @@ import torchvision
 import gpt
 from amp_lab.backends import BACKENDS
 from amp_lab.device import pick_device
-from amp_lab.tracing.largest_batch import largest_batch
-from amp_lab.tracing.memory import compare_memory
+from amp_lab.tracing.memory import compare_memory, largest_batch
 from amp_lab.tracing.op_table import op_table
 from amp_lab.tracing.xray import xray
 from recording import parser, record
@@ -60,7 +60,8 @@ def work(part, what):
         return lambda: str(xray(model, images, device_type=what))
     if part == "ops":
         return lambda: str(op_table(what))
-    model, shape, settings = resnet50(), (1, *IMAGE), {"memory_bytes": "24GiB"}
+    model, shape = resnet50(), (1, *IMAGE)
+    settings: dict[str, Any] = {"memory_bytes": "24GiB"}
     if part == "transformer":
         model, shape = transformer(), (1, 2048)
         settings = {"memory_bytes": "141GB", "optimizer": "adamw", "input_dtype": torch.int64}

@@ -27,7 +27,7 @@ _EXPORTS = {  # public name: the module that defines it
     "xray": "tracing.xray",
     "MemoryForecast": "tracing.memory_result",
     "forecast_memory": "tracing.memory",
-    "largest_batch": "tracing.largest_batch",
+    "largest_batch": "tracing.memory",
     "UnderflowReport": "numerics",
     "gradient_underflow": "numerics",
     "ScaleLog": "numerics",

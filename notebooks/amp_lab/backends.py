@@ -13,8 +13,7 @@ class Backend:
     key: str = "PrivateUse1"  # its part of the dispatcher's keys, such as AutocastCUDA
     made_by: str = ""  # for messages
     also_called: tuple[str, ...] = ()  # by people who know their card, but not torch's name for it
-    is_host: bool = False
-    """Whether it is the CPU itself: always there, and done with its work when a call returns."""
+    is_host: bool = False  # whether it is the CPU: always there, and done when a call returns
     keeps_peak: bool = True  # whether its allocator counts the most bytes that were in use
     rng_takes_index: bool = True  # whether its random state is asked for by the device's number
     pins_memory: bool = False  # whether copies to it are faster from page-locked memory
@@ -37,10 +36,6 @@ class Backend:
             return torch.get_device_module(self.type).is_available()
         except (AttributeError, RuntimeError):  # torch's answer to a name that is no backend
             return False
-
-    def has_fake_guard(self) -> bool:
-        """Whether `FakeTensorMode` itself keeps torch from looking for the device."""
-        return self.is_host or (self.type == "cuda" and torch.backends.cuda.is_built())
 
 
 BACKENDS = {

@@ -174,7 +174,9 @@ def product_seconds(device: torch.device, precision: Precision, n: int, calls: i
 
 
 def _speedup(rates: dict[Precision, float | None], precision: Precision) -> float:
-    return (rates[precision] or 0.0) / rates[Precision.FP32]
+    fp32 = rates[Precision.FP32]
+    assert fp32 is not None, "every device has it"
+    return (rates[precision] or 0.0) / fp32
 
 
 def _recommend(rates: dict[Precision, float | None]) -> tuple[Precision, str]:

@@ -2,6 +2,7 @@
 
 import enum
 import functools
+import operator
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
@@ -13,14 +14,9 @@ from amp_lab.errors import AmpLabWarning, DeviceError
 
 # Every place where torch keeps a mode for float32 arithmetic: cuBLAS and cuDNN (hipBLAS and MIOpen
 # on ROCm), and oneDNN (the CPU and XPU). Each is "ieee", "tf32", "bf16", or "none" for unset.
-_FLOAT32_MODES = (
-    torch.backends.cuda.matmul,
-    torch.backends.cudnn.conv,
-    torch.backends.cudnn.rnn,
-    torch.backends.mkldnn.matmul,
-    torch.backends.mkldnn.conv,
-    torch.backends.mkldnn.rnn,
-)
+_NAMES = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
+# By name, since most of them are made when torch.backends is imported, unseen by a type checker.
+_FLOAT32_MODES = tuple(operator.attrgetter(name)(torch.backends) for name in _NAMES)
 
 
 class Precision(enum.StrEnum):

@@ -1,6 +1,7 @@
 """Tables as text, as Markdown and as HTML, and the words that stand in them."""
 
 import html
+import json
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -91,6 +92,14 @@ class Printed:
     def _table(self) -> Table:
         raise NotImplementedError
 
+    def _contents(self) -> Any:
+        """What `to_json` writes; dtypes and records in it are made plain."""
+        return self
+
+    def to_json(self) -> str:
+        """All that it holds, as JSON; dtypes by names such as ``float16``."""
+        return json.dumps(to_plain(self._contents()), indent=1)
+
     def to_markdown(self) -> str:
         """The table of `str`, in Markdown."""
         return self._table().markdown()
@@ -110,9 +119,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def short_name(dtype: torch.dtype) -> str:
-    """``fp16`` for torch.float16, and so on; the names of integers are short already."""
-    return _SHORT.get(dtype, dtype_name(dtype))
+def short_name(dtype: torch.dtype | None) -> str:
+    """``fp16`` for torch.float16, and so on; ``-`` for None. Integers' names are short already."""
+    return _SHORT.get(dtype, dtype_name(dtype)) if dtype else "-"
 
 
 def to_plain(value: Any) -> Any:

@@ -9,12 +9,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from amp_lab.tracing.ops_seen import (
     FLOP_FORMULAS,
-    Attention,
     computes_nothing,
     flops,
     storage_key,
     stored_values,
-    tensors_in,
 )
 
 aten = torch.ops.aten
@@ -83,27 +81,3 @@ def test_a_storage_is_known_by_each_tensor_on_it():
     for sparse in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()):
         assert storage_key(sparse) == storage_key(stored_values(sparse))
     assert storage_key(torch.ones(3).to_mkldnn()) is None
-
-
-def test_attention_by_its_definition_is_torchs_own():
-    query, key, value = (torch.randn(2, 4, n, 8) for n in (5, 6, 6))
-    mask = torch.randn(5, 6)
-    for call in (
-        Attention(query, key, value),
-        Attention(query, key, value, attn_mask=mask, scale=0.5),
-        Attention(query, query, query, is_causal=True),
-        Attention(query, key[:, :2], value[:, :2], enable_gqa=True),
-    ):
-        *given, scale, gqa = call
-        expected = F.scaled_dot_product_attention(*given, scale=scale, enable_gqa=gqa)
-        assert torch.allclose(call.in_plain_ops(), expected, atol=1e-6)
-        length = call.key.shape[-2]
-        assert call.flops() == 2 * (call.query.numel() + expected.numel()) * length
-
-
-def test_attention_is_cast_as_autocast_casts_it():
-    query, mask = torch.randn(1, 1, 4, 8), torch.zeros(4, 4)
-    call = Attention(query, query.double(), query, attn_mask=mask).autocast_to(torch.bfloat16)
-    dtypes = [tensor.dtype for tensor in tensors_in(tuple(call))]
-    assert dtypes == [torch.bfloat16, torch.float64, torch.bfloat16, torch.bfloat16]
-    assert Attention(query, query, query).autocast_to(None).query is query

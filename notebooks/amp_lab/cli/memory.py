@@ -30,7 +30,7 @@ def add(commands) -> None:
 def run(options: argparse.Namespace) -> None:
     """Forecast, and print the table."""
     from amp_lab.cli.model_argument import load_model
-    from amp_lab.tracing.memory import compare_memory
+    from amp_lab.tracing import compare_memory
 
     shapes, dtypes = zip(*inputs_of(options), strict=True)
     asked = {"precisions": options.precision} if options.precision else {}

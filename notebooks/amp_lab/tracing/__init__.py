@@ -3,8 +3,7 @@
 `xray`, `op_table`, `forecast_memory` and `largest_batch` are in `amp_lab` itself.
 """
 
-from amp_lab.tracing.largest_batch import parse_bytes
-from amp_lab.tracing.memory import compare_memory
+from amp_lab.tracing.memory import compare_memory, parse_bytes
 from amp_lab.tracing.op_table import differences
 from amp_lab.tracing.xray_result import compare
 

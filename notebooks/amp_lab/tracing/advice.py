@@ -8,7 +8,7 @@ import torch
 
 from amp_lab.backends import backend
 from amp_lab.report import bytes_text, listed, short_name
-from amp_lab.tracing.fake_device import LOWER_DTYPES
+from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.records import LOSS, OpRecord, places_of
 from amp_lab.tracing.tracer import NORMS, Tracer
 

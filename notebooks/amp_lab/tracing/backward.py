@@ -1,8 +1,7 @@
-"""A backward pass without torch's engine, which asks the device for its streams.
+"""A backward pass without torch's engine, which would ask an absent device for its streams.
 
-There may be no device, so what the engine does is done here: nodes run latest first, each as soon
-as all its gradients are there, and what it kept is freed after it. The nodes themselves are
-torch's. Source: torch/csrc/autograd/engine.cpp, `Engine::evaluate_function`.
+Nodes run latest first, each as soon as all its gradients are there, and what it kept is freed after
+it. The nodes themselves are torch's. Source: `evaluate_function` in torch/csrc/autograd/engine.cpp.
 """
 
 import heapq
@@ -80,8 +79,9 @@ class _Walk:
         for i, (child, index) in enumerate(children):
             if child is None:  # an input that needs no gradient
                 continue
-            if i < len(results) and results[i] is not None:
-                self._arrive(child, index, results[i])
+            gradient = results[i] if i < len(results) else None
+            if gradient is not None:
+                self._arrive(child, index, gradient)
             self._waits[child] -= 1
             if not self._waits[child]:
                 self._push(child)
@@ -141,5 +141,5 @@ def _call(node: Node, arrived: dict[int, torch.Tensor]) -> Gradients:
             ]
         results = node.apply(*gradients)
     else:
-        results = node(*gradients)
+        results = node(*gradients)  # pyrefly: ignore[not-callable]: torch's stub lacks __call__
     return results if isinstance(results, tuple) else (results,)

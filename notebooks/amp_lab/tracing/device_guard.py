@@ -1,8 +1,7 @@
 """An idle guard for a device that this torch was built without: the one place that uses ctypes.
 
-torch asks a *device guard* for the current stream when it records for autograd or copies. Where it
-was built without the device there is none, which ends the whole process. There is no public way to
-give it one, so `idle_guard` writes into libc10's table.
+torch asks a *device guard* for the current stream when it records for autograd or copies; without
+one the process ends. No public call gives it one, so `idle_guard` writes into libc10's table.
 """
 
 import ctypes
@@ -15,7 +14,6 @@ import torch
 
 from amp_lab.backends import Backend
 from amp_lab.errors import DeviceError
-from amp_lab.tracing.ops_seen import ATTENTION, Attention
 
 # std::array<std::atomic<DeviceGuardImplInterface*>, …> c10::impl::device_guard_impl_registry
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
@@ -23,24 +21,17 @@ _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 
 @contextmanager
 def idle_guard(row: Backend) -> Iterator[None]:
-    """The block in which the device's guard is that of ``meta``, which does nothing.
-
-    Attention is taken apart there, since torch would ask the device which of its kernels to run.
-    Raises `DeviceError` if torch keeps its guards out of reach.
-    """
+    """The block in which the device has ``meta``'s guard; `DeviceError` if it is out of reach."""
     kinds = torch._C._autograd.DeviceType
-    place, meta = int(getattr(kinds, row.key)), int(kinds.Meta)
+    place, meta = (int(getattr(kinds, name)) for name in (row.key, "Meta"))
     guards = _registry(row, 1 + max(place, meta))
     if guards[place] is not None:  # this block is inside another one
         yield
         return
     guards[place] = guards[meta]
-    library = torch.library.Library("aten", "IMPL")  # what it registers goes when it is destroyed
     try:
-        library.impl(ATTENTION, _attention, f"Autograd{row.key}")
         yield
     finally:
-        library._destroy()
         guards[place] = None  # as it was
 
 
@@ -55,7 +46,3 @@ def _registry(row: Backend, length: int) -> ctypes.Array:
             f"device type {row.type!r}: torch {torch.__version__} on {sys.platform} cannot do "
             "without the device: take 'cuda' or 'cpu'"
         ) from None
-
-
-def _attention(*args, **kwargs) -> torch.Tensor:
-    return Attention(*args, **kwargs).in_plain_ops()

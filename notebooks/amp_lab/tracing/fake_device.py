@@ -5,22 +5,26 @@ import dataclasses
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from amp_lab.backends import BACKENDS, backend
 from amp_lab.errors import DeviceError, TraceError
+from amp_lab.report import dtype_name
 from amp_lab.torch_versions import fused_gru_on_fakes
+from amp_lab.tracing.attention import attention_of
 from amp_lab.tracing.device_guard import idle_guard
-from amp_lab.tracing.ops_seen import storage_key
+from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key
 
-LOWER_DTYPES = (torch.float16, torch.bfloat16)  # what autocast takes, on every backend
+# What an op raises on fake tensors if its result, or the size of it, depends on values.
+NEEDS_VALUES = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
 
 
 def checked_backend(device_type: str) -> str:
@@ -35,10 +39,7 @@ def checked_backend(device_type: str) -> str:
 
 
 def checked_dtype(device_type: str, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype that autocast on `device_type` computes in, its own default for None.
-
-    Raises `DeviceError` for what autocast does not take.
-    """
+    """The dtype of autocast on `device_type`, its default for None; `DeviceError` if it is none."""
     checked_backend(device_type)
     if dtype is None:
         return torch.get_autocast_dtype(device_type)
@@ -50,11 +51,20 @@ def checked_dtype(device_type: str, dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-def fake_mode() -> FakeTensorMode:
-    """A mode in which tensors have a shape, a dtype and a device, but no values and no memory.
+def check_weights(model: nn.Module) -> None:
+    """Raise `TraceError` for a parameter in low precision: autocast works on fp32 weights."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype.itemsize < 4:
+            raise TraceError(
+                f"parameter {name!r} is {dtype_name(parameter.dtype)} already: autocast casts fp32 "
+                "weights itself; give the model before .half() or .to(dtype), or call model.float()"
+            )
 
-    Real tensors that a module made for itself take part as fake ones. An op that torch cannot run
-    without values raises, and is never run for real on zeros.
+
+def fake_mode() -> FakeTensorMode:
+    """A mode in which tensors, a module's own too, have no values and no memory.
+
+    An op that torch cannot run without values raises, and is never run for real on zeros.
     """
     return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
@@ -67,39 +77,19 @@ def autocast_on(
     enabled: bool = True,
     cache_enabled: bool = True,
 ) -> Iterator[None]:
-    """What `torch.autocast` does for the block, also for a device that is not there.
-
-    However the block ends, the state is then what it was. Raises `DeviceError` for what autocast
-    does not take.
-    """
+    """`torch.autocast`, also for a device that is not there; `DeviceError` for a wrong dtype."""
     dtype = checked_dtype(device_type, dtype)
-    # torch.autocast checks that the device is there, and then sets this state. The dispatcher obeys
-    # the state alone, so that fake tensors on the device are cast as real ones are.
-    before = (
-        torch.is_autocast_enabled(device_type),
-        torch.get_autocast_dtype(device_type),
-        torch.is_autocast_cache_enabled(),
-    )
-    torch.set_autocast_enabled(device_type, enabled)
-    torch.set_autocast_dtype(device_type, dtype)
-    torch.set_autocast_cache_enabled(cache_enabled)
-    torch.autocast_increment_nesting()
-    try:
+    # torch.autocast checks what the device can do when it is made, and switches itself off. The
+    # dispatcher obeys the state that it sets alone, so that fake tensors are cast as real ones are.
+    block = torch.autocast(device_type, torch.float16, enabled=False, cache_enabled=cache_enabled)
+    block._enabled, block.fast_dtype = enabled, dtype
+    with block:
         yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        torch.set_autocast_enabled(device_type, before[0])
-        torch.set_autocast_dtype(device_type, before[1])
-        torch.set_autocast_cache_enabled(before[2])
 
 
 @contextmanager
 def autocast_of_the_model(device_type: str) -> Iterator[None]:
-    """Let a ``torch.autocast("cuda")`` in the model's own code count where there is no CUDA.
-
-    Activation checkpointing opens one too, to compute again as it did before.
-    """
+    """Let a ``torch.autocast("cuda")`` of the model, or of checkpointing, count without CUDA."""
     if device_type != "cuda" or torch.cuda.is_available():
         yield
         return
@@ -115,17 +105,18 @@ def autocast_of_the_model(device_type: str) -> Iterator[None]:
 def absent_device(device_type: str) -> Iterator[None]:
     """The block in which torch does not look for the device when it works on fake tensors there.
 
-    `FakeTensorMode` provides for CUDA where torch was built with it, `idle_guard` for all others.
-    Does nothing if the device is here. Raises `DeviceError` if torch keeps its guards out of reach.
+    Raises `DeviceError` if torch keeps its guards out of reach.
     """
-    checked_backend(device_type)
-    row = backend(device_type)
-    if row.is_available():
-        yield
-        return
-    guard = nullcontext() if row.has_fake_guard() else idle_guard(row)
-    # cuDNN would read the memory of a recurrent network's weights, which fakes do not have.
-    with attribute_set(torch.backends.cudnn, "enabled", False), guard:
+    row = backend(checked_backend(device_type))
+    with attention_of(row), ExitStack() as stack:
+        if not row.is_available():
+            # cuDNN would read the memory of a recurrent network's weights, which fakes do not have.
+            stack.enter_context(attribute_set(torch.backends.cudnn, "enabled", False))
+            if row.type == "cuda" and torch.backends.cuda.is_built():
+                # FakeTensorMode does so by itself, but only where torch knows of no accelerator.
+                torch._C._ensureCUDADeviceGuardSet()
+            else:
+                stack.enter_context(idle_guard(row))
         yield
 
 
@@ -146,10 +137,8 @@ def errors_not_logged() -> AbstractContextManager:
 
 
 def how_to_do_without(error: Exception) -> str | None:
-    """What to do about an error of fake tensors, which have no values, if torch itself wants one.
-
-    `nn.Transformer` compares a mask with the causal one, unless it is told what the mask is.
-    """
+    """What to do about an error of fake tensors if it is torch itself that wants a value."""
+    # nn.Transformer compares a mask with the causal one, unless it is told what the mask is.
     names = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
     if "_detect_is_causal_mask" in names:
         return (
@@ -164,7 +153,7 @@ class FakeRun:
     """A model and its inputs on a fake device; made by `on_fake_device`."""
 
     model: nn.Module
-    parameters: dict[str, nn.Parameter]  # under all their names: a tied one is one tensor
+    parameters: dict[str, torch.Tensor]  # under all their names: a tied one is one tensor
     buffers: dict[str, torch.Tensor]
     args: tuple
     kwargs: dict[str, Any]
@@ -179,18 +168,13 @@ class FakeRun:
 
 @contextmanager
 def on_fake_device(
-    model: nn.Module,
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    device_type: str,
-    mode: FakeTensorMode,
+    model: nn.Module, args: tuple, kwargs: Mapping[str, Any], device_type: str, mode: FakeTensorMode
 ) -> Iterator[FakeRun]:
     """The block in which `model` runs on fake tensors of `device_type`, wherever it really is.
 
     In the block `mode` is on, and tensors made without a device are on `device_type`. The model's
-    own tensors are neither moved nor changed, may be on ``meta``, and tensors that share memory do
-    so as fakes too. What the forward pass leaves in attributes is taken back, however the block
-    ends. Compute with its tensors inside alone: after it, torch looks for the device again.
+    own tensors are neither moved nor changed, and those that share memory do so as fakes too.
+    Compute with its tensors inside alone: after it, torch looks for the device again.
 
     Raises `DeviceError` for an unknown device type, and `TraceError` for a model that has no fake
     copy: one with lazy, sparse or quantised tensors, or one of TorchScript.
@@ -275,8 +259,7 @@ def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: An
 def _attributes_restored(model: nn.Module) -> Iterator[None]:
     """The block after which attributes of the modules, and lists and dicts in them, are as before.
 
-    Some models keep a tensor of the forward pass (torchvision's anchors, a mask, a weight computed
-    by a hook); a fake one would break the next real call.
+    A fake tensor left there, such as torchvision's anchors, would break the next real call.
     """
     before = []
     for module in model.modules():

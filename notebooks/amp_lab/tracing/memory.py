@@ -1,16 +1,32 @@
-"""Forecast the memory of a training step in each precision."""
+"""The memory of a training step: a forecast, several side by side, and the largest batch."""
 
-from collections.abc import Iterable
+import dataclasses
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from amp_lab.errors import TraceError
 from amp_lab.precision import Precision
-from amp_lab.tracing.largest_batch import Dtypes, MemoryByBatch, Shapes, checked_inputs, parse_bytes
+from amp_lab.tracing.fake_device import FakeRun
 from amp_lab.tracing.memory_result import MemoryForecast, MemoryTable
-from amp_lab.tracing.training_step import LossFunction, TrainingStep
+from amp_lab.tracing.training_step import LossFunction, TracedStep, TrainingStep
+
+Shapes = Sequence[int] | Sequence[Sequence[int]]
+Dtypes = torch.dtype | Sequence[torch.dtype]
+Items = list[tuple[tuple[int, ...], torch.dtype]]
+"""For each input the shape of one item, without the batch, and its dtype."""
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{infix}b": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for infix, base in (("", 1000), ("i", 1024))
+}
 
 
 def forecast_memory(
@@ -25,21 +41,15 @@ def forecast_memory(
     """Forecast the memory of one training step of `model` on a device that need not be there.
 
     The step is ``loss_fn(model(*inputs, **kwargs)).backward(); optimizer.step()``, under autocast
-    for fp16 and bf16, as it is from the second time on: the optimizer has its state, and no
-    gradient is left from the step before. It runs on fake tensors, which have no memory. Each
-    storage counts from its making to its end, so that views, in-place ops and activation
-    checkpointing (without ``use_reentrant``) count for what they are. The peak is the most that is
-    in use at one time; with torch 2.11 it can be too high next to an `autograd.Function`.
+    for fp16 and bf16, from the second time on: the optimizer has its state, and no gradient is left
+    from before. It runs on fake tensors, and each storage counts from its making to its end. With
+    torch 2.11 the peak can be too high next to an `autograd.Function`.
 
-    `inputs` and `kwargs` are tensors, or structures of them, on any device, also ``meta``; only
-    shape and dtype matter. Without `loss_fn` every floating-point output gets a gradient of its own
-    size, as from a loss that keeps nothing for itself; give one, from the output of the model to
-    one number, if the loss is large, as that of a language model is. `optimizer` is a key of
-    `OPTIMIZERS`.
-
-    Attention on ``cuda`` is taken to run fused (flash or memory-efficient) wherever torch does that
-    on a recent GPU. Not counted: the workspaces of cuBLAS and cuDNN, the memory that the driver
-    takes, and what the allocator loses by rounding and fragmentation.
+    `inputs` and `kwargs` are tensors, or structures of them, on any device, also ``meta``. Without
+    `loss_fn` every floating-point output gets a gradient of its own size; give one, from the output
+    to one number, if the loss is large, as a language model's is. `optimizer` is a key of
+    `OPTIMIZERS`. Not counted: the workspaces of cuBLAS and cuDNN, the memory that the driver takes,
+    and what the allocator loses by rounding and fragmentation.
 
     Raises `TraceError` for a model with parameters in low precision already or without a fake copy,
     an input that it does not take, an op whose result depends on values, and an unknown precision
@@ -48,6 +58,35 @@ def forecast_memory(
     step = TrainingStep(model, device_type, precision, optimizer, loss_fn)
     with step.opened() as run:
         return step.trace(run, run.fake(inputs), run.fake(kwargs)).forecast()
+
+
+def largest_batch(
+    model: nn.Module,
+    input_shape: Shapes,
+    *,
+    memory_bytes: int | str,
+    precision: Precision | str,
+    device_type: str = "cuda",
+    optimizer: str = "adam",
+    loss_fn: LossFunction | None = None,
+    input_dtype: Dtypes = torch.float32,
+) -> int:
+    """The largest batch whose training step fits into `memory_bytes`; 0 if not even one fits.
+
+    `input_shape` has a batch dimension of 1 first, as in ``(1, 3, 224, 224)``, or none, as in
+    ``(3, 224, 224)``: a first dimension other than 1 is no batch. A model with several inputs gets
+    a sequence of such shapes, and one `input_dtype` for all or for each. For the step and the
+    other arguments see `forecast_memory`.
+
+    Two forecasts give the size of every storage as a constant plus a multiple of the batch, and
+    with that the peak of every batch; a third, at the solution, must agree. Raises what
+    `forecast_memory` raises, and `TraceError` if the memory is no size, or sizes do not grow so.
+    """
+    limit = parse_bytes(memory_bytes)
+    _, items = checked_inputs(input_shape, input_dtype, batched=False)
+    step = TrainingStep(model, device_type, precision, optimizer, loss_fn)
+    with step.opened() as run:
+        return MemoryByBatch(step, run, items, limit).largest
 
 
 def compare_memory(
@@ -86,3 +125,118 @@ def compare_memory(
         largest,
         {p: (batches, tuple(by.at(n).peak for n in batches)) for p, by in solved.items()},
     )
+
+
+class MemoryByBatch:
+    """The memory of a step as a function of the batch, from two traces; a third has agreed.
+
+    `largest` is the largest batch within `limit` bytes, and 0 if none fits or there is no limit.
+    One trace is enough if it equals that of a step in `known`, the same in another precision.
+    """
+
+    _FIRST, _SECOND, _THIRD = 2, 3, 7  # not 1, where some ops and layers do something else
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        run: FakeRun,
+        items: Items,
+        limit: int | None,
+        known: Iterable["MemoryByBatch"] = (),
+    ):
+        self._step, self._run, self._items = step, run, items
+        self._second = self._trace(self._SECOND).storages
+        for other in known:  # bf16 mostly needs just what fp16 does
+            if self._second.equals(other._second):
+                self._first = dataclasses.replace(other._first, step=step)
+                self._slope, self.largest = other._slope, other.largest
+                return
+        self._first = self._trace(self._FIRST)
+        storages = self._first.storages
+        # Another log would mean that another batch allocates at other times, or other things.
+        self._require(np.array_equal(storages.log, self._second.log))
+        self._slope = self._second.sizes - storages.sizes  # bytes per item of the batch
+        self.largest = 0 if limit is None else self._solve(limit)
+        third = self.largest if self.largest > self._SECOND else self._THIRD
+        self._require(self.at(third) == self._trace(third).forecast())
+
+    def _trace(self, batch: int) -> TracedStep:
+        device = self._step.device_type
+        inputs = tuple(
+            torch.empty(batch, *shape, dtype=dtype, device=device) for shape, dtype in self._items
+        )
+        try:
+            return self._step.trace(self._run, inputs, {})
+        except TraceError as error:
+            raise TraceError(f"{error} (tried with a batch of {batch})") from error
+
+    def _require(self, agrees: bool) -> None:
+        if not agrees:
+            raise TraceError(
+                f"{type(self._step.model).__name__}: its memory is not a constant plus a multiple "
+                "of the batch; forecast the batches one by one"
+            )
+
+    def at(self, batch: int) -> MemoryForecast:
+        """The forecast for a batch."""
+        storages = self._first.storages
+        sizes = storages.sizes + self._slope * (batch - self._FIRST)
+        return dataclasses.replace(
+            self._first,
+            input_shapes=tuple((batch, *shape) for shape, _ in self._items),
+            storages=dataclasses.replace(storages, sizes=sizes),
+        ).forecast()
+
+    def _solve(self, limit: int) -> int:
+        too_large = 1
+        while self.at(too_large).peak <= limit:
+            too_large *= 2
+        # The peak never falls as the batch grows, so the batches are in the order of their peaks.
+        return bisect_right(range(too_large), limit, lo=1, key=lambda n: self.at(n).peak) - 1
+
+
+def checked_inputs(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool) -> tuple[int, Items]:
+    """The batch, and the shape and dtype of one item of each input.
+
+    With `batched`, the first size of each is the batch, else only if it is 1. Raises `TraceError`
+    for inputs that do not go together.
+    """
+    shapes = _checked_shapes(input_shape)
+    one = isinstance(input_dtype, torch.dtype)
+    dtypes = [input_dtype] * len(shapes) if one else list(input_dtype)
+    if len(dtypes) != len(shapes):
+        counts = f"{len(dtypes)} input dtypes for {len(shapes)} inputs"
+        raise TraceError(f"{counts}: give one for all, or one for each")
+    batches = {shape[0] for shape in shapes}
+    if batched and len(batches) > 1:
+        given = "inputs of shapes " + ", ".join(map(str, shapes))
+        raise TraceError(f"{given}: the first size is the batch; give the same for all")
+    if not batched and batches != {1}:
+        return 1, list(zip(shapes, dtypes, strict=True))
+    return shapes[0][0], [(s[1:], dtype) for s, dtype in zip(shapes, dtypes, strict=True)]
+
+
+def _checked_shapes(given: Shapes) -> list[tuple[int, ...]]:
+    several = bool(given) and all(isinstance(shape, Sequence) for shape in given)
+    sequences: Sequence[Any] = given if several else (given,)
+    shapes = [tuple(shape) for shape in sequences]
+    for sizes in shapes:
+        if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise TraceError(f"input shape {sizes}: give sizes of 1 or more")
+    return shapes
+
+
+def parse_bytes(text: str | int) -> int:
+    """The number of bytes in ``"24GiB"`` (24 x 2^30), ``"24 GB"`` (24 x 10^9) or ``"512"``.
+
+    Raises `TraceError` for anything else, for a bare ``"24G"`` (it does not say which of the two it
+    means), and for less than one byte.
+    """
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", str(text).strip().lower())
+    unit = _UNITS.get(match[2]) if match else None
+    count = Fraction(match[1]) * unit if match and unit else None  # exact, unlike 1.1 * 10**9
+    if count is None or (unit == 1 and count.denominator > 1):
+        raise TraceError(f"memory {text!r}: give bytes, as 24GiB (24 x 2^30) or 24GB (24 x 10^9)")
+    if count < 1:
+        raise TraceError(f"memory {text!r}: give at least one byte")
+    return int(count)

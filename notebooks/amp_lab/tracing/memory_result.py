@@ -1,11 +1,10 @@
 """A memory forecast, and several side by side: as text, as a table, as JSON and as a figure."""
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from amp_lab.precision import Precision
-from amp_lab.report import Printed, Table, to_plain
+from amp_lab.report import Printed, Table
 
 # What a line of the table says, and the attribute of `MemoryForecast` that it shows.
 _ROWS = {
@@ -34,23 +33,16 @@ class MemoryForecast(Printed):
     optimizer_name: str
     weights: int
     buffers: int
-    gradients: int
-    """All of them, in the dtype of their parameters, as they stand before the optimizer's step."""
-    optimizer: int
-    """State that the optimizer keeps from step to step."""
+    gradients: int  # of all parameters, each in its dtype, before the optimizer's step
+    optimizer: int  # state that the optimizer keeps from step to step
     activations: int
     """What autograd keeps for the backward pass when the forward pass ends, the inputs among it if
     it needs them. Each storage counts once; parameters and casts of them are not among it."""
-    cast_cache: int
-    """Copies of weights in low precision, all of which live while the autocast block lasts."""
-    cast_kept: int
-    """The part of `cast_cache` that lives on after the block, because autograd keeps it."""
-    phases: dict[str, int]
-    """The most that is in use at one time in ``forward``, ``backward`` and ``optimizer``."""
-    at_peak: dict[str, int]
-    """What the peak consists of, by kind; its sum is `peak`."""
-    caveats: tuple[str, ...] = ()
-    """What in this model the forecast may be wrong about."""
+    cast_cache: int  # copies of weights in low precision, which live while the autocast block lasts
+    cast_kept: int  # the part of it that lives on after the block, because autograd keeps it
+    phases: dict[str, int]  # the most in use at one time in "forward", "backward" and "optimizer"
+    at_peak: dict[str, int]  # what the peak consists of, by kind
+    caveats: tuple[str, ...] = ()  # what in this model the forecast may be wrong about
 
     @property
     def peak(self) -> int:
@@ -67,13 +59,8 @@ class MemoryForecast(Printed):
         """What is in use at the peak and belongs to no other part."""
         return self.at_peak["temporaries"]
 
-    def as_dict(self) -> dict[str, Any]:
-        """All of it, as JSON has it."""
-        return to_plain(self) | {"peak": self.peak, "peak_phase": self.peak_phase}
-
-    def to_json(self) -> str:
-        """`as_dict` as text."""
-        return json.dumps(self.as_dict(), indent=1)
+    def _contents(self) -> dict[str, Any]:
+        return {**vars(self), "peak": self.peak, "peak_phase": self.peak_phase}
 
     def _table(self) -> Table:
         return MemoryTable((self,))._table()
@@ -85,10 +72,9 @@ class MemoryTable(Printed):
 
     forecasts: tuple[MemoryForecast, ...]
     memory_bytes: int | None = None
-    largest: dict[str, int] = field(default_factory=dict)
-    """The largest batch that fits into `memory_bytes`, by precision."""
+    largest: dict[str, int] = field(default_factory=dict)  # batch that fits, by precision
+    # Batches and the peak at each, by precision, for the plot.
     curves: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    """Batches and the peak at each, by precision; what `plot` draws."""
 
     def __getitem__(self, precision: str) -> MemoryForecast:
         return next(f for f in self.forecasts if f.precision == precision)
@@ -99,12 +85,11 @@ class MemoryTable(Printed):
 
         return plots.memory_against_batch(self.curves, self.memory_bytes)
 
-    def to_json(self) -> str:
-        """The forecasts, the memory and the largest batches as text."""
-        contents: dict[str, Any] = {"forecasts": [f.as_dict() for f in self.forecasts]}
+    def _contents(self) -> dict[str, Any]:
+        contents: dict[str, Any] = {"forecasts": [f._contents() for f in self.forecasts]}
         if self.memory_bytes is not None:
             contents |= {"memory_bytes": self.memory_bytes, "largest_batch": self.largest}
-        return json.dumps(contents, indent=1)
+        return contents
 
     def _table(self) -> Table:
         first = self.forecasts[0]
@@ -123,10 +108,8 @@ class MemoryTable(Printed):
         return Table(
             [f"in {name}", *(str(f.precision) for f in self.forecasts)],
             rows,
-            caption=(
-                f"{first.model}, input {shapes}, one training step with {first.optimizer_name} "
-                f"on {first.device_type}"
-            ),
+            caption=f"{first.model}, input {shapes}, one training step with "
+            f"{first.optimizer_name} on {first.device_type}",
             facts=[
                 "The parts are not all there at one time, so they do not add up to the peak.",
                 "Not counted: what the driver and its libraries take for themselves.",

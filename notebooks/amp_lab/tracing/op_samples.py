@@ -48,7 +48,7 @@ _IN_3, _IN_4 = (_Shape((_N, gates * _N)) for gates in (3, 4))  # of GRU and LSTM
 _WEIGHT_3, _WEIGHT_4 = (_Shape((gates * _N, _N)) for gates in (3, 4))
 _BIAS_3, _BIAS_4 = (_Shape((gates * _N,)) for gates in (3, 4))
 _CONVOLUTION = {"input": _IMAGE, "self": _IMAGE, "weight": _IMAGE}
-_GRID_2D = {"input": _IMAGE, "grid": _Shape((_N, _N, _N, 2))}
+_GRID_2D, _GRID_3D = {"grid": _Shape((_N, _N, _N, 2))}, {"grid": _Shape((_N, _N, _N, _N, 3))}
 _LSTM = {"input": _CUBE, "batch_sizes": [], "mode": 2, "hidden_size": _N}
 _BY_OP: dict[str, dict[str, Any]] = {
     "_convolution": _CONVOLUTION,
@@ -58,8 +58,7 @@ _BY_OP: dict[str, dict[str, Any]] = {
     },
     "_grid_sampler_2d_cpu_fallback": _GRID_2D,
     "_native_multi_head_attention": dict.fromkeys(("query", "key", "value"), _CUBE) | {
-        "embed_dim": _N, "qkv_weight": _WEIGHT_3, "qkv_bias": _BIAS_3,
-        "proj_weight": _SQUARE, "proj_bias": _VECTOR,
+        "embed_dim": _N, "qkv_weight": _WEIGHT_3, "qkv_bias": _BIAS_3, "proj_bias": _VECTOR
     },
     "_scaled_dot_product_flash_attention": dict.fromkeys(
         ("query", "key", "value"), _Shape((1, 1, 8, 8))
@@ -71,29 +70,22 @@ _BY_OP: dict[str, dict[str, Any]] = {
     "cudnn_convolution": _CONVOLUTION,
     "cudnn_convolution_transpose": _CONVOLUTION,
     "cross": dict.fromkeys(("self", "other"), _Shape((_N, 3))),
-    "ctc_loss": {
-        "targets": _Index(_SQUARE), "input_lengths": [_N] * _N, "target_lengths": [0] * _N
-    },
-    "fractional_max_pool2d": {"self": _IMAGE, "random_samples": _Shape((_N, _N, 2))},
-    "fractional_max_pool3d": {"self": _VOLUME, "random_samples": _Shape((_N, _N, 3))},
+    "ctc_loss": {"input_lengths": [_N] * _N, "target_lengths": [0] * _N},
+    "fractional_max_pool2d": {"random_samples": _Shape((_N, _N, 2))},
+    "fractional_max_pool3d": {"random_samples": _Shape((_N, _N, 3))},
     "grid_sampler": _GRID_2D,
     "grid_sampler_2d": _GRID_2D,
-    "grid_sampler_3d": {"input": _VOLUME, "grid": _Shape((_N, _N, _N, _N, 3))},
+    "grid_sampler_3d": _GRID_3D,
     "index_copy": {"index": _Index(_VECTOR)},
     "gru_cell": {"w_ih": _WEIGHT_3, "w_hh": _WEIGHT_3},
     "lstm_cell": {"w_ih": _WEIGHT_4, "w_hh": _WEIGHT_4},
     "lu_solve": {"LU_pivots": _Pivots(_VECTOR)},
-    "max_unpool2d": {"indices": _Index(_IMAGE), "output_size": [_N, _N]},
-    "max_unpool3d": {
-        "indices": _Index(_VOLUME), "output_size": [_N] * 3, "padding": [0, 0, 0]
-    },
-    "mkldnn_rnn_layer": _LSTM | {
-        "weight0": _WEIGHT_4, "weight1": _WEIGHT_4, "weight2": _BIAS_4, "weight3": _BIAS_4,
-        "hx_": _SQUARE, "cx_": _SQUARE, "has_biases": True,
-    },
-    "nll_loss2d": {"self": _IMAGE, "target": _Index(_CUBE)},
+    "max_unpool2d": {"indices": _Index(_IMAGE)},
+    "max_unpool3d": {"indices": _Index(_VOLUME)},
+    "mkldnn_rnn_layer": _LSTM | {"weight2": _BIAS_4, "weight3": _BIAS_4},
+    "nll_loss2d": {"target": _Index(_CUBE)},
     "linalg_tensorinv": {"ind": 1},
-    "stft": {"window": _VECTOR, "return_complex": True},
+    "stft": {"return_complex": True},
     "view_as_complex": {"self": _Shape((_N, 2))},
 }  # fmt: skip
 
@@ -117,10 +109,7 @@ def sizes_to_try(op: OpOverload) -> Iterator[Sizes]:
 
 
 class Sample:
-    """A value for every argument of an op, by its name and type, in `args` and `kwargs`.
-
-    The first tensor in floating point has the dtype `first`, the others have `rest`.
-    """
+    """Arguments for an op; the first floating-point tensor has the dtype `first`, others `rest`."""
 
     def __init__(
         self, op: OpOverload, device_type: str, first: torch.dtype, rest: torch.dtype, sizes: Sizes
@@ -150,11 +139,10 @@ class Sample:
             shape = next(self._shapes)
             if self._indices and argument.name in _MAYBE_INDICES:
                 shape = _Index(shape)
-            return (
-                [self._tensor(shape) for _ in range(2)] if "List" in kind else self._tensor(shape)
-            )
+            is_list = "List" in kind
+            return [self._tensor(shape) for _ in range(2)] if is_list else self._tensor(shape)
         if kind.startswith("List"):
-            return [1] * (argument.N or 2)
+            return [1] * (argument.N or 2)  # pyrefly: ignore[missing-attribute]: not in the stub
         return None if kind.startswith("Optional") else {"bool": False, "str": "nuc"}.get(kind, 1)
 
     def _named(self, value: Any, argument: torch.Argument) -> Any:
@@ -170,7 +158,8 @@ class Sample:
             return self._tensor(_Index((len(value),))) if kind == "Tensor" else value[0]
         if isinstance(value[0], tuple):
             return [self._tensor(shape) for shape in value]
-        return value[: argument.N or len(value)]  # an op for images has two where this has one
+        # An op for images has two where this has one.
+        return value[: argument.N or None]  # pyrefly: ignore[missing-attribute]: not in the stub
 
     def _tensor(self, shape: tuple[int, ...]) -> torch.Tensor:
         if isinstance(shape, _Index):

@@ -7,7 +7,6 @@ to one is read from a call that is caught between autocast's kernel for the op a
 import dataclasses
 import functools
 import itertools
-import json
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -23,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_lab.backends import backend
 from amp_lab.errors import AmpLabWarning, first_line
-from amp_lab.report import Printed, Table, dtype_name, short_name, to_plain
+from amp_lab.report import Printed, Table, short_name
 from amp_lab.tracing.fake_device import (
     absent_device,
     autocast_on,
@@ -53,9 +52,8 @@ class OpRule:
     given: tuple[torch.dtype, ...]  # dtypes of the inputs of a call, such that the policy has work
     observed: torch.dtype | None  # what the call returned; None: the op could not be called
     reason: str  # why it could not be called, in a line; else empty
+    # Whether `observed`, or a part of it if complex, is what the policy promises; None: no float.
     agrees: bool | None
-    """Whether `observed` is what the policy promises; None if no floating-point number came back.
-    A complex number is held to the promise by its parts."""
 
 
 class OpTable(Printed, list[OpRule]):
@@ -66,15 +64,9 @@ class OpTable(Printed, list[OpRule]):
         self.device_type, self.dtype = device_type, dtype
         self.real = real  # whether ops were called on the device itself, not on fake tensors
 
-    def to_json(self) -> str:
-        """The table as JSON, with dtypes by their names."""
-        about = {
-            "torch": torch.__version__,
-            "device_type": self.device_type,
-            "dtype": dtype_name(self.dtype),
-            "real": self.real,
-        }
-        return json.dumps(about | {"ops": to_plain(list(self))}, indent=2)
+    def _contents(self) -> dict[str, Any]:
+        about = {"torch": torch.__version__, "device_type": self.device_type}
+        return about | {"dtype": self.dtype, "real": self.real, "ops": list(self)}
 
     def _table(self) -> Table:
         rows = [
@@ -82,25 +74,20 @@ class OpTable(Printed, list[OpRule]):
                 rule.policy,
                 rule.op,
                 ", ".join(dict.fromkeys(map(short_name, rule.given))),
-                short_name(rule.observed) if rule.observed else "-",
+                short_name(rule.observed),
                 rule.reason or ("not what the policy says" if rule.agrees is False else ""),
             ]
             for rule in self
         ]
-        return Table(
-            ["policy", "op", "given", "returned", "note"],
-            rows,
-            caption=self._summary(),
-            facts=[f"{policy}: {meaning}" for policy, meaning in POLICIES.items()],
-        )
-
-    def _summary(self) -> str:
         count = Counter(rule.policy for rule in self)
         parts = ", ".join(f"{count[policy]} {policy}" for policy in POLICIES if count[policy])
         where = "the device" if self.real else "fake tensors"
-        return (
-            f"autocast on {self.device_type!r} to {short_name(self.dtype)}, "
-            f"torch {torch.__version__}: {len(self)} ops ({parts}), called on {where}"
+        return Table(
+            ["policy", "op", "given", "returned", "note"],
+            rows,
+            caption=f"autocast on {self.device_type!r} to {short_name(self.dtype)}, "
+            f"torch {torch.__version__}: {len(self)} ops ({parts}), called on {where}",
+            facts=[f"{policy}: {meaning}" for policy, meaning in POLICIES.items()],
         )
 
 
@@ -119,10 +106,9 @@ class OpDifferences(Printed, list[OpDifference]):
         super().__init__(rows)
         self.names = names
 
-    def to_json(self) -> str:
-        """The table as JSON, with dtypes by their names."""
+    def _contents(self) -> dict[str, Any]:
         rows = [{"op": row.op, "policies": [row.first, row.second]} for row in self]
-        return json.dumps({"device_types": list(self.names), "ops": rows}, indent=2)
+        return {"device_types": self.names, "ops": rows}
 
     def _table(self) -> Table:
         first, second = self.names
@@ -168,10 +154,7 @@ def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
 
 
 def differences(first: OpTable, second: OpTable) -> OpDifferences:
-    """The ops that autocast treats differently on two backends, by name.
-
-    Overloads are told apart, since one backend may know an overload that another does not.
-    """
+    """The ops, each overload by itself, that autocast treats differently on two backends."""
     a, b = _policies(first), _policies(second)
     rows = [
         OpDifference(name.removesuffix(".default"), a.get(name), b.get(name))
@@ -195,10 +178,7 @@ class _CaughtError(Exception):
 
 
 class _Catch(TorchDispatchMode):
-    """Catches a call of one op below autocast, whatever its overload, before the op runs.
-
-    In inference mode torch does not take an op apart before this mode has seen it.
-    """
+    """Catches a call of one op below autocast, whatever its overload, before the op runs."""
 
     def __init__(self, op: OpOverload):
         super().__init__()
@@ -239,12 +219,13 @@ class _Autocast:
     ) -> tuple[list[Any] | None, str]:
         """The arguments with which the op is called below autocast; None, and why, if it is not.
 
-        The first floating-point input has the dtype `first`, the others have autocast's. The shapes
-        do not matter: the op never runs.
+        The first floating-point input has the dtype `first`, the others have autocast's.
         """
         catch = _Catch(op)
+        shapes = itertools.repeat((2, 2))  # any will do, since the op never runs
+        # In inference mode torch does not take an op apart before `catch` has seen it.
         with self._fakes(), torch.inference_mode(), autocast_on(self.device_type, dtype):
-            sample = Sample(op, self.device_type, first, dtype, Sizes(itertools.repeat((2, 2))))
+            sample = Sample(op, self.device_type, first, dtype, Sizes(shapes))
             try:
                 with catch:
                     op(*sample.args, **sample.kwargs)
@@ -298,7 +279,8 @@ class _Autocast:
 
 def _policy_of(low: list[Any], mixed: list[Any], dtype: torch.dtype) -> str | None:
     """The policy by what came through of inputs all low, and with the first one in float32."""
-    (low_inputs, named), (mixed_inputs, _) = map(_dtypes, (low, mixed))
+    low_inputs, mixed_inputs = _floating(low), _floating(mixed)
+    named = [argument for argument in low if isinstance(argument, torch.dtype)]
     if named == [torch.float32]:  # set, or appended by a change to an overload that takes one
         return "fp32_set_opt_dtype"
     if set(mixed_inputs) == {dtype}:
@@ -310,10 +292,8 @@ def _policy_of(low: list[Any], mixed: list[Any], dtype: torch.dtype) -> str | No
     return "promote" if len(mixed_inputs) > 1 else None
 
 
-def _dtypes(given: list[Any]) -> tuple[list[torch.dtype], list[torch.dtype]]:
-    """The dtypes of the floating-point tensors, and those that are arguments themselves."""
-    tensors = [t.dtype for t in tensors_in(given) if t.is_floating_point()]
-    return tensors, [a for a in given if isinstance(a, torch.dtype)]
+def _floating(given: list[Any]) -> list[torch.dtype]:
+    return [tensor.dtype for tensor in tensors_in(given) if tensor.is_floating_point()]
 
 
 @functools.cache

@@ -1,15 +1,15 @@
-"""What every tracer asks of an op: whose memory it is, views, FLOPs, and attention."""
+"""What every tracer asks of an op: whose memory it is, whether it is a view, and its FLOPs."""
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
-ATTENTION = "scaled_dot_product_attention"
+LOWER_DTYPES = (torch.float16, torch.bfloat16)  # what autocast takes, on every backend
 
 _MEMORY_ONLY = {"_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided"}
 
@@ -86,45 +86,3 @@ FLOP_FORMULAS: dict[Any, Callable[..., int]] = {
     torch.ops.aten.addbmm: _added_product_flops,
     torch.ops.aten.convolution_backward: _convolution_backward_flops,
 }
-
-
-class Attention(NamedTuple):
-    """A call of `scaled_dot_product_attention`: its arguments, by their names and in their order.
-
-    Shapes: query (…, H, T, D), key (…, H, S, D), value (…, H, S, V); the output is (…, H, T, V).
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    attn_mask: torch.Tensor | None = None
-    dropout_p: float = 0.0
-    is_causal: bool = False
-    scale: float | None = None
-    enable_gqa: bool = False
-
-    def autocast_to(self, dtype: torch.dtype | None) -> "Attention":
-        """The same call with inputs as autocast casts them: to `dtype`, but for fp64; None: off.
-
-        A mask that is not of truth values has to be in the dtype of the query.
-        """
-        query, key, value, mask = self[:4]
-        if dtype is not None:
-            query, key, value = (
-                t if t.dtype is torch.float64 else t.to(dtype) for t in (query, key, value)
-            )
-        if mask is not None and mask.is_floating_point():
-            mask = mask.to(query.dtype)
-        return self._replace(query=query, key=key, value=value, attn_mask=mask)
-
-    def in_plain_ops(self) -> torch.Tensor:
-        """The output by attention's definition, without asking the device for a kernel."""
-        *tensors, scale, enable_gqa = self
-        return torch.ops.aten._scaled_dot_product_attention_math(
-            *tensors, scale=scale, enable_gqa=enable_gqa
-        )[0]
-
-    def flops(self) -> int:
-        """FLOPs of both matrix products, of every query with every key, also if it is causal."""
-        width = self.query.shape[-1] + self.value.shape[-1]
-        return 2 * self.query[..., 0].numel() * self.key.shape[-2] * width

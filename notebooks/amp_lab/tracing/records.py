@@ -29,24 +29,17 @@ class OpRecord:
     flops: int = 0  # of a matrix product, convolution, attention or recurrent layer
     autocast: bool = True  # whether autocast was on where it was called
     widened: bool = False  # whether autocast made it compute on a low-precision input in fp32
+    # Of a recurrent layer or cell: the widest dtype of its products, which its state may exceed.
     product_dtype: torch.dtype | None = None
-    """Of a recurrent layer or cell: the dtype, the widest of several, that the matrix products
-    inside it computed in, which may be narrower than its state."""
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype that it computed in.
-
-        That of the matrix products inside a recurrent layer; else the wider of the first floating
-        input and output.
-        """
-        if self.product_dtype is not None:
-            return self.product_dtype
+        """What it computed in: `product_dtype`, or the wider of first floating input and output."""
         first = [
             next((dtype for dtype in dtypes if dtype.is_floating_point), None)
             for dtypes in (self.in_dtypes, self.out_dtypes)
         ]
-        return widest(dtype for dtype in first if dtype)
+        return self.product_dtype or widest(dtype for dtype in first if dtype)
 
     @property
     def nbytes(self) -> int:

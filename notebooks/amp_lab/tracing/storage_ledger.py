@@ -2,17 +2,16 @@
 
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch._subclasses import FakeTensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_lab.tracing.ops_seen import storage_key
+from amp_lab.tracing.ops_seen import storage_key, tensors_in
 
 KINDS = (
     *("weights", "buffers", "inputs", "gradients", "optimizer"),
@@ -58,14 +57,14 @@ class StorageLedger(TorchDispatchMode):
         self._numbers: dict[int, int] = {}  # key of a living storage: its number
         self._watches: dict[int, weakref.ref] = {}
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
         is_fake = bool(args) and isinstance(args[0], FakeTensor)
-        run = _SHORTCUTS.get(func, func) if is_fake else func
+        run: Callable[..., Any] = _SHORTCUTS.get(func, func) if is_fake else func
         result = run(*args, **(kwargs or {}))
         if func is _DEVICE_OF:  # asked for more often than all else, and makes nothing
             return result
-        for leaf in pytree.tree_leaves(result):
-            self._number(leaf)
+        for tensor in tensors_in(result):
+            self._number(tensor)
         if func is _TO_COPY and result.dtype != args[0].dtype:
             self._note_cast(args[0], result)
         return result
@@ -76,10 +75,8 @@ class StorageLedger(TorchDispatchMode):
         if before is not None and made is not None and self._kinds.get(before) == "weights":
             self._kinds[made] = "cast_cache"
 
-    def _number(self, leaf: Any) -> int | None:
+    def _number(self, leaf: torch.Tensor) -> int | None:
         """The number of a tensor's storage, a new one if it is new; None if it is elsewhere."""
-        if not isinstance(leaf, torch.Tensor):
-            return None
         # A fake's own attribute: asking for .device goes through all modes, and takes long.
         device = leaf.fake_device if isinstance(leaf, FakeTensor) else leaf.device
         key = storage_key(leaf) if device.type == self._device_type else None
@@ -98,7 +95,7 @@ class StorageLedger(TorchDispatchMode):
             self._watches[number] = weakref.ref(storage, end)
         return self._numbers[key]
 
-    def own(self, kind: str, tensors: Iterable[Any]) -> None:
+    def own(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
         """Say to which kind the storages of these tensors belong, unless it was said before."""
         for tensor in tensors:
             number = self._number(tensor)

@@ -23,21 +23,15 @@ from torch.utils._pytree import tree_map_only
 
 from amp_lab.backends import backend
 from amp_lab.errors import TraceError
+from amp_lab.tracing.attention import ATTENTION, Attention
 from amp_lab.tracing.fake_device import (
-    LOWER_DTYPES,
+    NEEDS_VALUES,
     attribute_set,
     autocast_of_the_model,
     autocast_on,
     how_to_do_without,
 )
-from amp_lab.tracing.ops_seen import (
-    ATTENTION,
-    Attention,
-    computes_nothing,
-    flops,
-    storage_key,
-    tensors_in,
-)
+from amp_lab.tracing.ops_seen import LOWER_DTYPES, computes_nothing, flops, storage_key, tensors_in
 from amp_lab.tracing.records import LOSS, Cast, OpRecord, place_of, widest
 
 NORMS = {"layer_norm", "group_norm", "rms_norm", "instance_norm"}
@@ -54,14 +48,8 @@ _CASTING = {
 }  # fmt: skip
 _SDPA = F.scaled_dot_product_attention
 _PLAIN_NAMES = {"__matmul__": "matmul", "__rmatmul__": "matmul"}
-_NEEDS_VALUES = (
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.DynamicOutputShapeException,
-)
-_NOT_FAKED = (
-    fake_tensor.UnsupportedOperatorException,
-    fake_tensor.UnsupportedFakeTensorException,
-)
+_OR_REAL = "or use real=True where the device is"
+_NOT_FAKED = (fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException)
 
 
 def named_leaves(structure: object, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -162,10 +150,7 @@ class Tracer:
         inputs: tuple[tuple, dict[str, Any]],
         loss_fn: Callable | None,
     ) -> None:
-        """Run `call`, which calls the model, and `loss_fn`; keep an error of theirs as `error`.
-
-        Raises `TraceError` if fake tensors cannot run the model.
-        """
+        """Run `call` and `loss_fn`, keep their error; `TraceError` for what fakes cannot run."""
         for name, tensor in state.items():
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             self._names.setdefault(_key(tensor), f"{kind} {name}")
@@ -189,7 +174,7 @@ class Tracer:
                     self.in_loss = True
                     loss = loss_fn(output)
                     self.loss_dtype = loss.dtype if isinstance(loss, torch.Tensor) else None
-            except (*_NEEDS_VALUES, *_NOT_FAKED) as error:
+            except (*NEEDS_VALUES, *_NOT_FAKED) as error:
                 raise TraceError(self._beyond_fakes(error)) from error
             except Exception as error:  # whatever the model raises: `xray` says it, or raises it
                 self.error = error
@@ -200,10 +185,8 @@ class Tracer:
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 self.classes[name] = type(module).__name__
-                enter, leave = (
-                    functools.partial(self._enter, name),
-                    functools.partial(self._leave, name),
-                )
+                enter = functools.partial(self._enter, name)
+                leave = functools.partial(self._leave, name)
                 stack.callback(module.register_forward_pre_hook(enter).remove)
                 stack.callback(module.register_forward_hook(leave, always_call=True).remove)
             yield
@@ -277,13 +260,10 @@ class Tracer:
 
     def _is_widened(self, call: _Call, name: str, ins: list, outs: list) -> bool:
         # Autocast may insert no cast, but have a softmax itself compute and return fp32.
-        by_itself = name in ("_softmax", "_log_softmax") and call.dtype and not call.casts
-        if by_itself and ins[0].dtype in LOWER_DTYPES and outs[0].dtype is torch.float32:
-            return True
-        return any(
-            cast.from_dtype in LOWER_DTYPES and cast.to_dtype not in LOWER_DTYPES
-            for cast in self._pending
-        )
+        changes = [(cast.from_dtype, cast.to_dtype) for cast in self._pending]
+        if name in ("_softmax", "_log_softmax") and call.dtype and not call.casts:
+            changes.append((ins[0].dtype, outs[0].dtype))
+        return any(old in LOWER_DTYPES and new not in LOWER_DTYPES for old, new in changes)
 
     def _note_cast(self, call: _Call, source: torch.Tensor, result: torch.Tensor) -> None:
         storage = call.origin(source)
@@ -332,14 +312,10 @@ class Tracer:
         module, op = self.failed_at or (self.module, "an op")
         where = f"op {op} in {place_of(module)}"
         if isinstance(error, _NOT_FAKED):
-            return (
-                f"{where}: torch cannot run it on fake tensors; X-ray the modules before it one by "
-                "one, or use real=True where the device is"
-            )
-        remedy = how_to_do_without(error) or (
-            "X-ray the part before it (such as model.backbone), or use real=True where the device "
-            "is"
-        )
+            remedy = "X-ray the modules before it one by one"
+            return f"{where}: torch cannot run it on fake tensors; {remedy}, {_OR_REAL}"
+        remedy = f"X-ray the part before it (such as model.backbone), {_OR_REAL}"
+        remedy = how_to_do_without(error) or remedy
         return f"{where} depends on values, which fake tensors have not: {remedy}"
 
 
@@ -377,9 +353,14 @@ class _Functions(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name == "__get__":  # an attribute is read
             return func(*args, **kwargs)
-        if self._tracer.in_loss and self._tracer.to_fake is not None:
+        to_fake = self._tracer.to_fake
+        if self._tracer.in_loss and to_fake is not None:
             # The loss brings targets and weights of its own, which are real.
-            args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs))
+            args, kwargs = tree_map_only(
+                torch.Tensor,
+                lambda t: t if isinstance(t, fake_tensor.FakeTensor) else to_fake(t),
+                (args, kwargs),
+            )
         enabled = torch.is_autocast_enabled(self._device_type)
         dtype = torch.get_autocast_dtype(self._device_type) if enabled else None
         names_dtype = any(isinstance(given, torch.dtype) for given in (*args, *kwargs.values()))
@@ -389,18 +370,12 @@ class _Functions(TorchFunctionMode):
                 # Modes are off inside of it, so that its attention has to be sent here.
                 with attribute_set(F, ATTENTION, self._attention_inside):
                     return func(*args, **kwargs)
-            return (
-                self._run_whole(call, func, args, kwargs)
-                if call.is_whole
-                else func(*args, **kwargs)
-            )
+            if call.is_whole:
+                return self._run_whole(call, func, args, kwargs)
+            return func(*args, **kwargs)
 
     def _attention_inside(self, *args, **kwargs) -> object:
         return self.__torch_function__(_SDPA, (), args, kwargs)
-
-    def _faked(self, tensor: torch.Tensor) -> torch.Tensor:
-        is_fake = isinstance(tensor, fake_tensor.FakeTensor)
-        return tensor if is_fake else self._tracer.to_fake(tensor)
 
     def _run_whole(self, call: _Call, func: Callable, args: tuple, kwargs: dict) -> object:
         """Call a function that is one row, whatever it does inside."""
@@ -409,10 +384,9 @@ class _Functions(TorchFunctionMode):
         call.shapes = {call.key(t): tuple(t.shape) for t in ins}
         run = functools.partial(func, *args, **kwargs)
         if call.name == ATTENTION:
-            attention = Attention(*args, **kwargs)
-            count = attention.flops()
+            count = Attention(*args, **kwargs).flops()
             if self._tracer.to_fake is not None and not self._backend.is_host:
-                run = functools.partial(self._attention, call.dtype, attention)
+                run = functools.partial(self._attention, func, args, kwargs)
         elif call.is_rnn:
             count = self._tracer.rnn_flops(ins)
             if self._tracer.to_fake is not None and call.name in _RNN_LAYERS:
@@ -421,12 +395,9 @@ class _Functions(TorchFunctionMode):
         self._tracer.note(call, call.name, ins, tensors_in(out), count)
         return out
 
-    def _attention(self, dtype: torch.dtype | None, attention: Attention) -> torch.Tensor:
-        """Attention by its definition: to choose a kernel, torch would ask the absent device."""
-        attention = attention.autocast_to(dtype)
-        with autocast_on(self._device_type, enabled=False):
-            out = attention.in_plain_ops()
-        # In memory as the kernels of real devices leave it: (B, T, H, D).
+    def _attention(self, func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
+        """Attention, in memory as the kernels of real devices leave it: (B, T, H, D)."""
+        out = func(*args, **kwargs)
         return out.transpose(1, 2).contiguous().transpose(1, 2) if out.dim() == 4 else out
 
     def _rnn(self, call: _Call, func: Callable, args: tuple) -> tuple[torch.Tensor, ...]:

@@ -1,7 +1,9 @@
 """One training step on fake tensors, and the forecast that comes of it."""
 
+import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,32 +13,38 @@ import torch
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils import _pytree as pytree
 
+from amp_lab.backends import backend
 from amp_lab.errors import AmpLabError, TraceError, first_line
 from amp_lab.precision import Precision
-from amp_lab.report import dtype_name
+from amp_lab.torch_versions import step_counters_on_host
 from amp_lab.tracing.backward import run_backward
 from amp_lab.tracing.fake_device import (
+    NEEDS_VALUES,
     FakeRun,
     autocast_of_the_model,
     autocast_on,
+    check_weights,
     checked_backend,
     fake_mode,
     how_to_do_without,
     on_fake_device,
 )
-from amp_lab.tracing.fused_attention import fused_attention
 from amp_lab.tracing.memory_result import MemoryForecast
-from amp_lab.tracing.optimizer_memory import OPTIMIZERS, optimizer_bytes
+from amp_lab.tracing.ops_seen import tensors_in
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
 
-LossFunction = Callable[[Any], torch.Tensor]
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1),
+    "sgd-momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-4),
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+"""The optimizers by name. Each is really run, on tensors without memory, to see what it needs."""
 
-_VALUES_ASKED_FOR = (
-    fake_tensor.DataDependentOutputException,
-    fake_tensor.DynamicOutputShapeException,
-)
+_RNN_CAVEAT = ": forecast with torch's own kernels; cuDNN or oneDNN may keep twice as much."
+
+LossFunction = Callable[[Any], torch.Tensor]
 
 
 class TrainingStep:
@@ -57,13 +65,7 @@ class TrainingStep:
         checked_backend(device_type)
         if optimizer not in OPTIMIZERS:
             raise TraceError(f"optimizer {optimizer!r}: give one of {', '.join(OPTIMIZERS)}")
-        for name, parameter in model.named_parameters():
-            if parameter.dtype.is_floating_point and parameter.dtype.itemsize < 4:
-                raise TraceError(
-                    f"parameter {name} is {dtype_name(parameter.dtype)} already: autocast works "
-                    "on fp32 weights; give the model before .half() or .to(dtype), or call "
-                    "model.float()"
-                )
+        check_weights(model)
         self.model, self.device_type, self.optimizer = model, device_type, optimizer
         self.precision, self._loss_fn = Precision(precision), loss_fn
 
@@ -80,16 +82,15 @@ class TrainingStep:
 
     def trace(self, run: FakeRun, inputs: tuple, kwargs: dict[str, Any]) -> "TracedStep":
         """Run the step once on fake inputs, and note every storage's coming and going."""
-        leaves = pytree.tree_leaves((inputs, kwargs))
-        shapes = tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor))
+        given = tensors_in((inputs, kwargs))
+        shapes = tuple(tuple(tensor.shape) for tensor in given)
         ledger = StorageLedger(self.device_type)
         ledger.own("weights", run.parameters.values())
         ledger.own("buffers", run.buffers.values())
-        ledger.own("inputs", leaves)
+        ledger.own("inputs", given)
         with (
             _one_line_errors(type(self.model).__name__, shapes),
             ledger,
-            fused_attention(self.device_type),
             # Around the backward pass too, in which activation checkpointing calls modules again.
             _reparametrize_module(self.model, run.parameters | run.buffers),
         ):
@@ -110,13 +111,16 @@ class TrainingStep:
             with hooks:
                 output = self.model(*inputs, **kwargs)
                 if self._loss_fn is not None:
-                    output = _checked_loss(self._loss_fn(output))
+                    output = self._loss_fn(output)
+                    if not isinstance(output, torch.Tensor) or output.numel() != 1:
+                        found = tuple(getattr(output, "shape", ())) or type(output).__name__
+                        raise TraceError(f"loss_fn must return one number, not {found}")
             ledger.mark("cached")  # the block's end clears autocast's cache
         ledger.mark("forward")
         seeds = [
             (torch.autograd.graph.get_gradient_edge(leaf), torch.ones_like(leaf))
-            for leaf in pytree.tree_leaves(output)
-            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+            for leaf in tensors_in(output)
+            if leaf.grad_fn is not None
         ]
         if not seeds and any(p.requires_grad for p in self.model.parameters()):
             raise TraceError(
@@ -155,6 +159,7 @@ class TracedStep:
         if peak_phase == "optimizer":
             at_peak["temporaries"] += work
         after_forward = storages.by_kind(forward)
+        rnns = {type(m).__name__ for m in step.model.modules() if isinstance(m, nn.RNNBase)}
         return MemoryForecast(
             model=type(step.model).__name__,
             input_shapes=self.input_shapes,
@@ -170,23 +175,50 @@ class TracedStep:
             cast_kept=after_forward["cast_cache"],
             phases=phases,
             at_peak=at_peak,
-            caveats=_caveats(step.model),
+            caveats=tuple(f"{kind}{_RNN_CAVEAT}" for kind in sorted(rnns)),
         )
 
 
-def _caveats(model: nn.Module) -> tuple[str, ...]:
-    kinds = {type(m).__name__ for m in model.modules() if isinstance(m, nn.RNNBase)}
-    return tuple(
-        f"{kind}: forecast with torch's own kernels; cuDNN or oneDNN may keep twice as much."
-        for kind in sorted(kinds)
-    )
+def optimizer_bytes(
+    name: str, parameters: Iterable[tuple[tuple[int, ...], torch.dtype]], device_type: str
+) -> tuple[int, int]:
+    """Bytes of the optimizer's state, and the most that its step takes on top of it.
+
+    `name` is a key of `OPTIMIZERS`; `parameters` are the shape and dtype of each.
+    """
+    state = most = 0
+    for (shape, dtype), count in Counter(parameters).items():
+        state_of_one, most_of_one = _bytes_for_one(name, shape, dtype, device_type)
+        state += count * state_of_one
+        # In one call for all, the temporaries of all are there together; else those of one.
+        together = backend(device_type).foreach
+        most = most + count * most_of_one if together else max(most, most_of_one)
+    return state, most
 
 
-def _checked_loss(loss: Any) -> torch.Tensor:
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise TraceError(f"loss_fn must return one number, not {found}")
-    return loss
+@functools.cache  # a transformer has the same few shapes in every block
+def _bytes_for_one(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, device_type: str
+) -> tuple[int, int]:
+    """The same for one parameter, from two steps on ``meta``: the first makes the state."""
+    device = backend(device_type)
+    with step_counters_on_host():
+        parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+        parameter.grad = torch.empty_like(parameter)
+        optimizer = OPTIMIZERS[name]([parameter], foreach=device.foreach)
+        optimizer.step()
+        tensors = tensors_in(optimizer.state[parameter])
+        ledger = StorageLedger("meta")
+        ledger.own("optimizer", [parameter, parameter.grad, *tensors])
+        ledger.mark("before")
+        with ledger:
+            optimizer.step()
+        ledger.mark("after")
+    # Counters of steps, which torch keeps on the host, take memory of the device on a CPU only.
+    state = [t.nbytes for t in tensors if t.is_meta or device.is_host]
+    trace = ledger.trace()
+    in_use = trace.in_use()[trace.marks["before"] - 1 :]
+    return sum(state), int(in_use.max() - in_use[0])
 
 
 @contextmanager
@@ -196,19 +228,18 @@ def _one_line_errors(name: str, shapes: tuple) -> Iterator[None]:
     except AmpLabError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-        raise TraceError(f"{name}{_reason(error, shapes)}") from error
-
-
-def _reason(error: Exception, shapes: tuple) -> str:
-    if isinstance(error, _VALUES_ASKED_FOR):
-        remedy = how_to_do_without(error) or "forecast the part of the model before or after it"
-        depends = f"the result of {error.func} depends on values, which a forecast does not have"
-        return f": {depends}: {remedy}"
-    if isinstance(error, fake_tensor.UnsupportedOperatorException):
-        return f": torch cannot run {error.func} without values; forecast the model without it"
-    given = ", ".join(map(str, shapes))
-    given = f"input of shape {given}" if given else "no tensor as input"
-    return f" with {given}: {first_line(error)}"
+        given = f"input of shape {', '.join(map(str, shapes))}" if shapes else "no tensor as input"
+        reason = f" with {given}: {first_line(error)}"
+        if isinstance(error, NEEDS_VALUES):
+            remedy = how_to_do_without(error) or "forecast the part of the model before or after it"
+            reason = (
+                f": the result of {error.func} depends on values, which a forecast does not have"
+            )
+            reason = f"{reason}: {remedy}"
+        elif isinstance(error, fake_tensor.UnsupportedOperatorException):
+            cannot = f"torch cannot run {error.func} without values"
+            reason = f": {cannot}; forecast the model without it"
+        raise TraceError(f"{name}{reason}") from error
 
 
 @contextmanager

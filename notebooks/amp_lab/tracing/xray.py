@@ -17,7 +17,7 @@ from amp_lab.precision import require_backend
 from amp_lab.report import dtype_name
 from amp_lab.tracing.advice import advise
 from amp_lab.tracing.fake_device import (
-    LOWER_DTYPES,
+    check_weights,
     checked_backend,
     checked_dtype,
     fake_mode,
@@ -42,15 +42,14 @@ def xray(
         print(xray(torchvision.models.resnet50(), torch.empty(8, 3, 224, 224), device_type="cuda"))
 
     One forward pass with `inputs` and `kwargs` on fake tensors of `device_type` ("cuda", also for
-    ROCm; "xpu", "mps", "cpu"), which have shapes and dtypes, but no values. Autocast computes in
-    `dtype`, its own default for None; torch.float32 leaves it off. `loss_fn`, if given, gets the
-    output and runs under autocast too. `real` runs a copy of the model on the device itself. The
-    model is neither moved nor changed, however the call ends.
+    ROCm; "xpu", "mps", "cpu"), which have no values. Autocast computes in `dtype`, its own default
+    for None; torch.float32 leaves it off. `loss_fn`, if given, gets the output and runs under
+    autocast too. `real` runs a copy of the model on the device itself.
 
     Raises `TraceError` for what is no model or no input, a model that is in half precision already,
-    one that fails on these inputs, and one whose course depends on values, which fakes have not;
-    `DeviceError` for a device type that does not exist, or is not there with `real`; `DeviceError`
-    for a dtype that autocast does not take.
+    one that fails on these inputs, and one whose course depends on values; `DeviceError` for a
+    dtype that autocast does not take, and a device type that does not exist or, with `real`, is not
+    there.
     """
     checked_backend(device_type)
     off = dtype is torch.float32
@@ -62,7 +61,7 @@ def xray(
     run = _Run(model, inputs, kwargs, loss_fn, device_type, real)
     seen, raised = run.trace(torch.float32 if off else low), None
     if seen.error is not None:
-        raised = run.explain(seen)
+        raised = run.explain(seen, seen.error)
         # Only what runs without autocast is worth a table: else the model or its inputs are wrong.
         if off or run.trace(torch.float32).error is not None:
             raise TraceError(raised) from seen.error
@@ -129,7 +128,7 @@ class _Run:
             tracer.follow(model, call, state, (args, kwargs), self.loss_fn)
         return tracer
 
-    def explain(self, seen: Tracer) -> str:
+    def explain(self, seen: Tracer, error: Exception) -> str:
         """The model's own error in a line, with the shapes that it was given."""
         tensors = [tensor for _, tensor in named_tensors((self.inputs, self.kwargs))]
         shapes = ", ".join(f"{tuple(t.shape)} {dtype_name(t.dtype)}" for t in tensors)
@@ -138,7 +137,7 @@ class _Run:
             module, op = seen.failed_at
             where = f" in {place_of(module)} ({op})"
         name, given = type(self.model).__name__, shapes or "of no tensor"
-        return f"{name} fails on input {given}{where}: {with_type(seen.error)}"
+        return f"{name} fails on input {given}{where}: {with_type(error)}"
 
 
 def _check_model(model: object, real: bool) -> None:
@@ -148,12 +147,8 @@ def _check_model(model: object, real: bool) -> None:
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         # Its hooks and copies for each device would be traced, and their names are not the model's.
         raise TraceError(f"{type(model).__name__} wraps the model: give its .module")
+    check_weights(model)
     for name, tensor in model.named_parameters():
-        if tensor.dtype in LOWER_DTYPES:
-            raise TraceError(
-                f"parameter {name!r} is {dtype_name(tensor.dtype)} already: autocast casts float32 "
-                "weights itself; call model.float() first"
-            )
         _check_values(tensor, f"parameter {name!r}", real)
 
 
@@ -170,7 +165,9 @@ def _check_inputs(inputs: tuple, kwargs: dict[str, Any], real: bool) -> None:
             elif hasattr(leaf, "__array__"):  # NumPy's, pandas'
                 kind = type(leaf).__name__
                 raise TraceError(f"{name} is no tensor but a {kind}: give torch.as_tensor of it")
-        if not found and _is_shape(value):  # what other tools for models take
+        is_list = isinstance(value, (tuple, list)) and len(value) > 0
+        is_shape = is_list and all(isinstance(size, int) for size in value)
+        if not found and is_shape:  # what other tools for models take
             raise TraceError(f"{name} is no tensor but {value!r}: give torch.empty{tuple(value)}")
     if given and not found:
         kind = type(given[0][1]).__name__
@@ -180,8 +177,3 @@ def _check_inputs(inputs: tuple, kwargs: dict[str, Any], real: bool) -> None:
 def _check_values(tensor: torch.Tensor, name: str, real: bool) -> None:
     if real and tensor.is_meta:
         raise TraceError(f"{name} is on 'meta' and has no values: use real=False")
-
-
-def _is_shape(value: object) -> bool:
-    is_list = isinstance(value, (tuple, list)) and len(value) > 0
-    return is_list and all(isinstance(size, int) for size in value)

@@ -4,24 +4,14 @@ import dataclasses
 import difflib
 import functools
 import itertools
-import json
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from amp_lab.report import (
-    Printed,
-    Table,
-    bytes_text,
-    dtype_name,
-    listed,
-    plural,
-    share_text,
-    short_name,
-    to_plain,
-)
-from amp_lab.tracing.fake_device import LOWER_DTYPES
+from amp_lab.report import Printed, Table, bytes_text, listed, plural, share_text, short_name
+from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.records import LOSS, Cast, OpRecord
 
 _MAX_LINES = 28  # of the table; deeper modules are summed up
@@ -60,15 +50,12 @@ class Xray(Printed):
         low = sum(row.flops for row in self.rows if row.dtype in LOWER_DTYPES)
         return low / total if total else 0.0
 
-    def to_json(self) -> str:
-        """Everything, as JSON; dtypes are written as ``float16``."""
-        everything = to_plain(self)
-        del everything["classes"]
-        everything["outputs"] = {
-            place: {"dtype": dtype_name(dtype), "shape": list(shape)}
-            for place, (dtype, shape) in self.outputs.items()
-        }
-        return json.dumps(everything, indent=1)
+    def _contents(self) -> dict[str, Any]:
+        outputs = self.outputs.items()
+        named = {place: {"dtype": dtype, "shape": shape} for place, (dtype, shape) in outputs}
+        contents = vars(self) | {"outputs": named}
+        del contents["classes"]
+        return contents
 
     def _table(self) -> Table:
         total = sum(row.flops for row in self.rows)
@@ -112,47 +99,30 @@ class _Line:
 
     label: str
     kind: str
-    ops: int
-    flops: int
-    matrix: tuple[tuple[str, int], ...]  # dtypes of matrix products, and how many
-    others: tuple[tuple[str, int], ...]
-    casts: int
-    output: str
+    rows: list[OpRecord]  # of one of the modules
+    casts: list[Cast]
     times: int = 1
-
-    @classmethod
-    def of(cls, label: str, kind: str, rows: list[OpRecord], casts: list[Cast]) -> "_Line":
-        matrix = Counter(short_name(row.dtype) for row in rows if row.flops and row.dtype)
-        others = Counter(short_name(row.dtype) for row in rows if row.dtype and not row.flops)
-        outputs = rows[-1].out_dtypes if rows else ()
-        return cls(
-            label,
-            kind,
-            ops=len(rows),
-            flops=sum(row.flops for row in rows),
-            matrix=tuple(matrix.most_common()),
-            others=tuple(others.most_common()),
-            casts=len(casts),
-            output=short_name(outputs[0]) if outputs else "-",
-        )
 
     def cells(self, total: int) -> list[str]:
         """The cells of the table; `total` is the work of the whole model."""
+        work = sum(row.flops for row in self.rows)
+        outputs = self.rows[-1].out_dtypes if self.rows else ()
         return [
             self.label,
             self.kind,
-            f"{self.times * self.ops:,}",
-            share_text(self.times * self.flops, total),
-            self._mix(self.matrix),
-            self._mix(self.others),
-            f"{self.times * self.casts:,}" if self.casts else "-",
-            self.output,
+            f"{self.times * len(self.rows):,}",
+            share_text(self.times * work, total),
+            self._mix([row.dtype for row in self.rows if row.flops]),
+            self._mix([row.dtype for row in self.rows if not row.flops]),
+            f"{self.times * len(self.casts):,}" if self.casts else "-",
+            short_name(next(iter(outputs), None)),
         ]
 
-    def _mix(self, dtypes: tuple[tuple[str, int], ...]) -> str:
-        if len(dtypes) == 1:
-            return dtypes[0][0]
-        return ", ".join(f"{name} {self.times * count:,}" for name, count in dtypes) or "-"
+    def _mix(self, dtypes: list[torch.dtype | None]) -> str:
+        counts = Counter(short_name(dtype) for dtype in dtypes if dtype).most_common()
+        if len(counts) == 1:
+            return counts[0][0]
+        return ", ".join(f"{name} {self.times * count:,}" for name, count in counts) or "-"
 
 
 class _Outline:
@@ -198,7 +168,7 @@ class _Outline:
             label = f"the model{line.label}" if at_top else line.label
             lines.append(dataclasses.replace(line, label=label))
         if LOSS in self._seen:
-            lines.append(_Line.of(LOSS, "loss_fn", self._rows[LOSS], self._casts[LOSS]))
+            lines.append(_Line(LOSS, "loss_fn", self._rows[LOSS], self._casts[LOSS]))
         return lines
 
     def _lines_below(self, module: str, depth: int) -> tuple[_Line, ...]:
@@ -208,28 +178,24 @@ class _Outline:
             inside = [m for m in self._seen if m == module or m.startswith(f"{module}.")]
             rows = [row for m in inside for row in self._rows[m]]
             casts = [cast for m in inside for cast in self._casts[m]]
-            return (_Line.of("", kind, rows, casts),)
+            return (_Line("", kind, rows, casts),)
         lines = []
         if module in self._seen:
-            lines.append(_Line.of(" itself", kind, self._rows[module], self._casts[module]))
+            lines.append(_Line(" itself", kind, self._rows[module], self._casts[module]))
 
-        def form(part: str) -> tuple:
-            return _stem(part), self._below(part, _DEEPEST)
+        def form(part: str) -> tuple[str, list[list[str]]]:
+            """``blocks.`` of ``blocks.3``, and what its lines say."""
+            lines = [line.cells(total=1) for line in self._below(part, _DEEPEST)]
+            return part.rstrip("0123456789"), lines
 
         # Numbered neighbours that did the same, such as the blocks of a transformer, are one line.
-        for (stem, _), run in itertools.groupby(parts, form):
-            first, *others = run
+        for (stem, _), (first, *others) in itertools.groupby(parts, form):
             to_last = f" … {others[-1].removeprefix(stem)}" if others else ""
             for line in self._below(first, depth - 1):
                 label = first[len(module) :] + to_last + line.label
                 times = line.times * (1 + len(others))
                 lines.append(dataclasses.replace(line, label=label, times=times))
         return tuple(lines)
-
-
-def _stem(name: str) -> str:
-    """A numbered name without its number, ``blocks.`` of ``blocks.3``; itself if it has none."""
-    return name.rstrip("0123456789")
 
 
 @dataclass(frozen=True, repr=False)
@@ -247,14 +213,14 @@ class Comparison(Printed):
         a, b = (f"{x.device_type} {short_name(x.dtype)}" for x in (self.a, self.b))
         return (a, b) if a != b else (f"{a} (a)", f"{b} (b)")
 
-    def to_json(self) -> str:
-        """The ops that differ, as JSON."""
-        return json.dumps({"names": self.names, "different": to_plain(self.different)}, indent=1)
+    def _contents(self) -> dict[str, Any]:
+        return {"names": self.names, "different": self.different}
 
     def _table(self) -> Table:
         groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
         for left, right in self.different:
             row = left or right
+            assert row is not None, "of each pair one did run"
             groups[row.called, _flow(left), _flow(right)].append(row.module or "the model")
         return Table(
             ["called", "ops", *self.names, "where"],
@@ -283,10 +249,8 @@ def _flow(row: OpRecord | None) -> str:
     """The dtype that an op computed in, and what it returned if that is another."""
     if row is None:
         return "not run"
-    output = row.out_dtypes[0] if row.out_dtypes else None
-    if row.dtype is None or output is row.dtype:
-        return short_name(output) if output else "-"
-    return f"{short_name(row.dtype)} → {short_name(output)}"
+    dtypes = dict.fromkeys(dtype for dtype in (row.dtype, *row.out_dtypes[:1]) if dtype)
+    return " → ".join(map(short_name, dtypes)) or "-"
 
 
 def compare(a: Xray, b: Xray) -> Comparison:

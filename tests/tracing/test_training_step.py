@@ -6,7 +6,7 @@ from memory_models import Meter
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from amp_lab.tracing.optimizer_memory import OPTIMIZERS, optimizer_bytes
+from amp_lab.tracing.training_step import OPTIMIZERS, optimizer_bytes
 
 
 @pytest.mark.parametrize("name", ["sgd", "sgd-momentum", "adam", "adamw"])

@@ -1,37 +1,70 @@
-"""Attention as a recent GPU runs it, which a torch without one does not know."""
+"""Attention as one op: a call of it, its FLOPs, and how it runs on a device that is not here."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from amp_lab.backends import backend
-from amp_lab.tracing.fake_device import LOWER_DTYPES
-from amp_lab.tracing.ops_seen import ATTENTION, Attention
+from amp_lab.backends import Backend
+from amp_lab.tracing.ops_seen import LOWER_DTYPES
+
+ATTENTION = "scaled_dot_product_attention"
+
+
+class Attention(NamedTuple):
+    """A call of `scaled_dot_product_attention`: its arguments, by their names and in their order.
+
+    Shapes: query (…, H, T, D), key (…, H, S, D), value (…, H, S, V); the output is (…, H, T, V).
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    def in_plain_ops(self) -> torch.Tensor:
+        """The output by attention's definition, without asking the device for a kernel."""
+        *tensors, scale, enable_gqa = self
+        return torch.ops.aten._scaled_dot_product_attention_math(
+            *tensors, scale=scale, enable_gqa=enable_gqa
+        )[0]
+
+    def flops(self) -> int:
+        """FLOPs of both matrix products, of every query with every key, also if it is causal."""
+        width = self.query.shape[-1] + self.value.shape[-1]
+        return 2 * self.query[..., 0].numel() * self.key.shape[-2] * width
 
 
 @contextmanager
-def fused_attention(device_type: str) -> Iterator[None]:
-    """The block in which attention runs in the kernel that torch would take on such a device.
+def attention_of(device: Backend) -> Iterator[None]:
+    """The block in which attention runs as on such a device, which is not asked for its kernel.
 
-    Flash for low precision without a mask, else the memory-efficient kernel; what neither takes is
-    computed step by step. Does nothing for a device type whose attention is not known to be fused.
-    Source: ATen/native/transformers/cuda/sdp_utils.cpp.
+    Where it is fused: flash for low precision without a mask, else the memory-efficient kernel; all
+    else is computed step by step. Source: ATen/native/transformers/cuda/sdp_utils.cpp.
     """
-    device = backend(device_type)
     library = torch.library.Library("aten", "IMPL")  # what it registers goes when it is destroyed
     try:
-        if device.fused_attention:
+        if not device.is_host:
             # In the dispatcher, which comes after autocast, and which also sees the calls inside of
             # nn.MultiheadAttention, as a mode for functions does not.
-            library.impl(ATTENTION, _attention, f"Autograd{device.key}", allow_override=True)
+            run = _fused if device.fused_attention else _plain
+            library.impl(ATTENTION, run, f"Autograd{device.key}", allow_override=True)
         yield
     finally:
         library._destroy()
 
 
-def _attention(*args, **kwargs) -> torch.Tensor:
+def _plain(*args, **kwargs) -> torch.Tensor:
+    return Attention(*args, **kwargs).in_plain_ops()
+
+
+def _fused(*args, **kwargs) -> torch.Tensor:
     call = Attention(*args, **kwargs)
     query, key, value = call[:3]
     head = query.size(-1)
