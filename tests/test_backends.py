@@ -30,4 +30,4 @@ def test_the_cpu_is_here_and_what_no_backend_is_called_is_not():
 def test_another_accelerator_has_the_defaults():
     row = backend("hpu")
     assert (row.type, row.key) == ("hpu", "PrivateUse1")
-    assert (row.is_host, row.foreach, row.has_fake_guard()) == (False, False, False)
+    assert (row.is_host, row.foreach) == (False, False)
