@@ -1,10 +1,11 @@
 import statistics
 import time
 
+import numpy as np
 import pytest
 import torch
 
-from amp_lab import measure
+from amp_lab import compare, measure, timing
 from amp_lab.timing import Measurement
 
 
@@ -105,3 +106,112 @@ def test_a_device_without_memory_statistics_is_timed_all_the_same(monkeypatch):
     result = measure(lambda: None, device="mps", repeats=3)
     assert result.peak_bytes is None
     assert result.samples_s == (1.0, 1.0, 1.0)
+
+
+class Simulation:
+    """A machine whose functions take the time that a test gives them, and that can be busy."""
+
+    def __init__(self, monkeypatch, seconds, is_disturbed=lambda round_: False):
+        self.now, self.turns, self.rounds = 0.0, [], 0
+        monkeypatch.setattr(timing, "_turn", self.turn)
+        monkeypatch.setattr(timing.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(timing, "_Watch", lambda device: self)
+        self.seconds, self.is_disturbed, self.device = seconds, is_disturbed, torch.device("cpu")
+
+    def turn(self, fn, calls, device):
+        taken = calls * self.seconds(fn(), self.now)
+        self.now += taken
+        self.turns.append((fn(), calls))
+        return taken
+
+    def start_round(self):
+        self.rounds += 1
+
+    def calibrate(self):
+        pass
+
+    def was_disturbed(self):
+        return self.is_disturbed(self.rounds)
+
+
+TWO = {"one": lambda: 1.0, "other": lambda: 2.0}
+
+
+def test_a_drift_of_the_machine_meets_both_functions_alike(monkeypatch):
+    """Each takes 1 % longer a second: in turns of one after the other the ratio would be off."""
+    Simulation(monkeypatch, lambda work, now: work * 0.1 * (1 + 0.01 * now))
+    compared = compare(TWO, device="cpu", budget_s=30)
+    assert compared.trusted
+    assert compared.ratio("other", "one").median == pytest.approx(2, rel=1e-3)
+
+
+def test_a_turn_is_long_enough_for_the_clock(monkeypatch):
+    machine = Simulation(monkeypatch, lambda work, now: work * 1e-5)
+    compared = compare(TWO, device="cpu")
+    assert all(calls * work * 1e-5 >= 5e-3 for work, calls in machine.turns[-4:])
+    assert compared.median_s("one") == pytest.approx(1e-5)
+
+
+def test_disturbed_rounds_are_left_out_and_counted(monkeypatch):
+    slow = {3, 4, 8}
+
+    def seconds(work, now):
+        return 0.01 * (5 if machine.rounds in slow and work == 2 else work)
+
+    machine = Simulation(monkeypatch, seconds, lambda number: number in slow)
+    compared = compare(TWO, device="cpu", precision=1e-9, budget_s=0.9)
+    assert compared.trusted
+    assert compared.disturbed == 3
+    assert max(compared.samples_s["other"]) == pytest.approx(0.02)
+    assert "3 disturbed and left out" in str(compared)
+
+
+def test_a_busy_machine_is_told_and_shows_its_spread(monkeypatch):
+    busy = Simulation(monkeypatch, lambda work, now: work * 0.01, lambda number: number % 3 > 0)
+    compared = compare(TWO, device="cpu", budget_s=1)
+    assert not compared.trusted
+    assert compared.rounds == busy.rounds  # all of them, since none can be told from the rest
+    assert "not trusted: the machine was busy in" in str(compared)
+
+
+def test_too_little_time_for_six_rounds_is_told(monkeypatch):
+    Simulation(monkeypatch, lambda work, now: work * 1.0)
+    compared = compare(TWO, device="cpu", budget_s=7)
+    assert compared.reason.startswith("only 2 undisturbed rounds in the time given")
+
+
+def test_the_interval_holds_the_ratio_and_narrows_until_it_is_narrow_enough(monkeypatch):
+    noise = np.random.default_rng(1)
+    Simulation(monkeypatch, lambda work, now: work * 0.01 * noise.lognormal(sigma=0.05))
+    wide = compare(TWO, device="cpu", precision=0.2)
+    narrow = compare(TWO, device="cpu", precision=0.012)
+    assert narrow.rounds > wide.rounds >= 6
+    for ratio in (wide.ratio("other", "one"), narrow.ratio("other", "one")):
+        low, high = ratio.interval
+        assert low < 2 < high
+        assert low <= ratio.median <= high
+    assert narrow.ratio("other", "one") == narrow.ratio("other", "one")  # seeded
+
+
+def test_an_interval_is_never_narrower_than_the_clock_allows(monkeypatch):
+    Simulation(monkeypatch, lambda work, now: work * 0.01)
+    low, high = compare(TWO, device="cpu").ratio("other", "one").interval
+    assert (low, high) == (pytest.approx(1.98), pytest.approx(2.02))
+
+
+def test_a_real_comparison_tells_waiting_from_work():
+    """The ratio of sleeps is known; whether this machine is quiet is not."""
+    naps = {"short": lambda: time.sleep(0.002), "long": lambda: time.sleep(0.008)}
+    compared = compare(naps, device="cpu", budget_s=2)
+    assert compared.ratio("long", "short").median > 1
+    assert compared.rounds >= 1
+
+
+def test_compare_needs_two_functions():
+    with pytest.raises(ValueError, match="at least two functions"):
+        compare({"one": TWO["one"]}, device="cpu")
+
+
+def test_an_error_of_a_function_comes_through():
+    with pytest.raises(ZeroDivisionError):
+        compare({"one": lambda: 1, "bad": lambda: 1 / 0}, device="cpu")

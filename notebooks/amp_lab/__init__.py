@@ -21,6 +21,8 @@ _EXPORTS = {  # public name: the module that defines it
     "recommend_precision": "device",
     "Measurement": "timing",
     "measure": "timing",
+    "Comparison": "timing",
+    "compare": "timing",
     "OpRule": "tracing.op_table",
     "op_table": "tracing.op_table",
     "Xray": "tracing.xray_result",
