@@ -231,8 +231,10 @@ def _measure(name: str, limit_s: float) -> Part:
 
 def _train(settings: Settings) -> list[list[str]]:
     run = str(settings.out / "run")
-    size = ["--limit", "256"] if settings.tiny else []
-    how = ["--dataset", "digits", "--model", "resnet18", "--precision", "fp16", "--epochs", "2"]
+    size = ["--model", "resnet18"]
+    if settings.tiny:
+        size = ["--model", "shufflenet_v2_x0_5", "--limit", "256"]
+    how = ["--dataset", "digits", "--precision", "fp16", "--epochs", "2"]
     return [["-m", "amp_lab", "train", *how, *size, "--out", run]]
 
 
@@ -283,8 +285,10 @@ def _inside(name: str, settings: Settings) -> int:
 def _kill(settings: Settings) -> Figures:
     """A run that is killed once it has saved, and goes on to its end."""
     run = settings.out / "killed"
-    size = ["--limit", "256", "--epochs", "3"] if settings.tiny else ["--epochs", "6"]
-    how = ["--dataset", "digits", "--model", "resnet18", "--precision", "fp16", "--out", str(run)]
+    size = ["--model", "resnet18", "--epochs", "6"]
+    if settings.tiny:
+        size = ["--model", "shufflenet_v2_x0_5", "--limit", "256", "--epochs", "2"]
+    how = ["--dataset", "digits", "--precision", "fp16", "--out", str(run)]
     command = [sys.executable, "-m", "amp_lab", "train"]
     with subprocess.Popen([*command, *how, *size, "--checkpoint-every", "2"]) as process:
         while not (run / "checkpoint.pt").exists() and process.poll() is None:

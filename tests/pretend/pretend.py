@@ -55,7 +55,7 @@ torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 # the CPU's; those of PrivateUse1 can not (TensorImpl::has_compatible_shallow_copy_type).
 torch.__future__.set_swap_module_params_on_conversion(True)
 
-# The device's clock runs ahead of the host's by the work that was waited for: whoever reads the time
-# without waiting sees that nothing was done yet.
+# The device's clock runs ahead of the host's by the work that was waited for: whoever reads the
+# time without waiting sees that nothing was done yet.
 time.perf_counter_ns = _ops.now
 time.perf_counter = lambda: _ops.now() / 1e9

@@ -1,4 +1,4 @@
-"""Compiles the pretend accelerator for the torch that is installed, once for each version of both."""
+"""Compiles the pretend accelerator for the torch that is installed, once for both versions."""
 
 import hashlib
 import os
@@ -13,7 +13,7 @@ SOURCE = Path(__file__).with_name("pretend.cpp")
 
 
 def library() -> Path:
-    """The compiled library. Takes half a minute the first time; raises `RuntimeError` if g++ fails."""
+    """The compiled library, after half a minute the first time. Raises `RuntimeError`."""
     key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:12]
     folder = Path(tempfile.gettempdir()) / f"amp-lab-pretend-{os.getuid()}-{key}"
     folder.mkdir(mode=0o700, exist_ok=True)

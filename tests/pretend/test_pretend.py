@@ -20,14 +20,17 @@ pytestmark = pytest.mark.skipif(
 
 def run(code: str, package: Path = NOTEBOOKS, **settings: str) -> subprocess.CompletedProcess:
     """Run code in a Python that has the device, with the package in that folder."""
-    path = os.pathsep.join(map(str, (package, build_pairs.FOLDER.parent / "tools", HERE)))
-    chosen = {"AMP_LAB_DEVICE": "pretend", "AMP_LAB_SCALE": "quick", "MPLBACKEND": "Agg"}
+    folders = (package, build_pairs.FOLDER.parent / "tools", HERE, HERE / "startup")
+    chosen = {
+        "AMP_LAB_DEVICE": "pretend",
+        "AMP_LAB_SCALE": "quick",
+        "MPLBACKEND": "Agg",
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
+        "PRETEND_LIBRARY": str(library()),
+    }
     return subprocess.run(
-        [sys.executable, "-c", f"import pretend\n{code}"],
-        env=os.environ
-        | chosen
-        | {"PYTHONPATH": path, "PRETEND_LIBRARY": str(library())}
-        | settings,
+        [sys.executable, "-c", code],
+        env=os.environ | chosen | settings,
         capture_output=True,
         text=True,
         timeout=300,
@@ -81,38 +84,70 @@ from amp_lab import fit
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 2).to("pretend")
 data = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(4)]
+dtypes = set()
+model.register_forward_hook(lambda module, inputs, output: dtypes.add(output.dtype))
 found = fit(
-    model, lambda epoch, batch: data[batch:],
-    optimizer=torch.optim.SGD(model.parameters(), lr=0.1), precision="fp16", device="pretend", epochs=2,
+    model,
+    lambda epoch, batch: data[batch:],
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    precision="fp16",
+    device="pretend",
+    epochs=2,
     test_batches=lambda: data,
 )
 assert found[-1].train_loss < found[0].train_loss
+assert dtypes == {torch.float16}, dtypes
 """
 
+XRAY = """
+import torch
+from amp_lab import xray
+found = xray(torch.nn.Linear(8, 8), torch.ones(2, 8), device_type="cuda")
+assert "fp16" in str(found)
+"""
 
-@pytest.mark.parametrize(
-    "code", [DEVICE, TIMING, AUTOCAST, TRAINING], ids=["device", "timing", "autocast", "training"]
-)
-def test_the_package_works_on_an_accelerator_of_another_make(code):
-    done = run(code)
+CODES = {
+    "device": DEVICE,
+    "timing": TIMING,
+    "autocast": AUTOCAST,
+    "batches": BATCHES,
+    "training": TRAINING,
+    "xray of a device that is not there": XRAY,
+}
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_the_package_works_beside_an_accelerator_of_another_make(name):
+    done = run(CODES[name])
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(
-    ("module", "line", "fault", "code"),
+    ("module", "line", "fault", "name"),
     [
-        ("training/loop.py", "targets.to(", "targets = targets", TRAINING),
+        # a forgotten .to(device), a time read without waiting, memory pinned for one make alone,
+        # and a device type that is written in
+        ("training/loop.py", "targets.to(self.device, non_blocking=True)", "targets", "training"),
+        ("timing.py", "        _synchronize(device)\n        samples", "        samples", "timing"),
+        (
+            "data/batches.py",
+            "backend(torch.device(self.device).type).pins_memory",
+            "False",
+            "batches",
+        ),
+        ("precision.py", "torch.autocast(device_type,", 'torch.autocast("cpu",', "autocast"),
     ],
 )
-def test_a_planted_fault_is_found(tmp_path, module, line, fault, code):
-    shutil.copytree(
-        NOTEBOOKS / "amp_lab", tmp_path / "amp_lab", ignore=shutil.ignore_patterns("__pycache__")
-    )
+def test_a_planted_fault_is_found(tmp_path, module, line, fault, name):
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(NOTEBOOKS / "amp_lab", tmp_path / "amp_lab", ignore=ignored)
     path = tmp_path / "amp_lab" / module
     text = path.read_text()
-    assert line in text
+    assert line in text, f"{module} has changed: plant the fault anew"
     path.write_text(text.replace(line, fault))
-    assert not passes(code, tmp_path)
+    done = run(CODES[name], tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Error" in done.stderr
 
 
 def test_a_notebook_runs_on_it():
@@ -128,3 +163,13 @@ with pytest.raises(torch.OutOfMemoryError):
     torch.empty(2**30, device="pretend")
 """
     assert passes(code, PRETEND_MEMORY_MIB="64")
+
+
+def test_the_command_for_the_first_gpu_is_rehearsed_on_it(tmp_path):
+    """A run that is killed and goes on, among others; no GPU has more to teach its order."""
+    parts = [f"--part={name}" for name in ("kill", "article")]
+    out = ["--out", str(tmp_path / "out")]
+    arguments = ["first_gpu", "--device", "pretend", "--tiny", "--minutes", "4", *parts, *out]
+    done = run(f"import sys, first_gpu\nsys.exit(first_gpu.main({arguments[1:]!r}))")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 of 2 held" in done.stdout
