@@ -30,11 +30,24 @@ def gpt_blocks():
     return nn.Sequential(*[Block(768, 12) for _ in range(12)])
 
 
+class Lstm(nn.Module):
+    """Two layers of an LSTM, and the outputs alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(512, 512, num_layers=2, batch_first=True)
+
+    def forward(self, x):  # (B, T, 512) to (B, T, 512)
+        """The outputs of the last layer."""
+        return self.lstm(x)[0]
+
+
 WORKLOADS = {  # name: model, shape of one item, batches on a GPU, batches on a CPU
     "resnet50": (torchvision.models.resnet50, (3, 224, 224), (16, 64, 256), (2,)),
     "mobilenet_v2": (torchvision.models.mobilenet_v2, (3, 224, 224), (16, 64, 256), (2,)),
     "vit_b_16": (torchvision.models.vit_b_16, (3, 224, 224), (16, 64, 256), (2,)),
     "gpt": (gpt_blocks, (1024, 768), (2, 8, 32), (1,)),
+    "lstm": (Lstm, (128, 512), (16, 64, 256), (2,)),
 }
 
 
@@ -72,9 +85,9 @@ def real_peak(build, shape, batch, precision, device, optimizer_name):
     return peak, torch.cuda.memory_allocated() - before
 
 
-def measure_peaks(device, optimizer_name):
+def measure_peaks(device, optimizer_name, workloads):
     """Forecast and real peak for every model, precision and batch."""
-    for name, (build, shape, batches, _) in WORKLOADS.items():
+    for name, (build, shape, batches, _) in workloads.items():
         with torch.device("meta"):
             model = build()
         for precision in PRECISIONS:
@@ -101,11 +114,11 @@ def measure_peaks(device, optimizer_name):
                 }
 
 
-def measure_largest(device, optimizer_name, cap):
+def measure_largest(device, optimizer_name, cap, workloads):
     """The solved batch, and the largest whose real step stays within the cap (a bisection)."""
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), device)
-    for name, (build, shape, _, _) in WORKLOADS.items():
+    for name, (build, shape, _, _) in workloads.items():
         with torch.device("meta"):
             model = build()
         for precision in PRECISIONS:
@@ -141,9 +154,9 @@ def measure_largest(device, optimizer_name, cap):
     torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def measure_activations():
+def measure_activations(workloads):
     """What autograd keeps on the CPU, beyond the model's own storages, against the forecast."""
-    for name, (build, shape, _, batches) in WORKLOADS.items():
+    for name, (build, shape, _, batches) in workloads.items():
         model = build()
         own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
         for precision in (Precision.FP32, Precision.BF16):
@@ -181,12 +194,14 @@ def main():
     options_of = parser(__doc__, parts)
     options_of.add_argument("--optimizer", choices=OPTIMIZERS, default="adam")
     options_of.add_argument("--cap", default="16GiB", help="memory for the largest batch")
+    options_of.add_argument("--model", choices=WORKLOADS, action="append", help="default: all")
     options = options_of.parse_args()
     cap = parse_bytes(options.cap)
+    workloads = {name: WORKLOADS[name] for name in options.model or WORKLOADS}
     measures = {
-        "peaks": lambda: measure_peaks(device, options.optimizer),
-        "largest": lambda: measure_largest(device, options.optimizer, cap),
-        "activations": measure_activations,
+        "peaks": lambda: measure_peaks(device, options.optimizer, workloads),
+        "largest": lambda: measure_largest(device, options.optimizer, cap, workloads),
+        "activations": lambda: measure_activations(workloads),
     }
     chosen = {part: measures[part] for part in parts}
     record(chosen, options, device, optimizer=options.optimizer)

@@ -16,7 +16,7 @@ class Backend:
     is_host: bool = False  # whether it is the CPU: always there, and done when a call returns
     keeps_peak: bool = True  # whether its allocator counts the most bytes that were in use
     rng_takes_index: bool = True  # whether its random state is asked for by the device's number
-    pins_memory: bool = False  # whether copies to it are faster from page-locked memory
+    pins_memory: bool = True  # whether copies to it are faster from page-locked memory
     has_graphs: bool = False  # whether torch.compile can record its kernels, as CUDA graphs do
     foreach: bool = False
     """Whether torch's optimizers work on all parameters in one call, unless told otherwise, and
@@ -46,7 +46,6 @@ BACKENDS = {
             "CUDA",
             made_by="NVIDIA, and AMD with ROCm",
             also_called=("gpu", "nvidia", "rocm", "hip", "amd"),
-            pins_memory=True,
             has_graphs=True,
             foreach=True,
             fused_attention=True,
@@ -59,10 +58,11 @@ BACKENDS = {
             made_by="Apple",
             also_called=("metal",),
             keeps_peak=False,
+            pins_memory=False,  # it shares the memory of the CPU
             rng_takes_index=False,  # there is never more than one
             rnns_without_rule=("lstm",),
         ),
-        Backend("cpu", "CPU", is_host=True, keeps_peak=False),
+        Backend("cpu", "CPU", is_host=True, keeps_peak=False, pins_memory=False),
     )
 }
 """The backends that amp_lab knows, by type, in the order in which messages name them."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from amp_lab.backends import backend
 from amp_lab.data.images import SHUFFLE, ImageSet, generator
 from amp_lab.errors import AmpLabError, DataError
 
@@ -82,7 +83,7 @@ class Batches:
             sampler=self._keys,
             num_workers=self.workers,
             multiprocessing_context=_START_METHOD if self.workers else None,
-            pin_memory=torch.device(self.device).type == "cuda",
+            pin_memory=backend(torch.device(self.device).type).pins_memory,
             worker_init_fn=_ignore_signals,
             generator=torch.Generator(),  # else each pass draws a number from the global state
         )

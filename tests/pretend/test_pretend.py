@@ -1,0 +1,175 @@
+"""The package on the pretend accelerator; and faults that it must find, planted one by one."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pretend_build import library
+
+import build_pairs
+
+HERE = Path(__file__).resolve().parent
+NOTEBOOKS = build_pairs.FOLDER
+pytestmark = pytest.mark.skipif(
+    shutil.which("g++") is None or sys.platform != "linux", reason="it takes g++, on Linux"
+)
+
+
+def run(code: str, package: Path = NOTEBOOKS, **settings: str) -> subprocess.CompletedProcess:
+    """Run code in a Python that has the device, with the package in that folder."""
+    folders = (package, build_pairs.FOLDER.parent / "tools", HERE, HERE / "startup")
+    chosen = {
+        "AMP_LAB_DEVICE": "pretend",
+        "AMP_LAB_SCALE": "quick",
+        "MPLBACKEND": "Agg",
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
+        "PRETEND_LIBRARY": str(library()),
+    }
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | chosen | settings,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def passes(code: str, package: Path = NOTEBOOKS, **settings: str) -> bool:
+    done = run(code, package, **settings)
+    return done.returncode == 0
+
+
+DEVICE = """
+import torch
+from amp_lab import describe_device, measure, pick_device, recommend_precision
+device = pick_device()
+assert device.type == "pretend", device
+report = describe_device(device)
+assert "Pretend" in report.name
+"""
+
+TIMING = """
+import torch
+from amp_lab import measure
+x = torch.ones(2**20, device="pretend")  # 4 MiB read and written: 40 ms at 200 MB/s
+found = measure(lambda: x.add_(1), device="pretend", warmup=1, repeats=3)
+assert 0.02 < found.median_s < 0.2, found
+assert found.peak_bytes >= 2**22
+"""
+
+AUTOCAST = """
+import torch
+from amp_lab import Precision
+model = torch.nn.Linear(8, 8).to("pretend")
+with Precision("fp16").autocast("pretend"):
+    assert model(torch.ones(2, 8, device="pretend")).dtype is torch.float16
+assert Precision("fp16").grad_scaler("pretend").scale(torch.ones((), device="pretend")) == 2**16
+"""
+
+BATCHES = """
+import torch
+from amp_lab import load_dataset
+from amp_lab.data import batches
+images = load_dataset("digits", "data")
+one, _ = next(iter(batches(images.train, 64, device=torch.device("pretend"))))
+assert one.is_pinned()
+"""
+
+TRAINING = """
+import torch
+from amp_lab import fit
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2).to("pretend")
+data = [(torch.randn(8, 4), torch.randint(2, (8,))) for _ in range(4)]
+dtypes = set()
+model.register_forward_hook(lambda module, inputs, output: dtypes.add(output.dtype))
+found = fit(
+    model,
+    lambda epoch, batch: data[batch:],
+    optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    precision="fp16",
+    device="pretend",
+    epochs=2,
+    test_batches=lambda: data,
+)
+assert found[-1].train_loss < found[0].train_loss
+assert dtypes == {torch.float16}, dtypes
+"""
+
+XRAY = """
+import torch
+from amp_lab import xray
+found = xray(torch.nn.Linear(8, 8), torch.ones(2, 8), device_type="cuda")
+assert "fp16" in str(found)
+"""
+
+CODES = {
+    "device": DEVICE,
+    "timing": TIMING,
+    "autocast": AUTOCAST,
+    "batches": BATCHES,
+    "training": TRAINING,
+    "xray of a device that is not there": XRAY,
+}
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_the_package_works_beside_an_accelerator_of_another_make(name):
+    done = run(CODES[name])
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("module", "line", "fault", "name"),
+    [
+        # a forgotten .to(device), a time read without waiting, memory pinned for one make alone,
+        # and a device type that is written in
+        ("training/loop.py", "targets.to(self.device, non_blocking=True)", "targets", "training"),
+        ("timing.py", "        _synchronize(device)\n        samples", "        samples", "timing"),
+        (
+            "data/batches.py",
+            "backend(torch.device(self.device).type).pins_memory",
+            "False",
+            "batches",
+        ),
+        ("precision.py", "torch.autocast(device_type,", 'torch.autocast("cpu",', "autocast"),
+    ],
+)
+def test_a_planted_fault_is_found(tmp_path, module, line, fault, name):
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(NOTEBOOKS / "amp_lab", tmp_path / "amp_lab", ignore=ignored)
+    path = tmp_path / "amp_lab" / module
+    text = path.read_text()
+    assert line in text, f"{module} has changed: plant the fault anew"
+    path.write_text(text.replace(line, fault))
+    done = run(CODES[name], tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "Error" in done.stderr
+
+
+def test_a_notebook_runs_on_it():
+    source = next(NOTEBOOKS.glob("03_*.py"))
+    done = run(f"import runpy; runpy.run_path({str(source)!r}, run_name='__main__')")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_out_of_memory_is_what_torch_raises():
+    code = """
+import pytest, torch
+with pytest.raises(torch.OutOfMemoryError):
+    torch.empty(2**30, device="pretend")
+"""
+    assert passes(code, PRETEND_MEMORY_MIB="64")
+
+
+def test_the_command_for_the_first_gpu_is_rehearsed_on_it(tmp_path):
+    """A run that is killed and goes on, among others; no GPU has more to teach its order."""
+    parts = [f"--part={name}" for name in ("kill", "article")]
+    out = ["--out", str(tmp_path / "out")]
+    arguments = ["first_gpu", "--device", "pretend", "--tiny", "--minutes", "4", *parts, *out]
+    done = run(f"import sys, first_gpu\nsys.exit(first_gpu.main({arguments[1:]!r}))")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 of 2 held" in done.stdout

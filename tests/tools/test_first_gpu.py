@@ -1,0 +1,100 @@
+"""The command for the first GPU, with parts that fail in every way; its measures on the CPU."""
+
+import json
+import time
+
+import pytest
+
+import first_gpu
+from first_gpu import MARK, Part, Settings
+
+
+@pytest.fixture
+def settings(tmp_path) -> Settings:
+    return Settings("cpu", True, tmp_path)
+
+
+def part(name: str, *codes: str, limit_s: float = 60) -> Part:
+    return Part(name, limit_s, lambda settings: [["-c", code] for code in codes])
+
+
+def figure(value: dict) -> str:
+    return f"print({MARK + json.dumps(value)!r})"
+
+
+def test_one_part_that_fails_does_not_stop_the_next(settings, capsys):
+    parts = [
+        part("sound", "print('fine')"),
+        part("raises", "1 / 0"),
+        part("silent", "raise SystemExit(3)"),
+        part("sleeps", "import time; time.sleep(60)", limit_s=1.5),
+        part("misses", figure({"ratio": 1.3, "limits": {"ratio: 1.3": False}})),
+        part("meets", figure({"ratio": 1.0, "limits": {"ratio: 1.0": True}}), figure({"more": 2})),
+    ]
+    outcomes = first_gpu.run_parts(parts, settings, 600)
+    assert [(one.status, one.error) for one in outcomes] == [
+        ("held", ""),
+        ("failed", "ZeroDivisionError: division by zero"),
+        ("failed", "exit code 3"),
+        ("too long", "stopped after 2 s"),
+        ("failed", "ratio: 1.3"),
+        ("held", ""),
+    ]
+    assert outcomes[-1].figures["more"] == 2
+    written = json.loads((settings.out / "first-gpu.json").read_text())
+    assert [one["status"] for one in written["parts"]] == [one.status for one in outcomes]
+    assert "2 of 6 held" in first_gpu.table(outcomes)
+    assert "ZeroDivisionError" in (settings.out / "raises.log").read_text()
+
+
+def test_what_a_part_has_started_ends_with_it(settings, tmp_path):
+    """A grandchild that would write a file later is gone."""
+    late = tmp_path / "late"
+    child = f"import time; time.sleep(2); open({str(late)!r}, 'w')"
+    code = (
+        f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); "
+        "time.sleep(60)"
+    )
+    (outcome,) = first_gpu.run_parts([part("parent", code, limit_s=1)], settings, 600)
+    assert outcome.status == "too long"
+    time.sleep(2.5)
+    assert not late.exists()
+
+
+def test_what_there_is_no_time_for_is_said(settings):
+    outcomes = first_gpu.run_parts([part("one", "pass"), part("two", "pass")], settings, 0)
+    assert [one.status for one in outcomes] == ["no time left", "no time left"]
+
+
+def test_every_part_has_its_order_and_commands(settings):
+    names = [one.name for one in first_gpu.PARTS]
+    assert names[:2] == ["doctor", "notebook-01"]
+    assert len(set(names)) == len(names)
+    for one in first_gpu.PARTS:
+        assert one.commands(settings)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [(["--minutes", "0"], "--minutes 0 leaves no time"), (["--minutes", "-1"], "leaves no time")],
+)
+def test_a_wrong_argument_is_said_in_one_line(capsys, arguments, said):
+    assert first_gpu.main(arguments) == 2
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert len(printed.splitlines()) == 1
+
+
+def test_a_missing_package_is_said_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(first_gpu, "NEEDED", ("torch", "no_such_package"))
+    assert first_gpu.main([]) == 2
+    assert "not installed here: no_such_package" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["doctor", "xray", "article", "memory", "train"])
+def test_a_part_runs_on_the_cpu_in_small(name, settings):
+    """The whole rehearsal, notebooks and bench included, runs weekly."""
+    (outcome,) = first_gpu.run_parts(
+        [one for one in first_gpu.PARTS if one.name == name], settings, 300
+    )
+    assert (outcome.status, outcome.error) == ("held", "")

@@ -1,0 +1,448 @@
+"""Try everything on this machine's GPU in one go: `python3 tools/first_gpu.py --minutes 25`.
+
+For a bare machine: it needs Python, torch 2.11 or later, torchvision, numpy, matplotlib,
+scikit-learn and tqdm, nothing installed and no network. The parts run in the order of their worth,
+each in a process of its own with a limit of its own, and one that fails does not stop the next.
+What is found is written as it comes, to `--out`: `first-gpu.json`, for data/results/, and the
+output of each part. The table that is printed last says what held, what failed, with the error's
+line, and what there was no time for.
+
+`--tiny` rehearses it with small sizes, on any device, a CPU too.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+NEEDED = ("torch", "torchvision", "numpy", "matplotlib", "sklearn", "tqdm")
+MARK = "first-gpu result: "  # begins the line in which a part's process hands its figures over
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the parts are told."""
+
+    device: str
+    tiny: bool
+    out: Path
+
+    @property
+    def scale(self) -> str:
+        """AMP_LAB_SCALE for the notebooks."""
+        return "quick" if self.tiny else "full"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One thing to try."""
+
+    name: str
+    limit_s: float
+    commands: Callable[[Settings], list[list[str]]]
+    """Arguments of Python, run one after another; each must end with 0."""
+
+
+@dataclass
+class Outcome:
+    """What became of a part."""
+
+    part: str
+    status: str
+    """``held``, ``failed``, ``too long``, ``no time left``."""
+    seconds: float = 0.0
+    error: str = ""
+    """Its first line, of what failed or did not hold."""
+    figures: dict = dataclasses.field(default_factory=dict)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the parts; return 0 if all held, 1 if some did not, 2 for a mistake of the user's."""
+    parser = argparse.ArgumentParser(
+        prog="first_gpu", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=25, help="for all parts together")
+    parser.add_argument("--device", default=os.environ.get("AMP_LAB_DEVICE") or "cuda")
+    parser.add_argument("--tiny", action="store_true", help="small sizes: a rehearsal")
+    parser.add_argument("--part", action="append", choices=[part.name for part in PARTS])
+    parser.add_argument("--out", type=Path, default=Path("first-gpu"), help="folder to write into")
+    parser.add_argument("--inside", choices=MEASURES, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    settings = Settings(options.device, options.tiny, options.out)
+    if options.inside:
+        return _inside(options.inside, settings)
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"first_gpu: not installed here: {', '.join(missing)}", file=sys.stderr)
+        return 2
+    if not options.minutes > 0:
+        print(f"first_gpu: --minutes {options.minutes:g} leaves no time", file=sys.stderr)
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    chosen = [part for part in PARTS if not options.part or part.name in options.part]
+    outcomes = run_parts(chosen, settings, options.minutes * 60)
+    print(table(outcomes))
+    print(f"\nWritten: {options.out / 'first-gpu.json'}")
+    return 0 if all(outcome.status == "held" for outcome in outcomes) else 1
+
+
+def run_parts(parts: list[Part], settings: Settings, seconds: float) -> list[Outcome]:
+    """Run each part within its limit and what is left of `seconds`; write after each."""
+    end = time.monotonic() + seconds
+    outcomes: list[Outcome] = []
+    for part in parts:
+        left = end - time.monotonic()
+        if left < min(5.0, part.limit_s):
+            outcomes.append(Outcome(part.name, "no time left"))
+        else:
+            print(f"{part.name} …", flush=True)
+            outcomes.append(run_part(part, settings, min(part.limit_s, left)))
+            print(f"    {outcomes[-1].status} {outcomes[-1].error}".rstrip(), flush=True)
+        _write(outcomes, settings)
+    return outcomes
+
+
+def run_part(part: Part, settings: Settings, limit_s: float) -> Outcome:
+    """Run the commands of a part, each with what is left of its limit."""
+    started = time.monotonic()
+    log = settings.out / f"{part.name}.log"
+    log.unlink(missing_ok=True)
+    outcome = Outcome(part.name, "held")
+    for command in part.commands(settings):
+        left = limit_s - (time.monotonic() - started)
+        code = _run(command, settings, log, left)
+        if code is None:
+            outcome.status, outcome.error = "too long", f"stopped after {limit_s:.0f} s"
+        elif code != 0:
+            outcome.status, outcome.error = "failed", _last_line(log, code)
+        if code != 0:
+            break
+    outcome.seconds = time.monotonic() - started
+    outcome.figures, unmet = _figures(log)
+    if outcome.status == "held" and unmet:
+        outcome.status, outcome.error = "failed", "; ".join(unmet)
+    return outcome
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """The outcomes as text, a line each, with how many held."""
+    width = max((len(outcome.part) for outcome in outcomes), default=0)
+    lines = [
+        f"{one.part:<{width}}  {one.status:<12} {one.seconds:>6.0f} s  {one.error[:120]}".rstrip()
+        for one in outcomes
+    ]
+    held = sum(outcome.status == "held" for outcome in outcomes)
+    return "\n".join(["", *lines, f"{held} of {len(outcomes)} held"])
+
+
+def _run(command: list[str], settings: Settings, log: Path, limit_s: float) -> int | None:
+    """The exit code of Python with these arguments, None if it took too long; output to `log`."""
+    environment = os.environ | {
+        "AMP_LAB_DEVICE": settings.device,
+        "AMP_LAB_SCALE": settings.scale,
+        "MPLBACKEND": "Agg",
+        "PYTHONPATH": os.pathsep.join(
+            [str(ROOT / "notebooks"), str(ROOT / "tools"), os.environ.get("PYTHONPATH", "")]
+        ).rstrip(os.pathsep),
+    }
+    with open(log, "a", encoding="utf-8") as file:
+        # A session of its own, so that what a part has started ends with it.
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(max(1.0, limit_s))
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # all of them have ended
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _last_line(log: Path, code: int) -> str:
+    """What a process that failed said last: the error, at the end of a traceback."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
+    said = [line for line in lines if line and not line.startswith(MARK)]
+    return said[-1] if said else f"exit code {code}"
+
+
+def _figures(log: Path) -> tuple[dict, list[str]]:
+    """What the part's processes handed over, and which of their limits were not met."""
+    figures: dict = {}
+    for line in log.read_text(errors="replace").splitlines():
+        if line.startswith(MARK):
+            figures |= json.loads(line.removeprefix(MARK))
+    unmet = [name for name, met in figures.get("limits", {}).items() if not met]
+    return figures, unmet
+
+
+def _write(outcomes: list[Outcome], settings: Settings) -> None:
+    """Write what is known so far, whole or not at all."""
+    found = {
+        "schema": "amp-lab first gpu 1",
+        "device": settings.device,
+        "tiny": settings.tiny,
+        "date": datetime.date.today().isoformat(),
+        "parts": [dataclasses.asdict(outcome) for outcome in outcomes],
+    }
+    path = settings.out / "first-gpu.json"
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    draft.replace(path)
+
+
+# The parts. A notebook runs as a plain script, as a reader without Jupyter would run it.
+
+
+def _notebook(number: str) -> Part:
+    def commands(settings: Settings) -> list[list[str]]:
+        (source,) = (ROOT / "notebooks").glob(f"{number}_*.py")
+        return [[str(source)]]
+
+    return Part(f"notebook-{number}", 240, commands)
+
+
+def _measure(name: str, limit_s: float) -> Part:
+    def commands(settings: Settings) -> list[list[str]]:
+        tiny = ["--tiny"] if settings.tiny else []
+        out = ["--device", settings.device, "--out", str(settings.out)]
+        return [[str(Path(__file__).resolve()), "--inside", name, *tiny, *out]]
+
+    return Part(name, limit_s, commands)
+
+
+def _train(settings: Settings) -> list[list[str]]:
+    run = str(settings.out / "run")
+    size = ["--model", "resnet18"]
+    if settings.tiny:
+        size = ["--model", "shufflenet_v2_x0_5", "--limit", "256"]
+    how = ["--dataset", "digits", "--precision", "fp16", "--epochs", "2"]
+    return [["-m", "amp_lab", "train", *how, *size, "--out", run]]
+
+
+def _memory(settings: Settings) -> list[list[str]]:
+    recorded = str(settings.out / "memory.json")
+    size = ["--model", "mobilenet_v2"] if settings.tiny else []
+    check = [str(Path(__file__).resolve()), "--inside", "memory", "--out", str(settings.out)]
+    return [[str(ROOT / "tools" / "measure_memory.py"), "--out", recorded, *size], check]
+
+
+def _bench(settings: Settings) -> list[list[str]]:
+    size = ["--quick", "--rounds", "3"]
+    if settings.tiny:
+        size = ["--quick", "--rounds", "1", "--workload", "product", "--precision", "fp32"]
+    return [["-m", "amp_lab", "bench", *size, "--out", str(settings.out / "bench.json")]]
+
+
+PARTS = (
+    Part("doctor", 60, lambda settings: [["-m", "amp_lab", "doctor", "--device", settings.device]]),
+    *map(_notebook, ("01", "02", "03", "04", "10")),
+    *map(_notebook, ("05", "06", "07", "08", "09", "11", "13")),
+    Part("train", 120, _train),
+    _measure("kill", 180),
+    Part("memory", 300, _memory),
+    _measure("xray", 120),
+    Part("bench", 300, _bench),
+    _measure("article", 180),
+    _measure("resnet50", 180),
+)
+
+
+# What the measured parts do, in their own process. Each yields a name, a value, and whether the
+# value is within its limit (None where there is no limit).
+
+Figures = Iterator[tuple[str, object, bool | None]]
+
+
+def _inside(name: str, settings: Settings) -> int:
+    """Run one measure, and hand over each figure as soon as it is there."""
+    limits: dict[str, bool] = {}
+    for figure, value, met in MEASURES[name](settings):
+        if met is not None:
+            limits[f"{figure}: {value}"] = met
+        print(MARK + json.dumps({figure: value, "limits": limits}), flush=True)
+    return 0
+
+
+def _kill(settings: Settings) -> Figures:
+    """A run that is killed once it has saved, and goes on to its end."""
+    run = settings.out / "killed"
+    size = ["--model", "resnet18", "--epochs", "6"]
+    if settings.tiny:
+        size = ["--model", "shufflenet_v2_x0_5", "--limit", "256", "--epochs", "2"]
+    how = ["--dataset", "digits", "--precision", "fp16", "--out", str(run)]
+    command = [sys.executable, "-m", "amp_lab", "train"]
+    with subprocess.Popen([*command, *how, *size, "--checkpoint-every", "2"]) as process:
+        while not (run / "checkpoint.pt").exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.kill()
+    yield "was killed", process.returncode == -signal.SIGKILL, process.returncode < 0
+    done = subprocess.run([*command, "--out", str(run), "--resume"])
+    yield "exit code of the resumed run", done.returncode, done.returncode == 0
+    epochs = len((run / "metrics.csv").read_text().splitlines()) - 1
+    yield "epochs", epochs, epochs == int(size[-1])
+
+
+def _check_memory(settings: Settings) -> Figures:
+    """The figures of measure_memory.py: forecasts within 10 %, largest batches within 5 %."""
+    recorded = json.loads((settings.out / "memory.json").read_text())
+    for part, most in (("peaks", 0.10), ("largest", 0.05), ("activations", 0.10)):
+        for row in recorded.get(part, []):
+            name = " ".join(str(row[key]) for key in ("model", "precision", "batch") if key in row)
+            met = abs(row["ratio"] - 1) <= most
+            yield f"{part} of {name}, forecast over real", round(row["ratio"], 3), met
+
+
+def _models(settings: Settings) -> Iterator[tuple[str, object, object]]:
+    """A convolutional network, a recurrent one and a transformer, each with its input."""
+    import torch
+    import torchvision
+
+    from gpt import Gpt
+
+    device = settings.device
+    if settings.tiny:
+        yield "resnet18", torchvision.models.resnet18(), torch.rand(2, 3, 64, 64, device=device)
+        sizes, tokens, series = (97, 32, 2, 2), (2, 16), (2, 8, 16)
+    else:
+        yield "resnet50", torchvision.models.resnet50(), torch.rand(32, 3, 224, 224, device=device)
+        sizes, tokens, series = (50257, 768, 12, 12), (4, 1024), (64, 256, 512)
+    yield (
+        "lstm",
+        torch.nn.LSTM(series[-1], series[-1], batch_first=True),
+        torch.rand(series, device=device),
+    )
+    yield "gpt", Gpt(*sizes), torch.randint(sizes[0], tokens, device=device)
+
+
+def _xray(settings: Settings) -> Figures:
+    """X-ray's dtypes on the device that is not there against those of a real run on this one."""
+    import torch
+
+    from amp_lab import xray
+    from amp_lab.tracing import compare
+
+    kind = torch.device(settings.device).type
+    for name, model, inputs in _models(settings):
+        model = model.to(settings.device)
+        for dtype in (torch.float16, torch.bfloat16):
+            forecast = xray(model, inputs, device_type=kind, dtype=dtype)
+            real = xray(model, inputs, device_type=kind, dtype=dtype, real=True)
+            differences = len(compare(forecast, real).rows)
+            yield f"{name} in {dtype}, ops that differ", differences, differences == 0
+
+
+def _article(settings: Settings) -> Figures:
+    """The training step of AMD's article in its exact size, against IEEE FP32 and the default."""
+    import torch
+
+    from amp_lab import Precision, compare, measure
+    from amp_lab.bench import ConvModel, quantized_sine
+
+    size = 32 if settings.tiny else 512
+    inputs, targets = (tensor.to(settings.device) for tensor in quantized_sine(size))
+    kind = inputs.device.type
+
+    def step(precision: Precision | None) -> Callable[[], None]:
+        torch.manual_seed(0)
+        model = ConvModel(16 if settings.tiny else 256).to(settings.device)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+        scaler = (precision or Precision.FP32).grad_scaler(kind)
+
+        def train() -> None:
+            with contextlib.ExitStack() as modes:
+                # Around the backward pass too: without it, convolutions there would run in TF32.
+                if precision is not None:
+                    modes.enter_context(precision.float32_mode(kind))
+                with precision.autocast(kind) if precision else contextlib.nullcontext():
+                    loss = torch.nn.functional.mse_loss(model(inputs).float(), targets)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad(set_to_none=True)
+
+        return train
+
+    steps = {"fp32": step(Precision.FP32), "default": step(None), "bf16": step(Precision.BF16)}
+    if kind != "cpu":  # where fp16 can be hundreds of times slower
+        steps["fp16"] = step(Precision.FP16)
+    compared = compare(steps, device=settings.device, budget_s=5 if settings.tiny else 30)
+    yield "trusted", compared.trusted, None
+    for name, run in steps.items():
+        yield f"{name}, ms a step", 1e3 * compared.median_s(name), compared.median_s(name) > 0
+        if name != "fp32":
+            yield f"fp32 over {name}", dataclasses.asdict(compared.ratio("fp32", name)), None
+        peak = measure(run, device=settings.device, warmup=1, repeats=1).peak_bytes
+        yield f"{name}, peak in MiB", None if peak is None else peak / 2**20, None
+
+
+def _resnet50(settings: Settings) -> Figures:
+    """Images per second of a training step, in each precision, with channels-last."""
+    import torch
+    import torchvision
+
+    from amp_lab import Precision, compare
+
+    batch, size = (2, 64) if settings.tiny else (256, 224)
+    kind = torch.device(settings.device).type
+    images = torch.rand(batch, 3, size, size, device=settings.device)
+    images = images.contiguous(memory_format=torch.channels_last)
+    targets = torch.randint(1000, (batch,), device=settings.device)
+
+    def step(precision: Precision) -> Callable[[], None]:
+        model = torchvision.models.resnet50().to(settings.device, memory_format=torch.channels_last)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        scaler = precision.grad_scaler(kind)
+
+        def train() -> None:
+            with precision.float32_mode(kind):
+                with precision.autocast(kind):
+                    outputs = model(images)
+                loss = torch.nn.functional.cross_entropy(outputs.float(), targets)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad(set_to_none=True)
+
+        return train
+
+    chosen = (Precision.FP32, Precision.BF16) if kind == "cpu" else tuple(Precision)
+    steps = {str(precision): step(precision) for precision in chosen}
+    compared = compare(steps, device=settings.device, budget_s=10 if settings.tiny else 60)
+    yield "trusted", compared.trusted, None
+    for name in steps:
+        rate = batch / compared.median_s(name)
+        yield f"{name}, images/s", round(rate, 1), rate > 0
+        if name != "fp32":
+            yield f"fp32 over {name}", dataclasses.asdict(compared.ratio("fp32", name)), None
+
+
+MEASURES: dict[str, Callable[[Settings], Figures]] = {
+    "kill": _kill,
+    "memory": _check_memory,
+    "xray": _xray,
+    "article": _article,
+    "resnet50": _resnet50,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
