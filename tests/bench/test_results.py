@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from amp_lab.bench.results import PeerRow, Results, Row, compare_results, load_results
+from amp_lab.bench.results import Compared, PeerRow, Results, Row, load_results
 from amp_lab.errors import OptionError
 
 
@@ -97,7 +97,7 @@ def test_comparison_shows_what_all_have():
     other = results_of(
         (*COMPILED_BF16[:4], 5.0), EAGER, ("gpt", "2", "fp32", "eager", 1.0), device="b"
     )
-    compared = compare_results([results_of(EAGER, COMPILED_BF16), other], ["mine", "theirs"])
+    compared = Compared([results_of(EAGER, COMPILED_BF16), other], ["mine", "theirs"])
     assert [rows[0].key[2:] for rows in compared.common()] == [
         ("fp32", "eager"),
         ("bf16", "compile"),
@@ -114,11 +114,11 @@ def test_comparison_shows_what_all_have():
 def test_comparison_of_what_has_nothing_in_common_is_refused():
     one, other = results_of(EAGER), results_of(("convmodel", "9x9", "fp32", "eager", 1.0))
     with pytest.raises(OptionError, match="mine, theirs have nothing in common"):
-        compare_results([one, other], ["mine", "theirs"])
+        Compared([one, other], ["mine", "theirs"])
 
 
 def test_a_row_that_failed_is_no_common_ground():
     failed = results_of(EAGER)
     failed.rows[0].status = "failed"
     with pytest.raises(OptionError, match="nothing in common"):
-        compare_results([results_of(EAGER), failed], ["a", "b"])
+        Compared([results_of(EAGER), failed], ["a", "b"])

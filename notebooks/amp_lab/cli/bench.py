@@ -118,11 +118,11 @@ def _draw(results: "Results", out: Path) -> list[Path]:
 def _compare(results: list["Results"], options: argparse.Namespace, out: Path) -> None:
     """Print and draw results beside recorded ones."""
     from amp_lab import plots
-    from amp_lab.bench import compare_results
+    from amp_lab.bench import Compared
 
     paths = [options.results or options.out, *options.compare]
     stems = [Path(path).stem for path in paths]  # unless two would be alike
-    compared = compare_results(results, stems if len(set(stems)) == len(stems) else paths)
+    compared = Compared(results, stems if len(set(stems)) == len(stems) else paths)
     print()
     show(compared, options.format)
     picture = out.with_name(f"{out.stem}-compared.png")
