@@ -240,10 +240,11 @@ assert inputs_last.shape == inputs.shape
 assert inputs_last.stride()[1] == 1  # from one channel to the next
 
 # %% [markdown]
-# **Rung 3: a fused optimizer, and no waiting.** `fused=True` updates all weights in one kernel, and
-# moves the scaler's check for overflow into it. And the loss is no longer read after each step: it
-# stays on the device until someone looks. On a CPU, which has nothing to wait for, the second part
-# does nothing.
+# **Rung 3: a fused optimizer, and no waiting.** `fused=True` updates all weights in one kernel.
+# The scaler still checks every gradient for overflow, but that kernel now divides by the scale and
+# decides whether to skip, so the host need not wait for the answer. And the loss is no longer read
+# after each step: it stays on the device until someone looks. On a CPU, which has nothing to wait
+# for, the second part does nothing.
 
 
 # %%

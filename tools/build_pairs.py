@@ -10,6 +10,7 @@ import hashlib
 import io
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jupytext
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def find(names: list[str] = ()) -> list[Path]:
+def find(names: Sequence[str] = ()) -> list[Path]:
     """The notebooks' `.py` files in order; with `names`, those that begin with one."""
     sources = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
     for name in names:
@@ -69,7 +70,9 @@ def find(names: list[str] = ()) -> list[Path]:
 
 def read_source(source: Path) -> nbformat.NotebookNode:
     """The notebook in a `.py` file, without outputs."""
-    return jupytext.read(source, config=load_jupytext_config(str(source)))
+    notebook = jupytext.read(source, config=load_jupytext_config(str(source)))
+    assert isinstance(notebook, nbformat.NotebookNode)  # a list only in formats before version 3
+    return notebook
 
 
 def check(sources: list[Path]) -> None:

@@ -74,20 +74,6 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
 }
 
 
-@dataclass
-class PeerRow:
-    """One library's training step: of `tools/measure_peers.py`, and in some recorded results."""
-
-    peer: str
-    workload: str
-    precision: str
-    status: str
-    reason: str = ""
-    samples_s: list[float] = field(default_factory=list)  # seconds of each step
-    ratio: float | None = None  # median over the turns: of this time over the bare loop's
-    peak_bytes: int | None = None
-
-
 @dataclass(repr=False)
 class Results(Printed):
     """All that one run found; `str` of it is made to be read."""
@@ -97,7 +83,6 @@ class Results(Printed):
     stream_bytes_per_s: dict[str, float]  # measured limit of a copy, by bytes read and written
     trusted: bool  # whether the ceilings repeated; if not, the machine was busy
     rows: list[Row]
-    peers: list[PeerRow] = field(default_factory=list)
     complete: bool = True  # false for a run that was stopped before its end
 
     def to_json(self) -> str:
@@ -181,16 +166,6 @@ class Results(Printed):
             facts.append("The limits did not repeat: this machine is busy, measure again.")
         if not self.complete:
             facts.append("The run was stopped before its end.")
-        return facts + self._peer_facts()
-
-    def _peer_facts(self) -> list[str]:
-        facts = []
-        for row in self.peers:
-            if row.status != "ok":
-                facts.append(f"{row.peer} in {row.precision}: {row.status}, {row.reason}.")
-            elif row.ratio is not None and row.peer != "torch":
-                through = f"{row.workload} through {row.peer} in {row.precision}"
-                facts.append(f"{through}: {row.ratio:.2f} of the time of a bare loop.")
         return facts
 
 
@@ -218,10 +193,10 @@ def load_results(path: str | os.PathLike) -> Results:
         raise OptionError(f"{path}: no results of amp-lab bench")
     if schema != SCHEMA:
         raise OptionError(f"{path}: written as {schema!r}, and this amp_lab reads {SCHEMA!r}")
-    content.pop("schema")
+    del content["schema"]
+    content.pop("peers", None)  # other libraries' times, which earlier versions kept here too
     try:
-        for name, kind in (("rows", Row), ("peers", PeerRow)):
-            content[name] = [_made(kind, row) for row in content[name]]
+        content["rows"] = [_made(Row, row) for row in content["rows"]]
         results = _made(Results, content)
         _check_values(results)
     except (KeyError, TypeError) as error:

@@ -369,5 +369,5 @@ def _set_limits(results: Results, ceilings: Ceilings) -> None:
 def _set_speedups(rows: list[Row]) -> None:
     timed = [row for row in rows if row.median_s]
     base = next((row for row in timed if (row.precision, row.rung) == BASELINE), None)
-    for row in timed if base else []:
-        row.speedup = ratio(base.median_s, row.median_s)
+    for row in timed:
+        row.speedup = ratio(base.median_s if base else None, row.median_s)
