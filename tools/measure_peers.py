@@ -146,7 +146,8 @@ def keras(model: nn.Module, batch: Batch, precision: Precision, device: torch.de
                 return self.held(inputs)
 
         def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-            assert y is not None and y_pred is not None  # None is only for Keras's own signature
+            assert y is not None  # None is only there for Keras's own signature
+            assert y_pred is not None
             with autocast():
                 return cross_entropy(y_pred, y)
 
