@@ -12,6 +12,7 @@ import io
 import os
 import re
 import sys
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def find(names: list[str] = ()) -> list[Path]:
+def find(names: Sequence[str] = ()) -> list[Path]:
     """The notebooks' `.py` files in order; with `names`, those that begin with one."""
     sources = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
     for name in names:
@@ -112,6 +113,7 @@ def prepare(source: Path) -> None:
 def read_source(source: Path) -> nbformat.NotebookNode:
     """The notebook in a `.py` file, without outputs."""
     notebook = jupytext.read(source, config=load_jupytext_config(str(source)))
+    assert isinstance(notebook, nbformat.NotebookNode)  # a list only in formats before version 3
     notebook.metadata.setdefault("kernelspec", KERNEL)
     return notebook
 

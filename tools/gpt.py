@@ -4,7 +4,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from amp_lab.bench.workloads import Block
+from amp_lab.bench import Block
 
 
 class Gpt(nn.Module):

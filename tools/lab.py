@@ -87,7 +87,7 @@ def port_problem(ip: str, port: str) -> str | None:
         with socket.create_server(address[:2], family=family):
             return None
     except OSError as error:
-        reason = os.strerror(error.errno)
+        reason = os.strerror(error.errno or 0)
         hint = "stop what uses it, perhaps another JupyterLab, or take another with --port"
         return f"port {port} on {ip} cannot be used ({reason}): {hint}"
 

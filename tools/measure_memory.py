@@ -15,7 +15,7 @@ import torch
 import torchvision
 from torch import nn
 
-from amp_lab.bench.workloads import Block
+from amp_lab.bench import Block
 from amp_lab.device import pick_device
 from amp_lab.precision import Precision
 from amp_lab.tracing.memory import forecast_memory, largest_batch, parse_bytes

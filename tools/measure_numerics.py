@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from amp_lab import ScaleLog, find_nonfinite, gradient_underflow, pick_device
+from amp_lab.device import pick_device
+from amp_lab.numerics import ScaleLog, find_nonfinite, gradient_underflow
 from amp_lab.training.models import build_model
 from recording import parser, record
 
@@ -77,7 +78,7 @@ def measure_underflow(device, turns, clock):
     """A backward pass with and without counting; both keep the graph and return the gradients."""
     result = {}
     for name, model, loss_of in problems(device):
-        parameters = list(model.parameters())
+        parameters, values = list(model.parameters()), []
 
         def backward(now, loss_of=loss_of, parameters=parameters):
             loss = loss_of()
@@ -85,17 +86,17 @@ def measure_underflow(device, turns, clock):
             torch.autograd.grad(loss, parameters, retain_graph=True)
             return now() - start
 
-        def counted(now, loss_of=loss_of, model=model):
+        def counted(now, loss_of=loss_of, model=model, values=values):
             loss = loss_of()
             start = now()
             report = gradient_underflow(model, loss)
             seconds = now() - start
-            counted.values = report.total.values
+            values.append(report.total.values)
             return seconds
 
         kinds = {"backward": backward, "gradient_underflow": counted}
         times = in_turns(kinds, device, turns, clock)
-        result[name] = compare(times, "backward") | {"values": counted.values}
+        result[name] = compare(times, "backward") | {"values": values[-1]}
     return result
 
 

@@ -13,17 +13,19 @@ import functools
 import itertools
 import os
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from amp_lab import Measurement, Precision, describe_device, fit, measure, pick_device
-from amp_lab.bench import PeerRow
+from amp_lab.device import describe_device, pick_device
 from amp_lab.errors import OptionError, first_line
-from amp_lab.timing import allocated_bytes, is_out_of_memory
-from amp_lab.training.loop import cross_entropy
+from amp_lab.precision import Precision
+from amp_lab.timing import Measurement, allocated_bytes, is_out_of_memory, measure
+from amp_lab.training.loop import cross_entropy, fit
 from amp_lab.training.models import build_model
 from measure_training import adamw, make_step
 from recording import parser, record
@@ -33,6 +35,20 @@ Run = Callable[[int], None]  # does that many training steps, and goes on where 
 MIXED = (Precision.FP16, Precision.BF16)
 
 
+@dataclass
+class PeerRow:
+    """One library's training step."""
+
+    peer: str
+    workload: str
+    precision: str
+    status: str  # ``ok``, ``failed``, ``out of memory`` or ``not run``
+    reason: str = ""
+    samples_s: list[float] = field(default_factory=list)  # seconds of each step
+    ratio: float | None = None  # median over the turns: of this time over the bare loop's
+    peak_bytes: int | None = None
+
+
 def torch_loop(model: nn.Module, batch: Batch, precision: Precision, device: torch.device) -> Run:
     """A bare loop, with autocast and the scaler written out."""
     return _repeat(make_step(model, adamw(model), *batch, precision, device))
@@ -40,11 +56,14 @@ def torch_loop(model: nn.Module, batch: Batch, precision: Precision, device: tor
 
 def amp_lab_fit(model: nn.Module, batch: Batch, precision: Precision, device: torch.device) -> Run:
     """`amp_lab.fit`, for one epoch of that many batches."""
-    settings = {"optimizer": adamw(model), "precision": precision, "device": device, "epochs": 1}
-    settings["scaler"] = precision.grad_scaler(device.type)  # one for all runs, as in one training
+    optimizer = adamw(model)
+    scaler = precision.grad_scaler(device.type)  # one for all runs, as in one training
+    run_epoch = functools.partial(
+        fit, optimizer=optimizer, scaler=scaler, precision=precision, device=device, epochs=1
+    )
 
     def run(n_steps: int) -> None:
-        fit(model, lambda epoch, first: itertools.repeat(batch, n_steps), **settings)
+        run_epoch(model, lambda epoch, first: itertools.repeat(batch, n_steps))
 
     return run
 
@@ -57,10 +76,11 @@ def fabric(model: nn.Module, batch: Batch, precision: Precision, device: torch.d
         raise OptionError(f"fabric has no device {device.type!r}")
     if precision is Precision.FP16 and device.type == "cpu":
         raise OptionError("on a CPU fabric trains in bf16 when asked for fp16")
+    mixed: dict[str, Literal["16-mixed", "bf16-mixed"]] = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
     launcher = Fabric(
         accelerator=device.type,
         devices=[device.index or 0] if device.type == "cuda" else 1,
-        precision={"fp16": "16-mixed", "bf16": "bf16-mixed"}.get(precision, "32-true"),
+        precision=mixed.get(precision, "32-true"),
     )
     trained, optimizer = launcher.setup(model, adamw(model))
     return _loop(trained, batch, optimizer, launcher.backward)
@@ -125,7 +145,9 @@ def keras(model: nn.Module, batch: Batch, precision: Precision, device: torch.de
             with autocast():
                 return self.held(inputs)
 
-        def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            assert y is not None  # None is only there for Keras's own signature
+            assert y_pred is not None
             with autocast():
                 return cross_entropy(y_pred, y)
 
@@ -221,7 +243,9 @@ def main() -> None:
         model = build_model("resnet18", 10).to(device)
         return measure_peers(model, batch, device, precisions, options.rounds)
 
-    record({"peers": peers}, options, device, rounds=options.rounds)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["KERAS_HOME"] = folder  # or Keras would write its settings into the user's home
+        record({"peers": peers}, options, device, rounds=options.rounds)
 
 
 if __name__ == "__main__":

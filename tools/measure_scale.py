@@ -17,10 +17,11 @@ from pathlib import Path
 
 import torch
 
-from amp_lab import Precision, pick_device
+from amp_lab.device import pick_device
 from amp_lab.distributed.collectives import count_communication
 from amp_lab.distributed.process_group import join
 from amp_lab.notebook import run_workers
+from amp_lab.precision import Precision
 from amp_lab.training.models import build_model
 from amp_lab.training.run_folder import METRICS
 from recording import parser, record

@@ -18,8 +18,12 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from amp_lab import Precision, fit, measure, pick_device, save_checkpoint
+from amp_lab.checkpoint import save_checkpoint
 from amp_lab.data import batches, load_dataset
+from amp_lab.device import pick_device
+from amp_lab.precision import Precision
+from amp_lab.timing import measure
+from amp_lab.training.loop import fit
 from amp_lab.training.models import build_model
 from amp_lab.training.run import train
 from amp_lab.training.run_config import RunConfig

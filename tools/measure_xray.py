@@ -12,13 +12,14 @@ only slow one down. Beside them stand limits, which a machine of two cores shoul
 - transformer: the same for a transformer of 6.7 billion parameters, built on `meta`, and its X-ray.
 """
 
+import functools
 import json
 import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Required, TypedDict
 
 import torch
 import torchvision
@@ -41,6 +42,14 @@ LIMITS = {  # seconds of the first call, bytes of the process
 }
 
 
+class Settings(TypedDict, total=False):
+    """What a forecast is asked for."""
+
+    memory_bytes: Required[str]
+    optimizer: str
+    input_dtype: torch.dtype
+
+
 def resnet50():
     """The model, without memory for its weights."""
     with torch.device("meta"):
@@ -60,11 +69,10 @@ def work(part, what):
         return lambda: str(xray(model, images, device_type=what))
     if part == "ops":
         return lambda: str(op_table(what))
-    model, shape = resnet50(), (1, *IMAGE)
-    settings: dict[str, Any] = {"memory_bytes": "24GiB"}
+    model, shape, settings = resnet50(), (1, *IMAGE), Settings(memory_bytes="24GiB")
     if part == "transformer":
         model, shape = transformer(), (1, 2048)
-        settings = {"memory_bytes": "141GB", "optimizer": "adamw", "input_dtype": torch.int64}
+        settings = Settings(memory_bytes="141GB", optimizer="adamw", input_dtype=torch.int64)
     return {
         "largest_batch": lambda: largest_batch(model, shape, precision="fp16", **settings),
         "three precisions": lambda: str(compare_memory(model, shape, **settings)),
@@ -128,7 +136,7 @@ def main():
     options_of = parser(__doc__, PARTS)
     options_of.add_argument("--turns", type=int, default=3, help="processes for each figure")
     options = options_of.parse_args()
-    measures = {part: lambda part=part: measure(part, options.turns) for part in PARTS}
+    measures = {part: functools.partial(measure, part, options.turns) for part in PARTS}
     record(measures, options, pick_device())
 
 

@@ -36,7 +36,7 @@ def record(
     and each row, so that a run that is cut short leaves what it had. Random numbers begin anew
     with each part.
     """
-    result = {
+    result: dict[str, Any] = {
         "device": describe_device(device).name,
         "torch": torch.__version__,
         "python": platform.python_version(),

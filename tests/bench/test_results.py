@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from amp_lab.bench.results import PeerRow, Results, Row, compare_results, load_results
+from amp_lab.bench.results import Compared, Results, Row, load_results
 from amp_lab.errors import OptionError
 
 
-def results_of(*rows, peers=(), **environment):
+def results_of(*rows, **environment):
     made = [
         Row(*key, "ok", unit="images", items=2, samples_s=[0.5, 0.5], median_s=0.5, iqr_s=0.0,
             speedup=speedup, items_per_s=4.0, flops=100, flops_per_s=200.0, moved_bytes=50,
@@ -17,7 +17,7 @@ def results_of(*rows, peers=(), **environment):
         for *key, speedup in rows
     ]  # fmt: skip
     about = {"device": "a toy", "torch": "2.15", "threads": 2, "date": "2026-01-01"} | environment
-    return Results(about, {"fp32": 1e12, "bf16": 4e12}, {"64": 1e9}, True, made, list(peers))
+    return Results(about, {"fp32": 1e12, "bf16": 4e12}, {"64": 1e9}, True, made)
 
 
 EAGER = ("convmodel", "8x8", "fp32", "eager", 1.0)
@@ -26,16 +26,11 @@ COMPILED_BF16 = ("convmodel", "8x8", "bf16", "compile", 3.5)
 
 def test_results_survive_their_file(tmp_path):
     path = tmp_path / "r.json"
-    mine = results_of(
-        EAGER,
-        COMPILED_BF16,
-        peers=[PeerRow("keras", "net", "fp32", "ok", samples_s=[1.0], ratio=1.5)],
-    )
-    mine.save(path)
-    assert load_results(path) == mine
+    results = results_of(EAGER, COMPILED_BF16)
+    results.save(path)
+    assert load_results(path) == results
     assert json.loads(path.read_text())["schema"] == "amp-lab bench 1"
     assert list(tmp_path.iterdir()) == [path]
-    assert "net through keras in fp32: 1.50 of the time of a bare loop." in str(mine)
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path):
@@ -97,7 +92,7 @@ def test_comparison_shows_what_all_have():
     other = results_of(
         (*COMPILED_BF16[:4], 5.0), EAGER, ("gpt", "2", "fp32", "eager", 1.0), device="b"
     )
-    compared = compare_results([results_of(EAGER, COMPILED_BF16), other], ["mine", "theirs"])
+    compared = Compared([results_of(EAGER, COMPILED_BF16), other], ["mine", "theirs"])
     assert [rows[0].key[2:] for rows in compared.common()] == [
         ("fp32", "eager"),
         ("bf16", "compile"),
@@ -114,11 +109,11 @@ def test_comparison_shows_what_all_have():
 def test_comparison_of_what_has_nothing_in_common_is_refused():
     one, other = results_of(EAGER), results_of(("convmodel", "9x9", "fp32", "eager", 1.0))
     with pytest.raises(OptionError, match="mine, theirs have nothing in common"):
-        compare_results([one, other], ["mine", "theirs"])
+        Compared([one, other], ["mine", "theirs"])
 
 
 def test_a_row_that_failed_is_no_common_ground():
     failed = results_of(EAGER)
     failed.rows[0].status = "failed"
     with pytest.raises(OptionError, match="nothing in common"):
-        compare_results([results_of(EAGER), failed], ["a", "b"])
+        Compared([results_of(EAGER), failed], ["a", "b"])

@@ -3,7 +3,7 @@
 from amp_lab.bench.convmodel import ConvModel, quantized_sine
 from amp_lab.bench.fused_convmodel import FusedStep
 from amp_lab.bench.limits import count_step, measure_ceilings
-from amp_lab.bench.results import PeerRow, compare_results, load_results
+from amp_lab.bench.results import Compared, load_results
 from amp_lab.bench.rungs import RUNGS
 from amp_lab.bench.runner import run_bench
 from amp_lab.bench.workloads import WORKLOADS, Block
@@ -12,10 +12,9 @@ __all__ = [
     "RUNGS",
     "WORKLOADS",
     "Block",
+    "Compared",
     "ConvModel",
     "FusedStep",
-    "PeerRow",
-    "compare_results",
     "count_step",
     "load_results",
     "measure_ceilings",

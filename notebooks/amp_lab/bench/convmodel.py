@@ -40,11 +40,7 @@ class ConvModel(nn.Sequential):
     """
 
     def __init__(self, hidden: int = 256):
-        layers = []
+        layers: list[nn.Module] = []
         for channels in (2, hidden, hidden):
-            layers += [
-                nn.Conv2d(channels, hidden, kernel_size=1),
-                nn.BatchNorm2d(hidden),
-                nn.ReLU(),
-            ]
+            layers += [nn.Conv2d(channels, hidden, 1), nn.BatchNorm2d(hidden), nn.ReLU()]
         super().__init__(*layers, nn.Conv2d(hidden, 1, kernel_size=1))

@@ -2,16 +2,16 @@
 
 Every layer of the ConvModel works on pixels one by one, but for batch normalisation, which needs
 the mean and variance of a whole layer before the next may begin. So a step takes five passes over
-the pixels, and within a pass a block of them stays in the cache. What is cheap is computed again
-instead of being stored: of all activations only the outputs of the two large convolutions are kept,
-and one gradient. The mean and variance of the first convolution follow from those of its input,
-since it is linear. The gradients are those of Ioffe and Szegedy, "Batch normalization" (2015),
-rearranged so that each is a multiple of the gradient, a multiple of the convolution's output, and
-a constant.
+the pixels, and within a pass a block of them stays in the cache. What is cheap is computed again:
+of all activations only the outputs of the two large convolutions are kept, and one gradient. The
+gradients are those of Ioffe and Szegedy, "Batch normalization" (2015), rearranged so that each is a
+multiple of the gradient, a multiple of the convolution's output, and a constant.
 """
 
 import functools
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,10 @@ class FusedStep:
 
     def __init__(self, model: ConvModel, dtype: torch.dtype, *, compiled: bool = True):
         self.dtype, self.k = dtype, _kernels(compiled)
-        layers = list(model)
+        # Any: for the type checker, what is in an `nn.Sequential` is only an `nn.Module`.
+        layers: list[Any] = list(model)
         self.convs, self.norms = layers[::3], layers[1::3]
-        self.kept: list[Tensor] = []
+        self.kept = torch.empty(0, 0, 0)
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor, target: Tensor) -> Tensor:
@@ -56,9 +57,8 @@ class FusedStep:
         # A GPU has thousands of threads to keep busy, and no cache that is worth a block.
         block = BLOCK if backend(device).is_host else n
         self.pixels, self.blocks = n, [slice(i, min(i + block, n)) for i in range(0, n, block)]
-        if not self.kept or self.kept[0].shape != (n, channels):
-            room = torch.empty(3, n, channels, dtype=self.dtype, device=device)
-            self.kept = list(room)  # for the next step too: new memory would have to be mapped
+        if self.kept.shape[1:] != (n, channels):  # else as before: new memory must be mapped first
+            self.kept = torch.empty(3, n, channels, dtype=self.dtype, device=device)
         self.z2, self.z3, self.g2 = self.kept  # (P, C)
         self.w1, w2, w3, w4 = (conv.weight.flatten(1) for conv in self.convs)
         self.w2, self.w3, self.w4 = w2.to(self.dtype), w3.to(self.dtype), w4.flatten()
@@ -94,7 +94,7 @@ class FusedStep:
         """The loss, and what of its gradient a sum over all pixels needs."""
         conv, n3 = self.convs[3], self.n3
         self.dy = torch.empty(self.pixels, device=self.x.device)
-        sums = []
+        sums: list[tuple[Tensor, ...]] = []
         for b in self.blocks:
             loss, self.dy[b] = self.k.head(
                 self.z3[b], n3.scale, n3.shift, self.w4, conv.bias, self.target[b], 2 / self.pixels
@@ -135,7 +135,7 @@ class FusedStep:
             conv.bias.grad = torch.zeros_like(conv.bias)
 
 
-def _totals(sums: list[tuple[Tensor, ...]]) -> list[Tensor]:
+def _totals(sums: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
     """The sums over all blocks, from those of each."""
     return [torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)]
 
@@ -147,7 +147,7 @@ def _set_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
 class _Normalised:
     """Batch normalisation of z (P, C), without its convolution's bias, as z * scale + shift."""
 
-    def __init__(self, norm: nn.BatchNorm2d, mean: Tensor, variance: Tensor, bias: Tensor, n: int):
+    def __init__(self, norm: Any, mean: Tensor, variance: Tensor, bias: Tensor, n: int):
         self.norm, self.mean, self.pixels = norm, mean, n
         self.inverse_std = (variance + norm.eps).rsqrt()
         self.scale = norm.weight * self.inverse_std
@@ -157,11 +157,10 @@ class _Normalised:
         norm.num_batches_tracked += 1
 
     @classmethod
-    def from_sums(cls, norm, sums: list[tuple[Tensor, Tensor]], bias: Tensor, n: int):
+    def from_sums(cls, norm: Any, sums: Sequence[tuple[Tensor, Tensor]], bias: Tensor, n: int):
         """From the sums of z and of its squares in each block."""
-        total, squares = _totals(sums)
-        mean = total / n
-        variance = (squares / n - mean * mean).clamp_min(0)
+        mean, mean_square = (total / n for total in _totals(sums))
+        variance = (mean_square - mean * mean).clamp_min(0)  # rounding may make it negative
         return cls(norm, mean, variance, bias, n)
 
     def backward(self, g: Tensor, gz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -236,6 +235,8 @@ _CHAINS = (
 @functools.cache  # once for a process, since a compiled function remembers what it compiled
 def _kernels(compiled: bool) -> SimpleNamespace:
     """The chains by their names."""
-    compile_ = functools.partial(torch.compile, dynamic=False, fullgraph=True)
-    found = {chain.__name__[1:]: compile_(chain) if compiled else chain for chain in _CHAINS}
-    return SimpleNamespace(**found)
+    kernels = SimpleNamespace()
+    for chain in _CHAINS:
+        kernel = torch.compile(chain, dynamic=False, fullgraph=True) if compiled else chain
+        setattr(kernels, chain.__name__[1:], kernel)
+    return kernels

@@ -24,9 +24,7 @@ _LARGEST = {"cpu": (2048, 2**29), "accelerator": (8192, 2**32)}
 class Ceilings:
     """The highest rates that were measured on a device."""
 
-    flops_per_s: dict[
-        str, float | None
-    ]  # of a large square matrix product; None: the device lacks it
+    flops_per_s: dict[str, float | None]  # of a large product; None: the device lacks it
     stream_bytes_per_s: dict[int, float]  # of a copy or a sum, by the bytes read and written
     trusted: bool  # whether repeated measurements agreed
 
@@ -55,11 +53,9 @@ class Ceilings:
 class Count:
     """What one step does, counted and not timed."""
 
+    # Multiplications and additions of its matrix products and convolutions. Attention counts in
+    # full, although a causal kernel may leave out up to half of it.
     flops: int
-    """Multiplications and additions of its matrix products and convolutions.
-
-    Attention counts in full, although a causal kernel may leave out up to half of it.
-    """
     moved_bytes: int  # read and written by the ops of the plain eager step, from and to memory
     least_bytes: int  # inputs, weights and optimizer state, each once: no step can do without
 
@@ -82,8 +78,7 @@ def measure_ceilings(device: torch.device) -> Ceilings:
         return {name: 2 * n**3 / product_seconds(device, name, n) for name in timed}
 
     first, second = turn(), turn()
-    for name in timed:
-        rates[name] = max(rates[name], first[name], second[name])
+    rates |= {name: max(rates[name], first[name], second[name]) for name in timed}
     return Ceilings(
         flops_per_s={str(precision): rates.get(precision) for precision in Precision},
         stream_bytes_per_s=_stream_rates(device),
@@ -94,16 +89,14 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 def _stream_rates(device: torch.device) -> dict[int, float]:
     """The fastest of some copies and sums, from 64 KiB to more than any cache holds."""
     _, largest = _LARGEST["cpu" if backend(device).is_host else "accelerator"]
-    memory = describe_device(device).memory_bytes
-    if memory is not None:
-        largest = min(largest, memory // 8)
+    largest = min(largest, (describe_device(device).memory_bytes or 2**63) // 8)
     rates: dict[int, float] = {}
-    nbytes = 2**16
-    while nbytes <= largest:
+    for nbytes in (2**power for power in range(16, largest.bit_length())):
         calls = max(1, 2**24 // nbytes)  # a single small one is shorter than the clock can tell
         source = torch.empty(nbytes // 4, device=device).normal_()
         half = source[: source.numel() // 2]
         copy = torch.empty_like(half)  # half of the bytes are read, half are written
+        fastest = []
         for run in (functools.partial(copy.copy_, half), source.sum):
 
             def runs(run=run, calls=calls) -> None:
@@ -111,8 +104,8 @@ def _stream_rates(device: torch.device) -> dict[int, float]:
                     run()
 
             m = measure(runs, device=device, warmup=1, repeats=5)
-            rates[nbytes] = max(rates.get(nbytes, 0.0), calls * nbytes / min(m.samples_s))
-        nbytes *= 2
+            fastest.append(min(m.samples_s) / calls)
+        rates[nbytes] = nbytes / min(fastest)
     return rates
 
 

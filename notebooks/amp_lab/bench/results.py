@@ -17,6 +17,7 @@ from amp_lab.report import Printed, Table, flops_text, rate_text
 SCHEMA = "amp-lab bench 1"  # written into each file; another number means other fields
 STATES = ("ok", "failed", "out of memory", "not run")
 BASELINE = ("fp32", "eager")  # what all others of a workload are held against
+_UNITS = (("s", 1), ("ms", 1e3), ("us", 1e6))
 
 
 @dataclass
@@ -44,9 +45,8 @@ class Row:
     least_bytes: int | None = None
     floor_s: float | None = None  # the longer of FLOPs and least bytes at the measured limits
     share_of_limit: float | None = None  # `floor_s` over the median: 1 is as fast as the device can
-    error: float | None = (
-        None  # of the first loss, or the output, against fp32 eager: relative, Euclidean
-    )
+    # Of the first loss, or the output, against fp32 eager: relative, in the Euclidean norm.
+    error: float | None = None
     progress: float | None = None  # fall of the loss in the first steps, over that in fp32 eager
 
     @property
@@ -62,11 +62,11 @@ class Row:
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "": lambda row: f"  {row.precision} {row.rung}",
-    "time": lambda row: duration(row.median_s),
-    "spread": lambda row: f"{row.iqr_s / row.median_s:.0%}",
+    "time": lambda row: _duration(row.median_s),
+    "spread": lambda row: _text(ratio(row.iqr_s, row.median_s), "{:.0%}"),
     "speed-up": lambda row: _text(row.speedup, "{:.2f}x"),
     "per second": lambda row: f"{_figure(row.items_per_s)} {row.unit}",
-    "memory": lambda row: _text(row.peak_bytes and row.peak_bytes / 2**20, "{:,.0f} MiB"),
+    "memory": lambda row: _text(ratio(row.peak_bytes, 2**20), "{:,.0f} MiB"),
     "FLOP/s": lambda row: flops_text(row.flops_per_s),
     "of limit": lambda row: _text(row.share_of_limit, "{:.0%}"),
     "off fp32": lambda row: _text(row.error, "{:.1e}"),
@@ -74,32 +74,15 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
 }
 
 
-@dataclass
-class PeerRow:
-    """One library's training step: of `tools/measure_peers.py`, and in some recorded results."""
-
-    peer: str
-    workload: str
-    precision: str
-    status: str
-    reason: str = ""
-    samples_s: list[float] = field(default_factory=list)  # seconds of each step
-    ratio: float | None = None  # median over the turns: of this time over the bare loop's
-    peak_bytes: int | None = None
-
-
 @dataclass(repr=False)
 class Results(Printed):
     """All that one run found; `str` of it is made to be read."""
 
-    environment: dict[
-        str, str | int | bool
-    ]  # device, backend, torch, threads, date, what was asked
+    environment: dict[str, str | int | bool]  # the machine, the date, what was asked for
     flops_per_s: dict[str, float | None]  # measured limit by precision; None: the device lacks it
     stream_bytes_per_s: dict[str, float]  # measured limit of a copy, by bytes read and written
     trusted: bool  # whether the ceilings repeated; if not, the machine was busy
     rows: list[Row]
-    peers: list[PeerRow] = field(default_factory=list)
     complete: bool = True  # false for a run that was stopped before its end
 
     def to_json(self) -> str:
@@ -118,28 +101,30 @@ class Results(Printed):
         panels: dict[str, list[tuple]] = {}
         for row in self.rows:
             bars = panels.setdefault(row.title, [])
-            if row.status != "ok":
-                bars.append((row.precision, row.rung, None, None, row.status))
-                continue
-            limit = None if row.floor_s is None else 1e3 * row.floor_s
-            speedup = f"{row.speedup:.2f}x" if row.speedup else ""
-            bars.append((row.precision, row.rung, 1e3 * row.median_s, limit, speedup))
+            if row.status == "ok":
+                remark = f"{row.speedup:.2f}x" if row.speedup else ""
+                milliseconds = ratio(row.median_s, 1e-3), ratio(row.floor_s, 1e-3)
+            else:  # it may have been timed before it failed, which is no result
+                remark, milliseconds = row.status, (None, None)
+            bars.append((row.precision, row.rung, *milliseconds, remark))
         return panels
 
     def roofline(self) -> tuple[dict[str, float], float, list[tuple]]:
         """For `plots.roofline`: fp32 eager, and the fastest rung of each other precision."""
-        found: dict[tuple[str, str], list[Row]] = {}
-        for row in [row for row in self.rows if row.status == "ok" and row.flops_per_s]:
-            if row.precision != BASELINE[0] or row.rung == BASELINE[1]:
-                found.setdefault((row.workload, row.precision), []).append(row)
-        fastest = [max(rows, key=lambda row: row.flops_per_s) for rows in found.values()]
-        points = []
-        for row in fastest:
-            intensity = row.flops / row.moved_bytes
-            points.append((row.workload, row.precision, intensity, row.flops_per_s))
-        used = {row.precision for row in fastest}
-        roofs = {name: value for name, value in self.flops_per_s.items() if name in used}
-        return roofs, self.memory_bytes_per_s, points
+        points: dict[tuple[str, str], tuple[float, float]] = {}
+        for row in self.rows:
+            intensity, rate = ratio(row.flops, row.moved_bytes), row.flops_per_s
+            if row.status != "ok" or not intensity or not rate:
+                continue
+            if row.precision == BASELINE[0] and row.rung != BASELINE[1]:
+                continue
+            what = row.workload, row.precision
+            if what not in points or rate > points[what][1]:
+                points[what] = intensity, rate
+        used = {precision for _, precision in points}
+        limits = {name: rate for name, rate in self.flops_per_s.items() if rate is not None}
+        roofs = {name: rate for name, rate in limits.items() if name in used}
+        return roofs, self.memory_bytes_per_s, [(*what, *place) for what, place in points.items()]
 
     @property
     def memory_bytes_per_s(self) -> float:
@@ -159,8 +144,7 @@ class Results(Printed):
 
     def title(self) -> str:
         """Where and when it was measured."""
-        e = self.environment
-        return f"{e['device']}, torch {e['torch']}, {e['threads']} threads, {e['date']}"
+        return "{device}, torch {torch}, {threads} threads, {date}".format(**self.environment)
 
     def _facts(self) -> list[str]:
         found = {name: value for name, value in self.flops_per_s.items() if value is not None}
@@ -182,16 +166,6 @@ class Results(Printed):
             facts.append("The limits did not repeat: this machine is busy, measure again.")
         if not self.complete:
             facts.append("The run was stopped before its end.")
-        return facts + self._peer_facts()
-
-    def _peer_facts(self) -> list[str]:
-        facts = []
-        for row in self.peers:
-            if row.status != "ok":
-                facts.append(f"{row.peer} in {row.precision}: {row.status}, {row.reason}.")
-            elif row.ratio is not None and row.peer != "torch":
-                through = f"{row.workload} through {row.peer} in {row.precision}"
-                facts.append(f"{through}: {row.ratio:.2f} of the time of a bare loop.")
         return facts
 
 
@@ -219,10 +193,10 @@ def load_results(path: str | os.PathLike) -> Results:
         raise OptionError(f"{path}: no results of amp-lab bench")
     if schema != SCHEMA:
         raise OptionError(f"{path}: written as {schema!r}, and this amp_lab reads {SCHEMA!r}")
-    content.pop("schema")
+    del content["schema"]
+    content.pop("peers", None)  # other libraries' times, which earlier versions kept here too
     try:
-        for name, kind in (("rows", Row), ("peers", PeerRow)):
-            content[name] = [_made(kind, row) for row in content[name]]
+        content["rows"] = [_made(Row, row) for row in content["rows"]]
         results = _made(Results, content)
         _check_values(results)
     except (KeyError, TypeError) as error:
@@ -261,40 +235,45 @@ def _fits(value: object, kind: Any) -> bool:
     arguments, container = typing.get_args(kind), typing.get_origin(kind)
     if container is types.UnionType:
         return any(_fits(value, one) for one in arguments)
-    if container is None:  # `type` and not isinstance, for which True is a number
-        return type(value) is kind or (kind is float and type(value) is int)
-    items = value.values() if isinstance(value, dict) else value
-    return type(value) is container and all(_fits(item, arguments[-1]) for item in items)
+    if isinstance(value, (list, dict)):
+        items = value.values() if isinstance(value, dict) else value
+        return type(value) is container and all(_fits(item, arguments[-1]) for item in items)
+    # `type` and not isinstance, for which True is a number; JSON writes 1.0 as 1 in other languages
+    return type(value) is kind or (kind is float and type(value) is int)
 
 
 @dataclass(repr=False)
 class Compared(Printed):
-    """Several results side by side, by what they have in common."""
+    """Several results side by side, by what they have in common.
+
+    Raises `OptionError` if nothing was measured in all of them.
+    """
 
     results: list[Results]
     names: list[str]
 
+    def __post_init__(self):
+        if not self.common():
+            raise OptionError(
+                f"{', '.join(self.names)} have nothing in common: no workload of one size, in one "
+                "precision, on one rung (was one of them measured with --quick?)"
+            )
+
     def common(self) -> list[tuple[Row, ...]]:
         """The rows of each result that all of them have, in the order of the first."""
-        first, *others = (
-            {row.key: row for row in r.rows if row.status == "ok"} for r in self.results
-        )
-        return [
-            (row, *(rows[key] for rows in others))
-            for key, row in first.items()
-            if all(key in rows for rows in others)
-        ]
+        found: dict[tuple[str, ...], list[Row]] = {}
+        for row in [row for result in self.results for row in result.rows if row.status == "ok"]:
+            found.setdefault(row.key, []).append(row)
+        return [tuple(rows) for rows in found.values() if len(rows) == len(self.results)]
 
     def to_json(self) -> str:
         """What all have, as JSON."""
-        rows = [
-            {
-                "key": rows[0].key,
-                "median_s": [row.median_s for row in rows],
-                "speedup": [row.speedup for row in rows],
+        rows = []
+        for same in self.common():
+            figures = {
+                name: [getattr(row, name) for row in same] for name in ("median_s", "speedup")
             }
-            for rows in self.common()
-        ]
+            rows.append({"key": same[0].key} | figures)
         return json.dumps({"names": self.names, "rows": rows}, indent=1)
 
     def best_speedups(self) -> dict[str, dict[str, float]]:
@@ -311,39 +290,30 @@ class Compared(Printed):
         for rows in self.common():
             cells = [f"  {rows[0].precision} {rows[0].rung}"]
             for row in rows:
-                cells += [duration(row.median_s), _text(row.speedup, "{:.2f}x")]
+                cells += [_duration(row.median_s), _text(row.speedup, "{:.2f}x")]
             lines.append((rows[0].title, cells))
         named = zip(self.names, self.results, strict=True)
-        return Table(
-            ["", *(cell for name in self.names for cell in (name, "speed-up"))],
-            _with_titles(lines),
-            caption="Time of a step, and speed-up over fp32 eager on the same device",
-            facts=[f"{name}: {result.title()}" for name, result in named],
-            right=range(1, 1 + 2 * len(self.names)),
-        )
+        head = ["", *(cell for name in self.names for cell in (name, "speed-up"))]
+        caption = "Time of a step, and speed-up over fp32 eager on the same device"
+        facts = [f"{name}: {result.title()}" for name, result in named]
+        return Table(head, _with_titles(lines), caption, facts, right=range(1, len(head)))
 
 
-def compare_results(results: list[Results], names: list[str]) -> Compared:
-    """Results side by side. Raises `OptionError` if nothing was measured in all of them."""
-    compared = Compared(results, names)
-    if not compared.common():
-        raise OptionError(
-            f"{', '.join(names)} have nothing in common: no workload of one size, in one "
-            "precision, on one rung (was one of them measured with --quick?)"
-        )
-    return compared
+def ratio(part: float | None, whole: float | None) -> float | None:
+    """The quotient of two figures; None where one of them is not known."""
+    return None if part is None or whole is None else part / whole
 
 
-def duration(seconds: float) -> str:
+def _duration(seconds: float | None) -> str:
     """Seconds with three digits, in s, ms or us."""
-    for unit, factor in (("s", 1), ("ms", 1e3)):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+    if seconds is None:
+        return "-"
+    unit, factor = next((u for u in _UNITS if seconds * u[1] >= 1), _UNITS[-1])
+    return f"{seconds * factor:.3g} {unit}"
 
 
-def _figure(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def _figure(value: float | None) -> str:
+    return _text(value, "{:.3g}" if value is None or value < 100 else "{:,.0f}")
 
 
 def _text(value: float | None, form: str) -> str:

@@ -51,7 +51,7 @@ class Recipe:
 
     case: Case
     problem: Problem
-    make: Callable[["Recipe"], Step]
+    make: Callable[["Recipe"], Callable[[], Tensor]]  # what returns the loss, or the output
     autocast: bool
     fused_adam: bool = False
     reads_loss: bool = True  # whether the host waits for the loss of every step
@@ -78,14 +78,14 @@ class Rung:
     what: str  # for the command line, in a line
     exists: Callable[[Case], bool] = lambda case: True
     apply: Callable[[Recipe], Recipe] = lambda recipe: recipe
-    compiles: bool = False  # which takes long in fp32 and with many layers
-    tunes: bool = False  # whether several kernels are tried for each op, which always takes long
+    # Whether it has so much to compile that a quick run leaves it out.
+    takes_long: Callable[[Case], bool] = lambda case: False
     needs_graph: bool = False  # has failed where torch records no CUDA graph: it is nothing else
     has_limit: bool = True  # whether the rates that `measure_ceilings` finds bound it too
 
-    def takes_long(self, case: Case) -> bool:
-        """Whether it has so much to compile that a quick run leaves it out."""
-        return self.tunes or (self.compiles and (case.workload.many_layers or not case.is_low))
+
+def _compiles_long(case: Case) -> bool:
+    return case.workload.many_layers or not case.is_low
 
 
 def _to_channels_last(recipe: Recipe) -> Recipe:
@@ -98,7 +98,7 @@ def _fold_norm(recipe: Recipe) -> Recipe:
     """The same function without batch normalisation, which is linear in evaluation mode."""
     layers: list[nn.Module] = []
     for layer in recipe.problem.model.children():
-        if isinstance(layer, nn.BatchNorm2d):
+        if isinstance(layer, nn.BatchNorm2d) and isinstance(layers[-1], nn.Conv2d):
             layers[-1] = fuse_conv_bn_eval(layers[-1], layer)
         else:
             layers.append(layer)
@@ -126,7 +126,7 @@ RUNGS = (
     ),
     Rung(
         "fused-adam",
-        "Adam in one kernel; the scaler's check moves into it",
+        "Adam in one kernel; it unscales, and skips a step that the scaler's check fails",
         exists=lambda case: case.workload.trains,
         apply=lambda recipe: replace(recipe, fused_adam=True),
     ),
@@ -154,14 +154,14 @@ RUNGS = (
         "torch.compile: elementwise ops in one kernel, fewer calls",
         exists=lambda case: case.workload.kind != "product",  # which is a single op
         apply=lambda recipe: replace(recipe, compile_mode="default"),
-        compiles=True,
+        takes_long=_compiles_long,
     ),
     Rung(
         "cuda-graphs",
         "forward and backward recorded once and replayed, without the host",
         exists=lambda case: case.workload.kind != "product" and backend(case.device).has_graphs,
         apply=lambda recipe: replace(recipe, compile_mode="reduce-overhead"),
-        compiles=True,
+        takes_long=_compiles_long,
         needs_graph=True,
     ),
     Rung(
@@ -169,8 +169,7 @@ RUNGS = (
         "torch.compile tries several kernels for each matrix product",
         exists=lambda case: case.workload.kind != "product",
         apply=lambda recipe: replace(recipe, compile_mode="max-autotune"),
-        compiles=True,
-        tunes=True,
+        takes_long=lambda case: True,
     ),
     Rung(
         "fp8",
@@ -181,16 +180,16 @@ RUNGS = (
             and has_fp8(case.device)
         ),
         apply=_to_fp8,
-        compiles=True,
+        takes_long=_compiles_long,
         has_limit=False,  # no product is timed in float8
     ),
     Rung(
         "by-hand",
-        "the step written anew, see convmodel_fused.py",
+        "the step written anew, see fused_convmodel.py",
         # Its gradients are not scaled, so fp16 would lose them.
-        exists=lambda case: case.workload.by_hand and case.precision is not Precision.FP16,
-        apply=lambda recipe: replace(recipe, make=_step_by_hand),
-        compiles=True,
+        exists=lambda case: bool(case.workload.by_hand) and case.precision is not Precision.FP16,
+        apply=lambda recipe: replace(recipe, make=_step_by_hand, compile_mode=None),
+        takes_long=_compiles_long,
     ),
 )
 """Every rung, from the lowest."""
@@ -242,10 +241,11 @@ def make_step(case: Case, rung: Rung) -> Step:
     ladder = rungs_of(case)
     for lower in ladder[: ladder.index(rung) + 1]:
         recipe = lower.apply(recipe)
-    return recipe.make(recipe)
+    call = recipe.make(recipe)
+    return Step(call, recipe.problem.model, recipe.problem.inputs, recipe.records_graph)
 
 
-def _training_step(recipe: Recipe) -> Step:
+def _training_step(recipe: Recipe) -> Callable[[], Tensor]:
     problem, precision, kind = recipe.problem, recipe.case.precision, recipe.case.device.type
     model, inputs = problem.model, problem.inputs
     fused = True if recipe.fused_adam else None  # None lets torch choose, as in most recipes
@@ -267,10 +267,10 @@ def _training_step(recipe: Recipe) -> Step:
             loss.item()
         return loss
 
-    return Step(step, model, inputs, recipe.records_graph)
+    return step
 
 
-def _inference_step(recipe: Recipe) -> Step:
+def _inference_step(recipe: Recipe) -> Callable[[], Tensor]:
     model, inputs, kind = recipe.problem.model, recipe.problem.inputs, recipe.case.device.type
     forward = recipe.compiled(model)
 
@@ -282,12 +282,13 @@ def _inference_step(recipe: Recipe) -> Step:
             out = forward(inputs)
         return out.clone() if recipe.records_graph else out
 
-    return Step(step, model, inputs, recipe.records_graph)
+    return step
 
 
-def _step_by_hand(recipe: Recipe) -> Step:
+def _step_by_hand(recipe: Recipe) -> Callable[[], Tensor]:
     problem = recipe.problem
     optimizer = torch.optim.Adam(problem.model.parameters(), lr=problem.lr, fused=True)
+    assert recipe.case.workload.by_hand is not None  # or there is no such rung
     forward_backward = recipe.case.workload.by_hand(problem.model, recipe.case.precision.dtype)
 
     def step() -> Tensor:
@@ -295,4 +296,4 @@ def _step_by_hand(recipe: Recipe) -> Step:
         optimizer.step()  # without zero_grad: the gradients are replaced, and not added to
         return loss
 
-    return Step(step, problem.model, problem.inputs)
+    return step

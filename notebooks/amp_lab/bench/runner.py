@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import datetime
 import gc
-import itertools
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from amp_lab.backends import backend
 from amp_lab.bench.limits import Ceilings, Count, count_step, measure_ceilings
-from amp_lab.bench.results import BASELINE, Results, Row
+from amp_lab.bench.results import BASELINE, Results, Row, ratio
 from amp_lab.bench.rungs import EAGER, RUNGS, Case, Rung, Step, make_step, rungs_of
 from amp_lab.bench.workloads import WORKLOADS, workloads
 from amp_lab.device import DeviceReport, describe_device
@@ -33,10 +32,9 @@ TOLERANCES = {  # precision: of the first loss, or the output; of the fall of th
 
 The first loss, or the output: relative, in the Euclidean norm; for the low precisions about 16
 times their rounding error (2^-11, 2^-8), which every layer adds to. The fall of the loss in
-`CHECKED_STEPS`, over that in fp32 eager: how far from 1. The first steps of Adam are as long for a
-gradient that is all rounding error as for any other, so low precision learns another amount in
-them: on few random images, which have little in common to be learned, a fifth. This finds a step
-that does not train, or trains something much different, and not every mistake.
+`CHECKED_STEPS`, over that in fp32 eager: how far from 1. It is wide, since the first steps of Adam
+are as long for a gradient that is all rounding error as for any other. So this finds a step that
+does not train, or trains something much different, and not every mistake.
 """
 # Seconds of a turn: a fast step is called several times to fill it.
 _TURN_S, _QUICK_TURN_S = 0.25, 0.1
@@ -72,10 +70,9 @@ def run_bench(
     `names`, `precisions` and `rungs` choose; without, it is all of them, and the precisions that
     the device accelerates. fp32 and eager are always there, since the others are held against them.
     All rungs of a workload are tried first, and one that computes something else (`TOLERANCES`),
-    fails or finds no memory is reported as such. Then they take turns, `rounds` times (default 10,
-    and 5 if `quick`). A precision in which the plain step takes far longer than in fp32, since the
-    hardware does not have it, is left alone. A quick run has small sizes, and leaves out what takes
-    long to compile.
+    fails or finds no memory is reported as such; so is a precision that the hardware only emulates.
+    Then they take turns, `rounds` times (default 10, and 5 if `quick`). A quick run has small
+    sizes, and leaves out what takes long to compile.
 
     `after_round` gets the results so far. A `KeyboardInterrupt` ends the run, and what was timed is
     returned, marked as not complete. Raises `OptionError` for an unknown name.
@@ -83,16 +80,16 @@ def run_bench(
     _check_names("workload", names, list(WORKLOADS))
     _check_names("precision", precisions, [str(p) for p in Precision])
     _check_names("rung", rungs, [rung.name for rung in RUNGS])
-    if rounds is None:
-        rounds = 5 if quick else 10
+    rounds = (5 if quick else 10) if rounds is None else rounds
     if rounds < 1:
         raise OptionError(f"rounds={rounds}: must be at least 1")
+    turn_s = _QUICK_TURN_S if quick else _TURN_S
     report = describe_device(device)
     plan = _plan(device, _choose_precisions(report, precisions), names, rungs, quick)
     say("measuring the limits of the device")
     ceilings = measure_ceilings(device)
     results = _new_results(report, ceilings, quick, rounds)
-    turn_s = _QUICK_TURN_S if quick else _TURN_S
+    _set_limits(results, ceilings)
     try:
         for ladders in plan:
             say(ladders[0][0].workload.title)
@@ -128,19 +125,19 @@ def _plan(
     quick: bool,
 ) -> list[list[Ladder]]:
     """The ladders of each workload, fp32 first. Raises `OptionError` for what is not here."""
-    plan = []
-    for workload in workloads(device, quick=quick):
+    where = "in a quick run on this device" if quick else "on this device"
+    here = workloads(device, quick=quick)
+    for name in names:
+        if all(workload.name != name for workload in here):
+            raise OptionError(f"workload {name!r} is not {where}")
+    plan, climbed = [], set()
+    for workload in here:
         if not names or workload.name in names:
             cases = [Case(workload, precision, device) for precision in precisions]
             plan.append([(case, _ladder(case, rungs, quick)) for case in cases])
-    ladders = list(itertools.chain(*plan))
-    where = "in a quick run on this device" if quick else "on this device"
-    for name in names:
-        if not any(case.workload.name == name for case, _ in ladders):
-            raise OptionError(f"workload {name!r} is not {where}")
-    here = {rung.name for _, ladder in ladders for rung in ladder}
+            climbed |= {rung.name for _, ladder in plan[-1] for rung in ladder}
     for name in rungs:
-        if name not in here:
+        if name not in climbed:
             raise OptionError(f"rung {name!r}: none of these workloads has it {where}")
     return plan
 
@@ -153,10 +150,10 @@ def _ladder(case: Case, asked: Sequence[str], quick: bool) -> list[Rung]:
 
 def _new_results(report: DeviceReport, ceilings: Ceilings, quick: bool, rounds: int) -> Results:
     """No rows yet, and where and how they are measured."""
-    environment = {
+    environment: dict[str, str | int | bool] = {
         "device": report.name,
         "backend": report.backend,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "threads": torch.get_num_threads(),
@@ -164,9 +161,8 @@ def _new_results(report: DeviceReport, ceilings: Ceilings, quick: bool, rounds: 
         "quick": quick,
         "rounds": rounds,
     }
-    rates = {str(size): rate for size, rate in ceilings.stream_bytes_per_s.items()}
     trusted = ceilings.trusted and report.trusted
-    return Results(environment, ceilings.flops_per_s, rates, trusted, rows=[], complete=False)
+    return Results(environment, ceilings.flops_per_s, {}, trusted, rows=[], complete=False)
 
 
 def _climb(
@@ -200,10 +196,10 @@ def _prepare(ladders: list[Ladder], results: Results, ceilings: Ceilings) -> lis
     ready: list[_Configuration] = []
     baseline = None  # fp32 eager, which comes first
     for case, ladder in ladders:
-        work, count = case.workload, None  # counted once, in the eager step
+        workload, count = case.workload, None  # counted once, in the eager step
         for rung in ladder:
-            row = Row(work.name, work.size, str(case.precision), rung.name, "ok",
-                      unit=work.unit, items=work.items)  # fmt: skip
+            row = Row(workload.name, workload.size, str(case.precision), rung.name, "ok")
+            row.unit, row.items = workload.unit, workload.items
             results.rows.append(row)
             with _failure_told_in(row, case.device):
                 made = _first_calls(row, case, rung, baseline)
@@ -212,7 +208,9 @@ def _prepare(ladders: list[Ladder], results: Results, ceilings: Ceilings) -> lis
                     baseline = made if case.precision is Precision.FP32 else baseline
                 _judge(made, baseline)
                 if count is not None and rung.has_limit:
-                    _set_count(row, count, ceilings)
+                    row.flops, row.moved_bytes = count.flops, count.moved_bytes
+                    row.least_bytes = count.least_bytes
+                    row.floor_s = count.floor_s(ceilings, row.precision)
                 if row.status == "ok":
                     ready.append(made)
             if row.status == "not run" and rung is EAGER:
@@ -249,7 +247,8 @@ def _first_calls(
     """
     held, counters = allocated_bytes(case.device), torch._dynamo.utils.counters["inductor"]
     skipped = counters["cudagraph_skips"]
-    step, outputs, peaks, seconds = make_step(case, rung), [], [], 0.0
+    step, seconds, peak = make_step(case, rung), 0.0, None
+    outputs: list[Tensor] = []
 
     def call() -> None:
         if not case.workload.trains:
@@ -260,15 +259,14 @@ def _first_calls(
         for calls in (1, CHECKED_STEPS - 1):
             m = measure(call, device=case.device, warmup=0, repeats=calls)
             seconds = m.samples_s[-1]
-            peaks.append(m.peak_bytes)
+            # A graph takes its memory when it is recorded, and none when it is replayed.
+            peak = max(peak or 0, m.peak_bytes or 0) if step.records_graph else m.peak_bytes
             # An accelerator's first call loads kernels, which says nothing about the others.
             if rung is EAGER and baseline and (calls > 1 or backend(case.device).is_host):
                 _refuse_hopeless(seconds, baseline.seconds)
     if rung.needs_graph and counters["cudagraph_skips"] > skipped:
         raise RuntimeError("torch recorded no graph of it")
-    if peaks[-1] is not None:
-        # A graph takes its memory when it is recorded, and none when it is replayed.
-        row.peak_bytes = (max(peaks) if step.records_graph else peaks[-1]) - held
+    row.peak_bytes = None if peak is None else peak - held
     check = torch.stack(outputs) if case.workload.trains else outputs[-1]
     return _Configuration(row, case, step, check.cpu().double(), seconds)
 
@@ -283,11 +281,6 @@ def _count(made: _Configuration) -> Count:
     step, case = made.step, made.case
     with case.precision.float32_mode(case.device.type):
         return count_step(step.call, step.model, step.inputs, training=case.workload.trains)
-
-
-def _set_count(row: Row, count: Count, ceilings: Ceilings) -> None:
-    row.flops, row.moved_bytes, row.least_bytes = count.flops, count.moved_bytes, count.least_bytes
-    row.floor_s = count.floor_s(ceilings, row.precision)
 
 
 def _judge(made: _Configuration, baseline: _Configuration | None) -> None:
@@ -339,11 +332,10 @@ def _time(configuration: _Configuration, turn_s: float) -> None:
     row.samples_s += m.samples_s
     whole = dataclasses.replace(m, samples_s=tuple(row.samples_s))
     row.median_s, row.iqr_s = whole.median_s, whole.iqr_s
-    row.items_per_s = row.items / row.median_s
-    if row.flops is not None:
-        row.flops_per_s = row.flops / row.median_s
-        row.bytes_per_s = row.moved_bytes / row.median_s
-        row.share_of_limit = None if row.floor_s is None else row.floor_s / row.median_s
+    row.items_per_s = row.items / whole.median_s
+    row.flops_per_s = ratio(row.flops, row.median_s)
+    row.bytes_per_s = ratio(row.moved_bytes, row.median_s)
+    row.share_of_limit = ratio(row.floor_s, row.median_s)
 
 
 def _raise_limits(results: Results, ceilings: Ceilings) -> None:
@@ -352,22 +344,30 @@ def _raise_limits(results: Results, ceilings: Ceilings) -> None:
     They are measured at its beginning; on a machine that others use too, a product may find it less
     busy later. Other workloads raise nothing, so that a wrong count would show.
     """
-    timed = [row for row in results.rows if row.status == "ok" and row.floor_s is not None]
-    for row in timed:
+    counted: list[tuple[Row, Count]] = []
+    for row in results.rows:
+        if row.status != "ok" or row.floor_s is None:
+            continue
+        assert None not in (row.flops, row.moved_bytes, row.least_bytes)  # they come with a floor
+        count = Count(row.flops or 0, row.moved_bytes or 0, row.least_bytes or 0)
+        counted.append((row, count))
         if row.workload == "product":
             fastest, rates = min(row.samples_s), ceilings.flops_per_s
-            rates[row.precision] = max(rates[row.precision], row.flops / fastest)
-            ceilings.raise_stream_rate(row.least_bytes, row.least_bytes / fastest)
-    results.flops_per_s = ceilings.flops_per_s
-    results.stream_bytes_per_s = {str(size): r for size, r in ceilings.stream_bytes_per_s.items()}
-    for row in timed:
-        _set_count(row, Count(row.flops, row.moved_bytes, row.least_bytes), ceilings)
-        row.share_of_limit = row.floor_s / row.median_s
+            rates[row.precision] = max(rates[row.precision] or 0.0, count.flops / fastest)
+            ceilings.raise_stream_rate(count.least_bytes, count.least_bytes / fastest)
+    for row, count in counted:
+        row.floor_s = count.floor_s(ceilings, row.precision)
+        row.share_of_limit = ratio(row.floor_s, row.median_s)
+    _set_limits(results, ceilings)
+
+
+def _set_limits(results: Results, ceilings: Ceilings) -> None:
+    rates = ceilings.stream_bytes_per_s.items()
+    results.stream_bytes_per_s = {str(size): rate for size, rate in rates}  # as JSON has its keys
 
 
 def _set_speedups(rows: list[Row]) -> None:
     timed = [row for row in rows if row.median_s]
     base = next((row for row in timed if (row.precision, row.rung) == BASELINE), None)
-    if base is not None:
-        for row in timed:
-            row.speedup = base.median_s / row.median_s
+    for row in timed:
+        row.speedup = ratio(base.median_s if base else None, row.median_s)

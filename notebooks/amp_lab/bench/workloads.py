@@ -37,9 +37,7 @@ class Workload:
     unit: str  # what is counted for each second: ``images``, ``tokens``, ``products``
     items: int  # how many of them a step has
     build: Callable[[torch.device], Problem] = field(repr=False)
-    layers: Set[str] = (
-        frozenset()
-    )  # ``convolution``, ``norm``, ``linear``: for rungs that change those
+    layers: Set[str] = frozenset()  # ``convolution``, ``norm``, ``linear``: some rungs change them
     many_layers: bool = False  # whether torch.compile takes minutes for it on a CPU
     # From model and dtype, what returns the loss of inputs and target, and sets all gradients.
     by_hand: Callable[..., Callable] | None = field(default=None, repr=False)
@@ -75,9 +73,8 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
+        wide = 4 * width
+        self.mlp = nn.Sequential(nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width))
 
     def forward(self, x: Tensor) -> Tensor:
         """The block's output."""
@@ -172,12 +169,10 @@ def _products(n: int, *, quick: bool = False) -> list[Workload]:
 
 _PICTURES = (128, 256, 256, 512)  # the last is the size of the article that the ConvModel is from
 _IMAGES = ((16, 96), (16, 224), (64, 96), (128, 224))
-_TEXTS = (
-    (4, 128, 128, 2, 1024),
-    (8, 256, 256, 4, 4096),
-    (4, 512, 512, 4, 8192),
-    (8, 1024, 768, 12, 32768),
-)
+_TEXTS = (  # batch, tokens, width, blocks, vocabulary
+    (4, 128, 128, 2, 1024), (8, 256, 256, 4, 4096),
+    (4, 512, 512, 4, 8192), (8, 1024, 768, 12, 32768),
+)  # fmt: skip
 _COLUMNS = ((True, True), (True, False), (False, True), (False, False))  # on a CPU, quick
 
 WORKLOADS = {

@@ -53,10 +53,9 @@ def run(options: argparse.Namespace) -> int:
     # Before what takes minutes: a file that cannot be read would only be found after it.
     recorded = [bench.load_results(path) for path in options.compare or []]
     results = _read(options) if options.results else _measure(options, out)
-    drawn = [] if options.results else _draw(results, out)
     show(results, options.format)
-    if drawn:
-        print(f"\nWritten: {out}, {drawn[0]}, {drawn[1]}", file=sys.stderr)
+    if not options.results:
+        _draw(results, out)
     if recorded:
         _compare([results, *recorded], options, out)
     return 0 if results.complete or options.results else 130
@@ -106,23 +105,22 @@ def _check_writable(out: Path) -> None:
         raise OptionError(f"{out}: cannot be written into the folder {str(out.parent)!r}")
 
 
-def _draw(results: "Results", out: Path) -> list[Path]:
+def _draw(results: "Results", out: Path) -> None:
     from amp_lab import plots
 
     ladder, roofline = out.with_suffix(".png"), out.with_name(f"{out.stem}-roofline.png")
     plots.save(ladder, plots.speed_ladder, results.ladder())
     plots.save(roofline, plots.roofline, *results.roofline())
-    return [ladder, roofline]
+    print(f"\nWritten: {out}, {ladder}, {roofline}", file=sys.stderr)
 
 
 def _compare(results: list["Results"], options: argparse.Namespace, out: Path) -> None:
-    """Print and draw results beside recorded ones."""
     from amp_lab import plots
-    from amp_lab.bench import compare_results
+    from amp_lab.bench import Compared
 
     paths = [options.results or options.out, *options.compare]
     stems = [Path(path).stem for path in paths]  # unless two would be alike
-    compared = compare_results(results, stems if len(set(stems)) == len(stems) else paths)
+    compared = Compared(results, stems if len(set(stems)) == len(stems) else paths)
     print()
     show(compared, options.format)
     picture = out.with_name(f"{out.stem}-compared.png")

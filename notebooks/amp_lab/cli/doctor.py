@@ -11,11 +11,8 @@ def add(commands) -> None:
         help="the machine, its precisions, what to use",
         description="Describe a device, measure which precisions it accelerates, say which to use.",
     )
-    doctor.add_argument(
-        "--device",
-        metavar="NAME",
-        help="cpu, cuda, cuda:1, xpu, mps (default: AMP_LAB_DEVICE, else accelerator)",
-    )
+    names = "cpu, cuda, cuda:1, xpu, mps (default: AMP_LAB_DEVICE, else accelerator)"
+    doctor.add_argument("--device", metavar="NAME", help=names)
     doctor.set_defaults(run=run)
 
 
@@ -25,11 +22,11 @@ def run(options: argparse.Namespace) -> None:
 
     from amp_lab.device import describe_device, pick_device
     from amp_lab.precision import Precision
+    from amp_lab.report import flops_text
 
     report = describe_device(pick_device(options.device))
-    memory = (
-        "" if report.memory_bytes is None else f", {report.memory_bytes / 2**30:.1f} GiB of memory"
-    )
+    size = report.memory_bytes
+    memory = "" if size is None else f", {size / 2**30:.1f} GiB of memory"
     print(f"{report.name} ({report.device}: {report.backend}){memory}")
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}\n")
 
@@ -42,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
         remark = "  accelerated" if precision in report.accelerated else ""
         if speedup < 0.5:
             remark = f"  {1 / speedup:.0f} times slower: avoid it here"
-        print(f"{precision:<11}{_flops(rate):>16}{speedup:>14.3g}x{remark}")
+        print(f"{precision:<11}{flops_text(rate):>16}{speedup:>14.3g}x{remark}")
 
     if not report.trusted:
         print("\nThis machine is busy: the same product took 1.5 times as long in a second try.")
@@ -52,25 +49,21 @@ def run(options: argparse.Namespace) -> None:
         print(f"    {line}")
 
 
-def _flops(rate: float) -> str:
-    unit, factor = ("TFLOP/s", 1e-12) if rate >= 1e12 else ("GFLOP/s", 1e-9)
-    return f"{rate * factor:.3g} {unit}"
-
-
 def _recipe(precision: str, device_type: str) -> list[str]:
     """The lines of torch that turn this precision on."""
+    loss = "    loss = criterion(model(inputs), targets)"
     return {
         "fp32": ["# nothing to do: fp32 is what tensors are made in"],
         "tf32": ['torch.backends.fp32_precision = "tf32"'],
         "fp16": [
             f'scaler = torch.amp.GradScaler("{device_type}")',
             f'with torch.autocast("{device_type}", dtype=torch.float16):',
-            "    loss = criterion(model(inputs), targets)",
+            loss,
             "scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()",
         ],
         "bf16": [
             f'with torch.autocast("{device_type}", dtype=torch.bfloat16):',
-            "    loss = criterion(model(inputs), targets)",
+            loss,
             "loss.backward(); optimizer.step()",
         ],
     }[precision]

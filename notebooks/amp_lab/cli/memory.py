@@ -14,16 +14,11 @@ def add(commands) -> None:
         description="Print what a training step needs in each precision, and the largest batch.",
     )
     add_model(memory)
-    memory.add_argument("--memory", metavar="SIZE", help="of the card, such as 24GiB or 24GB")
-    memory.add_argument(
-        "--precision",
-        action="append",
-        metavar="NAME",
-        help="fp32, tf32, fp16, bf16; may be repeated (default: fp32, fp16, bf16)",
-    )
-    memory.add_argument(
-        "--optimizer", default="adam", metavar="NAME", help="default: adam; also sgd, adamw, …"
-    )
+    option, named = memory.add_argument, {"metavar": "NAME"}
+    precisions = "fp32, tf32, fp16, bf16; may be repeated (default: fp32, fp16, bf16)"
+    option("--memory", metavar="SIZE", help="of the card, such as 24GiB or 24GB")
+    option("--precision", action="append", **named, help=precisions)
+    option("--optimizer", default="adam", **named, help="default: adam; also sgd, adamw, …")
     memory.set_defaults(run=run)
 
 
@@ -33,6 +28,7 @@ def run(options: argparse.Namespace) -> None:
     from amp_lab.tracing import compare_memory
 
     shapes, dtypes = zip(*inputs_of(options), strict=True)
+    # What is not asked for is left to the function's own default.
     asked = {"precisions": options.precision} if options.precision else {}
     table = compare_memory(
         load_model(options.target),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 DEVICE = {"metavar": "NAME", "help": "cuda (also for ROCm; the default), xpu, mps, cpu"}
 """Settings of the option ``--device`` of what need not be here."""
 
-_FORM = "PACKAGE.MODULE:CALLABLE, such as torchvision.models:resnet50"
+_FORM = "PACKAGE.MODULE:CALLABLE"
 
 
 def load_model(target: str) -> "nn.Module":
@@ -31,7 +31,7 @@ def load_model(target: str) -> "nn.Module":
     module_name, colon, path = target.partition(":")
     names = path.split(".")
     if not colon or not all(p.isidentifier() for p in [*module_name.split("."), *names]):
-        raise OptionError(f"{target!r}: write {_FORM}")
+        raise OptionError(f"{target!r}: write {_FORM}, such as torchvision.models:resnet50")
     found = _imported(target, module_name)
     for name in names:
         try:
@@ -41,10 +41,8 @@ def load_model(target: str) -> "nn.Module":
     if isinstance(found, nn.Module):
         return found
     if not callable(found):
-        kind = type(found).__name__
-        raise OptionError(
-            f"{target!r} is of type {kind}: give a callable that returns an nn.Module"
-        )
+        kind = f"{target!r} is of type {type(found).__name__}"
+        raise OptionError(f"{kind}: give a callable that returns an nn.Module")
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # what it prints is no part of the table
             model = found()
@@ -71,44 +69,32 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 def _imported(target: str, module_name: str) -> object:
     here = os.getcwd()
-    added = here not in sys.path
-    if added:  # at the end, so that no file here hides a package
-        sys.path.append(here)
+    added = [] if here in sys.path else [here]
+    sys.path += added  # at the end, so that no file here hides a package
     try:
         return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name and (module_name + ".").startswith(error.name + "."):
-            raise OptionError(
-                f"{target!r}: no module {error.name!r} is installed, or in this folder"
-            ) from None
-        raise OptionError(f"{target!r} cannot be imported: {with_type(error)}") from error
     except (Exception, SystemExit) as error:  # whatever the user's code raises
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        # A module that the user's own imports is another matter: there the whole error is of use.
+        if missing and f"{module_name}.".startswith(f"{missing}."):
+            what = f"{target!r}: no module {missing!r} is installed, or in this folder"
+            raise OptionError(what) from None
         raise OptionError(f"{target!r} cannot be imported: {with_type(error)}") from error
     finally:
-        if added:
-            sys.path.remove(here)
+        for folder in added:
+            sys.path.remove(folder)
 
 
 def add_model(command: argparse.ArgumentParser) -> None:
     """Add the options that name a model, its inputs and the device."""
-    command.add_argument(
-        "target", metavar="PACKAGE.MODULE:CALLABLE", help="returns the model when it is called"
-    )
-    command.add_argument(
-        "--input",
-        required=True,
-        action="append",
-        metavar="SHAPE",
-        help="such as 8,3,224,224; repeat it for a model with several inputs",
-    )
-    command.add_argument(
-        "--input-dtype",
-        choices=("float32", "int64", "bool"),
-        action="append",
-        help="once for all inputs or for each (default: float32; int64 for tokens)",
-    )
-    command.add_argument("--device", default="cuda", **DEVICE)
-    command.add_argument("--format", **FORMAT)
+    option, several = command.add_argument, {"action": "append"}
+    shapes = "such as 8,3,224,224; repeat it for a model with several inputs"
+    dtypes = "once for all inputs or for each (default: float32; int64 for tokens)"
+    option("target", metavar=_FORM, help="returns the model when it is called")
+    option("--input", required=True, **several, metavar="SHAPE", help=shapes)
+    option("--input-dtype", choices=("float32", "int64", "bool"), **several, help=dtypes)
+    option("--device", default="cuda", **DEVICE)
+    option("--format", **FORMAT)
 
 
 def inputs_of(options: argparse.Namespace) -> list[tuple]:
@@ -118,12 +104,11 @@ def inputs_of(options: argparse.Namespace) -> list[tuple]:
     shapes = [parse_shape(text) for text in options.input]
     dtypes = options.input_dtype or ["float32"]
     if len(dtypes) not in (1, len(shapes)):
-        raise OptionError(
-            f"--input-dtype is given {len(dtypes)} times for {len(shapes)} --input: give it once, "
-            "or once for each"
-        )
-    dtypes = [getattr(torch, name) for name in dtypes]
-    return list(zip(shapes, dtypes * len(shapes) if len(dtypes) == 1 else dtypes, strict=True))
+        given = f"--input-dtype is given {len(dtypes)} times for {len(shapes)} --input"
+        raise OptionError(f"{given}: give it once, or once for each")
+    if len(dtypes) == 1:
+        dtypes = dtypes * len(shapes)
+    return [(s, getattr(torch, dtype)) for s, dtype in zip(shapes, dtypes, strict=True)]
 
 
 def dtype_of(name: str | None):

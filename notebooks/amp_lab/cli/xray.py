@@ -18,13 +18,9 @@ def add(commands) -> None:
         "of them. Nothing is computed, so no such device is needed.",
     )
     add_model(xray)
+    other = "print how it differs on another device (mps), in another dtype (bf16), or both"
     xray.add_argument("--dtype", choices=_DTYPES, help="default: the backend's own; fp32: off")
-    xray.add_argument(
-        "--against",
-        metavar="OTHER",
-        help="print how it differs on another device (mps), in another dtype (bf16), or both "
-        "(cpu:bf16)",
-    )
+    xray.add_argument("--against", metavar="OTHER", help=f"{other} (cpu:bf16)")
     xray.add_argument("--real", action="store_true", help="run it on the device itself")
     xray.set_defaults(run=run)
 
@@ -47,14 +43,10 @@ def run(options: argparse.Namespace) -> None:
         xray(model, *inputs, device_type=device, dtype=dtype_of(name), real=options.real)
         for device, name in sides
     ]
-    if options.against is None:
-        show(found[0], options.format)
-        return
-    if found[0].title == found[1].title:
-        raise OptionError(
-            f"--against {options.against!r} is the same again: give another device or dtype"
-        )
-    show(compare(*found), options.format)
+    if options.against is not None and found[0].title == found[1].title:
+        same = f"--against {options.against!r} is the same again"
+        raise OptionError(f"{same}: give another device or dtype")
+    show(found[0] if options.against is None else compare(*found), options.format)
 
 
 def _other_side(text: str, device: str, dtype: str | None) -> tuple[str, str | None]:
@@ -63,8 +55,6 @@ def _other_side(text: str, device: str, dtype: str | None) -> tuple[str, str | N
     if not colon:
         return (device, first) if first in _DTYPES else (first, dtype)
     if second not in _DTYPES:
-        raise OptionError(
-            f"--against {text!r}: give a device (cuda, xpu, mps, cpu), a dtype "
-            f"({', '.join(_DTYPES)}), or both, as cpu:bf16"
-        )
+        known = f"a device (cuda, xpu, mps, cpu), a dtype ({', '.join(_DTYPES)})"
+        raise OptionError(f"--against {text!r}: give {known}, or both, as cpu:bf16")
     return first, second
