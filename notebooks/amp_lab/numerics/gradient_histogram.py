@@ -9,10 +9,8 @@ import torch
 
 from amp_lab.errors import NumericsError
 
-KEEP = 0.999
-"""The share of the non-zero gradient values that `smallest_scale` keeps."""
-LARGEST_POWER = 64
-"""Scales go from 2^-64 to 2^64, far from where fp32 itself underflows."""
+KEEP = 0.999  # the share of the non-zero gradient values that `smallest_scale` keeps
+LARGEST_POWER = 64  # scales go from 2^-64 to 2^64, far from where fp32 itself underflows
 
 
 def log2_of(scale: float) -> int:

@@ -149,22 +149,22 @@ class find_nonfinite:  # lower case, as torch.no_grad and others that stand afte
             if not nn.parameter.is_lazy(parameter):
                 self._watch_gradient(parameter, name)
                 del self._lazy[name]
-        outermost = not self._stack and not _in_backward()
-        if outermost and self._origins:
+        if not self._stack and not _in_backward():
             for tensor in tensors_in(output):
-                self._check_output(tensor)
+                self._check(tensor, "the output of the model", masks=True)
 
-    def _check_output(self, tensor: torch.Tensor) -> None:
-        if not self._watching:
+    def _check(self, tensor: torch.Tensor, reached: str, *, masks: bool = False) -> None:
+        """Judge a tensor that matters, unless it is finite or, with `masks`, may be a mask."""
+        if not self._watching or not self._origins:
             return
         with self._unwatched():
             if is_finite(tensor):
                 return
-            value, origin = summarise("output", tensor), self._origin_of(tensor)
+            kinds, origin = summarise(reached, tensor).kinds, self._origin_of(tensor)
         # A -inf may be a mask, for a loss that can take it; a single number is no mask.
-        harmful = value.kinds - {"-inf"} or tensor.numel() == 1
-        if harmful and not origin.placed:
-            self._judge(origin, "the output of the model")
+        is_mask = origin.placed or (kinds == {"-inf"} and tensor.numel() > 1)
+        if not (masks and is_mask):
+            self._judge(origin, reached)
 
     def _check_inputs(self, site: Site, args: tuple, kwargs: dict[str, Any]) -> None:
         by_place = {f"argument {place}": given for place, given in enumerate(args)}
@@ -187,15 +187,8 @@ class find_nonfinite:  # lower case, as torch.no_grad and others that stand afte
                 return
 
     def _watch_gradient(self, tensor: torch.Tensor, name: str) -> None:
-        def hook(gradient: torch.Tensor) -> None:
-            if not self._watching or not self._origins:
-                return
-            with self._unwatched():
-                origin = None if is_finite(gradient) else self._origin_of(gradient)
-            if origin is not None:
-                self._judge(origin, f"the gradient of {name}")
-
-        self._installed.callback(tensor.register_hook(hook).remove)
+        hook = tensor.register_hook(lambda grad: self._check(grad, f"the gradient of {name}"))
+        self._installed.callback(hook.remove)
 
     # Ops
 

@@ -15,9 +15,8 @@ class ScaleLog:
             train(…)
         log.plot()
 
-    A step is a call of ``scaler.update()``. The scaler goes on as before: its `step` and `update`
-    are called as they are, and the scale and the found infs are copied on their device, so that
-    the host waits for nothing that it did not wait for before. They are read when you ask.
+    A step is a call of ``scaler.update()``. The scale and the found infs are copied on their
+    device and read when you ask, so that the host waits for nothing more than without the log.
 
     Use it as a context manager, or call `close`, which leaves the scaler as it was; the log can
     still be read. With a scaler that is disabled every scale is 1 and no step is skipped. While
@@ -142,15 +141,12 @@ class _Values:
     PIECE = 1024  # each single number takes 512 bytes of a GPU's memory
 
     def __init__(self):
-        self._whole: list[torch.Tensor] = []
-        self._single: list[torch.Tensor] = []
+        self._pieces: list[torch.Tensor] = []
 
     def append(self, value: torch.Tensor) -> None:
-        self._single.append(value)
-        if len(self._single) == self.PIECE:
-            self._whole.append(torch.stack(self._single))
-            self._single = []
+        self._pieces.append(value.reshape(1))
+        if len(self._pieces) == self.PIECE:
+            self._pieces = [torch.cat(self._pieces)]
 
     def tolist(self) -> list[float]:
-        rest = [torch.stack(self._single)] if self._single else []
-        return [value for piece in (*self._whole, *rest) for value in piece.tolist()]
+        return torch.cat(self._pieces).tolist() if self._pieces else []

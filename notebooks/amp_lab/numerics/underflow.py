@@ -78,10 +78,9 @@ class UnderflowReport(Printed):
         """The exponents of all gradient values against fp16's range, one panel for each scale."""
         from amp_lab import plots  # matplotlib only where a figure is drawn
 
-        return plots.exponents_against_fp16(
-            {"outputs": self.outputs.histogram, "parameters": self.parameters.histogram},
-            self.scales,
-        )
+        kinds = {"outputs": self.outputs, "parameters": self.parameters}
+        histograms = {kind: count.histogram for kind, count in kinds.items()}
+        return plots.exponents_against_fp16(histograms, self.scales)
 
     def _header(self) -> list[str]:
         cells = ["layer", "gradient of", "values", "zero %"]
@@ -107,12 +106,12 @@ class UnderflowReport(Printed):
             "scale that loses at most 0.1 %.",
         ]
         if smallest and largest:
-            low, high = _power(smallest), _power(largest)
+            low, high, lost = _power(smallest), _power(largest), 100 * total.lost(largest)
             lines.append(
                 f"A loss scale from {low} to {high} keeps 99.9 % of all and overflows none."
                 if smallest <= largest
-                else f"No loss scale keeps 99.9 % and overflows none: {high}, the largest that does "
-                f"not overflow, loses {100 * total.lost(largest):.2g} %. bf16 has the range for all."
+                else f"No loss scale keeps 99.9 % and overflows none: {high}, the largest that "
+                f"does not overflow, loses {lost:.2g} %. bf16 has the range for all."
             )
         if total.nonfinite:
             lines.append(f"{total.nonfinite:,} values are inf or NaN already: see find_nonfinite.")
@@ -127,10 +126,7 @@ class UnderflowReport(Printed):
 
 
 def gradient_underflow(
-    model: nn.Module,
-    loss: torch.Tensor,
-    *,
-    scales: Iterable[float] = (1.0, 2.0**8, 2.0**16),
+    model: nn.Module, loss: torch.Tensor, *, scales: Iterable[float] = (1.0, 2.0**8, 2.0**16)
 ) -> UnderflowReport:
     """Count, layer by layer, the gradient values that fp16 would lose at each loss scale.
 
@@ -259,11 +255,8 @@ def _own(node: Any, parameters: dict[torch.Tensor, str]) -> str | None:
     while node is not None:
         if hasattr(node, "variable"):  # AccumulateGrad
             return parameters.get(node.variable)
-        if len(node.next_functions) != 1:
-            return None
-        if node.name().partition("Backward")[0] not in _RESHAPING:
-            return None
-        node = node.next_functions[0][0]
+        reshapes = node.name().partition("Backward")[0] in _RESHAPING
+        node = node.next_functions[0][0] if reshapes else None
     return None
 
 
