@@ -28,7 +28,7 @@ def memory_by_dtype(
         ax.set_xlabel("peak memory of a step (GiB)")
         ax.set_title(title, fontsize=11, pad=20)
         ax.text(limit / 2**30, 1.02, limit_label, transform=ax.get_xaxis_transform(), ha="center")
-    style.legend_beside(figure, "lower center", ncols=4)
+    style.legend_beside(figure, "outside lower center", ncols=4)
     return figure
 
 
@@ -53,10 +53,10 @@ def memory_against_batch(
         gib = {batch: peak / 2**30 for batch, peak in zip(batches, peaks, strict=True)}
         style.lines(ax, {precision: gib}, dashes, linewidth=2)
     if limit is not None:
-        ax.axhline(limit / 2**30, color="black", linewidth=1)
-        text, at = f"the card: {limit / 2**30:.3g} GiB", (0, limit / 2**30)
+        gib = limit / 2**30
+        ax.axhline(gib, color="black", linewidth=1)
         where: Look = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-        ax.annotate(text, at, xytext=(6, 3), **where)
+        ax.annotate(f"the card: {gib:.3g} GiB", (0, gib), xytext=(6, 3), **where)
     ax.set_xlim(left=0)  # memory that no sample needs is where the lines meet the axis
     ax.set_ylim(bottom=0)
     return style.label(ax, "batch", "peak memory of a step (GiB)", legend="lower right")
@@ -76,7 +76,7 @@ def memory_per_rank(engines: Mapping[str, Mapping[int, Mapping[str, float]]]) ->
         ax.set_title(title, fontsize=11)
         ax.margins(y=0.15)  # room for the number above the highest bar
     axes[0, 0].set_ylabel("memory of a rank (MiB)")
-    style.legend_beside(figure, "right upper", reverse=True)  # the last part is on top
+    style.legend_beside(figure, "outside right upper", reverse=True)  # the last part is on top
     return figure
 
 
@@ -92,7 +92,7 @@ def bytes_per_parameter(setups: Mapping[str, Mapping[str, float]]) -> Axes:
     style.name_rows(ax, list(setups), room=0.08, fontsize=11)
     ax.set_xticks(range(0, 21, 4))
     ax.set_xlabel("held for each parameter when Adam steps (bytes)")
-    style.legend_beside(figure, "right upper")
+    style.legend_beside(figure, "outside right upper")
     return ax
 
 
@@ -114,5 +114,5 @@ def sent_bytes(setups: Mapping[str, Sequence[tuple[str, str, int]]], ranks: int)
         style.write_at_end(ax, y, left, f"{left:,.0f}")
     style.name_rows(ax, list(setups), room=0.08)
     ax.set_xlabel(f"sent by each of {ranks} ranks in a step (KiB)")
-    style.legend_beside(figure, "right upper")
+    style.legend_beside(figure, "outside right upper")
     return ax
