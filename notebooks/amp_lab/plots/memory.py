@@ -1,6 +1,7 @@
 """Memory, and what ranks send each other."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -69,8 +70,7 @@ def memory_per_rank(engines: Mapping[str, Mapping[int, Mapping[str, float]]]) ->
         for x, parts in enumerate(sizes.values()):
             looks = style.part_looks(parts, style.THREE_PARTS)
             mib = [(parts[part] / 2**20, look | {"width": 0.6}) for part, look in looks.items()]
-            top = style.stacked(ax, x, mib)  # the whole is written above
-            style.write_at_end(ax, x, top, f"{top:.3g}", upright=True)
+            style.stacked(ax, x, mib, "{:.3g}")
         ax.set_xticks(range(len(sizes)), list(sizes))
         ax.set_xlabel("ranks")
         ax.set_title(title, fontsize=11)
@@ -87,8 +87,7 @@ def bytes_per_parameter(setups: Mapping[str, Mapping[str, float]]) -> Axes:
     looks = style.part_looks(parts, style.FIVE_PARTS)
     for y, sizes in enumerate(setups.values()):
         held = [(sizes.get(part, 0), look | {"height": 0.75}) for part, look in looks.items()]
-        end = style.stacked(ax, y, held)
-        style.write_at_end(ax, y, end, f"{end:.0f}", fontsize=11)
+        style.stacked(ax, y, held, "{:.0f}", size=11)
     style.name_rows(ax, list(setups), room=0.08, fontsize=11)
     ax.set_xticks(range(0, 21, 4))
     ax.set_xlabel("held for each parameter when Adam steps (bytes)")
@@ -103,15 +102,12 @@ def sent_bytes(setups: Mapping[str, Sequence[tuple[str, str, int]]], ranks: int)
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # keeps the hatch off the letters
     inside: Look = {"ha": "center", "va": "center", "fontsize": 8, "linespacing": 0.9, "bbox": box}
     for y, parts in enumerate(setups.values()):
-        left = 0.0
-        for kind, dtype, size in parts:
-            kib = size / 2**10
-            look = style.look_of(dtype, height=0.75, linewidth=1.5, label=dtype)
-            style.bars(ax, [y], [kib], left=left, **look)
-            if kib > longest / 8:  # a shorter bar has no room for its name
-                ax.text(left + kib / 2, y, kind.replace("_", "-\n"), **inside)
-            left += kib
-        style.write_at_end(ax, y, left, f"{left:,.0f}")
+        looks = [style.look_of(d, height=0.75, linewidth=1.5, label=d) for _, d, _ in parts]
+        kib = [size / 2**10 for *_, size in parts]
+        style.stacked(ax, y, list(zip(kib, looks, strict=True)), "{:,.0f}")
+        for end, size, (kind, *_) in zip(accumulate(kib), kib, parts, strict=True):
+            if size > longest / 8:  # a shorter bar has no room for its name
+                ax.text(end - size / 2, y, kind.replace("_", "-\n"), **inside)
     style.name_rows(ax, list(setups), room=0.08)
     ax.set_xlabel(f"sent by each of {ranks} ranks in a step (KiB)")
     style.legend_beside(figure, "outside right upper")

@@ -94,37 +94,37 @@ def part_looks(parts: Iterable[str], greys: Sequence[tuple[str, str]]) -> dict[s
 
 
 def bars(
-    ax: Axes, at: Sequence[Any], sizes: Values, texts: Iterable[str] = (), **look: Any
+    ax: Axes,
+    at: Sequence[Any],
+    sizes: Values,
+    texts: Sequence[str] = (),
+    size: int = 9,
+    **look: Any,
 ) -> None:
-    """Lying bars at these places, with one of `texts` beyond the end of each.
+    """Lying bars at these places, with one of `texts`, of this font size, beyond the end of each.
 
     They stand upright if their look has a ``width`` in place of a ``height``.
     """
-    upright = "width" in look
-    draw = ax.bar if upright else ax.barh
-    draw(at, sizes, **look)
-    for place, size, text in zip(at, sizes, texts, strict=False):
-        write_at_end(ax, place, size, text, upright=upright)
-
-
-def write_at_end(
-    ax: Axes, at: Any, size: float, text: str, fontsize: float = 9, *, upright: bool = False
-) -> None:
-    """Write beyond the end of a bar; above an upright one, in the figure's own size."""
-    if upright:
-        raised: Look = {"xytext": (0, 3), "textcoords": "offset points"}  # off the bar's edge
-        ax.annotate(text, (at, size), ha="center", va="bottom", **raised)
+    if "width" in look:
+        upright = ax.bar(at, sizes, **look)
+        if texts:
+            ax.bar_label(upright, texts, padding=3)  # off the bar's edge
     else:
-        ax.annotate(f" {text}", (size, at), va="center", fontsize=fontsize)
+        lying = ax.barh(at, sizes, **look)
+        if texts:
+            ax.bar_label(lying, [f" {text}" for text in texts], fontsize=size)
 
 
-def stacked(ax: Axes, at: float, parts: Iterable[tuple[float, Look]]) -> float:
-    """Bars of (size, look), each from where the one before it ends; returns where the last ends."""
+def stacked(
+    ax: Axes, at: float, parts: Sequence[tuple[float, Look]], total: str = "", size: int = 9
+) -> None:
+    """Bars of (length, look), each from where the one before it ends; `total` formats the sum."""
     start = 0.0
-    for size, look in parts:
-        bars(ax, [at], [size], **look | {"bottom" if "width" in look else "left": start})
-        start += size
-    return start
+    for i, (length, look) in enumerate(parts):
+        texts = [total.format(start + length)] if total and i == len(parts) - 1 else []
+        side = "bottom" if "width" in look else "left"
+        bars(ax, [at], [length], texts, size, **look | {side: start})
+        start += length
 
 
 def name_rows(
