@@ -75,7 +75,7 @@ FIGURES = {  # figure: its arguments, and what stands on its axes
 
 def test_no_figure_goes_untested():
     exported = {name for name, value in vars(plots).items() if inspect.isfunction(value)}
-    assert exported - set(FIGURES) == {"save", "save_training_curves", "use_style"}
+    assert exported - set(FIGURES) == {"save", "use_style"}
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -145,7 +145,8 @@ def test_colours_are_in_one_place():
 
 def test_a_figure_is_saved_without_pyplot(tmp_path):
     plots.save(tmp_path / "ladder.png", plots.speed_ladder, {"CNN": RUNGS})
-    plots.save_training_curves(tmp_path / "loss.png", {"train": [2.0], "test": [1.0]}, "loss")
+    curves = {"train": [2.0], "test": [1.0]}
+    plots.save(tmp_path / "loss.png", plots.training_curves, curves, "loss")
     for name in ("ladder.png", "loss.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert plt.get_fignums() == []

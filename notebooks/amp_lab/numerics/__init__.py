@@ -7,19 +7,9 @@ Three tools, each for one question about your own model:
 - `find_nonfinite`: where did the NaN come from?
 """
 
-from amp_lab.numerics.gradient_histogram import GradientCount
 from amp_lab.numerics.nonfinite import find_nonfinite
 from amp_lab.numerics.nonfinite_report import NonfiniteReport
 from amp_lab.numerics.scale_log import ScaleLog
-from amp_lab.numerics.tensor_summary import TensorSummary
 from amp_lab.numerics.underflow import UnderflowReport, gradient_underflow
 
-__all__ = [
-    "GradientCount",
-    "NonfiniteReport",
-    "ScaleLog",
-    "TensorSummary",
-    "UnderflowReport",
-    "find_nonfinite",
-    "gradient_underflow",
-]
+__all__ = ["NonfiniteReport", "ScaleLog", "UnderflowReport", "find_nonfinite", "gradient_underflow"]

@@ -2,40 +2,30 @@
 
 import contextlib
 import dataclasses
+import itertools
 import linecache
-import math
 import os
 import sys
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import amp_lab
 from amp_lab.errors import NumericsError
-from amp_lab.numerics.checks import checked_model
 from amp_lab.numerics.nonfinite_report import NonfiniteReport
 from amp_lab.numerics.tensor_summary import TensorSummary, is_finite, summarise
-from amp_lab.numerics.watched_ops import (
-    REDUCTIONS,
-    Call,
-    Site,
-    among,
-    argument_summaries,
-    outputs,
-    tensors,
-)
-from amp_lab.tracing.ops_seen import storage_key, stored_values
+from amp_lab.numerics.watched_ops import REDUCTIONS, Call, Site, among, argument_summaries, outputs
+from amp_lab.tracing.ops_seen import storage_key, stored_values, tensors_in
 
 
-@dataclass
+@dataclasses.dataclass
 class _Origin:
     """A place where a tensor turned non-finite, which may or may not come to matter."""
 
@@ -44,7 +34,7 @@ class _Origin:
     placed: bool  # written there on purpose, as a mask of -inf is
 
 
-def find_nonfinite(model: nn.Module, *, raise_on_first: bool = False) -> "NonfiniteFinder":
+class find_nonfinite:  # lower case, as torch.no_grad and others that stand after `with`
     """Find the module and the op that made the first inf or NaN, in forward and backward.
 
         with find_nonfinite(model) as finder:
@@ -52,45 +42,37 @@ def find_nonfinite(model: nn.Module, *, raise_on_first: bool = False) -> "Nonfin
             loss.backward()
         print(finder.report)  # None if all was finite
 
-    Every op of the block is watched, those between modules and in the loss included, and under
-    autocast, activation checkpointing and in custom functions; backward ops are named after the
-    module whose forward they undo. With `raise_on_first` the block ends with a `NumericsError`, as
-    soon as it is certain, that carries the report.
+    Every op of the block is watched, also in the loss, under autocast, in activation checkpointing
+    and in custom functions; backward ops are named after the module whose forward they undo. With
+    `raise_on_first` the block ends with a `NumericsError` that carries the report.
 
     What counts is what spreads: to a gradient of a parameter or of an input, to the output of the
     model (inf or NaN; a -inf there may be a mask), to a single number outside the model such as
     the loss. Then the op that the value came from is reported, however far back. So a mask of -inf
-    that softmax makes finite is no finding, and neither is an intermediate that is replaced: the
-    backward of `torch.norm` divides by zero, and fills in zeros, at every zero vector. A parameter
-    that is not finite, and a running mean or variance, is reported when its module is called. What
-    a compiled function, an optimizer that works on lists of tensors, or another thread computes
-    is not watched op by op: run the model eagerly.
+    that softmax makes finite is no finding, and neither is an intermediate that is replaced. A
+    parameter that is not finite, and a running mean or variance, is reported when its module is
+    called. What a compiled function, an optimizer that works on lists of tensors, or another
+    thread computes is not watched op by op: run the model eagerly.
 
     Each op's output is summed and the sum read back, which on a GPU waits for every op: meant for
-    the step that fails, not for a whole training run. Results stay the same to the last bit. When
-    the block ends, however it ends, all hooks are removed.
+    the step that fails, not for a whole training run. Results stay the same to the last bit. All
+    hooks are removed when the block ends. It can be entered again, and then starts anew.
 
     Raises `NumericsError` if `model` is no `nn.Module`, or if one is active already.
     """
-    return NonfiniteFinder(model, raise_on_first=raise_on_first)
 
-
-class NonfiniteFinder:
-    """The context manager of `find_nonfinite`; can be entered again, and then starts anew."""
+    _active: ClassVar["find_nonfinite | None"] = None
 
     def __init__(self, model: nn.Module, *, raise_on_first: bool = False):
-        self._model_ = checked_model(model, "find_nonfinite")
+        if not isinstance(model, nn.Module):
+            kind = type(model).__name__
+            raise NumericsError(f"find_nonfinite: the model must be an nn.Module, not {kind}")
+        self._model = model
         self._raise = raise_on_first
-        self._installed: contextlib.ExitStack | None = None
         self.report: NonfiniteReport | None = None
+        self._reset()
 
-    def __enter__(self) -> "NonfiniteFinder":
-        global _active
-        if _active is not None:
-            raise NumericsError(
-                "find_nonfinite: one is active already; they cannot be nested, so leave that first"
-            )
-        self.report = None
+    def _reset(self) -> None:
         self._names: dict[nn.Module, str] = {}
         self._stack: list[tuple[nn.Module, Site]] = []
         self._calls: Counter[nn.Module] = Counter()
@@ -99,95 +81,99 @@ class NonfiniteFinder:
         self._all: list[_Origin] = []
         self._lazy: dict[str, nn.Parameter] = {}  # not there until the first call
         self._loss_scale: float | None = None
+        self._watching = False
+
+    def __enter__(self) -> "find_nonfinite":
+        if find_nonfinite._active is not None:
+            raise NumericsError(
+                "find_nonfinite: one is active already; they cannot be nested, so leave that first"
+            )
+        self.report = None
         self._thread = threading.get_ident()
         self._first = torch._C._autograd._get_sequence_nr()  # older nodes were not seen
+        # After an error in here the hooks that are there already are removed.
+        with contextlib.ExitStack() as self._installed:
+            self._install()
+            self._installed = self._installed.pop_all()
+        find_nonfinite._active = self
         self._watching = True
-        with contextlib.ExitStack() as stack:
-            for name, module in self._model_.named_modules():
-                self._names[module] = name
-                before = module.register_forward_pre_hook(
-                    self._enter, prepend=True, with_kwargs=True
-                )
-                stack.callback(before.remove)
-                stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
-            for name, parameter in self._model_.named_parameters():
-                if nn.parameter.is_lazy(parameter):
-                    self._lazy[name] = parameter
-                elif parameter.requires_grad:
-                    self._watch_gradient(stack, parameter, f"the gradient of {name}")
-                if parameter.grad is not None and not is_finite(parameter.grad):
-                    self._note(parameter.grad, self._outside(parameter.grad))
-            stack.enter_context(_Watch(self._see))
-            stack.callback(setattr, sys.modules[__name__], "_active", None)
-            _active = self
-            self._installed = stack.pop_all()
         return self
 
-    def __exit__(self, *error) -> None:
-        if self._installed is None:
+    def _install(self) -> None:
+        for name, module in self._model.named_modules():
+            self._names[module] = name
+            before = module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+            after = module.register_forward_hook(self._leave, always_call=True)
+            self._installed.callback(before.remove)
+            self._installed.callback(after.remove)
+        for name, parameter in self._model.named_parameters():
+            if nn.parameter.is_lazy(parameter):
+                self._lazy[name] = parameter
+            elif parameter.requires_grad:
+                self._watch_gradient(parameter, name)
+            if parameter.grad is not None and not is_finite(parameter.grad):
+                self._origin_of(parameter.grad)
+        self._installed.enter_context(_Watch(self._see))
+
+    def __exit__(self, *error: object) -> None:
+        if find_nonfinite._active is not self:
             raise NumericsError(
                 "find_nonfinite: use it in a with statement; it was left without being entered"
             )
-        self._watching = False
-        installed, self._installed = self._installed, None
-        installed.__exit__(*error)
-        # A finder may outlive its block: it then holds neither modules nor an entry for each op.
-        for held in (self._stack, self._made, self._origins, self._all, self._lazy):
-            held.clear()
-        self._names.clear()
-        self._calls.clear()
+        find_nonfinite._active = None
+        self._installed.close()
+        self._reset()  # it may outlive its block: it then holds no modules, nor what ops made
 
     # Modules
 
-    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         recomputed = _in_backward()  # activation checkpointing calls modules once more
+        outermost = not self._stack and not recomputed
+        if outermost:
+            self._calls.clear()
+            self._loss_scale = None
         if not recomputed:
-            if not self._stack:
-                self._calls.clear()
-                self._loss_scale = None
             self._calls[module] += 1
         site = Site(self._names[module], type(module).__name__, self._calls[module])
-        outermost = not self._stack and not recomputed
         self._stack.append((module, site))
-        if not self._watching:
-            return
-        with self._unwatched():
-            if outermost:
-                self._check_inputs(site, args, kwargs)
-            self._check_state(module, site)
+        if self._watching:
+            with self._unwatched():
+                if outermost:
+                    self._check_inputs(site, args, kwargs)
+                self._check_state(module, site)
 
     def _leave(self, module: nn.Module, args: tuple, output: object) -> None:
         while self._stack and self._stack.pop()[0] is not module:
             pass  # left without a call of its hooks
         for name, parameter in list(self._lazy.items()):
             if not nn.parameter.is_lazy(parameter):
-                self._watch_gradient(self._installed, parameter, f"the gradient of {name}")
+                self._watch_gradient(parameter, name)
                 del self._lazy[name]
-        outermost = not self._stack and not _in_backward()
-        if outermost and self._origins:
-            for tensor in tensors(output):
-                self._check_output(tensor)
+        if not self._stack and not _in_backward():
+            for tensor in tensors_in(output):
+                self._check(tensor, "the output of the model", masks=True)
 
-    def _check_output(self, tensor: torch.Tensor) -> None:
-        if not self._watching:
+    def _check(self, tensor: torch.Tensor, reached: str, *, masks: bool = False) -> None:
+        """Judge a tensor that matters, unless it is finite or, with `masks`, may be a mask."""
+        if not self._watching or not self._origins:
             return
         with self._unwatched():
             if is_finite(tensor):
                 return
-            value, origin = summarise("output", tensor), self._origin_of(tensor)
+            kinds, origin = summarise(reached, tensor).kinds, self._origin_of(tensor)
         # A -inf may be a mask, for a loss that can take it; a single number is no mask.
-        harmful = value.kinds - {"-inf"} or tensor.numel() == 1
-        if harmful and not origin.placed:
-            self._judge(origin, "the output of the model")
+        is_mask = origin.placed or (kinds == {"-inf"} and tensor.numel() > 1)
+        if not (masks and is_mask):
+            self._judge(origin, reached)
 
     def _check_inputs(self, site: Site, args: tuple, kwargs: dict[str, Any]) -> None:
-        names = [f"argument {place}" for place in range(len(args))]
-        for name, given in [*zip(names, args, strict=True), *kwargs.items()]:
-            for tensor in tensors(given):
+        by_place = {f"argument {place}": given for place, given in enumerate(args)}
+        for name, given in (by_place | kwargs).items():
+            for tensor in tensors_in(given):
                 if tensor.requires_grad and tensor.is_leaf:
-                    self._watch_gradient(self._installed, tensor, f"the gradient of {name}")
+                    self._watch_gradient(tensor, name)
                 if not is_finite(tensor) and self._noted(tensor) is None:
-                    self._note(tensor, self._before(tensor, "input", name, site))
+                    self._before(tensor, "input", name, site)
 
     def _check_state(self, module: nn.Module, site: Site) -> None:
         statistics = {n: b for n, b in module._buffers.items() if n.startswith("running_")}
@@ -196,23 +182,13 @@ class NonfiniteFinder:
                 continue
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             origin = self._before(tensor, kind, f"{site.module}.{name}".lstrip("."), site)
-            self._note(tensor, origin)
             if not origin.placed or tensor.requires_grad:  # else a mask that is a parameter
                 self._judge(origin, "the forward pass")
                 return
 
-    def _watch_gradient(
-        self, stack: contextlib.ExitStack, tensor: torch.Tensor, reached: str
-    ) -> None:
-        def hook(gradient: torch.Tensor) -> None:
-            if not self._watching or not self._origins:
-                return
-            with self._unwatched():
-                origin = None if is_finite(gradient) else self._origin_of(gradient)
-            if origin is not None:
-                self._judge(origin, reached)
-
-        stack.callback(tensor.register_hook(hook).remove)
+    def _watch_gradient(self, tensor: torch.Tensor, name: str) -> None:
+        hook = tensor.register_hook(lambda grad: self._check(grad, f"the gradient of {name}"))
+        self._installed.callback(hook.remove)
 
     # Ops
 
@@ -221,7 +197,8 @@ class NonfiniteFinder:
         if not self._watching:
             return
         node = torch._C._current_autograd_node()
-        call = Call(func, args, kwargs, node, self._site_of(node))
+        recomputed = node is not None and bool(self._stack)
+        call = Call(func, args, kwargs, node, self._site_of(node), recomputed)
         if node is None and not self._stack and func is torch.ops.aten.mul.Tensor:
             self._loss_scale = _loss_scale(args) or self._loss_scale
         returned = outputs(func, out)
@@ -249,34 +226,27 @@ class NonfiniteFinder:
         """Find the origin of what an op returned that is not finite, and whether it matters."""
         values = [summarise("output", tensor) for tensor in bad]
         kinds = frozenset().union(*(value.kinds for value in values))
-        source = self._source(call, bad)
+        source = origin = self._source(call, bad)
         # An op passes on what was placed on purpose if it is the same kind; else it made it.
-        inherited = source is not None and (not source.placed or kinds <= source.report.value.kinds)
-        origin = source if inherited else self._originate(call, bad, values[0], source)
+        if origin is None or (origin.placed and not kinds <= origin.report.value.kinds):
+            origin = self._originate(call, bad, values[0], source)
         for tensor in bad:
             self._note(tensor, origin)
-        self._judge_op(call, bad, origin, inherited)
-
-    def _judge_op(
-        self, call: Call, bad: list[torch.Tensor], origin: _Origin, inherited: bool
-    ) -> None:
-        """Whether what the op returned shows by itself that its values matter."""
-        if call.node is not None:
-            if call.node.name().endswith("AccumulateGrad"):
-                self._judge(origin, "a gradient that was accumulated")
-            return
-        # A mask or another constant that was written on purpose counts once it is averaged.
-        counts = not origin.placed or (inherited and call.name.startswith(REDUCTIONS))
-        single = any(tensor.numel() == 1 for tensor in bad)
-        if counts and single and call.site.module is None:
-            self._judge(origin, "a single number outside the model, such as the loss")
+        if call.node is None:
+            # A mask or another constant that was written on purpose counts once it is averaged.
+            averaged = origin is source and call.name.startswith(REDUCTIONS)
+            single = any(tensor.numel() == 1 for tensor in bad)
+            if single and call.site.module is None and (averaged or not origin.placed):
+                self._judge(origin, "a single number outside the model, such as the loss")
+        elif call.node.name().endswith("AccumulateGrad"):
+            self._judge(origin, "a gradient that was accumulated")
 
     def _source(self, call: Call, bad: list[torch.Tensor]) -> _Origin | None:
         """The earliest origin of what the op was given; before those placed on purpose, any."""
         origins = []
         if call.name not in ("copy_", "fill_"):  # which keep nothing of what they write into
             origins = [self._noted(tensor) for tensor in bad if among(tensor, call.args)]
-        for tensor in tensors((call.args, call.kwargs)):
+        for tensor in tensors_in((call.args, call.kwargs)):
             if not among(tensor, bad) and not is_finite(tensor):
                 origins.append(self._origin_of(tensor))
         known = [origin for origin in origins if origin is not None]
@@ -285,74 +255,60 @@ class NonfiniteFinder:
     def _originate(
         self, call: Call, bad: list[torch.Tensor], value: TensorSummary, source: _Origin | None
     ) -> _Origin:
-        recomputed = call.node is not None and bool(self._stack)
-        earlier = self._seen_forward(call) if recomputed else None
-        if earlier is not None:
-            return earlier
-        numbers = [x for x in tree_leaves((call.args, call.kwargs)) if isinstance(x, float)]
-        backward = call.node is not None and not recomputed
-        placed = not backward and not all(map(math.isfinite, numbers))
-        report = self._report(
+        if call.recomputed:  # then the forward pass may have seen it
+            for origin in self._all:
+                seen = (origin.report.phase, origin.report.module, origin.report.op)
+                if seen == ("forward", call.site.module, call.name):
+                    return origin
+        placed = call.places_nonfinite
+        return self._new(
             call.site,
             value,
-            phase="backward" if backward else "forward",
-            op=call.node.name().rpartition("::")[2] if backward else call.name,
+            placed,
+            phase="backward" if call.is_backward else "forward",
+            op=call.node.name().rpartition("::")[2] if call.is_backward else call.name,
             kernel=call.name,
-            tensor="gradient" if backward else "output",
+            tensor="gradient" if call.is_backward else "output",
             name="output",
             inputs=() if placed else tuple(argument_summaries(call, bad)),
-            line=None if backward else _user_line(),
+            line=None if call.is_backward else _user_line(),
             placed_by=source.report.place if source else None,
         )
-        return self._new(report, placed)
-
-    def _seen_forward(self, call: Call) -> _Origin | None:
-        """The origin in the forward pass of what is recomputed now, if it was seen there."""
-        place = ("forward", call.site.module, call.name)
-        for origin in self._all:
-            seen = origin.report
-            if (seen.phase, seen.module, seen.op) == place:
-                return origin
-        return None
 
     # Origins
 
-    def _report(self, site: Site, value: TensorSummary, **seen: Any) -> NonfiniteReport:
+    def _new(self, site: Site, value: TensorSummary, placed: bool, **seen: Any) -> _Origin:
         place = dataclasses.asdict(site)
-        return NonfiniteReport(value=value, loss_scale=self._loss_scale, **place, **seen)
-
-    def _new(self, report: NonfiniteReport, placed: bool) -> _Origin:
+        report = NonfiniteReport(value=value, loss_scale=self._loss_scale, **place, **seen)
         self._all.append(_Origin(report, len(self._all), placed))
         return self._all[-1]
 
     def _before(self, tensor: torch.Tensor, kind: str, name: str, site: Site) -> _Origin:
+        """Note the origin of a tensor that no op seen here has made."""
         value = summarise(name, tensor)
-        report = self._report(site, value, phase="before", tensor=kind, name=name)
-        return self._new(report, placed=value.kinds == {"-inf"})
+        placed = value.kinds == {"-inf"}
+        origin = self._new(site, value, placed, phase="before", tensor=kind, name=name)
+        self._note(tensor, origin)
+        return origin
 
-    def _outside(self, tensor: torch.Tensor) -> _Origin:
-        """For a tensor that no op seen here has made."""
-        key = storage_key(tensor)
+    def _origin_of(self, tensor: torch.Tensor) -> _Origin:
+        noted = self._noted(tensor)
+        if noted is not None:
+            return noted
+        parameters = list(self._model.named_parameters())
         for kind, named in (
-            ("parameter", self._model_.named_parameters()),
-            ("buffer", self._model_.named_buffers()),
-            ("gradient", ((n, p.grad) for n, p in self._model_.named_parameters())),
+            ("parameter", parameters),
+            ("buffer", self._model.named_buffers()),
+            ("gradient", [(name, parameter.grad) for name, parameter in parameters]),
         ):
             for name, known in named:
-                if known is not None and storage_key(known) == key:
+                if known is not None and storage_key(known) == storage_key(tensor):
                     owner = name.rpartition(".")[0]
-                    module = self._model_.get_submodule(owner)
+                    module = self._model.get_submodule(owner)
                     site = Site(owner, type(module).__name__, self._calls[module])
                     return self._before(tensor, kind, name, site)
         site = self._stack[-1][1] if self._stack else Site()
         return self._before(tensor, "constant", "a tensor from elsewhere", site)
-
-    def _origin_of(self, tensor: torch.Tensor) -> _Origin:
-        origin = self._noted(tensor)
-        if origin is None:
-            origin = self._outside(tensor)
-            self._note(tensor, origin)
-        return origin
 
     def _noted(self, tensor: torch.Tensor) -> _Origin | None:
         return self._origins.get(storage_key(tensor), (None, None))[1]
@@ -392,9 +348,6 @@ class NonfiniteFinder:
             self._watching = before and self.report is None
 
 
-_active: NonfiniteFinder | None = None
-
-
 class _Watch(TorchDispatchMode):
     """Hands every op and what it returned to a function."""
 
@@ -415,13 +368,10 @@ def _in_backward() -> bool:
 
 def _loss_scale(args: tuple) -> float | None:
     """The scale, if this product is one that `GradScaler.scale` computes."""
-    frame, scale = sys._getframe(), args[1]
+    scale = args[1]
     if not isinstance(scale, torch.Tensor) or scale.dim():
         return None
-    for _ in range(8):
-        frame = frame.f_back
-        if frame is None:
-            return None
+    for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe()), 9):
         if frame.f_code.co_name in ("scale", "apply_scale") and isinstance(
             frame.f_locals.get("self"), torch.amp.GradScaler
         ):
@@ -438,11 +388,9 @@ _LIBRARIES = (
 
 def _user_line() -> str | None:
     """The innermost line that is neither torch's nor ours."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    if frame is None:
-        return None
-    code, number = frame.f_code, frame.f_lineno
-    text = linecache.getline(code.co_filename, number, frame.f_globals).strip()
-    return f"{os.path.basename(code.co_filename)}:{number}, {code.co_name}: {text}"
+    for frame, number in traceback.walk_stack(sys._getframe()):
+        code = frame.f_code
+        if not code.co_filename.startswith(_LIBRARIES):
+            text = linecache.getline(code.co_filename, number, frame.f_globals).strip()
+            return f"{os.path.basename(code.co_filename)}:{number}, {code.co_name}: {text}"
+    return None

@@ -94,6 +94,11 @@ def _op(*starts: str) -> Callable[[NonfiniteReport], bool]:
     return lambda r: (r.op or "").lower().strip("_").startswith(starts)
 
 
+def _is_softmax(report: NonfiniteReport) -> bool:
+    kernel = report.kernel or ""
+    return "softmax" in kernel or "scaled_dot_product" in kernel
+
+
 def _overflows(report: NonfiniteReport) -> bool:
     return not report.value.kinds.isdisjoint({"inf", "-inf"})
 
@@ -126,15 +131,16 @@ def _backward(report: NonfiniteReport) -> str:
 def _fp16_forward(report: NonfiniteReport) -> str:
     if not _op("bmm", "baddbmm", "matmul")(report):
         return _OVERFLOW.format("The result")
-    return _OVERFLOW.format("The product") + (
-        " Of attention scores: divide the queries by sqrt(d) before the product, or call "
-        "F.scaled_dot_product_attention."
-    )
+    return _OVERFLOW.format("The product") + _SCORES
 
 
 _OVERFLOW = (
     "{} exceeds 65504, the largest fp16: use bf16, or compute this part in fp32 "
     "(torch.autocast(device_type, enabled=False), with inputs.float())."
+)
+_SCORES = (
+    " Of attention scores: divide the queries by sqrt(d) before the product, or call "
+    "F.scaled_dot_product_attention."
 )
 _BEFORE = {
     "parameter": (
@@ -178,7 +184,7 @@ _RULES: tuple[_Rule, ...] = (
      "or go back to the last good checkpoint, and find that batch."),
     (lambda r: r.phase == "before", lambda r: _BEFORE[r.tensor]),
     # A mask, or an empty input, is the reason whatever the op, and in backward too.
-    (lambda r: r.placed_by and ("softmax" in r.kernel or "scaled_dot_product" in r.kernel),
+    (lambda r: r.placed_by and _is_softmax(r),
      "A row is masked everywhere, so softmax divides 0 by 0. Leave one position of each row "
      "unmasked, or mask with torch.finfo(dtype).min instead of -inf."),
     (lambda r: r.placed_by,
@@ -216,13 +222,9 @@ _RULES: tuple[_Rule, ...] = (
      "The mean over no targets: all of them are ignore_index, or the class weights are 0."),
     (_op("to_copy"),
      "The value does not fit the dtype it is cast to: clamp it first, or use bf16."),
-    (
-        lambda r: r.inputs and _overflows(r),
-        lambda r: (
-            f"The result exceeds the range of {dtype_name(r.value.dtype)}: "
-            "see how its inputs came to be so large."
-        ),
-    ),
+    (lambda r: r.inputs and _overflows(r),
+     lambda r: f"The result exceeds the range of {dtype_name(r.value.dtype)}: "
+               "see how its inputs came to be so large."),
     (lambda r: True,
      "0 * inf, inf - inf or 0 / 0: see which of its inputs is zero or very large, and why."),
 )  # fmt: skip

@@ -1,5 +1,7 @@
 """The loss scale over time."""
 
+from typing import Any
+
 import torch
 
 from amp_lab.errors import NumericsError
@@ -13,9 +15,8 @@ class ScaleLog:
             train(…)
         log.plot()
 
-    A step is a call of ``scaler.update()``. The scaler goes on as before: its `step` and `update`
-    are called as they are, and the scale and the found infs are copied on their device, so that
-    the host waits for nothing that it did not wait for before. They are read when you ask.
+    A step is a call of ``scaler.update()``. The scale and the found infs are copied on their
+    device and read when you ask, so that the host waits for nothing more than without the log.
 
     Use it as a context manager, or call `close`, which leaves the scaler as it was; the log can
     still be read. With a scaler that is disabled every scale is 1 and no step is skipped. While
@@ -32,51 +33,50 @@ class ScaleLog:
         self._scaler = scaler
         self._steps = 0
         self._scales = _Values()  # one for each step
-        self._found = _Values()  # one for each optimizer's step
-        self._found_at: list[tuple[int, int]] = []  # the step and the optimizer of each
-        self._optimizers: list[torch.optim.Optimizer] = []  # in the order of their first step
+        # Whether an optimizer found infs, and at which steps, in the order of their first step.
+        self._found: dict[torch.optim.Optimizer, tuple[list[int], _Values]] = {}
         self._stepped: list[torch.optim.Optimizer] = []  # since the last update
         self._open = True
         self._before = {name: vars(scaler).get(name) for name in ("step", "update")}
         self._step, self._update = scaler.step, scaler.update
         scaler.step, scaler.update = self._log_step, self._log_update
 
-    def _log_step(self, optimizer, *args, **kwargs):
+    def _log_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = self._step(optimizer, *args, **kwargs)
         if self._open:
             self._stepped.append(optimizer)
         return result
 
-    def _log_update(self, *args, **kwargs):
+    def _log_update(self, *args: Any, **kwargs: Any) -> None:
+        if not self._open:
+            return self._update(*args, **kwargs)
         # What there is to log is gone after the update, but counts only if that succeeds.
-        scaler, scale, found = self._scaler, None, []
-        if self._open and scaler.is_enabled() and scaler._scale is not None:
-            scale = scaler._scale.clone()
-            states = scaler._per_optimizer_states
-            for optimizer in self._stepped:
-                flags = states[id(optimizer)]["found_inf_per_device"].values()
-                # Copied, since update adds the flags of all optimizers to the first of them.
-                flags = [flag.to(scale.device, non_blocking=True).clone() for flag in flags]
-                if flags:
-                    found.append((optimizer, sum(flags[1:], start=flags[0])))
-        result = self._update(*args, **kwargs)
-        if self._open:
-            if scale is not None:
-                self._scales.append(scale)
-            indices = {id(optimizer): self._index(optimizer) for optimizer in self._stepped}
-            for optimizer, flag in found:
-                self._found.append(flag)
-                self._found_at.append((self._steps, indices[id(optimizer)]))
-            self._stepped.clear()
-            self._steps += 1
-        return result
+        scale = getattr(self._scaler, "_scale", None)  # a scaler that is disabled has none
+        found = {}
+        if scale is not None:
+            scale = scale.clone()
+            found = {o: self._found_inf(o, scale.device) for o in self._stepped}
+        self._update(*args, **kwargs)
+        if scale is not None:
+            self._scales.append(scale)
+        for optimizer in self._stepped:
+            steps, flags = self._found.setdefault(optimizer, ([], _Values()))
+            flag = found.get(optimizer)
+            if flag is not None:
+                steps.append(self._steps)
+                flags.append(flag)
+        self._stepped.clear()
+        self._steps += 1
+        return None
 
-    def _index(self, optimizer: torch.optim.Optimizer) -> int:
-        for index, known in enumerate(self._optimizers):
-            if known is optimizer:
-                return index
-        self._optimizers.append(optimizer)
-        return len(self._optimizers) - 1
+    def _found_inf(
+        self, optimizer: torch.optim.Optimizer, device: torch.device
+    ) -> torch.Tensor | None:
+        """Above 0 if a gradient of the optimizer is not finite; None if it has no gradient."""
+        flags = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+        # `stack` copies them, since update adds the flags of all optimizers to the first of them.
+        here = [flag.to(device, non_blocking=True) for flag in flags]
+        return torch.stack(here).sum() if here else None
 
     @property
     def scales(self) -> list[float]:
@@ -91,11 +91,8 @@ class ScaleLog:
     @property
     def skipped_by(self) -> list[list[int]]:
         """The same for each optimizer, in the order in which they first stepped."""
-        steps: list[list[int]] = [[] for _ in self._optimizers]
-        for (step, index), found in zip(self._found_at, self._found.tolist(), strict=True):
-            if found:
-                steps[index].append(step)
-        return steps
+        pairs = [zip(steps, flags.tolist(), strict=True) for steps, flags in self._found.values()]
+        return [[step for step, found in zipped if found] for zipped in pairs]
 
     def plot(self):
         """The scale at each step, with the skipped steps marked; `NumericsError` without steps."""
@@ -109,21 +106,19 @@ class ScaleLog:
 
     def close(self) -> None:
         """Stop logging and leave the scaler as it was; nothing happens the second time."""
-        if not self._open:
-            return
-        self._open = False
+        own = vars(self._scaler)
         for name, ours in (("step", self._log_step), ("update", self._log_update)):
-            if vars(self._scaler).get(name) != ours:
+            if not self._open or own.get(name) != ours:
                 continue  # wrapped by someone else since; ours then only passes the call on
-            if self._before[name] is None:
-                delattr(self._scaler, name)
-            else:
-                setattr(self._scaler, name, self._before[name])
+            del own[name]
+            if self._before[name] is not None:
+                own[name] = self._before[name]
+        self._open = False
 
     def __enter__(self) -> "ScaleLog":
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -133,10 +128,9 @@ class ScaleLog:
         text = f"ScaleLog: {plural(len(scales), 'step')}, {len(self.skipped)} skipped"
         if not self._scaler.is_enabled():
             return f"{text}; the scaler is disabled"
-        text += (
-            f"; scale {scales[0]:g} at first, {scales[-1]:g} at the last, lowest {min(scales):g}"
-        )
-        if min(scales) < 1:
+        low = min(scales)
+        text += f"; scale {scales[0]:g} at first, {scales[-1]:g} at the last, lowest {low:g}"
+        if low < 1:
             text += ". Below 1 a scale no longer helps: something else is wrong, see find_nonfinite"
         return text
 
@@ -147,15 +141,12 @@ class _Values:
     PIECE = 1024  # each single number takes 512 bytes of a GPU's memory
 
     def __init__(self):
-        self._whole: list[torch.Tensor] = []
-        self._single: list[torch.Tensor] = []
+        self._pieces: list[torch.Tensor] = []
 
     def append(self, value: torch.Tensor) -> None:
-        self._single.append(value)
-        if len(self._single) == self.PIECE:
-            self._whole.append(torch.stack(self._single))
-            self._single = []
+        self._pieces.append(value.reshape(1))
+        if len(self._pieces) == self.PIECE:
+            self._pieces = [torch.cat(self._pieces)]
 
     def tolist(self) -> list[float]:
-        rest = [torch.stack(self._single)] if self._single else []
-        return [value for piece in (*self._whole, *rest) for value in piece.tolist()]
+        return torch.cat(self._pieces).tolist() if self._pieces else []

@@ -28,23 +28,25 @@ class TensorSummary:
     @property
     def share(self) -> float:
         """Share of its values that are not finite, from 0 to 1."""
-        return (self.nan + self.inf + self.neg_inf) / self.values if self.values else 0.0
+        return sum(self._counts().values()) / self.values if self.values else 0.0
 
     @property
     def kinds(self) -> frozenset[str]:
         """Which of ``NaN``, ``inf`` and ``-inf`` it holds."""
+        return frozenset(self._counts())
+
+    def _counts(self) -> dict[str, int]:
         counts = {"NaN": self.nan, "inf": self.inf, "-inf": self.neg_inf}
-        return frozenset(kind for kind, count in counts.items() if count)
+        return {kind: count for kind, count in counts.items() if count}
 
     def __str__(self) -> str:
         text = f"{dtype_name(self.dtype)} {self.shape}"
         if not self.values:
             return f"{text}, no values"
-        bad = self.nan + self.inf + self.neg_inf
+        bad = sum(self._counts().values())
         if bad:
-            counts = (("NaN", self.nan), ("inf", self.inf), ("-inf", self.neg_inf))
-            kinds = [f"{count:,} {kind}" for kind, count in counts if count]
-            text += f", {percent(bad, self.values)} % non-finite ({', '.join(kinds)})"
+            kinds = ", ".join(f"{count:,} {kind}" for kind, count in self._counts().items())
+            text += f", {percent(bad, self.values)} % non-finite ({kinds})"
         if bad < self.values:
             text += f", {'the others ' if bad else ''}from {self.low:.4g} to {self.high:.4g}"
         return text

@@ -1,6 +1,7 @@
 """What an op was given and what it returned, as far as `find_nonfinite` looks at it."""
 
 import functools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from amp_lab.numerics.tensor_summary import TensorSummary, summarise
+from amp_lab.tracing.ops_seen import tensors_in
 
 
 @dataclass(frozen=True)
@@ -22,18 +24,30 @@ class Site:
 
 @dataclass(frozen=True)
 class Call:
-    """An op that ran, and where: `node` is what autograd ran it for in backward, else None."""
+    """An op that ran, and where."""
 
     func: Any
     args: tuple
     kwargs: dict[str, Any]
-    node: Any
+    node: Any  # what autograd ran it for in backward, else None
     site: Site
+    recomputed: bool  # in backward, but as a part of the forward pass, by activation checkpointing
 
     @property
     def name(self) -> str:
         """The op's name without its namespace."""
         return self.func._schema.name.partition("::")[2]
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether it computes a gradient."""
+        return self.node is not None and not self.recomputed
+
+    @property
+    def places_nonfinite(self) -> bool:
+        """Whether it writes an inf or NaN that stands in the code, as masks do."""
+        given = () if self.is_backward else tree_leaves((self.args, self.kwargs))
+        return any(isinstance(x, float) and not math.isfinite(x) for x in given)
 
 
 # Ops that compute nothing (views, memory that is not written yet), and those on lists of tensors,
@@ -48,40 +62,26 @@ REDUCTIONS = ("sum", "mean", "dot", "mse_loss", "nll_loss", "smooth_l1", "huber"
 
 
 @functools.cache
-def _looks_at(func) -> int:
+def _results(func: Any) -> int:
     """How many of the op's outputs are to be looked at."""
     name = func._schema.name.partition("::")[2]
-    if func.is_view or name.startswith(_UNSEEN) or not func._schema.returns:
+    if func.is_view or name.startswith(_UNSEEN):
         return 0
-    if "backward" not in name:
-        for part, count in _RESULTS.items():
-            if part in name:
-                return count
-    return len(func._schema.returns)
+    counts = [count for part, count in _RESULTS.items() if part in name and "backward" not in name]
+    return counts[0] if counts else len(func._schema.returns)
 
 
 def outputs(func: Any, out: object) -> list[torch.Tensor]:
     """The tensors an op returned that are results."""
-    count = _looks_at(func)
-    if not count:
-        return []
-    if isinstance(out, torch.Tensor):
-        return [out]
-    if not isinstance(out, (tuple, list)):
-        return []
-    return tensors(out[:count])
-
-
-def tensors(structure: object) -> list[torch.Tensor]:
-    """The tensors in tuples, lists and dicts."""
-    return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, torch.Tensor)]
+    count = _results(func)
+    return tensors_in(out[:count] if isinstance(out, (tuple, list)) else out) if count else []
 
 
 def argument_summaries(call: Call, bad: list[torch.Tensor]) -> Iterator[TensorSummary]:
     """The floating-point tensors an op was given, by their names in its schema."""
     names = [argument.name for argument in call.func._schema.arguments]
     for name, given in [*zip(names, call.args, strict=False), *call.kwargs.items()]:
-        found = tensors(given)
+        found = tensors_in(given)
         for number, tensor in enumerate(found):
             if among(tensor, bad) or not (tensor.is_floating_point() or tensor.is_complex()):
                 continue

@@ -1,6 +1,7 @@
 """Memory, and what ranks send each other."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -28,7 +29,7 @@ def memory_by_dtype(
         ax.set_xlabel("peak memory of a step (GiB)")
         ax.set_title(title, fontsize=11, pad=20)
         ax.text(limit / 2**30, 1.02, limit_label, transform=ax.get_xaxis_transform(), ha="center")
-    style.legend_beside(figure, "lower center", ncols=4)
+    style.legend_beside(figure, "outside lower center", ncols=4)
     return figure
 
 
@@ -53,10 +54,10 @@ def memory_against_batch(
         gib = {batch: peak / 2**30 for batch, peak in zip(batches, peaks, strict=True)}
         style.lines(ax, {precision: gib}, dashes, linewidth=2)
     if limit is not None:
-        ax.axhline(limit / 2**30, color="black", linewidth=1)
-        text, at = f"the card: {limit / 2**30:.3g} GiB", (0, limit / 2**30)
+        gib = limit / 2**30
+        ax.axhline(gib, color="black", linewidth=1)
         where: Look = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-        ax.annotate(text, at, xytext=(6, 3), **where)
+        ax.annotate(f"the card: {gib:.3g} GiB", (0, gib), xytext=(6, 3), **where)
     ax.set_xlim(left=0)  # memory that no sample needs is where the lines meet the axis
     ax.set_ylim(bottom=0)
     return style.label(ax, "batch", "peak memory of a step (GiB)", legend="lower right")
@@ -69,14 +70,13 @@ def memory_per_rank(engines: Mapping[str, Mapping[int, Mapping[str, float]]]) ->
         for x, parts in enumerate(sizes.values()):
             looks = style.part_looks(parts, style.THREE_PARTS)
             mib = [(parts[part] / 2**20, look | {"width": 0.6}) for part, look in looks.items()]
-            top = style.stacked(ax, x, mib)  # the whole is written above
-            style.write_at_end(ax, x, top, f"{top:.3g}", upright=True)
+            style.stacked(ax, x, mib, "{:.3g}")
         ax.set_xticks(range(len(sizes)), list(sizes))
         ax.set_xlabel("ranks")
         ax.set_title(title, fontsize=11)
         ax.margins(y=0.15)  # room for the number above the highest bar
     axes[0, 0].set_ylabel("memory of a rank (MiB)")
-    style.legend_beside(figure, "right upper", reverse=True)  # the last part is on top
+    style.legend_beside(figure, "outside right upper", reverse=True)  # the last part is on top
     return figure
 
 
@@ -87,12 +87,11 @@ def bytes_per_parameter(setups: Mapping[str, Mapping[str, float]]) -> Axes:
     looks = style.part_looks(parts, style.FIVE_PARTS)
     for y, sizes in enumerate(setups.values()):
         held = [(sizes.get(part, 0), look | {"height": 0.75}) for part, look in looks.items()]
-        end = style.stacked(ax, y, held)
-        style.write_at_end(ax, y, end, f"{end:.0f}", fontsize=11)
+        style.stacked(ax, y, held, "{:.0f}", size=11)
     style.name_rows(ax, list(setups), room=0.08, fontsize=11)
     ax.set_xticks(range(0, 21, 4))
     ax.set_xlabel("held for each parameter when Adam steps (bytes)")
-    style.legend_beside(figure, "right upper")
+    style.legend_beside(figure, "outside right upper")
     return ax
 
 
@@ -103,16 +102,13 @@ def sent_bytes(setups: Mapping[str, Sequence[tuple[str, str, int]]], ranks: int)
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # keeps the hatch off the letters
     inside: Look = {"ha": "center", "va": "center", "fontsize": 8, "linespacing": 0.9, "bbox": box}
     for y, parts in enumerate(setups.values()):
-        left = 0.0
-        for kind, dtype, size in parts:
-            kib = size / 2**10
-            look = style.look_of(dtype, height=0.75, linewidth=1.5, label=dtype)
-            style.bars(ax, [y], [kib], left=left, **look)
-            if kib > longest / 8:  # a shorter bar has no room for its name
-                ax.text(left + kib / 2, y, kind.replace("_", "-\n"), **inside)
-            left += kib
-        style.write_at_end(ax, y, left, f"{left:,.0f}")
+        looks = [style.look_of(d, height=0.75, linewidth=1.5, label=d) for _, d, _ in parts]
+        kib = [size / 2**10 for *_, size in parts]
+        style.stacked(ax, y, list(zip(kib, looks, strict=True)), "{:,.0f}")
+        for end, size, (kind, *_) in zip(accumulate(kib), kib, parts, strict=True):
+            if size > longest / 8:  # a shorter bar has no room for its name
+                ax.text(end - size / 2, y, kind.replace("_", "-\n"), **inside)
     style.name_rows(ax, list(setups), room=0.08)
     ax.set_xlabel(f"sent by each of {ranks} ranks in a step (KiB)")
-    style.legend_beside(figure, "right upper")
+    style.legend_beside(figure, "outside right upper")
     return ax

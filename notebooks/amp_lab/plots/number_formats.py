@@ -14,14 +14,14 @@ from amp_lab.plots.style import COLOURS, Look, Values
 # second subnormal, and from 65520 on, just below the third, infinite.
 ZERO, NORMAL, TOP = -25, -14, 16
 RIGHT = 20  # where the axis of gradients ends
+LEFT: Look = {"loc": "left", "fontsize": 11}  # of titles
 
 
 def range_and_spacing(formats: Mapping[str, tuple[Sequence[int], Values, int]]) -> list[Axes]:
     """Range (above) and relative spacing (below) of number formats, over one magnitude axis.
 
-    `formats` maps a name, whose first word is a key of `COLOURS`, to a tuple: exponents of two from
-    the smallest subnormal number to the largest, the spacing at each divided by its magnitude, and
-    the exponent of the smallest normal number.
+    `formats[name]`, whose first word is a precision, has the exponents of two from the smallest
+    subnormal number to the largest, spacing / magnitude at each, and the smallest normal exponent.
     """
     _, (above, below) = style.subplots(2, size=(8.5, 6.5), sharex=True, height_ratios=[1, 1.3])
     dashes = ["-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1))]
@@ -39,15 +39,13 @@ def range_and_spacing(formats: Mapping[str, tuple[Sequence[int], Values, int]]) 
         below.annotate(name, (high, spacing[-1]), va="center_baseline", **where)
     above.invert_yaxis()
     above.set_yticks([])
-    style.log2_axis(below)
+    below.set_yscale("log", base=2)
     below.set_xticks(range(-150, 151, 25))
     below.set_xlim(-155, 165)
     style.label(below, "log2 of the magnitude", "spacing / magnitude")
-    for ax, title in (
-        (above, "range: solid = normal numbers, hatched = subnormal numbers"),
-        (below, "spacing of neighbours, relative to their size"),
-    ):
-        ax.set_title(title, loc="left", fontsize=11)
+    above.set_title("range: solid = normal numbers, hatched = subnormal numbers", **LEFT)
+    below.set_title("spacing of neighbours, relative to their size", **LEFT)
+    for ax in (above, below):
         ax.axvline(0, color="grey", linewidth=0.8, zorder=0)
     return [above, below]
 
@@ -73,21 +71,18 @@ def gradients_against_fp16(log2_magnitudes: Tensor, scales: Values) -> list[Axes
     return axes
 
 
-def exponents_against_fp16(
-    histograms: Mapping[str, Mapping[int, int]], scales: Values
-) -> list[Axes]:
+def exponents_against_fp16(kinds: Mapping[str, Mapping[int, int]], scales: Values) -> list[Axes]:
     """Histograms of gradient exponents, moved by each of `scales`, over the range of fp16.
 
-    `histograms` maps a name to {exponent k: number of values between 2^k and 2^(k+1)}; each is
-    drawn as shares of its own values, since parameters and outputs differ in number.
+    `kinds` maps a name to {exponent k: number of values between 2^k and 2^(k+1)}.
     """
     looks = [(COLOURS["fp16"], ""), (COLOURS["bf16"], "//"), (COLOURS["tf32"], "xx")]
-    lowest = min((k for histogram in histograms.values() for k in histogram), default=0)
+    lowest = min((k for histogram in kinds.values() for k in histogram), default=0)
     axes = _fp16_ranges(scales, max(-130, min(-60, lowest)), name_zero_at=-31)
     for ax, scale in zip(axes, scales, strict=True):
         shift = math.log2(scale)
-        for (name, histogram), (colour, hatch) in zip(histograms.items(), looks, strict=False):
-            total = max(1, sum(histogram.values()))
+        for (name, histogram), (colour, hatch) in zip(kinds.items(), looks, strict=False):
+            total = max(1, sum(histogram.values()))  # shares, since kinds differ in number
             exponents = [k + shift for k in histogram]
             shares = [100 * count / total for count in histogram.values()]
             look: Look = {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.3}
@@ -107,7 +102,7 @@ def _fp16_ranges(scales: Values, left: int, name_zero_at: float) -> list[Axes]:
         ax.axvspan(left, ZERO, color=style.LOST)
         ax.axvspan(ZERO, NORMAL, color=style.SUBNORMAL)
         ax.axvspan(TOP, RIGHT, color=style.LOST)
-        ax.set_title(rf"loss scale $2^{{{math.log2(scale):.0f}}}$", loc="left", fontsize=11)
+        ax.set_title(rf"loss scale $2^{{{math.log2(scale):.0f}}}$", **LEFT)
     names = {name_zero_at: "zero in fp16", -19.5: "subnormal", 1: "normal", 18: "inf"}
     on_top: Look = {"transform": axes[0].get_xaxis_transform(), "ha": "center", "va": "top"}
     for middle, name in names.items():

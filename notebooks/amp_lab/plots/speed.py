@@ -8,6 +8,8 @@ from matplotlib.figure import Figure
 from amp_lab.plots import style
 from amp_lab.plots.style import COLOURS, Look, Values
 
+Rates = Mapping[str, Mapping[int, float]]
+
 
 def time_and_memory(
     milliseconds: Mapping[str, float], mebibytes: Mapping[str, float], memory_label: str
@@ -48,7 +50,7 @@ def time_by_kind(milliseconds: Mapping[str, Mapping[str, float]]) -> Axes:
     return ax
 
 
-def throughput_over_batch(rates: Mapping[str, Mapping[int, float]]) -> Figure:
+def throughput_over_batch(rates: Rates) -> Figure:
     """Samples per second against the batch, `rates[precision][batch]`, and their ratio."""
     figure, (left, right) = style.subplots(1, 2, size=(8.5, 2.9))
     style.lines(left, rates, markers="os")
@@ -97,13 +99,8 @@ def speedup_over_size(sizes: Sequence[int], speedups: Mapping[str, Values]) -> A
     return style.label(ax, x_label, "speed-up over fp32", legend="lower right")
 
 
-def rate_over_size(
-    panels: Mapping[str, Mapping[str, Mapping[int, float]]], multiple: int
-) -> Figure:
-    """`panels[what][precision][size]` is a rate; drawn over the median of its line.
-
-    Grid lines stand at multiples of `multiple`.
-    """
+def rate_over_size(panels: Mapping[str, Rates], multiple: int) -> Figure:
+    """`panels[what][precision][size]` is a rate; drawn over its line's median, multiples marked."""
     figure, axes = style.subplots(1, len(panels), size=(8.5, 2.9), sharey=True)
     for ax, (what, rates) in zip(axes, panels.items(), strict=True):
         curves = {}
@@ -136,7 +133,7 @@ def flops_per_byte(panels: Mapping[str, Sequence[tuple[str, float]]]) -> Figure:
         ax.set_title(title, fontsize=11)
         ax.grid(axis="y", color=style.GRID)
     axes[0].set_ylabel("FLOPs per byte, in fp32")
-    style.legend_beside(figure, "lower center", ncols=4)
+    style.legend_beside(figure, "outside lower center", ncols=4)
     return figure
 
 
@@ -145,8 +142,7 @@ def speed_ladder(
 ) -> Figure:
     """Bars of time from the lowest rung to the highest, and a tick where the device's limit is.
 
-    `panels[title]` is a list of (precision, rung, milliseconds, milliseconds at the limit or None,
-    text beside the bar); without milliseconds there is the text alone.
+    `panels[title]` has (precision, rung, milliseconds, those at the limit, text beside the bar).
     """
     heights = [len(rows) + 1.5 for rows in panels.values()]
     size = (8.0, 0.26 * sum(heights) + 0.6)
@@ -186,7 +182,7 @@ def roofline(
         ax.plot([], [], marker, color=style.STRONG_GRID, markeredgecolor="black", label=label)
     ax.set(xscale="log", yscale="log")
     style.label(ax, "FLOPs per byte moved", "FLOP/s")
-    style.legend_beside(figure, "right upper", fontsize=9)
+    style.legend_beside(figure, "outside right upper", fontsize=9)
     return figure
 
 
@@ -203,5 +199,5 @@ def best_speedups(machines: Mapping[str, Mapping[str, float]]) -> Figure:
         style.bars(ax, at, list(found.values()), texts, **look)
     style.name_rows(ax, names, room=0.12, middle=0.4 - width / 2)
     ax.set_xlabel("best speed-up over fp32 eager on the same device")
-    style.legend_beside(figure, "lower center", ncols=2, fontsize=9)
+    style.legend_beside(figure, "outside lower center", ncols=2, fontsize=9)
     return figure

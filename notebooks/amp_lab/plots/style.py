@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -32,6 +32,7 @@ FIVE_PARTS = (("0.1", ""), ("0.45", "//"), ("0.65", "xx"), ("0.75", ""), ("0.9",
 
 Look = dict[str, Any]
 Values = Sequence[float]
+Inside = Literal["best", "upper left", "center right", "lower right"]  # of the axes, for a legend
 
 # pyplot shows what it makes in a notebook, but keeps a list of it, and may open a window for it.
 # `save` wants neither, so it puts a bare `Figure` here for as long as it draws.
@@ -93,37 +94,37 @@ def part_looks(parts: Iterable[str], greys: Sequence[tuple[str, str]]) -> dict[s
 
 
 def bars(
-    ax: Axes, at: Sequence[Any], sizes: Values, texts: Iterable[str] = (), **look: Any
+    ax: Axes,
+    at: Sequence[Any],
+    sizes: Values,
+    texts: Sequence[str] = (),
+    size: int = 9,
+    **look: Any,
 ) -> None:
-    """Lying bars at these places, with one of `texts` beyond the end of each.
+    """Lying bars at these places, with one of `texts`, of this font size, beyond the end of each.
 
     They stand upright if their look has a ``width`` in place of a ``height``.
     """
-    upright = "width" in look
-    draw = ax.bar if upright else ax.barh
-    draw(at, sizes, **look)
-    for place, size, text in zip(at, sizes, texts, strict=False):
-        write_at_end(ax, place, size, text, upright=upright)
-
-
-def write_at_end(
-    ax: Axes, at: Any, size: float, text: str, fontsize: float = 9, *, upright: bool = False
-) -> None:
-    """Write beyond the end of a bar; above an upright one, in the figure's own size."""
-    if upright:
-        raised: Look = {"xytext": (0, 3), "textcoords": "offset points"}  # off the bar's edge
-        ax.annotate(text, (at, size), ha="center", va="bottom", **raised)
+    if "width" in look:
+        upright = ax.bar(at, sizes, **look)
+        if texts:
+            ax.bar_label(upright, texts, padding=3)  # off the bar's edge
     else:
-        ax.annotate(f" {text}", (size, at), va="center", fontsize=fontsize)
+        lying = ax.barh(at, sizes, **look)
+        if texts:
+            ax.bar_label(lying, [f" {text}" for text in texts], fontsize=size)
 
 
-def stacked(ax: Axes, at: float, parts: Iterable[tuple[float, Look]]) -> float:
-    """Bars of (size, look), each from where the one before it ends; returns where the last ends."""
+def stacked(
+    ax: Axes, at: float, parts: Sequence[tuple[float, Look]], total: str = "", size: int = 9
+) -> None:
+    """Bars of (length, look), each from where the one before it ends; `total` formats the sum."""
     start = 0.0
-    for size, look in parts:
-        bars(ax, [at], [size], **look, **{"bottom" if "width" in look else "left": start})
-        start += size
-    return start
+    for i, (length, look) in enumerate(parts):
+        texts = [total.format(start + length)] if total and i == len(parts) - 1 else []
+        side = "bottom" if "width" in look else "left"
+        bars(ax, [at], [length], texts, size, **look | {side: start})
+        start += length
 
 
 def name_rows(
@@ -152,10 +153,9 @@ def lines(
         precision = precision_of(label)
         dash = dashes[precision] if isinstance(dashes, Mapping) else dashes[i]
         marker = markers[i] if markers else None
-        x = list(values) if isinstance(values, Mapping) else range(first, first + len(values))
-        y = list(values.values()) if isinstance(values, Mapping) else values
-        colour = COLOURS[precision]
-        ax.plot(x, y, linestyle=dash, marker=marker, color=colour, label=label, **look)
+        points = values if isinstance(values, Mapping) else dict(enumerate(values, first))
+        whole: Look = {"linestyle": dash, "marker": marker, "color": COLOURS[precision], **look}
+        ax.plot(list(points), list(points.values()), label=label, **whole)
 
 
 def precision_of(label: str) -> str:
@@ -163,7 +163,7 @@ def precision_of(label: str) -> str:
     return label.split()[0].rstrip(",")
 
 
-def label(ax: Axes, x: str, y: str, legend: str | None = None) -> Axes:
+def label(ax: Axes, x: str, y: str, legend: Inside | None = None) -> Axes:
     """Name the axes and, if told where, put a legend inside of them; returns `ax`."""
     ax.set(xlabel=x, ylabel=y)
     if legend is not None:
@@ -171,14 +171,11 @@ def label(ax: Axes, x: str, y: str, legend: str | None = None) -> Axes:
     return ax
 
 
-def log2_axis(ax: Axes, ticks: Sequence[int] = ()) -> None:
-    """Make the y axis logarithmic or, given `ticks`, the x axis, with these numbers alone on it."""
-    if ticks:
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(ticks, [str(tick) for tick in ticks])
-        ax.minorticks_off()
-    else:
-        ax.set_yscale("log", base=2)
+def log2_axis(ax: Axes, ticks: Sequence[int]) -> None:
+    """Make the x axis logarithmic, with these numbers alone on it."""
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(ticks, [str(tick) for tick in ticks])
+    ax.minorticks_off()
 
 
 def dtype_cells(
@@ -202,11 +199,17 @@ def dtype_cells(
     ax.spines[:].set_visible(False)
 
 
-def legend_beside(figure: Figure, loc: str, *, reverse: bool = False, **options: Any) -> None:
+def legend_beside(
+    figure: Figure,
+    loc: Literal["outside lower center", "outside right upper"],
+    *,
+    reverse: bool = False,
+    **options: Any,
+) -> None:
     """One legend outside of the axes; what several bars or axes share stands in it once."""
     handles: dict[str, Any] = {}
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     labels = list(reversed(handles)) if reverse else list(handles)
-    figure.legend([handles[label] for label in labels], labels, loc=f"outside {loc}", **options)
+    figure.legend([handles[label] for label in labels], labels, loc=loc, **options)

@@ -123,4 +123,4 @@ def draw_curves(out: Path, epochs: list[EpochMetrics]) -> None:
         curves = {}
         for part in ("train", "test"):
             curves[part] = [getattr(epoch, f"{part}_{what}") for epoch in epochs]
-        plots.save_training_curves(out / f"{what}.png", curves, what)
+        plots.save(out / f"{what}.png", plots.training_curves, curves, what)
