@@ -39,7 +39,7 @@ class Rule(Rewriter):
         self.spelled: Counter[cst.CSTNode] = Counter()  # uses rewritten to torch, by import alias
         self.uses: list[tuple[Use, str]] = []
         for use in tree.uses:
-            found = sorted(o for o in tree.origins(use) if o and o.startswith("apex."))
+            found = sorted(o for o in use.origins if o and o.startswith("apex."))
             if found:
                 self.uses.append((use, found[0]))
         self.initialized = [use for use, old in self.uses if old == "apex.amp.initialize"]

@@ -89,7 +89,7 @@ class Rule(Rewriter):
         if any(use.parts[-1].startswith("get_autocast_") for use in tree.uses):
             return True
         for call in tree.calls:
-            if tree.origin(call.func, tree.scope_of[call]) in _TODAY["autocast"]:
+            if tree.scope_of[call].origin(call.func) in _TODAY["autocast"]:
                 given = arguments(call)
                 is_by_place = sum(arg.keyword is None for arg in call.args) > 1
                 if not is_by_place and "dtype" not in given and not is_false(given.get("enabled")):
@@ -117,15 +117,15 @@ class Rule(Rewriter):
         alone: list[tuple[Use, str]] = []
         groups: defaultdict[tuple[Scope, str], list[tuple[Use, str]]] = defaultdict(list)
         for use in self.tree.uses:
-            origins = self.tree.origins(use)
+            origins = use.origins
             old = next(filter(_is_old, origins), None)  # None: not a use of these names
             if old is None or any(
                 use.node is node or self.tree.is_in(use.node, node) for node in self.replaced
             ):
                 continue
             if len(origins) > 1:
-                self._say_ambiguous(use, use.bindings)
-            elif any(_is_old(binding.origin) for binding in use.bindings):
+                self._say_ambiguous(use, use.scope.bound(use.parts[0]))
+            elif any(_is_old(binding.origin) for binding in use.scope.bound(use.parts[0])):
                 groups[use.scope.find(use.parts[0]), use.parts[0]].append((use, old))
             else:
                 alone.append((use, old))
@@ -136,7 +136,7 @@ class Rule(Rewriter):
         found = {}
         for use in self.tree.uses:
             is_target = isinstance(self.tree.parents[use.node], cst.AssignTarget | cst.Del)
-            for old in self.tree.origins(use) & OLD.keys() if is_target else ():
+            for old in use.origins & OLD.keys() if is_target else ():
                 if len(use.parts) > 1:
                     found[use.node] = old
         for call in self.tree.calls:
@@ -149,7 +149,7 @@ class Rule(Rewriter):
         """What a call may replace, given as one string, or as a module and a string."""
         names = []
         for value in (arg.value for arg in call.args[:2]):
-            origin = self.tree.origin(value, self.tree.scope_of[call])
+            origin = self.tree.scope_of[call].origin(value)
             names.append(literal(value) or origin or "")
         return *names[:1], ".".join(filter(None, names))
 
@@ -234,7 +234,7 @@ class Rule(Rewriter):
         if isinstance(parent, cst.Arg):
             call = self.tree.parents[parent]
             is_first = isinstance(call, cst.Call) and call.args[0] is parent
-            if is_first and self.tree.origin(call.func, use.scope) == "functools.partial":
+            if is_first and use.scope.origin(call.func) == "functools.partial":
                 self._check_partial(name, device, call)
                 return self._plan_call(name, device, call, call.args[1:], use, after=parent)
             if isinstance(call, cst.ClassDef):
@@ -253,7 +253,7 @@ class Rule(Rewriter):
         # for another device
         others = {old for old, new in OLD.items() if new[0] == name and new[1] != device}
         others.update(_TODAY[name])
-        if any(self.tree.origins(use) & others for use in self.tree.uses):
+        if any(use.origins & others for use in self.tree.uses):
             asked = "device" if name == "autocast" else "_device"
             one = f"torch.amp.{name} is one class for all devices"
             raise ByHand(f'{one}: ask for its {asked}, here "{device}"')

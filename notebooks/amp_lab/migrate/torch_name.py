@@ -50,7 +50,7 @@ class TorchName:
     def _is_only_torch(self, bound: Scope, name: str, use: Use) -> bool:
         """Whether what is bound to a name is torch, and bound before it is used."""
         # Its own spelling was understood as torch's already, whatever else may bind that name.
-        if name == use.parts[0] and "torch" in self.tree.origins(Use(use.node, (name,), use.scope)):
+        if name == use.parts[0] and "torch" in use.scope.origins((name,)):
             return True
         bindings = [binding for binding in bound.bindings[name] if not binding.is_none]
         if self._is_deleted(name) or any(binding.origin != "torch" for binding in bindings):

@@ -128,7 +128,7 @@ def _asks_for_torch(tree: Tree, test: cst.BaseExpression, depth: int = 0) -> boo
 def _is_of_version(tree: Tree, use: Use, depth: int) -> bool:
     if any(map(_NAMED_AFTER_TORCH.search, use.parts)):
         return True
-    if any(origin and _VERSIONS.match(origin) for origin in tree.origins(use)):
+    if any(origin and _VERSIONS.match(origin) for origin in use.origins):
         return True
     return depth < _FURTHEST and _tells_of_torch(tree, use, depth + 1)
 
@@ -146,7 +146,7 @@ def _tells_of_torch(tree: Tree, use: Use, depth: int) -> bool:
     sources = []
     for n in range(2, len(use.parts) + 1):
         sources += tree.assigned.get(use.parts[:n], ())
-    given = [binding for binding in use.bindings if binding.source is not None]
+    given = [binding for binding in use.scope.bound(use.parts[0]) if binding.source is not None]
     if any(_is_set_by_version(tree, binding) for binding in given):
         return True
     sources += [binding.source for binding in given]
@@ -204,7 +204,7 @@ def _looks_up(tree: Tree, call: cst.Call) -> bool:
 def _is_about_amp(tree: Tree, node: cst.BaseExpression, asked: str | None) -> bool:
     """Whether a name that is `asked` of something of torch, or else that, is mixed precision's."""
     uses = tree.uses_below(node)
-    origins = [o for use in uses for o in tree.origins(use) if o and o.startswith("torch")]
+    origins = [o for use in uses for o in use.origins if o and o.startswith("torch")]
     names = [asked] * bool(origins) if asked is not None else origins
     return any(map(_OF_AMP.search, names))
 
@@ -214,7 +214,7 @@ def _new_uses(tree: Tree, node: cst.CSTNode) -> list[tuple[Use | None, str]]:
     """Each use or import of today's names below a node; None for an import."""
     found: list[tuple[Use | None, str]] = []
     for use in tree.uses_below(node):  # an attribute, such as torch.amp.GradScaler
-        found += [(use, _NEW[origin]) for origin in tree.origins(use) if origin in _NEW]
+        found += [(use, _NEW[origin]) for origin in use.origins if origin in _NEW]
     for part in below(node):
         if isinstance(part, cst.ImportFrom) and not is_star(part):
             names = [f"{module_of(part)}.{alias.name.value}" for alias in part.names]
@@ -230,7 +230,7 @@ def _is_newer(tree: Tree, arm: cst.CSTNode, node: cst.CSTNode) -> bool:
     """
     use, old = tree.use_at.get(node), None
     if use is not None:
-        old = {origin.rpartition(".")[2] for origin in tree.origins(use) if origin}
+        old = {origin.rpartition(".")[2] for origin in use.origins if origin}
     elif isinstance(node, cst.ImportAlias):
         old = {node.name.value}
     for new, name in _new_uses(tree, arm):
