@@ -11,22 +11,20 @@ import libcst as cst
 
 from amp_lab.migrate.apex_names import (
     ADVICE,
-    AUTOCAST,
     EQUALS,
     LEVELS,
+    PARAMETERS,
     PLAIN,
-    SCALER,
     SECTIONS,
     longest,
 )
-from amp_lab.migrate.nodes import arguments, dotted, is_false, module_of
+from amp_lab.migrate.nodes import aliases_of, arguments, bound_name, dotted, is_false, module_of
 from amp_lab.migrate.python_tree import Scope, Tree, Use
-from amp_lab.migrate.rewriter import Edit, Rewriter
+from amp_lab.migrate.rewriter import Rewriter
 from amp_lab.migrate.version_guards import is_guarded
 
 TRIGGERS = ("apex",)
 MARK = "# amp-lab migrate: "
-_OPERATIONS = cst.BinaryOperation | cst.UnaryOperation | cst.BooleanOperation | cst.IfExp
 
 
 class Rule(Rewriter):
@@ -42,8 +40,8 @@ class Rule(Rewriter):
             found = sorted(o for o in use.origins if o and o.startswith("apex."))
             if found:
                 self.uses.append((use, found[0]))
-        self.initialized = [use for use, old in self.uses if old == "apex.amp.initialize"]
-        self.levels = {self._level(self._call(use)) for use in self.initialized}
+        initialized = [use for use, old in self.uses if old == "apex.amp.initialize"]
+        self.levels = {self._level(self._call(use)) for use in initialized}
 
     def run(self) -> None:
         """Rewrite what is certain, and mark the rest."""
@@ -53,7 +51,10 @@ class Rule(Rewriter):
         for node, scope in self.tree.imports:
             module = module_of(node)
             if module == "apex" or module.startswith("apex."):
-                self._rewrite_import(node, module, scope)
+                if isinstance(node, cst.ImportFrom) and aliases_of(node):
+                    self._rewrite_import(node, module, scope)
+                else:
+                    self._mark(node, f"import the names that are used: {longest(ADVICE, module)}")
         self._put_marks()  # last: one statement may have several
 
     # What is certain.
@@ -68,7 +69,7 @@ class Rule(Rewriter):
         binding = use.scope.only(use.parts[0])
         if binding is None or is_guarded(self.tree, use.node):
             return False
-        if old in EQUALS and self._has_plain_arguments(use, old):
+        if old in EQUALS and self._plain_call(use, old) is not None:
             if len(use.parts) == 1:  # its import has to change with it, so that decides
                 self.imported[binding.node].append(use)
                 return True
@@ -76,34 +77,35 @@ class Rule(Rewriter):
                 self.spelled[binding.node] += 1
                 return True
         # Where amp.initialize stays, the line belongs to a loop that is to be changed as a whole.
-        is_alone = old == "apex.amp.master_params" and not self.initialized
+        is_alone = old == "apex.amp.master_params" and not self.levels
         return is_alone and self._rewrite_parameters(use)
 
-    def _has_plain_arguments(self, use: Use, old: str) -> bool:
-        """Whether it is called, with arguments that mean the same to the new one."""
+    def _plain_call(self, use: Use, old: str) -> cst.Call | None:
+        """Its call, if the arguments mean the same to the new one."""
         call = self._call(use)
         if call is None or not call.args or any(arg.star for arg in call.args):
-            return False
+            return None
         given = [arg.keyword.value for arg in call.args if arg.keyword is not None]
         equal = EQUALS[old]
-        return len(call.args) - len(given) <= equal.positional and set(given) <= set(equal.keywords)
+        is_short = len(call.args) - len(given) <= equal.positional
+        return call if is_short and set(given) <= set(equal.keywords) else None
 
-    def _plan(self, use: Use, old: str, name: str) -> list[Edit]:
-        """The edits of a call for today's `name`, which is said to be rewritten."""
-        call, equal = self._call(use), EQUALS[old]
+    def _rewrite_to(self, use: Use, old: str, name: str) -> None:
+        """Rewrite a call to today's `name`."""
+        call, equal = self._plain_call(use, old), EQUALS[old]
+        assert call is not None  # asked before the use was taken on
         given = arguments(call)
-        end = self.tree.span(call.args[-1])[1]
-        added = [f", {key}={value}" for key, value in equal.added if key not in given]
+        self.replace(use.node, name)
+        for key, value in equal.added:
+            if key not in given:
+                self.insert(self.tree.span(call.args[-1])[1], f", {key}={value}")
         self.say(use.node, "rewritten", f"{old} is {equal.module}.{equal.name}")
-        edits = [Edit(*self.tree.span(use.node), name)]
-        return [*edits, Edit(end, end, "".join(added))] if added else edits
 
     def _rewrite_spelled(self, use: Use, old: str) -> bool:
         """Rewrite a use to a dotted name of torch, if torch is imported by that name."""
-        scope = use.scope.find("torch")
-        if scope is None or {b.origin for b in scope.bindings["torch"]} != {"torch"}:
+        if {binding.origin for binding in use.scope.bound("torch")} != {"torch"}:
             return False
-        self.edits += self._plan(use, old, f"{EQUALS[old].module}.{EQUALS[old].name}")
+        self._rewrite_to(use, old, f"{EQUALS[old].module}.{EQUALS[old].name}")
         return True
 
     def _rewrite_parameters(self, use: Use) -> bool:
@@ -113,17 +115,14 @@ class Rule(Rewriter):
         has_comment = "#" in self.tree.text[slice(*self.tree.span(call))]
         if call.args[0].keyword is not None or call.args[0].star or has_comment:
             return False
-        self.replace(call, _parameters(self.tree.code(call.args[0].value)))
+        self.replace(call, PARAMETERS.format(self.tree.code(call.args[0].value)))
         self.say(use.node, "rewritten", "amp.master_params: the parameters are the master weights")
         return True
 
     def _rewrite_import(self, node: cst.ImportFrom, module: str, scope: Scope) -> None:
         """Replace an import if each name in it can be, else mark the uses that could have been."""
-        if isinstance(node.names, cst.ImportStar):
-            self._mark(node, f"import the names that are used: {longest(ADVICE, module)}")
-            return
-        olds = {alias: f"{module}.{alias.name.value}" for alias in node.names}
-        count = {alias: self._count_uses(alias, scope) for alias in olds}
+        olds = {alias: f"{module}.{alias.evaluated_name}" for alias in aliases_of(node)}
+        count = {alias: self.tree.count_uses(bound_name(alias), scope) for alias in olds}
         if self._can_be_torch(node, olds, count):
             self._import_from_torch(node, olds)
             return
@@ -134,11 +133,10 @@ class Rule(Rewriter):
                     left -= 1
                 else:
                     self._mark_use(use, old)
-            if left == 0:  # or the next run would tell what this one could have
-                rest = (
-                    "and the try around it" if self.tree.is_in(node, cst.Try) else "from the import"
-                )
-                self._mark(alias, f"nothing uses {old} here: delete it {rest}")
+            # It may be there to ask whether Apex is installed. Elsewhere the next run would see
+            # what this one left behind.
+            if left == 0 and not self.tree.is_in(node, cst.Try):
+                self._mark(alias, f"nothing uses {old} here: delete it from the import")
 
     def _can_be_torch(self, node: cst.ImportFrom, olds: dict, count: dict) -> bool:
         """Whether every name of an import has an equal in one module, by which all uses can go."""
@@ -153,28 +151,27 @@ class Rule(Rewriter):
         return is_free and len({equal.module for equal in equals}) == 1
 
     def _import_from_torch(self, node: cst.ImportFrom, olds: dict[cst.ImportAlias, str]) -> None:
-        self.replace(node.module, EQUALS[olds[node.names[0]]].module)
+        assert node.module is not None  # it is an absolute import
+        self.replace(node.module, EQUALS[next(iter(olds.values()))].module)
         for alias, old in olds.items():
             bound, dot, rest = EQUALS[old].name.partition(".")
             self.replace(alias.name, bound)
             for use in self.imported[alias]:
                 local = bound if alias.asname is None else use.parts[0]
-                self.edits += self._plan(use, old, local + dot + rest)
-
-    def _count_uses(self, alias: cst.ImportAlias, scope: Scope) -> int:
-        name = alias.name.value if alias.asname is None else alias.asname.name.value
-        home = scope.find(name)
-        return sum(u.parts[0] == name and u.scope.find(name) is home for u in self.tree.uses)
+                self._rewrite_to(use, old, local + dot + rest)
 
     # What is not.
 
     def _mark_use(self, use: Use, old: str) -> None:
-        special = {
-            "apex.amp.initialize": self._advice_on_level,
-            "apex.amp.scale_loss": self._advice_on_loss,
-            "apex.amp.master_params": self._advice_on_parameters,
-        }.get(old)
-        advice = special(use) if special else longest(ADVICE, old)
+        advice = longest(ADVICE, old)
+        if old == "apex.amp.initialize":
+            advice = LEVELS.get(self._level(self._call(use)), advice)
+        level = next(iter(self.levels)) if len(self.levels) == 1 else ""
+        reason = PLAIN.get(level)
+        if reason is not None and old == "apex.amp.scale_loss":
+            advice = f"write loss.backward(): {reason}"
+        elif reason is not None and old == "apex.amp.master_params":
+            advice = f"write {PARAMETERS.format('optimizer')}"
         self._mark(use.node, advice, f' (notebook 13, "{longest(SECTIONS, old)}")')
 
     def _level(self, call: cst.Call | None) -> str:
@@ -188,57 +185,6 @@ class Rule(Rewriter):
             level = self.tree.code(given["opt_level"]).strip("\"'")
             return level if level in LEVELS else ""
         return "" if any(arg.star for arg in call.args) else "O1"
-
-    def _advice_on_level(self, use: Use) -> str:
-        generic = f"for O1 and O2 delete it, put {AUTOCAST}, and make {SCALER}"
-        return LEVELS.get(self._level(self._call(use)), generic)
-
-    def _advice_on_loss(self, use: Use) -> str:
-        call = self._call(use)
-        given = arguments(call, ("loss", "optimizers")) if call is not None else {}
-        loss = self._in_one_line(given.get("loss"), "loss")
-        if len(self.levels) == 1 and (reason := PLAIN.get(*self.levels)):
-            needs_brackets = isinstance(given.get("loss"), _OPERATIONS)
-            return f"write {f'({loss})' if needs_brackets else loss}.backward(): {reason}"
-        listed = given.get("optimizers")
-        several = listed.elements if isinstance(listed, cst.List | cst.Tuple) else ()
-        names = [self._in_one_line(element.value, "optimizer") for element in several]
-        names = names or [self._in_one_line(listed, "optimizer")]
-        old_steps = " and ".join(f"{name}.step()" for name in names)
-        steps, unscales = (
-            " and ".join(f"scaler.{method}({name})" for name in names)
-            for method in ("step", "unscale_")
-        )
-        return (
-            f"write scaler.scale({loss}).backward(); for {old_steps} write {steps}, then "
-            f"scaler.update() once; call {unscales} before clipping{self._passed_to(use.scope)}"
-        )
-
-    def _advice_on_parameters(self, use: Use) -> str:
-        call = self._call(use)
-        first = call.args[0].value if call is not None and call.args else None
-        optimizer = self._in_one_line(first, "optimizer")
-        after = (
-            ""
-            if self.levels <= PLAIN.keys() and self.levels
-            else f", after scaler.unscale_({optimizer})"
-        )
-        return f"write {_parameters(optimizer)}{after}"
-
-    def _in_one_line(self, node: cst.BaseExpression | None, default: str) -> str:
-        """The code of an expression in one line; the default for none, or one with a comment."""
-        code = self.tree.code(node) if node is not None else "#"
-        return default if "#" in code else " ".join(code.split())
-
-    def _passed_to(self, scope: Scope) -> str:
-        """What to add where a function does not see the scaler that replaces ``initialize``."""
-        if not isinstance(scope.node, cst.FunctionDef):
-            return ""
-        if any(use.scope in scope.outwards() for use in self.initialized):
-            return ""
-        if scope.parent is not None and scope.parent.kind == "class":
-            return "; keep scaler as an attribute of the object"
-        return f"; pass scaler to {scope.node.name.value}()"
 
     def _mark(self, node: cst.CSTNode, advice: str, where: str = "") -> None:
         """Say what is to be done, and `where` to read more, which the comment leaves out."""
@@ -257,7 +203,3 @@ class Rule(Rewriter):
             for advice in dict.fromkeys(pieces):
                 if advice not in there:
                     self.insert(start, f"{MARK}{advice}{self.tree.newline}{indent}")
-
-
-def _parameters(optimizer: str) -> str:
-    return f'(p for group in {optimizer}.param_groups for p in group["params"])'

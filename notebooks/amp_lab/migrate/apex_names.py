@@ -41,7 +41,16 @@ EQUALS = {
 }
 AUTOCAST = 'the forward pass and the loss in torch.autocast("cuda", dtype=torch.float16)'
 SCALER = 'scaler = torch.amp.GradScaler("cuda") once'
+PARAMETERS = '(p for group in {}.param_groups for p in group["params"])'
 ADVICE = {  # by the longest name that fits
+    "apex.amp.initialize": f"for O1 and O2 delete it, put {AUTOCAST}, and make {SCALER}",
+    "apex.amp.scale_loss": (
+        "write scaler.scale(loss).backward(); for optimizer.step() write scaler.step(optimizer), "
+        "then scaler.update() once; call scaler.unscale_(optimizer) before clipping"
+    ),
+    "apex.amp.master_params": (
+        f"write {PARAMETERS.format('optimizer')}, after scaler.unscale_(optimizer)"
+    ),
     "apex.amp.state_dict": "save scaler.state_dict() in its place",
     "apex.amp.load_state_dict": (
         'write scaler.load_state_dict(...); in a checkpoint of Apex, "scale" is "loss_scale" of '

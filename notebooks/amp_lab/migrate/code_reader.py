@@ -8,14 +8,13 @@ import dataclasses
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import libcst as cst
 
 from amp_lab.migrate.nodes import (
     arguments,
     assignments,
-    below,
     children,
     dotted,
     is_false,
@@ -105,7 +104,9 @@ class CodeReader:
         self.star = min(stars & {*OLD_MODULES, "torch.amp"}, default=None)
         self.disabled: set[str] = set()  # scalers that are made with enabled=False
         self.made: defaultdict[str, set[str]] = defaultdict(set)  # by the last part of the name
-        self.scaler_names = set(self._find_scaler_names())
+        for parts, values in tree.assigned.items():
+            for value in values:
+                self._find_scaler(".".join(parts), value)
         self._read_unit(tree.module, Place())  # it reads every function that it meets as well
         self.events = list(itertools.chain(*(unit.events for unit in self.units)))
         # What a scaler steps is an optimizer, whatever it is called.
@@ -113,13 +114,15 @@ class CodeReader:
         nodes = [unit.node for unit in self.units]
         self.functions = {n.name.value: n for n in nodes if isinstance(n, cst.FunctionDef)}
 
-    def _find_scaler_names(self) -> Iterator[str]:
-        for call in self.tree.calls:
-            if self.origin(call.func, self.tree.scope_of[call]) in SCALERS:
-                for above, _ in self.tree.ancestors(call):
-                    for target, value in assignments(above):
-                        if any(part is call for part in below(value)):
-                            yield last_part(self.key(target))
+    def _find_scaler(self, key: str, value: cst.CSTNode) -> None:
+        # GradScaler() if fp16 else None
+        arms = (value.body, value.orelse) if isinstance(value, cst.IfExp) else (value,)
+        calls = [arm for arm in arms if isinstance(arm, cst.Call)]
+        made = [c for c in calls if self.origin(c.func, self.tree.scope_of[c]) in SCALERS]
+        if made:
+            self.made[last_part(key)].add(key)
+            if any(self._is_off(call, old_place=4, new_place=5) for call in made):
+                self.disabled.add(last_part(key))
 
     def origin(self, node: cst.CSTNode | None, scope: Scope | None) -> str | None:
         """The dotted name that an expression stands for, also after ``amp = torch.cuda.amp``."""
@@ -224,25 +227,14 @@ class CodeReader:
         if isinstance(node, cst.Lambda):
             return
         for target, value in assignments(node):
-            self._read_assignment(target, value, unit)
+            scaler = self._scaler_in(value)
+            if scaler is not None:
+                unit.scaled_names[self.key(target)] = scaler
         for child in children(node):
             self._read_expression(child, place, unit)
         if isinstance(node, cst.Call):
             kind, *names = self._kind(node, unit)
             unit.events.append(Event(kind, node, place, len(unit.events), *names))
-
-    def _read_assignment(self, target: cst.CSTNode, value: cst.CSTNode, unit: Unit) -> None:
-        key = ".".join(dotted(target) or ())
-        # GradScaler() if fp16 else None
-        arms = (value.body, value.orelse) if isinstance(value, cst.IfExp) else (value,)
-        calls = [arm for arm in arms if isinstance(arm, cst.Call)] if key else []
-        made = [call for call in calls if self.origin(call.func, unit.scope) in SCALERS]
-        if made:
-            self.made[last_part(key)].add(key)
-            if any(self._is_off(call, old_place=4, new_place=5) for call in made):
-                self.disabled.add(last_part(key))
-        elif calls and (scaler := self._scaler_in(calls[0])) is not None:
-            unit.scaled_names[key] = scaler
 
     def key(self, node: cst.CSTNode) -> str:
         """An expression as its dotted name, or its code if it is none."""
@@ -272,7 +264,7 @@ class CodeReader:
         return (name, key, "") if name in ("step", "update") else ("call", "", "")
 
     def _is_scaler(self, key: str) -> bool:
-        return "scal" in key.lower() or last_part(key) in self.scaler_names  # it may be a parameter
+        return "scal" in key.lower() or last_part(key) in self.made  # it may be a parameter
 
     def _scaler_in(self, node: cst.CSTNode) -> str | None:
         """The scaler in ``scaler.scale(…)``."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from amp_lab.migrate.code_reader import CodeReader, Event, Unit, last_part
-from amp_lab.migrate.nodes import dotted
+from amp_lab.migrate.nodes import assignments, dotted
 from amp_lab.migrate.rewriter import Rewriter
 
 TRIGGERS = ("autocast", "GradScaler", "torch .scale(")  # a scaler may be passed to a function
@@ -251,19 +251,9 @@ def _hands_on_self(code: CodeReader, call: cst.Call) -> bool:
 
 def _stays(code: CodeReader, node: cst.CSTNode, name: str) -> bool:
     """Whether a use of a scaler leaves it in this file, and by its name."""
-    parents = code.tree.parents
-    parent = parents[node]
-    if isinstance(parent, cst.Arg):
-        call = parents[parent]
-        called = code.key(call.func) if isinstance(call, cst.Call) else ""
-        function = code.functions.get(called)
-        params = function.params if function is not None else cst.Parameters()
-        # there it is found by the same name
-        return name in {param.name.value for param in (*params.params, *params.kwonly_params)}
-    if isinstance(parent, cst.Assign | cst.AnnAssign):
-        targets = parent.targets if isinstance(parent, cst.Assign) else [parent]
-        return all(last_part(code.key(target.target)) == name for target in targets)
-    return isinstance(parent, _KEEPS)
+    parent = code.tree.parents[node]
+    given = [last_part(code.key(target)) for target, _ in assignments(parent)]
+    return isinstance(parent, _KEEPS) or (given != [] and {*given} == {name})
 
 
 def _is_handed_on(code: CodeReader, name: str) -> bool:

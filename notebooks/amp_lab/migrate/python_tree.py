@@ -347,6 +347,11 @@ class Tree:
         """The uses of names in a part of the tree."""
         return [self.use_at[part] for part in below(node) if part in self.use_at]
 
+    def count_uses(self, name: str, scope: Scope) -> int:
+        """How often a name is used, as it is seen from a scope."""
+        home = scope.find(name)
+        return sum(u.parts[0] == name and u.scope.find(name) is home for u in self.uses)
+
     # Where it is. Positions cost more than parsing, and most files need none.
 
     @functools.cached_property

@@ -68,12 +68,8 @@ class TorchName:
             statement, block = tried, tree.parents[tried]
         if block is tree.module and is_later:
             return True
-        around = dict(tree.ancestors(use.node)).get(block)
-        if around is None:
-            return False
-        if statement is around:  # a line with semicolons
-            return tree.span(node) < tree.span(use.node)
-        return block.body.index(statement) < block.body.index(around)
+        # spans also order the parts of a line with semicolons
+        return tree.is_in(use.node, block) and tree.span(node) < tree.span(use.node)
 
     def _is_deleted(self, name: str) -> bool:
         same = (use.node for use in self.tree.uses if use.parts == (name,))

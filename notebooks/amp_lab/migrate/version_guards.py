@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 import libcst as cst
 
 from amp_lab.migrate.nodes import (
+    aliases_of,
     arguments,
     below,
     children,
     dotted,
-    is_star,
     leaves,
     literal,
     module_of,
@@ -54,7 +54,9 @@ def is_guarded(tree: Tree, node: cst.CSTNode) -> bool:
 def _if_guards(tree: Tree, parent: cst.If | cst.IfExp, child: cst.CSTNode, node) -> bool:
     if child is parent.test:
         return False
-    arms = [arm for arm in (parent.body, parent.orelse) if arm not in (None, child)]
+    arms: list[cst.CSTNode] = [
+        arm for arm in (parent.body, parent.orelse) if arm is not None and arm is not child
+    ]
     block = tree.parents[parent]
     if not arms and isinstance(block, cst.Module | cst.IndentedBlock) and leaves(parent.body):
         arms = list(block.body[block.body.index(parent) + 1 :])  # they are its else
@@ -72,7 +74,7 @@ def _call_guards(tree: Tree, parent: cst.Call, child: cst.CSTNode, node) -> bool
 
 def _handler_guards(tree: Tree, parent: cst.ExceptHandler, child: cst.CSTNode, node) -> bool:
     """Whether the handler is for what an old torch lacks."""
-    header, tried = tree.code(parent), tree.parents[parent].body
+    header, tried = tree.code(parent), next(children(tree.parents[parent]))
     if not _FALLBACK.search(header):  # it is for errors of another kind
         return False
     imports = (isinstance(part, cst.Import | cst.ImportFrom) for part in below(tried))
@@ -216,8 +218,8 @@ def _new_uses(tree: Tree, node: cst.CSTNode) -> list[tuple[Use | None, str]]:
     for use in tree.uses_below(node):  # an attribute, such as torch.amp.GradScaler
         found += [(use, _NEW[origin]) for origin in use.origins if origin in _NEW]
     for part in below(node):
-        if isinstance(part, cst.ImportFrom) and not is_star(part):
-            names = [f"{module_of(part)}.{alias.name.value}" for alias in part.names]
+        if isinstance(part, cst.ImportFrom):
+            names = [f"{module_of(part)}.{alias.evaluated_name}" for alias in aliases_of(part)]
             found += [(None, _NEW[name]) for name in names if name in _NEW]
     return found
 
