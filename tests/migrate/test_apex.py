@@ -8,8 +8,7 @@ import torch
 
 import build_pairs
 from amp_lab.migrate import migrate_source
-from amp_lab.migrate.apex import MARK
-from amp_lab.migrate.apex_names import SECTIONS
+from amp_lab.migrate.apex import MARK, SECTIONS
 
 SCRIPT = """\
 import torch
@@ -82,12 +81,7 @@ def apex(monkeypatch):
                     v = kept["v"] / (1 - b2 ** group["step"])
                     p -= group["lr"] * (m / (v.sqrt() + group["eps"]) + group["weight_decay"] * p)
 
-    def master_params(optimizer):
-        for group in optimizer.param_groups:
-            yield from group["params"]
-
     parts = {
-        "apex.amp": {"master_params": master_params},
         "apex.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": torch.optim.SGD},
         "apex.normalization": {"FusedLayerNorm": torch.nn.LayerNorm},
         "apex.parallel": {
@@ -124,9 +118,6 @@ CERTAIN = {
     + TRAIN.format(made="optimizers.FusedSGD(layer.parameters(), 0.1, momentum=0.9)"),
     "FusedLayerNorm": "import torch\nfrom apex.normalization import FusedLayerNorm\n"
     "result = [FusedLayerNorm(4, eps=1e-3)(torch.arange(4.0))]\n",
-    "master_params": "import torch\nfrom apex import amp\n"
-    "optimizer = torch.optim.SGD([{'params': [torch.ones(2)]}, {'params': [torch.zeros(3)]}])\n"
-    "result = list(amp.master_params(optimizer))\n",
     "convert_syncbn_model": "import torch\nfrom apex.parallel import convert_syncbn_model\n"
     "model = convert_syncbn_model(torch.nn.Sequential(torch.nn.BatchNorm1d(2)))\n"
     "result = [torch.tensor(isinstance(model[0], torch.nn.SyncBatchNorm))]\n",

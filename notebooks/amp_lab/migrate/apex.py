@@ -2,22 +2,17 @@
 
 A name is rewritten if torch has an exact equal. A training loop is not: what `amp.initialize` and
 `amp.scale_loss` do is spread over model, optimizer and loop, so each such line gets a comment.
+
+What Apex's functions do, and their arguments and defaults, is from its sources
+(https://github.com/NVIDIA/apex: ``apex/amp``, ``apex/optimizers``, ``apex/normalization``).
 """
 
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 import libcst as cst
 
-from amp_lab.migrate.apex_names import (
-    ADVICE,
-    EQUALS,
-    LEVELS,
-    PARAMETERS,
-    PLAIN,
-    SECTIONS,
-    longest,
-)
 from amp_lab.migrate.nodes import aliases_of, arguments, bound_name, dotted, is_false, module_of
 from amp_lab.migrate.python_tree import Scope, Tree, Use
 from amp_lab.migrate.rewriter import Rewriter
@@ -25,6 +20,111 @@ from amp_lab.migrate.version_guards import is_guarded
 
 TRIGGERS = ("apex",)
 MARK = "# amp-lab migrate: "
+
+
+class Equal(NamedTuple):
+    """What torch has for a name of Apex, and with which arguments the two mean the same."""
+
+    module: str
+    name: str
+    positional: int
+    keywords: tuple[str, ...] = ()
+    added: tuple[tuple[str, str], ...] = ()  # keywords, where they are not given
+
+
+EQUALS = {
+    "apex.optimizers.FusedAdam": Equal(
+        "torch.optim",
+        "AdamW",
+        2,
+        ("params", "lr", "betas", "eps", "weight_decay"),
+        (("weight_decay", "0.0"), ("fused", "True")),  # AdamW's own decay is 0.01
+    ),
+    "apex.optimizers.FusedSGD": Equal(
+        "torch.optim",
+        "SGD",
+        5,
+        ("params", "lr", "momentum", "dampening", "weight_decay", "nesterov"),
+        (("fused", "True"),),
+    ),
+    "apex.normalization.FusedLayerNorm": Equal(
+        "torch.nn", "LayerNorm", 3, ("normalized_shape", "eps", "elementwise_affine")
+    ),
+    "apex.parallel.convert_syncbn_model": Equal(
+        "torch.nn", "SyncBatchNorm.convert_sync_batchnorm", 1
+    ),
+}
+AUTOCAST = 'the forward pass and the loss in torch.autocast("cuda", dtype=torch.float16)'
+SCALER = 'scaler = torch.amp.GradScaler("cuda") once'
+_PARAMETERS = '(p for group in {}.param_groups for p in group["params"])'
+ADVICE = {  # by the longest name that fits
+    "apex.amp.initialize": f"for O1 and O2 delete it, put {AUTOCAST}, and make {SCALER}",
+    "apex.amp.scale_loss": (
+        "write scaler.scale(loss).backward(); for optimizer.step() write scaler.step(optimizer), "
+        "then scaler.update() once; call scaler.unscale_(optimizer) before clipping"
+    ),
+    "apex.amp.master_params": (
+        f"write {_PARAMETERS.format('optimizer')}, after scaler.unscale_(optimizer)"
+    ),
+    "apex.amp.state_dict": "save scaler.state_dict() in its place",
+    "apex.amp.load_state_dict": (
+        'write scaler.load_state_dict(...); in a checkpoint of Apex, "scale" is "loss_scale" of '
+        '"loss_scaler0", and "_growth_tracker" is its "unskipped"'
+    ),
+    "apex.amp.disable_casts": 'write torch.autocast("cuda", enabled=False)',
+    "apex.amp.half_function": "drop it: autocast casts the ops inside to float16 by itself",
+    "apex.amp.float_function": (
+        'compute in torch.autocast("cuda", enabled=False), on x.float() for each input'
+    ),
+    "apex.amp.promote_function": "drop it: ops of two dtypes promote by themselves in autocast",
+    "apex.amp.init": f"drop it: put {AUTOCAST}, and make {SCALER}",
+    "apex.amp": "use torch.amp: autocast and GradScaler",
+    "apex.optimizers.FusedAdam": (
+        "write torch.optim.AdamW(..., weight_decay=0.0, fused=True), or torch.optim.Adam if it has "
+        "adam_w_mode=False"
+    ),
+    "apex.optimizers.FusedSGD": "write torch.optim.SGD(..., fused=True)",
+    "apex.optimizers.FusedAdagrad": "write torch.optim.Adagrad(...)",
+    "apex.optimizers": "torch.optim has no such optimizer: take torch.optim.AdamW, and tune anew",
+    "apex.parallel.DistributedDataParallel": (
+        "write torch.nn.parallel.DistributedDataParallel(model, device_ids=[local_rank])"
+    ),
+    "apex.parallel.SyncBatchNorm": "write torch.nn.SyncBatchNorm",
+    "apex.parallel.convert_syncbn_model": (
+        "write torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)"
+    ),
+    "apex.parallel": "use torch.nn.parallel",
+    "apex.normalization.FusedRMSNorm": "write torch.nn.RMSNorm(..., eps=1e-5)",
+    "apex.normalization": "write torch.nn.LayerNorm",
+    "apex.fp16_utils": f"keep the model in float32; put {AUTOCAST}, and make {SCALER}",
+    "apex": "look for its name of today in torch.amp, torch.optim or torch.nn",
+}
+SECTIONS = {  # of notebook 13, where it is explained: the heading for a name, and those below it
+    "apex.amp.initialize": "What each level did, and what does it today",
+    "apex.amp.init": "What each level did, and what does it today",
+    "apex.fp16_utils": "What each level did, and what does it today",
+    "apex.amp.scale_loss": "The loop, line by line",
+    "apex.amp.master_params": "The loop, line by line",
+    "apex.amp.state_dict": "Checkpoints that Apex wrote",
+    "apex.amp.load_state_dict": "Checkpoints that Apex wrote",
+    "apex": "The names, then and now",
+}
+LEVELS = {
+    "O0": "O0 is plain float32: delete it, and amp.scale_loss with it",
+    "O1": f"O1 casts ops: delete it, put {AUTOCAST}, and make {SCALER}",
+    "O2": (
+        f"O2 keeps float32 master weights, as torch does by itself: delete it, put {AUTOCAST}, "
+        f"and make {SCALER}"
+    ),
+    "O3": "O3 is pure float16: delete it, and write model.half(), without a scaler, which refuses "
+    "float16 gradients",
+    "off": "enabled=False is plain float32: delete it, and amp.scale_loss with it",
+}
+PLAIN = {  # why the gradients of these levels need no scaler
+    "O0": "O0 is plain float32",
+    "O3": "O3 is pure float16, and a scaler refuses float16 gradients",
+    "off": "with enabled=False it is plain float32",
+}
 
 
 class Rule(Rewriter):
@@ -54,7 +154,7 @@ class Rule(Rewriter):
                 if isinstance(node, cst.ImportFrom) and aliases_of(node):
                     self._rewrite_import(node, module, scope)
                 else:
-                    self._mark(node, f"import the names that are used: {longest(ADVICE, module)}")
+                    self._mark(node, f"import the names that are used: {_longest(ADVICE, module)}")
         self._put_marks()  # last: one statement may have several
 
     # What is certain.
@@ -76,9 +176,7 @@ class Rule(Rewriter):
             if self._rewrite_spelled(use, old):
                 self.spelled[binding.node] += 1
                 return True
-        # Where amp.initialize stays, the line belongs to a loop that is to be changed as a whole.
-        is_alone = old == "apex.amp.master_params" and not self.levels
-        return is_alone and self._rewrite_parameters(use)
+        return False
 
     def _plain_call(self, use: Use, old: str) -> cst.Call | None:
         """Its call, if the arguments mean the same to the new one."""
@@ -106,17 +204,6 @@ class Rule(Rewriter):
         if {binding.origin for binding in use.scope.bound("torch")} != {"torch"}:
             return False
         self._rewrite_to(use, old, f"{EQUALS[old].module}.{EQUALS[old].name}")
-        return True
-
-    def _rewrite_parameters(self, use: Use) -> bool:
-        call = self._call(use)
-        if call is None or len(call.args) != 1 or not dotted(call.args[0].value):
-            return False
-        has_comment = "#" in self.tree.text[slice(*self.tree.span(call))]
-        if call.args[0].keyword is not None or call.args[0].star or has_comment:
-            return False
-        self.replace(call, PARAMETERS.format(self.tree.code(call.args[0].value)))
-        self.say(use.node, "rewritten", "amp.master_params: the parameters are the master weights")
         return True
 
     def _rewrite_import(self, node: cst.ImportFrom, module: str, scope: Scope) -> None:
@@ -163,16 +250,15 @@ class Rule(Rewriter):
     # What is not.
 
     def _mark_use(self, use: Use, old: str) -> None:
-        advice = longest(ADVICE, old)
+        advice = _longest(ADVICE, old)
         if old == "apex.amp.initialize":
             advice = LEVELS.get(self._level(self._call(use)), advice)
-        level = next(iter(self.levels)) if len(self.levels) == 1 else ""
-        reason = PLAIN.get(level)
+        reason = PLAIN.get(min(self.levels, default="")) if len(self.levels) == 1 else None
         if reason is not None and old == "apex.amp.scale_loss":
             advice = f"write loss.backward(): {reason}"
         elif reason is not None and old == "apex.amp.master_params":
-            advice = f"write {PARAMETERS.format('optimizer')}"
-        self._mark(use.node, advice, f' (notebook 13, "{longest(SECTIONS, old)}")')
+            advice = f"write {_PARAMETERS.format('optimizer')}"
+        self._mark(use.node, advice, f' (notebook 13, "{_longest(SECTIONS, old)}")')
 
     def _level(self, call: cst.Call | None) -> str:
         """What of `LEVELS` a call of ``initialize`` asks for; empty if that is not written out."""
@@ -195,7 +281,7 @@ class Rule(Rewriter):
         """Put each advice as a comment above its statement, unless it is there."""
         for statement, pieces in self.marks.items():
             start = self.tree.span(statement)[0]
-            indent = self.tree.indent(start)
+            indent = self.tree.indent(start) or ""
             above = self.tree.text[: start - len(indent)].splitlines()
             there = set()
             while above and above[-1].lstrip().startswith(MARK):  # marks of a run before
@@ -203,3 +289,10 @@ class Rule(Rewriter):
             for advice in dict.fromkeys(pieces):
                 if advice not in there:
                     self.insert(start, f"{MARK}{advice}{self.tree.newline}{indent}")
+
+
+def _longest(table: dict[str, str], name: str) -> str:
+    """What a table has for a dotted name, or for the longest part that it begins with."""
+    while name not in table:
+        name = name.rpartition(".")[0]
+    return table[name]

@@ -31,20 +31,7 @@ _WORTH_PROCESSES = 60  # files; below it, starting a process takes longer than i
 
 
 # The bytes of the new file, what is said of it, and a title, the old and the new text of each part.
-_Migrated = tuple[bytes, list["Line"], list[tuple[str, str, str]]]
-
-
-class Line(NamedTuple):
-    """What there is to say about a line of a file, or of a cell (from 1) of a notebook."""
-
-    cell: int | None
-    line: int
-    kind: str
-    message: str
-
-    def __str__(self) -> str:
-        where = f"{self.line}" if self.cell is None else f"cell {self.cell}:{self.line}"
-        return f"{where}: {self.kind}: {self.message}"
+_Migrated = tuple[bytes, list[Finding], list[tuple[str, str, str]]]
 
 
 @dataclasses.dataclass
@@ -52,17 +39,16 @@ class Result:
     """What was found in a file, the `diff` to its migrated text, or the `error` that kept it."""
 
     path: Path
-    lines: list[Line] = dataclasses.field(default_factory=list)
+    lines: list[Finding] = dataclasses.field(default_factory=list)
     diff: str = ""
     written: bool = False
     error: str | None = None
 
     def __bool__(self) -> bool:
-        """Whether there is anything to say about the file."""
-        return bool(self.lines or self.error)
+        return bool(self.lines or self.error)  # whether there is anything to say
 
     @property
-    def to_do(self) -> list[Line]:
+    def to_do(self) -> list[Finding]:
         """The lines that are still to be changed, by this tool or by hand."""
         done = ("left", "rewritten") if self.written else ("left",)
         return [line for line in self.lines if line.kind not in done]
@@ -121,14 +107,9 @@ def _is_skipped(folder: Path) -> bool:
 
 def has_names(path: Path) -> bool:
     """Whether a file has any text that triggers a rule; most files are only read."""
-    with open(path, "rb", buffering=0, opener=_open_at_once) as file:
-        data = file.read() or b""
-    return is_triggered(data)
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file; a pipe too, without waiting for something to write to it."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if path.is_fifo():  # reading would wait for something to write to it
+        return False
+    return is_triggered(path.read_bytes())
 
 
 def migrate_file(path: Path, write: bool = False) -> Result:
@@ -209,8 +190,7 @@ def _migrate_python(path: Path, data: bytes) -> _Migrated:
         text, path, lambda error: f"line {error.raw_line} {_why_not_read(text)}"
     )
     new = apply(text, edits)
-    lines = [Line(None, *finding) for finding in findings]
-    return new.encode(encoding), lines, [("", text, new)]
+    return new.encode(encoding), findings, [("", text, new)]
 
 
 def _edits_and_findings(
@@ -260,9 +240,9 @@ def _migrate_notebook(path: Path, data: bytes) -> _Migrated:
     edits, findings = _edits_and_findings(code, path, lambda _: _why_no_python(cells))
     line_of = [code.count("\n", 0, cell.start) for cell in cells]
     lines = []
-    for line, kind, message in findings:
-        at = bisect.bisect_left(line_of, line) - 1
-        lines.append(Line(cells[at].number, line - line_of[at], kind, message))
+    for finding in findings:
+        at = bisect.bisect_left(line_of, finding.line) - 1
+        lines.append(finding._replace(line=finding.line - line_of[at], cell=cells[at].number))
     raw_edits, changes = [], []
     for cell in cells:
         new = _migrate_cell(cell, edits)

@@ -17,9 +17,6 @@ from amp_lab.migrate.rewriter import Rewriter
 
 TRIGGERS = ("autocast", "GradScaler", "torch .scale(")  # a scaler may be passed to a function
 _UNSCALES = re.compile(r"unscale|get_scale|_scale\b|\.grad\b|\binf\b")
-_OF_MODULES = {"parameters", "named_parameters", "modules", "children", "forward", "train", "eval"}
-_OF_MODULES |= {"to", "cuda", "state_dict", "load_state_dict", "zero_grad", "register_buffer"}
-
 _KEEPS = cst.Attribute | cst.AssignTarget | cst.Comparison | cst.ComparisonTarget | cst.If
 _KEEPS |= cst.UnaryOperation | cst.BooleanOperation
 Found = Iterator[tuple[cst.CSTNode, str]]
@@ -245,8 +242,7 @@ def _hands_on_self(code: CodeReader, call: cst.Call) -> bool:
         return True
     if len(parts) != 2 or parts[0] != "self":
         return False
-    is_here = parts[1] in code.functions or parts in code.tree.assigned
-    return not is_here and parts[1] not in _OF_MODULES
+    return parts[1] not in code.functions and parts not in code.tree.assigned
 
 
 def _stays(code: CodeReader, node: cst.CSTNode, name: str) -> bool:

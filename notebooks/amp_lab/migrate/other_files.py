@@ -31,7 +31,9 @@ class Rule(Rewriter):
     def run(self) -> None:
         """Look at each use of a name that a file beside this one may have from torch."""
         read: dict[Path, dict[str, str]] = {}
-        for use in self.tree.uses if self.path is not None else ():
+        if self.path is None:
+            return
+        for use in self.tree.uses:
             for home, name in self._sources(use, self.path):
                 if home not in read:
                     read[home] = _devices(home)

@@ -407,28 +407,22 @@ def answered_once(ask: Callable[..., _Answer]) -> Callable[..., _Answer]:
 
 
 _VISITORS: dict[type[cst.CSTNode], Callable[..., None]] = {
-    cst.Name: Tree._visit_name,
-    cst.Attribute: Tree._visit_attribute,
-    cst.Call: Tree._visit_call,
-    cst.Arg: Tree._visit_arg,
-    cst.FunctionDef: Tree._visit_function,
-    cst.Lambda: Tree._visit_function,
-    cst.ClassDef: Tree._visit_class,
-    cst.ListComp: Tree._visit_comprehension,
-    cst.SetComp: Tree._visit_comprehension,
-    cst.GeneratorExp: Tree._visit_comprehension,
-    cst.DictComp: Tree._visit_comprehension,
-    cst.For: Tree._visit_for,
-    cst.CompFor: Tree._visit_for,
-    cst.Assign: Tree._visit_assign,
-    cst.AnnAssign: Tree._visit_other_assign,
-    cst.AugAssign: Tree._visit_other_assign,
-    cst.NamedExpr: Tree._visit_other_assign,
-    cst.AsName: Tree._visit_as_name,
-    cst.MatchAs: Tree._visit_match_name,
-    cst.MatchStar: Tree._visit_match_name,
-    cst.Global: Tree._visit_elsewhere,
-    cst.Nonlocal: Tree._visit_elsewhere,
-    cst.Import: Tree._visit_import,
-    cst.ImportFrom: Tree._visit_import,
+    kind: visit
+    for visit, *kinds in (
+        (Tree._visit_name, cst.Name),
+        (Tree._visit_attribute, cst.Attribute),
+        (Tree._visit_call, cst.Call),
+        (Tree._visit_arg, cst.Arg),
+        (Tree._visit_function, cst.FunctionDef, cst.Lambda),
+        (Tree._visit_class, cst.ClassDef),
+        (Tree._visit_comprehension, cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp),
+        (Tree._visit_for, cst.For, cst.CompFor),
+        (Tree._visit_assign, cst.Assign),
+        (Tree._visit_other_assign, cst.AnnAssign, cst.AugAssign, cst.NamedExpr),
+        (Tree._visit_as_name, cst.AsName),
+        (Tree._visit_match_name, cst.MatchAs, cst.MatchStar),
+        (Tree._visit_elsewhere, cst.Global, cst.Nonlocal),
+        (Tree._visit_import, cst.Import, cst.ImportFrom),
+    )
+    for kind in kinds
 }

@@ -12,12 +12,16 @@ import functools
 import itertools
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 import libcst as cst
 
 from amp_lab.migrate.nodes import (
+    aliases_of,
     arguments,
+    assignments,
     dotted,
     is_false,
     is_star,
@@ -60,7 +64,7 @@ class ByHand(Exception):
     """Why a use is not rewritten, and what to write."""
 
 
-def _is_old(origin: str | None) -> bool:
+def _is_old(origin: str | None) -> TypeGuard[str]:
     is_name = origin in OLD or origin in OLD_MODULES
     return is_name or (origin is not None and origin.startswith(_BELOW_OLD))
 
@@ -117,28 +121,27 @@ class Rule(Rewriter):
         alone: list[tuple[Use, str]] = []
         groups: defaultdict[tuple[Scope, str], list[tuple[Use, str]]] = defaultdict(list)
         for use in self.tree.uses:
-            origins = use.origins
-            old = next(filter(_is_old, origins), None)  # None: not a use of these names
+            old = next(filter(_is_old, use.origins), None)  # None: not a use of these names
             if old is None or any(
                 use.node is node or self.tree.is_in(use.node, node) for node in self.replaced
             ):
                 continue
-            if len(origins) > 1:
-                self._say_ambiguous(use, use.scope.bound(use.parts[0]))
-            elif any(_is_old(binding.origin) for binding in use.scope.bound(use.parts[0])):
-                groups[use.scope.find(use.parts[0]), use.parts[0]].append((use, old))
+            home, bindings = use.scope.find(use.parts[0]), use.scope.bound(use.parts[0])
+            if len(use.origins) > 1:
+                self._say_ambiguous(use, bindings)
+            elif home is not None and any(_is_old(binding.origin) for binding in bindings):
+                groups[home, use.parts[0]].append((use, old))
             else:
                 alone.append((use, old))
         return alone, groups
 
     def _find_replaced(self) -> dict[cst.CSTNode, str]:
         """Where an old name of torch is given another value, and which one."""
-        found = {}
+        found: dict[cst.CSTNode, str] = {}
         for use in self.tree.uses:
             is_target = isinstance(self.tree.parents[use.node], cst.AssignTarget | cst.Del)
-            for old in use.origins & OLD.keys() if is_target else ():
-                if len(use.parts) > 1:
-                    found[use.node] = old
+            for old in OLD.keys() & use.origins if is_target and len(use.parts) > 1 else ():
+                found[use.node] = old
         for call in self.tree.calls:
             if name_called(call) in ("patch", "object", "setattr", "delattr"):
                 for old in OLD.keys() & self._patched(call):
@@ -233,10 +236,10 @@ class Rule(Rewriter):
         (name, device), parent = OLD[old], self.tree.parents[use.node]
         if isinstance(parent, cst.Arg):
             call = self.tree.parents[parent]
-            is_first = isinstance(call, cst.Call) and call.args[0] is parent
-            if is_first and use.scope.origin(call.func) == "functools.partial":
-                self._check_partial(name, device, call)
-                return self._plan_call(name, device, call, call.args[1:], use, after=parent)
+            if isinstance(call, cst.Call) and call.args[0] is parent:
+                if use.scope.origin(call.func) == "functools.partial":
+                    self._check_partial(name, device, call)
+                    return self._plan_call(name, device, call, call.args[1:], use, after=parent)
             if isinstance(call, cst.ClassDef):
                 where = f'give "{device}" first in super().__init__'
                 raise ByHand(f"a class derives from it: derive from torch.amp.{name}, and {where}")
@@ -260,9 +263,8 @@ class Rule(Rewriter):
 
     def _check_partial(self, name: str, device: str, call: cst.Call) -> None:
         """Raise `ByHand` if a ``partial`` of autocast may be called with positional arguments."""
-        target = self.tree.parents[call]
-        is_one = isinstance(target, cst.Assign) and len(target.targets) == 1
-        parts = dotted(target.targets[0].target) if is_one else None
+        targets = [dotted(target) for target, _ in assignments(self.tree.parents[call])]
+        parts = targets[0] if len(targets) == 1 else None
         if name != "autocast" or (parts and self._is_called_by_keyword(parts[-1])):
             return
         raise ByHand(
@@ -286,7 +288,7 @@ class Rule(Rewriter):
         name: str,
         device: str,
         call: cst.Call,
-        args: list[cst.Arg],
+        args: Sequence[cst.Arg],
         use: Use,
         after: cst.Arg | None = None,
     ) -> list[Edit]:
@@ -308,7 +310,9 @@ class Rule(Rewriter):
             at = end
         return [Edit(at, at, first), *edits]
 
-    def _plan_autocast(self, device: str, args: list[cst.Arg], use: Use) -> tuple[str, list[Edit]]:
+    def _plan_autocast(
+        self, device: str, args: Sequence[cst.Arg], use: Use
+    ) -> tuple[str, list[Edit]]:
         """What to put after the device, and the edits of the arguments."""
         given = self._autocast_arguments(device, args)
         edits = []
@@ -336,7 +340,7 @@ class Rule(Rewriter):
         return [Edit(start, start, "{" + listed + before), Edit(end, end, after)]
 
     @staticmethod
-    def _autocast_arguments(device: str, args: list[cst.Arg]) -> dict[str, cst.Arg]:
+    def _autocast_arguments(device: str, args: Sequence[cst.Arg]) -> dict[str, cst.Arg]:
         """The arguments of a call of the old autocast by their names. Raises `ByHand`."""
         given: dict[str, cst.Arg] = {}
         for arg in args:
@@ -377,42 +381,35 @@ class Rule(Rewriter):
     def _rewrite_group(
         self, scope: Scope, name: str, bindings: list[Binding], uses: list[tuple[Use, str]]
     ) -> None:
-        aliases = [binding.node for binding in bindings]
-        if self.handled.intersection(aliases):
+        nodes = [binding.node for binding in bindings]
+        aliases = [node for node in nodes if isinstance(node, cst.ImportAlias)]
+        if self.handled.intersection(nodes):
             return
-        if any(is_guarded(self.tree, alias) for alias in aliases):
+        if any(is_guarded(self.tree, node) for node in nodes):
             self._say_versioned(name, bindings)
             return
         if stays := self._why_stays(scope, name, bindings, uses):
-            self.say(aliases[0], "by hand", stays)
+            self.say(nodes[0], "by hand", stays)
             return
         statement = self.tree.parents[aliases[0]]
         if (statement, scope) in self.tree.imports:
             self.torch.offer(scope, statement)
         planned = self._plan_uses(name, uses)
-        if len(planned) < len(uses) or self._count_uses(scope, name) > len(uses):
+        if len(planned) < len(uses) or self.tree.count_uses(name, scope) > len(uses):
             for use, old, _ in planned:  # the import stays for the rest, so these go past it
                 self._rewrite_alone(use, old)
-        elif uses:
-            self._move_group(name, aliases, planned)
-
-    def _move_group(self, name: str, aliases: list[cst.ImportAlias], planned: list) -> None:
-        """Let a name with all its uses come from torch.amp."""
+            return
         for use, old, edits in planned:
             self.edits += edits
             self._say_rewritten(use, old)
-        for alias in aliases:
+        for alias in aliases if uses else ():  # it comes from torch.amp, with all its uses
             self.moved[self.tree.parents[alias]].append(alias)
             self.say(alias, "rewritten", f"{name} is imported from torch.amp")
-
-    def _count_uses(self, scope: Scope, name: str) -> int:
-        """All uses of a name, among them some of other things, such as amp.common."""
-        return sum(u.parts[0] == name and u.scope.find(name) is scope for u in self.tree.uses)
 
     def _why_stays(self, scope: Scope, name: str, bindings: list[Binding], uses: list) -> str:
         """Why an import is left, and what to do; empty if it is not."""
         origin = bindings[0].origin
-        if any(binding.origin != origin for binding in bindings):
+        if not _is_old(origin) or any(binding.origin != origin for binding in bindings):
             return f"{name} is bound to different things in one scope"
         is_class = origin in OLD
         if scope.kind != "class" and (not is_class or (uses and name not in self._exported)):
@@ -463,7 +460,7 @@ class Rule(Rewriter):
 
     def _rewrite_import(self, node: cst.Import) -> None:
         for alias in node.names:
-            if ".".join(dotted(alias.name)) not in OLD_MODULES:
+            if alias.evaluated_name not in OLD_MODULES:
                 continue
             is_plain = alias.asname is None and not is_guarded(self.tree, alias)
             if is_plain:
@@ -472,7 +469,8 @@ class Rule(Rewriter):
                 self.replace(alias.name, "torch.amp")
 
     def _rewrite_import_from(self, node: cst.ImportFrom) -> None:
-        tree, aliases, moved = self.tree, list(node.names), self.moved[node]
+        tree, aliases, moved = self.tree, aliases_of(node), self.moved[node]
+        assert node.module is not None  # what is moved comes from a module of torch
         new = "torch" if module_of(node) in ("torch.cuda", "torch.cpu") else "torch.amp"
         if len(moved) == len(aliases):
             self.replace(node.module, new)
@@ -485,7 +483,8 @@ class Rule(Rewriter):
         last_kept = max(i for i, is_gone in enumerate(is_moved) if not is_gone)
         for i, (start, end) in itertools.compress(enumerate(spans), is_moved):
             if has_comments:  # which stay where they are, in their brackets
-                end += re.match(r"\s*,?", tree.text[end:]).end()  # the comma goes with the name
+                rest = tree.text[end:].lstrip().removeprefix(",")  # the comma goes with the name
+                end = len(tree.text) - len(rest)
             elif i < last_kept:
                 end = spans[i + 1][0]
             else:

@@ -74,11 +74,12 @@ def _call_guards(tree: Tree, parent: cst.Call, child: cst.CSTNode, node) -> bool
 
 def _handler_guards(tree: Tree, parent: cst.ExceptHandler, child: cst.CSTNode, node) -> bool:
     """Whether the handler is for what an old torch lacks."""
-    header, tried = tree.code(parent), next(children(tree.parents[parent]))
+    header, tried = tree.code(parent), tree.parents[parent]
+    assert isinstance(tried, cst.Try)
     if not _FALLBACK.search(header):  # it is for errors of another kind
         return False
-    imports = (isinstance(part, cst.Import | cst.ImportFrom) for part in below(tried))
-    return bool(_new_uses(tree, tried)) or bool(_MISSING.search(header) and any(imports))
+    imports = (isinstance(part, cst.Import | cst.ImportFrom) for part in below(tried.body))
+    return bool(_new_uses(tree, tried.body)) or bool(_MISSING.search(header) and any(imports))
 
 
 def _try_guards(tree: Tree, parent: cst.Try, child: cst.CSTNode, node) -> bool:
