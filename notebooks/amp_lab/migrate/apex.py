@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import libcst as cst
 
-from amp_lab.migrate.nodes import aliases_of, arguments, bound_name, dotted, is_false, module_of
+from amp_lab.migrate.nodes import aliases_of, arguments, bound_name, is_false, module_of
 from amp_lab.migrate.python_tree import Scope, Tree, Use
 from amp_lab.migrate.rewriter import Rewriter
 from amp_lab.migrate.version_guards import is_guarded

@@ -111,6 +111,11 @@ class CodeReader:
         self.events = list(itertools.chain(*(unit.events for unit in self.units)))
         # What a scaler steps is an optimizer, whatever it is called.
         self.stepped = {e.optimizer for e in self.events if e.kind in ("scaler step", "unscale")}
+        self.stepped_in = {
+            (unit.scope.find(event.optimizer), event.optimizer)
+            for unit in self.units
+            for event in unit.all("scaler step")
+        }
         nodes = [unit.node for unit in self.units]
         self.functions = {n.name.value: n for n in nodes if isinstance(n, cst.FunctionDef)}
 

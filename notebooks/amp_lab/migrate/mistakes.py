@@ -186,14 +186,15 @@ def _saved_without(code: CodeReader) -> Found:
 
 
 def _lacks_scaler(code: CodeReader, call: cst.Call, saved: cst.CSTNode, names: list[str]) -> bool:
-    """Whether what is saved holds an optimizer, and not the scaler, though it is to be had."""
+    """Whether what is saved holds an optimizer that a scaler steps, and not the scaler."""
     text, scope = code.tree.code(saved), code.tree.scope_of[call]
     if any(name in text for name in names):
         return False
+    owners = re.findall(r"([\w.]+)\.state_dict\(\)", text)  # what else is saved needs no scaler
     keys = [key for name in names for key in code.made[name]]
     if not any("." in key or scope.find(key) for key in keys):
-        return False  # the scaler is another function's, and so may the optimizer be
-    owners = re.findall(r"([\w.]+)\.state_dict\(\)", text)  # what else is saved needs no scaler
+        # the scaler is another function's, and so may the optimizer be
+        owners = [owner for owner in owners if (scope.find(owner), owner) in code.stepped_in]
     return any(map(code.is_optimizer, owners))  # without an optimizer it is for inference
 
 

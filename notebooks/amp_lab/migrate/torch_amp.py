@@ -110,8 +110,8 @@ class Rule(Rewriter):
             for name, bindings in scope.bindings.items():
                 if any(_is_old(binding.origin) for binding in bindings):
                     self._rewrite_group(scope, name, bindings, groups[scope, name])
-        for use, old in alone:  # last, since a name may have brought torch with it
-            self._rewrite_alone(use, old)
+        for planned in self._plan_uses(alone):  # last: a name may have brought torch with it
+            self._rewrite_alone(*planned)
         for scope in self.torch.needed:
             self._put_before(self.torch.brings[scope], "import torch")
         self._rewrite_imports()
@@ -173,29 +173,38 @@ class Rule(Rewriter):
 
     # One use.
 
-    def _rewrite_alone(self, use: Use, old: str) -> None:
+    def _rewrite_alone(self, use: Use, old: str, edits: list[Edit]) -> None:
         """Rewrite a use to ``torch.amp.…``, by the name under which torch is known there."""
-        if is_guarded(self.tree, use.node):
-            self.say(use.node, "left", f"{'.'.join(use.parts)} depends on a version: left alone")
-            return
-        try:
-            edits = self._plan(use, old)
-            name, torch = OLD[old][0], self.torch.at(use)
-            if torch is None:
-                raise ByHand(f"write torch.amp.{name} for {'.'.join(use.parts)}, and import torch")
-            if "#" in self.tree.text[slice(*self.tree.span(use.node))]:
-                raise ByHand(f"a comment stands inside the name: write torch.amp.{name}")
-        except ByHand as why:
-            self.say(use.node, "by hand", str(why))
-            return
-        self.replace(use.node, f"{torch}.amp.{name}")
-        self.edits += edits
-        self._say_rewritten(use, old)
+        name, torch = OLD[old][0], self.torch.at(use)
+        if torch is None:
+            what = f"write torch.amp.{name} for {'.'.join(use.parts)}, and import torch"
+            self.say(use.node, "by hand", what)
+        elif "#" in self.tree.text[slice(*self.tree.span(use.node))]:
+            what = f"a comment stands inside the name: write torch.amp.{name}"
+            self.say(use.node, "by hand", what)
+        else:
+            self.replace(use.node, f"{torch}.amp.{name}")
+            self._make(use, old, edits)
 
-    def _say_rewritten(self, use: Use, old: str) -> None:
+    def _make(self, use: Use, old: str, edits: list[Edit]) -> None:
         name, device = OLD[old]
+        self.edits += edits
         message = f"torch.{device}.amp.{name} is torch.amp.{name} for {device!r}"
         self.say(use.node, "rewritten", message)
+
+    def _plan_uses(self, uses: list[tuple[Use, str]]) -> list[tuple[Use, str, list[Edit]]]:
+        """Those of the uses that can be rewritten, with their edits."""
+        planned = []
+        for use, old in uses:
+            if is_guarded(self.tree, use.node):
+                what = f"{'.'.join(use.parts)} depends on a version: left alone"
+                self.say(use.node, "left", what)
+                continue
+            try:
+                planned.append((use, old, self._plan(use, old)))
+            except ByHand as why:
+                self.say(use.node, "by hand", str(why))
+        return planned
 
     def _plan(self, use: Use, old: str) -> list[Edit]:
         """The edits beside the name itself. Raises `ByHand`."""
@@ -209,7 +218,7 @@ class Rule(Rewriter):
         self._check_place(node, old)
         call = self.tree.call_of(node)
         if call is not None:
-            return self._plan_call(name, device, call, call.args, use)
+            return self._plan_call(old, call, use)
         if name.startswith("custom"):
             # without brackets it was CUDA; now it needs them to say so
             end = self.tree.span(node)[1]
@@ -236,10 +245,9 @@ class Rule(Rewriter):
         (name, device), parent = OLD[old], self.tree.parents[use.node]
         if isinstance(parent, cst.Arg):
             call = self.tree.parents[parent]
-            if isinstance(call, cst.Call) and call.args[0] is parent:
-                if use.scope.origin(call.func) == "functools.partial":
-                    self._check_partial(name, device, call)
-                    return self._plan_call(name, device, call, call.args[1:], use, after=parent)
+            if isinstance(call, cst.Call) and self._is_partial_of(call, parent, use.scope):
+                self._check_partial(name, device, call)
+                return self._plan_call(old, call, use, first=1)
             if isinstance(call, cst.ClassDef):
                 where = f'give "{device}" first in super().__init__'
                 raise ByHand(f"a class derives from it: derive from torch.amp.{name}, and {where}")
@@ -248,6 +256,10 @@ class Rule(Rewriter):
         defaults = f", dtype=torch.{_DTYPES[device]}" if name == "autocast" else ""
         new = f'functools.partial(torch.amp.{name}, "{device}"{defaults})'
         raise ByHand(f"{old} is used as a value: write {new}")
+
+    @staticmethod
+    def _is_partial_of(call: cst.Call, arg: cst.Arg, scope: Scope) -> bool:
+        return call.args[0] is arg and scope.origin(call.func) == "functools.partial"
 
     def _check_told_apart(self, name: str, device: str, node: cst.BaseExpression) -> None:
         """Raise `ByHand` if a check of the type tells what will be one class of torch.amp."""
@@ -283,32 +295,23 @@ class Rule(Rewriter):
                     return False
         return True
 
-    def _plan_call(
-        self,
-        name: str,
-        device: str,
-        call: cst.Call,
-        args: Sequence[cst.Arg],
-        use: Use,
-        after: cst.Arg | None = None,
-    ) -> list[Edit]:
-        """The edits of the arguments `args`, which stand after the argument `after` if that is."""
-        end = self.tree.span(call)[1] - 1
+    def _plan_call(self, old: str, call: cst.Call, use: Use, first: int = 0) -> list[Edit]:
+        """The edits of the arguments of a call, from the number `first` on."""
+        (name, device), args = OLD[old], call.args[first:]
+        at = self.tree.span(call)[1] - 1
         if name.startswith("custom"):
-            at = self.tree.span(args[-1])[1] if args else end
+            at = self.tree.span(args[-1])[1] if args else at
             comma = f",{self._blanks_before(args[-1])}" if args else ""
             return [Edit(at, at, f'{comma}device_type="{device}"')]
-        first, edits = f'"{device}"', []
+        new, edits = f'"{device}"', []
         if name == "autocast":  # only its arguments changed their order, and its defaults
             defaults, edits = self._plan_autocast(device, args, use)
-            first += defaults
-        if after is not None:
-            at, first = self.tree.span(after)[1], f", {first}"
+            new += defaults
+        if first:
+            at, new = self.tree.span(call.args[first - 1])[1], f", {new}"
         elif args:
-            at, first = self.tree.span(args[0])[0], f"{first},{self._blanks_before(args[0])}"
-        else:
-            at = end
-        return [Edit(at, at, first), *edits]
+            at, new = self.tree.span(args[0])[0], f"{new},{self._blanks_before(args[0])}"
+        return [Edit(at, at, new), *edits]
 
     def _plan_autocast(
         self, device: str, args: Sequence[cst.Arg], use: Use
@@ -394,14 +397,13 @@ class Rule(Rewriter):
         statement = self.tree.parents[aliases[0]]
         if (statement, scope) in self.tree.imports:
             self.torch.offer(scope, statement)
-        planned = self._plan_uses(name, uses)
+        planned = self._plan_uses(uses)
         if len(planned) < len(uses) or self.tree.count_uses(name, scope) > len(uses):
-            for use, old, _ in planned:  # the import stays for the rest, so these go past it
-                self._rewrite_alone(use, old)
+            for each in planned:  # the import stays for the rest, so these go past it
+                self._rewrite_alone(*each)
             return
-        for use, old, edits in planned:
-            self.edits += edits
-            self._say_rewritten(use, old)
+        for each in planned:
+            self._make(*each)
         for alias in aliases if uses else ():  # it comes from torch.amp, with all its uses
             self.moved[self.tree.parents[alias]].append(alias)
             self.say(alias, "rewritten", f"{name} is imported from torch.amp")
@@ -418,19 +420,6 @@ class Rule(Rewriter):
         new = "import it from torch.amp" if is_class else "use torch.amp"
         where = f'{new} where it is used, with its device "{device}"'
         return f"{name} is not used here, or not only: {where}"
-
-    def _plan_uses(self, name: str, uses: list[tuple[Use, str]]) -> list:
-        """Those of the uses of a name that can be rewritten, with their edits."""
-        planned = []
-        for use, old in uses:
-            if is_guarded(self.tree, use.node):
-                self.say(use.node, "left", f"{name} depends on a version here: left alone")
-                continue
-            try:
-                planned.append((use, old, self._plan(use, old)))
-            except ByHand as why:
-                self.say(use.node, "by hand", str(why))
-        return planned
 
     @functools.cached_property
     def _exported(self) -> set[str]:
