@@ -27,7 +27,6 @@ PROGRAMS = {  # the file to run, with its arguments, and the line and words of e
         ["--use-amp", "yes"],
         {
             "train.py": [
-                ("scaler = torch.cuda.amp.GradScaler()", "anew in each call of fit()"),
                 ("torch.save({", "the checkpoint holds the optimizer, but not scaler"),
             ]
         },

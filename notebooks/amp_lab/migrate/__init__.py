@@ -13,7 +13,7 @@ A rule is a module with two names, registered in the tuple `RULES` of ``rules.py
     class Rule(Rewriter):
         def run(self):
             for use in self.tree.uses:
-                if "torch.backends.cuda.matmul.allow_tf32" in self.tree.origins(use):
+                if "torch.backends.cuda.matmul.allow_tf32" in use.origins:
                     self.say(use.node, "by hand", "set torch.backends.cuda.matmul.fp32_precision")
 
 `Rewriter` has `replace` and `insert` for what is certain; `Tree` tells what a name stands for. Its

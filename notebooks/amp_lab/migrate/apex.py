@@ -2,31 +2,129 @@
 
 A name is rewritten if torch has an exact equal. A training loop is not: what `amp.initialize` and
 `amp.scale_loss` do is spread over model, optimizer and loop, so each such line gets a comment.
+
+What Apex's functions do, and their arguments and defaults, is from its sources
+(https://github.com/NVIDIA/apex: ``apex/amp``, ``apex/optimizers``, ``apex/normalization``).
 """
 
 from collections import Counter, defaultdict
 from pathlib import Path
+from typing import NamedTuple
 
 import libcst as cst
 
-from amp_lab.migrate.apex_names import (
-    ADVICE,
-    AUTOCAST,
-    EQUALS,
-    LEVELS,
-    PLAIN,
-    SCALER,
-    SECTIONS,
-    longest,
-)
-from amp_lab.migrate.nodes import arguments, dotted, is_false, module_of
+from amp_lab.migrate.nodes import aliases_of, arguments, bound_name, is_false, module_of
 from amp_lab.migrate.python_tree import Scope, Tree, Use
-from amp_lab.migrate.rewriter import Edit, Rewriter
+from amp_lab.migrate.rewriter import Rewriter
 from amp_lab.migrate.version_guards import is_guarded
 
 TRIGGERS = ("apex",)
 MARK = "# amp-lab migrate: "
-_OPERATIONS = cst.BinaryOperation | cst.UnaryOperation | cst.BooleanOperation | cst.IfExp
+
+
+class Equal(NamedTuple):
+    """What torch has for a name of Apex, and with which arguments the two mean the same."""
+
+    module: str
+    name: str
+    positional: int
+    keywords: tuple[str, ...] = ()
+    added: tuple[tuple[str, str], ...] = ()  # keywords, where they are not given
+
+
+EQUALS = {
+    "apex.optimizers.FusedAdam": Equal(
+        "torch.optim",
+        "AdamW",
+        2,
+        ("params", "lr", "betas", "eps", "weight_decay"),
+        (("weight_decay", "0.0"), ("fused", "True")),  # AdamW's own decay is 0.01
+    ),
+    "apex.optimizers.FusedSGD": Equal(
+        "torch.optim",
+        "SGD",
+        5,
+        ("params", "lr", "momentum", "dampening", "weight_decay", "nesterov"),
+        (("fused", "True"),),
+    ),
+    "apex.normalization.FusedLayerNorm": Equal(
+        "torch.nn", "LayerNorm", 3, ("normalized_shape", "eps", "elementwise_affine")
+    ),
+    "apex.parallel.convert_syncbn_model": Equal(
+        "torch.nn", "SyncBatchNorm.convert_sync_batchnorm", 1
+    ),
+}
+AUTOCAST = 'the forward pass and the loss in torch.autocast("cuda", dtype=torch.float16)'
+SCALER = 'scaler = torch.amp.GradScaler("cuda") once'
+_PARAMETERS = '(p for group in {}.param_groups for p in group["params"])'
+ADVICE = {  # by the longest name that fits
+    "apex.amp.initialize": f"for O1 and O2 delete it, put {AUTOCAST}, and make {SCALER}",
+    "apex.amp.scale_loss": (
+        "write scaler.scale(loss).backward(); for optimizer.step() write scaler.step(optimizer), "
+        "then scaler.update() once; call scaler.unscale_(optimizer) before clipping"
+    ),
+    "apex.amp.master_params": (
+        f"write {_PARAMETERS.format('optimizer')}, after scaler.unscale_(optimizer)"
+    ),
+    "apex.amp.state_dict": "save scaler.state_dict() in its place",
+    "apex.amp.load_state_dict": (
+        'write scaler.load_state_dict(...); in a checkpoint of Apex, "scale" is "loss_scale" of '
+        '"loss_scaler0", and "_growth_tracker" is its "unskipped"'
+    ),
+    "apex.amp.disable_casts": 'write torch.autocast("cuda", enabled=False)',
+    "apex.amp.half_function": "drop it: autocast casts the ops inside to float16 by itself",
+    "apex.amp.float_function": (
+        'compute in torch.autocast("cuda", enabled=False), on x.float() for each input'
+    ),
+    "apex.amp.promote_function": "drop it: ops of two dtypes promote by themselves in autocast",
+    "apex.amp.init": f"drop it: put {AUTOCAST}, and make {SCALER}",
+    "apex.amp": "use torch.amp: autocast and GradScaler",
+    "apex.optimizers.FusedAdam": (
+        "write torch.optim.AdamW(..., weight_decay=0.0, fused=True), or torch.optim.Adam if it has "
+        "adam_w_mode=False"
+    ),
+    "apex.optimizers.FusedSGD": "write torch.optim.SGD(..., fused=True)",
+    "apex.optimizers.FusedAdagrad": "write torch.optim.Adagrad(...)",
+    "apex.optimizers": "torch.optim has no such optimizer: take torch.optim.AdamW, and tune anew",
+    "apex.parallel.DistributedDataParallel": (
+        "write torch.nn.parallel.DistributedDataParallel(model, device_ids=[local_rank])"
+    ),
+    "apex.parallel.SyncBatchNorm": "write torch.nn.SyncBatchNorm",
+    "apex.parallel.convert_syncbn_model": (
+        "write torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)"
+    ),
+    "apex.parallel": "use torch.nn.parallel",
+    "apex.normalization.FusedRMSNorm": "write torch.nn.RMSNorm(..., eps=1e-5)",
+    "apex.normalization": "write torch.nn.LayerNorm",
+    "apex.fp16_utils": f"keep the model in float32; put {AUTOCAST}, and make {SCALER}",
+    "apex": "look for its name of today in torch.amp, torch.optim or torch.nn",
+}
+SECTIONS = {  # of notebook 13, where it is explained: the heading for a name, and those below it
+    "apex.amp.initialize": "What each level did, and what does it today",
+    "apex.amp.init": "What each level did, and what does it today",
+    "apex.fp16_utils": "What each level did, and what does it today",
+    "apex.amp.scale_loss": "The loop, line by line",
+    "apex.amp.master_params": "The loop, line by line",
+    "apex.amp.state_dict": "Checkpoints that Apex wrote",
+    "apex.amp.load_state_dict": "Checkpoints that Apex wrote",
+    "apex": "The names, then and now",
+}
+LEVELS = {
+    "O0": "O0 is plain float32: delete it, and amp.scale_loss with it",
+    "O1": f"O1 casts ops: delete it, put {AUTOCAST}, and make {SCALER}",
+    "O2": (
+        f"O2 keeps float32 master weights, as torch does by itself: delete it, put {AUTOCAST}, "
+        f"and make {SCALER}"
+    ),
+    "O3": "O3 is pure float16: delete it, and write model.half(), without a scaler, which refuses "
+    "float16 gradients",
+    "off": "enabled=False is plain float32: delete it, and amp.scale_loss with it",
+}
+PLAIN = {  # why the gradients of these levels need no scaler
+    "O0": "O0 is plain float32",
+    "O3": "O3 is pure float16, and a scaler refuses float16 gradients",
+    "off": "with enabled=False it is plain float32",
+}
 
 
 class Rule(Rewriter):
@@ -39,11 +137,11 @@ class Rule(Rewriter):
         self.spelled: Counter[cst.CSTNode] = Counter()  # uses rewritten to torch, by import alias
         self.uses: list[tuple[Use, str]] = []
         for use in tree.uses:
-            found = sorted(o for o in tree.origins(use) if o and o.startswith("apex."))
+            found = sorted(o for o in use.origins if o and o.startswith("apex."))
             if found:
                 self.uses.append((use, found[0]))
-        self.initialized = [use for use, old in self.uses if old == "apex.amp.initialize"]
-        self.levels = {self._level(self._call(use)) for use in self.initialized}
+        initialized = [use for use, old in self.uses if old == "apex.amp.initialize"]
+        self.levels = {self._level(self._call(use)) for use in initialized}
 
     def run(self) -> None:
         """Rewrite what is certain, and mark the rest."""
@@ -53,7 +151,10 @@ class Rule(Rewriter):
         for node, scope in self.tree.imports:
             module = module_of(node)
             if module == "apex" or module.startswith("apex."):
-                self._rewrite_import(node, module, scope)
+                if isinstance(node, cst.ImportFrom) and aliases_of(node):
+                    self._rewrite_import(node, module, scope)
+                else:
+                    self._mark(node, f"import the names that are used: {_longest(ADVICE, module)}")
         self._put_marks()  # last: one statement may have several
 
     # What is certain.
@@ -68,62 +169,47 @@ class Rule(Rewriter):
         binding = use.scope.only(use.parts[0])
         if binding is None or is_guarded(self.tree, use.node):
             return False
-        if old in EQUALS and self._has_plain_arguments(use, old):
+        if old in EQUALS and self._plain_call(use, old) is not None:
             if len(use.parts) == 1:  # its import has to change with it, so that decides
                 self.imported[binding.node].append(use)
                 return True
             if self._rewrite_spelled(use, old):
                 self.spelled[binding.node] += 1
                 return True
-        # Where amp.initialize stays, the line belongs to a loop that is to be changed as a whole.
-        is_alone = old == "apex.amp.master_params" and not self.initialized
-        return is_alone and self._rewrite_parameters(use)
+        return False
 
-    def _has_plain_arguments(self, use: Use, old: str) -> bool:
-        """Whether it is called, with arguments that mean the same to the new one."""
+    def _plain_call(self, use: Use, old: str) -> cst.Call | None:
+        """Its call, if the arguments mean the same to the new one."""
         call = self._call(use)
         if call is None or not call.args or any(arg.star for arg in call.args):
-            return False
+            return None
         given = [arg.keyword.value for arg in call.args if arg.keyword is not None]
         equal = EQUALS[old]
-        return len(call.args) - len(given) <= equal.positional and set(given) <= set(equal.keywords)
+        is_short = len(call.args) - len(given) <= equal.positional
+        return call if is_short and set(given) <= set(equal.keywords) else None
 
-    def _plan(self, use: Use, old: str, name: str) -> list[Edit]:
-        """The edits of a call for today's `name`, which is said to be rewritten."""
-        call, equal = self._call(use), EQUALS[old]
+    def _rewrite_to(self, use: Use, old: str, name: str) -> None:
+        """Rewrite a call to today's `name`."""
+        call, equal = self._plain_call(use, old), EQUALS[old]
+        assert call is not None  # asked before the use was taken on
         given = arguments(call)
-        end = self.tree.span(call.args[-1])[1]
-        added = [f", {key}={value}" for key, value in equal.added if key not in given]
+        self.replace(use.node, name)
+        for key, value in equal.added:
+            if key not in given:
+                self.insert(self.tree.span(call.args[-1])[1], f", {key}={value}")
         self.say(use.node, "rewritten", f"{old} is {equal.module}.{equal.name}")
-        edits = [Edit(*self.tree.span(use.node), name)]
-        return [*edits, Edit(end, end, "".join(added))] if added else edits
 
     def _rewrite_spelled(self, use: Use, old: str) -> bool:
         """Rewrite a use to a dotted name of torch, if torch is imported by that name."""
-        scope = use.scope.find("torch")
-        if scope is None or {b.origin for b in scope.bindings["torch"]} != {"torch"}:
+        if {binding.origin for binding in use.scope.bound("torch")} != {"torch"}:
             return False
-        self.edits += self._plan(use, old, f"{EQUALS[old].module}.{EQUALS[old].name}")
-        return True
-
-    def _rewrite_parameters(self, use: Use) -> bool:
-        call = self._call(use)
-        if call is None or len(call.args) != 1 or not dotted(call.args[0].value):
-            return False
-        has_comment = "#" in self.tree.text[slice(*self.tree.span(call))]
-        if call.args[0].keyword is not None or call.args[0].star or has_comment:
-            return False
-        self.replace(call, _parameters(self.tree.code(call.args[0].value)))
-        self.say(use.node, "rewritten", "amp.master_params: the parameters are the master weights")
+        self._rewrite_to(use, old, f"{EQUALS[old].module}.{EQUALS[old].name}")
         return True
 
     def _rewrite_import(self, node: cst.ImportFrom, module: str, scope: Scope) -> None:
         """Replace an import if each name in it can be, else mark the uses that could have been."""
-        if isinstance(node.names, cst.ImportStar):
-            self._mark(node, f"import the names that are used: {longest(ADVICE, module)}")
-            return
-        olds = {alias: f"{module}.{alias.name.value}" for alias in node.names}
-        count = {alias: self._count_uses(alias, scope) for alias in olds}
+        olds = {alias: f"{module}.{alias.evaluated_name}" for alias in aliases_of(node)}
+        count = {alias: self.tree.count_uses(bound_name(alias), scope) for alias in olds}
         if self._can_be_torch(node, olds, count):
             self._import_from_torch(node, olds)
             return
@@ -134,11 +220,10 @@ class Rule(Rewriter):
                     left -= 1
                 else:
                     self._mark_use(use, old)
-            if left == 0:  # or the next run would tell what this one could have
-                rest = (
-                    "and the try around it" if self.tree.is_in(node, cst.Try) else "from the import"
-                )
-                self._mark(alias, f"nothing uses {old} here: delete it {rest}")
+            # It may be there to ask whether Apex is installed. Elsewhere the next run would see
+            # what this one left behind.
+            if left == 0 and not self.tree.is_in(node, cst.Try):
+                self._mark(alias, f"nothing uses {old} here: delete it from the import")
 
     def _can_be_torch(self, node: cst.ImportFrom, olds: dict, count: dict) -> bool:
         """Whether every name of an import has an equal in one module, by which all uses can go."""
@@ -153,29 +238,27 @@ class Rule(Rewriter):
         return is_free and len({equal.module for equal in equals}) == 1
 
     def _import_from_torch(self, node: cst.ImportFrom, olds: dict[cst.ImportAlias, str]) -> None:
-        self.replace(node.module, EQUALS[olds[node.names[0]]].module)
+        assert node.module is not None  # it is an absolute import
+        self.replace(node.module, EQUALS[next(iter(olds.values()))].module)
         for alias, old in olds.items():
             bound, dot, rest = EQUALS[old].name.partition(".")
             self.replace(alias.name, bound)
             for use in self.imported[alias]:
                 local = bound if alias.asname is None else use.parts[0]
-                self.edits += self._plan(use, old, local + dot + rest)
-
-    def _count_uses(self, alias: cst.ImportAlias, scope: Scope) -> int:
-        name = alias.name.value if alias.asname is None else alias.asname.name.value
-        home = scope.find(name)
-        return sum(u.parts[0] == name and u.scope.find(name) is home for u in self.tree.uses)
+                self._rewrite_to(use, old, local + dot + rest)
 
     # What is not.
 
     def _mark_use(self, use: Use, old: str) -> None:
-        special = {
-            "apex.amp.initialize": self._advice_on_level,
-            "apex.amp.scale_loss": self._advice_on_loss,
-            "apex.amp.master_params": self._advice_on_parameters,
-        }.get(old)
-        advice = special(use) if special else longest(ADVICE, old)
-        self._mark(use.node, advice, f' (notebook 13, "{longest(SECTIONS, old)}")')
+        advice = _longest(ADVICE, old)
+        if old == "apex.amp.initialize":
+            advice = LEVELS.get(self._level(self._call(use)), advice)
+        reason = PLAIN.get(min(self.levels, default="")) if len(self.levels) == 1 else None
+        if reason is not None and old == "apex.amp.scale_loss":
+            advice = f"write loss.backward(): {reason}"
+        elif reason is not None and old == "apex.amp.master_params":
+            advice = f"write {_PARAMETERS.format('optimizer')}"
+        self._mark(use.node, advice, f' (notebook 13, "{_longest(SECTIONS, old)}")')
 
     def _level(self, call: cst.Call | None) -> str:
         """What of `LEVELS` a call of ``initialize`` asks for; empty if that is not written out."""
@@ -189,57 +272,6 @@ class Rule(Rewriter):
             return level if level in LEVELS else ""
         return "" if any(arg.star for arg in call.args) else "O1"
 
-    def _advice_on_level(self, use: Use) -> str:
-        generic = f"for O1 and O2 delete it, put {AUTOCAST}, and make {SCALER}"
-        return LEVELS.get(self._level(self._call(use)), generic)
-
-    def _advice_on_loss(self, use: Use) -> str:
-        call = self._call(use)
-        given = arguments(call, ("loss", "optimizers")) if call is not None else {}
-        loss = self._in_one_line(given.get("loss"), "loss")
-        if len(self.levels) == 1 and (reason := PLAIN.get(*self.levels)):
-            needs_brackets = isinstance(given.get("loss"), _OPERATIONS)
-            return f"write {f'({loss})' if needs_brackets else loss}.backward(): {reason}"
-        listed = given.get("optimizers")
-        several = listed.elements if isinstance(listed, cst.List | cst.Tuple) else ()
-        names = [self._in_one_line(element.value, "optimizer") for element in several]
-        names = names or [self._in_one_line(listed, "optimizer")]
-        old_steps = " and ".join(f"{name}.step()" for name in names)
-        steps, unscales = (
-            " and ".join(f"scaler.{method}({name})" for name in names)
-            for method in ("step", "unscale_")
-        )
-        return (
-            f"write scaler.scale({loss}).backward(); for {old_steps} write {steps}, then "
-            f"scaler.update() once; call {unscales} before clipping{self._passed_to(use.scope)}"
-        )
-
-    def _advice_on_parameters(self, use: Use) -> str:
-        call = self._call(use)
-        first = call.args[0].value if call is not None and call.args else None
-        optimizer = self._in_one_line(first, "optimizer")
-        after = (
-            ""
-            if self.levels <= PLAIN.keys() and self.levels
-            else f", after scaler.unscale_({optimizer})"
-        )
-        return f"write {_parameters(optimizer)}{after}"
-
-    def _in_one_line(self, node: cst.BaseExpression | None, default: str) -> str:
-        """The code of an expression in one line; the default for none, or one with a comment."""
-        code = self.tree.code(node) if node is not None else "#"
-        return default if "#" in code else " ".join(code.split())
-
-    def _passed_to(self, scope: Scope) -> str:
-        """What to add where a function does not see the scaler that replaces ``initialize``."""
-        if not isinstance(scope.node, cst.FunctionDef):
-            return ""
-        if any(use.scope in scope.outwards() for use in self.initialized):
-            return ""
-        if scope.parent is not None and scope.parent.kind == "class":
-            return "; keep scaler as an attribute of the object"
-        return f"; pass scaler to {scope.node.name.value}()"
-
     def _mark(self, node: cst.CSTNode, advice: str, where: str = "") -> None:
         """Say what is to be done, and `where` to read more, which the comment leaves out."""
         self.say(node, "by hand", advice + where)
@@ -249,7 +281,7 @@ class Rule(Rewriter):
         """Put each advice as a comment above its statement, unless it is there."""
         for statement, pieces in self.marks.items():
             start = self.tree.span(statement)[0]
-            indent = self.tree.indent(start)
+            indent = self.tree.indent(start) or ""
             above = self.tree.text[: start - len(indent)].splitlines()
             there = set()
             while above and above[-1].lstrip().startswith(MARK):  # marks of a run before
@@ -259,5 +291,8 @@ class Rule(Rewriter):
                     self.insert(start, f"{MARK}{advice}{self.tree.newline}{indent}")
 
 
-def _parameters(optimizer: str) -> str:
-    return f'(p for group in {optimizer}.param_groups for p in group["params"])'
+def _longest(table: dict[str, str], name: str) -> str:
+    """What a table has for a dotted name, or for the longest part that it begins with."""
+    while name not in table:
+        name = name.rpartition(".")[0]
+    return table[name]

@@ -7,14 +7,14 @@ a rule can ask what surely runs before what.
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable
 
 import libcst as cst
 
 from amp_lab.migrate.nodes import (
     arguments,
     assignments,
-    below,
     children,
     dotted,
     is_false,
@@ -63,10 +63,10 @@ class Event:
     """Something done with a scaler, an optimizer or a gradient, or any other call."""
 
     kind: str
-    """``make``, ``scaled``, ``backward``, ``unscale``, ``clip``, ``scaler step``, ``step``,
+    """``scaled``, ``backward``, ``unscale``, ``clip``, ``scaler step``, ``step``,
     ``update`` or ``call``; empty for what is none of them.
     """
-    node: cst.CSTNode
+    node: cst.Call
     place: Place
     order: int
     of: str = ""
@@ -78,7 +78,7 @@ class Event:
 class Unit:
     """The module, or a function, and what happens in it."""
 
-    node: cst.CSTNode
+    node: cst.Module | cst.FunctionDef
     scope: Scope
     events: list[Event] = dataclasses.field(default_factory=list)
     scaled_names: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -103,24 +103,33 @@ class CodeReader:
         stars = {module_of(node) for node, _ in tree.imports if is_star(node)}
         self.star = min(stars & {*OLD_MODULES, "torch.amp"}, default=None)
         self.disabled: set[str] = set()  # scalers that are made with enabled=False
-        self.made: dict[str, list[Event]] = {}  # by the last part of the name
-        self.scaler_names = set(self._find_scaler_names())
+        self.made: defaultdict[str, set[str]] = defaultdict(set)  # by the last part of the name
+        for parts, values in tree.assigned.items():
+            for value in values:
+                self._find_scaler(".".join(parts), value)
         self._read_unit(tree.module, Place())  # it reads every function that it meets as well
         self.events = list(itertools.chain(*(unit.events for unit in self.units)))
         # What a scaler steps is an optimizer, whatever it is called.
         self.stepped = {e.optimizer for e in self.events if e.kind in ("scaler step", "unscale")}
-        functions = [unit.node for unit in self.units if isinstance(unit.node, cst.FunctionDef)]
-        self.functions = {function.name.value: function for function in functions}
+        self.stepped_in = {
+            (unit.scope.find(event.optimizer), event.optimizer)
+            for unit in self.units
+            for event in unit.all("scaler step")
+        }
+        nodes = [unit.node for unit in self.units]
+        self.functions = {n.name.value: n for n in nodes if isinstance(n, cst.FunctionDef)}
 
-    def _find_scaler_names(self) -> Iterator[str]:
-        for call in self.tree.calls:
-            if self.origin(call.func, self.tree.scope_of[call]) in SCALERS:
-                for above, _ in self.tree.ancestors(call):
-                    for target, value in assignments(above):
-                        if any(part is call for part in below(value)):
-                            yield last_part(self.key(target))
+    def _find_scaler(self, key: str, value: cst.CSTNode) -> None:
+        # GradScaler() if fp16 else None
+        arms = (value.body, value.orelse) if isinstance(value, cst.IfExp) else (value,)
+        calls = [arm for arm in arms if isinstance(arm, cst.Call)]
+        made = [c for c in calls if self.origin(c.func, self.tree.scope_of[c]) in SCALERS]
+        if made:
+            self.made[last_part(key)].add(key)
+            if any(self._is_off(call, old_place=4, new_place=5) for call in made):
+                self.disabled.add(last_part(key))
 
-    def origin(self, node: cst.CSTNode, scope: Scope | None) -> str | None:
+    def origin(self, node: cst.CSTNode | None, scope: Scope | None) -> str | None:
         """The dotted name that an expression stands for, also after ``amp = torch.cuda.amp``."""
         parts = dotted(node)
         if parts is None or scope is None:
@@ -129,11 +138,11 @@ class CodeReader:
         if bound is None and parts[0] not in ("torch", "apex"):
             return ".".join((self.star, *parts)) if self.star else None
         binding = scope.only(parts[0])
-        if binding is not None and dotted(binding.value) and binding.value is not node:
-            whole = self.tree.origin(binding.value, bound)
+        if bound is not None and binding is not None and binding.value is not node:
+            whole = bound.origin(binding.value)
             if whole is not None:
                 return ".".join((whole, *parts[1:]))
-        return self.tree.origin(node, scope)
+        return scope.origin(node)
 
     # Statements.
 
@@ -142,7 +151,7 @@ class CodeReader:
         self.units.append(unit)
         self._read_block(node if isinstance(node, cst.Module) else node.body, place, unit)
 
-    def _read_block(self, block: cst.CSTNode, place: Place, unit: Unit) -> None:
+    def _read_block(self, block: cst.Module | cst.BaseSuite, place: Place, unit: Unit) -> None:
         for statement in block.body:
             self._read_statement(statement, place, unit)
             if isinstance(statement, cst.If):  # what follows is not reached through such a branch
@@ -152,12 +161,12 @@ class CodeReader:
                     place = place.in_arm(statement, 0)
 
     def _read_statement(self, node: cst.CSTNode, place: Place, unit: Unit) -> None:
-        read: Callable = _STATEMENTS.get(type(node), CodeReader._read_expression)
+        read = _STATEMENTS.get(type(node), CodeReader._read_expression)
         read(self, node, place, unit)
 
     def _read_function(self, node: cst.FunctionDef, place: Place, unit: Unit) -> None:
-        calls = [decorator.decorator for decorator in node.decorators]
-        is_on = any(self._turns_on(call, self.tree.scope_of.get(call)) for call in calls)
+        calls = [self._autocast_of(item.decorator, unit.scope) for item in node.decorators]
+        is_on = any(call is not None and self._turns_on(call) for call in calls)
         self._read_unit(node, Place(autocast=is_on))  # it runs elsewhere than where it stands
 
     def _read_class(self, node: cst.ClassDef, place: Place, unit: Unit) -> None:
@@ -183,7 +192,7 @@ class CodeReader:
             self._read_expression(item.item, place, unit)
             call = self._autocast_of(item.item, unit.scope)
             if call is not None:
-                place = dataclasses.replace(place, autocast=self._turns_on(call, unit.scope))
+                place = dataclasses.replace(place, autocast=self._turns_on(call))
         self._read_block(node.body, place, unit)
 
     def _read_try(self, node: cst.Try | cst.TryStar, place: Place, unit: Unit) -> None:
@@ -198,19 +207,17 @@ class CodeReader:
         for number, case in enumerate(node.cases):
             self._read_block(case.body, place.in_arm(node, number), unit)
 
-    def _autocast_of(self, node: cst.BaseExpression, scope: Scope) -> cst.Call | None:
+    def _autocast_of(self, node: cst.CSTNode | None, scope: Scope | None) -> cst.Call | None:
         """The call of autocast that an expression is, or that a name was given once."""
-        if isinstance(node, cst.Name):
+        if isinstance(node, cst.Name) and scope is not None:
             binding = scope.only(node.value)
             node = binding.value if binding is not None else None
         is_call = isinstance(node, cst.Call) and self.origin(node.func, scope) in AUTOCASTS
         return node if is_call else None
 
-    def _turns_on(self, node: cst.CSTNode, scope: Scope | None) -> bool:
-        """Whether it is a call of autocast that does not say ``enabled=False``."""
-        if not isinstance(node, cst.Call) or self.origin(node.func, scope) not in AUTOCASTS:
-            return False
-        return not self._is_off(node, old_place=0, new_place=2)
+    def _turns_on(self, call: cst.Call) -> bool:
+        """Whether a call of autocast does not say ``enabled=False``."""
+        return not self._is_off(call, old_place=0, new_place=2)
 
     def _is_off(self, call: cst.Call, old_place: int, new_place: int) -> bool:
         """Whether a call has ``enabled=False``, by keyword or as the argument at its place."""
@@ -225,30 +232,14 @@ class CodeReader:
         if isinstance(node, cst.Lambda):
             return
         for target, value in assignments(node):
-            self._read_assignment(node, target, value, place, unit)
+            scaler = self._scaler_in(value)
+            if scaler is not None:
+                unit.scaled_names[self.key(target)] = scaler
         for child in children(node):
             self._read_expression(child, place, unit)
         if isinstance(node, cst.Call):
-            self._add(unit, self._kind(node, unit), node, place)
-
-    def _read_assignment(
-        self, node: cst.CSTNode, target: cst.CSTNode, value: cst.CSTNode, place: Place, unit: Unit
-    ) -> None:
-        key = ".".join(dotted(target) or ())
-        # GradScaler() if fp16 else None
-        arms = (value.body, value.orelse) if isinstance(value, cst.IfExp) else (value,)
-        calls = [arm for arm in arms if isinstance(arm, cst.Call)] if key else []
-        made = [call for call in calls if self.origin(call.func, unit.scope) in SCALERS]
-        if made:
-            self._add(unit, ("make", key, ""), node, place)
-            self.made.setdefault(last_part(key), []).append(unit.events[-1])
-            if any(self._is_off(call, old_place=4, new_place=5) for call in made):
-                self.disabled.add(last_part(key))
-        elif calls and (scaler := self._scaler_in(calls[0])) is not None:
-            unit.scaled_names[key] = scaler
-
-    def _add(self, unit: Unit, kind: tuple[str, str, str], node: cst.CSTNode, place: Place) -> None:
-        unit.events.append(Event(kind[0], node, place, len(unit.events), *kind[1:]))
+            kind, *names = self._kind(node, unit)
+            unit.events.append(Event(kind, node, place, len(unit.events), *names))
 
     def key(self, node: cst.CSTNode) -> str:
         """An expression as its dotted name, or its code if it is none."""
@@ -267,23 +258,18 @@ class CodeReader:
         name, key = func.attr.value, self.key(func.value)
         first = self.key(call.args[0].value) if call.args else ""
         if name == "backward":
-            return self._kind_of_backward(func.value, call, unit)
+            scaler = unit.scaled_names.get(key) or self._scaler_in(func.value)
+            if scaler is not None:
+                return "scaled", scaler, ""
+            return "backward" if self._is_loss(func.value, call) else "", "", ""
         if name == "unscale_":
             return "unscale", key, first
         if name == "step" and first and self._is_scaler(key):
             return "scaler step", key, first
         return (name, key, "") if name in ("step", "update") else ("call", "", "")
 
-    def _kind_of_backward(
-        self, receiver: cst.BaseExpression, call: cst.Call, unit: Unit
-    ) -> tuple[str, str, str]:
-        scaler = self._scaler_of(receiver, unit)
-        if scaler is not None:
-            return "scaled", scaler, ""
-        return "backward" if self._is_loss(receiver, call) else "", "", ""
-
     def _is_scaler(self, key: str) -> bool:
-        return "scal" in key.lower() or last_part(key) in self.scaler_names  # it may be a parameter
+        return "scal" in key.lower() or last_part(key) in self.made  # it may be a parameter
 
     def _scaler_in(self, node: cst.CSTNode) -> str | None:
         """The scaler in ``scaler.scale(…)``."""
@@ -292,13 +278,6 @@ class CodeReader:
             return None
         key = self.key(func.value)
         return key if self._is_scaler(key) else None
-
-    def _scaler_of(self, receiver: cst.BaseExpression, unit: Unit) -> str | None:
-        """The scaler that a loss was scaled by, if it was."""
-        parts = dotted(receiver)
-        if parts is not None:
-            return unit.scaled_names.get(".".join(parts))
-        return self._scaler_in(receiver)
 
     @staticmethod
     def _is_loss(receiver: cst.BaseExpression, call: cst.Call) -> bool:
@@ -316,13 +295,8 @@ class CodeReader:
 
     def is_optimizer(self, key: str) -> bool:
         """Whether a name is that of an optimizer, as far as names and steps tell."""
-        if key in self.stepped:
-            return True
-        return self.is_named_optimizer(key) and "sched" not in key.lower()
-
-    def is_named_optimizer(self, key: str) -> bool:
-        """Whether a name says that it is an optimizer."""
-        return bool(_OPTIMIZER.search(last_part(key)))
+        is_named = bool(_OPTIMIZER.search(last_part(key))) and "sched" not in key.lower()
+        return is_named or key in self.stepped
 
     def text_between(self, first: Event, second: Event) -> str:
         """The source from the end of one call to the end of another, without comments."""
@@ -363,7 +337,7 @@ class CodeReader:
         return scaled if all(e.place.excludes(scaled.place) for e in later) else None
 
 
-_STATEMENTS = {
+_STATEMENTS: dict[type[cst.CSTNode], Callable[..., None]] = {
     cst.FunctionDef: CodeReader._read_function,
     cst.ClassDef: CodeReader._read_class,
     cst.If: CodeReader._read_if,

@@ -31,20 +31,7 @@ _WORTH_PROCESSES = 60  # files; below it, starting a process takes longer than i
 
 
 # The bytes of the new file, what is said of it, and a title, the old and the new text of each part.
-_Migrated = tuple[bytes, list["Line"], list[tuple[str, str, str]]]
-
-
-class Line(NamedTuple):
-    """What there is to say about a line of a file, or of a cell (from 1) of a notebook."""
-
-    cell: int | None
-    line: int
-    kind: str
-    message: str
-
-    def __str__(self) -> str:
-        where = f"{self.line}" if self.cell is None else f"cell {self.cell}:{self.line}"
-        return f"{where}: {self.kind}: {self.message}"
+_Migrated = tuple[bytes, list[Finding], list[tuple[str, str, str]]]
 
 
 @dataclasses.dataclass
@@ -52,13 +39,16 @@ class Result:
     """What was found in a file, the `diff` to its migrated text, or the `error` that kept it."""
 
     path: Path
-    lines: list[Line] = dataclasses.field(default_factory=list)
+    lines: list[Finding] = dataclasses.field(default_factory=list)
     diff: str = ""
     written: bool = False
     error: str | None = None
 
+    def __bool__(self) -> bool:
+        return bool(self.lines or self.error)  # whether there is anything to say
+
     @property
-    def to_do(self) -> list[Line]:
+    def to_do(self) -> list[Finding]:
         """The lines that are still to be changed, by this tool or by hand."""
         done = ("left", "rewritten") if self.written else ("left",)
         return [line for line in self.lines if line.kind not in done]
@@ -86,16 +76,12 @@ def migrate_paths(paths: Iterable[str | Path], write: bool = False) -> Iterator[
     migrate = functools.partial(migrate_file, write=write)
     processes = min(os.cpu_count() or 1, 4)  # more would wait for the disk
     if len(found) < _WORTH_PROCESSES or processes == 1:
-        yield from filter(_has_something, map(migrate, found))
+        yield from filter(None, map(migrate, found))
         return
     with concurrent.futures.ProcessPoolExecutor(
         processes, mp_context=multiprocessing.get_context("spawn")
     ) as pool:
-        yield from filter(_has_something, pool.map(migrate, found, chunksize=8))
-
-
-def _has_something(result: Result) -> bool:
-    return bool(result.lines or result.error)
+        yield from filter(None, pool.map(migrate, found, chunksize=8))
 
 
 def find(paths: Iterable[str | Path]) -> Iterator[Path]:
@@ -121,14 +107,9 @@ def _is_skipped(folder: Path) -> bool:
 
 def has_names(path: Path) -> bool:
     """Whether a file has any text that triggers a rule; most files are only read."""
-    with open(path, "rb", buffering=0, opener=_open_at_once) as file:
-        data = file.read() or b""
-    return is_triggered(data)
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file; a pipe too, without waiting for something to write to it."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if path.is_fifo():  # reading would wait for something to write to it
+        return False
+    return is_triggered(path.read_bytes())
 
 
 def migrate_file(path: Path, write: bool = False) -> Result:
@@ -209,8 +190,7 @@ def _migrate_python(path: Path, data: bytes) -> _Migrated:
         text, path, lambda error: f"line {error.raw_line} {_why_not_read(text)}"
     )
     new = apply(text, edits)
-    lines = [Line(None, *finding) for finding in findings]
-    return new.encode(encoding), lines, [("", text, new)]
+    return new.encode(encoding), findings, [("", text, new)]
 
 
 def _edits_and_findings(
@@ -227,7 +207,6 @@ def _edits_and_findings(
 
 
 def _why_not_read(text: str) -> str:
-    """What to say of a text that libcst does not parse; Python itself may."""
     try:
         parse_quietly(text)
     except (SyntaxError, RecursionError, MemoryError):
@@ -238,38 +217,17 @@ def _why_not_read(text: str) -> str:
 # Notebooks.
 
 
-class _Located(str):
-    """A string of a JSON text, and where in it the string starts and ends, without its quotes."""
-
-    __slots__ = ("end", "start")
-
-
-def _located_json(text: str) -> object:
-    """Parse JSON to the same objects as `json.loads`, but with `_Located` for values."""
-
-    def parse_string(text: str, start: int, strict: bool) -> tuple[str, int]:
-        value, end = json.decoder.scanstring(text, start, strict)
-        located = _Located(value)
-        located.start, located.end = start, end - 1
-        return located, end
-
-    decoder = json.JSONDecoder()
-    decoder.parse_string = parse_string
-    # C's scanner would not call parse_string
-    decoder.scan_once = json.scanner.py_make_scanner(decoder)
-    return decoder.decode(text)
+_STRING = re.compile(r'"([^"\\]*(?:\\.[^"\\]*)*)"(\s*:)?')  # a JSON string; a colon follows a key
 
 
 class _Cell(NamedTuple):
     number: int
     """From 1, among all cells."""
-    pieces: list[_Located]
+    text: str
     start: int
     """Where its text starts in the text of all code cells."""
-
-    @property
-    def text(self) -> str:
-        return "".join(self.pieces)
+    spans: list[slice]
+    """Where in the JSON text each piece of its source starts and ends, without quotes."""
 
 
 def _migrate_notebook(path: Path, data: bytes) -> _Migrated:
@@ -282,9 +240,9 @@ def _migrate_notebook(path: Path, data: bytes) -> _Migrated:
     edits, findings = _edits_and_findings(code, path, lambda _: _why_no_python(cells))
     line_of = [code.count("\n", 0, cell.start) for cell in cells]
     lines = []
-    for line, kind, message in findings:
-        at = bisect.bisect_left(line_of, line) - 1
-        lines.append(Line(cells[at].number, line - line_of[at], kind, message))
+    for finding in findings:
+        at = bisect.bisect_left(line_of, finding.line) - 1
+        lines.append(finding._replace(line=finding.line - line_of[at], cell=cells[at].number))
     raw_edits, changes = [], []
     for cell in cells:
         new = _migrate_cell(cell, edits)
@@ -306,35 +264,37 @@ def _read_notebook(data: bytes) -> tuple[str, list[_Cell]]:
     """The text of a notebook, and its code cells. Raises `MigrateError`."""
     try:
         text = data.decode()
-        return text, _code_cells(_located_json(text))
+        # The same notebook, with the place of each string in its stead, finds the sources in the
+        # text: written anew as a whole, it would get other blanks and escapes.
+        places = _STRING.sub(lambda m: m[0] if m[2] else f'"{m.start(1)} {m.end(1)}"', text)
+        return text, _code_cells(json.loads(text), json.loads(places))
     except UnicodeDecodeError as error:
         raise MigrateError(f"byte {error.start} is not UTF-8") from error
     except json.JSONDecodeError as error:
         why = error.msg.lower().removesuffix(" at").removesuffix(" starting")
         raise MigrateError(f"is no whole notebook: line {error.lineno}, {why}") from error
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
         raise MigrateError("is JSON, but no notebook") from error
 
 
-def _code_cells(notebook: dict) -> list[_Cell]:
+def _code_cells(notebook: dict, places: dict) -> list[_Cell]:
     """The code cells with something in them; none if the notebook is in another language."""
     metadata = notebook["metadata"]
-    language = metadata.get("kernelspec", {}).get("language") or metadata.get(
-        "language_info", {}
-    ).get("name")
+    kernel, info = metadata.get("kernelspec", {}), metadata.get("language_info", {})
+    language = kernel.get("language") or info.get("name")
     if language is not None and language.lower() not in ("python", "ipython"):
         return []
     cells, start = [], 0
+    # numbered as people count them, with the text cells
     for number, cell in enumerate(notebook["cells"], 1):
         if cell["cell_type"] != "code":
             continue
-        source = cell["source"]
-        pieces = [source] if isinstance(source, str) else list(source)
-        if not all(isinstance(piece, _Located) for piece in pieces):
-            raise TypeError("a source that is no text")
-        # numbered as people count them, with the text cells
-        cells.append(_Cell(number, pieces, start))
-        start += len(cells[-1].text) + 1
+        source, place = cell["source"], places["cells"][number - 1]["source"]
+        text = "".join(source)  # a TypeError if a line of it is no text
+        pieces = [place] if isinstance(place, str) else place
+        spans = [slice(*map(int, piece.split())) for piece in pieces]
+        cells.append(_Cell(number, text, start, spans))
+        start += len(text) + 1
     return cells
 
 
@@ -352,14 +312,14 @@ def _why_no_python(cells: list[_Cell]) -> str:
 
 def _in_json(text: str, cell: _Cell, new: str) -> Edit:
     """An edit of the JSON text that puts a new source into a cell, and leaves each old line."""
-    raw = "".join(text[piece.start : piece.end] for piece in cell.pieces)
+    raw = "".join(text[span] for span in cell.spans)
     raw_lines = re.findall(r"(?:[^\\]|\\[^n])*\\n|(?:[^\\]|\\[^n])+", raw)
     same = dict(zip(_lines(cell.text), raw_lines, strict=True))
     lines = [
         same.get(line) or json.dumps(line, ensure_ascii=text.isascii())[1:-1]
         for line in _lines(new)
     ]
-    start, end = cell.pieces[0].start, cell.pieces[-1].end
+    start, end = cell.spans[0].start, cell.spans[-1].stop
     before = text[: start - 1].rstrip()
     # In a list, the blanks after its bracket separate each line from the next one too.
     separator = f'",{text[len(before) : start - 1]}"' if before.endswith("[") else ""

@@ -11,20 +11,14 @@ from collections.abc import Iterator
 
 import libcst as cst
 
-from amp_lab.migrate.call_flow import calls_of, escapes, is_handed_on, is_made_in, passed
 from amp_lab.migrate.code_reader import CodeReader, Event, Unit, last_part
-from amp_lab.migrate.nodes import dotted
-from amp_lab.migrate.python_tree import Scope
+from amp_lab.migrate.nodes import assignments, dotted
 from amp_lab.migrate.rewriter import Rewriter
 
 TRIGGERS = ("autocast", "GradScaler", "torch .scale(")  # a scaler may be passed to a function
 _UNSCALES = re.compile(r"unscale|get_scale|_scale\b|\.grad\b|\binf\b")
-_STARTS_ANEW = re.compile(r"(?i)load_state_dict|reset|init|deepcopy|build|create|make|fresh")
-_TRAINED = re.compile(r"(?i)model|net|optim|opt\b|train|agent|load_state_dict|deepcopy")
-_TRAINS_ON = re.compile(r"(?i)\b(\w*epoch(?!s)\w*|ep|iteration|step|batch)\b")
-_TRAINS_ANEW = re.compile(
-    r"(?i)seed|trial|fold|run|repeat|config|precision|mode|scale|lr|rate|size|dtype|case"
-)
+_KEEPS = cst.Attribute | cst.AssignTarget | cst.Comparison | cst.ComparisonTarget | cst.If
+_KEEPS |= cst.UnaryOperation | cst.BooleanOperation
 Found = Iterator[tuple[cst.CSTNode, str]]
 
 
@@ -44,124 +38,6 @@ class Rule(Rewriter):
             self.say(node, "mistake", message)
 
 
-# A scaler that is made anew.
-
-
-def _made_in_loop(code: CodeReader, unit: Unit) -> Found:
-    for made in unit.all("make"):
-        if _is_made_each_turn(code, made) and _forgets(code, unit, made):
-            yield (
-                made.node,
-                f"{made.of} is made anew in each turn of the loop, and forgets the scale it "
-                "has found: make it once, before the loop",
-            )
-
-
-def _is_made_each_turn(code: CodeReader, made: Event) -> bool:
-    if not made.place.loops or last_part(made.of) in code.disabled:
-        return False
-    # Under a condition in the loop, it may be made in the first turn alone.
-    return not any(code.tree.is_in(arm, made.place.loops[-1]) for arm, _ in made.place.arms)
-
-
-def _forgets(code: CodeReader, unit: Unit, made: Event) -> bool:
-    """Whether the loop around trains on with what was made before it, by a scaler made in it."""
-    loop = made.place.loops[-1]
-    calls = [event.node for event in unit.all("call") if loop in event.place.loops]
-    if _tries_anew(code, loop, made) or any(_starts_anew(code, call) for call in calls):
-        return False
-    steps = [e for e in unit.all("scaler step") if loop in e.place.loops and e.of == made.of]
-    # a helper may step
-    optimizers = [e.optimizer for e in steps] or _passed_along(code, calls, made.of, loop)
-    return not all(is_made_in(code, unit.scope, key, loop) for key in optimizers)
-
-
-def _tries_anew(code: CodeReader, loop: cst.CSTNode, made: Event) -> bool:
-    """Whether each turn is a training of its own: over seeds, or with other arguments each time."""
-    target = code.tree.code(loop.target) if isinstance(loop, cst.For) else ""
-    return bool(_words(target) & _words(code.tree.code(made.node)) or _TRAINS_ANEW.search(target))
-
-
-def _words(text: str) -> set[str]:
-    return set(re.findall(r"\w+", text))
-
-
-def _starts_anew(code: CodeReader, call: cst.Call) -> bool:
-    """Whether a call may put model or optimizer back to their start; a meter's is none."""
-    if not _STARTS_ANEW.search(code.tree.code(call.func)):
-        return False
-    parts = dotted(call.func)
-    is_of_something = parts is not None and len(parts) > 1 and parts[0] not in ("self", "torch")
-    return not is_of_something or bool(_TRAINED.search(".".join(parts)))
-
-
-def _passed_along(
-    code: CodeReader, calls: list[cst.Call], scaler: str, loop: cst.CSTNode
-) -> list[str]:
-    """The optimizers in calls that take the scaler too, in a loop over epochs or batches."""
-    if not isinstance(loop, cst.For) or not _TRAINS_ON.search(code.tree.code(loop.target)):
-        return []
-    found = []
-    for call in calls:
-        keys = [code.key(arg.value) for arg in call.args]
-        if scaler in keys:
-            found += [key for key in keys if code.is_named_optimizer(key)]
-    return found
-
-
-def _made_in_each_call(code: CodeReader, unit: Unit) -> Found:
-    """A scaler made in a function that a loop over epochs calls; the optimizer stays."""
-    for made in unit.all("make") if isinstance(unit.node, cst.FunctionDef) else ():
-        loop = _loop_that_calls(code, unit, made) if _is_own(code, unit, made) else None
-        if loop is not None:
-            yield (
-                made.node,
-                f"{made.of} is made anew in each call of {unit.node.name.value}(), in the "
-                f"loop of line {code.tree.line(loop)}, and forgets the scale it has found: "
-                "make it once, before that loop",
-            )
-
-
-def _is_own(code: CodeReader, unit: Unit, made: Event) -> bool:
-    """Whether a scaler is the function's own, with a scale that nothing else sets or takes on."""
-    bindings = unit.scope.bindings.get(made.of, ())
-    if not bindings or any(isinstance(binding.node, cst.Param) for binding in bindings):
-        return False
-    if made.place.loops or made.of in code.disabled:
-        return False
-    if "init_scale" in code.tree.code(made.node) or escapes(code, made.of):
-        return False
-    keeps = r"load_state_dict|\breturn\b.*\b" + made.of
-    return not re.search(keeps, code.tree.code(unit.node))
-
-
-def _loop_that_calls(code: CodeReader, unit: Unit, made: Event) -> cst.For | None:
-    """The first loop that calls the function to train on with an optimizer from outside it."""
-    optimizers = [e.optimizer for e in unit.all("scaler step") if e.of == made.of]
-    for call in calls_of(code, unit):
-        loop = _loop_around(code, call)
-        found = [passed(code, unit, call, optimizer) for optimizer in optimizers]
-        # an optimizer that is not known may be new each time
-        if loop is None or None in found or not found:
-            continue
-        if not any(is_made_in(code, scope, key, loop) for scope, key in found):
-            return loop
-    return None
-
-
-def _loop_around(code: CodeReader, call: cst.Call) -> cst.For | None:
-    """The loop over epochs or batches that a call stands in, if that trains on."""
-    kinds = cst.FunctionDef | cst.Lambda | cst.While | cst.For
-    loop = next((p for p, _ in code.tree.ancestors(call) if isinstance(p, kinds)), None)
-    if not isinstance(loop, cst.For):
-        return None
-    target = code.tree.code(loop.target)
-    if not _TRAINS_ON.search(target) or _TRAINS_ANEW.search(target):
-        return None
-    calls = (call for call in code.tree.calls if code.tree.is_in(call, loop))
-    return None if any(_starts_anew(code, call) for call in calls) else loop
-
-
 # Gradients that are still scaled.
 
 
@@ -169,9 +45,9 @@ def _clipped_scaled(code: CodeReader, unit: Unit) -> Found:
     for clip in unit.all("clip"):
         scaled = code.scaled_before(unit, clip)
         step = _step_after(unit, clip, scaled) if scaled is not None else None
-        if step is None or not (code.both_run(clip, step) or code.both_run(scaled, step)):
+        if scaled is None or step is None or _may_be_unscaled(code, unit, scaled, clip):
             continue
-        if not _may_be_unscaled(code, unit, scaled, clip):
+        if code.both_run(clip, step) or code.both_run(scaled, step):
             what = f"call {scaled.of}.unscale_({step.optimizer}) before"
             yield clip.node, f"scaled gradients are clipped: {what}"
 
@@ -276,7 +152,7 @@ def _never_updated(code: CodeReader) -> Found:
     updated = {use.parts[-2] for use in code.tree.uses if use.parts[1:][-1:] == ("update",)}
     updated |= {last_part(e.of) for e in code.events if e.kind == "update"}
     for name in code.made.keys() - updated - code.disabled:
-        if not escapes(code, name) and (step := _step_of_scaled(code, name)):
+        if not _escapes(code, name) and (step := _step_of_scaled(code, name)):
             fixed = f"its scale stays what it was: call {step.of}.update() after the step"
             yield step.node, f"{step.of} is never updated, so {fixed}"
 
@@ -296,12 +172,12 @@ def _step_of_scaled(code: CodeReader, name: str) -> Event | None:
 def _saved_without(code: CodeReader) -> Found:
     scaled = {last_part(e.of) for e in code.events if e.kind == "scaled"}
     names = [name for name in code.made if name in scaled - code.disabled]
-    if not names or any(_is_saved(code, name) for name in names):
+    state = rf"\b({'|'.join(names)})\s*\.\s*state_dict"  # it may be in a file of its own
+    if not names or re.search(state, code.tree.text) or any(_escapes(code, name) for name in names):
         return
-    stepped = set(_stepped_outside(code, names))
     for call in code.tree.calls:
         saved = _dict_saved(code, call)
-        if saved is not None and _lacks_scaler(code, call, saved, names, stepped):
+        if saved is not None and _lacks_scaler(code, call, saved, names):
             yield (
                 call,
                 f"the checkpoint holds the optimizer, but not {names[0]}: save "
@@ -309,32 +185,16 @@ def _saved_without(code: CodeReader) -> Found:
             )
 
 
-def _is_saved(code: CodeReader, name: str) -> bool:
-    """Whether a scaler's state is taken somewhere, or may be by code that is not seen."""
-    state = rf"\b{name}\s*\.\s*state_dict"
-    return bool(re.search(state, code.tree.text)) or escapes(code, name)
-
-
-def _stepped_outside(code: CodeReader, names: list[str]) -> Iterator[tuple[Scope, str] | None]:
-    """The optimizers outside the functions that step them with one of these scalers."""
-    for unit in code.units:
-        for event in unit.all("scaler step") if isinstance(unit.node, cst.FunctionDef) else ():
-            for call in calls_of(code, unit) if last_part(event.of) in names else ():
-                yield passed(code, unit, call, event.optimizer)
-
-
-def _lacks_scaler(
-    code: CodeReader, call: cst.Call, saved: cst.CSTNode, names: list[str], stepped: set
-) -> bool:
-    """Whether what is saved holds the optimizer of a scaler, and not the scaler."""
+def _lacks_scaler(code: CodeReader, call: cst.Call, saved: cst.CSTNode, names: list[str]) -> bool:
+    """Whether what is saved holds an optimizer that a scaler steps, and not the scaler."""
     text, scope = code.tree.code(saved), code.tree.scope_of[call]
     if any(name in text for name in names):
         return False
     owners = re.findall(r"([\w.]+)\.state_dict\(\)", text)  # what else is saved needs no scaler
-    made = [event for name in names for event in code.made[name]]
-    is_seen = any("." in event.of or scope.find(event.of) for event in made)
-    if not is_seen and not any((scope.find(o), o) in stepped for o in owners):
-        return False  # the scaler is another function's, and so is the optimizer
+    keys = [key for name in names for key in code.made[name]]
+    if not any("." in key or scope.find(key) for key in keys):
+        # the scaler is another function's, and so may the optimizer be
+        owners = [owner for owner in owners if (scope.find(owner), owner) in code.stepped_in]
     return any(map(code.is_optimizer, owners))  # without an optimizer it is for inference
 
 
@@ -348,7 +208,7 @@ def _dict_saved(code: CodeReader, call: cst.Call) -> cst.CSTNode | None:
         binding = scope.only(node.value)
         # a key may be added later
         changed = re.search(rf"\b{node.value}\s*(\[|\.|\|=)", code.tree.text)
-        if binding is None or changed or is_handed_on(code, node.value):
+        if binding is None or changed or _is_handed_on(code, node.value):
             return None
         node = binding.value
     return node if _is_whole_dict(node) else None
@@ -363,9 +223,43 @@ def _is_whole_dict(node: cst.CSTNode | None) -> bool:
     return not any(isinstance(element, cst.StarredDictElement) for element in node.elements)
 
 
+# What leaves the file.
+
+
+def _escapes(code: CodeReader, name: str) -> bool:
+    """Whether code that is not seen here may get hold of a scaler."""
+    is_attribute = any(key.startswith("self.") for key in code.made[name])
+    if is_attribute and any(_hands_on_self(code, call) for call in code.tree.calls):
+        return True
+    uses = (use.node for use in code.tree.uses if use.parts[-1] == name)
+    return not all(_stays(code, node, name) for node in uses)
+
+
+def _hands_on_self(code: CodeReader, call: cst.Call) -> bool:
+    """Whether a call gives the object away, or is of a method from a class of another file."""
+    parts = dotted(call.func) or ()
+    # what gets the object may update its scaler
+    if any(dotted(arg.value) == ("self",) for arg in call.args) and parts != ("super",):
+        return True
+    if len(parts) != 2 or parts[0] != "self":
+        return False
+    return parts[1] not in code.functions and parts not in code.tree.assigned
+
+
+def _stays(code: CodeReader, node: cst.CSTNode, name: str) -> bool:
+    """Whether a use of a scaler leaves it in this file, and by its name."""
+    parent = code.tree.parents[node]
+    given = [last_part(code.key(target)) for target, _ in assignments(parent)]
+    return isinstance(parent, _KEEPS) or (given != [] and {*given} == {name})
+
+
+def _is_handed_on(code: CodeReader, name: str) -> bool:
+    """Whether a call other than ``torch.save`` is given a dict, which it may add to."""
+    given = [c for c in code.tree.calls if any(dotted(arg.value) == (name,) for arg in c.args)]
+    return any(code.origin(c.func, code.tree.scope_of[c]) != "torch.save" for c in given)
+
+
 _RULES = (
-    _made_in_loop,
-    _made_in_each_call,
     _clipped_scaled,
     _stepped_beside,
     _backward_in_autocast,

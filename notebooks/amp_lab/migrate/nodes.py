@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import TypeGuard
 
 import libcst as cst
 
@@ -66,23 +67,29 @@ def arguments(call: cst.Call, names: Sequence[str] = ()) -> dict[str, cst.BaseEx
 
 def module_of(node: cst.Import | cst.ImportFrom) -> str:
     """The dotted name of the module that names are imported from; empty for a relative import."""
-    is_absolute = isinstance(node, cst.ImportFrom) and not node.relative
-    return ".".join(dotted(node.module)) if is_absolute else ""
+    if isinstance(node, cst.Import) or node.relative:
+        return ""
+    return ".".join(dotted(node.module) or ())
+
+
+def is_star(node: cst.CSTNode) -> TypeGuard[cst.ImportFrom]:
+    """Whether it is a ``from … import *``."""
+    return isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar)
+
+
+def aliases_of(node: cst.Import | cst.ImportFrom) -> Sequence[cst.ImportAlias]:
+    """What an import names; nothing for a star."""
+    return () if isinstance(node.names, cst.ImportStar) else node.names
+
+
+def bound_name(alias: cst.ImportAlias) -> str:
+    """The name that an import binds: ``import a.b`` binds ``a`` alone."""
+    return (alias.evaluated_alias or alias.evaluated_name).partition(".")[0]
 
 
 def literal(node: cst.CSTNode | None) -> str | None:
     """The text of a string that is written out, without its quotes; None for anything else."""
     return node.raw_value if isinstance(node, cst.SimpleString) else None
-
-
-def is_star(node: cst.CSTNode) -> bool:
-    """Whether it is a ``from … import *``."""
-    return isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar)
-
-
-def bound_name(alias: cst.ImportAlias) -> str:
-    """The name that ``from … import name as alias`` binds."""
-    return alias.name.value if alias.asname is None else alias.asname.name.value
 
 
 def is_false(node: cst.CSTNode | None) -> bool:
@@ -92,12 +99,14 @@ def is_false(node: cst.CSTNode | None) -> bool:
     )
 
 
-def assignments(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
+def assignments(node: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
     """Each target that a node assigns to, and what it is given; none if it is no assignment."""
     if isinstance(node, cst.AnnAssign | cst.NamedExpr) and node.value is not None:
         yield node.target, node.value
-    for target in node.targets if isinstance(node, cst.Assign) else ():
-        left, right = target.target, node.value
+    if not isinstance(node, cst.Assign):
+        return
+    right = node.value
+    for left in (target.target for target in node.targets):
         if not isinstance(left, cst.Tuple) or not isinstance(right, cst.Tuple):
             yield left, right
         elif len(left.elements) == len(right.elements):  # else a star takes what is left over
@@ -105,9 +114,9 @@ def assignments(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
                 yield name.value, value.value
 
 
-def leaves(block: cst.BaseSuite) -> bool:
+def leaves(block: cst.CSTNode) -> bool:
     """Whether what stands after a block is not reached through it."""
-    last = block.body[-1] if block.body else None
+    last = block.body[-1] if isinstance(block, cst.BaseSuite) and block.body else None
     if isinstance(last, cst.SimpleStatementLine):  # several may share the line
         last = last.body[-1]
     return isinstance(last, cst.Return | cst.Raise | cst.Continue | cst.Break)

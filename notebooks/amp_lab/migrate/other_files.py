@@ -11,7 +11,7 @@ from pathlib import Path
 import libcst as cst
 
 from amp_lab.migrate.nodes import arguments, dotted, is_star
-from amp_lab.migrate.python_tree import Binding, Use
+from amp_lab.migrate.python_tree import Use
 from amp_lab.migrate.rewriter import Rewriter
 
 TRIGGERS = ("autocast", "GradScaler", "torch custom_fwd", "torch custom_bwd")
@@ -31,15 +31,24 @@ class Rule(Rewriter):
     def run(self) -> None:
         """Look at each use of a name that a file beside this one may have from torch."""
         read: dict[Path, dict[str, str]] = {}
-        for use in self.tree.uses if self.path is not None else ():
-            for home, name in self._sources(use):
+        if self.path is None:
+            return
+        for use in self.tree.uses:
+            for home, name in self._sources(use, self.path):
                 if home not in read:
                     read[home] = _devices(home)
                 if name in read[home] and self._lacks_device(use, name, read[home][name]):
                     file = "/".join(home.parts[-2:]) if home.stem == "__init__" else home.name
                     what = f"{'.'.join(use.parts)} comes from {file}, which has it from torch.amp"
-                    advice = _advice(name, read[home][name] or "cuda")
-                    self.say(use.node, "by hand", f"{what} once it is migrated: {advice}")
+                    device, advice = (
+                        read[home][name] or "cuda",
+                        'give it "{}" first, and the rest by keyword',
+                    )
+                    if name.startswith("custom"):
+                        advice = 'give it device_type="{}"'
+                    self.say(
+                        use.node, "by hand", f"{what} once it is migrated: {advice.format(device)}"
+                    )
                     break
 
     def _lacks_device(self, use: Use, name: str, device: str) -> bool:
@@ -56,55 +65,48 @@ class Rule(Rewriter):
             return name != "GradScaler" or device == "cpu"  # GradScaler's default is CUDA
         return not _DEVICE.search(self.tree.code(call.args[0]))
 
-    def _sources(self, use: Use) -> Iterator[tuple[Path, str]]:
+    def _sources(self, use: Use, path: Path) -> Iterator[tuple[Path, str]]:
         """The files that a use may be of something in, as far as they are there, with its name."""
-        bound, is_named = use.scope.find(use.parts[0]), use.parts[-1] in _NAMES
-        if bound is None:  # only a star can bring it
-            if is_named:
-                yield from self._sources_of_stars(use)
-            return
-        bindings = [b for b in bound.bindings[use.parts[0]] if isinstance(b.node, cst.ImportAlias)]
-        for binding in bindings:
-            if is_named if len(use.parts) > 1 else binding.node.evaluated_name in _NAMES:
-                yield from self._sources_of_import(use, binding)
-
-    def _sources_of_stars(self, use: Use) -> Iterator[tuple[Path, str]]:
-        for star, _ in self.tree.imports:
-            if is_star(star):
-                for home in self._files(len(star.relative), dotted(star.module) or ()):
+        bindings = use.scope.bound(use.parts[0])
+        if use.parts[-1] in _NAMES and not bindings:  # only a star can bring it
+            for star in (node for node, _ in self.tree.imports if is_star(node)):
+                for home in _files(path, len(star.relative), dotted(star.module) or ()):
                     yield home, ".".join(use.parts)
+        for alias in (binding.node for binding in bindings):
+            if not isinstance(alias, cst.ImportAlias):
+                continue
+            if (use.parts[-1] if len(use.parts) > 1 else alias.evaluated_name) in _NAMES:
+                yield from self._sources_of_import(use, alias, path)
 
-    def _sources_of_import(self, use: Use, binding: Binding) -> Iterator[tuple[Path, str]]:
-        node, dots, module = self.tree.parents[binding.node], 0, ()
-        if isinstance(node, cst.Import):
-            whole = (*binding.origin.split("."), *use.parts[1:])
-        else:
+    def _sources_of_import(
+        self, use: Use, alias: cst.ImportAlias, path: Path
+    ) -> Iterator[tuple[Path, str]]:
+        node, dots, module = self.tree.parents[alias], 0, ()
+        named = tuple(alias.evaluated_name.split("."))
+        if isinstance(node, cst.ImportFrom):
             dots, module = len(node.relative), dotted(node.module) or ()
-            whole = (*module, binding.node.name.value, *use.parts[1:])
+        elif alias.asname is None:
+            named = named[:1]  # import a.b binds a alone
+        whole = (*module, *named, *use.parts[1:])
         for n in range(len(module), len(whole)):  # where the module ends, and names in it begin
             if len(whole) - n <= 2 and (n or dots):
-                for home in self._files(dots, whole[:n]):
+                for home in _files(path, dots, whole[:n]):
                     yield home, ".".join(whole[n:])
 
-    def _files(self, dots: int, parts: tuple[str, ...]) -> Iterator[Path]:
-        """Where a module may be, as a file imports it; `dots` are those of a relative import."""
-        if parts[:1] in (("torch",), ("apex",)):  # not a file of this project
-            return
-        own = self.path.resolve()
-        above = own.parents
-        # the root of a project may be above
-        for folder in above[dots - 1 : dots] if dots else above[: _UP + 1]:
-            module = folder.joinpath(*parts)
-            files = [module.with_suffix(".py")] if parts else []
-            for file in (*files, module / "__init__.py"):
-                if file != own and file.is_file():
-                    yield file
 
-
-def _advice(name: str, device: str) -> str:
-    if name.startswith("custom"):
-        return f'give it device_type="{device}"'
-    return f'give it "{device}" first, and the rest by keyword'
+def _files(path: Path, dots: int, parts: tuple[str, ...]) -> Iterator[Path]:
+    """Where a module may be, as the file `path` imports it; `dots` are of a relative import."""
+    if parts[:1] in (("torch",), ("apex",)):  # not a file of this project
+        return
+    own = path.resolve()
+    above = own.parents
+    # the root of a project may be above
+    for folder in above[dots - 1 : dots] if dots else above[: _UP + 1]:
+        module = folder.joinpath(*parts)
+        files = [module.with_suffix(".py")] if parts else []
+        for file in (*files, module / "__init__.py"):
+            if file != own and file.is_file():
+                yield file
 
 
 def _devices(path: Path) -> dict[str, str]:

@@ -8,23 +8,25 @@ import dataclasses
 import functools
 import re
 import types
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar, cast
 
 import libcst as cst
-from libcst.metadata import CodePosition, MetadataWrapper, PositionProvider
+from libcst.metadata import CodePosition, CodeRange, MetadataWrapper, PositionProvider
 
 from amp_lab.migrate.nodes import (
+    aliases_of,
     assignments,
     below,
     bound_name,
     children,
     dotted,
-    is_star,
     literal,
     module_of,
     name_called,
 )
+
+_Answer = TypeVar("_Answer")
 
 
 @dataclasses.dataclass(eq=False)
@@ -67,11 +69,34 @@ class Scope:
                 return scope
         return None
 
-    def only(self, name: str) -> "Binding | None":
-        """What `name` is bound to as it is seen from this scope, if that is one thing only."""
+    def bound(self, name: str) -> list[Binding]:
+        """What `name` is bound to as it is seen from this scope."""
         home = self.find(name)
-        bindings = home.bindings[name] if home is not None else []
+        return home.bindings[name] if home is not None else []
+
+    def only(self, name: str) -> Binding | None:
+        """What `name` is bound to as it is seen from this scope, if that is one thing only."""
+        bindings = self.bound(name)
         return bindings[0] if len(bindings) == 1 else None
+
+    def origins(self, parts: tuple[str, ...]) -> set[str | None]:
+        """The dotted names that a name may stand for; None for anything that is not imported.
+
+        A torch that is None where it cannot be imported has no attributes: no other meaning.
+        """
+        bindings = self.bound(parts[0])
+        if not bindings:  # a module that some star import brings
+            return {".".join(parts)} if parts[0] in ("torch", "apex") else {None}
+        if len(parts) > 1 and any(b.origin == "torch" for b in bindings):
+            # that one has no attribute to be used
+            bindings = [b for b in bindings if not b.is_none]
+        return {b.origin and ".".join((b.origin, *parts[1:])) for b in bindings}
+
+    def origin(self, node: cst.CSTNode | None) -> str | None:
+        """The dotted name that an expression stands for, if that is certain."""
+        parts = dotted(node)
+        found = self.origins(parts) if parts is not None else set()
+        return found.pop() if len(found) == 1 else None  # two meanings are none that is certain
 
 
 class Use(NamedTuple):
@@ -82,10 +107,9 @@ class Use(NamedTuple):
     scope: Scope
 
     @property
-    def bindings(self) -> list[Binding]:
-        """What the first part of the name is bound to where it is used."""
-        home = self.scope.find(self.parts[0])
-        return home.bindings[self.parts[0]] if home is not None else []
+    def origins(self) -> set[str | None]:
+        """What `Scope.origins` tells of it where it is used."""
+        return self.scope.origins(self.parts)
 
 
 def _is_import_of_torch(value: cst.CSTNode | None) -> bool:
@@ -114,7 +138,7 @@ class Tree:
         self.imports: list[tuple[cst.Import | cst.ImportFrom, Scope]] = []
         self.scope_of: dict[cst.CSTNode, Scope] = {}  # of each call
         self.calls: list[cst.Call] = []
-        self.answers: dict[tuple, object] = {}  # see `answered_once`
+        self.answers: dict[tuple, Any] = {}  # see `answered_once`
         self.scopes = [Scope("module", node=self.module)]
         self._visit_children(self.module, self.scopes[0])
 
@@ -122,11 +146,8 @@ class Tree:
 
     def _visit(self, node: cst.CSTNode, parent: cst.CSTNode, scope: Scope) -> None:
         self.parents[node] = parent
-        visit: Callable | None = _VISITORS.get(type(node))
-        if visit is None:
-            self._visit_children(node, scope)
-        else:
-            visit(self, node, scope)
+        visit = _VISITORS.get(type(node), Tree._visit_children)
+        visit(self, node, scope)
 
     def _visit_children(self, node: cst.CSTNode, scope: Scope) -> None:
         for child in children(node):
@@ -188,22 +209,15 @@ class Tree:
                 if part is not None:
                     self._visit(part, node, scope)
         inner = self._new_scope("function", scope, node)
-        self._visit_parameters(node.params, node, scope, inner)
+        self.parents[node.params] = node
+        for param in children(node.params):
+            if isinstance(param, cst.Param):
+                self.parents[param] = node.params
+                self._bind(inner, param.name.value, Binding(None, param))
+                for part in (param.annotation, param.default):
+                    if part is not None:
+                        self._visit(part, param, scope)  # it is evaluated outside the function
         self._visit(node.body, node, inner)
-
-    def _visit_parameters(
-        self, params: cst.Parameters, parent: cst.CSTNode, scope: Scope, inner: Scope
-    ) -> None:
-        self.parents[params] = parent
-        listed = [*params.posonly_params, *params.params, *params.kwonly_params]
-        for param in [*listed, params.star_arg, params.star_kwarg]:
-            if not isinstance(param, cst.Param):
-                continue
-            self.parents[param] = params
-            self._bind(inner, param.name.value, Binding(None, param))
-            for part in (param.annotation, param.default):
-                if part is not None:
-                    self._visit(part, param, scope)  # it is evaluated outside the function
 
     def _visit_class(self, node: cst.ClassDef, scope: Scope) -> None:
         self._bind(scope, node.name.value, Binding(None, node))
@@ -244,7 +258,7 @@ class Tree:
     def _visit_match_name(self, node: cst.MatchAs | cst.MatchStar, scope: Scope) -> None:
         if node.name is not None:
             self._bind(scope, node.name.value, Binding(None, node))
-        if getattr(node, "pattern", None) is not None:
+        if isinstance(node, cst.MatchAs) and node.pattern is not None:
             self._visit(node.pattern, node, scope)
 
     def _visit_elsewhere(self, node: cst.Global | cst.Nonlocal, scope: Scope) -> None:
@@ -255,48 +269,18 @@ class Tree:
                 home = next((s for s in outer if name in s.bindings), outer[0] if outer else home)
             scope.elsewhere[name] = home
 
-    def _visit_import(self, node: cst.Import, scope: Scope) -> None:
+    def _visit_import(self, node: cst.Import | cst.ImportFrom, scope: Scope) -> None:
         self.imports.append((node, scope))
-        for alias in node.names:
+        for alias in aliases_of(node):
             self.parents[alias] = node
-            parts = dotted(alias.name)
-            if alias.asname is None:
-                self._bind(scope, parts[0], Binding(parts[0], alias))  # import a.b binds a alone
-            else:
-                self._bind(scope, alias.asname.name.value, Binding(".".join(parts), alias))
-
-    def _visit_import_from(self, node: cst.ImportFrom, scope: Scope) -> None:
-        self.imports.append((node, scope))
-        if is_star(node):
-            return
-        for alias in node.names:
-            self.parents[alias] = node
-            origin = None if node.relative else f"{module_of(node)}.{alias.name.value}"
-            self._bind(scope, bound_name(alias), Binding(origin, alias))
+            name, origin = bound_name(alias), alias.evaluated_name
+            if isinstance(node, cst.ImportFrom):
+                origin = None if node.relative else f"{module_of(node)}.{origin}"
+            elif alias.asname is None:
+                origin = name
+            self._bind(scope, name, Binding(origin, alias))
 
     # Asking.
-
-    def origins(self, use: Use) -> set[str | None]:
-        """The dotted names that a use may stand for; None for anything that is not imported.
-
-        A torch that is None where it cannot be imported has no attributes: no other meaning.
-        """
-        scope = use.scope.find(use.parts[0])
-        if scope is None:  # a module that some star import brings
-            return {".".join(use.parts)} if use.parts[0] in ("torch", "apex") else {None}
-        bindings = scope.bindings[use.parts[0]]
-        if len(use.parts) > 1 and any(b.origin == "torch" for b in bindings):
-            # that one has no attribute to be used
-            bindings = [b for b in bindings if not b.is_none]
-        return {b.origin and ".".join((b.origin, *use.parts[1:])) for b in bindings}
-
-    def origin(self, node: cst.BaseExpression, scope: Scope) -> str | None:
-        """The dotted name that an expression stands for, if that is certain."""
-        parts = dotted(node)
-        if parts is None:
-            return None
-        found = self.origins(Use(node, parts, scope))
-        return found.pop() if len(found) == 1 else None  # two meanings are none that is certain
 
     def ancestors(self, node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
         """Each node above, with the one of its children through which it was reached."""
@@ -350,9 +334,9 @@ class Tree:
         return {use.node: use for use in self.uses}
 
     @functools.cached_property
-    def assigned(self) -> dict[tuple[str, ...], list[cst.BaseExpression]]:
+    def assigned(self) -> dict[tuple[str, ...], list[cst.CSTNode]]:
         """What is assigned to each name and attribute of the file, whichever its scope."""
-        found: dict[tuple[str, ...], list[cst.BaseExpression]] = {}
+        found: dict[tuple[str, ...], list[cst.CSTNode]] = {}
         for node in below(self.module):
             for target, value in assignments(node):
                 if parts := dotted(target):
@@ -363,12 +347,18 @@ class Tree:
         """The uses of names in a part of the tree."""
         return [self.use_at[part] for part in below(node) if part in self.use_at]
 
+    def count_uses(self, name: str, scope: Scope) -> int:
+        """How often a name is used, as it is seen from a scope."""
+        home = scope.find(name)
+        return sum(u.parts[0] == name and u.scope.find(name) is home for u in self.uses)
+
     # Where it is. Positions cost more than parsing, and most files need none.
 
     @functools.cached_property
-    def _positions(self):
+    def _positions(self) -> Mapping[cst.CSTNode, CodeRange]:
         wrapper = MetadataWrapper(self.module, unsafe_skip_copy=True)
-        return PositionProvider()._gen(wrapper)  # resolve() would walk the tree for nothing as well
+        # resolve() would walk the tree for nothing as well
+        return cast("Mapping[cst.CSTNode, CodeRange]", PositionProvider()._gen(wrapper))
 
     @functools.cached_property
     def line_starts(self) -> list[int]:
@@ -403,11 +393,11 @@ class Tree:
         return found.group() if found else "\n"
 
 
-def answered_once(ask: Callable) -> Callable:
+def answered_once(ask: Callable[..., _Answer]) -> Callable[..., _Answer]:
     """Keep the answer to a question about a node with its tree: many uses ask the same."""
 
     @functools.wraps(ask)
-    def answer(tree: Tree, *about: object) -> object:
+    def answer(tree: Tree, *about: object) -> _Answer:
         key = ask, *about
         if key not in tree.answers:
             tree.answers[key] = ask(tree, *about)
@@ -416,29 +406,23 @@ def answered_once(ask: Callable) -> Callable:
     return answer
 
 
-_VISITORS = {
-    cst.Name: Tree._visit_name,
-    cst.Attribute: Tree._visit_attribute,
-    cst.Call: Tree._visit_call,
-    cst.Arg: Tree._visit_arg,
-    cst.FunctionDef: Tree._visit_function,
-    cst.Lambda: Tree._visit_function,
-    cst.ClassDef: Tree._visit_class,
-    cst.ListComp: Tree._visit_comprehension,
-    cst.SetComp: Tree._visit_comprehension,
-    cst.GeneratorExp: Tree._visit_comprehension,
-    cst.DictComp: Tree._visit_comprehension,
-    cst.For: Tree._visit_for,
-    cst.CompFor: Tree._visit_for,
-    cst.Assign: Tree._visit_assign,
-    cst.AnnAssign: Tree._visit_other_assign,
-    cst.AugAssign: Tree._visit_other_assign,
-    cst.NamedExpr: Tree._visit_other_assign,
-    cst.AsName: Tree._visit_as_name,
-    cst.MatchAs: Tree._visit_match_name,
-    cst.MatchStar: Tree._visit_match_name,
-    cst.Global: Tree._visit_elsewhere,
-    cst.Nonlocal: Tree._visit_elsewhere,
-    cst.Import: Tree._visit_import,
-    cst.ImportFrom: Tree._visit_import_from,
+_VISITORS: dict[type[cst.CSTNode], Callable[..., None]] = {
+    kind: visit
+    for visit, *kinds in (
+        (Tree._visit_name, cst.Name),
+        (Tree._visit_attribute, cst.Attribute),
+        (Tree._visit_call, cst.Call),
+        (Tree._visit_arg, cst.Arg),
+        (Tree._visit_function, cst.FunctionDef, cst.Lambda),
+        (Tree._visit_class, cst.ClassDef),
+        (Tree._visit_comprehension, cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp),
+        (Tree._visit_for, cst.For, cst.CompFor),
+        (Tree._visit_assign, cst.Assign),
+        (Tree._visit_other_assign, cst.AnnAssign, cst.AugAssign, cst.NamedExpr),
+        (Tree._visit_as_name, cst.AsName),
+        (Tree._visit_match_name, cst.MatchAs, cst.MatchStar),
+        (Tree._visit_elsewhere, cst.Global, cst.Nonlocal),
+        (Tree._visit_import, cst.Import, cst.ImportFrom),
+    )
+    for kind in kinds
 }

@@ -15,6 +15,12 @@ class Finding(NamedTuple):
     kind: str
     """``rewritten``, ``by hand``, ``mistake``, or ``left`` where nothing is to be done."""
     message: str
+    cell: int | None = None
+    """Of a notebook, from 1; the line is one of this cell."""
+
+    def __str__(self) -> str:
+        where = f"{self.line}" if self.cell is None else f"cell {self.cell}:{self.line}"
+        return f"{where}: {self.kind}: {self.message}"
 
 
 class Edit(NamedTuple):

@@ -12,12 +12,16 @@ import functools
 import itertools
 import re
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 import libcst as cst
 
 from amp_lab.migrate.nodes import (
+    aliases_of,
     arguments,
+    assignments,
     dotted,
     is_false,
     is_star,
@@ -60,7 +64,7 @@ class ByHand(Exception):
     """Why a use is not rewritten, and what to write."""
 
 
-def _is_old(origin: str | None) -> bool:
+def _is_old(origin: str | None) -> TypeGuard[str]:
     is_name = origin in OLD or origin in OLD_MODULES
     return is_name or (origin is not None and origin.startswith(_BELOW_OLD))
 
@@ -89,7 +93,7 @@ class Rule(Rewriter):
         if any(use.parts[-1].startswith("get_autocast_") for use in tree.uses):
             return True
         for call in tree.calls:
-            if tree.origin(call.func, tree.scope_of[call]) in _TODAY["autocast"]:
+            if tree.scope_of[call].origin(call.func) in _TODAY["autocast"]:
                 given = arguments(call)
                 is_by_place = sum(arg.keyword is None for arg in call.args) > 1
                 if not is_by_place and "dtype" not in given and not is_false(given.get("enabled")):
@@ -106,8 +110,8 @@ class Rule(Rewriter):
             for name, bindings in scope.bindings.items():
                 if any(_is_old(binding.origin) for binding in bindings):
                     self._rewrite_group(scope, name, bindings, groups[scope, name])
-        for use, old in alone:  # last, since a name may have brought torch with it
-            self._rewrite_alone(use, old)
+        for planned in self._plan_uses(alone):  # last: a name may have brought torch with it
+            self._rewrite_alone(*planned)
         for scope in self.torch.needed:
             self._put_before(self.torch.brings[scope], "import torch")
         self._rewrite_imports()
@@ -117,28 +121,27 @@ class Rule(Rewriter):
         alone: list[tuple[Use, str]] = []
         groups: defaultdict[tuple[Scope, str], list[tuple[Use, str]]] = defaultdict(list)
         for use in self.tree.uses:
-            origins = self.tree.origins(use)
-            old = next(filter(_is_old, origins), None)  # None: not a use of these names
+            old = next(filter(_is_old, use.origins), None)  # None: not a use of these names
             if old is None or any(
                 use.node is node or self.tree.is_in(use.node, node) for node in self.replaced
             ):
                 continue
-            if len(origins) > 1:
-                self._say_ambiguous(use, use.bindings)
-            elif any(_is_old(binding.origin) for binding in use.bindings):
-                groups[use.scope.find(use.parts[0]), use.parts[0]].append((use, old))
+            home, bindings = use.scope.find(use.parts[0]), use.scope.bound(use.parts[0])
+            if len(use.origins) > 1:
+                self._say_ambiguous(use, bindings)
+            elif home is not None and any(_is_old(binding.origin) for binding in bindings):
+                groups[home, use.parts[0]].append((use, old))
             else:
                 alone.append((use, old))
         return alone, groups
 
     def _find_replaced(self) -> dict[cst.CSTNode, str]:
         """Where an old name of torch is given another value, and which one."""
-        found = {}
+        found: dict[cst.CSTNode, str] = {}
         for use in self.tree.uses:
             is_target = isinstance(self.tree.parents[use.node], cst.AssignTarget | cst.Del)
-            for old in self.tree.origins(use) & OLD.keys() if is_target else ():
-                if len(use.parts) > 1:
-                    found[use.node] = old
+            for old in OLD.keys() & use.origins if is_target and len(use.parts) > 1 else ():
+                found[use.node] = old
         for call in self.tree.calls:
             if name_called(call) in ("patch", "object", "setattr", "delattr"):
                 for old in OLD.keys() & self._patched(call):
@@ -149,7 +152,7 @@ class Rule(Rewriter):
         """What a call may replace, given as one string, or as a module and a string."""
         names = []
         for value in (arg.value for arg in call.args[:2]):
-            origin = self.tree.origin(value, self.tree.scope_of[call])
+            origin = self.tree.scope_of[call].origin(value)
             names.append(literal(value) or origin or "")
         return *names[:1], ".".join(filter(None, names))
 
@@ -170,29 +173,38 @@ class Rule(Rewriter):
 
     # One use.
 
-    def _rewrite_alone(self, use: Use, old: str) -> None:
+    def _rewrite_alone(self, use: Use, old: str, edits: list[Edit]) -> None:
         """Rewrite a use to ``torch.amp.…``, by the name under which torch is known there."""
-        if is_guarded(self.tree, use.node):
-            self.say(use.node, "left", f"{'.'.join(use.parts)} depends on a version: left alone")
-            return
-        try:
-            edits = self._plan(use, old)
-            name, torch = OLD[old][0], self.torch.at(use)
-            if torch is None:
-                raise ByHand(f"write torch.amp.{name} for {'.'.join(use.parts)}, and import torch")
-            if "#" in self.tree.text[slice(*self.tree.span(use.node))]:
-                raise ByHand(f"a comment stands inside the name: write torch.amp.{name}")
-        except ByHand as why:
-            self.say(use.node, "by hand", str(why))
-            return
-        self.replace(use.node, f"{torch}.amp.{name}")
-        self.edits += edits
-        self._say_rewritten(use, old)
+        name, torch = OLD[old][0], self.torch.at(use)
+        if torch is None:
+            what = f"write torch.amp.{name} for {'.'.join(use.parts)}, and import torch"
+            self.say(use.node, "by hand", what)
+        elif "#" in self.tree.text[slice(*self.tree.span(use.node))]:
+            what = f"a comment stands inside the name: write torch.amp.{name}"
+            self.say(use.node, "by hand", what)
+        else:
+            self.replace(use.node, f"{torch}.amp.{name}")
+            self._make(use, old, edits)
 
-    def _say_rewritten(self, use: Use, old: str) -> None:
+    def _make(self, use: Use, old: str, edits: list[Edit]) -> None:
         name, device = OLD[old]
+        self.edits += edits
         message = f"torch.{device}.amp.{name} is torch.amp.{name} for {device!r}"
         self.say(use.node, "rewritten", message)
+
+    def _plan_uses(self, uses: list[tuple[Use, str]]) -> list[tuple[Use, str, list[Edit]]]:
+        """Those of the uses that can be rewritten, with their edits."""
+        planned = []
+        for use, old in uses:
+            if is_guarded(self.tree, use.node):
+                what = f"{'.'.join(use.parts)} depends on a version: left alone"
+                self.say(use.node, "left", what)
+                continue
+            try:
+                planned.append((use, old, self._plan(use, old)))
+            except ByHand as why:
+                self.say(use.node, "by hand", str(why))
+        return planned
 
     def _plan(self, use: Use, old: str) -> list[Edit]:
         """The edits beside the name itself. Raises `ByHand`."""
@@ -206,7 +218,7 @@ class Rule(Rewriter):
         self._check_place(node, old)
         call = self.tree.call_of(node)
         if call is not None:
-            return self._plan_call(name, device, call, call.args, use)
+            return self._plan_call(old, call, use)
         if name.startswith("custom"):
             # without brackets it was CUDA; now it needs them to say so
             end = self.tree.span(node)[1]
@@ -233,10 +245,9 @@ class Rule(Rewriter):
         (name, device), parent = OLD[old], self.tree.parents[use.node]
         if isinstance(parent, cst.Arg):
             call = self.tree.parents[parent]
-            is_first = isinstance(call, cst.Call) and call.args[0] is parent
-            if is_first and self.tree.origin(call.func, use.scope) == "functools.partial":
+            if isinstance(call, cst.Call) and self._is_partial_of(call, parent, use.scope):
                 self._check_partial(name, device, call)
-                return self._plan_call(name, device, call, call.args[1:], use, after=parent)
+                return self._plan_call(old, call, use, first=1)
             if isinstance(call, cst.ClassDef):
                 where = f'give "{device}" first in super().__init__'
                 raise ByHand(f"a class derives from it: derive from torch.amp.{name}, and {where}")
@@ -246,6 +257,10 @@ class Rule(Rewriter):
         new = f'functools.partial(torch.amp.{name}, "{device}"{defaults})'
         raise ByHand(f"{old} is used as a value: write {new}")
 
+    @staticmethod
+    def _is_partial_of(call: cst.Call, arg: cst.Arg, scope: Scope) -> bool:
+        return call.args[0] is arg and scope.origin(call.func) == "functools.partial"
+
     def _check_told_apart(self, name: str, device: str, node: cst.BaseExpression) -> None:
         """Raise `ByHand` if a check of the type tells what will be one class of torch.amp."""
         if self.tree.is_in(node, cst.Annotation):
@@ -253,16 +268,15 @@ class Rule(Rewriter):
         # for another device
         others = {old for old, new in OLD.items() if new[0] == name and new[1] != device}
         others.update(_TODAY[name])
-        if any(self.tree.origins(use) & others for use in self.tree.uses):
+        if any(use.origins & others for use in self.tree.uses):
             asked = "device" if name == "autocast" else "_device"
             one = f"torch.amp.{name} is one class for all devices"
             raise ByHand(f'{one}: ask for its {asked}, here "{device}"')
 
     def _check_partial(self, name: str, device: str, call: cst.Call) -> None:
         """Raise `ByHand` if a ``partial`` of autocast may be called with positional arguments."""
-        target = self.tree.parents[call]
-        is_one = isinstance(target, cst.Assign) and len(target.targets) == 1
-        parts = dotted(target.targets[0].target) if is_one else None
+        targets = [dotted(target) for target, _ in assignments(self.tree.parents[call])]
+        parts = targets[0] if len(targets) == 1 else None
         if name != "autocast" or (parts and self._is_called_by_keyword(parts[-1])):
             return
         raise ByHand(
@@ -281,34 +295,27 @@ class Rule(Rewriter):
                     return False
         return True
 
-    def _plan_call(
-        self,
-        name: str,
-        device: str,
-        call: cst.Call,
-        args: list[cst.Arg],
-        use: Use,
-        after: cst.Arg | None = None,
-    ) -> list[Edit]:
-        """The edits of the arguments `args`, which stand after the argument `after` if that is."""
-        end = self.tree.span(call)[1] - 1
+    def _plan_call(self, old: str, call: cst.Call, use: Use, first: int = 0) -> list[Edit]:
+        """The edits of the arguments of a call, from the number `first` on."""
+        (name, device), args = OLD[old], call.args[first:]
+        at = self.tree.span(call)[1] - 1
         if name.startswith("custom"):
-            at = self.tree.span(args[-1])[1] if args else end
+            at = self.tree.span(args[-1])[1] if args else at
             comma = f",{self._blanks_before(args[-1])}" if args else ""
             return [Edit(at, at, f'{comma}device_type="{device}"')]
-        first, edits = f'"{device}"', []
+        new, edits = f'"{device}"', []
         if name == "autocast":  # only its arguments changed their order, and its defaults
             defaults, edits = self._plan_autocast(device, args, use)
-            first += defaults
-        if after is not None:
-            at, first = self.tree.span(after)[1], f", {first}"
+            new += defaults
+        if first:
+            at, new = self.tree.span(call.args[first - 1])[1], f", {new}"
         elif args:
-            at, first = self.tree.span(args[0])[0], f"{first},{self._blanks_before(args[0])}"
-        else:
-            at = end
-        return [Edit(at, at, first), *edits]
+            at, new = self.tree.span(args[0])[0], f"{new},{self._blanks_before(args[0])}"
+        return [Edit(at, at, new), *edits]
 
-    def _plan_autocast(self, device: str, args: list[cst.Arg], use: Use) -> tuple[str, list[Edit]]:
+    def _plan_autocast(
+        self, device: str, args: Sequence[cst.Arg], use: Use
+    ) -> tuple[str, list[Edit]]:
         """What to put after the device, and the edits of the arguments."""
         given = self._autocast_arguments(device, args)
         edits = []
@@ -336,7 +343,7 @@ class Rule(Rewriter):
         return [Edit(start, start, "{" + listed + before), Edit(end, end, after)]
 
     @staticmethod
-    def _autocast_arguments(device: str, args: list[cst.Arg]) -> dict[str, cst.Arg]:
+    def _autocast_arguments(device: str, args: Sequence[cst.Arg]) -> dict[str, cst.Arg]:
         """The arguments of a call of the old autocast by their names. Raises `ByHand`."""
         given: dict[str, cst.Arg] = {}
         for arg in args:
@@ -377,42 +384,34 @@ class Rule(Rewriter):
     def _rewrite_group(
         self, scope: Scope, name: str, bindings: list[Binding], uses: list[tuple[Use, str]]
     ) -> None:
-        aliases = [binding.node for binding in bindings]
-        if self.handled.intersection(aliases):
+        nodes = [binding.node for binding in bindings]
+        aliases = [node for node in nodes if isinstance(node, cst.ImportAlias)]
+        if self.handled.intersection(nodes):
             return
-        if any(is_guarded(self.tree, alias) for alias in aliases):
+        if any(is_guarded(self.tree, node) for node in nodes):
             self._say_versioned(name, bindings)
             return
         if stays := self._why_stays(scope, name, bindings, uses):
-            self.say(aliases[0], "by hand", stays)
+            self.say(nodes[0], "by hand", stays)
             return
         statement = self.tree.parents[aliases[0]]
         if (statement, scope) in self.tree.imports:
             self.torch.offer(scope, statement)
-        planned = self._plan_uses(name, uses)
-        if len(planned) < len(uses) or self._count_uses(scope, name) > len(uses):
-            for use, old, _ in planned:  # the import stays for the rest, so these go past it
-                self._rewrite_alone(use, old)
-        elif uses:
-            self._move_group(name, aliases, planned)
-
-    def _move_group(self, name: str, aliases: list[cst.ImportAlias], planned: list) -> None:
-        """Let a name with all its uses come from torch.amp."""
-        for use, old, edits in planned:
-            self.edits += edits
-            self._say_rewritten(use, old)
-        for alias in aliases:
+        planned = self._plan_uses(uses)
+        if len(planned) < len(uses) or self.tree.count_uses(name, scope) > len(uses):
+            for each in planned:  # the import stays for the rest, so these go past it
+                self._rewrite_alone(*each)
+            return
+        for each in planned:
+            self._make(*each)
+        for alias in aliases if uses else ():  # it comes from torch.amp, with all its uses
             self.moved[self.tree.parents[alias]].append(alias)
             self.say(alias, "rewritten", f"{name} is imported from torch.amp")
-
-    def _count_uses(self, scope: Scope, name: str) -> int:
-        """All uses of a name, among them some of other things, such as amp.common."""
-        return sum(u.parts[0] == name and u.scope.find(name) is scope for u in self.tree.uses)
 
     def _why_stays(self, scope: Scope, name: str, bindings: list[Binding], uses: list) -> str:
         """Why an import is left, and what to do; empty if it is not."""
         origin = bindings[0].origin
-        if any(binding.origin != origin for binding in bindings):
+        if not _is_old(origin) or any(binding.origin != origin for binding in bindings):
             return f"{name} is bound to different things in one scope"
         is_class = origin in OLD
         if scope.kind != "class" and (not is_class or (uses and name not in self._exported)):
@@ -421,19 +420,6 @@ class Rule(Rewriter):
         new = "import it from torch.amp" if is_class else "use torch.amp"
         where = f'{new} where it is used, with its device "{device}"'
         return f"{name} is not used here, or not only: {where}"
-
-    def _plan_uses(self, name: str, uses: list[tuple[Use, str]]) -> list:
-        """Those of the uses of a name that can be rewritten, with their edits."""
-        planned = []
-        for use, old in uses:
-            if is_guarded(self.tree, use.node):
-                self.say(use.node, "left", f"{name} depends on a version here: left alone")
-                continue
-            try:
-                planned.append((use, old, self._plan(use, old)))
-            except ByHand as why:
-                self.say(use.node, "by hand", str(why))
-        return planned
 
     @functools.cached_property
     def _exported(self) -> set[str]:
@@ -463,7 +449,7 @@ class Rule(Rewriter):
 
     def _rewrite_import(self, node: cst.Import) -> None:
         for alias in node.names:
-            if ".".join(dotted(alias.name)) not in OLD_MODULES:
+            if alias.evaluated_name not in OLD_MODULES:
                 continue
             is_plain = alias.asname is None and not is_guarded(self.tree, alias)
             if is_plain:
@@ -472,7 +458,8 @@ class Rule(Rewriter):
                 self.replace(alias.name, "torch.amp")
 
     def _rewrite_import_from(self, node: cst.ImportFrom) -> None:
-        tree, aliases, moved = self.tree, list(node.names), self.moved[node]
+        tree, aliases, moved = self.tree, aliases_of(node), self.moved[node]
+        assert node.module is not None  # what is moved comes from a module of torch
         new = "torch" if module_of(node) in ("torch.cuda", "torch.cpu") else "torch.amp"
         if len(moved) == len(aliases):
             self.replace(node.module, new)
@@ -485,7 +472,8 @@ class Rule(Rewriter):
         last_kept = max(i for i, is_gone in enumerate(is_moved) if not is_gone)
         for i, (start, end) in itertools.compress(enumerate(spans), is_moved):
             if has_comments:  # which stay where they are, in their brackets
-                end += re.match(r"\s*,?", tree.text[end:]).end()  # the comma goes with the name
+                rest = tree.text[end:].lstrip().removeprefix(",")  # the comma goes with the name
+                end = len(tree.text) - len(rest)
             elif i < last_kept:
                 end = spans[i + 1][0]
             else:

@@ -50,7 +50,7 @@ class TorchName:
     def _is_only_torch(self, bound: Scope, name: str, use: Use) -> bool:
         """Whether what is bound to a name is torch, and bound before it is used."""
         # Its own spelling was understood as torch's already, whatever else may bind that name.
-        if name == use.parts[0] and "torch" in self.tree.origins(Use(use.node, (name,), use.scope)):
+        if name == use.parts[0] and "torch" in use.scope.origins((name,)):
             return True
         bindings = [binding for binding in bound.bindings[name] if not binding.is_none]
         if self._is_deleted(name) or any(binding.origin != "torch" for binding in bindings):
@@ -68,12 +68,8 @@ class TorchName:
             statement, block = tried, tree.parents[tried]
         if block is tree.module and is_later:
             return True
-        around = dict(tree.ancestors(use.node)).get(block)
-        if around is None:
-            return False
-        if statement is around:  # a line with semicolons
-            return tree.span(node) < tree.span(use.node)
-        return block.body.index(statement) < block.body.index(around)
+        # spans also order the parts of a line with semicolons
+        return tree.is_in(use.node, block) and tree.span(node) < tree.span(use.node)
 
     def _is_deleted(self, name: str) -> bool:
         same = (use.node for use in self.tree.uses if use.parts == (name,))

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 import libcst as cst
 
 from amp_lab.migrate.nodes import (
+    aliases_of,
     arguments,
     below,
     children,
     dotted,
-    is_star,
     leaves,
     literal,
     module_of,
@@ -54,7 +54,9 @@ def is_guarded(tree: Tree, node: cst.CSTNode) -> bool:
 def _if_guards(tree: Tree, parent: cst.If | cst.IfExp, child: cst.CSTNode, node) -> bool:
     if child is parent.test:
         return False
-    arms = [arm for arm in (parent.body, parent.orelse) if arm not in (None, child)]
+    arms: list[cst.CSTNode] = [
+        arm for arm in (parent.body, parent.orelse) if arm is not None and arm is not child
+    ]
     block = tree.parents[parent]
     if not arms and isinstance(block, cst.Module | cst.IndentedBlock) and leaves(parent.body):
         arms = list(block.body[block.body.index(parent) + 1 :])  # they are its else
@@ -72,11 +74,12 @@ def _call_guards(tree: Tree, parent: cst.Call, child: cst.CSTNode, node) -> bool
 
 def _handler_guards(tree: Tree, parent: cst.ExceptHandler, child: cst.CSTNode, node) -> bool:
     """Whether the handler is for what an old torch lacks."""
-    header, tried = tree.code(parent), tree.parents[parent].body
+    header, tried = tree.code(parent), tree.parents[parent]
+    assert isinstance(tried, cst.Try)
     if not _FALLBACK.search(header):  # it is for errors of another kind
         return False
-    imports = (isinstance(part, cst.Import | cst.ImportFrom) for part in below(tried))
-    return bool(_new_uses(tree, tried)) or bool(_MISSING.search(header) and any(imports))
+    imports = (isinstance(part, cst.Import | cst.ImportFrom) for part in below(tried.body))
+    return bool(_new_uses(tree, tried.body)) or bool(_MISSING.search(header) and any(imports))
 
 
 def _try_guards(tree: Tree, parent: cst.Try, child: cst.CSTNode, node) -> bool:
@@ -128,7 +131,7 @@ def _asks_for_torch(tree: Tree, test: cst.BaseExpression, depth: int = 0) -> boo
 def _is_of_version(tree: Tree, use: Use, depth: int) -> bool:
     if any(map(_NAMED_AFTER_TORCH.search, use.parts)):
         return True
-    if any(origin and _VERSIONS.match(origin) for origin in tree.origins(use)):
+    if any(origin and _VERSIONS.match(origin) for origin in use.origins):
         return True
     return depth < _FURTHEST and _tells_of_torch(tree, use, depth + 1)
 
@@ -146,7 +149,7 @@ def _tells_of_torch(tree: Tree, use: Use, depth: int) -> bool:
     sources = []
     for n in range(2, len(use.parts) + 1):
         sources += tree.assigned.get(use.parts[:n], ())
-    given = [binding for binding in use.bindings if binding.source is not None]
+    given = [binding for binding in use.scope.bound(use.parts[0]) if binding.source is not None]
     if any(_is_set_by_version(tree, binding) for binding in given):
         return True
     sources += [binding.source for binding in given]
@@ -204,7 +207,7 @@ def _looks_up(tree: Tree, call: cst.Call) -> bool:
 def _is_about_amp(tree: Tree, node: cst.BaseExpression, asked: str | None) -> bool:
     """Whether a name that is `asked` of something of torch, or else that, is mixed precision's."""
     uses = tree.uses_below(node)
-    origins = [o for use in uses for o in tree.origins(use) if o and o.startswith("torch")]
+    origins = [o for use in uses for o in use.origins if o and o.startswith("torch")]
     names = [asked] * bool(origins) if asked is not None else origins
     return any(map(_OF_AMP.search, names))
 
@@ -214,10 +217,10 @@ def _new_uses(tree: Tree, node: cst.CSTNode) -> list[tuple[Use | None, str]]:
     """Each use or import of today's names below a node; None for an import."""
     found: list[tuple[Use | None, str]] = []
     for use in tree.uses_below(node):  # an attribute, such as torch.amp.GradScaler
-        found += [(use, _NEW[origin]) for origin in tree.origins(use) if origin in _NEW]
+        found += [(use, _NEW[origin]) for origin in use.origins if origin in _NEW]
     for part in below(node):
-        if isinstance(part, cst.ImportFrom) and not is_star(part):
-            names = [f"{module_of(part)}.{alias.name.value}" for alias in part.names]
+        if isinstance(part, cst.ImportFrom):
+            names = [f"{module_of(part)}.{alias.evaluated_name}" for alias in aliases_of(part)]
             found += [(None, _NEW[name]) for name in names if name in _NEW]
     return found
 
@@ -230,7 +233,7 @@ def _is_newer(tree: Tree, arm: cst.CSTNode, node: cst.CSTNode) -> bool:
     """
     use, old = tree.use_at.get(node), None
     if use is not None:
-        old = {origin.rpartition(".")[2] for origin in tree.origins(use) if origin}
+        old = {origin.rpartition(".")[2] for origin in use.origins if origin}
     elif isinstance(node, cst.ImportAlias):
         old = {node.name.value}
     for new, name in _new_uses(tree, arm):
