@@ -247,7 +247,7 @@ def _round(
 ) -> dict[str, float]:
     """Seconds of one call of each function: the mean of a turn on the way up and one back down."""
     sums = dict.fromkeys(functions, 0.0)
-    for order in (list(functions), list(reversed(functions))):
+    for order in (list(functions), list(functions)[::-1]):
         for name in order:
             sums[name] += _turn(functions[name], calls[name], watch.device)
         watch.calibrate()
