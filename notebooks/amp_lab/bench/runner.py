@@ -89,7 +89,6 @@ def run_bench(
     say("measuring the limits of the device")
     ceilings = measure_ceilings(device)
     results = _new_results(report, ceilings, quick, rounds)
-    _set_limits(results, ceilings)
     try:
         for ladders in plan:
             say(ladders[0][0].workload.title)
@@ -162,7 +161,8 @@ def _new_results(report: DeviceReport, ceilings: Ceilings, quick: bool, rounds: 
         "rounds": rounds,
     }
     trusted = ceilings.trusted and report.trusted
-    return Results(environment, ceilings.flops_per_s, {}, trusted, rows=[], complete=False)
+    rates = ceilings.flops_per_s, ceilings.stream_bytes_per_s  # shared: the run may raise them
+    return Results(environment, *rates, trusted, rows=[], complete=False)
 
 
 def _climb(
@@ -345,10 +345,8 @@ def _raise_limits(results: Results, ceilings: Ceilings) -> None:
     busy later. Other workloads raise nothing, so that a wrong count would show.
     """
     counted: list[tuple[Row, Count]] = []
-    for row in results.rows:
-        if row.status != "ok" or row.floor_s is None:
-            continue
-        assert None not in (row.flops, row.moved_bytes, row.least_bytes)  # they come with a floor
+    for row in [row for row in results.rows if row.status == "ok" and row.floor_s is not None]:
+        # What has a floor has counts, so none of these is really 0.
         count = Count(row.flops or 0, row.moved_bytes or 0, row.least_bytes or 0)
         counted.append((row, count))
         if row.workload == "product":
@@ -358,12 +356,6 @@ def _raise_limits(results: Results, ceilings: Ceilings) -> None:
     for row, count in counted:
         row.floor_s = count.floor_s(ceilings, row.precision)
         row.share_of_limit = ratio(row.floor_s, row.median_s)
-    _set_limits(results, ceilings)
-
-
-def _set_limits(results: Results, ceilings: Ceilings) -> None:
-    rates = ceilings.stream_bytes_per_s.items()
-    results.stream_bytes_per_s = {str(size): rate for size, rate in rates}  # as JSON has its keys
 
 
 def _set_speedups(rows: list[Row]) -> None:

@@ -72,10 +72,17 @@ def _read(options: argparse.Namespace) -> "Results":
 
 def _measure(options: argparse.Namespace, out: Path) -> "Results":
     """The results, in the file too. Raises `KeyboardInterrupt` if nothing was timed before one."""
-    from amp_lab.bench import run_bench
+    from amp_lab.bench import load_results, run_bench
     from amp_lab.device import pick_device
 
-    _check_writable(out)
+    # Now and not after minutes: where no result can or should be written.
+    if out.exists():
+        try:
+            load_results(out)
+        except OptionError as error:
+            raise OptionError(f"{error}; it is not overwritten: give another --out") from error
+    elif not os.access(out.parent, os.W_OK):
+        raise OptionError(f"{out}: cannot be written into the folder {str(out.parent)!r}")
     results = run_bench(
         pick_device(options.device),
         quick=options.quick,
@@ -90,19 +97,6 @@ def _measure(options: argparse.Namespace, out: Path) -> "Results":
         raise KeyboardInterrupt  # what is under the name stays
     results.save(out)
     return results
-
-
-def _check_writable(out: Path) -> None:
-    """Raise `OptionError` now, not after minutes, where no result can or should be written."""
-    from amp_lab.bench import load_results
-
-    if out.exists():
-        try:
-            load_results(out)
-        except OptionError as error:
-            raise OptionError(f"{error}; it is not overwritten: give another --out") from error
-    elif not os.access(out.parent, os.W_OK):
-        raise OptionError(f"{out}: cannot be written into the folder {str(out.parent)!r}")
 
 
 def _draw(results: "Results", out: Path) -> None:
