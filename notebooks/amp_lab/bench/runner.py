@@ -247,8 +247,9 @@ def _first_calls(
     """
     held, counters = allocated_bytes(case.device), torch._dynamo.utils.counters["inductor"]
     skipped = counters["cudagraph_skips"]
-    step, seconds, peak = make_step(case, rung), 0.0, None
+    step, seconds = make_step(case, rung), 0.0
     outputs: list[Tensor] = []
+    peaks: list[int | None] = []
 
     def call() -> None:
         if not case.workload.trains:
@@ -259,14 +260,15 @@ def _first_calls(
         for calls in (1, CHECKED_STEPS - 1):
             m = measure(call, device=case.device, warmup=0, repeats=calls)
             seconds = m.samples_s[-1]
-            # A graph takes its memory when it is recorded, and none when it is replayed.
-            peak = max(peak or 0, m.peak_bytes or 0) if step.records_graph else m.peak_bytes
+            peaks.append(m.peak_bytes)
             # An accelerator's first call loads kernels, which says nothing about the others.
             if rung is EAGER and baseline and (calls > 1 or backend(case.device).is_host):
                 _refuse_hopeless(seconds, baseline.seconds)
     if rung.needs_graph and counters["cudagraph_skips"] > skipped:
         raise RuntimeError("torch recorded no graph of it")
-    row.peak_bytes = None if peak is None else peak - held
+    counted = [peak for peak in peaks if peak is not None]
+    if counted:  # a graph takes its memory when it is recorded, and none when it is replayed
+        row.peak_bytes = (max(counted) if step.records_graph else counted[-1]) - held
     check = torch.stack(outputs) if case.workload.trains else outputs[-1]
     return _Configuration(row, case, step, check.cpu().double(), seconds)
 

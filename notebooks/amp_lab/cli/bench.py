@@ -53,12 +53,12 @@ def run(options: argparse.Namespace) -> int:
     # Before what takes minutes: a file that cannot be read would only be found after it.
     recorded = [bench.load_results(path) for path in options.compare or []]
     results = _read(options) if options.results else _measure(options, out)
-    show(results, options.format)
+    show(results, options.format)  # before the pictures, which take seconds
     if not options.results:
         _draw(results, out)
     if recorded:
         _compare([results, *recorded], options, out)
-    return 0 if results.complete or options.results else 130
+    return 0 if results.complete or options.results else 130  # as a shell counts Ctrl-C
 
 
 def _read(options: argparse.Namespace) -> "Results":
@@ -89,13 +89,13 @@ def _measure(options: argparse.Namespace, out: Path) -> "Results":
         names=options.workload or (),
         precisions=options.precision or (),
         rungs=options.rung or (),
-        rounds=options.rounds,
+        rounds=options.rounds,  # None: what suits a quick or a full run
         say=lambda line: print(f"amp-lab bench: {line}", file=sys.stderr, flush=True),
         after_round=lambda so_far: so_far.save(out),
     )
     if not results.rows:
         raise KeyboardInterrupt  # what is under the name stays
-    results.save(out)
+    results.save(out)  # one that was interrupted has had no last `after_round`
     return results
 
 
