@@ -138,7 +138,7 @@ def test_a_rung_that_computes_something_else_has_failed(toy, monkeypatch, change
     assert "would pass" in rows[-1].reason
     assert rows[-1].samples_s == []
     assert "would pass" in str(Results({"device": "d", "torch": "t", "threads": 1, "date": "x"},
-                                           {}, {"64": 1.0}, True, rows))  # fmt: skip
+                                           {}, {64: 1.0}, True, rows))  # fmt: skip
 
 
 def test_a_rung_that_raises_has_failed_and_the_run_goes_on(toy, monkeypatch):

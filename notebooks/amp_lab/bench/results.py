@@ -1,6 +1,7 @@
 """What a benchmark found: rows, their table and their file."""
 
 import dataclasses
+import itertools
 import json
 import os
 import types
@@ -80,7 +81,7 @@ class Results(Printed):
 
     environment: dict[str, str | int | bool]  # the machine, the date, what was asked for
     flops_per_s: dict[str, float | None]  # measured limit by precision; None: the device lacks it
-    stream_bytes_per_s: dict[str, float]  # measured limit of a copy, by bytes read and written
+    stream_bytes_per_s: dict[int, float]  # measured limit of a copy, by bytes read and written
     trusted: bool  # whether the ceilings repeated; if not, the machine was busy
     rows: list[Row]
     complete: bool = True  # false for a run that was stopped before its end
@@ -114,13 +115,11 @@ class Results(Printed):
         points: dict[tuple[str, str], tuple[float, float]] = {}
         for row in self.rows:
             intensity, rate = ratio(row.flops, row.moved_bytes), row.flops_per_s
-            if row.status != "ok" or not intensity or not rate:
-                continue
-            if row.precision == BASELINE[0] and row.rung != BASELINE[1]:
+            other_fp32 = row.precision == BASELINE[0] and row.rung != BASELINE[1]
+            if row.status != "ok" or not intensity or not rate or other_fp32:
                 continue
             what = row.workload, row.precision
-            if what not in points or rate > points[what][1]:
-                points[what] = intensity, rate
+            points[what] = max(points.get(what, (0.0, 0.0)), (intensity, rate), key=lambda p: p[1])
         used = {precision for _, precision in points}
         limits = {name: rate for name, rate in self.flops_per_s.items() if rate is not None}
         roofs = {name: rate for name, rate in limits.items() if name in used}
@@ -129,7 +128,7 @@ class Results(Printed):
     @property
     def memory_bytes_per_s(self) -> float:
         """Bytes/s of what fits in no cache."""
-        return self.stream_bytes_per_s[max(self.stream_bytes_per_s, key=int)]
+        return self.stream_bytes_per_s[max(self.stream_bytes_per_s)]
 
     def _table(self) -> Table:
         columns = dict(_COLUMNS)
@@ -171,12 +170,10 @@ class Results(Printed):
 
 def _with_titles(rows: list[tuple[str, list[str]]]) -> list[list[str]]:
     """Cells of rows, each under the title that it shares with others, which is a row of its own."""
-    lines, before = [], None
-    for title, cells in rows:
-        if title != before:
-            lines.append([title, *[""] * (len(cells) - 1)])
-            before = title
-        lines.append(cells)
+    lines: list[list[str]] = []
+    for title, same in itertools.groupby(rows, key=lambda row: row[0]):
+        found = [cells for _, cells in same]
+        lines += [[title, *[""] * (len(found[0]) - 1)], *found]
     return lines
 
 
@@ -213,8 +210,12 @@ def _check_values(results: Results) -> None:
             raise TypeError(f"'status' is {row.status!r}")
         if row.status == "ok" and None in (row.median_s, row.iqr_s, row.items_per_s):
             raise TypeError(f"{row.title}, {row.precision} {row.rung} is ok, but has no time")
-    if not results.stream_bytes_per_s or not all(map(str.isdigit, results.stream_bytes_per_s)):
-        raise TypeError(f"'stream_bytes_per_s' is {results.stream_bytes_per_s!r}")
+    rates = results.stream_bytes_per_s
+    if not rates or not all(str(size).isdigit() for size in rates):
+        raise TypeError(f"'stream_bytes_per_s' is {rates!r}")
+    results.stream_bytes_per_s = {
+        int(size): rate for size, rate in rates.items()
+    }  # JSON's are text
 
 
 def _made(kind: type, values: object) -> Any:

@@ -89,9 +89,10 @@ def _compiles_long(case: Case) -> bool:
 
 
 def _to_channels_last(recipe: Recipe) -> Recipe:
-    model = recipe.problem.model.to(memory_format=torch.channels_last)
-    inputs = recipe.problem.inputs.to(memory_format=torch.channels_last)
-    return replace(recipe, problem=replace(recipe.problem, model=model, inputs=inputs))
+    problem = recipe.problem
+    problem.model.to(memory_format=torch.channels_last)
+    problem.inputs = problem.inputs.to(memory_format=torch.channels_last)
+    return recipe
 
 
 def _fold_norm(recipe: Recipe) -> Recipe:
@@ -102,13 +103,14 @@ def _fold_norm(recipe: Recipe) -> Recipe:
             layers[-1] = fuse_conv_bn_eval(layers[-1], layer)
         else:
             layers.append(layer)
-    return replace(recipe, problem=replace(recipe.problem, model=nn.Sequential(*layers)))
+    recipe.problem.model = nn.Sequential(*layers)
+    return recipe
 
 
 def _cast_once(recipe: Recipe) -> Recipe:
     problem, dtype = recipe.problem, recipe.case.precision.dtype
-    problem = replace(problem, model=problem.model.to(dtype), inputs=problem.inputs.to(dtype))
-    return replace(recipe, problem=problem, autocast=False)
+    problem.model, problem.inputs = problem.model.to(dtype), problem.inputs.to(dtype)
+    return replace(recipe, autocast=False)
 
 
 def _to_fp8(recipe: Recipe) -> Recipe:

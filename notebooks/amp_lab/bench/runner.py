@@ -89,7 +89,6 @@ def run_bench(
     say("measuring the limits of the device")
     ceilings = measure_ceilings(device)
     results = _new_results(report, ceilings, quick, rounds)
-    _set_limits(results, ceilings)
     try:
         for ladders in plan:
             say(ladders[0][0].workload.title)
@@ -162,7 +161,8 @@ def _new_results(report: DeviceReport, ceilings: Ceilings, quick: bool, rounds: 
         "rounds": rounds,
     }
     trusted = ceilings.trusted and report.trusted
-    return Results(environment, ceilings.flops_per_s, {}, trusted, rows=[], complete=False)
+    rates = ceilings.flops_per_s, ceilings.stream_bytes_per_s  # shared: the run may raise them
+    return Results(environment, *rates, trusted, rows=[], complete=False)
 
 
 def _climb(
@@ -247,8 +247,9 @@ def _first_calls(
     """
     held, counters = allocated_bytes(case.device), torch._dynamo.utils.counters["inductor"]
     skipped = counters["cudagraph_skips"]
-    step, seconds, peak = make_step(case, rung), 0.0, None
+    step, seconds = make_step(case, rung), 0.0
     outputs: list[Tensor] = []
+    peaks: list[int | None] = []
 
     def call() -> None:
         if not case.workload.trains:
@@ -259,14 +260,15 @@ def _first_calls(
         for calls in (1, CHECKED_STEPS - 1):
             m = measure(call, device=case.device, warmup=0, repeats=calls)
             seconds = m.samples_s[-1]
-            # A graph takes its memory when it is recorded, and none when it is replayed.
-            peak = max(peak or 0, m.peak_bytes or 0) if step.records_graph else m.peak_bytes
+            peaks.append(m.peak_bytes)
             # An accelerator's first call loads kernels, which says nothing about the others.
             if rung is EAGER and baseline and (calls > 1 or backend(case.device).is_host):
                 _refuse_hopeless(seconds, baseline.seconds)
     if rung.needs_graph and counters["cudagraph_skips"] > skipped:
         raise RuntimeError("torch recorded no graph of it")
-    row.peak_bytes = None if peak is None else peak - held
+    counted = [peak for peak in peaks if peak is not None]
+    if counted:  # a graph takes its memory when it is recorded, and none when it is replayed
+        row.peak_bytes = (max(counted) if step.records_graph else counted[-1]) - held
     check = torch.stack(outputs) if case.workload.trains else outputs[-1]
     return _Configuration(row, case, step, check.cpu().double(), seconds)
 
@@ -345,10 +347,8 @@ def _raise_limits(results: Results, ceilings: Ceilings) -> None:
     busy later. Other workloads raise nothing, so that a wrong count would show.
     """
     counted: list[tuple[Row, Count]] = []
-    for row in results.rows:
-        if row.status != "ok" or row.floor_s is None:
-            continue
-        assert None not in (row.flops, row.moved_bytes, row.least_bytes)  # they come with a floor
+    for row in [row for row in results.rows if row.status == "ok" and row.floor_s is not None]:
+        # What has a floor has counts, so none of these is really 0.
         count = Count(row.flops or 0, row.moved_bytes or 0, row.least_bytes or 0)
         counted.append((row, count))
         if row.workload == "product":
@@ -358,12 +358,6 @@ def _raise_limits(results: Results, ceilings: Ceilings) -> None:
     for row, count in counted:
         row.floor_s = count.floor_s(ceilings, row.precision)
         row.share_of_limit = ratio(row.floor_s, row.median_s)
-    _set_limits(results, ceilings)
-
-
-def _set_limits(results: Results, ceilings: Ceilings) -> None:
-    rates = ceilings.stream_bytes_per_s.items()
-    results.stream_bytes_per_s = {str(size): rate for size, rate in rates}  # as JSON has its keys
 
 
 def _set_speedups(rows: list[Row]) -> None:

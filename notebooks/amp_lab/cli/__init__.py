@@ -32,11 +32,11 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("default", AmpLabWarning)
+            warnings.simplefilter("default", AmpLabWarning)  # whatever -W says
             warnings.showwarning = functools.partial(show_warning, options.command)
             code = options.run(options) or 0
-        sys.stdout.flush()
-    except OtherRankError:
+        sys.stdout.flush()  # here, where a closed pipe is still caught
+    except OtherRankError:  # the rank that raised it has printed it
         return 2
     except AmpLabError as error:
         tell(f"amp-lab {options.command}: {error}", at_once=error.is_of_one_rank)

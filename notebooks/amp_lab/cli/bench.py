@@ -53,12 +53,12 @@ def run(options: argparse.Namespace) -> int:
     # Before what takes minutes: a file that cannot be read would only be found after it.
     recorded = [bench.load_results(path) for path in options.compare or []]
     results = _read(options) if options.results else _measure(options, out)
-    show(results, options.format)
+    show(results, options.format)  # before the pictures, which take seconds
     if not options.results:
         _draw(results, out)
     if recorded:
         _compare([results, *recorded], options, out)
-    return 0 if results.complete or options.results else 130
+    return 0 if results.complete or options.results else 130  # as a shell counts Ctrl-C
 
 
 def _read(options: argparse.Namespace) -> "Results":
@@ -72,30 +72,10 @@ def _read(options: argparse.Namespace) -> "Results":
 
 def _measure(options: argparse.Namespace, out: Path) -> "Results":
     """The results, in the file too. Raises `KeyboardInterrupt` if nothing was timed before one."""
-    from amp_lab.bench import run_bench
+    from amp_lab.bench import load_results, run_bench
     from amp_lab.device import pick_device
 
-    _check_writable(out)
-    results = run_bench(
-        pick_device(options.device),
-        quick=options.quick,
-        names=options.workload or (),
-        precisions=options.precision or (),
-        rungs=options.rung or (),
-        rounds=options.rounds,
-        say=lambda line: print(f"amp-lab bench: {line}", file=sys.stderr, flush=True),
-        after_round=lambda so_far: so_far.save(out),
-    )
-    if not results.rows:
-        raise KeyboardInterrupt  # what is under the name stays
-    results.save(out)
-    return results
-
-
-def _check_writable(out: Path) -> None:
-    """Raise `OptionError` now, not after minutes, where no result can or should be written."""
-    from amp_lab.bench import load_results
-
+    # Now and not after minutes: where no result can or should be written.
     if out.exists():
         try:
             load_results(out)
@@ -103,6 +83,20 @@ def _check_writable(out: Path) -> None:
             raise OptionError(f"{error}; it is not overwritten: give another --out") from error
     elif not os.access(out.parent, os.W_OK):
         raise OptionError(f"{out}: cannot be written into the folder {str(out.parent)!r}")
+    results = run_bench(
+        pick_device(options.device),
+        quick=options.quick,
+        names=options.workload or (),
+        precisions=options.precision or (),
+        rungs=options.rung or (),
+        rounds=options.rounds,  # None: what suits a quick or a full run
+        say=lambda line: print(f"amp-lab bench: {line}", file=sys.stderr, flush=True),
+        after_round=lambda so_far: so_far.save(out),
+    )
+    if not results.rows:
+        raise KeyboardInterrupt  # what is under the name stays
+    results.save(out)  # one that was interrupted has had no last `after_round`
+    return results
 
 
 def _draw(results: "Results", out: Path) -> None:

@@ -34,14 +34,14 @@ def run(options: argparse.Namespace) -> None:
     for precision in Precision:
         rate, speedup = report.rates[precision], report.speedup(precision)
         if rate is None:
-            print(f"{precision:<11}{'not available':>16}")
+            print(f"{precision:<11}{'not available':>16}")  # TF32, where there are no tensor cores
             continue
         remark = "  accelerated" if precision in report.accelerated else ""
-        if speedup < 0.5:
+        if speedup < 0.5:  # emulated: a product then takes minutes in a real model
             remark = f"  {1 / speedup:.0f} times slower: avoid it here"
         print(f"{precision:<11}{flops_text(rate):>16}{speedup:>14.3g}x{remark}")
 
-    if not report.trusted:
+    if not report.trusted:  # a figure of a busy machine is shown as that
         print("\nThis machine is busy: the same product took 1.5 times as long in a second try.")
         print("Measure again when it is idle.")
     print(f"\nUse {report.recommended}: {report.why}.")

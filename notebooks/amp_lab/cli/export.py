@@ -18,7 +18,7 @@ def add(commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Write the file."""
-    from amp_lab.training import run as runs
+    from amp_lab.training import run as runs  # here, since it loads torch
 
     runs.export(options.run_folder, options.file)
     print(f"Written: {options.file}")

@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> None:
     from amp_lab.cli.model_argument import load_model
     from amp_lab.tracing import compare_memory
 
-    shapes, dtypes = zip(*inputs_of(options), strict=True)
+    shapes, dtypes = zip(*inputs_of(options), strict=True)  # as `compare_memory` has them
     # What is not asked for is left to the function's own default.
     asked = {"precisions": options.precision} if options.precision else {}
     table = compare_memory(

@@ -35,10 +35,10 @@ def load_model(target: str) -> "nn.Module":
     found = _imported(target, module_name)
     for name in names:
         try:
-            found = getattr(found, name)
+            found = getattr(found, name)  # a path, so that methods of a class can be named
         except AttributeError:
             raise OptionError(f"{target!r}: {module_name} has no {path!r}") from None
-    if isinstance(found, nn.Module):
+    if isinstance(found, nn.Module):  # a finished model is callable too, but with inputs
         return found
     if not callable(found):
         kind = f"{target!r} is of type {type(found).__name__}"
@@ -62,7 +62,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
         shape = tuple(int(size) for size in text.split(","))
     except ValueError:
         raise OptionError(f"{text!r} is no shape: give sizes such as 8,3,224,224") from None
-    if min(shape) < 1:
+    if min(shape) < 1:  # nothing could be traced, and -1 is no wildcard here
         raise OptionError(f"shape {text!r}: every size must be 1 or more")
     return shape
 

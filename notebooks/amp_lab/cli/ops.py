@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> None:
     """Print the table of rules."""
     from amp_lab.tracing.op_table import differences, op_table
 
-    dtype = dtype_of(options.dtype)
+    dtype = dtype_of(options.dtype)  # one for both sides, or the dtype would be a difference
     table = op_table(options.device, dtype)
     if options.against:
         table = differences(table, op_table(options.against, dtype))

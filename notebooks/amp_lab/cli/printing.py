@@ -10,8 +10,7 @@ FORMAT = {"choices": ("table", "markdown", "json"), "default": "table", "help": 
 
 def show(result, form: str) -> None:
     """Print a result of the tools in the format asked for."""
-    text = {"table": str, "markdown": lambda r: r.to_markdown(), "json": lambda r: r.to_json()}
-    print(text[form](result))
+    print(result if form == "table" else getattr(result, f"to_{form}")())
 
 
 def tell(line: str, at_once: bool = False) -> None:

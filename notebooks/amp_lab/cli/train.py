@@ -21,11 +21,8 @@ def add(commands) -> None:
     for field in dataclasses.fields(RunConfig):
         # No default: a run that is resumed takes what is not given from its folder.
         _add_option(settings, field, default=argparse.SUPPRESS)
-    groups = {"": parser} | {
-        TOGETHER: parser.add_argument_group(
-            TOGETHER, "started by: torchrun --nproc-per-node N -m amp_lab train … --parallel ddp"
-        )
-    }
+    started = "started by: torchrun --nproc-per-node N -m amp_lab train … --parallel ddp"
+    groups = {"": parser, TOGETHER: parser.add_argument_group(TOGETHER, started)}
     for field in dataclasses.fields(RunOptions):
         required = field.default is dataclasses.MISSING
         default = {"required": True} if required else {"default": field.default}

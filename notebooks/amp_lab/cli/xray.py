@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
     sides = [(options.device, options.dtype)]
     if options.against is not None:
         sides.append(_other_side(options.against, *sides[0]))
-    where = "cpu" if options.real else "meta"
+    where = "cpu" if options.real else "meta"  # on meta a large input takes no memory
     inputs = [torch.zeros(shape, dtype=dtype, device=where) for shape, dtype in inputs_of(options)]
     model = load_model(options.target)
     found = [
