@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -34,7 +34,7 @@ class _Origin:
     placed: bool  # written there on purpose, as a mask of -inf is
 
 
-class find_nonfinite:  # lower case, as torch.no_grad and others that stand after `with`
+class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which follows `with` too
     """Find the module and the op that made the first inf or NaN, in forward and backward.
 
         with find_nonfinite(model) as finder:
@@ -67,6 +67,7 @@ class find_nonfinite:  # lower case, as torch.no_grad and others that stand afte
         if not isinstance(model, nn.Module):
             kind = type(model).__name__
             raise NumericsError(f"find_nonfinite: the model must be an nn.Module, not {kind}")
+        super().__init__()
         self._model = model
         self._raise = raise_on_first
         self.report: NonfiniteReport | None = None
@@ -97,7 +98,7 @@ class find_nonfinite:  # lower case, as torch.no_grad and others that stand afte
             self._installed = self._installed.pop_all()
         find_nonfinite._active = self
         self._watching = True
-        return self
+        return super().__enter__()
 
     def _install(self) -> None:
         for name, module in self._model.named_modules():
@@ -113,13 +114,13 @@ class find_nonfinite:  # lower case, as torch.no_grad and others that stand afte
                 self._watch_gradient(parameter, name)
             if parameter.grad is not None and not is_finite(parameter.grad):
                 self._origin_of(parameter.grad)
-        self._installed.enter_context(_Watch(self._see))
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         if find_nonfinite._active is not self:
             raise NumericsError(
                 "find_nonfinite: use it in a with statement; it was left without being entered"
             )
+        super().__exit__(exc_type, exc_val, exc_tb)
         find_nonfinite._active = None
         self._installed.close()
         self._reset()  # it may outlive its block: it then holds no modules, nor what ops made
@@ -192,10 +193,14 @@ class find_nonfinite:  # lower case, as torch.no_grad and others that stand afte
 
     # Ops
 
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if self._watching:
+            self._see(func, args, kwargs or {}, out)
+        return out
+
     def _see(self, func: Any, args: tuple, kwargs: dict[str, Any], out: object) -> None:
         """Look at what an op returned; this runs below autograd and autocast, for every op."""
-        if not self._watching:
-            return
         node = torch._C._current_autograd_node()
         recomputed = node is not None and bool(self._stack)
         call = Call(func, args, kwargs, node, self._site_of(node), recomputed)
@@ -346,20 +351,6 @@ class find_nonfinite:  # lower case, as torch.no_grad and others that stand afte
                 yield
         finally:
             self._watching = before and self.report is None
-
-
-class _Watch(TorchDispatchMode):
-    """Hands every op and what it returned to a function."""
-
-    def __init__(self, see: Callable[..., None]):
-        super().__init__()
-        self._see = see
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        self._see(func, args, kwargs, out)
-        return out
 
 
 def _in_backward() -> bool:

@@ -109,12 +109,10 @@ def _overflows_fp16(report: NonfiniteReport) -> bool:
 
 def _is_at_a_pole(report: NonfiniteReport) -> bool:
     """Whether an input is zero where that alone makes the result infinite, in any precision."""
-    inputs = {summary.name: summary for summary in report.inputs}
     if _op("div")(report):
-        divisor = inputs.get("other")
-        return divisor is not None and divisor.low <= 0 <= divisor.high
-    given = inputs.get("self")
-    return _op("log", "reciprocal", "rsqrt")(report) and given is not None and given.low <= 0
+        return any(x.name == "other" and x.low <= 0 <= x.high for x in report.inputs)
+    at_zero = any(x.name == "self" and x.low <= 0 for x in report.inputs)
+    return at_zero and _op("log", "reciprocal", "rsqrt")(report)
 
 
 def _backward(report: NonfiniteReport) -> str:
@@ -126,12 +124,6 @@ def _backward(report: NonfiniteReport) -> str:
         "what GradScaler is there for: it skips the step and lowers the scale. It is a fault if "
         f"it persists at a scale of 1 (see ScaleLog); then: {advice}"
     )
-
-
-def _fp16_forward(report: NonfiniteReport) -> str:
-    if not _op("bmm", "baddbmm", "matmul")(report):
-        return _OVERFLOW.format("The result")
-    return _OVERFLOW.format("The product") + _SCORES
 
 
 _OVERFLOW = (
@@ -193,7 +185,9 @@ _RULES: tuple[_Rule, ...] = (
     (lambda r: r.value.kinds == {"NaN"} and any(not summary.values for summary in r.inputs),
      "It was given no values: the mean of nothing is NaN. Skip empty batches."),
     (lambda r: r.phase == "backward", _backward),
-    (lambda r: _overflows_fp16(r) and not _is_at_a_pole(r), _fp16_forward),
+    (lambda r: _overflows_fp16(r) and not _is_at_a_pole(r),
+     lambda r: _OVERFLOW.format("The product") + _SCORES
+               if _op("bmm", "baddbmm", "matmul")(r) else _OVERFLOW.format("The result")),
     # The op alone. Names are compared by how they begin, so the longer one comes first.
     (_op("log_softmax"), "Look at the logits: a row is infinite, or masked everywhere."),
     (_op("logit"), "Keep the input inside (0, 1): torch.logit(x, eps=1e-6)."),
