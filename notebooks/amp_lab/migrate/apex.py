@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import libcst as cst
 
-from amp_lab.migrate.nodes import aliases_of, arguments, bound_name, is_false, module_of
+from amp_lab.migrate.nodes import aliases_of, arguments, bound_name, module_of
 from amp_lab.migrate.python_tree import Scope, Tree, Use
 from amp_lab.migrate.rewriter import Rewriter
 from amp_lab.migrate.version_guards import is_guarded
@@ -56,15 +56,19 @@ EQUALS = {
 }
 AUTOCAST = 'the forward pass and the loss in torch.autocast("cuda", dtype=torch.float16)'
 SCALER = 'scaler = torch.amp.GradScaler("cuda") once'
-_PARAMETERS = '(p for group in {}.param_groups for p in group["params"])'
 ADVICE = {  # by the longest name that fits
-    "apex.amp.initialize": f"for O1 and O2 delete it, put {AUTOCAST}, and make {SCALER}",
+    "apex.amp.initialize": (
+        f"delete it; at O1 and O2 put {AUTOCAST}, and make {SCALER}; O0 is plain float32, and O3 "
+        "is model.half(), both without a scaler"
+    ),
     "apex.amp.scale_loss": (
         "write scaler.scale(loss).backward(); for optimizer.step() write scaler.step(optimizer), "
-        "then scaler.update() once; call scaler.unscale_(optimizer) before clipping"
+        "then scaler.update() once; call scaler.unscale_(optimizer) before clipping; "
+        "at O0 and O3 write loss.backward() alone"
     ),
     "apex.amp.master_params": (
-        f"write {_PARAMETERS.format('optimizer')}, after scaler.unscale_(optimizer)"
+        'write (p for group in optimizer.param_groups for p in group["params"]), after '
+        "scaler.unscale_(optimizer) where there is a scaler"
     ),
     "apex.amp.state_dict": "save scaler.state_dict() in its place",
     "apex.amp.load_state_dict": (
@@ -109,22 +113,6 @@ SECTIONS = {  # of notebook 13, where it is explained: the heading for a name, a
     "apex.amp.load_state_dict": "Checkpoints that Apex wrote",
     "apex": "The names, then and now",
 }
-LEVELS = {
-    "O0": "O0 is plain float32: delete it, and amp.scale_loss with it",
-    "O1": f"O1 casts ops: delete it, put {AUTOCAST}, and make {SCALER}",
-    "O2": (
-        f"O2 keeps float32 master weights, as torch does by itself: delete it, put {AUTOCAST}, "
-        f"and make {SCALER}"
-    ),
-    "O3": "O3 is pure float16: delete it, and write model.half(), without a scaler, which refuses "
-    "float16 gradients",
-    "off": "enabled=False is plain float32: delete it, and amp.scale_loss with it",
-}
-PLAIN = {  # why the gradients of these levels need no scaler
-    "O0": "O0 is plain float32",
-    "O3": "O3 is pure float16, and a scaler refuses float16 gradients",
-    "off": "with enabled=False it is plain float32",
-}
 
 
 class Rule(Rewriter):
@@ -135,19 +123,13 @@ class Rule(Rewriter):
         self.marks: defaultdict[cst.CSTNode, list[str]] = defaultdict(list)  # by statement
         self.imported: defaultdict[cst.CSTNode, list[Use]] = defaultdict(list)  # by import alias
         self.spelled: Counter[cst.CSTNode] = Counter()  # uses rewritten to torch, by import alias
-        self.uses: list[tuple[Use, str]] = []
-        for use in tree.uses:
-            found = sorted(o for o in use.origins if o and o.startswith("apex."))
-            if found:
-                self.uses.append((use, found[0]))
-        initialized = [use for use, old in self.uses if old == "apex.amp.initialize"]
-        self.levels = {self._level(self._call(use)) for use in initialized}
 
     def run(self) -> None:
         """Rewrite what is certain, and mark the rest."""
-        for use, old in self.uses:
-            if not self._rewrite(use, old):
-                self._mark_use(use, old)
+        for use in self.tree.uses:
+            found = sorted(o for o in use.origins if o and o.startswith("apex."))
+            if found and not self._rewrite(use, found[0]):
+                self._mark_use(use, found[0])
         for node, scope in self.tree.imports:
             module = module_of(node)
             if module == "apex" or module.startswith("apex."):
@@ -169,14 +151,14 @@ class Rule(Rewriter):
         binding = use.scope.only(use.parts[0])
         if binding is None or is_guarded(self.tree, use.node):
             return False
-        if old in EQUALS and self._plain_call(use, old) is not None:
-            if len(use.parts) == 1:  # its import has to change with it, so that decides
-                self.imported[binding.node].append(use)
-                return True
-            if self._rewrite_spelled(use, old):
-                self.spelled[binding.node] += 1
-                return True
-        return False
+        if old not in EQUALS or self._plain_call(use, old) is None:
+            return False
+        if len(use.parts) == 1:  # its import has to change with it, so that decides
+            self.imported[binding.node].append(use)
+            return True
+        is_done = self._rewrite_spelled(use, old)
+        self.spelled[binding.node] += is_done
+        return is_done
 
     def _plain_call(self, use: Use, old: str) -> cst.Call | None:
         """Its call, if the arguments mean the same to the new one."""
@@ -189,7 +171,6 @@ class Rule(Rewriter):
         return call if is_short and set(given) <= set(equal.keywords) else None
 
     def _rewrite_to(self, use: Use, old: str, name: str) -> None:
-        """Rewrite a call to today's `name`."""
         call, equal = self._plain_call(use, old), EQUALS[old]
         assert call is not None  # asked before the use was taken on
         given = arguments(call)
@@ -250,27 +231,8 @@ class Rule(Rewriter):
     # What is not.
 
     def _mark_use(self, use: Use, old: str) -> None:
-        advice = _longest(ADVICE, old)
-        if old == "apex.amp.initialize":
-            advice = LEVELS.get(self._level(self._call(use)), advice)
-        reason = PLAIN.get(min(self.levels, default="")) if len(self.levels) == 1 else None
-        if reason is not None and old == "apex.amp.scale_loss":
-            advice = f"write loss.backward(): {reason}"
-        elif reason is not None and old == "apex.amp.master_params":
-            advice = f"write {_PARAMETERS.format('optimizer')}"
-        self._mark(use.node, advice, f' (notebook 13, "{_longest(SECTIONS, old)}")')
-
-    def _level(self, call: cst.Call | None) -> str:
-        """What of `LEVELS` a call of ``initialize`` asks for; empty if that is not written out."""
-        if call is None:
-            return "O1"
-        given = arguments(call, ("models", "optimizers", "enabled", "opt_level"))
-        if is_false(given.get("enabled")):  # whatever the level
-            return "off"
-        if "opt_level" in given:
-            level = self.tree.code(given["opt_level"]).strip("\"'")
-            return level if level in LEVELS else ""
-        return "" if any(arg.star for arg in call.args) else "O1"
+        where = f' (notebook 13, "{_longest(SECTIONS, old)}")'
+        self._mark(use.node, _longest(ADVICE, old), where)
 
     def _mark(self, node: cst.CSTNode, advice: str, where: str = "") -> None:
         """Say what is to be done, and `where` to read more, which the comment leaves out."""

@@ -126,7 +126,7 @@ class CodeReader:
         made = [c for c in calls if self.origin(c.func, self.tree.scope_of[c]) in SCALERS]
         if made:
             self.made[last_part(key)].add(key)
-            if any(self._is_off(call, old_place=4, new_place=5) for call in made):
+            if any(self._is_off(call, 4, 5) for call in made):
                 self.disabled.add(last_part(key))
 
     def origin(self, node: cst.CSTNode | None, scope: Scope | None) -> str | None:
@@ -166,7 +166,7 @@ class CodeReader:
 
     def _read_function(self, node: cst.FunctionDef, place: Place, unit: Unit) -> None:
         calls = [self._autocast_of(item.decorator, unit.scope) for item in node.decorators]
-        is_on = any(call is not None and self._turns_on(call) for call in calls)
+        is_on = any(call is not None and not self._is_off(call, 0, 2) for call in calls)
         self._read_unit(node, Place(autocast=is_on))  # it runs elsewhere than where it stands
 
     def _read_class(self, node: cst.ClassDef, place: Place, unit: Unit) -> None:
@@ -192,20 +192,16 @@ class CodeReader:
             self._read_expression(item.item, place, unit)
             call = self._autocast_of(item.item, unit.scope)
             if call is not None:
-                place = dataclasses.replace(place, autocast=self._turns_on(call))
+                place = dataclasses.replace(place, autocast=not self._is_off(call, 0, 2))
         self._read_block(node.body, place, unit)
 
-    def _read_try(self, node: cst.Try | cst.TryStar, place: Place, unit: Unit) -> None:
-        for number, part in enumerate((node, *node.handlers)):
-            # a handler runs in place of the rest
-            self._read_block(part.body, place.in_arm(node, number), unit)
-        for part in (node.orelse, node.finalbody):
+    def _read_arms(self, node: cst.Try | cst.TryStar | cst.Match, place: Place, unit: Unit) -> None:
+        arms = node.cases if isinstance(node, cst.Match) else (node, *node.handlers)
+        for number, arm in enumerate(arms):  # a handler runs in place of the rest
+            self._read_block(arm.body, place.in_arm(node, number), unit)
+        for part in () if isinstance(node, cst.Match) else (node.orelse, node.finalbody):
             if part is not None:
                 self._read_block(part.body, place, unit)
-
-    def _read_match(self, node: cst.Match, place: Place, unit: Unit) -> None:
-        for number, case in enumerate(node.cases):
-            self._read_block(case.body, place.in_arm(node, number), unit)
 
     def _autocast_of(self, node: cst.CSTNode | None, scope: Scope | None) -> cst.Call | None:
         """The call of autocast that an expression is, or that a name was given once."""
@@ -214,10 +210,6 @@ class CodeReader:
             node = binding.value if binding is not None else None
         is_call = isinstance(node, cst.Call) and self.origin(node.func, scope) in AUTOCASTS
         return node if is_call else None
-
-    def _turns_on(self, call: cst.Call) -> bool:
-        """Whether a call of autocast does not say ``enabled=False``."""
-        return not self._is_off(call, old_place=0, new_place=2)
 
     def _is_off(self, call: cst.Call, old_place: int, new_place: int) -> bool:
         """Whether a call has ``enabled=False``, by keyword or as the argument at its place."""
@@ -272,7 +264,6 @@ class CodeReader:
         return "scal" in key.lower() or last_part(key) in self.made  # it may be a parameter
 
     def _scaler_in(self, node: cst.CSTNode) -> str | None:
-        """The scaler in ``scaler.scale(…)``."""
         func = node.func if isinstance(node, cst.Call) else None
         if not isinstance(func, cst.Attribute) or func.attr.value != "scale":
             return None
@@ -344,7 +335,7 @@ _STATEMENTS: dict[type[cst.CSTNode], Callable[..., None]] = {
     cst.For: CodeReader._read_loop,
     cst.While: CodeReader._read_loop,
     cst.With: CodeReader._read_with,
-    cst.Try: CodeReader._read_try,
-    cst.TryStar: CodeReader._read_try,
-    cst.Match: CodeReader._read_match,
+    cst.Try: CodeReader._read_arms,
+    cst.TryStar: CodeReader._read_arms,
+    cst.Match: CodeReader._read_arms,
 }

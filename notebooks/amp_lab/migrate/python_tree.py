@@ -400,6 +400,7 @@ def answered_once(ask: Callable[..., _Answer]) -> Callable[..., _Answer]:
     def answer(tree: Tree, *about: object) -> _Answer:
         key = ask, *about
         if key not in tree.answers:
+            tree.answers[key] = None  # no, as long as the question leads back to itself
             tree.answers[key] = ask(tree, *about)
         return tree.answers[key]
 

@@ -33,8 +33,7 @@ def edits_and_findings(text: str, path: Path | None = None) -> tuple[list[Edit],
     Raises `libcst.ParserSyntaxError` if the text is no Python, `RecursionError` if it is nested
     too deeply, `ValueError` if the edits do not fit together.
     """
-    if _may_be_too_deep(text):
-        _check_depth(text)
+    _check_depth(text)
     tree = Tree(text)
     if not is_triggered(text.encode(errors="replace")):
         return [], []  # as in a file, so that a rule whose triggers lack something fails its tests
@@ -58,16 +57,15 @@ def migrate_source(text: str) -> tuple[str, list[Finding]]:
     return apply(text, edits), findings
 
 
-def _may_be_too_deep(text: str) -> bool:
+def _check_depth(text: str) -> None:
+    """Raise `RecursionError` where Python's own parser gives up: that of libcst would crash."""
     depth = most = 0
     for bracket in re.findall(r"[()\[\]{}]", text):
         depth = max(0, depth + (1 if bracket in "([{" else -1))  # those in strings count too
         most = max(most, depth)
-    return most > _MOST_BRACKETS or max(map(len, text.splitlines()), default=0) > _LONGEST_LINE
-
-
-def _check_depth(text: str) -> None:
-    """Raise `RecursionError` where Python's own parser gives up: that of libcst would crash."""
+    longest = max(map(len, text.splitlines()), default=0)
+    if most <= _MOST_BRACKETS and longest <= _LONGEST_LINE:
+        return
     try:
         parse_quietly(text)
     except (SyntaxError, MemoryError) as error:

@@ -164,8 +164,9 @@ class Rule(Rewriter):
             return
         lines = ", ".join(map(str, sorted(set(map(self.tree.line, nodes)))))
         what = "give them different names, then use torch.amp with its device"
-        message = f"{name} is bound to different things (lines {lines}): {what}"
-        self.say(use.node, "by hand", message)
+        self.say(
+            use.node, "by hand", f"{name} is bound to different things (lines {lines}): {what}"
+        )
 
     def _say_versioned(self, name: str, bindings: list[Binding]) -> None:
         old = next(binding.node for binding in bindings if _is_old(binding.origin))
@@ -245,8 +246,7 @@ class Rule(Rewriter):
         (name, device), parent = OLD[old], self.tree.parents[use.node]
         if isinstance(parent, cst.Arg):
             call = self.tree.parents[parent]
-            if isinstance(call, cst.Call) and self._is_partial_of(call, parent, use.scope):
-                self._check_partial(name, device, call)
+            if isinstance(call, cst.Call) and self._is_partial(call, old, use):
                 return self._plan_call(old, call, use, first=1)
             if isinstance(call, cst.ClassDef):
                 where = f'give "{device}" first in super().__init__'
@@ -256,10 +256,6 @@ class Rule(Rewriter):
         defaults = f", dtype=torch.{_DTYPES[device]}" if name == "autocast" else ""
         new = f'functools.partial(torch.amp.{name}, "{device}"{defaults})'
         raise ByHand(f"{old} is used as a value: write {new}")
-
-    @staticmethod
-    def _is_partial_of(call: cst.Call, arg: cst.Arg, scope: Scope) -> bool:
-        return call.args[0] is arg and scope.origin(call.func) == "functools.partial"
 
     def _check_told_apart(self, name: str, device: str, node: cst.BaseExpression) -> None:
         """Raise `ByHand` if a check of the type tells what will be one class of torch.amp."""
@@ -273,12 +269,15 @@ class Rule(Rewriter):
             one = f"torch.amp.{name} is one class for all devices"
             raise ByHand(f'{one}: ask for its {asked}, here "{device}"')
 
-    def _check_partial(self, name: str, device: str, call: cst.Call) -> None:
-        """Raise `ByHand` if a ``partial`` of autocast may be called with positional arguments."""
+    def _is_partial(self, call: cst.Call, old: str, use: Use) -> bool:
+        """Whether a use is in a ``partial``. Raises `ByHand` if that may be called by position."""
+        name, device = OLD[old]
+        if use.scope.origin(call.func) != "functools.partial" or call.args[0].value is not use.node:
+            return False
         targets = [dotted(target) for target, _ in assignments(self.tree.parents[call])]
         parts = targets[0] if len(targets) == 1 else None
         if name != "autocast" or (parts and self._is_called_by_keyword(parts[-1])):
-            return
+            return True
         raise ByHand(
             "what calls it may give arguments by position, whose order is another now: write "
             f'functools.partial(torch.amp.autocast, "{device}", dtype=torch.{_DTYPES[device]}, …), '
@@ -423,7 +422,6 @@ class Rule(Rewriter):
 
     @functools.cached_property
     def _exported(self) -> set[str]:
-        """The names in ``__all__``."""
         bindings = self.tree.scopes[0].bindings.get("__all__", [])
         text = "".join(self.tree.code(b.value) for b in bindings if b.value is not None)
         return set(re.findall(r"['\"](\w+)['\"]", text))  # other files may import these from here
@@ -437,10 +435,10 @@ class Rule(Rewriter):
 
     def _rewrite_imports(self) -> None:
         for node, _ in self.tree.imports:
+            module = module_of(node)
             if isinstance(node, cst.Import):
                 self._rewrite_import(node)
             elif is_star(node):
-                module = module_of(node)
                 if module.startswith(tuple(OLD_MODULES)) and not is_guarded(self.tree, node):
                     what = "import the names that are used from torch.amp, and give each call its"
                     self.say(node, "by hand", f"from {module} import *: {what} device")
@@ -449,12 +447,11 @@ class Rule(Rewriter):
 
     def _rewrite_import(self, node: cst.Import) -> None:
         for alias in node.names:
-            if alias.evaluated_name not in OLD_MODULES:
-                continue
-            is_plain = alias.asname is None and not is_guarded(self.tree, alias)
-            if is_plain:
+            is_old = alias.evaluated_name in OLD_MODULES
+            if is_old and alias.asname is None and not is_guarded(self.tree, alias):
                 self.say(alias, "rewritten", "torch.amp is imported")
-            if is_plain or alias in self.moved[node]:
+                self.replace(alias.name, "torch.amp")
+            elif alias in self.moved[node]:
                 self.replace(alias.name, "torch.amp")
 
     def _rewrite_import_from(self, node: cst.ImportFrom) -> None:

@@ -73,7 +73,6 @@ def _call_guards(tree: Tree, parent: cst.Call, child: cst.CSTNode, node) -> bool
 
 
 def _handler_guards(tree: Tree, parent: cst.ExceptHandler, child: cst.CSTNode, node) -> bool:
-    """Whether the handler is for what an old torch lacks."""
     header, tried = tree.code(parent), tree.parents[parent]
     assert isinstance(tried, cst.Try)
     if not _FALLBACK.search(header):  # it is for errors of another kind
@@ -158,35 +157,24 @@ def _tells_of_torch(tree: Tree, use: Use, depth: int) -> bool:
     return any(_asks_for_torch(tree, source, depth) for source in sources)
 
 
+@answered_once  # and a flag may be set by itself
 def _is_set_by_version(tree: Tree, binding: Binding) -> bool:
     """Whether a flag is set, or a thing of today's made, where a version or a try of it allows."""
-    key = _is_set_by_version, binding
-    if key not in tree.answers:
-        tree.answers[key] = False  # while it is looked for: a flag may be set by itself
-        is_flag = getattr(binding.value, "value", None) in ("True", "False", "None")
-        if is_flag or _makes_new(tree, binding.value):
-            above = [parent for parent, _ in tree.ancestors(binding.node)]
-            tree.answers[key] = any(_chooses_version(tree, node, is_flag) for node in above)
-    return tree.answers[key]
+    value = binding.value
+    func = value.func if isinstance(value, cst.Call) else None
+    made = [use.node for use, _ in _new_uses(tree, value) if use is not None] if func else []
+    is_flag = getattr(value, "value", None) in ("True", "False", "None")
+    if not is_flag and func not in made:
+        return False
+    return any(_chooses_version(tree, node, is_flag) for node, _ in tree.ancestors(binding.node))
 
 
 def _chooses_version(tree: Tree, node: cst.CSTNode, is_flag: bool) -> bool:
-    """Whether a try or, for a flag, an if decides by what torch has."""
+    """Whether today's names are tried and their lack is caught, or an if sets a flag by them."""
     if isinstance(node, cst.Try):
-        return _is_try_of_new(tree, node)
+        is_caught = any(_FALLBACK.search(tree.code(handler)) for handler in node.handlers)
+        return is_caught and bool(_new_uses(tree, node.body))
     return is_flag and isinstance(node, cst.If) and _asks_for_torch(tree, node.test)
-
-
-def _makes_new(tree: Tree, value: cst.CSTNode | None) -> bool:
-    if not isinstance(value, cst.Call):
-        return False
-    return any(use is not None and use.node is value.func for use, _ in _new_uses(tree, value))
-
-
-def _is_try_of_new(tree: Tree, node: cst.Try) -> bool:
-    """Whether today's names are tried, and their lack is caught."""
-    is_caught = any(_FALLBACK.search(tree.code(handler)) for handler in node.handlers)
-    return is_caught and bool(_new_uses(tree, node.body))
 
 
 def _looks_up(tree: Tree, call: cst.Call) -> bool:
@@ -199,16 +187,13 @@ def _looks_up(tree: Tree, call: cst.Call) -> bool:
         return first == "torch"  # importlib.metadata.version("torch")
     if name in ("find_spec", "import_module"):
         return bool(re.match(r"torch\..*amp", first or ""))
-    is_lookup = name in ("hasattr", "getattr", "signature", "getfullargspec", "dir", "vars")
+    if name not in ("hasattr", "getattr", "signature", "getfullargspec", "dir", "vars"):
+        return False
+    uses = tree.uses_below(call.args[0].value)
+    names = [o for use in uses for o in use.origins if o and o.startswith("torch")]
     asked = rest[0] if name in ("hasattr", "getattr") and rest else None
-    return is_lookup and _is_about_amp(tree, call.args[0].value, asked)
-
-
-def _is_about_amp(tree: Tree, node: cst.BaseExpression, asked: str | None) -> bool:
-    """Whether a name that is `asked` of something of torch, or else that, is mixed precision's."""
-    uses = tree.uses_below(node)
-    origins = [o for use in uses for o in use.origins if o and o.startswith("torch")]
-    names = [asked] * bool(origins) if asked is not None else origins
+    if names and asked is not None:
+        names = [asked]  # of something of torch
     return any(map(_OF_AMP.search, names))
 
 
