@@ -17,16 +17,13 @@ from amp_lab.files import write_whole
 VERSION = 1
 _COMMENT = b"amp-lab checkpoint %d sha256 %s"
 _COMMENT_BYTES = len(_COMMENT % (VERSION, b"0" * 64))
-_END_OF_ARCHIVE = b"PK\x05\x06"
 
 
 def save_checkpoint(path: str | os.PathLike, **state) -> None:
     """Write `state` to `path`, so that at any moment the old file or the new one is there, whole.
 
     A value with a `state_dict` (a model, an optimizer, a `GradScaler`) is saved as its state dict;
-    the rest must be tensors, numbers, strings, None, and dicts, lists and tuples of those, which is
-    what `load_checkpoint` reads back. The state is written beside `path` under another name, and
-    takes that name only when it is safely on the disk.
+    the rest must be tensors, numbers, strings, None, and dicts, lists and tuples of those.
 
     Raises `CheckpointError` if it cannot be written (a full disk, no such folder, no permission),
     and leaves what was under `path` as it was; `TypeError` for a value that could not be read back.
@@ -87,6 +84,6 @@ def _what_else(content: bytes) -> str:
         return "empty"
     if not content.startswith(b"PK\x03\x04"):
         return "not a checkpoint"
-    if _END_OF_ARCHIVE in content[-65_557:]:  # the record and the longest comment there can be
+    if b"PK\x05\x06" in content[-65_557:]:  # the end's record, and the longest comment there can be
         return "not a checkpoint of amp_lab, or its last bytes were altered"
     return "truncated: its end is missing"

@@ -14,11 +14,11 @@ def random_states(device: torch.device | str = "cpu") -> dict:
     In types that `save_checkpoint` takes; `restore_random_states` puts it back.
     """
     device = torch.device(device)
-    algorithm, keys, position, has_normal, normal = np.random.get_state()
+    algorithm, keys, *others = np.random.get_state()
     states = {
         "python": random.getstate(),
         # As a list: the restricted unpickler would refuse an array.
-        "numpy": (algorithm, keys.tolist(), position, has_normal, normal),
+        "numpy": (algorithm, np.asarray(keys).tolist(), *others),
         "torch": torch.get_rng_state(),
     }
     if not backend(device).is_host:  # whose generator is torch's own

@@ -1,15 +1,13 @@
 """The checkpoint of a run: what it holds, how it is written, restored, and made one file.
 
-config, classes      what describes the run, for whoever builds its model anew
+config, classes      the run's settings and its number of classes, to build the model anew
 scheduler, scaler    state dicts
 ranks                for each rank its own: progress, and random states
 model, optimizer     state dicts; or, of a sharded run, in their place
 shards               the folder beside the file, and the digests of what is in it
 """
 
-import re
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from torch import nn
 from amp_lab.checkpoint.file import load_checkpoint, save_checkpoint
 from amp_lab.checkpoint.random_state import random_states, restore_random_states
 from amp_lab.distributed.process_group import is_lost
-from amp_lab.distributed.ranks import ALONE, Parallel, Ranks
+from amp_lab.distributed.ranks import Parallel, Ranks
 from amp_lab.errors import CheckpointError, first_line
 
 CHECKPOINT, SHARDS = "checkpoint.pt", "shards"
@@ -39,8 +37,8 @@ class RunParts:
 def save_run(out: Path, parts: RunParts, progress: dict, description: dict) -> None:
     """Save a run into its folder, so that at any moment the last state or this one is there, whole.
 
-    `progress` is that of this rank; `description` has ``config``, a dict, and ``classes``, their
-    number. All ranks must call it. Raises `CheckpointError` on every rank if one cannot write.
+    `progress` is that of this rank; `description` has ``config`` and ``classes``, as above. All
+    ranks must call it. Raises `CheckpointError` on every rank if one cannot write.
     """
     ranks = parts.ranks
     ranks.share_buffers(parts.model)  # rank 0 saves its own, and all go on with those
@@ -56,14 +54,10 @@ def save_run(out: Path, parts: RunParts, progress: dict, description: dict) -> N
     else:
         state |= {"model": parts.model, "optimizer": parts.optimizer}
     ranks.first(lambda: save_checkpoint(out / CHECKPOINT, **state))
-    ranks.first(lambda: _remove_shards(out, but=folder))
-
-
-def _remove_shards(out: Path, but: str | None) -> None:
-    """Remove the folders of checkpoints that another has replaced."""
-    for folder in out.glob(f"{SHARDS}-*-*"):
-        if folder.name != but and re.fullmatch(rf"{SHARDS}-\d+-\d+", folder.name):
-            shutil.rmtree(folder, ignore_errors=True)  # one that cannot go does no harm
+    if ranks.rank == 0:
+        for old in out.glob(f"{SHARDS}-[0-9]*-[0-9]*"):
+            if old.name != folder:
+                shutil.rmtree(old, ignore_errors=True)  # one that cannot go does no harm
 
 
 def load_run(out: Path, config: dict) -> dict | None:
@@ -102,12 +96,12 @@ def restore_run(out: Path, state: dict, parts: RunParts) -> dict:
 
 def _load_model(out: Path, state: dict, parts: RunParts) -> None:
     # shards is imported where it is needed, since torch's part of it takes a second to load.
-    model, optimizer = parts.model, parts.optimizer
+    model, optimizer, ranks = parts.model, parts.optimizer, parts.ranks
     if "shards" in state:
         from amp_lab.checkpoint.shards import load_shards
 
-        load_shards(out, state["shards"], model, optimizer, parts.ranks)
-    elif parts.ranks.kind is Parallel.FSDP:
+        load_shards(out, state["shards"], model, optimizer, ranks)
+    elif ranks.kind is Parallel.FSDP:
         from amp_lab.checkpoint.shards import load_whole
 
         load_whole(state["model"], state["optimizer"], model, optimizer)
@@ -128,24 +122,3 @@ def _restore_own(states: list[dict], ranks: Ranks) -> dict:
     shared = {key: sum(p[key] for p in progress) * (rank == 0) for key in ("loss_sum", "correct")}
     samples = sum(p["samples"] for p in progress) // size
     return progress[0] | shared | {"samples": samples}
-
-
-def export_run(
-    out: Path, file: Path, build: Callable[[dict, int], tuple[nn.Module, torch.optim.Optimizer]]
-) -> None:
-    """Write the checkpoint of a run, sharded or not, as one file.
-
-    `build` makes the model and the optimizer of a run from its settings and number of classes.
-    Raises `CheckpointError` if there is none, or it is damaged, or the file cannot be written.
-    """
-    state = load_checkpoint(out / CHECKPOINT)
-    if "ranks" not in state:
-        raise CheckpointError(f"{out / CHECKPOINT}: not of a run")
-    shards = state.pop("shards", None)
-    if shards is not None:
-        from amp_lab.checkpoint.shards import load_shards
-
-        model, optimizer = build(state["config"], state["classes"])
-        load_shards(out, shards, model, optimizer, ALONE)
-        state |= {"model": model, "optimizer": optimizer}
-    save_checkpoint(file, **state)

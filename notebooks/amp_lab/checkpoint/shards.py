@@ -27,11 +27,10 @@ from amp_lab.files import sync_folder
 def save_shards(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> dict:
-    """Write model and optimizer into a new folder; each rank writes what it holds.
+    """Write model and optimizer into a new folder that all ranks see; each writes what it holds.
 
-    `torch.distributed.checkpoint` writes it. A folder counts only once what this returns, its name
-    and the SHA-256 of each file, is saved elsewhere: then `load_shards` takes it, on any number of
-    ranks. All must see the same folder. Raises `CheckpointError` on every rank if one cannot write.
+    The folder counts only once what this returns, its name and the SHA-256 of each file, is saved
+    elsewhere, for `load_shards`. Raises `CheckpointError` on every rank if one cannot write.
     """
 
     def make() -> None:
@@ -47,17 +46,12 @@ def save_shards(
     def save() -> None:
         with _reported(folder, "could not be saved"):
             dcp.save(_states(model, optimizer), checkpoint_id=folder)
-
-    def synchronise() -> None:
-        with _reported(folder, "could not be saved"):
             sync_folder(folder)
 
     ranks.first(make)
     ranks.each(look)  # before the ranks meet in `dcp.save`, where one that fails would be missed
     ranks.each(save)
-    files = _digests(folder, ranks)
-    ranks.first(synchronise)
-    return {"folder": folder.name, "files": files}
+    return {"folder": folder.name, "files": _digests(folder, ranks)}
 
 
 def load_shards(
@@ -65,10 +59,9 @@ def load_shards(
 ) -> None:
     """Read into a model and its optimizer, sharded in any way or not, what `save_shards` wrote.
 
-    `shards` is what it returned, and `out` where the folder is. Every byte is checked first. Raises
-    `CheckpointError` on every rank if a file is missing, altered, or of another model. torch
-    unpickles parts of such files, so, unlike a checkpoint in one file, load only one that you
-    trust.
+    `shards` is what it returned, and `out` where the folder is. Every byte is checked first, but
+    torch unpickles parts of such files, so load only what you trust. Raises `CheckpointError` on
+    every rank if a file is missing, altered, or of another model.
     """
 
     def compare() -> None:
@@ -82,12 +75,8 @@ def load_shards(
         with _reported(folder, "does not fit this run"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process: right
             dcp.load(states, checkpoint_id=folder)
-            set_state_dict(
-                model,
-                optimizer,
-                model_state_dict=states["model"],
-                optim_state_dict=states["optimizer"],
-            )
+            parts = {"model_state_dict": states["model"], "optim_state_dict": states["optimizer"]}
+            set_state_dict(model, optimizer, **parts)
 
     folder = out / shards["folder"]
     found = _digests(folder, ranks)
@@ -108,12 +97,9 @@ def load_whole(
             for group in optimizer_state["param_groups"]
         ],
     }
+    options = StateDictOptions(full_state_dict=True)
     set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=model_state,
-        optim_state_dict=by_name,
-        options=StateDictOptions(full_state_dict=True),
+        model, optimizer, model_state_dict=model_state, optim_state_dict=by_name, options=options
     )
 
 

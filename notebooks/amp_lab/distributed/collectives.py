@@ -196,5 +196,6 @@ def _group_of(args: list) -> dist.ProcessGroup | None:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return dist.ProcessGroup.unbox(arg)
         if isinstance(arg, str):
+            # pyrefly: ignore[bad-argument-type]  # a `NewType` that not every torch has
             return _resolve_process_group(arg)
     return None

@@ -1,13 +1,12 @@
 """The folder of a run: its lock, its settings, its metrics and its curves."""
 
-import contextlib
 import csv
 import dataclasses
 import io
 import json
 import os
 import socket
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,21 +30,16 @@ class SavedRun:
     environment: str  # what else its result depends on, if only in its last bits
 
 
-@contextlib.contextmanager
-def lock(out: Path) -> Iterator[None]:
-    """Make the folder; keep any other run out of it for the block. Raises `RunError`."""
-    folder_lock = filelock.FileLock(out / ".lock")  # of the system, so no kill -9 leaves it held
+def lock(out: Path) -> AbstractContextManager:
+    """Make the folder; keep any other run out of it until the block ends. Raises `RunError`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        folder_lock.acquire(timeout=0)
+        # A lock of the system's, so no kill -9 leaves it held.
+        return filelock.FileLock(out / ".lock").acquire(timeout=0)
     except filelock.Timeout:
         raise RunError(f"{out}: another run is at work in this folder") from None
     except OSError as error:
         raise RunError(f"{out}: nothing can be written there ({error.strerror})") from error
-    try:
-        yield
-    finally:
-        folder_lock.release()
 
 
 def read_saved(out: Path, settings: dict, resume: bool) -> SavedRun | None:
@@ -88,23 +82,12 @@ def _starter() -> str | None:
 
 
 def write_metrics(out: Path, epochs: list[EpochMetrics]) -> None:
-    """Write the file with the epochs that the checkpoint knows of: a kill may have come between."""
+    """Write a row for each finished epoch; raises `RunError` if that fails."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     writer.writerow(field.name for field in dataclasses.fields(EpochMetrics))
     writer.writerows(dataclasses.astuple(epoch) for epoch in epochs)
     _write(out / METRICS, text.getvalue())
-
-
-def append_metrics(out: Path, metrics: EpochMetrics) -> None:
-    """Add a row to the file; raises `RunError` if that fails."""
-    try:
-        with open(out / METRICS, "a", newline="") as file:
-            csv.writer(file).writerow(dataclasses.astuple(metrics))
-            file.flush()
-            os.fsync(file.fileno())  # before the checkpoint that counts the epoch as done
-    except OSError as error:
-        raise RunError(f"{out / METRICS}: cannot be written ({error.strerror})") from error
 
 
 def _write(path: Path, text: str) -> None:
