@@ -8,11 +8,8 @@ shards               the folder beside the file, and the digests of what is in i
 """
 
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from torch import nn
+from typing import Any
 
 from amp_lab.checkpoint.file import load_checkpoint, save_checkpoint
 from amp_lab.checkpoint.random_state import random_states, restore_random_states
@@ -23,36 +20,25 @@ from amp_lab.errors import CheckpointError, first_line
 CHECKPOINT, SHARDS = "checkpoint.pt", "shards"
 
 
-@dataclass
-class RunParts:
-    """What a run has that changes while it is trained, and how far it is."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
-    scaler: torch.amp.GradScaler
-    ranks: Ranks
-
-
-def save_run(out: Path, parts: RunParts, progress: dict, description: dict) -> None:
+def save_run(
+    out: Path, ranks: Ranks, parts: dict[str, Any], progress: dict, description: dict
+) -> None:
     """Save a run into its folder, so that at any moment the last state or this one is there, whole.
 
-    `progress` is that of this rank; `description` has ``config`` and ``classes``, as above. All
-    ranks must call it. Raises `CheckpointError` on every rank if one cannot write.
+    `parts` are model, optimizer, scheduler and scaler, by these names; `progress` is that of this
+    rank; `description` has ``config`` and ``classes``. All ranks must call it. Raises
+    `CheckpointError` on every rank if one cannot write.
     """
-    ranks = parts.ranks
-    ranks.share_buffers(parts.model)  # rank 0 saves its own, and all go on with those
+    ranks.share_buffers(parts["model"])  # rank 0 saves its own, and all go on with those
     own = ranks.gather({"progress": progress, "random": random_states(ranks.device)})
-    state = description | {"scheduler": parts.scheduler, "scaler": parts.scaler, "ranks": own}
-    folder = None
+    state, folder = description | parts | {"ranks": own}, None
     if ranks.kind is Parallel.FSDP:
         from amp_lab.checkpoint.shards import save_shards
 
         # A folder of its own, so that the one that checkpoint.pt names stays whole until then.
         folder = f"{SHARDS}-{len(progress['epochs'])}-{progress['batch']}"
-        state["shards"] = save_shards(out / folder, parts.model, parts.optimizer, ranks)
-    else:
-        state |= {"model": parts.model, "optimizer": parts.optimizer}
+        held = state.pop("model"), state.pop("optimizer")
+        state["shards"] = save_shards(out / folder, *held, ranks)
     ranks.first(lambda: save_checkpoint(out / CHECKPOINT, **state))
     if ranks.rank == 0:
         for old in out.glob(f"{SHARDS}-[0-9]*-[0-9]*"):
@@ -61,53 +47,46 @@ def save_run(out: Path, parts: RunParts, progress: dict, description: dict) -> N
 
 
 def load_run(out: Path, config: dict) -> dict | None:
-    """The state in the folder of a run with these settings, for `restore_run`; None without one.
-
-    A setting that the checkpoint does not know of was added since, so it is not compared. Raises
-    `CheckpointError` for a file that is damaged, or of another run.
-    """
+    """The state of the run with these settings, or None; `CheckpointError` for any other file."""
     path = out / CHECKPOINT
     if not path.exists():
         return None
     state = load_checkpoint(path)
     saved = state.get("config")
-    if not saved or any(name not in config or config[name] != saved[name] for name in saved):
+    # A setting that the checkpoint does not know of was added since.
+    if not saved or not saved.items() <= config.items():
         raise CheckpointError(f"{path}: of another run than config.json beside it describes")
     return state
 
 
-def restore_run(out: Path, state: dict, parts: RunParts) -> dict:
+def restore_run(out: Path, state: dict, ranks: Ranks, parts: dict[str, Any]) -> dict:
     """Put the state of `load_run` into the parts of a run; the progress of this rank.
 
-    What was saved whole can be sharded now, and the other way round, and the number of ranks may be
-    another. Raises `CheckpointError` for the state of another model.
+    It may have been saved on another number of ranks, sharded or not. Raises `CheckpointError` for
+    the state of another model.
     """
     try:
-        _load_model(out, state, parts)
-        parts.scheduler.load_state_dict(state["scheduler"])
-        parts.scaler.load_state_dict(state["scaler"])
-        return _restore_own(state["ranks"], parts.ranks)
+        model, optimizer = parts["model"], parts["optimizer"]
+        # shards is imported where it is needed, since torch's part of it takes a second to load.
+        if "shards" in state:
+            from amp_lab.checkpoint.shards import load_shards
+
+            load_shards(out, state["shards"], model, optimizer, ranks)
+        elif ranks.kind is Parallel.FSDP:
+            from amp_lab.checkpoint.shards import load_whole
+
+            load_whole(state["model"], state["optimizer"], model, optimizer)
+        else:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        for name in ("scheduler", "scaler"):
+            parts[name].load_state_dict(state[name])
+        return _restore_own(state["ranks"], ranks)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         if is_lost(error):
             raise
         problem = f"does not fit this run ({first_line(error)})"
         raise CheckpointError(f"{out / CHECKPOINT}: {problem}") from error
-
-
-def _load_model(out: Path, state: dict, parts: RunParts) -> None:
-    # shards is imported where it is needed, since torch's part of it takes a second to load.
-    model, optimizer, ranks = parts.model, parts.optimizer, parts.ranks
-    if "shards" in state:
-        from amp_lab.checkpoint.shards import load_shards
-
-        load_shards(out, state["shards"], model, optimizer, ranks)
-    elif ranks.kind is Parallel.FSDP:
-        from amp_lab.checkpoint.shards import load_whole
-
-        load_whole(state["model"], state["optimizer"], model, optimizer)
-    else:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
 
 
 def _restore_own(states: list[dict], ranks: Ranks) -> dict:

@@ -11,12 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
 
 from amp_lab.distributed.process_group import is_lost
 from amp_lab.distributed.ranks import Ranks
@@ -34,8 +30,7 @@ def save_shards(
     """
 
     def make() -> None:
-        # What a killed process left under this name is in the way.
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)  # what a killed process left under this name
         with _reported(folder, "cannot be made"):
             folder.mkdir(parents=True)
 
@@ -51,7 +46,10 @@ def save_shards(
     ranks.first(make)
     ranks.each(look)  # before the ranks meet in `dcp.save`, where one that fails would be missed
     ranks.each(save)
-    return {"folder": folder.name, "files": _digests(folder, ranks)}
+    names = ranks.first(lambda: sorted(path.name for path in folder.iterdir()))
+    own = names[ranks.rank :: ranks.size]  # each reads some
+    found = ranks.gather(ranks.each(lambda: {name: _digest(folder / name) for name in own}))
+    return {"folder": folder.name, "files": dict(ChainMap(*found))}
 
 
 def load_shards(
@@ -65,10 +63,11 @@ def load_shards(
     """
 
     def compare() -> None:
-        for name, digest in shards["files"].items():
-            if found.get(name) != digest:
-                problem = "altered since it was saved" if name in found else "missing"
-                raise CheckpointError(f"{folder / name}: {problem}")
+        for name in sorted(shards["files"])[ranks.rank :: ranks.size]:
+            if not (folder / name).exists():
+                raise CheckpointError(f"{folder / name}: missing")
+            if _digest(folder / name) != shards["files"][name]:
+                raise CheckpointError(f"{folder / name}: altered since it was saved")
 
     def load() -> None:
         states = _states(model, optimizer)
@@ -76,10 +75,9 @@ def load_shards(
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process: right
             dcp.load(states, checkpoint_id=folder)
             parts = {"model_state_dict": states["model"], "optim_state_dict": states["optimizer"]}
-            set_state_dict(model, optimizer, **parts)
+            state_dict.set_state_dict(model, optimizer, **parts)
 
     folder = out / shards["folder"]
-    found = _digests(folder, ranks)
     ranks.each(compare)
     ranks.each(load)
 
@@ -90,37 +88,22 @@ def load_whole(
     """Load the state dicts of a model and an optimizer that were not sharded into ones that are."""
     # An optimizer numbers its parameters; `set_state_dict` wants their names.
     names = [name for name, p in model.named_parameters() if p.requires_grad]
-    by_name = {
-        "state": {names[number]: state for number, state in optimizer_state["state"].items()},
-        "param_groups": [
-            group | {"params": [names[number] for number in group["params"]]}
-            for group in optimizer_state["param_groups"]
-        ],
-    }
-    options = StateDictOptions(full_state_dict=True)
-    set_state_dict(
-        model, optimizer, model_state_dict=model_state, optim_state_dict=by_name, options=options
-    )
+    state = {names[number]: value for number, value in optimizer_state["state"].items()}
+    (group,) = optimizer_state["param_groups"]  # a run has one
+    by_name = {"state": state, "param_groups": [group | {"params": names}]}
+    parts = {"model_state_dict": model_state, "optim_state_dict": by_name}
+    whole = state_dict.StateDictOptions(full_state_dict=True)
+    state_dict.set_state_dict(model, optimizer, **parts, options=whole)
 
 
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state}
+    states = state_dict.get_state_dict(model, optimizer)
+    return dict(zip(("model", "optimizer"), states, strict=True))
 
 
-def _digests(folder: Path, ranks: Ranks) -> dict[str, str]:
-    """The SHA-256 of all files there, of which each rank reads some."""
-    names = ranks.first(lambda: sorted(p.name for p in folder.glob("*")))
-
-    def read() -> dict[str, str]:
-        found = {}
-        for name in names[ranks.rank :: ranks.size]:
-            path = folder / name
-            with _reported(path, "cannot be read"), path.open("rb") as file:
-                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-        return found
-
-    return dict(ChainMap(*ranks.gather(ranks.each(read))))
+def _digest(path: Path) -> str:
+    with _reported(path, "cannot be read"), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

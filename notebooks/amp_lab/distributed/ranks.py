@@ -16,8 +16,8 @@ from amp_lab.errors import AmpLabError, OtherRankError, ParallelError
 from amp_lab.precision import Precision
 from amp_lab.torch_versions import no_buffer_broadcast
 
+# In which gradients can be summed over the processes.
 REDUCE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""The dtypes in which gradients can be summed over the processes."""
 _CPU = torch.device("cpu")
 _T = TypeVar("_T")
 
@@ -26,9 +26,7 @@ class Parallel(enum.StrEnum):
     """How the processes share the training of a model."""
 
     DDP = "ddp"  # each has the whole model; the gradients are averaged
-    # FSDP2: each keeps a part of weights, gradients and optimizer state, and gathers weights as
-    # needed.
-    FSDP = "fsdp"
+    FSDP = "fsdp"  # FSDP2: each keeps a part of all state, and gathers weights as needed
 
 
 class Ranks:
@@ -48,16 +46,14 @@ class Ranks:
     def __str__(self) -> str:
         if self.kind is None:
             return "1 process"
-        plural = "es" if self.size > 1 else ""
-        return f"{self.size} {self.kind} process{plural}, gradients summed in {self.reduce_dtype}"
-
-    # Agreeing
+        processes = "processes" if self.size > 1 else "process"
+        return f"{self.size} {self.kind} {processes}, gradients summed in {self.reduce_dtype}"
 
     def each(self, call: Callable[[], _T]) -> _T:
         """What `call` returns here, once it has returned on every rank.
 
-        An error on any rank is raised on all: there as it is, elsewhere as `OtherRankError`, so
-        that one rank reports it and none waits for another.
+        An error on any rank is raised there as it is, elsewhere as `OtherRankError`, so that one
+        rank reports it and none waits for another.
         """
         if self.kind is None:
             return call()
@@ -97,8 +93,7 @@ class Ranks:
     def largest_before(self, number: int) -> int:
         """The largest number that any rank gave in the call before this; 0 in the first call.
 
-        Nobody waits: the numbers of this call travel while the next step is computed. A process by
-        itself gets its number back at once.
+        Its numbers travel while the next step is computed. A process alone gets its own at once.
         """
         if self.kind is None:
             return number
@@ -124,22 +119,18 @@ class Ranks:
             raise type(own)(f"rank {rank}: {own}") from own
         raise own
 
-    # The model, and what DDP and FSDP2 need around its passes
-
     def wrap(self, model: nn.Module, precision: Precision) -> nn.Module:
-        """The module to train in place of `model`, put on the device.
+        """The module to train in place of `model`, on the device; its optimizer is made afterwards.
 
-        With FSDP2 it is `model` itself, whose parameters become shards, so its optimizer is made
-        afterwards; its weights are gathered and multiplied in the dtype of `precision`, which takes
-        the place of autocast. Batch norms keep fp32 weights, like their statistics.
+        With FSDP2 it is `model` itself, whose weights are gathered and multiplied in the dtype of
+        `precision`, in place of autocast. Batch norms keep fp32 weights, like their statistics.
         """
         if self.kind is Parallel.FSDP:
             self._shard(model, precision)  # which moves each part as it is cut
             return model
         model.to(self.device)
-        return self._replicate(model) if self.kind is Parallel.DDP else model
-
-    def _replicate(self, model: nn.Module) -> nn.Module:
+        if self.kind is None:
+            return model
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
 
         options: dict[str, Any] = no_buffer_broadcast()  # all take rank 0's wherever it matters
@@ -194,22 +185,16 @@ class Ranks:
 
     @contextlib.contextmanager
     def gradient_sync(self, model: nn.Module, wanted: bool) -> Iterator[None]:
-        """A forward and backward pass whose gradients are summed over the ranks only if `wanted`.
-
-        While they are accumulated that need not be, and would be sent each time.
-        """
+        """A forward and backward pass; gradients are summed over the ranks only if `wanted`."""
         wrapped: Any = model  # by DDP or FSDP2, whose methods `nn.Module` does not have
         if self.kind is Parallel.FSDP:
             wrapped.set_requires_gradient_sync(wanted)
-        has_to_wait = self.kind is Parallel.DDP and not wanted
-        with wrapped.no_sync() if has_to_wait else contextlib.nullcontext():
+        is_kept = self.kind is Parallel.DDP and not wanted
+        with wrapped.no_sync() if is_kept else contextlib.nullcontext():
             yield
 
     def share_buffers(self, model: nn.Module) -> None:
-        """Give every rank the buffers of rank 0, such as the statistics of batch norm.
-
-        Each rank collects its own while it trains, and uses them only in evaluation.
-        """
+        """Give every rank the buffers of rank 0, such as the statistics that evaluation uses."""
         if self.size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
@@ -224,10 +209,8 @@ def require_same(settings: list[dict]) -> None:
         for name in sorted(settings[0].keys() | others.keys()):
             here, there = (str(side.get(name)) for side in (settings[0], others))
             if here != there:
-                raise ParallelError(
-                    f"rank {rank} was started with {name.replace('_', ' ')} {there}, "
-                    f"rank 0 with {here}: give all the same"
-                )
+                what = f"{name.replace('_', ' ')} {there}, rank 0 with {here}"
+                raise ParallelError(f"rank {rank} was started with {what}: give all the same")
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:

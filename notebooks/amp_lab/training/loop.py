@@ -1,5 +1,6 @@
 """One training loop and one evaluation for every precision."""
 
+import functools
 import itertools
 import math
 import time
@@ -15,6 +16,7 @@ from tqdm import tqdm
 from amp_lab.distributed.ranks import ALONE, Ranks
 from amp_lab.precision import Precision, require_backend
 
+_bar = functools.partial(tqdm, unit="batch", leave=False, disable=None)  # None: but on a terminal
 Batches = Iterable[tuple[Tensor, Tensor]]
 """Inputs (N, …) and targets (N, …) of one pass over the data, batch by batch, on the CPU."""
 
@@ -59,11 +61,8 @@ class Progress:
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of logits (N, C) and classes (N), computed in fp32.
-
-    Under autocast the logits arrive in fp16 or bf16. `F.cross_entropy` would go on in that dtype on
-    some backends, and a loss has too few digits there.
-    """
+    """Cross-entropy of logits (N, C) and classes (N), computed in fp32."""
+    # Under autocast, logits arrive in fp16 or bf16, in which some backends would go on.
     return F.cross_entropy(outputs.float(), targets)
 
 
@@ -100,28 +99,7 @@ class Loop:
         self.progress.loss_sum = self.progress.loss_sum.to(self.device)
         self.progress.correct = self.progress.correct.to(self.device)
 
-    def run(
-        self,
-        train_batches: Callable[[int, int], Batches],
-        epochs: int,
-        test_batches: Callable[[], Batches] | None,
-    ) -> list[EpochMetrics]:
-        """Train and evaluate until `epochs` epochs are done, or `after_step` stops it."""
-        progress = self.progress
-        if self.channels_last:
-            self.ranks.set_memory_format(self.model, torch.channels_last)
-        # Not only around the forward pass: the backward pass computes in the mode it finds as well.
-        with self.precision.float32_mode(self.device.type):
-            while len(progress.epochs) < epochs:
-                epoch = len(progress.epochs)
-                batches = _bar(train_batches(epoch, progress.batch), f"epoch {epoch + 1}/{epochs}")
-                metrics = self._epoch(batches, test_batches)
-                if metrics is None:
-                    break
-                self.after_epoch(metrics)
-        return progress.epochs
-
-    def _epoch(
+    def epoch(
         self, batches: Batches, test_batches: Callable[[], Batches] | None
     ) -> EpochMetrics | None:
         """Train on what is left of an epoch and evaluate; None if `after_step` stopped it."""
@@ -220,23 +198,30 @@ def fit(
     `test_batches()` those to evaluate on after each. The settings are the fields of a `Loop`:
     `precision`, `device` and `optimizer`, and those of the others that are wanted.
 
-    It ends when `epochs` epochs are done, or `after_step(progress)` returns true. What has to be
-    saved to go on from there bitwise equal is `progress`, and the states of model, optimizer,
-    scaler, scheduler and random generators. Raises `DeviceError` if there is no such device.
+    It ends when `epochs` epochs are done, or `after_step(progress)` returns true. To go on from
+    there bitwise equal, save `progress` and the states of model, optimizer, scaler, scheduler and
+    random generators. Raises `DeviceError` if there is no such device.
     """
-    return Loop(model, **settings).run(train_batches, epochs, test_batches)
+    loop = Loop(model, **settings)
+    progress = loop.progress
+    if loop.channels_last:
+        loop.ranks.set_memory_format(model, torch.channels_last)
+    # Not only around the forward pass: the backward pass computes in the mode it finds as well.
+    with loop.precision.float32_mode(loop.device.type):
+        while len(progress.epochs) < epochs:
+            epoch = len(progress.epochs)
+            batches = train_batches(epoch, progress.batch)
+            metrics = loop.epoch(_bar(batches, f"epoch {epoch + 1}/{epochs}"), test_batches)
+            if metrics is None:
+                break
+            loop.after_epoch(metrics)
+    return progress.epochs
 
 
 def evaluate(model: nn.Module, batches: Batches, **settings: Any) -> tuple[float, float]:
     """Mean loss and accuracy (0 to 1) of `model` over `batches`, in evaluation mode.
 
-    The settings are the fields of a `Loop`: `precision` and `device`, and where they are wanted
-    `loss_fn`, `channels_last` and `ranks`. Ranks may have batches of other sizes, but as many. The
-    model is left in the mode it was in. Raises `DeviceError` if there is no such device.
+    The settings are the fields of a `Loop`: `precision`, `device`, and those of the others that are
+    wanted. Ranks may have batches of other sizes, but as many. Raises `DeviceError` as `fit` does.
     """
     return Loop(model, **settings).evaluate(batches)
-
-
-def _bar(batches: Batches, title: str) -> tqdm:
-    """`batches` with a progress bar on a terminal, and nothing where the output is none."""
-    return tqdm(batches, desc=title, unit="batch", leave=False, disable=None)

@@ -9,7 +9,6 @@ import io
 import torch
 import torchvision
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from amp_lab.errors import RunError
 
@@ -26,9 +25,8 @@ def build_model(
     """torchvision's classifier `name` with logits (N, classes).
 
     `pretrained` loads torchvision's default ImageNet weights into all but the head, which stays
-    random. `freeze` leaves only the head to be trained: no other parameter requires gradients.
-
-    Raises `RunError` for an unknown name, and for weights that are not there and cannot be fetched.
+    random. `freeze` makes only the head require gradients. Raises `RunError` for an unknown name,
+    and for weights that are not there and cannot be fetched.
     """
     if name not in model_names():
         near = difflib.get_close_matches(name, model_names())
@@ -47,10 +45,9 @@ def build_model(
 
 
 def _build(name: str, classes: int) -> nn.Module:
-    options = {"num_classes": classes, "weights": None}
-    if name in ("googlenet", "inception_v3"):  # whose second head would return a tuple
-        options |= {"aux_logits": False, "init_weights": True}
-    return torchvision.models.get_model(name, **options)
+    has_second_head = name in ("googlenet", "inception_v3")  # with which they return a tuple
+    options = {"aux_logits": False, "init_weights": True} if has_second_head else {}
+    return torchvision.models.get_model(name, weights=None, num_classes=classes, **options)
 
 
 def _head(name: str, model: nn.Module, classes: int) -> set[str]:
@@ -82,17 +79,11 @@ def _fetch_weights(name: str) -> dict[str, torch.Tensor]:
 def require_values_to_normalise(model: nn.Module, image_size: int) -> None:
     """Raise `RunError` if one image leaves a batch norm a single value for each channel.
 
-    torch refuses to normalise that, in the middle of the first step. Whether it comes to that is
-    tried on a copy without memory.
+    torch would refuse that in the middle of the first step. It is tried on a copy without memory.
     """
-
-    def check(norm: nn.Module, inputs: tuple[torch.Tensor]) -> None:
-        if inputs[0].numel() == inputs[0].shape[1]:  # (1, C) or (1, C, 1, 1)
-            problem = "batch norm has 1 image to normalise in a process"
-            raise RunError(f"{problem}: give a larger batch size")
-
     trial = copy.deepcopy(model).to("meta")
-    for module in trial.modules():
-        if isinstance(module, _BatchNorm):
-            module.register_forward_pre_hook(check)
-    trial(torch.empty(1, 3, image_size, image_size, device="meta"))
+    try:
+        trial(torch.empty(1, 3, image_size, image_size, device="meta"))
+    except ValueError as error:  # batch norm's
+        problem = "batch norm has 1 image to normalise in a process"
+        raise RunError(f"{problem}: give a larger batch size") from error

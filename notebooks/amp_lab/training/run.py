@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-import types
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -31,9 +30,6 @@ from amp_lab.training import run_folder
 from amp_lab.training.loop import Batches, EpochMetrics, Progress, fit
 from amp_lab.training.models import build_model, require_values_to_normalise
 from amp_lab.training.run_config import RunConfig, RunOptions
-from amp_lab.training.run_folder import SavedRun
-
-_SEED_STRIDE = 0x9E3779B97F4A7C15  # apart from the seeds that anyone would give beside another
 
 
 def train(
@@ -45,18 +41,15 @@ def train(
 ) -> signal.Signals | None:
     """Train as `config` says, in the folder `out`; the options are those of `RunOptions`.
 
-    Returns None if the run was finished, else the signal that stopped it, SIGINT or SIGTERM: then
-    the state was saved. `config` may be a dict of some settings; a run that is resumed takes the
-    rest from its folder. For the same torch, device and number of threads, a run that was killed at
-    any moment and resumed ends bitwise equal to one that was not, on a CPU.
-
-    Into the folder go config.json, metrics.csv (a row per epoch), checkpoint.pt (after each epoch,
-    and each `checkpoint_every` steps), loss.png and accuracy.png. `say` gets each line to report.
+    Returns None if the run was finished, else the signal that stopped it, with its state saved.
+    `config` may be a dict of some settings; a run that is resumed takes the rest from its folder.
+    For the same torch, device and number of threads, a run that was killed at any moment and
+    resumed ends bitwise equal to one that was not, on a CPU. `say` gets each line to report. Into
+    the folder go config.json, metrics.csv, checkpoint.pt, loss.png and accuracy.png.
 
     With `parallel`, "ddp" or "fsdp", this is one of the processes that torchrun started, and does
-    its share of every batch. Rank 0 alone writes and reports, but for the shards of FSDP. A run may
-    go on in another number of processes or another way, with another result then. Where torchrun
-    starts all anew because one was lost, the run goes on by itself.
+    its share of every batch. A run may go on in another number of them or another way, with another
+    result then. Where torchrun starts all anew because one was lost, the run goes on by itself.
 
     Raises `RunError`, `DataError`, `DeviceError`, `CheckpointError` or `ParallelError` with one
     line that says why the run cannot start or go on.
@@ -71,8 +64,8 @@ def train(
 def export(out: str | os.PathLike, file: str | os.PathLike) -> None:
     """Write the checkpoint of the run in the folder `out`, sharded or not, as one file.
 
-    It is then what a run in one process would have saved, for `load_checkpoint` or `torch.load`.
-    Raises `CheckpointError` if there is none, or it is damaged, or the file cannot be written.
+    It is then what one process would have saved. Raises `CheckpointError` if there is none, or it
+    is damaged, or the file cannot be written.
     """
     path = Path(out) / run_state.CHECKPOINT
     state = load_checkpoint(path)
@@ -104,16 +97,15 @@ class Run:
         held: ExitStack,
         say: Callable[[str], None] = lambda line: None,
     ):
-        self.options, self.ranks, self._say = options, ranks, say
+        self.options, self.ranks = options, ranks
+        self._say = say if ranks.rank == 0 else lambda line: None
         self.out, self.progress = Path(options.out), Progress()
         self._steps = 0  # of the optimizer, in this process
         self._stopped_by = 0  # the number of a signal
-        commands = ranks.gather(
-            settings
-            | {"parallel": options.parallel, "reduce_dtype": options.reduce_dtype}
-            | {"resume": options.resume, "checkpoint_every": options.checkpoint_every}
-            | {"device": ranks.device.type, "torch": torch.__version__}
-        )
+        alike = ("parallel", "reduce_dtype", "resume", "checkpoint_every")
+        command = settings | {name: getattr(options, name) for name in alike}
+        machine = {"device": ranks.device.type, "torch": torch.__version__}
+        commands = ranks.gather(command | machine)
         # `_saved` is the run in the folder, which goes on; None for a new one.
         self.config, self._saved = ranks.first(lambda: self._plan(settings, commands, held))
         ranks.each(self._build)
@@ -121,12 +113,12 @@ class Run:
         fingerprints = ranks.gather({"images": self.images.fingerprint})
         state = ranks.first(lambda: self._start(fingerprints))
         if state is not None:
-            own = ranks.each(lambda: run_state.restore_run(self.out, state, self.parts))
+            own = ranks.each(lambda: run_state.restore_run(self.out, state, ranks, self.parts))
             self.progress = Progress.from_state_dict(own)
 
     def _plan(
         self, settings: dict, commands: list[dict], held: ExitStack
-    ) -> tuple[RunConfig, SavedRun | None]:
+    ) -> tuple[RunConfig, run_folder.SavedRun | None]:
         """Check all that can be checked before anything is loaded, and take the folder."""
         require_same(commands)
         config, size = RunConfig(**settings), len(commands)
@@ -142,14 +134,9 @@ class Run:
     def _build(self) -> None:
         """Load the images and make the model, each rank for itself."""
         config = self.config
-        self.images = load_dataset(
-            config.dataset,
-            self.options.data,
-            image_size=config.image_size,
-            limit=config.limit,
-            seed=config.seed,
-            skip_damaged=config.skip_damaged,
-        )
+        size = {"image_size": config.image_size, "limit": config.limit}
+        how = {"seed": config.seed, "skip_damaged": config.skip_damaged}
+        self.images = load_dataset(config.dataset, self.options.data, **size, **how)
         self._check_images()
         random.seed(config.seed)
         np.random.seed(config.seed % 2**32)
@@ -175,8 +162,8 @@ class Run:
     def _wrap(self) -> None:
         """Put the model on the device, for all ranks to train, and make its optimizer."""
         config, ranks, precision = self.config, self.ranks, Precision(self.config.precision)
-        if ranks.rank > 0:  # the same weights everywhere, but dropout of one's own
-            torch.manual_seed((config.seed + ranks.rank * _SEED_STRIDE) % 2**63)
+        if ranks.rank > 0:  # the same weights everywhere, but dropout of one's own: far apart
+            torch.manual_seed((config.seed + ranks.rank * 0x9E3779B97F4A7C15) % 2**63)
         if config.channels_last:
             ranks.set_memory_format(self.model, torch.channels_last)  # which DDP's buckets copy
         self.trained = ranks.wrap(self.model, precision)
@@ -184,40 +171,34 @@ class Run:
             self.trained.compile()
         optimizer = _optimizer(self.model, config)
         steps = math.ceil(len(self.images.train) // config.batch_size / config.accumulate)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=config.lr, total_steps=steps * config.epochs
-        )
-        scaler = precision.grad_scaler(ranks.device.type)
-        self.parts = run_state.RunParts(self.model, optimizer, scheduler, scaler, ranks)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.lr, steps * config.epochs)
+        self.parts: dict[str, Any] = {"model": self.model, "optimizer": optimizer}
+        self.parts |= {"scheduler": scheduler, "scaler": precision.grad_scaler(ranks.device.type)}
 
     def _start(self, fingerprints: list[dict]) -> dict | None:
         """Write the settings of a new run, or return the state of the one that goes on."""
         require_same(fingerprints)
         environment = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {self.ranks}"
         if self._saved is None:
-            new = SavedRun(self.config, self.images.fingerprint, environment)
+            new = run_folder.SavedRun(self.config, self.images.fingerprint, environment)
             run_folder.write_config(self.out, new)
         elif self._saved.environment != environment:
-            self.say(f"Started with {self._saved.environment}; goes on with {environment}:")
-            self.say("the result may differ.")
+            self._say(f"Started with {self._saved.environment}; goes on with {environment}:")
+            self._say("the result may differ.")
         state = run_state.load_run(self.out, asdict(self.config))
         if state is None and (self.options.resume or self._saved is not None):
-            self.say(f"Nothing was saved in {self.out} yet: starting from the beginning.")
+            self._say(f"Nothing was saved in {self.out} yet: starting from the beginning.")
         return state
 
     def save(self) -> None:
         """Save the state; all ranks must call it."""
         description = {"config": asdict(self.config), "classes": len(self.images.classes)}
-        run_state.save_run(self.out, self.parts, self.progress.state_dict(), description)
-
-    def say(self, line: str) -> None:
-        """Report a line, on rank 0 alone."""
-        if self.ranks.rank == 0:
-            self._say(line)
+        progress = self.progress.state_dict()
+        run_state.save_run(self.out, self.ranks, self.parts, progress, description)
 
     def train(self) -> signal.Signals | None:
         """Train to the end, or until a signal, which is returned."""
-        config, progress, ranks, parts = self.config, self.progress, self.ranks, self.parts
+        config, progress, ranks = self.config, self.progress, self.ranks
         self._describe()
         # A kill may have come between the last row and its checkpoint.
         ranks.first(lambda: run_folder.write_metrics(self.out, progress.epochs))
@@ -225,15 +206,11 @@ class Run:
             # None of torchvision's models writes into what a block of it returns.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
             fit(
-                self.trained,
-                self._train_batches,
+                train_batches=self._train_batches,
                 epochs=config.epochs,
-                test_batches=self._test_batches,
+                test_batches=lambda: self._batches(self.images.test),
                 precision=config.precision,
                 device=ranks.device,
-                optimizer=parts.optimizer,
-                scaler=parts.scaler,
-                scheduler=parts.scheduler,
                 accumulate=config.accumulate,
                 clip_norm=config.clip_norm,
                 channels_last=config.channels_last,
@@ -241,10 +218,10 @@ class Run:
                 progress=progress,
                 after_step=lambda _: self._after_step(stop.signal),
                 after_epoch=self._after_epoch,
+                **self.parts | {"model": self.trained},
             )
         if len(progress.epochs) < config.epochs:
-            place = f"epoch {len(progress.epochs) + 1} after {progress.batch} batches"
-            self.say(f"Stopped in {place}; saved: --resume goes on from there.")
+            self._say(f"Stopped in {self._place()}; saved: --resume goes on from there.")
             return signal.Signals(self._stopped_by)
         peak = max(ranks.gather(_peak_memory(ranks.device)))
         ranks.first(lambda: self._summarise(peak))
@@ -263,7 +240,7 @@ class Run:
         # Before the checkpoint that counts the epoch as done.
         self.ranks.first(lambda: run_folder.write_metrics(self.out, self.progress.epochs))
         self.save()
-        self.say(
+        self._say(
             f"epoch {metrics.epoch:3d}  loss {metrics.train_loss:.4f}  "
             f"accuracy {metrics.train_accuracy:.2%}  test loss {metrics.test_loss:.4f}  "
             f"test accuracy {metrics.test_accuracy:.2%}  {metrics.images_per_s:.0f} images/s"
@@ -272,9 +249,6 @@ class Run:
     def _train_batches(self, epoch: int, batch: int) -> Batches:
         seed = self.config.seed
         return self._batches(self.images.train, epoch=epoch, seed=seed, start=batch, drop_last=True)
-
-    def _test_batches(self) -> Batches:
-        return self._batches(self.images.test)
 
     def _batches(self, images: ImageSet, **order: Any) -> Batches:
         workers, ranks = self.options.workers, self.ranks
@@ -287,22 +261,22 @@ class Run:
     def _describe(self) -> None:
         config, images, progress = self.config, self.images, self.progress
         kind = " (generated stand-in)" if images.stand_in else ""
-        self.say(
+        self._say(
             f"{images.name}{kind}: {len(images.train)} training and {len(images.test)} test images "
             f"of {images.image_size}x{images.image_size}, {len(images.classes)} classes"
         )
         if images.skipped:
-            self.say(f"left out as damaged: {len(images.skipped)} ({', '.join(images.skipped)})")
+            self._say(f"left out as damaged: {len(images.skipped)} ({', '.join(images.skipped)})")
         every = sum(p.numel() for p in self.model.parameters())
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         where = f"{self.ranks.device}, {self.ranks}" if self.ranks.kind else self.ranks.device
-        self.say(
-            f"{config.model}: {every:,} parameters, {trained:,} trained; "
-            f"{config.precision} on {where}"
-        )
+        size = f"{every:,} parameters, {trained:,} trained"
+        self._say(f"{config.model}: {size}; {config.precision} on {where}")
         if progress.epochs or progress.batch:
-            place = f"epoch {len(progress.epochs) + 1} after {progress.batch} batches"
-            self.say(f"Resuming in {place}.")
+            self._say(f"Resuming in {self._place()}.")
+
+    def _place(self) -> str:
+        return f"epoch {len(self.progress.epochs) + 1} after {self.progress.batch} batches"
 
     def _summarise(self, peak_bytes: int) -> None:
         epochs = self.progress.epochs
@@ -310,7 +284,7 @@ class Run:
         seconds = sum(epoch.seconds for epoch in epochs)  # before and after a stop
         rate = sum(epoch.images_per_s * epoch.seconds for epoch in epochs) / seconds
         of_one = " of a process" if self.ranks.size > 1 else ""
-        self.say(
+        self._say(
             f"Trained {len(epochs)} epochs in {seconds:.1f} s, {rate:.0f} images/s, "
             f"peak memory {peak_bytes / 2**20:.0f} MiB{of_one}"
         )
@@ -324,12 +298,9 @@ def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
 def _warn_of_slow_fp16(device: torch.device) -> None:
     speedup = describe_device(device).speedup(Precision.FP16)
     if speedup < 0.5:
-        warnings.warn(
-            f"fp16: a matrix product takes {1 / speedup:.0f} times as long as in fp32 on this CPU; "
-            "bf16 needs no more memory",
-            AmpLabWarning,
-            stacklevel=4,
-        )
+        slow = f"takes {1 / speedup:.0f} times as long as in fp32 on this CPU"
+        message = f"fp16: a matrix product {slow}; bf16 needs no more memory"
+        warnings.warn(message, AmpLabWarning, stacklevel=4)
 
 
 class _StopSignals:
@@ -350,7 +321,7 @@ class _StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: types.FrameType | None) -> None:
+    def _note(self, number: int, frame: object) -> None:
         if not self.signal:
             self.signal, self._noted_s = number, time.monotonic()
         # Within a second it is the same one: a batch system sends it to torchrun and to all

@@ -4,6 +4,7 @@ To add a setting, add a field here, and use it in `run`.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,13 +12,11 @@ from typing import Any
 
 from amp_lab.errors import RunError
 
+_Check = Callable[[str, Any], None]
+
 
 def setting(
-    default: object,
-    help: str,
-    metavar: str = "",
-    check: Callable[[str, Any], None] | None = None,
-    group: str = "",
+    default: object, help: str, metavar: str = "", check: _Check | None = None, group: str = ""
 ) -> Any:  # as `dataclasses.field`, so that it may stand for a value of any type
     """A field that is an option of the command line too; its first type is the type of both.
 
@@ -61,8 +60,6 @@ _count = _at_least(1)
 
 @dataclass(frozen=True)
 class _Checked:
-    """Whose fields are checked when it is made."""
-
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value, check = getattr(self, field.name), field.metadata["check"]
@@ -72,10 +69,10 @@ class _Checked:
 
 @dataclass(frozen=True)
 class RunConfig(_Checked):
-    """What decides the result of a run; with the same torch, threads and device, bit for bit.
+    """What decides the result of a run. Raises `RunError` for a value that makes no sense.
 
     A run that was saved before there was some field goes on with its default, which therefore must
-    be what runs did until then. Raises `RunError` for a value that makes no sense.
+    be what runs did until then.
     """
 
     dataset: str = setting("digits", "{} (default), cifar10, caltech256", "NAME", _known)
@@ -105,7 +102,7 @@ class RunConfig(_Checked):
 
 
 TOGETHER = "several processes"
-"""The group of the options for them."""
+_many = functools.partial(setting, group=TOGETHER)
 
 
 @dataclass(frozen=True)
@@ -126,12 +123,8 @@ class RunOptions(_Checked):
         "STEPS",
         _at_least(1, "checkpoint every {value} steps: must be at least {least}"),
     )
-    parallel: str | None = setting(
-        None, "ddp: gradients averaged; fsdp: all sharded (FSDP2)", "NAME", group=TOGETHER
+    parallel: str | None = _many(None, "ddp: gradients averaged; fsdp: all sharded (FSDP2)", "NAME")
+    reduce_dtype: str = _many(
+        "fp32", "in which gradients are summed: {} (default), bf16, fp16", "NAME"
     )
-    reduce_dtype: str = setting(
-        "fp32", "in which gradients are summed: {} (default), bf16, fp16", "NAME", group=TOGETHER
-    )
-    timeout: float = setting(
-        300, "how long to wait for another process (default: {})", "SECONDS", group=TOGETHER
-    )
+    timeout: float = _many(300, "how long to wait for another process (default: {})", "SECONDS")

@@ -62,9 +62,8 @@ def read_saved(out: Path, settings: dict, resume: bool) -> SavedRun | None:
     if not resume and (_starter() is None or content.get("started_by") != _starter()):
         raise RunError(f"{out}: holds a run already; --resume goes on with it, or choose another")
     for name, value in settings.items():
-        before = getattr(config, name)
-        if value != before:
-            start = f"the run was started with {name.replace('_', ' ')} {before}"
+        if value != getattr(config, name):
+            start = f"the run was started with {name.replace('_', ' ')} {getattr(config, name)}"
             raise RunError(f"{out}: {start}, and cannot go on with {value}")
     return saved
 
@@ -76,7 +75,7 @@ def write_config(out: Path, run: SavedRun) -> None:
 
 
 def _starter() -> str | None:
-    """What tells one torchrun, on the machine of rank 0, from another; None without."""
+    # What tells one torchrun, on the machine of rank 0, from another; None without.
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     return run and f"{run} {socket.gethostname()} {os.getppid()}"
 
@@ -91,7 +90,6 @@ def write_metrics(out: Path, epochs: list[EpochMetrics]) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a small file so that it is never there in part."""
     try:
         write_whole(path, [text.encode()])
     except OSError as error:
@@ -103,7 +101,6 @@ def draw_curves(out: Path, epochs: list[EpochMetrics]) -> None:
     from amp_lab import plots  # matplotlib takes a second to load
 
     for what in ("loss", "accuracy"):
-        curves = {}
-        for part in ("train", "test"):
-            curves[part] = [getattr(epoch, f"{part}_{what}") for epoch in epochs]
+        train = [getattr(epoch, f"train_{what}") for epoch in epochs]
+        curves = {"train": train, "test": [getattr(epoch, f"test_{what}") for epoch in epochs]}
         plots.save_training_curves(out / f"{what}.png", curves, what)
