@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from rank_processes import values_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +18,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from amp_lab.distributed import collectives
 from amp_lab.distributed.collectives import Collective, Communication, count_communication
 from amp_lab.errors import ParallelError
-from amp_lab.notebook import run_workers
 
 RANKS = 4
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -231,9 +231,7 @@ def experiments():
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="reads what a process has written")
 def test_counted_bytes_are_those_of_the_formula_and_those_written():
-    found = run_workers(
-        experiments, written_bytes, counted_and_written, sharded, train_step, processes=RANKS
-    )
+    found = values_of(experiments, RANKS)
     parameters = 2 * 256 * 512 + 512 + 256
     share = (RANKS - 1) / RANKS
     gather, scatter = "all_gather torch.{}", "reduce_scatter torch.{}"

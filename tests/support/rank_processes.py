@@ -7,6 +7,7 @@ import socket
 import sys
 import tempfile
 import time
+import types
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,8 @@ from pathlib import Path
 import tiny_classifier  # noqa: F401 - the processes know it too, as they load this module
 import torch
 
-from amp_lab.cli import main
+from amp_lab.cli import main, printing
+from amp_lab.distributed import ranks
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # Of the one fork server that a process has: whoever starts it first decides.
@@ -150,6 +152,9 @@ def _run(function, folder: Path, rank: int, settings: dict, arguments: tuple) ->
             os.dup2(file.fileno(), number)
     os.environ.update({name: str(value) for name, value in settings.items() if value is not None})
     torch.set_num_threads(1)
+    # No torchrun is there that would end the others before they say what the first one has said.
+    for module in (printing, ranks):
+        module.time = types.SimpleNamespace(sleep=lambda seconds: None)
     value = function(*arguments)
     if type(value) is int:  # a command's
         sys.exit(value)

@@ -233,9 +233,6 @@ def test_another_torch_or_number_of_threads_is_told(copy, capsys):
 # Stopped, killed and resumed
 
 
-# Stopped, killed and resumed
-
-
 def run_command(line: list[str], log: str, dies_at: tuple[int, bool] | None) -> None:
     """`amp-lab` in a process and process group of its own.
 
@@ -295,7 +292,7 @@ def undisturbed(launch, tmp_path_factory):
         if precision not in outcomes:
             out = tmp_path_factory.mktemp("undisturbed") / precision
             started = time.monotonic()
-            process = launch(out, precision=precision, workers=2)
+            process = launch(out, precision=precision)
             process.join()
             assert process.exitcode == 0, out.with_suffix(".log").read_text()
             outcomes[precision] = outcome(out), time.monotonic() - started
@@ -319,14 +316,14 @@ def test_kill_9_and_resume_ends_bitwise_equal(launch, undisturbed, tmp_path, pre
         dies_at = None
         if moment == "save":
             dies_at = chance.randint(2, STEPS), chance.random() < 0.3
-        process = launch(out, dies_at, precision=precision, workers=2)
+        process = launch(out, dies_at, precision=precision, workers=1)
         process.join(None if dies_at else chance.uniform(0.1, seconds))
         with contextlib.suppress(ProcessLookupError):  # it may have finished just now
             os.kill(process.pid, signal.SIGKILL)
         process.join()
         if (out / "checkpoint.pt").exists():
             load_checkpoint(out / "checkpoint.pt")
-        process = launch(out, precision=precision, workers=2, resume=True)
+        process = launch(out, precision=precision, resume=True)
         process.join()
         assert process.exitcode == 0, out.with_suffix(".log").read_text()
         assert "Resuming" in read(out.with_suffix(".log")) or not dies_at
@@ -338,7 +335,7 @@ def test_a_signal_saves_and_ends_and_the_run_can_go_on(launch, undisturbed, tmp_
     """Sent to the whole group, as a terminal's Ctrl-C and a batch system do."""
     expected, _ = undisturbed("fp32")
     out = tmp_path / "x"
-    process = launch(out, workers=2, checkpoint_every=None)
+    process = launch(out, workers=1, checkpoint_every=None)
     while "Trained" not in (log := read(out.with_suffix(".log"))) and "epoch   1" not in log:
         assert process.is_alive(), log
         time.sleep(0.01)

@@ -17,22 +17,26 @@ from amp_lab.files import write_whole
 VERSION = 1
 _COMMENT = b"amp-lab checkpoint %d sha256 %s"
 _COMMENT_BYTES = len(_COMMENT % (VERSION, b"0" * 64))
-_END_OF_ARCHIVE = b"PK\x05\x06"
 
 
 def save_checkpoint(path: str | os.PathLike, **state) -> None:
     """Write `state` to `path`, so that at any moment the old file or the new one is there, whole.
 
     A value with a `state_dict` (a model, an optimizer, a `GradScaler`) is saved as its state dict;
-    the rest must be tensors, numbers, strings, None, and dicts, lists and tuples of those, which is
-    what `load_checkpoint` reads back. The state is written beside `path` under another name, and
-    takes that name only when it is safely on the disk.
+    the rest must be tensors, numbers, strings, None, and dicts, lists and tuples of those.
 
     Raises `CheckpointError` if it cannot be written (a full disk, no such folder, no permission),
     and leaves what was under `path` as it was; `TypeError` for a value that could not be read back.
     """
     path = Path(path)
-    archive = _serialise(state)
+    states = {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in state.items()}
+    buffer = io.BytesIO()  # a write that fails half-way inside torch.save would lose the reason
+    torch.save(states, buffer)
+    buffer.seek(0)
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
+    if unsafe:
+        raise TypeError(f"save_checkpoint: could not be read back safely: {', '.join(unsafe)}")
+    archive = buffer.getbuffer()
     checksum = hashlib.sha256(archive[:-2]).hexdigest().encode()
     comment = _COMMENT % (VERSION, checksum)
     try:
@@ -42,23 +46,11 @@ def save_checkpoint(path: str | os.PathLike, **state) -> None:
         raise CheckpointError(f"{path}: could not be saved ({error.strerror})") from error
 
 
-def _serialise(state: dict) -> memoryview:
-    states = {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in state.items()}
-    buffer = io.BytesIO()  # a write that fails half-way inside torch.save would lose the reason
-    torch.save(states, buffer)
-    buffer.seek(0)
-    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(buffer)
-    if unsafe:
-        raise TypeError(f"save_checkpoint: could not be read back safely: {', '.join(unsafe)}")
-    return buffer.getbuffer()
-
-
 def load_checkpoint(path: str | os.PathLike) -> dict:
     """The state that `save_checkpoint` wrote, with its tensors on the CPU.
 
     Every byte is checked before anything is unpickled, and then with `weights_only=True`. Raises
-    `CheckpointError`, which says what is wrong with which file: missing, unreadable, truncated,
-    altered, of another format version, or not a checkpoint of this package at all.
+    `CheckpointError` for a file that is missing, truncated, altered, or of another kind or version.
     """
     path = Path(path)
     try:
@@ -71,10 +63,8 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
         raise CheckpointError(f"{path}: {_what_else(content)}")
     version, checksum = int(written[1]), written[2].decode()
     if version != VERSION:
-        age = "an older" if version < VERSION else "a newer"
-        raise CheckpointError(
-            f"{path}: written by {age} amp_lab, in format {version}; this one reads {VERSION}"
-        )
+        source = f"{'an older' if version < VERSION else 'a newer'} amp_lab, in format {version}"
+        raise CheckpointError(f"{path}: written by {source}; this one reads {VERSION}")
     is_whole = archive[-2:] == len(comment).to_bytes(2, "little")
     if not is_whole or hashlib.sha256(archive[:-2]).hexdigest() != checksum:
         raise CheckpointError(f"{path}: altered since it was saved: its checksum does not fit")
@@ -82,11 +72,10 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
 
 
 def _what_else(content: bytes) -> str:
-    """What a file is that does not end as a checkpoint does."""
     if not content:
         return "empty"
     if not content.startswith(b"PK\x03\x04"):
         return "not a checkpoint"
-    if _END_OF_ARCHIVE in content[-65_557:]:  # the record and the longest comment there can be
+    if b"PK\x05\x06" in content[-65_557:]:  # the end's record, and the longest comment there can be
         return "not a checkpoint of amp_lab, or its last bytes were altered"
     return "truncated: its end is missing"

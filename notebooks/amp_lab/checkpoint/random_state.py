@@ -9,20 +9,17 @@ from amp_lab.backends import backend
 
 
 def random_states(device: torch.device | str = "cpu") -> dict:
-    """The state of every global random generator: Python's, NumPy's, torch's and the device's.
-
-    In types that `save_checkpoint` takes; `restore_random_states` puts it back.
-    """
+    """The states of Python's, NumPy's, torch's and the device's generator, for a checkpoint."""
     device = torch.device(device)
-    algorithm, keys, position, has_normal, normal = np.random.get_state()
+    algorithm, keys, *others = np.random.get_state()
     states = {
         "python": random.getstate(),
         # As a list: the restricted unpickler would refuse an array.
-        "numpy": (algorithm, keys.tolist(), position, has_normal, normal),
+        "numpy": (algorithm, np.asarray(keys).tolist(), *others),
         "torch": torch.get_rng_state(),
     }
     if not backend(device).is_host:  # whose generator is torch's own
-        states[device.type] = torch.get_device_module(device.type).get_rng_state(*_index(device))
+        states[device.type] = torch.get_device_module(device).get_rng_state(*_index(device))
     return states
 
 
@@ -33,8 +30,7 @@ def restore_random_states(states: dict, device: torch.device | str = "cpu") -> N
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if device.type in states:
-        module = torch.get_device_module(device.type)
-        module.set_rng_state(states[device.type], *_index(device))
+        torch.get_device_module(device).set_rng_state(states[device.type], *_index(device))
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:

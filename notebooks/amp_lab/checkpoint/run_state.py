@@ -1,119 +1,92 @@
 """The checkpoint of a run: what it holds, how it is written, restored, and made one file.
 
-config, classes      what describes the run, for whoever builds its model anew
+config, classes      the run's settings and its number of classes, to build the model anew
 scheduler, scaler    state dicts
 ranks                for each rank its own: progress, and random states
 model, optimizer     state dicts; or, of a sharded run, in their place
 shards               the folder beside the file, and the digests of what is in it
 """
 
-import re
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from torch import nn
+from typing import Any
 
 from amp_lab.checkpoint.file import load_checkpoint, save_checkpoint
 from amp_lab.checkpoint.random_state import random_states, restore_random_states
 from amp_lab.distributed.process_group import is_lost
-from amp_lab.distributed.ranks import ALONE, Parallel, Ranks
+from amp_lab.distributed.ranks import Parallel, Ranks
 from amp_lab.errors import CheckpointError, first_line
 
 CHECKPOINT, SHARDS = "checkpoint.pt", "shards"
 
 
-@dataclass
-class RunParts:
-    """What a run has that changes while it is trained, and how far it is."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
-    scaler: torch.amp.GradScaler
-    ranks: Ranks
-
-
-def save_run(out: Path, parts: RunParts, progress: dict, description: dict) -> None:
+def save_run(
+    out: Path, ranks: Ranks, parts: dict[str, Any], progress: dict, description: dict
+) -> None:
     """Save a run into its folder, so that at any moment the last state or this one is there, whole.
 
-    `progress` is that of this rank; `description` has ``config``, a dict, and ``classes``, their
-    number. All ranks must call it. Raises `CheckpointError` on every rank if one cannot write.
+    `parts` are model, optimizer, scheduler and scaler, by these names; `progress` is that of this
+    rank; `description` has ``config`` and ``classes``. All ranks must call it. Raises
+    `CheckpointError` on every rank if one cannot write.
     """
-    ranks = parts.ranks
-    ranks.share_buffers(parts.model)  # rank 0 saves its own, and all go on with those
+    ranks.share_buffers(parts["model"])  # rank 0 saves its own, and all go on with those
     own = ranks.gather({"progress": progress, "random": random_states(ranks.device)})
-    state = description | {"scheduler": parts.scheduler, "scaler": parts.scaler, "ranks": own}
-    folder = None
+    state, folder = description | parts | {"ranks": own}, None
     if ranks.kind is Parallel.FSDP:
         from amp_lab.checkpoint.shards import save_shards
 
         # A folder of its own, so that the one that checkpoint.pt names stays whole until then.
         folder = f"{SHARDS}-{len(progress['epochs'])}-{progress['batch']}"
-        state["shards"] = save_shards(out / folder, parts.model, parts.optimizer, ranks)
-    else:
-        state |= {"model": parts.model, "optimizer": parts.optimizer}
+        held = state.pop("model"), state.pop("optimizer")
+        state["shards"] = save_shards(out / folder, *held, ranks)
     ranks.first(lambda: save_checkpoint(out / CHECKPOINT, **state))
-    ranks.first(lambda: _remove_shards(out, but=folder))
-
-
-def _remove_shards(out: Path, but: str | None) -> None:
-    """Remove the folders of checkpoints that another has replaced."""
-    for folder in out.glob(f"{SHARDS}-*-*"):
-        if folder.name != but and re.fullmatch(rf"{SHARDS}-\d+-\d+", folder.name):
-            shutil.rmtree(folder, ignore_errors=True)  # one that cannot go does no harm
+    if ranks.rank == 0:
+        for old in out.glob(f"{SHARDS}-[0-9]*-[0-9]*"):
+            if old.name != folder:
+                shutil.rmtree(old, ignore_errors=True)  # one that cannot go does no harm
 
 
 def load_run(out: Path, config: dict) -> dict | None:
-    """The state in the folder of a run with these settings, for `restore_run`; None without one.
-
-    A setting that the checkpoint does not know of was added since, so it is not compared. Raises
-    `CheckpointError` for a file that is damaged, or of another run.
-    """
+    """The state of the run with these settings, or None; `CheckpointError` for any other file."""
     path = out / CHECKPOINT
     if not path.exists():
         return None
     state = load_checkpoint(path)
     saved = state.get("config")
-    if not saved or any(name not in config or config[name] != saved[name] for name in saved):
+    # A setting that the checkpoint does not know of was added since.
+    if not saved or not saved.items() <= config.items():
         raise CheckpointError(f"{path}: of another run than config.json beside it describes")
     return state
 
 
-def restore_run(out: Path, state: dict, parts: RunParts) -> dict:
+def restore_run(out: Path, state: dict, ranks: Ranks, parts: dict[str, Any]) -> dict:
     """Put the state of `load_run` into the parts of a run; the progress of this rank.
 
-    What was saved whole can be sharded now, and the other way round, and the number of ranks may be
-    another. Raises `CheckpointError` for the state of another model.
+    It may have been saved on another number of ranks, sharded or not. Raises `CheckpointError` for
+    the state of another model.
     """
     try:
-        _load_model(out, state, parts)
-        parts.scheduler.load_state_dict(state["scheduler"])
-        parts.scaler.load_state_dict(state["scaler"])
-        return _restore_own(state["ranks"], parts.ranks)
+        model, optimizer = parts["model"], parts["optimizer"]
+        # shards is imported where it is needed, since torch's part of it takes a second to load.
+        if "shards" in state:
+            from amp_lab.checkpoint.shards import load_shards
+
+            load_shards(out, state["shards"], model, optimizer, ranks)
+        elif ranks.kind is Parallel.FSDP:
+            from amp_lab.checkpoint.shards import load_whole
+
+            load_whole(state["model"], state["optimizer"], model, optimizer)
+        else:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        for name in ("scheduler", "scaler"):
+            parts[name].load_state_dict(state[name])
+        return _restore_own(state["ranks"], ranks)
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         if is_lost(error):
             raise
         problem = f"does not fit this run ({first_line(error)})"
         raise CheckpointError(f"{out / CHECKPOINT}: {problem}") from error
-
-
-def _load_model(out: Path, state: dict, parts: RunParts) -> None:
-    # shards is imported where it is needed, since torch's part of it takes a second to load.
-    model, optimizer = parts.model, parts.optimizer
-    if "shards" in state:
-        from amp_lab.checkpoint.shards import load_shards
-
-        load_shards(out, state["shards"], model, optimizer, parts.ranks)
-    elif parts.ranks.kind is Parallel.FSDP:
-        from amp_lab.checkpoint.shards import load_whole
-
-        load_whole(state["model"], state["optimizer"], model, optimizer)
-    else:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
 
 
 def _restore_own(states: list[dict], ranks: Ranks) -> dict:
@@ -128,24 +101,3 @@ def _restore_own(states: list[dict], ranks: Ranks) -> dict:
     shared = {key: sum(p[key] for p in progress) * (rank == 0) for key in ("loss_sum", "correct")}
     samples = sum(p["samples"] for p in progress) // size
     return progress[0] | shared | {"samples": samples}
-
-
-def export_run(
-    out: Path, file: Path, build: Callable[[dict, int], tuple[nn.Module, torch.optim.Optimizer]]
-) -> None:
-    """Write the checkpoint of a run, sharded or not, as one file.
-
-    `build` makes the model and the optimizer of a run from its settings and number of classes.
-    Raises `CheckpointError` if there is none, or it is damaged, or the file cannot be written.
-    """
-    state = load_checkpoint(out / CHECKPOINT)
-    if "ranks" not in state:
-        raise CheckpointError(f"{out / CHECKPOINT}: not of a run")
-    shards = state.pop("shards", None)
-    if shards is not None:
-        from amp_lab.checkpoint.shards import load_shards
-
-        model, optimizer = build(state["config"], state["classes"])
-        load_shards(out, shards, model, optimizer, ALONE)
-        state |= {"model": model, "optimizer": optimizer}
-    save_checkpoint(file, **state)

@@ -11,12 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
 
 from amp_lab.distributed.process_group import is_lost
 from amp_lab.distributed.ranks import Ranks
@@ -27,16 +23,14 @@ from amp_lab.files import sync_folder
 def save_shards(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> dict:
-    """Write model and optimizer into a new folder; each rank writes what it holds.
+    """Write model and optimizer into a new folder that all ranks see; each writes what it holds.
 
-    `torch.distributed.checkpoint` writes it. A folder counts only once what this returns, its name
-    and the SHA-256 of each file, is saved elsewhere: then `load_shards` takes it, on any number of
-    ranks. All must see the same folder. Raises `CheckpointError` on every rank if one cannot write.
+    The folder counts only once what this returns, its name and the SHA-256 of each file, is saved
+    elsewhere, for `load_shards`. Raises `CheckpointError` on every rank if one cannot write.
     """
 
     def make() -> None:
-        # What a killed process left under this name is in the way.
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)  # what a killed process left under this name
         with _reported(folder, "cannot be made"):
             folder.mkdir(parents=True)
 
@@ -47,17 +41,15 @@ def save_shards(
     def save() -> None:
         with _reported(folder, "could not be saved"):
             dcp.save(_states(model, optimizer), checkpoint_id=folder)
-
-    def synchronise() -> None:
-        with _reported(folder, "could not be saved"):
             sync_folder(folder)
 
     ranks.first(make)
     ranks.each(look)  # before the ranks meet in `dcp.save`, where one that fails would be missed
     ranks.each(save)
-    files = _digests(folder, ranks)
-    ranks.first(synchronise)
-    return {"folder": folder.name, "files": files}
+    names = ranks.first(lambda: sorted(path.name for path in folder.iterdir()))
+    own = names[ranks.rank :: ranks.size]  # each reads some
+    found = ranks.gather(ranks.each(lambda: {name: _digest(folder / name) for name in own}))
+    return {"folder": folder.name, "files": dict(ChainMap(*found))}
 
 
 def load_shards(
@@ -65,32 +57,27 @@ def load_shards(
 ) -> None:
     """Read into a model and its optimizer, sharded in any way or not, what `save_shards` wrote.
 
-    `shards` is what it returned, and `out` where the folder is. Every byte is checked first. Raises
-    `CheckpointError` on every rank if a file is missing, altered, or of another model. torch
-    unpickles parts of such files, so, unlike a checkpoint in one file, load only one that you
-    trust.
+    `shards` is what it returned, and `out` where the folder is. Every byte is checked first, but
+    torch unpickles parts of such files, so load only what you trust. Raises `CheckpointError` on
+    every rank if a file is missing, altered, or of another model.
     """
 
     def compare() -> None:
-        for name, digest in shards["files"].items():
-            if found.get(name) != digest:
-                problem = "altered since it was saved" if name in found else "missing"
-                raise CheckpointError(f"{folder / name}: {problem}")
+        for name in sorted(shards["files"])[ranks.rank :: ranks.size]:
+            if not (folder / name).exists():
+                raise CheckpointError(f"{folder / name}: missing")
+            if _digest(folder / name) != shards["files"][name]:
+                raise CheckpointError(f"{folder / name}: altered since it was saved")
 
     def load() -> None:
         states = _states(model, optimizer)
         with _reported(folder, "does not fit this run"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process: right
             dcp.load(states, checkpoint_id=folder)
-            set_state_dict(
-                model,
-                optimizer,
-                model_state_dict=states["model"],
-                optim_state_dict=states["optimizer"],
-            )
+            parts = {"model_state_dict": states["model"], "optim_state_dict": states["optimizer"]}
+            state_dict.set_state_dict(model, optimizer, **parts)
 
     folder = out / shards["folder"]
-    found = _digests(folder, ranks)
     ranks.each(compare)
     ranks.each(load)
 
@@ -101,40 +88,22 @@ def load_whole(
     """Load the state dicts of a model and an optimizer that were not sharded into ones that are."""
     # An optimizer numbers its parameters; `set_state_dict` wants their names.
     names = [name for name, p in model.named_parameters() if p.requires_grad]
-    by_name = {
-        "state": {names[number]: state for number, state in optimizer_state["state"].items()},
-        "param_groups": [
-            group | {"params": [names[number] for number in group["params"]]}
-            for group in optimizer_state["param_groups"]
-        ],
-    }
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=model_state,
-        optim_state_dict=by_name,
-        options=StateDictOptions(full_state_dict=True),
-    )
+    state = {names[number]: value for number, value in optimizer_state["state"].items()}
+    (group,) = optimizer_state["param_groups"]  # a run has one
+    by_name = {"state": state, "param_groups": [group | {"params": names}]}
+    parts = {"model_state_dict": model_state, "optim_state_dict": by_name}
+    whole = state_dict.StateDictOptions(full_state_dict=True)
+    state_dict.set_state_dict(model, optimizer, **parts, options=whole)
 
 
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state}
+    states = state_dict.get_state_dict(model, optimizer)
+    return dict(zip(("model", "optimizer"), states, strict=True))
 
 
-def _digests(folder: Path, ranks: Ranks) -> dict[str, str]:
-    """The SHA-256 of all files there, of which each rank reads some."""
-    names = ranks.first(lambda: sorted(p.name for p in folder.glob("*")))
-
-    def read() -> dict[str, str]:
-        found = {}
-        for name in names[ranks.rank :: ranks.size]:
-            path = folder / name
-            with _reported(path, "cannot be read"), path.open("rb") as file:
-                found[name] = hashlib.file_digest(file, "sha256").hexdigest()
-        return found
-
-    return dict(ChainMap(*ranks.gather(ranks.each(read))))
+def _digest(path: Path) -> str:
+    with _reported(path, "cannot be read"), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

@@ -15,15 +15,14 @@ from amp_lab.errors import ParallelError
 from amp_lab.report import Printed, Table, plural, short_name
 
 # The kind of a collective; the argument that holds the payload whole (_RESULT: what it returns);
-# the ops of that kind, by their names in torch without underscores at the ends. Arguments are
-# those of Ops.cpp in c10d, which DDP's reducer, the comm hooks and FSDP2 call, and of the
-# functional collectives of DTensor.
+# the ops of that kind, by their names in torch without underscores at the ends, "_coalesced" and
+# "_out". Arguments are those of Ops.cpp in c10d, which DDP's reducer, the comm hooks and FSDP2
+# call, and of the functional collectives of DTensor.
 _RESULT = -1
 _C10D = (
-    ("all_reduce", 0, "allreduce allreduce_coalesced"),
-    ("all_gather", 0, "allgather allgather_base allgather_coalesced"),
-    ("all_gather", 0, "allgather_into_tensor_coalesced"),
-    ("reduce_scatter", 1, "reduce_scatter reduce_scatter_base reduce_scatter_tensor_coalesced"),
+    ("all_reduce", 0, "allreduce"),
+    ("all_gather", 0, "allgather allgather_base allgather_into_tensor"),
+    ("reduce_scatter", 1, "reduce_scatter reduce_scatter_base reduce_scatter_tensor"),
     ("all_to_all", 1, "alltoall alltoall_base"),
     ("broadcast", 0, "broadcast"),
     ("reduce", 0, "reduce"),
@@ -33,11 +32,9 @@ _C10D = (
     ("recv", 0, "recv recv_any_source"),
 )
 _FUNCTIONAL = (
-    ("all_reduce", 0, "all_reduce all_reduce_coalesced"),
-    ("all_gather", _RESULT, "all_gather_into_tensor all_gather_into_tensor_coalesced"),
-    ("all_gather", _RESULT, "all_gather_into_tensor_out"),
-    ("reduce_scatter", 0, "reduce_scatter_tensor reduce_scatter_tensor_coalesced"),
-    ("reduce_scatter", 0, "reduce_scatter_tensor_out"),
+    ("all_reduce", 0, "all_reduce"),
+    ("all_gather", _RESULT, "all_gather_into_tensor"),
+    ("reduce_scatter", 0, "reduce_scatter_tensor"),
     ("all_to_all", 0, "all_to_all_single"),
     ("broadcast", 0, "broadcast"),
 )
@@ -48,6 +45,7 @@ _OPS = {
 }
 _NO_PAYLOAD = {"barrier", "monitored_barrier"}
 
+# What a rank has to send of the whole tensor, if n take part: NCCL's bus bandwidth factors.
 _SHARES: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,  # a reduce_scatter, then an all_gather
     **dict.fromkeys(["all_gather", "reduce_scatter", "all_to_all"], lambda n: (n - 1) / n),
@@ -76,12 +74,9 @@ class Collective:
     def sent_bytes(self) -> int:
         """Bytes that a rank has to send, with an algorithm that sends as little as can be.
 
-        Of a tensor shared by n ranks that is 2(n-1)/n for `all_reduce`, and (n-1)/n for
-        `all_gather`, `reduce_scatter`, `all_to_all`, and the root of `scatter`; all of it for the
-        others. A ring reaches it (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for
-        clusters of workstations", 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). NCCL's tests
-        call the shares bus bandwidth factors. A library may send more: gloo, where it makes a
-        `reduce_scatter` from an `all_reduce`, sends twice as much.
+        A ring reaches it (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
+        of workstations", 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). A library may send
+        more: gloo sends twice as much, where it makes a `reduce_scatter` from an `all_reduce`.
         """
         return round(_SHARES[self.kind](self.ranks) * self.payload_bytes)
 
@@ -94,9 +89,8 @@ class Communication(Printed):
 
     def of(self, kind: str | None = None, dtype: torch.dtype | None = None) -> "Communication":
         """Those of a kind, of a dtype, or of both."""
-        return Communication(
-            [c for c in self.calls if kind in (None, c.kind) and dtype in (None, c.dtype)]
-        )
+        calls = [c for c in self.calls if kind in (None, c.kind) and dtype in (None, c.dtype)]
+        return Communication(calls)
 
     @property
     def elements(self) -> int:
@@ -119,21 +113,14 @@ class Communication(Printed):
         return {(kind, dtype): self.of(kind, dtype) for kind, dtype in keys}
 
     def _table(self) -> Table:
-        rows = [
-            [kind, short_name(dtype), *found._numbers()]
-            for (kind, dtype), found in self.totals().items()
-        ]
-        return Table(
-            ["collective", "dtype", "calls", "elements", "payload bytes", "sent by a rank"],
-            rows,
-            caption=f"{plural(len(self.calls), 'collective')} of this process",
-            foot=[["all", "", *self._numbers()]] if rows else [],
-            right=range(2, 6),
-        )
-
-    def _numbers(self) -> list[str]:
-        numbers = (len(self.calls), self.elements, self.payload_bytes, self.sent_bytes)
-        return [f"{number:,}" for number in numbers]
+        head = ["collective", "dtype", "calls", "elements", "payload bytes", "sent by a rank"]
+        caption = f"{plural(len(self.calls), 'collective')} of this process"
+        rows = []
+        for name, part in [*self.totals().items(), (("all", None), self)]:
+            numbers = (len(part.calls), part.elements, part.payload_bytes, part.sent_bytes)
+            labels = [name[0], short_name(name[1]) if name[1] else ""]
+            rows.append([*labels, *(f"{number:,}" for number in numbers)])
+        return Table(head, rows[:-1], caption, foot=rows[1:] and rows[-1:], right=range(2, 6))
 
 
 @contextmanager
@@ -144,23 +131,19 @@ def count_communication() -> Iterator[Communication]:
             train_step()
         print(sent)
 
-    It stands where torch dispatches an op, below autograd, so it sees what DDP's reducer, its comm
-    hooks, FSDP2, DTensor and calls of `torch.distributed` issue, on any backend, and changes none
-    of them. Not seen: what another thread issues, such as a callback of a hook's future; barriers,
-    which carry nothing; and the exchange of Python objects' sizes through a store.
-
-    Raises `ParallelError` in the block for a collective of which it is not known what it
-    sends.
+    It sees what DDP's reducer, its comm hooks, FSDP2, DTensor and calls of `torch.distributed`
+    issue, on any backend. Not seen: what another thread issues, such as a callback of a hook's
+    future; barriers, which carry nothing; and the sizes of Python objects, sent through a store.
+    Raises `ParallelError` in the block for a collective of which it is not known what it sends.
     """
-    found = Communication()
-    with _Counter(found):
-        yield found
+    with _Counter() as counter:
+        yield counter.found
 
 
 class _Counter(TorchDispatchMode):
-    def __init__(self, found: Communication):
+    def __init__(self):
         super().__init__()
-        self._found = found
+        self.found = Communication()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
@@ -169,7 +152,8 @@ class _Counter(TorchDispatchMode):
         # A higher-order op has no packet, and is no collective.
         space, _, name = str(getattr(func, "_overloadpacket", "")).partition(".")
         if space in _OPS:
-            self._note(space, name.strip("_"), list(args) + list((kwargs or {}).values()), result)
+            name = name.strip("_").removesuffix("_coalesced").removesuffix("_out")
+            self._note(space, name, [*args, *(kwargs or {}).values()], result)
         return result
 
     def _note(self, space: str, name: str, args: list, result: object) -> None:
@@ -180,10 +164,10 @@ class _Counter(TorchDispatchMode):
             raise ParallelError(f"{space}::{name}: it is not known what it sends; count without it")
         kind, place = _OPS[space][name]
         payload = _tensors(result if place == _RESULT else args[place])
-        dtypes = {tensor.dtype for tensor in payload or _tensors([args, result])}
-        for dtype in dtypes:  # FSDP2 and DDP send one at a time
+        # FSDP2 and DDP send one dtype at a time.
+        for dtype in {tensor.dtype for tensor in payload or _tensors([args, result])}:
             elements = sum(tensor.numel() for tensor in payload if tensor.dtype is dtype)
-            self._found.calls.append(Collective(kind, dtype, elements, group.size()))
+            self.found.calls.append(Collective(kind, dtype, elements, group.size()))
 
 
 def _tensors(nested: object) -> list[torch.Tensor]:
@@ -196,5 +180,6 @@ def _group_of(args: list) -> dist.ProcessGroup | None:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             return dist.ProcessGroup.unbox(arg)
         if isinstance(arg, str):
+            # pyrefly: ignore[bad-argument-type]  # a `NewType` that not every torch has
             return _resolve_process_group(arg)
     return None

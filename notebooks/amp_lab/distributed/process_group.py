@@ -17,15 +17,12 @@ from amp_lab.distributed.ranks import REDUCE_DTYPES, Parallel, Ranks
 from amp_lab.errors import AmpLabError, OtherRankError, ParallelError, first_line
 
 _ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # of torchrun
+_last_group: list[dist.ProcessGroup | None] = []
 
 
 @contextlib.contextmanager
 def join(
-    kind: Parallel | str | None,
-    device: torch.device,
-    *,
-    reduce_dtype: str = "fp32",
-    timeout_s: float = 300.0,
+    kind: str | None, device: torch.device, *, reduce_dtype: str = "fp32", timeout_s: float = 300
 ) -> Iterator[Ranks]:
     """The processes that torchrun started, this one among them, as a group for the block.
 
@@ -55,26 +52,14 @@ def join(
         if not is_lost(error):
             raise
         reason = first_line(error).partition(". This is typically")[0]
-        raise ParallelError(
-            f"rank {os.environ['RANK']}: no answer from another process ({reason})"
-        ) from error
+        problem = f"rank {os.environ['RANK']}: no answer from another process ({reason})"
+        raise ParallelError(problem) from error
     finally:
         if is_agreed:
-            _leave()
-
-
-_last_group: dist.ProcessGroup | None = None
-
-
-def _leave() -> None:
-    """End the group, and keep it from being freed by the model, which may live on.
-
-    A model under DDP that lets go of the group last waits for gloo's threads without giving up the
-    interpreter's lock, while one of them may need that to free a tensor: neither would ever end.
-    """
-    global _last_group
-    _last_group = dist.group.WORLD
-    dist.destroy_process_group()
+            # A model under DDP that lets go of the group last waits for gloo's threads without
+            # giving up the interpreter's lock, which they may need to free a tensor. So keep it.
+            _last_group[:] = [dist.group.WORLD]
+            dist.destroy_process_group()
 
 
 def is_lost(error: BaseException) -> bool:
@@ -85,7 +70,6 @@ def is_lost(error: BaseException) -> bool:
 
 
 def _problems(kind: str | None, reduce_dtype: str, timeout_s: float) -> Iterator[str]:
-    """What is wrong with what was asked for."""
     if reduce_dtype not in REDUCE_DTYPES:
         yield f"no dtype {reduce_dtype!r} to sum gradients in; there are {', '.join(REDUCE_DTYPES)}"
     if not 1 <= timeout_s <= 1e6:  # as written, NaN is refused too
@@ -113,7 +97,6 @@ def _problems_together(kind: str) -> Iterator[str]:
 
 
 def _own_device(device: torch.device) -> torch.device:
-    """The device of this process, among those of its machine."""
     if backend(device).is_host:
         return device
     if device.type not in dist.Backend.default_device_backend_map:
@@ -123,10 +106,8 @@ def _own_device(device: torch.device) -> torch.device:
     index = int(os.environ["LOCAL_RANK"]) if device.index is None else device.index
     count = torch.get_device_module(device.type).device_count()
     if index >= count:
-        raise ParallelError(
-            f"more processes on this machine than its {count} {device.type} devices: start one for "
-            f"each, torchrun --nproc-per-node {count}"
-        )
+        problem = f"more processes on this machine than its {count} {device.type} devices"
+        raise ParallelError(f"{problem}: start one for each, torchrun --nproc-per-node {count}")
     torch.accelerator.set_device_index(index)  # or NCCL puts every process on the first one
     return torch.device(device.type, index)
 
@@ -144,19 +125,17 @@ def _connect(device: torch.device, timeout_s: float) -> None:
     except ParallelError:  # which is a RuntimeError, and says more
         raise
     except (RuntimeError, ValueError) as error:  # no such host, nobody there, a wrong number
-        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise ParallelError(
-            f"no connection to the other processes at {where} ({first_line(error)})"
-        ) from error
+        problem = "no connection to the other processes at {MASTER_ADDR}:{MASTER_PORT}"
+        raise ParallelError(f"{problem.format(**os.environ)} ({first_line(error)})") from error
 
 
 def _unused_part(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
     """A part of the store that all ranks take, and none has ever used.
 
-    torchrun gives processes that it starts anew the store of those before them, in which they would
-    find addresses where nobody listens any more (pytorch issue 135712), and no number that is the
-    same on all nodes. So rank 0 draws a name, and gives it to each of the others together with what
-    that one has drawn, by which it sees that the name is of this time.
+    torchrun gives processes that it starts anew the store of those before them, with addresses
+    where nobody listens any more (pytorch issue 135712), and no number that is the same on all
+    nodes. So rank 0 draws a name, and gives it to each of the others together with what that one
+    has drawn, by which it sees that the name is of this time.
     """
     end = time.monotonic() + timeout_s
     drawn = uuid.uuid4().hex

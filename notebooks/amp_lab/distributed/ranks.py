@@ -4,7 +4,7 @@ import contextlib
 import enum
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,19 +16,17 @@ from amp_lab.errors import AmpLabError, OtherRankError, ParallelError
 from amp_lab.precision import Precision
 from amp_lab.torch_versions import no_buffer_broadcast
 
+# In which gradients can be summed over the processes.
 REDUCE_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""The dtypes in which gradients can be summed over the processes."""
+_CPU = torch.device("cpu")
 _T = TypeVar("_T")
 
 
 class Parallel(enum.StrEnum):
     """How the processes share the training of a model."""
 
-    DDP = "ddp"
-    """Each has the whole model; the gradients are averaged."""
-    FSDP = "fsdp"
-    """Each keeps a part of weights, gradients and optimizer state, and gathers weights as needed
-    (FSDP2)."""
+    DDP = "ddp"  # each has the whole model; the gradients are averaged
+    FSDP = "fsdp"  # FSDP2: each keeps a part of all state, and gathers weights as needed
 
 
 class Ranks:
@@ -38,10 +36,7 @@ class Ranks:
     """
 
     def __init__(
-        self,
-        kind: Parallel | None = None,
-        device: torch.device | None = None,
-        reduce_dtype: str = "fp32",
+        self, kind: Parallel | None = None, device: torch.device = _CPU, reduce_dtype: str = "fp32"
     ):
         self.kind, self.device, self.reduce_dtype = kind, device, reduce_dtype
         self.rank = dist.get_rank() if kind else 0
@@ -51,20 +46,19 @@ class Ranks:
     def __str__(self) -> str:
         if self.kind is None:
             return "1 process"
-        plural = "es" if self.size > 1 else ""
-        return f"{self.size} {self.kind} process{plural}, gradients summed in {self.reduce_dtype}"
-
-    # Agreeing
+        processes = "processes" if self.size > 1 else "process"
+        return f"{self.size} {self.kind} {processes}, gradients summed in {self.reduce_dtype}"
 
     def each(self, call: Callable[[], _T]) -> _T:
         """What `call` returns here, once it has returned on every rank.
 
-        An error on any rank is raised on all: there as it is, elsewhere as `OtherRankError`, so
-        that one rank reports it and none waits for another.
+        An error on any rank is raised there as it is, elsewhere as `OtherRankError`, so that one
+        rank reports it and none waits for another.
         """
         if self.kind is None:
             return call()
-        value = error = None
+        value: Any = None
+        error: Exception | None = None
         try:
             value = call()
         except Exception as caught:  # any: the others wait for this rank, whatever went wrong
@@ -77,8 +71,7 @@ class Ranks:
         """What `call` returns on rank 0, given to every rank; its error is raised as in `each`."""
         if self.kind is None:
             return call()
-        value = self.each(call if self.rank == 0 else lambda: None)
-        box = [value]
+        box: list[Any] = [self.each(call if self.rank == 0 else lambda: None)]
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
@@ -100,8 +93,7 @@ class Ranks:
     def largest_before(self, number: int) -> int:
         """The largest number that any rank gave in the call before this; 0 in the first call.
 
-        Nobody waits: the numbers of this call travel while the next step is computed. A process by
-        itself gets its number back at once.
+        Its numbers travel while the next step is computed. A process alone gets its own at once.
         """
         if self.kind is None:
             return number
@@ -121,38 +113,36 @@ class Ranks:
             # torchrun ends all as soon as one has ended, and the other has a line to print.
             time.sleep(1)
             raise OtherRankError(f"rank {rank}: {errors[rank]}")
+        assert own is not None, "this rank has reported an error"
         is_named = str(own).startswith("rank ")
         if rank > 0 and isinstance(own, AmpLabError) and not is_named:
             raise type(own)(f"rank {rank}: {own}") from own
         raise own
 
-    # The model, and what DDP and FSDP2 need around its passes
-
     def wrap(self, model: nn.Module, precision: Precision) -> nn.Module:
-        """The module to train in place of `model`, put on the device.
+        """The module to train in place of `model`, on the device; its optimizer is made afterwards.
 
-        With FSDP2 it is `model` itself, whose parameters become shards, so its optimizer is made
-        afterwards; its weights are gathered and multiplied in the dtype of `precision`, which takes
-        the place of autocast. Batch norms keep fp32 weights, like their statistics.
+        With FSDP2 it is `model` itself, whose weights are gathered and multiplied in the dtype of
+        `precision`, in place of autocast. Batch norms keep fp32 weights, like their statistics.
         """
         if self.kind is Parallel.FSDP:
             self._shard(model, precision)  # which moves each part as it is cut
             return model
         model.to(self.device)
-        return self._replicate(model) if self.kind is Parallel.DDP else model
+        if self.kind is None:
+            return model
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
 
-    def _replicate(self, model: nn.Module) -> nn.Module:
-        from torch.nn.parallel import DistributedDataParallel
-
-        wrapped = DistributedDataParallel(
-            model,
-            device_ids=None if backend(self.device).is_host else [self.device],
-            gradient_as_bucket_view=True,  # or the gradients are kept twice
-            **no_buffer_broadcast(),  # the buffers are those of rank 0 wherever it matters
-        )
-        hook = _hook(self.reduce_dtype)
-        if hook is not None:
-            wrapped.register_comm_hook(None, hook)
+        options: dict[str, Any] = no_buffer_broadcast()  # all take rank 0's wherever it matters
+        if not backend(self.device).is_host:
+            options["device_ids"] = [self.device]
+        options["gradient_as_bucket_view"] = True  # or the gradients are kept twice
+        wrapped = nn.parallel.DistributedDataParallel(model, **options)
+        if self.reduce_dtype != "fp32":
+            is_fp16 = self.reduce_dtype == "fp16"
+            compress = hooks.fp16_compress_hook if is_fp16 else hooks.bf16_compress_hook
+            # Not itself: where torch was built without CUDA, DDP refuses the one for bf16 by name.
+            wrapped.register_comm_hook(None, lambda group, bucket: compress(group, bucket))
         return wrapped
 
     def _shard(self, model: nn.Module, precision: Precision) -> None:
@@ -161,6 +151,7 @@ class Ranks:
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         # Of the group that there is: one that a mesh makes for itself has a timeout of its own.
+        assert dist.group.WORLD is not None, "`join` has made it"
         mesh = DeviceMesh.from_group(dist.group.WORLD, self.device.type)
         low = precision.dtype if precision in (Precision.FP16, Precision.BF16) else None
         reduce = REDUCE_DTYPES[self.reduce_dtype]
@@ -169,11 +160,8 @@ class Ranks:
         # Its kernel takes low-precision activations beside fp32 weights, as under autocast.
         norms = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
         for block in [*_blocks(model), model]:  # the model last: it takes what no block holds
-            inner = [
-                module
-                for module in block.modules()
-                if isinstance(module, _BatchNorm) and not isinstance(module, FSDPModule)
-            ]
+            inner: list[nn.Module] = [m for m in block.modules() if isinstance(m, _BatchNorm)]
+            inner = [norm for norm in inner if not isinstance(norm, FSDPModule)]  # a block's
             if low is not None and inner:
                 fully_shard(inner, mesh=mesh, mp_policy=norms)
             fully_shard(block, mesh=mesh, mp_policy=whole if block is model else inside)
@@ -197,23 +185,16 @@ class Ranks:
 
     @contextlib.contextmanager
     def gradient_sync(self, model: nn.Module, wanted: bool) -> Iterator[None]:
-        """A forward and backward pass whose gradients are summed over the ranks only if `wanted`.
-
-        While they are accumulated that need not be, and would be sent each time.
-        """
-        if self.kind is Parallel.DDP and not wanted:
-            with model.no_sync():
-                yield
-            return
+        """A forward and backward pass; gradients are summed over the ranks only if `wanted`."""
+        wrapped: Any = model  # by DDP or FSDP2, whose methods `nn.Module` does not have
         if self.kind is Parallel.FSDP:
-            model.set_requires_gradient_sync(wanted)
-        yield
+            wrapped.set_requires_gradient_sync(wanted)
+        is_kept = self.kind is Parallel.DDP and not wanted
+        with wrapped.no_sync() if is_kept else contextlib.nullcontext():
+            yield
 
     def share_buffers(self, model: nn.Module) -> None:
-        """Give every rank the buffers of rank 0, such as the statistics of batch norm.
-
-        Each rank collects its own while it trains, and uses them only in evaluation.
-        """
+        """Give every rank the buffers of rank 0, such as the statistics that evaluation uses."""
         if self.size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
@@ -228,21 +209,8 @@ def require_same(settings: list[dict]) -> None:
         for name in sorted(settings[0].keys() | others.keys()):
             here, there = (str(side.get(name)) for side in (settings[0], others))
             if here != there:
-                raise ParallelError(
-                    f"rank {rank} was started with {name.replace('_', ' ')} {there}, "
-                    f"rank 0 with {here}: give all the same"
-                )
-
-
-def _hook(reduce_dtype: str) -> Callable | None:
-    """What DDP is to do with the gradients that it sends; None: send them in fp32."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-    def to_bf16(group, bucket):
-        # torch's own, which DDP refuses by its name where torch was built without CUDA.
-        return default_hooks.bf16_compress_hook(group, bucket)
-
-    return {"fp16": default_hooks.fp16_compress_hook, "bf16": to_bf16}.get(reduce_dtype)
+                what = f"{name.replace('_', ' ')} {there}, rank 0 with {here}"
+                raise ParallelError(f"rank {rank} was started with {what}: give all the same")
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:

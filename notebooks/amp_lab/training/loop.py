@@ -1,10 +1,12 @@
 """One training loop and one evaluation for every precision."""
 
+import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ from tqdm import tqdm
 from amp_lab.distributed.ranks import ALONE, Ranks
 from amp_lab.precision import Precision, require_backend
 
+_bar = functools.partial(tqdm, unit="batch", leave=False, disable=None)  # None: but on a terminal
 Batches = Iterable[tuple[Tensor, Tensor]]
 """Inputs (N, …) and targets (N, …) of one pass over the data, batch by batch, on the CPU."""
 
@@ -35,10 +38,7 @@ class EpochMetrics:
 
 @dataclass
 class Progress:
-    """How far a training has come. A `Loop` goes on from it, and keeps it up to date.
-
-    Where several processes train together, each has its own.
-    """
+    """How far a training has come, on this rank. `fit` goes on from it, and keeps it up to date."""
 
     batch: int = 0  # batches done of the current epoch
     samples: int = 0  # in those batches
@@ -49,20 +49,10 @@ class Progress:
     lr: float = math.nan  # of the last step
     epochs: list[EpochMetrics] = field(default_factory=list)  # the finished ones
 
-    def finish(self, epoch: EpochMetrics) -> None:
-        """Note a finished epoch, and begin the next."""
-        self.epochs.append(epoch)
-        self.batch = self.samples = 0
-        self.loss_sum.zero_()
-        self.correct.zero_()
-
     def state_dict(self) -> dict:
         """As plain values, for a checkpoint."""
-        return vars(self) | {
-            "loss_sum": self.loss_sum.cpu(),
-            "correct": self.correct.cpu(),
-            "epochs": [vars(epoch) for epoch in self.epochs],
-        }
+        sums = {"loss_sum": self.loss_sum.cpu(), "correct": self.correct.cpu()}
+        return vars(self) | sums | {"epochs": [vars(epoch) for epoch in self.epochs]}
 
     @classmethod
     def from_state_dict(cls, state: dict) -> "Progress":
@@ -71,20 +61,17 @@ class Progress:
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of logits (N, C) and classes (N), computed in fp32.
-
-    Under autocast the logits arrive in fp16 or bf16. `F.cross_entropy` would go on in that dtype on
-    some backends, and a loss has too few digits there.
-    """
+    """Cross-entropy of logits (N, C) and classes (N), computed in fp32."""
+    # Under autocast, logits arrive in fp16 or bf16, in which some backends would go on.
     return F.cross_entropy(outputs.float(), targets)
 
 
 @dataclass
 class Loop:
-    """The training of a model that is on its device already.
+    """The settings of `fit` and `evaluate`, and the steps that both are made of.
 
-    Nothing in it waits for the device, so long as the optimizer is a fused one: the others make
-    `GradScaler.step` read a flag from it. Raises `DeviceError` if there is no such device.
+    Nothing waits for the device, so long as the optimizer is a fused one: the others make
+    `GradScaler.step` read a flag from it.
     """
 
     model: nn.Module  # where several processes train together, what `Ranks.wrap` returned
@@ -108,41 +95,19 @@ class Loop:
     def __post_init__(self):
         self.precision, self.device = Precision(self.precision), torch.device(self.device)
         require_backend(self.device.type)
-        if self.scaler is None:
-            self.scaler = self.precision.grad_scaler(self.device.type)
+        self._scaler = self.scaler or self.precision.grad_scaler(self.device.type)
         self.progress.loss_sum = self.progress.loss_sum.to(self.device)
         self.progress.correct = self.progress.correct.to(self.device)
 
-    def run(
-        self,
-        train_batches: Callable[[int, int], Batches],
-        epochs: int,
-        test_batches: Callable[[], Batches] | None = None,
-    ) -> list[EpochMetrics]:
-        """Train until `epochs` epochs are done, or `after_step` stops it: see `fit`."""
-        progress = self.progress
-        if self.channels_last:
-            self.ranks.set_memory_format(self.model, torch.channels_last)
-        # Not only around the forward pass: the backward pass computes in the mode it finds as well.
-        with self.precision.float32_mode(self.device.type):
-            while len(progress.epochs) < epochs:
-                epoch = len(progress.epochs)
-                batches = _bar(train_batches(epoch, progress.batch), f"epoch {epoch + 1}/{epochs}")
-                metrics = self.epoch(batches, test_batches)
-                if metrics is None:
-                    break
-                self.after_epoch(metrics)
-        return progress.epochs
-
     def epoch(
-        self, batches: Batches, test_batches: Callable[[], Batches] | None = None
+        self, batches: Batches, test_batches: Callable[[], Batches] | None
     ) -> EpochMetrics | None:
         """Train on what is left of an epoch and evaluate; None if `after_step` stopped it."""
         progress, ranks, samples_before = self.progress, self.ranks, self.progress.samples
         self.model.train()
-        started = time.perf_counter()
-        for group in _groups(batches, self.accumulate):
-            self.step(group)
+        started, iterator = time.perf_counter(), iter(batches)
+        while group := list(itertools.islice(iterator, self.accumulate)):  # the last may be shorter
+            self._step(group)
             if self.after_step(progress):
                 return None
         samples = progress.samples * ranks.size
@@ -156,22 +121,26 @@ class Loop:
             test_loss=test[0],
             test_accuracy=test[1],
             lr=progress.lr,
-            loss_scale=self.scaler.get_scale(),
+            loss_scale=self._scaler.get_scale(),
             seconds=seconds,
             images_per_s=(progress.samples - samples_before) * ranks.size / seconds,
         )
-        progress.finish(metrics)
+        progress.epochs.append(metrics)
+        progress.batch = progress.samples = 0
+        progress.loss_sum.zero_()
+        progress.correct.zero_()
         return metrics
 
-    def step(self, group: list[tuple[Tensor, Tensor]]) -> None:
+    def _step(self, group: list[tuple[Tensor, Tensor]]) -> None:
         """One step of the optimizer on the gradients of the batches in `group`."""
-        progress, optimizer, scaler = self.progress, self.optimizer, self.scaler
+        progress, optimizer, scaler = self.progress, self.optimizer, self._scaler
+        assert optimizer is not None, "an optimizer is needed to train"
         samples = sum(len(targets) for _, targets in group)
-        for number, batch in enumerate(group, 1):
+        for number, (inputs, targets) in enumerate(group, 1):
             with self.ranks.gradient_sync(self.model, wanted=number == len(group)):
-                loss, correct, size = self._forward(*batch)
-                scaler.scale(loss * (size / samples)).backward()
-            progress.loss_sum += loss.detach() * size
+                loss, correct = self._forward(inputs, targets)
+                scaler.scale(loss * (len(targets) / samples)).backward()
+            progress.loss_sum += loss.detach() * len(targets)
             progress.correct += correct
         if self.clip_norm is not None:
             scaler.unscale_(optimizer)  # or the norm would be that of the scaled gradients
@@ -195,16 +164,16 @@ class Loop:
         model.eval()
         with self.precision.float32_mode(self.device.type), ranks.no_gradients():
             for inputs, targets in _bar(batches, "evaluation"):
-                loss, right, size = self._forward(inputs, targets)
-                loss_sum += loss * size
+                loss, right = self._forward(inputs, targets)
+                loss_sum += loss * len(targets)
                 correct += right
-                samples += size
+                samples += len(targets)
         model.train(was_training)
         samples = ranks.total(torch.tensor(samples)).item()
         return ranks.total(loss_sum).item() / samples, ranks.total(correct).item() / samples
 
-    def _forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Mean loss, number classified right and number of the samples, from the CPU (N, …)."""
+    def _forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean loss, and number classified right, of a batch (N, …) from the CPU."""
         memory_format = torch.channels_last if self.channels_last else torch.preserve_format
         # The host goes on at once, and has the next batch ready by the time the device wants it.
         inputs = inputs.to(self.device, non_blocking=True, memory_format=memory_format)
@@ -212,7 +181,7 @@ class Loop:
         with self.ranks.autocast(self.precision, self.device.type):
             outputs = self.model(inputs)  # (N, C)
             loss = self.loss_fn(outputs, targets)
-        return loss, (outputs.argmax(1) == targets).sum(), len(targets)
+        return loss, (outputs.argmax(1) == targets).sum()
 
 
 def fit(
@@ -221,40 +190,38 @@ def fit(
     *,
     epochs: int,
     test_batches: Callable[[], Batches] | None = None,
-    **settings,
+    **settings: Any,
 ) -> list[EpochMetrics]:
-    """Train `model`, which is on its device already, until `epochs` epochs are done.
+    """Train `model`, which is on its device already; return the metrics of all finished epochs.
 
     `train_batches(epoch, batch)` gives the batches of an epoch (from 0) from a batch number on, and
     `test_batches()` those to evaluate on after each. The settings are the fields of a `Loop`:
     `precision`, `device` and `optimizer`, and those of the others that are wanted.
 
-    If `after_step(progress)` returns true, `fit` returns. What has to be saved with `progress` to
-    go on from there bitwise equal are the states of model, optimizer, scaler, scheduler and random
-    generators.
-
-    Returns the metrics of all finished epochs. Raises `DeviceError` if there is no such device.
+    It ends when `epochs` epochs are done, or `after_step(progress)` returns true. To go on from
+    there bitwise equal, save `progress` and the states of model, optimizer, scaler, scheduler and
+    random generators. Raises `DeviceError` if there is no such device.
     """
-    return Loop(model, **settings).run(train_batches, epochs, test_batches)
+    loop = Loop(model, **settings)
+    progress = loop.progress
+    if loop.channels_last:
+        loop.ranks.set_memory_format(model, torch.channels_last)
+    # Not only around the forward pass: the backward pass computes in the mode it finds as well.
+    with loop.precision.float32_mode(loop.device.type):
+        while len(progress.epochs) < epochs:
+            epoch = len(progress.epochs)
+            batches = train_batches(epoch, progress.batch)
+            metrics = loop.epoch(_bar(batches, f"epoch {epoch + 1}/{epochs}"), test_batches)
+            if metrics is None:
+                break
+            loop.after_epoch(metrics)
+    return progress.epochs
 
 
-def evaluate(model: nn.Module, batches: Batches, **settings) -> tuple[float, float]:
+def evaluate(model: nn.Module, batches: Batches, **settings: Any) -> tuple[float, float]:
     """Mean loss and accuracy (0 to 1) of `model` over `batches`, in evaluation mode.
 
-    The settings are the fields of a `Loop`: `precision` and `device`, and where they are wanted
-    `loss_fn`, `channels_last` and `ranks`. The batches of this process may be of another size than
-    those of others, so long as there are as many. The model is left in the mode it was in.
+    The settings are the fields of a `Loop`: `precision`, `device`, and those of the others that are
+    wanted. Ranks may have batches of other sizes, but as many. Raises `DeviceError` as `fit` does.
     """
     return Loop(model, **settings).evaluate(batches)
-
-
-def _groups(batches: Batches, size: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Lists of `size` batches; the last may be shorter."""
-    batches = iter(batches)
-    while group := list(itertools.islice(batches, size)):
-        yield group
-
-
-def _bar(batches: Batches, title: str) -> tqdm:
-    """`batches` with a progress bar on a terminal, and nothing where the output is none."""
-    return tqdm(batches, desc=title, unit="batch", leave=False, disable=None)

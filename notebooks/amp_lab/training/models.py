@@ -5,12 +5,10 @@ import copy
 import difflib
 import functools
 import io
-from urllib.error import URLError
 
 import torch
 import torchvision
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from amp_lab.errors import RunError
 
@@ -27,16 +25,15 @@ def build_model(
     """torchvision's classifier `name` with logits (N, classes).
 
     `pretrained` loads torchvision's default ImageNet weights into all but the head, which stays
-    random. `freeze` leaves only the head to be trained: no other parameter requires gradients.
-
-    Raises `RunError` for an unknown name, and for weights that are not there and cannot be fetched.
+    random. `freeze` makes only the head require gradients. Raises `RunError` for an unknown name,
+    and for weights that are not there and cannot be fetched.
     """
     if name not in model_names():
         near = difflib.get_close_matches(name, model_names())
         hint = f"; near: {', '.join(near)}" if near else ""
         raise RunError(f"no classifier of torchvision {torchvision.__version__}: {name!r}{hint}")
     model = _build(name, classes)
-    head = _head(name, classes) if pretrained or freeze else set()
+    head = _head(name, model, classes) if pretrained or freeze else set()
     if pretrained:
         state = _fetch_weights(name)
         backbone = {key: state[key] for key in model.state_dict() if key not in head}
@@ -48,34 +45,30 @@ def build_model(
 
 
 def _build(name: str, classes: int) -> nn.Module:
-    options = {"num_classes": classes, "weights": None}
-    if name in ("googlenet", "inception_v3"):  # whose second head would return a tuple
-        options |= {"aux_logits": False, "init_weights": True}
-    return torchvision.models.get_model(name, **options)
+    has_second_head = name in ("googlenet", "inception_v3")  # with which they return a tuple
+    options = {"aux_logits": False, "init_weights": True} if has_second_head else {}
+    return torchvision.models.get_model(name, weights=None, num_classes=classes, **options)
 
 
-def _head(name: str, classes: int) -> set[str]:
+def _head(name: str, model: nn.Module, classes: int) -> set[str]:
     """Names of the parameters whose shape depends on the number of classes."""
     try:
         with torch.device("meta"):
-            shapes, others = _shapes(name, classes), _shapes(name, classes + 1)
+            other = _build(name, classes + 1)
     except NotImplementedError:  # RegNet computes its widths with tensors
         with torch.random.fork_rng(devices=[]):
-            shapes, others = _shapes(name, classes), _shapes(name, classes + 1)
-    return {key for key in shapes if shapes[key] != others[key]}
-
-
-def _shapes(name: str, classes: int) -> dict[str, torch.Size]:
-    return {key: value.shape for key, value in _build(name, classes).state_dict().items()}
+            other = _build(name, classes + 1)
+    shapes = {key: value.shape for key, value in model.state_dict().items()}
+    return {key for key, value in other.state_dict().items() if value.shape != shapes[key]}
 
 
 def _fetch_weights(name: str) -> dict[str, torch.Tensor]:
-    weights = torchvision.models.get_model_weights(name).DEFAULT
+    weights = torchvision.models.get_model_weights(name)["DEFAULT"]
     try:
         said = io.StringIO()  # by torch.hub, on one or the other
         with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
             return weights.get_state_dict(progress=False, check_hash=True)
-    except (URLError, OSError, RuntimeError) as error:  # RuntimeError: the hash does not fit
+    except (OSError, RuntimeError) as error:  # no network; the hash does not fit
         folder = torch.hub.get_dir()
         raise RunError(
             f"pretrained weights of {name} cannot be fetched from {weights.url} ({error}); put the "
@@ -86,17 +79,11 @@ def _fetch_weights(name: str) -> dict[str, torch.Tensor]:
 def require_values_to_normalise(model: nn.Module, image_size: int) -> None:
     """Raise `RunError` if one image leaves a batch norm a single value for each channel.
 
-    torch refuses to normalise that, in the middle of the first step. Whether it comes to that
-    depends on the model and on the size of its images, so a copy without memory is tried.
+    torch would refuse that in the middle of the first step. It is tried on a copy without memory.
     """
-
-    def check(norm: nn.Module, inputs: tuple[torch.Tensor]) -> None:
-        if inputs[0].numel() == inputs[0].shape[1]:  # (1, C) or (1, C, 1, 1)
-            problem = "batch norm has 1 image to normalise in a process"
-            raise RunError(f"{problem}: give a larger batch size")
-
     trial = copy.deepcopy(model).to("meta")
-    for module in trial.modules():
-        if isinstance(module, _BatchNorm):
-            module.register_forward_pre_hook(check)
-    trial(torch.empty(1, 3, image_size, image_size, device="meta"))
+    try:
+        trial(torch.empty(1, 3, image_size, image_size, device="meta"))
+    except ValueError as error:  # batch norm's
+        problem = "batch norm has 1 image to normalise in a process"
+        raise RunError(f"{problem}: give a larger batch size") from error

@@ -4,32 +4,32 @@ import math
 import os
 import random
 import signal
+import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from amp_lab.backends import backend
-from amp_lab.checkpoint.run_state import RunParts, export_run, load_run, restore_run, save_run
+from amp_lab.checkpoint import load_checkpoint, run_state, save_checkpoint
 from amp_lab.data import ImageSet, batches, load_dataset
 from amp_lab.device import describe_device, pick_device
 from amp_lab.distributed.process_group import join
-from amp_lab.distributed.ranks import Ranks, require_same
-from amp_lab.errors import AmpLabWarning, RunError
+from amp_lab.distributed.ranks import ALONE, Ranks, require_same
+from amp_lab.errors import AmpLabWarning, CheckpointError, RunError
 from amp_lab.precision import Precision
 from amp_lab.training import run_folder
-from amp_lab.training.loop import Batches, EpochMetrics, Loop, Progress
+from amp_lab.training.loop import Batches, EpochMetrics, Progress, fit
 from amp_lab.training.models import build_model, require_values_to_normalise
-from amp_lab.training.process import StopSignals, peak_memory
 from amp_lab.training.run_config import RunConfig, RunOptions
-from amp_lab.training.run_folder import SavedRun
-
-_SEED_STRIDE = 0x9E3779B97F4A7C15  # apart from the seeds that anyone would give beside another
 
 
 def train(
@@ -37,142 +37,120 @@ def train(
     out: str | os.PathLike,
     *,
     say: Callable[[str], None] = print,
-    **options,
+    **options: Any,
 ) -> signal.Signals | None:
     """Train as `config` says, in the folder `out`; the options are those of `RunOptions`.
 
-    Returns None if the run was finished, and else the signal that stopped it, SIGINT or SIGTERM:
-    then the state was saved, and `resume` goes on from it. `config` may be a dict of some of the
-    settings; a run that is resumed takes the rest from the folder, and starts from the beginning if
-    the folder holds no run yet. For the same torch, device and number of threads, a run that was
-    killed at any moment and resumed ends bitwise equal to one that was not, on a CPU.
+    Returns None if the run was finished, else the signal that stopped it, with its state saved.
+    `config` may be a dict of some settings; a run that is resumed takes the rest from its folder.
+    For the same torch, device and number of threads, a run that was killed at any moment and
+    resumed ends bitwise equal to one that was not, on a CPU. `say` gets each line to report. Into
+    the folder go config.json, metrics.csv, checkpoint.pt, loss.png and accuracy.png.
 
-    Into the folder go config.json, metrics.csv (a row per epoch), checkpoint.pt (after each epoch,
-    and each `checkpoint_every` steps of the optimizer), loss.png and accuracy.png. `say` gets what
-    is to be reported, by line.
-
-    With `parallel`, "ddp" or "fsdp", this is one of several processes that torchrun started, and
-    each does its share of every batch. Rank 0 alone writes and says anything, but for the shards of
-    FSDP, which all write. A run may go on in another number of processes, or in another way; its
-    result then is another one. Where torchrun starts all anew because one was lost, the run goes on
-    by itself.
+    With `parallel`, "ddp" or "fsdp", this is one of the processes that torchrun started, and does
+    its share of every batch. A run may go on in another number of them or another way, with another
+    result then. Where torchrun starts all anew because one was lost, the run goes on by itself.
 
     Raises `RunError`, `DataError`, `DeviceError`, `CheckpointError` or `ParallelError` with one
     line that says why the run cannot start or go on.
     """
-    options = RunOptions(out, **options)
+    given = RunOptions(os.fspath(out), **options)
     settings = config if isinstance(config, dict) else asdict(config)
-    device = pick_device(options.device)
-    dtype, timeout_s = options.reduce_dtype, options.timeout
-    with (
-        join(options.parallel, device, reduce_dtype=dtype, timeout_s=timeout_s) as ranks,
-        ExitStack() as held,
-    ):
-        return prepare(settings, options, ranks, held, say).train()
+    how = {"reduce_dtype": given.reduce_dtype, "timeout_s": given.timeout}
+    with join(given.parallel, pick_device(given.device), **how) as ranks, ExitStack() as held:
+        return Run(settings, given, ranks, held, say).train()
 
 
 def export(out: str | os.PathLike, file: str | os.PathLike) -> None:
     """Write the checkpoint of the run in the folder `out`, sharded or not, as one file.
 
-    It is then what a run in one process would have saved, for `load_checkpoint` or `torch.load`.
-    Raises `CheckpointError` if there is none, or it is damaged, or the file cannot be written.
+    It is then what one process would have saved. Raises `CheckpointError` if there is none, or it
+    is damaged, or the file cannot be written.
     """
+    path = Path(out) / run_state.CHECKPOINT
+    state = load_checkpoint(path)
+    if "ranks" not in state:
+        raise CheckpointError(f"{path}: not of a run")
+    if "shards" in state:
+        from amp_lab.checkpoint.shards import load_shards  # torch's part of it takes a second
 
-    def build(settings: dict, classes: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-        config = RunConfig(**settings)
-        model = build_model(config.model, classes, freeze=config.freeze)
-        return model, _optimizer(model, config)
-
-    export_run(Path(out), Path(file), build)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What all ranks do, as rank 0 found it in the command and in the folder."""
-
-    config: RunConfig
-    saved: SavedRun | None  # the run in the folder, which goes on; None for a new one
-
-
-def prepare(
-    settings: dict,
-    options: RunOptions,
-    ranks: Ranks,
-    held: ExitStack,
-    say: Callable[[str], None] = lambda line: None,
-) -> "Run":
-    """The run that these ask for, in the state that was saved.
-
-    The ranks agree three times: on a plan, that each could build the run, and on its start. The
-    lock of the folder, which rank 0 keeps as long as the run lasts, goes into `held`.
-    """
-    commands = ranks.gather(
-        settings
-        | {"parallel": options.parallel, "reduce_dtype": options.reduce_dtype}
-        | {"resume": options.resume, "checkpoint_every": options.checkpoint_every}
-        | {"device": ranks.device.type, "torch": torch.__version__}
-    )
-    plan = ranks.first(lambda: _plan(settings, options, commands, held))
-    run = ranks.each(lambda: Run(plan, options, ranks, say))
-    run.wrap()
-    fingerprints = ranks.gather({"images": run.images.fingerprint})
-    state = ranks.first(lambda: run.start(fingerprints))
-    if state is not None:
-        ranks.each(lambda: run.restore(state))
-    return run
-
-
-def _plan(settings: dict, options: RunOptions, commands: list[dict], held: ExitStack) -> Plan:
-    """Check all that can be checked before anything is loaded, and take the folder."""
-    require_same(commands)
-    config, out, size = RunConfig(**settings), Path(options.out), len(commands)
-    held.enter_context(run_folder.lock(out))
-    saved = run_folder.read_saved(out, settings, options.resume)
-    if saved is not None:
-        config = saved.config
-    if config.batch_size % size:
-        problem = f"batch size {config.batch_size} cannot be shared out to {size} processes"
-        raise RunError(f"{problem}: give a multiple of {size}")
-    return Plan(config, saved)
+        config = RunConfig(**state["config"])
+        model = build_model(config.model, state["classes"], freeze=config.freeze)
+        optimizer = _optimizer(model, config)
+        load_shards(path.parent, state.pop("shards"), model, optimizer, ALONE)
+        state |= {"model": model, "optimizer": optimizer}
+    save_checkpoint(file, **state)
 
 
 class Run:
-    """A run: made by each rank for itself, then wrapped and started by all together."""
+    """A run on this rank, ready to be trained from the state that was saved.
 
-    def __init__(self, plan: Plan, options: RunOptions, ranks: Ranks, say: Callable[[str], None]):
-        self.config, self.saved, self.options, self.ranks = plan.config, plan.saved, options, ranks
-        self.out = Path(options.out)
-        self._say = say
-        self.progress = Progress()
-        self.steps = 0  # of the optimizer, in this process
-        self.stopped_by = 0  # the number of a signal
+    The ranks agree three times: on what to do, that each could build the run, and on its start. The
+    lock of the folder, which rank 0 keeps as long as the run lasts, goes into `held`.
+    """
+
+    def __init__(
+        self,
+        settings: dict,
+        options: RunOptions,
+        ranks: Ranks,
+        held: ExitStack,
+        say: Callable[[str], None] = lambda line: None,
+    ):
+        self.options, self.ranks = options, ranks
+        self._say = say if ranks.rank == 0 else lambda line: None
+        self.out, self.progress = Path(options.out), Progress()
+        self._steps = 0  # of the optimizer, in this process
+        self._stopped_by = 0  # the number of a signal
+        alike = ("parallel", "reduce_dtype", "resume", "checkpoint_every")
+        command = settings | {name: getattr(options, name) for name in alike}
+        machine = {"device": ranks.device.type, "torch": torch.__version__}
+        commands = ranks.gather(command | machine)
+        # `_saved` is the run in the folder, which goes on; None for a new one.
+        self.config, self._saved = ranks.first(lambda: self._plan(settings, commands, held))
+        ranks.each(self._build)
+        self._wrap()
+        fingerprints = ranks.gather({"images": self.images.fingerprint})
+        state = ranks.first(lambda: self._start(fingerprints))
+        if state is not None:
+            own = ranks.each(lambda: run_state.restore_run(self.out, state, ranks, self.parts))
+            self.progress = Progress.from_state_dict(own)
+
+    def _plan(
+        self, settings: dict, commands: list[dict], held: ExitStack
+    ) -> tuple[RunConfig, run_folder.SavedRun | None]:
+        """Check all that can be checked before anything is loaded, and take the folder."""
+        require_same(commands)
+        config, size = RunConfig(**settings), len(commands)
+        held.enter_context(run_folder.lock(self.out))
+        saved = run_folder.read_saved(self.out, settings, self.options.resume)
+        if saved is not None:
+            config = saved.config
+        if config.batch_size % size:
+            problem = f"batch size {config.batch_size} cannot be shared out to {size} processes"
+            raise RunError(f"{problem}: give a multiple of {size}")
+        return config, saved
+
+    def _build(self) -> None:
+        """Load the images and make the model, each rank for itself."""
         config = self.config
-        self.images = load_dataset(
-            config.dataset,
-            options.data,
-            image_size=config.image_size,
-            limit=config.limit,
-            seed=config.seed,
-            skip_damaged=config.skip_damaged,
-        )
+        size = {"image_size": config.image_size, "limit": config.limit}
+        how = {"seed": config.seed, "skip_damaged": config.skip_damaged}
+        self.images = load_dataset(config.dataset, self.options.data, **size, **how)
         self._check_images()
         random.seed(config.seed)
         np.random.seed(config.seed % 2**32)
         torch.manual_seed(config.seed)
-        self.model = build_model(
-            config.model,
-            len(self.images.classes),
-            pretrained=config.pretrained,
-            freeze=config.freeze,
-        )
-        if config.batch_size == ranks.size:
+        classes, pretrained = len(self.images.classes), config.pretrained
+        self.model = build_model(config.model, classes, pretrained=pretrained, freeze=config.freeze)
+        if config.batch_size == self.ranks.size:
             require_values_to_normalise(self.model, self.images.image_size)
-        if config.precision == Precision.FP16 and backend(ranks.device).is_host:
-            _warn_of_slow_fp16(ranks.device)
+        if config.precision == Precision.FP16 and backend(self.ranks.device).is_host:
+            _warn_of_slow_fp16(self.ranks.device)
 
     def _check_images(self) -> None:
         images, size = self.images, self.config.batch_size
-        if self.saved is not None and self.saved.images != images.fingerprint:
+        if self._saved is not None and self._saved.images != images.fingerprint:
             data = self.options.data
             raise RunError(f"{data}: not the images that the run in {self.out} was started with")
         if size > len(images.train):
@@ -181,11 +159,11 @@ class Run:
             tests = f"{len(images.test)} test images"
             raise RunError(f"{tests} are too few for {self.ranks.size} processes")
 
-    def wrap(self) -> None:
+    def _wrap(self) -> None:
         """Put the model on the device, for all ranks to train, and make its optimizer."""
         config, ranks, precision = self.config, self.ranks, Precision(self.config.precision)
-        if ranks.rank > 0:  # the same weights everywhere, but dropout of one's own
-            torch.manual_seed((config.seed + ranks.rank * _SEED_STRIDE) % 2**63)
+        if ranks.rank > 0:  # the same weights everywhere, but dropout of one's own: far apart
+            torch.manual_seed((config.seed + ranks.rank * 0x9E3779B97F4A7C15) % 2**63)
         if config.channels_last:
             ranks.set_memory_format(self.model, torch.channels_last)  # which DDP's buckets copy
         self.trained = ranks.wrap(self.model, precision)
@@ -193,56 +171,46 @@ class Run:
             self.trained.compile()
         optimizer = _optimizer(self.model, config)
         steps = math.ceil(len(self.images.train) // config.batch_size / config.accumulate)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=config.lr, total_steps=steps * config.epochs
-        )
-        scaler = precision.grad_scaler(ranks.device.type)
-        self.parts = RunParts(self.model, optimizer, scheduler, scaler, ranks)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.lr, steps * config.epochs)
+        self.parts: dict[str, Any] = {"model": self.model, "optimizer": optimizer}
+        self.parts |= {"scheduler": scheduler, "scaler": precision.grad_scaler(ranks.device.type)}
 
-    def start(self, fingerprints: list[dict]) -> dict | None:
+    def _start(self, fingerprints: list[dict]) -> dict | None:
         """Write the settings of a new run, or return the state of the one that goes on."""
         require_same(fingerprints)
         environment = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {self.ranks}"
-        if self.saved is None:
-            new = SavedRun(self.config, self.images.fingerprint, environment)
+        if self._saved is None:
+            new = run_folder.SavedRun(self.config, self.images.fingerprint, environment)
             run_folder.write_config(self.out, new)
-        elif self.saved.environment != environment:
-            self.say(f"Started with {self.saved.environment}; goes on with {environment}:")
-            self.say("the result may differ.")
-        state = load_run(self.out, asdict(self.config))
-        if state is None and (self.options.resume or self.saved is not None):
-            self.say(f"Nothing was saved in {self.out} yet: starting from the beginning.")
+        elif self._saved.environment != environment:
+            self._say(f"Started with {self._saved.environment}; goes on with {environment}:")
+            self._say("the result may differ.")
+        state = run_state.load_run(self.out, asdict(self.config))
+        if state is None and (self.options.resume or self._saved is not None):
+            self._say(f"Nothing was saved in {self.out} yet: starting from the beginning.")
         return state
-
-    def restore(self, state: dict) -> None:
-        """Go on from a state that was saved; raises `CheckpointError` if it does not fit."""
-        self.progress = Progress.from_state_dict(restore_run(self.out, state, self.parts))
 
     def save(self) -> None:
         """Save the state; all ranks must call it."""
         description = {"config": asdict(self.config), "classes": len(self.images.classes)}
-        save_run(self.out, self.parts, self.progress.state_dict(), description)
-
-    def say(self, line: str) -> None:
-        """Report a line, on rank 0 alone."""
-        if self.ranks.rank == 0:
-            self._say(line)
+        progress = self.progress.state_dict()
+        run_state.save_run(self.out, self.ranks, self.parts, progress, description)
 
     def train(self) -> signal.Signals | None:
         """Train to the end, or until a signal, which is returned."""
-        config, progress, ranks, parts = self.config, self.progress, self.ranks, self.parts
+        config, progress, ranks = self.config, self.progress, self.ranks
         self._describe()
+        # A kill may have come between the last row and its checkpoint.
         ranks.first(lambda: run_folder.write_metrics(self.out, progress.epochs))
-        with StopSignals() as stop, warnings.catch_warnings():
+        with _StopSignals() as stop, warnings.catch_warnings():
             # None of torchvision's models writes into what a block of it returns.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-            loop = Loop(
-                self.trained,
-                config.precision,
-                ranks.device,
-                parts.optimizer,
-                scaler=parts.scaler,
-                scheduler=parts.scheduler,
+            fit(
+                train_batches=self._train_batches,
+                epochs=config.epochs,
+                test_batches=lambda: self._batches(self.images.test),
+                precision=config.precision,
+                device=ranks.device,
                 accumulate=config.accumulate,
                 clip_norm=config.clip_norm,
                 channels_last=config.channels_last,
@@ -250,68 +218,65 @@ class Run:
                 progress=progress,
                 after_step=lambda _: self._after_step(stop.signal),
                 after_epoch=self._after_epoch,
+                **self.parts | {"model": self.trained},
             )
-            loop.run(self._train_batches, config.epochs, self._test_batches)
         if len(progress.epochs) < config.epochs:
-            place = f"epoch {len(progress.epochs) + 1} after {progress.batch} batches"
-            self.say(f"Stopped in {place}; saved: --resume goes on from there.")
-            return signal.Signals(self.stopped_by)
-        peak = max(ranks.gather(peak_memory(ranks.device)))
+            self._say(f"Stopped in {self._place()}; saved: --resume goes on from there.")
+            return signal.Signals(self._stopped_by)
+        peak = max(ranks.gather(_peak_memory(ranks.device)))
         ranks.first(lambda: self._summarise(peak))
         return None
 
     def _after_step(self, signal_here: int) -> bool:
-        self.steps += 1
+        self._steps += 1
         # A signal to one rank stops all, at the same step.
-        self.stopped_by = self.ranks.largest_before(signal_here)
+        self._stopped_by = self.ranks.largest_before(signal_here)
         every = self.options.checkpoint_every
-        if self.stopped_by or (every and self.steps % every == 0):
+        if self._stopped_by or (every and self._steps % every == 0):
             self.save()
-        return bool(self.stopped_by)
+        return bool(self._stopped_by)
 
     def _after_epoch(self, metrics: EpochMetrics) -> None:
-        self.ranks.first(lambda: run_folder.append_metrics(self.out, metrics))
+        # Before the checkpoint that counts the epoch as done.
+        self.ranks.first(lambda: run_folder.write_metrics(self.out, self.progress.epochs))
         self.save()
-        self.say(
+        self._say(
             f"epoch {metrics.epoch:3d}  loss {metrics.train_loss:.4f}  "
             f"accuracy {metrics.train_accuracy:.2%}  test loss {metrics.test_loss:.4f}  "
             f"test accuracy {metrics.test_accuracy:.2%}  {metrics.images_per_s:.0f} images/s"
         )
 
     def _train_batches(self, epoch: int, batch: int) -> Batches:
-        order = {"epoch": epoch, "seed": self.config.seed, "start": batch, "drop_last": True}
-        return self._batches(self.images.train, **order)
+        seed = self.config.seed
+        return self._batches(self.images.train, epoch=epoch, seed=seed, start=batch, drop_last=True)
 
-    def _test_batches(self) -> Batches:
-        return self._batches(self.images.test)
-
-    def _batches(self, images: ImageSet, **order: object) -> Batches:
-        workers, share = self.options.workers, (self.ranks.rank, self.ranks.size)
+    def _batches(self, images: ImageSet, **order: Any) -> Batches:
+        workers, ranks = self.options.workers, self.ranks
         if workers is None:  # none for images that wait in memory, else one per core up to 8
             waits = self.config.dataset != "caltech256"
             workers = 0 if waits else min(8, os.cpu_count() or 1)
-        options = {"share": share, "workers": workers, "device": self.ranks.device}
-        return batches(images, self.config.batch_size, **options, **order)
+        order |= {"share": (ranks.rank, ranks.size), "workers": workers, "device": ranks.device}
+        return batches(images, self.config.batch_size, **order)
 
     def _describe(self) -> None:
         config, images, progress = self.config, self.images, self.progress
         kind = " (generated stand-in)" if images.stand_in else ""
-        self.say(
+        self._say(
             f"{images.name}{kind}: {len(images.train)} training and {len(images.test)} test images "
             f"of {images.image_size}x{images.image_size}, {len(images.classes)} classes"
         )
         if images.skipped:
-            self.say(f"left out as damaged: {len(images.skipped)} ({', '.join(images.skipped)})")
+            self._say(f"left out as damaged: {len(images.skipped)} ({', '.join(images.skipped)})")
         every = sum(p.numel() for p in self.model.parameters())
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
         where = f"{self.ranks.device}, {self.ranks}" if self.ranks.kind else self.ranks.device
-        self.say(
-            f"{config.model}: {every:,} parameters, {trained:,} trained; "
-            f"{config.precision} on {where}"
-        )
+        size = f"{every:,} parameters, {trained:,} trained"
+        self._say(f"{config.model}: {size}; {config.precision} on {where}")
         if progress.epochs or progress.batch:
-            place = f"epoch {len(progress.epochs) + 1} after {progress.batch} batches"
-            self.say(f"Resuming in {place}.")
+            self._say(f"Resuming in {self._place()}.")
+
+    def _place(self) -> str:
+        return f"epoch {len(self.progress.epochs) + 1} after {self.progress.batch} batches"
 
     def _summarise(self, peak_bytes: int) -> None:
         epochs = self.progress.epochs
@@ -319,7 +284,7 @@ class Run:
         seconds = sum(epoch.seconds for epoch in epochs)  # before and after a stop
         rate = sum(epoch.images_per_s * epoch.seconds for epoch in epochs) / seconds
         of_one = " of a process" if self.ranks.size > 1 else ""
-        self.say(
+        self._say(
             f"Trained {len(epochs)} epochs in {seconds:.1f} s, {rate:.0f} images/s, "
             f"peak memory {peak_bytes / 2**20:.0f} MiB{of_one}"
         )
@@ -333,9 +298,44 @@ def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
 def _warn_of_slow_fp16(device: torch.device) -> None:
     speedup = describe_device(device).speedup(Precision.FP16)
     if speedup < 0.5:
-        warnings.warn(
-            f"fp16: a matrix product takes {1 / speedup:.0f} times as long as in fp32 on this CPU; "
-            "bf16 needs no more memory",
-            AmpLabWarning,
-            stacklevel=4,
-        )
+        slow = f"takes {1 / speedup:.0f} times as long as in fp32 on this CPU"
+        message = f"fp16: a matrix product {slow}; bf16 needs no more memory"
+        warnings.warn(message, AmpLabWarning, stacklevel=4)
+
+
+class _StopSignals:
+    """Notes the first SIGINT or SIGTERM within the block; the next ends the program as ever."""
+
+    def __init__(self):
+        self.signal = 0  # the number of the one that came
+        self._noted_s = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "_StopSignals":
+        if threading.current_thread() is threading.main_thread():  # others cannot be asked to
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *error) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: object) -> None:
+        if not self.signal:
+            self.signal, self._noted_s = number, time.monotonic()
+        # Within a second it is the same one: a batch system sends it to torchrun and to all
+        # processes, and torchrun passes it on.
+        elif time.monotonic() - self._noted_s > 1:
+            signal.signal(number, self._before[number])
+            signal.raise_signal(number)
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Bytes: of tensors on an accelerator that keeps count, else of this process."""
+    if backend(device).keeps_peak:
+        return torch.accelerator.max_memory_allocated(device)
+    import resource  # which Windows has not
+
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

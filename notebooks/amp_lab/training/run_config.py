@@ -4,20 +4,20 @@ To add a setting, add a field here, and use it in `run`.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from amp_lab.errors import RunError
 
+_Check = Callable[[str, Any], None]
+
 
 def setting(
-    default: object,
-    help: str,
-    metavar: str = "",
-    check: Callable[[str, object], None] | None = None,
-    group: str = "",
-) -> dataclasses.Field:
+    default: object, help: str, metavar: str = "", check: _Check | None = None, group: str = ""
+) -> Any:  # as `dataclasses.field`, so that it may stand for a value of any type
     """A field that is an option of the command line too; its first type is the type of both.
 
     `help` may name the default as ``{}``. `check` is given the name and the value, unless that is
@@ -45,23 +45,21 @@ def _seed(name: str, value: int) -> None:
         raise RunError(f"{name} must be from 0 to 2^63 - 1, not {value}")
 
 
-def _dataset(name: str, value: str) -> None:
-    from amp_lab.data import DATASETS  # loads torch, which the command's help need not wait for
+def _known(name: str, value: str) -> None:
+    # They load torch, which the command's help need not wait for.
+    from amp_lab.data import DATASETS
+    from amp_lab.precision import Precision
 
-    if value not in DATASETS:
-        raise RunError(f"no data set {value!r}; there are {', '.join(DATASETS)}")
-
-
-def _precision(name: str, value: str) -> None:
-    from amp_lab.precision import Precision  # likewise
-
-    if value not in list(Precision):
-        raise RunError(f"no {name} {value!r}; there are {', '.join(Precision)}")
+    what, names = ("data set", DATASETS) if name == "dataset" else (name, Precision)
+    if value not in list(names):
+        raise RunError(f"no {what} {value!r}; there are {', '.join(names)}")
 
 
+_count = _at_least(1)
+
+
+@dataclass(frozen=True)
 class _Checked:
-    """Whose fields are checked when it is made."""
-
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value, check = getattr(self, field.name), field.metadata["check"]
@@ -71,28 +69,25 @@ class _Checked:
 
 @dataclass(frozen=True)
 class RunConfig(_Checked):
-    """What decides the result of a run; with the same torch, threads and device, bit for bit.
+    """What decides the result of a run. Raises `RunError` for a value that makes no sense.
 
     A run that was saved before there was some field goes on with its default, which therefore must
-    be what runs did until then. Raises `RunError` for a value that makes no sense.
+    be what runs did until then.
     """
 
-    dataset: str = setting("digits", "{} (default), cifar10, caltech256", "NAME", _dataset)
+    dataset: str = setting("digits", "{} (default), cifar10, caltech256", "NAME", _known)
     model: str = setting("mobilenet_v2", "a classifier of torchvision (default: {})", "NAME")
-    precision: str = setting("fp32", "{} (default), tf32, fp16, bf16", "NAME", _precision)
+    precision: str = setting("fp32", "{} (default), tf32, fp16, bf16", "NAME", _known)
     # Of all processes together. A last batch of an epoch that would be smaller is left out, since
     # batch norm and the mean over the ranks want them equal.
-    batch_size: int = setting(64, "images in a batch (default: {})", "N", _at_least(1))
-    epochs: int = setting(15, "default: {}", "N", _at_least(1))
-    # The peak of the one-cycle schedule.
-    lr: float = setting(2e-3, "highest learning rate (default: {})", "X", _positive)
+    batch_size: int = setting(64, "images in a batch (default: {})", "N", _count)
+    epochs: int = setting(15, "default: {}", "N", _count)
+    lr: float = setting(2e-3, "highest learning rate (default: {})", "X", _positive)  # one cycle's
     # Of the initial weights, the order of the images, the augmentation and dropout.
     seed: int = setting(0, "default: {}", "N", _seed)
-    image_size: int | None = setting(
-        None, "in pixels (default: the data set's own)", "N", _at_least(1)
-    )
-    limit: int | None = setting(None, "train on at most so many images", "N", _at_least(1))
-    accumulate: int = setting(1, "batches for each step (default: {})", "N", _at_least(1))
+    image_size: int | None = setting(None, "in pixels (default: the data set's own)", "N", _count)
+    limit: int | None = setting(None, "train on at most so many images", "N", _count)
+    accumulate: int = setting(1, "batches for each step (default: {})", "N", _count)
     clip_norm: float | None = setting(None, "largest norm of a step's gradients", "X", _positive)
     pretrained: bool = setting(False, "start from ImageNet weights")
     freeze: bool = setting(False, "train the head alone")
@@ -107,7 +102,7 @@ class RunConfig(_Checked):
 
 
 TOGETHER = "several processes"
-"""The group of the options for them."""
+_many = functools.partial(setting, group=TOGETHER)
 
 
 @dataclass(frozen=True)
@@ -128,12 +123,8 @@ class RunOptions(_Checked):
         "STEPS",
         _at_least(1, "checkpoint every {value} steps: must be at least {least}"),
     )
-    parallel: str | None = setting(
-        None, "ddp: gradients averaged; fsdp: all sharded (FSDP2)", "NAME", group=TOGETHER
+    parallel: str | None = _many(None, "ddp: gradients averaged; fsdp: all sharded (FSDP2)", "NAME")
+    reduce_dtype: str = _many(
+        "fp32", "in which gradients are summed: {} (default), bf16, fp16", "NAME"
     )
-    reduce_dtype: str = setting(
-        "fp32", "in which gradients are summed: {} (default), bf16, fp16", "NAME", group=TOGETHER
-    )
-    timeout: float = setting(
-        300, "how long to wait for another process (default: {})", "SECONDS", group=TOGETHER
-    )
+    timeout: float = _many(300, "how long to wait for another process (default: {})", "SECONDS")

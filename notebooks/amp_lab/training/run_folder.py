@@ -1,13 +1,12 @@
 """The folder of a run: its lock, its settings, its metrics and its curves."""
 
-import contextlib
 import csv
 import dataclasses
 import io
 import json
 import os
 import socket
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,21 +30,16 @@ class SavedRun:
     environment: str  # what else its result depends on, if only in its last bits
 
 
-@contextlib.contextmanager
-def lock(out: Path) -> Iterator[None]:
-    """Make the folder; keep any other run out of it for the block. Raises `RunError`."""
-    folder_lock = filelock.FileLock(out / ".lock")  # of the system, so no kill -9 leaves it held
+def lock(out: Path) -> AbstractContextManager:
+    """Make the folder; keep any other run out of it until the block ends. Raises `RunError`."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        folder_lock.acquire(timeout=0)
+        # A lock of the system's, so no kill -9 leaves it held.
+        return filelock.FileLock(out / ".lock").acquire(timeout=0)
     except filelock.Timeout:
         raise RunError(f"{out}: another run is at work in this folder") from None
     except OSError as error:
         raise RunError(f"{out}: nothing can be written there ({error.strerror})") from error
-    try:
-        yield
-    finally:
-        folder_lock.release()
 
 
 def read_saved(out: Path, settings: dict, resume: bool) -> SavedRun | None:
@@ -68,9 +62,8 @@ def read_saved(out: Path, settings: dict, resume: bool) -> SavedRun | None:
     if not resume and (_starter() is None or content.get("started_by") != _starter()):
         raise RunError(f"{out}: holds a run already; --resume goes on with it, or choose another")
     for name, value in settings.items():
-        before = getattr(config, name)
-        if value != before:
-            start = f"the run was started with {name.replace('_', ' ')} {before}"
+        if value != getattr(config, name):
+            start = f"the run was started with {name.replace('_', ' ')} {getattr(config, name)}"
             raise RunError(f"{out}: {start}, and cannot go on with {value}")
     return saved
 
@@ -82,13 +75,13 @@ def write_config(out: Path, run: SavedRun) -> None:
 
 
 def _starter() -> str | None:
-    """What tells one torchrun, on the machine of rank 0, from another; None without."""
+    # What tells one torchrun, on the machine of rank 0, from another; None without.
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     return run and f"{run} {socket.gethostname()} {os.getppid()}"
 
 
 def write_metrics(out: Path, epochs: list[EpochMetrics]) -> None:
-    """Write the file with the epochs that the checkpoint knows of: a kill may have come between."""
+    """Write a row for each finished epoch; raises `RunError` if that fails."""
     text = io.StringIO(newline="")
     writer = csv.writer(text)
     writer.writerow(field.name for field in dataclasses.fields(EpochMetrics))
@@ -96,19 +89,7 @@ def write_metrics(out: Path, epochs: list[EpochMetrics]) -> None:
     _write(out / METRICS, text.getvalue())
 
 
-def append_metrics(out: Path, metrics: EpochMetrics) -> None:
-    """Add a row to the file; raises `RunError` if that fails."""
-    try:
-        with open(out / METRICS, "a", newline="") as file:
-            csv.writer(file).writerow(dataclasses.astuple(metrics))
-            file.flush()
-            os.fsync(file.fileno())  # before the checkpoint that counts the epoch as done
-    except OSError as error:
-        raise RunError(f"{out / METRICS}: cannot be written ({error.strerror})") from error
-
-
 def _write(path: Path, text: str) -> None:
-    """Write a small file so that it is never there in part."""
     try:
         write_whole(path, [text.encode()])
     except OSError as error:
@@ -120,7 +101,6 @@ def draw_curves(out: Path, epochs: list[EpochMetrics]) -> None:
     from amp_lab import plots  # matplotlib takes a second to load
 
     for what in ("loss", "accuracy"):
-        curves = {}
-        for part in ("train", "test"):
-            curves[part] = [getattr(epoch, f"{part}_{what}") for epoch in epochs]
+        train = [getattr(epoch, f"train_{what}") for epoch in epochs]
+        curves = {"train": train, "test": [getattr(epoch, f"test_{what}") for epoch in epochs]}
         plots.save(out / f"{what}.png", plots.training_curves, curves, what)
