@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import jupytext
 import nbformat
@@ -132,7 +133,7 @@ def check(sources: list[Path]) -> None:
                 f"{source.name} has no pair; make it with: pdm run notebooks {source.stem}"
             )
         try:
-            notebook = nbformat.read(pair, as_version=4)
+            notebook: Any = nbformat.read(pair, as_version=4)
         except (nbformat.reader.NotJSONError, nbformat.ValidationError) as error:
             reason = str(error).splitlines()[0][:100]
             raise Problem(

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = ("torch", "torchvision", "numpy", "matplotlib", "sklearn", "tqdm")
@@ -311,7 +312,7 @@ def _check_memory(settings: Settings) -> Figures:
             yield f"{part} of {name}, forecast over real", round(row["ratio"], 3), met
 
 
-def _models(settings: Settings) -> Iterator[tuple[str, object, object]]:
+def _models(settings: Settings) -> Iterator[tuple[str, Any, Any]]:
     """A convolutional network, a recurrent one and a transformer, each with its input."""
     import torch
     import torchvision
@@ -346,7 +347,7 @@ def _xray(settings: Settings) -> Figures:
         for dtype in (torch.float16, torch.bfloat16):
             forecast = xray(model, inputs, device_type=kind, dtype=dtype)
             real = xray(model, inputs, device_type=kind, dtype=dtype, real=True)
-            differences = len(compare(forecast, real).rows)
+            differences = len(compare(forecast, real).different)
             yield f"{name} in {dtype}, ops that differ", differences, differences == 0
 
 
@@ -361,7 +362,7 @@ def _article(settings: Settings) -> Figures:
     inputs, targets = (tensor.to(settings.device) for tensor in quantized_sine(size))
     kind = inputs.device.type
 
-    def step(precision: Precision | None) -> Callable[[], None]:
+    def step(precision: Any) -> Callable[[], None]:
         torch.manual_seed(0)
         model = ConvModel(16 if settings.tiny else 256).to(settings.device)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
@@ -407,8 +408,9 @@ def _resnet50(settings: Settings) -> Figures:
     images = images.contiguous(memory_format=torch.channels_last)
     targets = torch.randint(1000, (batch,), device=settings.device)
 
-    def step(precision: Precision) -> Callable[[], None]:
-        model = torchvision.models.resnet50().to(settings.device, memory_format=torch.channels_last)
+    def step(precision: Any) -> Callable[[], None]:
+        model = torchvision.models.resnet50().to(settings.device)
+        model.to(memory_format=torch.channels_last)  # pyrefly: ignore[no-matching-overload]
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
         scaler = precision.grad_scaler(kind)
 

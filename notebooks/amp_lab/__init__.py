@@ -7,6 +7,7 @@ A name is loaded, and torch with it, when it is first used; `import amp_lab` alo
 
 import importlib
 import sys
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -46,7 +47,7 @@ _EXPORTS = {  # public name: the module that defines it
 __all__ = sorted(_EXPORTS)
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
