@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import libcst as cst
 
-from amp_lab.migrate.nodes import aliases_of, arguments, bound_name, module_of
+from amp_lab.migrate.nodes import aliases_of, arguments, bound_name, is_star, module_of
 from amp_lab.migrate.python_tree import Scope, Tree, Use
 from amp_lab.migrate.rewriter import Rewriter
 from amp_lab.migrate.version_guards import is_guarded
@@ -132,11 +132,12 @@ class Rule(Rewriter):
                 self._mark_use(use, found[0])
         for node, scope in self.tree.imports:
             module = module_of(node)
-            if module == "apex" or module.startswith("apex."):
-                if isinstance(node, cst.ImportFrom) and aliases_of(node):
-                    self._rewrite_import(node, module, scope)
-                else:
-                    self._mark(node, f"import the names that are used: {_longest(ADVICE, module)}")
+            if module.partition(".")[0] != "apex":
+                continue
+            if is_star(node):
+                self._mark(node, f"import the names that are used: {_longest(ADVICE, module)}")
+            elif isinstance(node, cst.ImportFrom):
+                self._rewrite_import(node, module, scope)
         self._put_marks()  # last: one statement may have several
 
     # What is certain.

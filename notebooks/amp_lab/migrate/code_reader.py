@@ -5,7 +5,6 @@ a rule can ask what surely runs before what.
 """
 
 import dataclasses
-import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable
@@ -104,25 +103,23 @@ class CodeReader:
         self.star = min(stars & {*OLD_MODULES, "torch.amp"}, default=None)
         self.disabled: set[str] = set()  # scalers that are made with enabled=False
         self.made: defaultdict[str, set[str]] = defaultdict(set)  # by the last part of the name
-        for parts, values in tree.assigned.items():
-            for value in values:
-                self._find_scaler(".".join(parts), value)
+        self._find_scalers()
+        # What a scaler steps is an optimizer, whatever it is called: where each is bound.
+        self.stepped: defaultdict[str, set[Scope | None]] = defaultdict(set)
         self._read_unit(tree.module, Place())  # it reads every function that it meets as well
-        self.events = list(itertools.chain(*(unit.events for unit in self.units)))
-        # What a scaler steps is an optimizer, whatever it is called.
-        self.stepped = {e.optimizer for e in self.events if e.kind in ("scaler step", "unscale")}
-        self.stepped_in = {
-            (unit.scope.find(event.optimizer), event.optimizer)
-            for unit in self.units
-            for event in unit.all("scaler step")
-        }
+        self.events = [event for unit in self.units for event in unit.events]
         nodes = [unit.node for unit in self.units]
         self.functions = {n.name.value: n for n in nodes if isinstance(n, cst.FunctionDef)}
 
-    def _find_scaler(self, key: str, value: cst.CSTNode) -> None:
-        # GradScaler() if fp16 else None
-        arms = (value.body, value.orelse) if isinstance(value, cst.IfExp) else (value,)
-        calls = [arm for arm in arms if isinstance(arm, cst.Call)]
+    def _find_scalers(self) -> None:
+        for parts, values in self.tree.assigned.items():
+            for value in values:
+                # GradScaler() if fp16 else None
+                arms = (value.body, value.orelse) if isinstance(value, cst.IfExp) else (value,)
+                calls = [arm for arm in arms if isinstance(arm, cst.Call)]
+                self._note_scaler(".".join(parts), calls)
+
+    def _note_scaler(self, key: str, calls: list[cst.Call]) -> None:
         made = [c for c in calls if self.origin(c.func, self.tree.scope_of[c]) in SCALERS]
         if made:
             self.made[last_part(key)].add(key)
@@ -143,8 +140,6 @@ class CodeReader:
             if whole is not None:
                 return ".".join((whole, *parts[1:]))
         return scope.origin(node)
-
-    # Statements.
 
     def _read_unit(self, node: cst.Module | cst.FunctionDef, place: Place) -> None:
         unit = Unit(node, self.scopes[id(node)])
@@ -218,8 +213,6 @@ class CodeReader:
         names = [""] * (old_place if is_old else new_place) + ["enabled"]
         return is_false(arguments(call, names).get("enabled"))
 
-    # Expressions.
-
     def _read_expression(self, node: cst.CSTNode, place: Place, unit: Unit) -> None:
         if isinstance(node, cst.Lambda):
             return
@@ -232,6 +225,8 @@ class CodeReader:
         if isinstance(node, cst.Call):
             kind, *names = self._kind(node, unit)
             unit.events.append(Event(kind, node, place, len(unit.events), *names))
+            if kind in ("scaler step", "unscale"):
+                self.stepped[names[1]].add(unit.scope.find(names[1]))
 
     def key(self, node: cst.CSTNode) -> str:
         """An expression as its dotted name, or its code if it is none."""
@@ -281,8 +276,6 @@ class CodeReader:
         if parts[-1][:1].isupper():  # MyFunction.backward(ctx, gradient)
             return False
         return parts[0] not in _NO_LOSS if len(parts) == 1 else "loss" in parts[-1].lower()
-
-    # What was read.
 
     def is_optimizer(self, key: str) -> bool:
         """Whether a name is that of an optimizer, as far as names and steps tell."""

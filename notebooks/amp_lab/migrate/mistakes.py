@@ -38,9 +38,6 @@ class Rule(Rewriter):
             self.say(node, "mistake", message)
 
 
-# Gradients that are still scaled.
-
-
 def _clipped_scaled(code: CodeReader, unit: Unit) -> Found:
     for clip in unit.all("clip"):
         scaled = code.scaled_before(unit, clip)
@@ -87,9 +84,6 @@ def _may_unscale(code: CodeReader, call: cst.Call, scaler: str) -> bool:
     if any(dotted(arg.value) == ("self",) for arg in call.args):
         return scaler.startswith("self.")
     return parts is not None and len(parts) == 2 and parts[0] == scaler.partition(".")[0]
-
-
-# Steps and backward passes.
 
 
 def _stepped_beside(code: CodeReader, unit: Unit) -> Found:
@@ -149,21 +143,15 @@ def _backward_in_autocast(code: CodeReader, unit: Unit) -> Found:
 
 
 def _never_updated(code: CodeReader) -> Found:
-    updated = {use.parts[-2] for use in code.tree.uses if use.parts[1:][-1:] == ("update",)}
-    updated |= {last_part(e.of) for e in code.events if e.kind == "update"}
-    for name in code.made.keys() - updated - code.disabled:
-        if not _escapes(code, name) and (step := _step_of_scaled(code, name)):
+    for name in code.made.keys() - code.disabled:
+        own = {e.kind: e for e in code.events if last_part(e.of) == name}  # the last of each kind
+        step = own.get("scaler step")
+        if step is None or "scaled" not in own or "update" in own or _escapes(code, name):
+            continue
+        # Not every update is an event: a lambda runs later.
+        if not any(use.parts[-2:] == (name, "update") for use in code.tree.uses):
             fixed = f"its scale stays what it was: call {step.of}.update() after the step"
             yield step.node, f"{step.of} is never updated, so {fixed}"
-
-
-def _step_of_scaled(code: CodeReader, name: str) -> Event | None:
-    """The last step of a scaler in the first function that scales with it too."""
-    for unit in code.units:
-        steps = [e for e in unit.all("scaler step") if last_part(e.of) == name]
-        if steps and any(last_part(e.of) == name for e in unit.all("scaled")):
-            return steps[-1]
-    return None
 
 
 # Checkpoints.
@@ -194,7 +182,7 @@ def _lacks_scaler(code: CodeReader, call: cst.Call, saved: cst.CSTNode, names: l
     keys = [key for name in names for key in code.made[name]]
     if not any("." in key or scope.find(key) for key in keys):
         # the scaler is another function's, and so may the optimizer be
-        owners = [owner for owner in owners if (scope.find(owner), owner) in code.stepped_in]
+        owners = [owner for owner in owners if scope.find(owner) in code.stepped[owner]]
     return any(map(code.is_optimizer, owners))  # without an optimizer it is for inference
 
 

@@ -69,14 +69,17 @@ class Rule(Rewriter):
         """The files that a use may be of something in, as far as they are there, with its name."""
         bindings = use.scope.bound(use.parts[0])
         if use.parts[-1] in _NAMES and not bindings:  # only a star can bring it
-            for star in (node for node, _ in self.tree.imports if is_star(node)):
-                for home in _files(path, len(star.relative), dotted(star.module) or ()):
-                    yield home, ".".join(use.parts)
+            yield from self._sources_of_stars(use, path)
         for alias in (binding.node for binding in bindings):
             if not isinstance(alias, cst.ImportAlias):
                 continue
             if (use.parts[-1] if len(use.parts) > 1 else alias.evaluated_name) in _NAMES:
                 yield from self._sources_of_import(use, alias, path)
+
+    def _sources_of_stars(self, use: Use, path: Path) -> Iterator[tuple[Path, str]]:
+        for star in (node for node, _ in self.tree.imports if is_star(node)):
+            for home in _files(path, len(star.relative), dotted(star.module) or ()):
+                yield home, ".".join(use.parts)
 
     def _sources_of_import(
         self, use: Use, alias: cst.ImportAlias, path: Path

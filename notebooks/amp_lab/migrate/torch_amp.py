@@ -431,8 +431,6 @@ class Rule(Rewriter):
         indent = self.tree.indent(start)
         self.insert(start, line + ("; " if indent is None else self.tree.newline + indent))
 
-    # Imports.
-
     def _rewrite_imports(self) -> None:
         for node, _ in self.tree.imports:
             module = module_of(node)
