@@ -49,21 +49,15 @@ def _bins(values: torch.Tensor) -> torch.Tensor:
 class GradientCount:
     """How the gradient values of one layer, or of several together, would fare in fp16.
 
-    A value fares as ``(gradient * scale).to(torch.float16)`` does. Scales are powers of two from
-    2^-64 to 2^64.
+    A value fares as ``(gradient * scale).to(torch.float16)`` does; scales are powers of two.
     """
 
-    layer: str
-    """Qualified name of the module."""
-    what: str
-    """The parameter's name, or ``output of OP``: the gradient that arrives there."""
+    layer: str  # qualified name of the module
+    what: str  # the parameter's name, or ``output of OP``: the gradient that arrives there
     values: int = 0
-    zero: int = 0
-    """Values that are exactly zero before any cast."""
-    nonfinite: int = 0
-    """Values that are infinite or NaN before any cast; counted nowhere else."""
-    half: bool = False
-    """Whether some of the gradients were fp16 already, so that what it flushed counts as zero."""
+    zero: int = 0  # exactly zero before any cast
+    nonfinite: int = 0  # infinite or NaN before any cast; counted nowhere else
+    half: bool = False  # some gradients were fp16 already: what it flushed counts as zero
     _bins: torch.Tensor = field(
         default_factory=lambda: torch.zeros(_KEYS, dtype=torch.int64), repr=False
     )
@@ -134,10 +128,7 @@ class GradientCount:
 
     @property
     def smallest_scale(self) -> float | None:
-        """The smallest power of two, 1 or more, at which 99.9 % of the non-zero values stay so.
-
-        None if there are no such values, or 2^64 would not do.
-        """
+        """The smallest power of two, 1 to 2^64, at which 99.9 % of the non-zero values stay so."""
         allowed = (1 - KEEP) * self.nonzero
         scales = (2.0**p for p in range(LARGEST_POWER + 1))
         return next((s for s in scales if self.nonzero and self.zero_in_fp16(s) <= allowed), None)

@@ -54,9 +54,8 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
     called. What a compiled function, an optimizer that works on lists of tensors, or another
     thread computes is not watched op by op: run the model eagerly.
 
-    Each op's output is summed and the sum read back, which on a GPU waits for every op: meant for
-    the step that fails, not for a whole training run. Results stay the same to the last bit. All
-    hooks are removed when the block ends. It can be entered again, and then starts anew.
+    On a GPU the host waits for every op: meant for the step that fails, not for a whole run.
+    Results stay the same to the last bit. It can be entered again, and then starts anew.
 
     Raises `NumericsError` if `model` is no `nn.Module`, or if one is active already.
     """
@@ -301,17 +300,15 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         if noted is not None:
             return noted
         parameters = list(self._model.named_parameters())
-        for kind, named in (
-            ("parameter", parameters),
-            ("buffer", self._model.named_buffers()),
-            ("gradient", [(name, parameter.grad) for name, parameter in parameters]),
-        ):
-            for name, known in named:
-                if known is not None and storage_key(known) == storage_key(tensor):
-                    owner = name.rpartition(".")[0]
-                    module = self._model.get_submodule(owner)
-                    site = Site(owner, type(module).__name__, self._calls[module])
-                    return self._before(tensor, kind, name, site)
+        known = [("parameter", name, parameter) for name, parameter in parameters]
+        known += [("buffer", name, buffer) for name, buffer in self._model.named_buffers()]
+        known += [("gradient", name, p.grad) for name, p in parameters if p.grad is not None]
+        for kind, name, held in known:
+            if storage_key(held) == storage_key(tensor):
+                owner = name.rpartition(".")[0]
+                module = self._model.get_submodule(owner)
+                site = Site(owner, type(module).__name__, self._calls[module])
+                return self._before(tensor, kind, name, site)
         site = self._stack[-1][1] if self._stack else Site()
         return self._before(tensor, "constant", "a tensor from elsewhere", site)
 
@@ -363,9 +360,8 @@ def _loss_scale(args: tuple) -> float | None:
     if not isinstance(scale, torch.Tensor) or scale.dim():
         return None
     for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe()), 9):
-        if frame.f_code.co_name in ("scale", "apply_scale") and isinstance(
-            frame.f_locals.get("self"), torch.amp.GradScaler
-        ):
+        scales = frame.f_code.co_name in ("scale", "apply_scale")
+        if scales and isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
             return scale.item()
     return None
 

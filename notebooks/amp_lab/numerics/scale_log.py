@@ -18,9 +18,8 @@ class ScaleLog:
     A step is a call of ``scaler.update()``. The scale and the found infs are copied on their
     device and read when you ask, so that the host waits for nothing more than without the log.
 
-    Use it as a context manager, or call `close`, which leaves the scaler as it was; the log can
-    still be read. With a scaler that is disabled every scale is 1 and no step is skipped. While
-    the log is open, save the scaler by its `state_dict`, as one does, and not whole.
+    Leaving the block, or `close`, leaves the scaler as it was; the log can still be read. With a
+    disabled scaler every scale is 1. While it is open, save the scaler by its `state_dict` alone.
 
     Raises `NumericsError` if `scaler` is no GradScaler, or has an open ScaleLog already.
     """

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ _LOW_PRECISION_NODES = (
     "MkldnnLinear", "MkldnnRnnLayer", "Mm", "Mps", "Mv", "ScaledDotProduct", "SlowConv",
     "ThnnConv", "ThnnFused",
 )  # fmt: skip
+_Names: TypeAlias = dict[torch.Tensor, str]  # of the parameters that require a gradient
 _RESHAPING = {"ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Alias"}
 
 
@@ -28,15 +29,11 @@ _RESHAPING = {"ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Expa
 class UnderflowReport(Printed):
     """What `gradient_underflow` found."""
 
-    rows: tuple[GradientCount, ...]
-    """The outputs of layers, in the order of the forward pass, then the parameters."""
-    outputs: GradientCount
-    """All outputs of layers together."""
-    parameters: GradientCount
-    """All parameters together."""
+    rows: tuple[GradientCount, ...]  # outputs of layers as the forward pass goes, then parameters
+    outputs: GradientCount  # all outputs of layers together
+    parameters: GradientCount  # all parameters together
     scales: tuple[float, ...]
-    unused: tuple[str, ...]
-    """Parameters that require a gradient and get none from this loss."""
+    unused: tuple[str, ...]  # parameters that require a gradient and get none from this loss
 
     @property
     def total(self) -> GradientCount:
@@ -170,17 +167,17 @@ def gradient_underflow(
     )
 
 
-def _checked(model: object, loss: object, scales: tuple[float, ...]) -> dict[torch.Tensor, str]:
+def _checked(model: object, loss: object, scales: tuple[float, ...]) -> _Names:
     """The names of the parameters that require a gradient; `NumericsError` for what cannot be."""
     for scale in scales:
-        log2_of(scale)
+        log2_of(scale)  # raises for what is no power of two
     if not scales:
         raise NumericsError("gradient_underflow: scales is empty; give at least one")
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise NumericsError(f"gradient_underflow: the model must be an nn.Module, not {kind}")
     named = model.named_parameters()
-    parameters: dict[torch.Tensor, str] = {p: name for name, p in named if p.requires_grad}
+    parameters: _Names = {p: name for name, p in named if p.requires_grad}
     if not parameters:
         raise NumericsError("gradient_underflow: no parameter of the model requires a gradient")
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -213,17 +210,12 @@ def _backward(
             hook.remove()
 
 
-def _low_precision_nodes(
-    loss: torch.Tensor, parameters: dict[torch.Tensor, str]
-) -> dict[Node, GradientCount]:
-    """The nodes that fp16 gradients arrive at, first op first, and where each is counted.
-
-    Uses of the same parameters, as by the steps of a recurrent network, share a count.
-    """
+def _low_precision_nodes(loss: torch.Tensor, parameters: _Names) -> dict[Node, GradientCount]:
+    """The nodes that fp16 gradients arrive at, first op first, and where each is counted."""
     below = _breadth_first(loss.grad_fn)
     low = [node for node in below if node.name().startswith(_LOW_PRECISION_NODES)]
     arrivals: dict[Node, GradientCount] = {}
-    shared: dict[object, GradientCount] = {}
+    shared: dict[object, GradientCount] = {}  # as by the steps of a recurrent network
     products: Counter[tuple[str, str]] = Counter()
     for node in sorted(low, key=lambda node: node._sequence_nr()):  # as the forward pass ran them
         op = node.name().partition("Backward")[0].lower()
@@ -250,7 +242,7 @@ def _breadth_first(root: Any) -> Iterator[Any]:
                 queue.append(below)
 
 
-def _own(node: Any, parameters: dict[torch.Tensor, str]) -> str | None:
+def _own(node: Any, parameters: _Names) -> str | None:
     """The parameter that this input of an op is, behind casts and transpositions."""
     while node is not None:
         if hasattr(node, "variable"):  # AccumulateGrad
@@ -260,7 +252,7 @@ def _own(node: Any, parameters: dict[torch.Tensor, str]) -> str | None:
     return None
 
 
-def _nearest(node: Any, parameters: dict[torch.Tensor, str]) -> str:
+def _nearest(node: Any, parameters: _Names) -> str:
     """The parameter that the fewest ops lie between and this node."""
     leaves = (below for below in _breadth_first(node) if hasattr(below, "variable"))
     return next((parameters[leaf.variable] for leaf in leaves if leaf.variable in parameters), "")
