@@ -178,10 +178,11 @@ _RULES: tuple[_Rule, ...] = (
     # A mask, or an empty input, is the reason whatever the op, and in backward too.
     (lambda r: r.placed_by and _is_softmax(r),
      "A row is masked everywhere, so softmax divides 0 by 0. Leave one position of each row "
-     "unmasked, or mask with torch.finfo(dtype).min instead of -inf."),
+     "unmasked, or fill the masked places, with masked_fill, with torch.finfo(dtype).min instead "
+     "of -inf. Do not add that number: the sum can be -inf again."),
     (lambda r: r.placed_by,
      "0 * -inf and -inf - -inf are NaN. Mask after the arithmetic, with torch.where or "
-     "masked_fill, or with a finite value such as torch.finfo(dtype).min."),
+     "masked_fill, or fill in (do not add) a finite value such as torch.finfo(dtype).min."),
     (lambda r: r.value.kinds == {"NaN"} and any(not summary.values for summary in r.inputs),
      "It was given no values: the mean of nothing is NaN. Skip empty batches."),
     (lambda r: r.phase == "backward", _backward),
