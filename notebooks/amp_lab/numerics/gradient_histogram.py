@@ -58,9 +58,7 @@ class GradientCount:
     zero: int = 0  # exactly zero before any cast
     nonfinite: int = 0  # infinite or NaN before any cast; counted nowhere else
     half: bool = False  # some gradients were fp16 already: what it flushed counts as zero
-    _bins: torch.Tensor = field(
-        default_factory=lambda: torch.zeros(_KEYS, dtype=torch.int64), repr=False
-    )
+    _bins: torch.Tensor = field(default_factory=lambda: torch.zeros(_KEYS).long(), repr=False)
 
     @torch.no_grad()
     def add(self, gradients: Iterable[torch.Tensor | None]) -> None:
