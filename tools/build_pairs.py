@@ -156,6 +156,8 @@ def execute(source: Path) -> nbformat.NotebookNode:
                 f"{name}={asked!r}: committed outputs are made with {name}={value}; unset it"
             )
     os.environ.update(SETTINGS)  # for the kernel, which inherits them
+    # On a machine with a CUDA compiler and no GPU, torch warns of that whenever it compiles.
+    os.environ.setdefault("TORCH_LOGS", "-torch.utils.cpp_extension")
     notebook = read_source(source)
     client = NotebookClient(
         notebook,

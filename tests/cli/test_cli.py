@@ -6,6 +6,8 @@ import pytest
 
 from amp_lab.cli import main
 
+pytestmark = pytest.mark.slow
+
 NO_TORCH = "import sys; sys.modules['torch'] = None; "  # any `import torch` then fails
 
 

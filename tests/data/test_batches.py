@@ -20,7 +20,10 @@ from amp_lab.data import batches
 
 pytest_plugins = ("data_sets",)
 # From Python 3.12 on, a fork of a process with threads, as torch always has, is warned of.
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

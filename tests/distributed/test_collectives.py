@@ -19,6 +19,8 @@ from amp_lab.distributed import collectives
 from amp_lab.distributed.collectives import Collective, Communication, count_communication
 from amp_lab.errors import ParallelError
 
+pytestmark = pytest.mark.slow
+
 RANKS = 4
 FP32, BF16 = torch.float32, torch.bfloat16
 

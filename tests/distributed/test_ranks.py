@@ -14,6 +14,8 @@ from amp_lab.precision import Precision
 from amp_lab.training.loop import fit
 from amp_lab.training.models import build_model
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 KINDS = ["ddp", "fsdp"]
 

@@ -16,6 +16,8 @@ from torch.optim import SGD as Descent
 from amp_lab.errors import AmpLabError, ParallelError
 from amp_lab.notebook import processes, run_on_backends, run_workers
 
+pytestmark = pytest.mark.slow
+
 FACTOR = 3
 
 

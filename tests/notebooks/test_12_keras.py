@@ -12,6 +12,8 @@ from amp_lab import load_dataset
 from amp_lab.notebook import run_on_backends
 from conftest import needs_keras
 
+pytestmark = pytest.mark.slow
+
 SOURCE = build_pairs.FOLDER / "12_keras.py"
 
 

@@ -16,6 +16,8 @@ import pytest
 import build_pairs
 from conftest import cells_not_run
 
+pytestmark = pytest.mark.slow
+
 SOURCES = build_pairs.find()
 NAMES = [source.stem for source in SOURCES]
 MAX_BYTES = 250_000

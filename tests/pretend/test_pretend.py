@@ -13,9 +13,12 @@ import build_pairs
 
 HERE = Path(__file__).resolve().parent
 NOTEBOOKS = build_pairs.FOLDER
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or sys.platform != "linux", reason="it takes g++, on Linux"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        shutil.which("g++") is None or sys.platform != "linux", reason="it takes g++, on Linux"
+    ),
+]
 
 
 def run(code: str, package: Path = NOTEBOOKS, **settings: str) -> subprocess.CompletedProcess:

@@ -8,6 +8,8 @@ import pytest
 import first_gpu
 from first_gpu import MARK, Part, Settings
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def settings(tmp_path) -> Settings:

@@ -14,7 +14,10 @@ from amp_lab.errors import OptionError
 CPU = torch.device("cpu")
 MODULES = {"fabric": "lightning_fabric", "accelerate": "accelerate", "keras": "keras"}
 
-pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("one_thread_and_seed"),
+]
 
 
 @pytest.fixture(params=measure_peers.PEERS)

@@ -18,6 +18,8 @@ import pytest
 import build_pairs
 import lab
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(build_pairs.__file__).resolve().parent.parent
 HEADER = """# ---
 # jupyter:

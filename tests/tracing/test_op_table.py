@@ -13,6 +13,8 @@ from amp_lab.errors import AmpLabWarning, DeviceError
 from amp_lab.report import dtype_name, short_name
 from amp_lab.tracing.op_table import POLICIES, OpRule, OpTable, differences, op_table
 
+pytestmark = pytest.mark.slow
+
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 
 # Lists of the CUDA section of torch's documentation (docs/source/amp.rst, "Autocast Op Reference").

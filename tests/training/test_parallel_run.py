@@ -34,6 +34,8 @@ from amp_lab.training import run as runs
 from amp_lab.training.loop import evaluate
 from amp_lab.training.run_config import RunOptions
 
+pytestmark = pytest.mark.slow
+
 KINDS = ["ddp", "fsdp"]
 REAL = "mnasnet0_5"
 # Batch norm, dropout, augmentation, a schedule; 4 steps an epoch.

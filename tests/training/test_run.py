@@ -30,7 +30,10 @@ from amp_lab.training.run_config import RunConfig, setting
 SQUEEZENET = "squeezenet1_1"  # whose numbers of parameters are known
 
 # From Python 3.12 on, a fork of a process with threads, as torch always has, is warned of.
-pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
 
 # How often the tests kill each run: 0, each moment once; AMP_LAB_KILLS=30, in every precision.
 KILLS = int(os.environ.get("AMP_LAB_KILLS", "0"))
