@@ -691,23 +691,9 @@ assert fixed.loss_scale_factor is None
 # ## Save and resume
 #
 # The scale is state, like the moments of Adam. `model.save` keeps both. Three steps, save, three more;
-# then load and do the last three again. (`load_model` cannot find our class, which is made inside a
-# function, as the cell shows. So the layers go into a plain `Sequential`, which takes Keras's own
+# then load and do the last three again. (`load_model` looks a class up by its name in its module, and
+# ours is made inside a function. So the layers go into a plain `Sequential`, which takes Keras's own
 # step.)
-
-# %%
-with tempfile.TemporaryDirectory() as folder:
-    new_net().save(f"{folder}/net.keras")
-    try:
-        keras.saving.load_model(f"{folder}/net.keras")
-        found_class = True
-    except TypeError as error:
-        found_class = False
-        print(str(error).partition(".")[0])
-assert not found_class
-
-# %% [markdown]
-# Here is the whole round:
 
 
 # %%
