@@ -13,8 +13,9 @@ ROOT = measure_code.ROOT
 PACKAGE = measure_code.PACKAGE
 NOTEBOOKS = sorted(PACKAGE.parent.glob("[0-9]*.py"))
 
-# What the package had when these limits were drawn; they only ever go down.
-MOST_LINES = 16_250
+# What the package has today: what is added is paid for by what becomes simpler. A new room may
+# raise the lines by what it needs, to 18,500 at the most; nothing else raises a limit.
+MOST_LINES = 15_200
 MOST_BRANCHING_PER_100_FUNCTIONS = 5.0
 FEWEST_COMMENTS_PER_100_LINES = 6.0
 MOST_PUBLIC_NAMES = 32

@@ -1,4 +1,7 @@
-"""`amp-lab train`: train an image classifier, in a folder, resumably."""
+"""`amp-lab train`: train an image classifier, in a folder, resumably.
+
+Its options are the fields in `training/run_config.py`: to add one, add a field there.
+"""
 
 import argparse
 import dataclasses

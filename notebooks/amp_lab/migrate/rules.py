@@ -1,4 +1,8 @@
-"""The rules, which files they are for, and what they make of a Python text together."""
+"""The rules, which files they are for, and what they make of a Python text together.
+
+A rule is a module beside this one with a `Rule` and its `TRIGGERS`: to add one, write it as the
+door's docstring shows, and add it to `RULES`.
+"""
 
 import ast
 import re
