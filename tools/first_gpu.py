@@ -344,7 +344,8 @@ def _xray(settings: Settings) -> Figures:
     kind = torch.device(settings.device).type
     for name, model, inputs in _models(settings):
         model = model.to(settings.device)
-        for dtype in (torch.float16, torch.bfloat16):
+        # Not fp16 on a CPU, whose kernels for it differ from one CPU to the next.
+        for dtype in (torch.bfloat16,) if kind == "cpu" else (torch.float16, torch.bfloat16):
             forecast = xray(model, inputs, device_type=kind, dtype=dtype)
             real = xray(model, inputs, device_type=kind, dtype=dtype, real=True)
             differences = len(compare(forecast, real).different)

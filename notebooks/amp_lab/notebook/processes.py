@@ -33,7 +33,7 @@ from amp_lab.errors import ParallelError, first_line
 BACKENDS = ("torch", "tensorflow")
 _PACKAGES = str(Path(__file__).resolve().parents[2])  # the folder that holds amp_lab
 _IMPORT = "from amp_lab.notebook import processes"  # first: TensorFlow is best loaded after torch
-_CALL = "processes.run_here({}, {!r})\n"
+_CALL = "processes.run_here({}, {!r})\nprocesses.leave()\n"
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 _GRACE_S = 40  # torchrun gives its workers 30 s to end before it kills them
 _LAST_LINES = 12  # of what a process printed, in an error
@@ -231,6 +231,17 @@ def run_here(function: Callable[..., object], variable: str) -> None:
         text = "".join(traceback.format_exception(error.with_traceback(frames)))
         (folder / f"error-{suffix}.txt").write_text(text, encoding="utf-8")
         raise
+
+
+def leave() -> None:
+    """End the process, without taking apart what is in it.
+
+    A process group that a DDP model still holds would be freed only then, and may end the process
+    by a signal: gloo's threads still run, and may want the interpreter's lock.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 @contextmanager
