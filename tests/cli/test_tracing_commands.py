@@ -8,6 +8,8 @@ import pytest
 
 from amp_lab.cli import main
 
+pytestmark = pytest.mark.slow
+
 NET = "torchvision.models:squeezenet1_1"
 INPUT = ("--input", "2,3,64,64")
 

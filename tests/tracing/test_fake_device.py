@@ -17,6 +17,8 @@ from amp_lab.backends import BACKENDS
 from amp_lab.errors import DeviceError, TraceError
 from amp_lab.tracing.fake_device import absent_device, autocast_on, fake_mode, on_fake_device
 
+pytestmark = pytest.mark.slow
+
 ATTENTION = "aten::scaled_dot_product_attention"
 
 

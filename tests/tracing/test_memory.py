@@ -15,6 +15,8 @@ from amp_lab.errors import DeviceError, TraceError
 from amp_lab.torch_versions import function_nodes_need_their_parents
 from gpt import Gpt
 
+pytestmark = pytest.mark.slow
+
 MIB = 2**20
 
 
