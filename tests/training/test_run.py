@@ -388,7 +388,7 @@ def test_a_run_that_an_older_version_began_is_finished(tmp_path, capsys):
     before = json.loads((out / "config.json").read_text())["config"]
     assert main(["train", "--out", str(out), "--resume"]) == 0
     printed = capsys.readouterr().out
-    assert "shufflenet_v2_x0_5: 352,042 parameters, 10,250 trained; bf16 on cpu" in printed
+    assert "tiny_classifier: 1,498 parameters, 90 trained; bf16 on cpu" in printed
     assert "Resuming in epoch 2 after 2 batches." in printed
     assert "Trained 3 epochs in " in printed
     first, *others = read_rows(out)
