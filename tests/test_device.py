@@ -15,6 +15,7 @@ from amp_lab import device as device_module
 from amp_lab.device import _memory_bytes, _recommend
 from amp_lab.errors import AmpLabError, OptionError
 from amp_lab.notebook import Scale, pick_scale, start
+from amp_lab.timing import Comparison, Measurement
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -177,50 +178,63 @@ def test_recommendation(measured, recommended):
 SECONDS = {Precision.FP32: 1e-2, Precision.FP16: 2.0, Precision.BF16: 4e-3}
 
 
-def timed(monkeypatch, seconds):
+def timed(monkeypatch, seconds, disturbed=0):
     """Rates, trust and calls when a product takes `seconds(precision, n)`."""
     asked = []
 
-    def matmul_seconds(device, precision, n, calls=5):
-        asked.append((precision, n, calls))
-        return seconds(precision, n)
+    def matrix_product(device, precision, n):
+        asked.append((precision, n))
+        return lambda: (precision, n)
 
-    monkeypatch.setattr(device_module, "product_seconds", matmul_seconds)
-    monkeypatch.setattr(device_module, "has_tf32", lambda device_type: False)
+    def measure(fn, *, device, warmup=3, repeats=10):
+        return Measurement((seconds(*fn()),) * repeats, None, None)
+
+    def compare(functions, *, device, budget_s):
+        samples = {name: (seconds(*fn()),) * 12 for name, fn in functions.items()}
+        return Comparison(samples, disturbed, "the machine was busy" if disturbed else "")
+
+    for name, stand_in in (
+        ("matrix_product", matrix_product),
+        ("measure", measure),
+        ("compare", compare),
+        ("has_tf32", lambda device_type: False),
+    ):
+        monkeypatch.setattr(device_module, name, stand_in)
     return *device_module._matmul_rates(CPU), asked
 
 
-def test_rates_are_of_one_size_and_a_slow_precision_is_called_once(monkeypatch):
+def test_rates_are_of_one_size_and_a_slow_precision_of_the_small_one_alone(monkeypatch):
     rates, trusted, asked = timed(monkeypatch, lambda p, n: SECONDS[p] * (n / 1024) ** 3)
     assert trusted
     assert rates[Precision.TF32] is None
     for precision, seconds in SECONDS.items():
         assert rates[precision] == pytest.approx(2 * 1024**3 / seconds)
-    assert [call for call in asked if call[:2] == (Precision.FP16, 1024)] == [
-        (Precision.FP16, 1024, 1)
-    ]
+    assert [n for precision, n in asked if precision is Precision.FP16] == [256]
+    assert max(n for _, n in asked) == 1024
 
 
-def test_a_call_that_something_else_slowed_down_does_not_count(monkeypatch):
-    slowed = iter([1.0])
-
-    def seconds(precision, n):
-        late = next(slowed, 0.0) if (precision, n) == (Precision.BF16, 1024) else 0.0
-        return SECONDS[precision] * (n / 1024) ** 3 + late
-
-    rates, _, _ = timed(monkeypatch, seconds)
-    assert rates[Precision.BF16] == pytest.approx(2 * 1024**3 / SECONDS[Precision.BF16])
+def test_a_fast_device_gets_larger_matrices_until_they_fill_it(monkeypatch):
+    monkeypatch.setattr(device_module, "measure", lambda fn, **_: Measurement((fn(),), None, None))
+    monkeypatch.setattr(device_module, "matrix_product", lambda device, p, n: lambda: n / 1e5)
+    assert device_module.filling_size(CPU, 8192, seconds=10e-3) == 1024  # the first of 10 ms
+    assert device_module.filling_size(CPU, 8192, seconds=1) == 8192
 
 
-def test_turns_that_disagree_are_not_trusted(monkeypatch):
-    factors = iter([1.0, 1.6])  # of fp32 at the full size, in the first turn and in the second
-
-    def seconds(precision, n):
-        busy = (precision, n) == (Precision.FP32, 1024)
-        return SECONDS[precision] * (n / 1024) ** 3 * (next(factors) if busy else 1.0)
-
-    _, trusted, _ = timed(monkeypatch, seconds)
+def test_rates_of_a_busy_machine_are_not_trusted(monkeypatch):
+    _, trusted, _ = timed(monkeypatch, lambda p, n: SECONDS[p] * (n / 1024) ** 3, disturbed=9)
     assert not trusted
+
+
+def test_a_product_is_one_in_its_precision():
+    found = {
+        p: device_module.matrix_product(CPU, Precision(p), 8)() for p in ("fp32", "fp16", "bf16")
+    }
+    assert {name: product.dtype for name, product in found.items()} == {
+        "fp32": torch.float32,
+        "fp16": torch.float16,
+        "bf16": torch.bfloat16,
+    }
+    assert torch.allclose(found["bf16"].float(), found["fp32"], atol=0.2)
 
 
 def test_a_device_that_torch_cannot_use_is_said(monkeypatch):

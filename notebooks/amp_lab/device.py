@@ -4,6 +4,7 @@ import functools
 import os
 import platform
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +13,12 @@ import torch
 from amp_lab.backends import BACKENDS, backend
 from amp_lab.errors import DeviceError
 from amp_lab.precision import Precision, has_tf32, require_backend
-from amp_lab.timing import measure
+from amp_lab.timing import compare, measure
 
 # A precision counts as accelerated when its matrix product is at least this many times as fast as
 # fp32's. Less drowns in the casts that autocast inserts, and in the noise of a shared machine.
 ACCELERATED = 1.25
+_SMALL = 256  # the edge of the matrices that are tried first
 
 # What readers type who know their card but not torch's name for it.
 _ALSO_KNOWN_AS = {name: row.type for row in BACKENDS.values() for name in row.also_called}
@@ -36,7 +38,7 @@ class DeviceReport:
     rates: dict[Precision, float | None]
     """Measured rate of a matrix product in FLOP/s; None for a precision that it does not have."""
     trusted: bool
-    """Whether repeated measurements agreed; if not, the machine was busy: measure again."""
+    """Whether the machine was quiet enough for the rates; if not, measure again."""
     recommended: Precision
     why: str
     """The reason for `recommended`, in a sentence with its figures."""
@@ -134,29 +136,36 @@ def _matmul_rates(device: torch.device) -> tuple[dict[Precision, float | None], 
 
     None stands for a precision that the device does not have. The size is the same for all: it
     doubles until the product takes 10 ms in fp32, enough to fill the device. On a CPU it stops at
-    1024, because fp16 without hardware for it then takes seconds. The rate is that of the fastest
-    call, since whatever else the machine does can only slow a call down. The precisions take
-    turns, and if two turns of fp32 differ by more than half, the machine is too busy to tell.
+    1024. A precision that is hopeless, since it is emulated, is timed at the first, small size
+    alone: at 1024 one call of fp16 takes seconds on many CPUs.
     """
     here = [p for p in Precision if p is not Precision.TF32 or has_tf32(device.type)]
-    small = {precision: product_seconds(device, precision, 256) for precision in here}
-    slow = {p for p in here if small[p] > 10 * small[Precision.FP32]}  # not worth a second call
-    largest, n = (1024 if backend(device).is_host else 8192), 256
-    while n < largest and product_seconds(device, Precision.FP32, n) < 10e-3:
+    small = {p: measure(matrix_product(device, p, _SMALL), device=device, repeats=2) for p in here}
+    slow = {p for p in here if small[p].median_s > 10 * small[Precision.FP32].median_s}
+    n = filling_size(device, 1024 if backend(device).is_host else 8192, seconds=10e-3)
+    products: dict[str, Callable] = {p: matrix_product(device, p, n) for p in here if p not in slow}
+    compared = compare(products, device=device, budget_s=3)
+    rates = dict.fromkeys(Precision)
+    rates |= {p: 2 * _SMALL**3 / small[p].median_s for p in slow}
+    rates |= {Precision(p): 2 * n**3 / compared.median_s(p) for p in products}
+    return rates, compared.trusted
+
+
+def filling_size(device: torch.device, largest: int, *, seconds: float) -> int:
+    """The n from which on an n x n fp32 product takes so long; `largest`, if it never does."""
+    n = _SMALL
+    while n < largest:
+        product = matrix_product(device, Precision.FP32, n)
+        if measure(product, device=device, warmup=1, repeats=2).median_s >= seconds:
+            break
         n *= 2
-    turns = [
-        {p: product_seconds(device, p, n, calls=1 if p in slow else 5) for p in precisions}
-        for precisions in (here, [p for p in here if p not in slow])
-    ]
-    fp32 = [turn[Precision.FP32] for turn in turns]
-    rates = dict.fromkeys(Precision) | {
-        p: 2 * n**3 / min(turn[p] for turn in turns if p in turn) for p in here
-    }
-    return rates, max(fp32) < 1.5 * min(fp32)
+    return n
 
 
-def product_seconds(device: torch.device, precision: Precision, n: int, calls: int = 5) -> float:
-    """Seconds of the fastest of some products of two n x n matrices, (n, n) @ (n, n).
+def matrix_product(
+    device: torch.device, precision: Precision, n: int
+) -> Callable[[], torch.Tensor]:
+    """A function that multiplies two n x n matrices in a precision, (n, n) @ (n, n).
 
     It takes 2 n^3 FLOPs: n^3 multiplications and about as many additions.
     """
@@ -165,12 +174,12 @@ def product_seconds(device: torch.device, precision: Precision, n: int, calls: i
         torch.randn(n, n, device=device, generator=generator).to(precision.dtype) for _ in range(2)
     )
     mode = Precision.TF32 if precision is Precision.TF32 else Precision.FP32
-    with mode.autocast(device.type):
-        return min(
-            measure(
-                lambda: left @ right, device=device, warmup=int(calls > 1), repeats=calls
-            ).samples_s
-        )
+
+    def multiply() -> torch.Tensor:
+        with mode.autocast(device.type):
+            return left @ right
+
+    return multiply
 
 
 def _speedup(rates: dict[Precision, float | None], precision: Precision) -> float:

@@ -7,10 +7,10 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Self
 
 import numpy as np
 import torch
@@ -116,16 +116,43 @@ def _resets_peak(device: torch.device) -> bool:
 
 
 @dataclass(frozen=True)
-class Ratio:
-    """How long one function takes as a multiple of another, measured side by side."""
+class Estimate:
+    """A measured value, and how sure it is."""
 
     median: float
     interval: tuple[float, float]
-    """95 % interval of the median; at least 1 % to either side, which no clock here can resolve."""
+    """95 % interval of the median; at least 2 % to either side: by so much two measurements of the
+    same differ on a machine that shares its cores (`tools/measure_timing.py`)."""
+    trusted: bool = True
+    """Whether the machine was quiet enough to tell."""
+
+    def is_above(self, value: float) -> bool:
+        """Whether it is larger than `value`, as far as this measurement can tell."""
+        return self.trusted and self.interval[0] > value
+
+    def is_below(self, value: float) -> bool:
+        """Whether it is smaller than `value`, as far as this measurement can tell."""
+        return self.trusted and self.interval[1] < value
+
+    def times(self, factor: float) -> Self:
+        """It in another unit: 1000 makes milliseconds of seconds."""
+        low, high = self.interval
+        return replace(self, median=factor * self.median, interval=(factor * low, factor * high))
+
+    def rate(self, amount: float) -> Self:
+        """The rate at which `amount` was done in this time, such as FLOPs in seconds."""
+        low, high = self.interval
+        return replace(self, median=amount / self.median, interval=(amount / high, amount / low))
+
+
+@dataclass(frozen=True)
+class Ratio(Estimate):
+    """How long one function takes as a multiple of another, measured side by side."""
 
     def __str__(self) -> str:
         low, high = self.interval
-        return f"{self.median:.3g} ({low:.3g} to {high:.3g})"
+        what = f"{self.median:.2f}x" if self.trusted else "cannot tell here"
+        return f"{what} ({low:.2f}x to {high:.2f}x)"
 
 
 @dataclass(frozen=True)
@@ -155,28 +182,42 @@ class Comparison:
         """Median of one function's samples, in seconds."""
         return statistics.median(self.samples_s[name])
 
+    def time_s(self, name: str) -> Estimate:
+        """That median with its interval, by the same bootstrap as a ratio's."""
+        return Estimate(*_estimate(np.array(self.samples_s[name])), self.trusted)
+
     def ratio(self, name: str, to: str) -> Ratio:
-        """Time of `name` over time of `to`: above 1, `name` is the slower one.
+        """Time of `name` over time of `to`: above 1, `name` is the slower one, and `to` as many
+        times as fast.
 
         The median of the ratios within each round, with a bootstrap interval (Efron and Tibshirani
         1993, percentile method, seeded). Raises `KeyError` for a name that was not compared.
         """
         ratios = np.array(self.samples_s[name]) / np.array(self.samples_s[to])
-        median, low, high = _bootstrap(ratios)
-        return Ratio(median, (min(low, median * (1 - _FLOOR)), max(high, median * (1 + _FLOOR))))
+        return Ratio(*_estimate(ratios), self.trusted)
+
+    def to_json(self) -> dict:
+        """The samples in seconds, and whether they are to be trusted, for a JSON file."""
+        return {
+            "samples_s": {str(name): list(samples) for name, samples in self.samples_s.items()},
+            "median_s": {str(name): self.median_s(name) for name in self.samples_s},
+            "disturbed": self.disturbed,
+            "trusted": self.trusted,
+            "reason": self.reason,
+        }
 
     def __str__(self) -> str:
-        first = next(iter(self.samples_s))
+        """A line for each function, with the first one's time over its own: its speed-up."""
+        first, width = next(iter(self.samples_s)), max(map(len, self.samples_s))
         lines = []
         for name in self.samples_s:
-            time_text = _time_text(self.median_s(name))
-            beside = "" if name == first else f", {self.ratio(name, first)} of {first}"
-            lines.append(f"{name}: {time_text}{beside}")
-        left_out = " and left out" if self.trusted and self.disturbed else ""
-        lines.append(f"{self.rounds} rounds; {self.disturbed} disturbed{left_out}")
-        if self.reason:
-            lines.append(f"not trusted: {self.reason}")
-        return "\n".join(lines)
+            beside = "" if name == first else f"  {self.ratio(first, name)}"
+            lines.append(f"{name:<{width}}  {_time_text(self.median_s(name)):>8}{beside}")
+        return "\n".join([*lines, *self.remarks()])
+
+    def remarks(self) -> list[str]:
+        """What has to be said beside the figures: nothing, if all went well."""
+        return [f"not trusted: {self.reason}"] if self.reason else []
 
 
 def compare(
@@ -189,69 +230,106 @@ def compare(
 ) -> Comparison:
     """Time functions against each other, in turns, so that their ratios can be trusted.
 
-    A round runs all functions in their order and then in the reverse (A B B A), so that a drift of
-    the machine meets all of them alike. Each turn lies between two synchronisations, and repeats a
-    short function until the turn is long enough for the clock. After at least six rounds it ends
+    A round runs all functions once, every other round in reverse (A B, B A), so that a drift of the
+    machine meets all of them alike. Each turn lies between two synchronisations, and repeats a
+    short function until the turn is long enough for the clock. After at least twelve rounds it ends
     when every ratio to the first function is known to within `precision` (0.03: 3 % to either
     side), or when `budget_s` seconds are spent, whichever comes first; the functions' own warm-up,
     `warmup` calls of each, is not counted.
 
     Between the turns a fixed matrix product is timed, and the operating system is asked how long
     threads of this process waited for a core and how much of it the host took away (Linux). A round
-    in which another program took part of the machine is left out. If fewer than six rounds remain,
-    or fewer than half, the result says that it is not trusted.
+    in which another program took part of the machine is left out. If fewer than twelve rounds
+    remain, or fewer than half, the result says that it is not trusted; a machine that was busy for
+    most of half the budget is not given the other half.
 
-    Raises `ValueError` for fewer than two functions, and whatever they raise.
+    Raises `ValueError` for no functions, and whatever they raise.
     """
-    if len(functions) < 2:
-        raise ValueError("compare: give at least two functions; measure times a single one")
+    if not functions:
+        raise ValueError("compare: give at least one function")
     device = torch.device(device)
     for fn in functions.values():
         for _ in range(warmup):
             fn()
     calls = {name: _calls_for_a_turn(fn, device) for name, fn in functions.items()}
-    watch = _Watch(device)
-    rounds: list[dict[str, float]] = []  # seconds of a call by name
-    quiet: list[dict[str, float]] = []  # those of them that nothing disturbed
+    rounds = Rounds(device)
     checked_at = _FEWEST_ROUNDS
-    end = time.perf_counter() + budget_s
-    while time.perf_counter() < end or not rounds:
-        watch.start_round()
-        rounds.append(_round(functions, calls, watch))
-        if watch.was_disturbed():
-            continue
-        quiet.append(rounds[-1])
-        if len(quiet) >= checked_at:
+    start = time.perf_counter()
+    while (spent_s := time.perf_counter() - start) < budget_s or not rounds.all:
+        if spent_s > budget_s / 2 and 4 * len(rounds.quiet) < len(rounds.all):
+            break
+        _round(functions, calls, rounds)
+        if len(rounds.quiet) >= checked_at and spent_s > min(_LEAST_S, budget_s / 4):
             # An interval takes a thousand draws, so it is not computed after every round.
-            checked_at += max(1, len(quiet) // 4)
-            if _narrow_enough(quiet, precision):
+            checked_at += max(1, len(rounds.quiet) // 4)
+            if _narrow_enough(rounds.quiet, precision):
                 break
-    reason = _why_not(len(quiet), len(rounds))
-    samples = rounds if reason else quiet
-    return Comparison(
-        {name: tuple(one[name] for one in samples) for name in functions},
-        len(rounds) - len(quiet),
-        reason,
-    )
+    return rounds.comparison(list(functions))
 
 
-_FEWEST_ROUNDS = 6
+class Rounds:
+    """Rounds of timings that belong together, and which of them something else disturbed.
+
+    `compare` fills them; so does whoever has to time its functions in another way.
+    """
+
+    def __init__(self, device: torch.device):
+        self.watch = _Watch(device)
+        self.all: list[dict[str, float]] = []
+        """Seconds of a call by name, a dictionary a round."""
+        self.quiet: list[dict[str, float]] = []
+        """Those of them that nothing disturbed."""
+
+    @contextlib.contextmanager
+    def next(self) -> Iterator[dict[str, float]]:
+        """A round: write the seconds of each function into the dictionary."""
+        self.watch.start_round()
+        seconds: dict[str, float] = {}
+        yield seconds
+        self.watch.calibrate()
+        self.all.append(seconds)
+        if not self.watch.was_disturbed():
+            self.quiet.append(seconds)
+
+    def comparison(self, names: list[str]) -> Comparison:
+        """What the rounds say of these functions, each of which was timed in every round."""
+        reason = _why_not(len(self.quiet), len(self.all))
+        samples = self.all if reason else self.quiet
+        return Comparison(
+            {name: tuple(one[name] for one in samples) for name in names},
+            len(self.all) - len(self.quiet),
+            reason,
+        )
+
+
+def why_busy(device: torch.device | str, seconds: float = 1.0) -> str:
+    """Why timings on this machine could not be trusted now; empty if it is quiet.
+
+    Watches for so many `seconds`, in which the machine does nothing but a calibration product.
+    """
+    rounds, end = Rounds(torch.device(device)), time.perf_counter() + seconds
+    while time.perf_counter() < end or len(rounds.all) < _FEWEST_ROUNDS:
+        with rounds.next():
+            for _ in range(10):
+                rounds.watch.calibrate()
+    return _why_not(len(rounds.quiet), len(rounds.all))
+
+
+_FEWEST_ROUNDS = 12
+_LEAST_S = 0.7  # a neighbour on the host comes and goes in tenths of a second
 _TURN_S = 5e-3
-_FLOOR = 0.01
-_SLOWER = 1.15  # the calibration product against its best: more is another program, or throttling
+_FLOOR = 0.02
+_SLOWER = 1.5  # the calibration product against its usual time: more is another program
 _WAITED = 0.03  # of a round's time, in which a thread was ready and another program had its core
 
 
 def _round(
-    functions: Mapping[str, Callable[[], object]], calls: dict[str, int], watch: "_Watch"
-) -> dict[str, float]:
-    """Seconds of one call of each function: the mean of a turn on the way up and one back down."""
-    sums = dict.fromkeys(functions, 0.0)
-    for order in (list(functions), list(functions)[::-1]):
-        for name in order:
-            sums[name] += _turn(functions[name], calls[name], watch.device)
-        watch.calibrate()
-    return {name: seconds / (2 * calls[name]) for name, seconds in sums.items()}
+    functions: Mapping[str, Callable[[], object]], calls: dict[str, int], rounds: "Rounds"
+) -> None:
+    """A turn of each function; every other round goes backwards, so that none is always first."""
+    with rounds.next() as seconds:
+        for name in list(functions)[:: 1 if len(rounds.all) % 2 == 0 else -1]:
+            seconds[name] = _turn(functions[name], calls[name], rounds.watch.device) / calls[name]
 
 
 def _turn(fn: Callable[[], object], calls: int, device: torch.device) -> float:
@@ -282,11 +360,21 @@ def _narrow_enough(rounds: list[dict[str, float]], precision: float) -> bool:
 
 
 def _bootstrap(values: np.ndarray) -> tuple[float, float, float]:
-    """Median of `values` (n,), and the ends of its 95 % interval."""
+    """Median of `values` (n,), and the ends of its 95 % interval.
+
+    The ends are those of the bootstrap's middle 99 %: neighbouring rounds are alike, and the rounds
+    end when the interval looks narrow, so its middle 95 % holds the truth less often than that.
+    """
     draws = np.random.default_rng(0).integers(len(values), size=(1000, len(values)))
     medians = np.median(values[draws], axis=1)
-    low, high = np.quantile(medians, [0.025, 0.975])
+    low, high = np.quantile(medians, [0.005, 0.995])
     return float(np.median(values)), float(low), float(high)
+
+
+def _estimate(values: np.ndarray) -> tuple[float, tuple[float, float]]:
+    """Median of `values` (n,), and an interval that is no narrower than can be told."""
+    median, low, high = _bootstrap(values)
+    return median, (min(low, median * (1 - _FLOOR)), max(high, median * (1 + _FLOOR)))
 
 
 def _why_not(quiet: int, rounds: int) -> str:
@@ -301,17 +389,14 @@ def _why_not(quiet: int, rounds: int) -> str:
 class _Watch:
     """Tells of each round whether something else used the machine."""
 
-    best_s: ClassVar[dict[torch.device, float]] = {}
-    """The calibration product's shortest time in this process, by device."""
-
     def __init__(self, device: torch.device):
         self.device = device
         self.factor = torch.ones(192, 192, device=device)
-        for _ in range(3):
-            self.calibrate()
+        self.calibrations_s: list[float] = []
+        self.start_round()
 
     def start_round(self) -> None:
-        self.slowest_s = 0.0
+        self.first = len(self.calibrations_s)
         self.started = time.perf_counter()
         self.waited_s, self.stolen_s = _waited_s(), _stolen_s()
         self.calibrate()
@@ -319,13 +404,19 @@ class _Watch:
     def calibrate(self) -> None:
         """Time a product that uses all threads, as the functions do: about a millisecond."""
         seconds = min(_turn(lambda: self.factor @ self.factor, 4, self.device) for _ in range(2))
-        self.best_s[self.device] = min(seconds, self.best_s.get(self.device, seconds))
-        self.slowest_s = max(seconds, getattr(self, "slowest_s", 0.0))
+        self.calibrations_s.append(seconds)
 
     def was_disturbed(self) -> bool:
+        """Whether this round was: its product was slow, or its threads or cores had to wait.
+
+        The product is held against its usual time and not against its best. That one comes once in
+        a hundred rounds, when a neighbour on the same core of the host sleeps; and what slows all
+        rounds alike leaves the ratios as they are.
+        """
+        slowest_s = max(self.calibrations_s[self.first :])
         allowed_s = _WAITED * (time.perf_counter() - self.started)
         return (
-            self.slowest_s > _SLOWER * self.best_s[self.device]
+            slowest_s > _SLOWER * statistics.median(self.calibrations_s)
             or _waited_s() - self.waited_s > allowed_s
             or _stolen_s() - self.stolen_s > max(allowed_s, 0.02)  # counted in steps of 10 ms
         )

@@ -11,13 +11,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from amp_lab.backends import backend
-from amp_lab.device import describe_device, product_seconds
+from amp_lab.device import describe_device, filling_size, matrix_product
 from amp_lab.precision import Precision
-from amp_lab.timing import measure
+from amp_lab.timing import compare
 from amp_lab.tracing.ops_seen import FLOP_FORMULAS, computes_nothing
 
-# Edge of the matrices of a product, bytes of a copy.
+# Edge of the matrices of a product, and bytes of a copy: at most so many, and fewer where they take
+# long enough already, as on the GPU of a laptop.
 _LARGEST = {"cpu": (2048, 2**29), "accelerator": (8192, 2**32)}
+_LONG_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Ceilings:
 
     flops_per_s: dict[str, float | None]  # of a large product; None: the device lacks it
     stream_bytes_per_s: dict[int, float]  # of a copy or a sum, by the bytes read and written
-    trusted: bool  # whether repeated measurements agreed
+    trusted: bool  # whether the machine was quiet
 
     def stream_rate(self, nbytes: int) -> float:
         """The highest rate for so many bytes or more, since a cache may hold them."""
@@ -70,19 +72,18 @@ class Count:
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Matrix products and a copy, timed here and now; the fastest of some calls counts."""
     rates = {name: rate for name, rate in describe_device(device).rates.items() if rate is not None}
-    n, _ = _LARGEST["cpu" if backend(device).is_host else "accelerator"]
+    largest, _ = _LARGEST["cpu" if backend(device).is_host else "accelerator"]
+    n = filling_size(device, largest, seconds=_LONG_S)
     # A precision that is emulated takes seconds at this size, and is no limit to anything.
     timed = [name for name, rate in rates.items() if rate > 0.5 * rates[Precision.FP32]]
-
-    def turn() -> dict[Precision, float]:
-        return {name: 2 * n**3 / product_seconds(device, name, n) for name in timed}
-
-    first, second = turn(), turn()
-    rates |= {name: max(rates[name], first[name], second[name]) for name in timed}
+    compared = compare(
+        {p: matrix_product(device, p, n) for p in timed}, device=device, budget_s=4, precision=0.1
+    )
+    rates |= {p: max(rates[p], 2 * n**3 / min(compared.samples_s[p])) for p in timed}
     return Ceilings(
         flops_per_s={str(precision): rates.get(precision) for precision in Precision},
         stream_bytes_per_s=_stream_rates(device),
-        trusted=all(0.8 < first[name] / second[name] < 1.25 for name in timed),
+        trusted=compared.trusted,
     )
 
 
@@ -92,20 +93,15 @@ def _stream_rates(device: torch.device) -> dict[int, float]:
     largest = min(largest, (describe_device(device).memory_bytes or 2**63) // 8)
     rates: dict[int, float] = {}
     for nbytes in (2**power for power in range(16, largest.bit_length())):
-        calls = max(1, 2**24 // nbytes)  # a single small one is shorter than the clock can tell
-        source = torch.empty(nbytes // 4, device=device).normal_()
+        source = torch.ones(nbytes // 4, device=device)
         half = source[: source.numel() // 2]
         copy = torch.empty_like(half)  # half of the bytes are read, half are written
-        fastest = []
-        for run in (functools.partial(copy.copy_, half), source.sum):
-
-            def runs(run=run, calls=calls) -> None:
-                for _ in range(calls):
-                    run()
-
-            m = measure(runs, device=device, warmup=1, repeats=5)
-            fastest.append(min(m.samples_s) / calls)
-        rates[nbytes] = nbytes / min(fastest)
+        runs = {"copy": functools.partial(copy.copy_, half), "sum": source.sum}
+        compared = compare(runs, device=device, budget_s=0.3, precision=0.2)
+        fastest_s = min(min(samples) for samples in compared.samples_s.values())
+        rates[nbytes] = nbytes / fastest_s
+        if nbytes >= 2**28 and fastest_s > _LONG_S:  # more than any cache holds
+            break
     return rates
 
 
