@@ -26,7 +26,7 @@ from amp_lab.timing import measure
 from amp_lab.training.loop import fit
 from amp_lab.training.models import build_model
 from amp_lab.training.run import train
-from amp_lab.training.run_config import RunConfig
+from amp_lab.training.train_options import RunConfig
 from recording import parser, record
 
 PARTS = ("speed", "loop", "checkpoint", "accuracy")

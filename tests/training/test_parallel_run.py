@@ -32,7 +32,7 @@ from amp_lab.distributed.process_group import join
 from amp_lab.errors import DataError
 from amp_lab.training import run as runs
 from amp_lab.training.loop import evaluate
-from amp_lab.training.run_config import RunOptions
+from amp_lab.training.train_options import RunOptions
 
 pytestmark = pytest.mark.slow
 

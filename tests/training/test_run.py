@@ -25,7 +25,7 @@ from amp_lab import Precision, describe_device, load_checkpoint, make_stand_in
 from amp_lab.cli import main
 from amp_lab.cli import train as train_command
 from amp_lab.training import run, run_folder
-from amp_lab.training.run_config import RunConfig, setting
+from amp_lab.training.train_options import RunConfig, setting
 
 SQUEEZENET = "squeezenet1_1"  # whose numbers of parameters are known
 

@@ -1,6 +1,6 @@
 """`amp-lab train`: train an image classifier, in a folder, resumably.
 
-Its options are the fields in `training/run_config.py`: to add one, add a field there.
+Its options are the fields in `training/train_options.py`: to add one, add a field there.
 """
 
 import argparse
@@ -8,7 +8,7 @@ import dataclasses
 from typing import get_args
 
 from amp_lab.cli.printing import print_no_more
-from amp_lab.training.run_config import TOGETHER, RunConfig, RunOptions
+from amp_lab.training.train_options import TOGETHER, RunConfig, RunOptions
 
 
 def add(commands) -> None:

@@ -29,7 +29,7 @@ from amp_lab.precision import Precision
 from amp_lab.training import run_folder
 from amp_lab.training.loop import Batches, EpochMetrics, Progress, fit
 from amp_lab.training.models import build_model, require_values_to_normalise
-from amp_lab.training.run_config import RunConfig, RunOptions
+from amp_lab.training.train_options import RunConfig, RunOptions
 
 
 def train(

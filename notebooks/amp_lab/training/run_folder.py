@@ -16,7 +16,7 @@ from amp_lab.checkpoint.run_state import CHECKPOINT
 from amp_lab.errors import RunError
 from amp_lab.files import write_whole
 from amp_lab.training.loop import EpochMetrics
-from amp_lab.training.run_config import RunConfig
+from amp_lab.training.train_options import RunConfig
 
 CONFIG, METRICS = "config.json", "metrics.csv"
 

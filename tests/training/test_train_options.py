@@ -12,7 +12,7 @@ from amp_lab import Precision
 from amp_lab.cli import main, train
 from amp_lab.data import DATASETS
 from amp_lab.errors import RunError
-from amp_lab.training.run_config import RunConfig, RunOptions, setting
+from amp_lab.training.train_options import RunConfig, RunOptions, setting
 
 
 @pytest.mark.parametrize(
@@ -94,5 +94,5 @@ def test_a_setting_takes_one_field(capsys, monkeypatch):
 
 
 def test_the_settings_load_no_torch():
-    code = "import sys, amp_lab.training.run_config; sys.exit('torch' in sys.modules)"
+    code = "import sys, amp_lab.training.train_options; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
