@@ -23,7 +23,7 @@
 # **What you need.** [Notebook 01](01_number_formats.ipynb) for what fp32, fp16 and bf16 are. No
 # GPU.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 import threading
 import warnings
 from contextlib import contextmanager

@@ -27,7 +27,7 @@
 # AMD](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html),
 # which trained them on an AMD GPU. The last section looks at what it measured, and how.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 import statistics
 import time
 from contextlib import nullcontext

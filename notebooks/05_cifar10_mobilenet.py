@@ -27,7 +27,7 @@
 # Network, data and task are those of a widely shared notebook, *Mixed Precision Training (PyTorch,
 # TF2.X)*.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 import gc
 import os
 import statistics

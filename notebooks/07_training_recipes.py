@@ -41,7 +41,7 @@
 # | trains some layers only | [Freeze layers](#Freeze-layers) |
 # | starts from fp16 or bf16 weights | [Load half precision weights](#Load-half-precision-weights) |
 
-# %%
+# %% tags=["nbval-ignore-output"]
 import math
 import tempfile
 import warnings

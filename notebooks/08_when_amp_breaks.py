@@ -91,7 +91,7 @@
 # on a GPU, where a message may be worded differently. fp16 is slow on many CPUs, so everything is
 # tiny. Where a failure belongs to the GPU, the section says so.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 import math
 import threading
 import warnings

@@ -25,7 +25,7 @@
 # [notebook 09](09_xray_your_model.ipynb) for memory forecasts. It runs on a CPU in about a minute.
 # Rungs that compile need a C++ compiler.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 import functools
 import statistics
 from contextlib import nullcontext

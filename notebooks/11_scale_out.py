@@ -25,7 +25,7 @@
 # cores, and talk through the machine's own network. Then nothing gets faster, but all that is sent
 # and held can be counted. It takes a minute or two.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 import functools
 import inspect
 import os

@@ -32,7 +32,7 @@
 # A process has one Keras backend, which the environment names before Keras is imported. Here it is
 # torch, unless you have chosen another. What both backends are to do runs in processes of their own.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 import itertools
 import os
 import random

@@ -25,7 +25,7 @@
 # 03](03_grad_scaler_step_by_step.ipynb) for the scaler. No GPU, and no Apex, which removed its `amp`
 # in 2025. It takes about half a minute.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 import difflib
 import functools
 import json

@@ -1,3 +1,4 @@
+import re
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -143,6 +144,19 @@ def test_a_notebook_as_a_script_ends_with_one_line_and_in_jupyter_with_the_error
     monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
     with pytest.raises(AmpLabError, match=f"{name}='{value}'"):
         start()
+
+
+def test_a_notebook_starts_by_saying_what_its_outputs_come_from(monkeypatch, capsys):
+    monkeypatch.setenv("AMP_LAB_DEVICE", "cpu")
+    monkeypatch.setenv("AMP_LAB_SCALE", "quick")
+    start()
+    line = capsys.readouterr().out
+    report = describe_device("cpu")
+    begin = f"{report.name} ({report.backend}), torch {torch.__version__}, quick scale"
+    assert re.fullmatch(re.escape(begin) + r"(, commit [0-9a-f]+\+?)?\n", line)
+    monkeypatch.setenv("PATH", "")  # no git, as in a container
+    start()
+    assert capsys.readouterr().out == begin + "\n"
 
 
 def rates(**multiples: float | None) -> dict[Precision, float | None]:

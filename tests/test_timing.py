@@ -172,7 +172,7 @@ def test_a_busy_machine_is_told_and_shows_its_spread(monkeypatch):
     assert not compared.trusted
     assert compared.rounds == busy.rounds  # all of them, since none can be told from the rest
     assert not compared.ratio("other", "one").is_above(1)
-    assert "cannot tell here" in str(compared)
+    assert "too busy to tell" in str(compared)
     assert "not trusted: the machine was busy in" in str(compared)
 
 
@@ -230,7 +230,7 @@ def test_a_wide_interval_and_a_busy_machine_cannot_tell():
     assert not busy.is_above(1)
     assert (str(clear), str(busy)) == (
         "1.50x (1.40x to 1.60x)",
-        "cannot tell here (1.40x to 1.60x)",
+        "too busy to tell (1.40x to 1.60x)",
     )
 
 

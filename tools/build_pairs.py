@@ -1,6 +1,7 @@
 """Execute the notebooks and write their pairs: `pdm run notebooks [NAME …]`; `--check` compares.
 
 People edit `NAME.py`; `NAME.ipynb` is made from it, with outputs from the CPU at the quick scale.
+The machine has to be quiet: `--force` writes figures that are not to be trusted all the same.
 `--new 20_title` makes a notebook that passes every check, to be filled with what you have to say.
 The last figure of notebook 04 is also written as a picture, for the README.
 """
@@ -24,12 +25,15 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from PIL import Image
 
+from amp_lab.timing import why_busy
+
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 TEMPLATE = Path(__file__).resolve().parent / "notebook_template.txt"
 # What the committed outputs are made with.
 SETTINGS = {"AMP_LAB_DEVICE": "cpu", "AMP_LAB_SCALE": "quick"}
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 CELL_TIMEOUT_S = 600
+UNTRUSTED = re.compile(r"not trusted|too busy")  # what a comparison prints on a busy machine
 README_FIGURE = FOLDER / "04_fp32_vs_amp.png"  # the last figure of the notebook of that name
 
 
@@ -48,6 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         "--check", action="store_true", help="run nothing; fail if a pair is out of step"
     )
     what.add_argument("--new", metavar="NN_NAME", help="make notebooks/NN_NAME.py from a template")
+    parser.add_argument("--force", action="store_true", help="write figures of a busy machine too")
     options = parser.parse_args(argv)
     try:
         if options.new is not None:
@@ -57,14 +62,26 @@ def main(argv: list[str] | None = None) -> int:
         if options.check:
             check(sources)
         else:
+            set_up()
             for source in sources:
                 print(source.name, flush=True)
                 prepare(source)
-                write_pair(execute(source), source)
+                write_pair(execute_quietly(source, options.force), source)
     except Problem as problem:
         print(f"notebooks: {problem}", file=sys.stderr)
         return 2
     return 0
+
+
+def set_up() -> None:
+    """Set what the committed outputs are made with, for the kernels, which inherit it."""
+    for name, value in SETTINGS.items():
+        asked = os.environ.get(name) or value
+        if asked != value:
+            raise Problem(
+                f"{name}={asked!r}: committed outputs are made with {name}={value}; unset it"
+            )
+    os.environ.update(SETTINGS)
 
 
 def find(names: Sequence[str] = ()) -> list[Path]:
@@ -147,15 +164,32 @@ def check(sources: list[Path]) -> None:
             )
 
 
+def execute_quietly(source: Path, force: bool) -> nbformat.NotebookNode:
+    """`execute` on a quiet machine; with a second try, since a neighbour may come and go."""
+    for _ in range(2):
+        reason = "" if force else why_busy("cpu")
+        if reason:
+            continue
+        notebook = execute(source)
+        found = [] if force else untrusted(notebook)
+        if not found:
+            return notebook
+        reason = f"it printed {found[0]!r}"
+    raise Problem(
+        f"{source.name}: figures of a busy machine are not written ({reason}); stop what else runs "
+        "here, or give --force (its pair is unchanged)"
+    )
+
+
+def untrusted(notebook: nbformat.NotebookNode) -> list[str]:
+    """The printed lines that tell of a measurement that is not to be trusted."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    lines = "".join(output.get("text", "") for output in outputs).splitlines()
+    return [line for line in lines if UNTRUSTED.search(line)]
+
+
 def execute(source: Path) -> nbformat.NotebookNode:
     """The notebook in `source`, run from top to bottom on the CPU at the quick scale."""
-    for name, value in SETTINGS.items():
-        asked = os.environ.get(name) or value
-        if asked != value:
-            raise Problem(
-                f"{name}={asked!r}: committed outputs are made with {name}={value}; unset it"
-            )
-    os.environ.update(SETTINGS)  # for the kernel, which inherits them
     # On a machine with a CUDA compiler and no GPU, torch warns of that whenever it compiles.
     os.environ.setdefault("TORCH_LOGS", "-torch.utils.cpp_extension")
     notebook = read_source(source)

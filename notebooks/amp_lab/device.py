@@ -107,8 +107,8 @@ def _describe(device: torch.device) -> DeviceReport:
     recommended, why = _recommend(rates)
     return DeviceReport(
         device=device,
-        name=_name(device),
-        backend=_backend(device),
+        name=device_name(device),
+        backend=backend_name(device),
         memory_bytes=_memory_bytes(device),
         rates=rates,
         trusted=trusted,
@@ -212,7 +212,8 @@ def _recommend(rates: dict[Precision, float | None]) -> tuple[Precision, str]:
     )
 
 
-def _name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """The name its maker gave it."""
     module = torch.get_device_module(device.type)
     if hasattr(module, "get_device_name"):
         return module.get_device_name(device)
@@ -233,7 +234,8 @@ def _name(device: torch.device) -> str:
     return names[0] if names else platform.machine()
 
 
-def _backend(device: torch.device) -> str:
+def backend_name(device: torch.device) -> str:
+    """What torch drives it with, e.g. ``CUDA 13.0, compute capability 9.0``."""
     if backend(device).is_host:
         return f"CPU, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     if device.type == "cuda" and torch.version.hip:

@@ -151,7 +151,7 @@ class Ratio(Estimate):
 
     def __str__(self) -> str:
         low, high = self.interval
-        what = f"{self.median:.2f}x" if self.trusted else "cannot tell here"
+        what = f"{self.median:.2f}x" if self.trusted else "too busy to tell"
         return f"{what} ({low:.2f}x to {high:.2f}x)"
 
 

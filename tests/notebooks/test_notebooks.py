@@ -135,9 +135,28 @@ def test_cells_are_short_and_the_notebook_asserts(source):
 def test_a_cell_that_nbval_does_not_compare_asserts_or_draws(source):
     for cell in code_cells(source):
         if "nbval-ignore-output" in cell.metadata.get("tags", []):
-            assert re.search(r"\bassert\b|plots\.|assert_close", cell.source), (
+            assert re.search(r"\bassert\b|plots\.|assert_close|= start\(", cell.source), (
                 f"assert what must hold on any machine in this cell, or draw it: {cell.source}"
             )
+
+
+def made_on(pair: nbformat.NotebookNode) -> str:
+    """The line that `start` printed into a pair, without scale and commit."""
+    first = next(cell for cell in pair.cells if cell.cell_type == "code")
+    line = "".join(out.get("text", "") for out in first.outputs)
+    assert re.fullmatch(r".+, torch \S+, quick scale(, commit [0-9a-f]+\+?)?\n", line), line
+    return line.partition(", quick scale")[0]
+
+
+def test_all_pairs_come_from_one_machine_and_one_torch():
+    machines = {source.stem: made_on(read_pair(source)) for source in SOURCES}
+    assert len(set(machines.values())) == 1, machines
+
+
+@each_notebook
+def test_no_pair_holds_a_figure_of_a_busy_machine(source):
+    found = build_pairs.untrusted(read_pair(source))
+    assert not found, f"make it on a quiet machine: pdm run notebooks {source.stem[:2]}"
 
 
 @each_notebook
@@ -282,7 +301,7 @@ def new_notebook(tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build_pairs, "FOLDER", root / "notebooks")
         assert build_pairs.main(["--new", "20_fused_optimizers"]) == 0
-        assert build_pairs.main(["20"]) == 0
+        assert build_pairs.main(["--force", "20"]) == 0  # it times nothing
     return root / "notebooks" / "20_fused_optimizers.py"
 
 

@@ -55,6 +55,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     (tmp_path / "notebooks").mkdir()
     monkeypatch.setattr(build_pairs, "FOLDER", tmp_path / "notebooks")
+    monkeypatch.setattr(build_pairs, "why_busy", lambda device: "")  # whatever else runs here
     return tmp_path / "notebooks"
 
 
@@ -156,6 +157,34 @@ def test_a_notebook_that_fails_is_named_with_its_line_and_its_pair_is_kept(folde
     said = capsys.readouterr().err.splitlines()[-1]
     assert "01_broken.py: cell 2 (line 13) raised ZeroDivisionError: division by zero" in said
     assert source.with_suffix(".ipynb").read_text() == "as it was"
+
+
+def test_nothing_is_made_on_a_busy_machine_unless_forced(folder, monkeypatch, capsys):
+    source = folder / "01_sound.py"
+    source.write_text(HEADER + "# %%\n1 + 1\n")
+    monkeypatch.setattr(build_pairs, "why_busy", lambda device: "busy in 9 of 12 rounds")
+    assert build_pairs.main([]) == 2
+    said = capsys.readouterr().err
+    assert len(said.splitlines()) == 1
+    assert "01_sound.py: figures of a busy machine are not written (busy in 9 of 12" in said
+    assert not source.with_suffix(".ipynb").exists()
+    assert build_pairs.main(["--force"]) == 0
+    assert source.with_suffix(".ipynb").exists()
+
+
+def test_a_machine_that_becomes_busy_is_given_a_second_chance(folder, capsys):
+    """The first run prints that it is not to be trusted, the second does not; a third always."""
+    count = folder / "count"
+    source = folder / "01_timed.py"
+    code = f"from pathlib import Path\ncount = Path({str(count)!r})\n"
+    code += "old = count.read_text() if count.exists() else ''\n_ = count.write_text(old + 'x')\n"
+    code += "print('not trusted: the machine was busy' if len(old) != 1 else 'quiet')\n"
+    source.write_text(HEADER + "# %%\n" + code)
+    assert build_pairs.main([]) == 0
+    pair = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+    assert pair.cells[0].outputs[0].text == "quiet\n"
+    assert build_pairs.main([]) == 2
+    assert "it printed 'not trusted: the machine was busy'" in capsys.readouterr().err
 
 
 def test_a_damaged_pair_is_named(folder, capsys):

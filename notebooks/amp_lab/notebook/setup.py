@@ -3,11 +3,13 @@
 import enum
 import importlib.util
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import torch
 
-from amp_lab.device import pick_device
+from amp_lab.device import backend_name, device_name, pick_device
 from amp_lab.errors import AmpLabError, OptionError
 
 
@@ -38,6 +40,8 @@ def pick_scale(device: torch.device) -> Scale:
 def start(*packages: str) -> tuple[torch.device, Scale]:
     """Device and scale for a notebook, chosen by `pick_device` and `pick_scale`.
 
+    It prints what the outputs below it come from: device, torch, and the commit of this package.
+
     `packages` are those that it needs besides what all notebooks need, by the names of their
     modules; they are not imported.
 
@@ -52,9 +56,27 @@ def start(*packages: str) -> tuple[torch.device, Scale]:
                 "installs all that the notebooks need"
             )
         device = pick_device()
-        return device, pick_scale(device)
+        scale = pick_scale(device)
     except AmpLabError as error:
         if "ipykernel" in sys.modules:
             raise
         print(error, file=sys.stderr)
         sys.exit(2)
+    where = f"{device_name(device)} ({backend_name(device)}), torch {torch.__version__}"
+    print(", ".join([where, f"{scale} scale", *_commit()]))
+    return device, scale
+
+
+def _commit() -> list[str]:
+    """The commit of this code, with a plus if it was changed since; nothing where git has none."""
+    folder, found = Path(__file__).parent, []
+    # The pairs change while they are made, and are no part of what makes them.
+    for command in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "-uno", "*.py")):
+        try:
+            asked = subprocess.run(
+                ["git", *command], cwd=folder, capture_output=True, text=True, check=True
+            )
+        except (OSError, subprocess.CalledProcessError):  # no git, as in a container; no repository
+            return []
+        found.append(asked.stdout.strip())
+    return [f"commit {found[0]}{'+' * bool(found[1])}"]
