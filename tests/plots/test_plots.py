@@ -2,18 +2,22 @@
 
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 import torch
 from matplotlib.colors import to_rgb
+from matplotlib.container import ErrorbarContainer
 
 from amp_lab import plots
 from amp_lab.errors import OptionError
 from amp_lab.plots import style
+from amp_lab.timing import Comparison, Estimate, Ratio
 
 mpl.use("agg")
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
@@ -26,16 +30,20 @@ COLOUR = torch.linspace(0, 1, 48).view(3, 4, 4)
 PEAK = SimpleNamespace(peak=[((9,), torch.float32, 2**31), ((9,), torch.int64, 2**30)])
 EXPONENTS = {"outputs": {-30: 5, -20: 5}, "parameters": {-10: 1}}
 FP16 = (range(-24, 16), [2.0 ** -min(10, k + 24) for k in range(-24, 16)], -14)
-RUNGS = [("fp32", "eager", 9.0, 5.0, "9 ms"), ("bf16", "AMP", None, None, "failed")]
+TIMES = Comparison({"fp32": (8e-3, 9e-3, 10e-3), "bf16": (4e-3, 4.5e-3, 5e-3)}, 0, "")
+BUSY = Comparison(TIMES.samples_s, 3, "the machine was busy in 3 of 3 rounds")
+TWICE, UNTOLD = Ratio(2.0, (1.9, 2.2)), Ratio(5.0, (0.1, 9.0), trusted=False)
+TOOK = Estimate(9.0, (8.0, 11.0))
+RUNGS = [("fp32", "eager", TOOK, 5.0, "9 ms"), ("bf16", "AMP", None, None, "failed")]
 SENT = [("all_gather", "bf16", 9000), ("reduce_scatter", "fp32", 9000)]
-GROWTH = ([8, 16], [1.0, 1.5], [1.0, 0.6])
+GROWTH = ([8, 16], [TWICE, TWICE], [1.0, 0.6])
 OPS = {"cpu": {"conv": "bf16", "relu": "error"}, "cuda": {"conv": "fp16", "relu": "fp32"}}
 RANKS = {n: {"weights": 8e6, "gradients": 8e6 / n, "Adam": 2e7 / n} for n in (1, 2)}
 HELD = {"fp32": {"weights": 4, "gradients": 4, "Adam": 8}, "O1": {"half": 2, "unscaled": 4}}
 
 FIGURES = {  # figure: its arguments, and what stands on its axes
     "augmentation_grid": (({"crop": [COLOUR, COLOUR]},), ["crop"]),
-    "best_speedups": (({"a GPU": {"CNN": 2.0}, "a CPU": {"CNN": 1.1}},), ["best speed-up"]),
+    "best_speedups": (({"a GPU": {"CNN": TWICE}, "a CPU": {"CNN": TWICE}},), ["best speed-up"]),
     "bytes_per_parameter": ((HELD,), ["(bytes)"]),
     "class_pictures": (([COLOUR] * 3, ["cat", "dog", "owl"]), []),
     "dtype_grid": ((OPS,), []),
@@ -64,10 +72,13 @@ FIGURES = {  # figure: its arguments, and what stands on its axes
     "sent_bytes": (({"FSDP": SENT}, 4), ["4 ranks", "(KiB)"]),
     "side_by_side": (({"target": GREY, "fp32": GREY},), ["brightness"]),
     "speed_ladder": (({"CNN": RUNGS},), ["(ms)"]),
-    "speedup_over_size": (([32, 64], {"bf16": [1.0, 2.0], "bf16, compiled": [1.0, 3.0]}), ["pix"]),
-    "throughput_over_batch": (({"fp32": {8: 9.0}, "bf16": {8: 12.0}},), ["per second", "batch"]),
-    "time_and_memory": ((*[{"fp32": 9.0, "bf16": 5.0}] * 2, "peak"), ["(ms)", "(MiB)"]),
-    "time_by_kind": (({"fp32": {"conv": 9.0}, "bf16": {"conv": 5.0}},), ["(ms)"]),
+    "speedup_over_size": (
+        ([32, 64], {"bf16": [TWICE] * 2, "bf16, compiled": [TWICE] * 2}),
+        ["pix"],
+    ),
+    "throughput_over_batch": (({8: TIMES, 16: TIMES},), ["per second", "batch"]),
+    "time_and_memory": ((TIMES, {"fp32": 80.0, "bf16": 60.0}, "peak"), ["(ms)", "(MiB)"]),
+    "time_by_kind": (({"conv": TIMES},), ["(ms)"]),
     "training_curves": (({"train": [2.0, 1.0], "test": [2.0, 1.5]}, "loss"), ["epoch", "loss"]),
     "weight_over_updates": ((PAIR,), ["updates", "weight"]),
 }
@@ -93,12 +104,68 @@ def test_a_figure_is_drawn_and_says_what_its_axes_are(name):
         assert any(word in text for text in texts), (word, texts)
 
 
+def texts_of(ax):
+    return [text.get_text() for text in ax.texts if text.get_text()]
+
+
+def intervals_of(ax):
+    """(low, high) of each error bar of the axes, in the order in which they were drawn."""
+    bars = [found for found in ax.containers if isinstance(found, ErrorbarContainer)]
+    segments = [one for found in bars for one in found.lines[2][0].get_segments()]
+    return [tuple(ends.T[np.ptp(ends, axis=0).argmax()]) for ends in segments if len(ends)]
+
+
 def test_bars_end_at_their_values_and_say_them():
-    figure = plots.time_and_memory({"fp32": 9.0, "bf16": 4.5}, {"fp32": 80.0, "bf16": 60.0}, "peak")
+    figure = plots.time_and_memory(TIMES, {"fp32": 80.0, "bf16": 60.0}, "peak")
     heights = [[bar.get_height() for bar in ax.patches] for ax in figure.axes]
     assert heights == [[9.0, 4.5], [80.0, 60.0]]
-    texts = [[text.get_text() for text in ax.texts] for ax in figure.axes]
-    assert texts == [["9", "4.5\n2.00x as fast"], ["80", "60\n75%"]]
+    texts = [texts_of(ax) for ax in figure.axes]
+    faster = "4.5\n2.00x as fast\n(1.96x to 2.04x)"  # 2 % at least to either side
+    assert texts == [["9", faster], ["80", "60\n75%"]]
+
+
+def test_what_was_measured_has_its_interval():
+    left, _ = plots.time_and_memory(TIMES, {"fp32": 80.0, "bf16": 60.0}, "peak").axes
+    assert intervals_of(left) == [pytest.approx((8, 10)), pytest.approx((4, 5))]
+    ladder = plots.speed_ladder({"CNN": RUNGS}).axes[0]
+    assert intervals_of(ladder) == [pytest.approx((8, 11))]
+    rates, ratios = plots.throughput_over_batch({8: TIMES}).axes
+    assert intervals_of(rates) == [pytest.approx((800, 1000)), pytest.approx((1600, 2000))]
+    assert intervals_of(ratios) == [pytest.approx((1.96, 2.04))]
+    speedups = plots.growth({"batch": GROWTH}).axes[0]
+    assert intervals_of(speedups) == [pytest.approx((1.9, 2.2))] * 2
+
+
+NOT_TRUSTED = {  # figure: its arguments, and how often it says that the machine was busy
+    "best_speedups": (({"a CPU": {"CNN": UNTOLD}},), 1),
+    "growth": (({"batch": ([8, 16], [UNTOLD, UNTOLD], [1.0, 0.6])},), 1),
+    "speed_ladder": (({"CNN": [("fp32", "eager", replace(TOOK, trusted=False), 5.0, "1x")]},), 1),
+    "speedup_over_size": (([32, 64], {"bf16": [TWICE, UNTOLD], "fp16": [UNTOLD, TWICE]}), 1),
+    "throughput_over_batch": (({8: BUSY, 16: TIMES},), 2),
+    "time_and_memory": ((BUSY, {"fp32": 80.0, "bf16": 60.0}, "peak"), 2),
+    "time_by_kind": (({"conv": BUSY, "linear": TIMES},), 1),
+}
+
+
+@pytest.mark.parametrize("name", NOT_TRUSTED)
+def test_what_is_not_trusted_is_hatched_in_grey_and_says_why(name):
+    arguments, times = NOT_TRUSTED[name]
+    getattr(plots, name)(*arguments)
+    axes = plt.gcf().axes
+    texts = [" ".join(text.split()) for ax in axes for text in texts_of(ax)]
+    assert texts.count("machine too busy") == times
+    grey = to_rgb(style.UNTRUSTED["color"])
+    drawn = [part for ax in axes for part in (*ax.patches, *ax.collections)]
+    boxes = [part for part in drawn if part.get_hatch() == style.UNTRUSTED["hatch"]]
+    assert boxes
+    assert all(to_rgb(np.ravel(part.get_facecolor())[:3]) == grey for part in boxes)
+
+
+def test_a_line_does_not_go_through_what_is_not_trusted():
+    ax = plots.speedup_over_size([32, 48, 64], {"bf16": [TWICE, UNTOLD, TWICE]})
+    (line,) = [line for line in ax.lines if line.get_marker() == "o"]
+    assert line.get_ydata().tolist() == [2.0, pytest.approx(np.nan, nan_ok=True), 2.0]
+    assert sorted(intervals_of(ax))[0] == pytest.approx((0.1, 9.0))
 
 
 def test_parts_are_stacked_and_named_once():

@@ -14,6 +14,7 @@ from typing import Any
 from amp_lab.errors import OptionError
 from amp_lab.files import write_whole
 from amp_lab.report import Printed, Table, flops_text, rate_text
+from amp_lab.timing import Comparison, Ratio
 
 SCHEMA = "amp-lab bench 1"  # written into each file; another number means other fields
 STATES = ("ok", "failed", "out of memory", "not run")
@@ -104,7 +105,8 @@ class Results(Printed):
             bars = panels.setdefault(row.title, [])
             if row.status == "ok":
                 remark = f"{row.speedup:.2f}x" if row.speedup else ""
-                milliseconds = ratio(row.median_s, 1e-3), ratio(row.floor_s, 1e-3)
+                took = Comparison({"": tuple(row.samples_s)}, 0, "").time_s("")
+                milliseconds = took.times(1e3), ratio(row.floor_s, 1e-3)
             else:  # it may have been timed before it failed, which is no result
                 remark, milliseconds = row.status, (None, None)
             bars.append((row.precision, row.rung, *milliseconds, remark))
@@ -277,13 +279,15 @@ class Compared(Printed):
             rows.append({"key": same[0].key} | figures)
         return json.dumps({"names": self.names, "rows": rows}, indent=1)
 
-    def best_speedups(self) -> dict[str, dict[str, float]]:
+    def best_speedups(self) -> dict[str, dict[str, Ratio]]:
         """For `plots.best_speedups`: among what all have, the best of each workload."""
-        best: list[dict[str, float]] = [{} for _ in self.results]
+        best: list[dict[str, Ratio]] = [{} for _ in self.results]
         for rows in self.common():
             for found, row in zip(best, rows, strict=True):
                 if row.speedup is not None:
-                    found[row.title] = max(row.speedup, found.get(row.title, 0.0))
+                    speedup = Ratio(row.speedup, (row.speedup, row.speedup))
+                    better = (found.get(row.title, speedup), speedup)
+                    found[row.title] = max(better, key=lambda one: one.median)
         return dict(zip(self.names, best, strict=True))
 
     def _table(self) -> Table:

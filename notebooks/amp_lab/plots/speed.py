@@ -1,78 +1,94 @@
 """Times, rates and speed-ups, and the limits of a device."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from amp_lab.plots import style
 from amp_lab.plots.style import COLOURS, Look, Values
+from amp_lab.timing import Comparison, Estimate, Ratio
 
 Rates = Mapping[str, Mapping[int, float]]
 
 
-def time_and_memory(
-    milliseconds: Mapping[str, float], mebibytes: Mapping[str, float], memory_label: str
-) -> Figure:
-    """Bars of time {precision: ms} and memory {precision: MiB}, with their ratio to the first."""
-    figure, (left, right) = style.subplots(1, 2, size=(8.0, 3.0))
-    _compared(left, milliseconds, lambda value, first: f"{first / value:.2f}x as fast")
+def time_and_memory(times: Comparison, mebibytes: Mapping[str, float], memory_label: str) -> Figure:
+    """Bars of time and of memory {precision: MiB}, with their ratio to the first precision.
+
+    The names of the comparison are precisions.
+    """
+    figure, (left, right) = style.subplots(1, 2, size=(8.0, 3.2))
+    first, *_ = times.samples_s
+    for name in times.samples_s:
+        milliseconds = times.time_s(name).times(1e3)
+        text = f"{milliseconds.median:.3g}"
+        if name != first:
+            speedup = times.ratio(first, name)
+            low, high = speedup.interval
+            text += f"\n{speedup.median:.2f}x as fast\n({low:.2f}x to {high:.2f}x)"
+        style.measured_bar(left, name, milliseconds, text, **style.look_of(name, width=0.6))
     left.set_ylabel("time of a step (ms)")
-    _compared(right, mebibytes, lambda value, first: f"{value / first:.0%}")
+    whole = next(iter(mebibytes.values()))
+    for name, value in mebibytes.items():
+        text = f"{value:.3g}" if value == whole else f"{value:.3g}\n{value / whole:.0%}"
+        style.bars(right, [name], [value], [text], **style.look_of(name, width=0.6))
     right.set_ylabel(f"memory, {memory_label} (MiB)")
+    left.margins(y=0.4)  # room for three lines above the highest bar
+    right.margins(y=0.25)
     return figure
 
 
-def _compared(ax: Axes, values: Mapping[str, float], ratio: Callable[[float, float], str]) -> None:
-    """A bar {precision: value} for each, with its value and its `ratio` to the first."""
-    first = next(iter(values.values()))
-    for name, value in values.items():
-        text = f"{value:.3g}" if value == first else f"{value:.3g}\n{ratio(value, first)}"
-        style.bars(ax, [name], [value], [text], **style.look_of(name, width=0.6))
-    ax.margins(y=0.25)  # room for two lines above the highest bar
-
-
-def time_by_kind(milliseconds: Mapping[str, Mapping[str, float]]) -> Axes:
-    """Bars `milliseconds[precision][kind]`, with their speed-up over the first precision."""
+def time_by_kind(kinds: Mapping[str, Comparison]) -> Axes:
+    """Bars of time, `kinds[kind]` over precisions, with the speed-up over the first precision."""
     _, ax = style.subplots(size=(7.0, 3.2))
-    first = next(iter(milliseconds.values()))
-    width = 0.8 / len(milliseconds)
-    for i, (precision, times) in enumerate(milliseconds.items()):
-        at = [k + i * width for k in range(len(times))]
-        texts = [f"{first[kind] / value:.2f}x" for kind, value in times.items()] if i else []
-        look = style.look_of(precision, width=width, label=precision)
-        style.bars(ax, at, list(times.values()), texts, **look)
-    ax.set_xticks([k + 0.4 - width / 2 for k in range(len(first))], list(first))
+    first, *others = next(iter(kinds.values())).samples_s
+    width = 0.8 / (1 + len(others))
+    for i, precision in enumerate([first, *others]):
+        look = style.look_of(precision, width=width)
+        for k, times in enumerate(kinds.values()):
+            milliseconds, text = times.time_s(precision).times(1e3), ""
+            if i == 1 or (i and times.trusted):  # there is no room to say twice that it was busy
+                text = f"{times.ratio(first, precision).median:.2f}x"
+            style.measured_bar(ax, k + i * width, milliseconds, text, **look)
+        ax.bar([0], [0], label=precision, **look)  # for the legend, whatever could be measured
+    ax.set_xticks([k + 0.4 - width / 2 for k in range(len(kinds))], list(kinds))
     ax.tick_params(axis="x", length=0)
     ax.set_ylabel("forward and backward (ms)")
-    ax.margins(y=0.15)  # room for the text above the highest bar
+    ax.margins(y=0.2)  # room for the text above the highest bar
     ax.legend()
     return ax
 
 
-def throughput_over_batch(rates: Rates) -> Figure:
-    """Samples per second against the batch, `rates[precision][batch]`, and their ratio."""
+def throughput_over_batch(batches: Mapping[int, Comparison]) -> Figure:
+    """Samples per second against the batch, in two precisions, and their ratio.
+
+    `batches[batch]` compares the time of a step of so many samples in both.
+    """
     figure, (left, right) = style.subplots(1, 2, size=(8.5, 2.9))
-    style.lines(left, rates, markers="os")
+    first, second = next(iter(batches.values())).samples_s
+    for precision, form in ((first, "-o"), (second, "--s")):
+        rates = [times.time_s(precision).rate(batch) for batch, times in batches.items()]
+        look: Look = {"color": COLOURS[precision], "label": precision}
+        style.measured_line(left, list(batches), rates, form, **look)
     left.set_yscale("log")
     style.label(left, "batch", "samples per second", legend="lower right")
-    (first, baseline), (second, other) = rates.items()
-    ratios = [rate / baseline[batch] for batch, rate in other.items()]
-    right.plot(list(baseline), ratios, "-D", color="black")
+    ratios = [times.ratio(first, second) for times in batches.values()]
+    style.measured_line(right, list(batches), ratios, "-D", color="black")
     right.axhline(1, color="black", linewidth=1)
     right.set_ylim(bottom=0)  # a small ratio shall look small
     style.label(right, "batch", f"speed-up of {second} over {first}")
     for ax in (left, right):
-        style.log2_axis(ax, ticks=list(baseline))
+        style.log2_axis(ax, ticks=list(batches))
     return figure
 
 
-def growth(panels: Mapping[str, tuple[Sequence[int], Values, Values]]) -> Figure:
+def growth(panels: Mapping[str, tuple[Sequence[int], Sequence[Ratio], Values]]) -> Figure:
     """Speed-up and share of FP32's memory by AMP: `panels[what]` is (values, speed-ups, shares)."""
-    figure, axes = style.subplots(2, len(panels), size=(8.5, 4.4), sharey="row", sharex="col")
+    alike = {"sharey": "row", "sharex": "col", "squeeze": False}
+    figure, axes = style.subplots(2, len(panels), size=(8.5, 4.4), **alike)
     for (upper, lower), (what, curves) in zip(axes.T, panels.items(), strict=True):
         values, speedups, shares = curves
-        upper.plot(values, speedups, "-o", color=COLOURS["bf16"], linewidth=2)
+        style.measured_line(upper, values, speedups, "-o", color=COLOURS["bf16"], linewidth=2)
         lower.plot(values, shares, "--s", color=COLOURS["fp32"], linewidth=2)
         for ax, level in ((upper, 1), (lower, 0.5)):
             ax.axhline(level, color="black", linewidth=1)
@@ -86,13 +102,15 @@ def growth(panels: Mapping[str, tuple[Sequence[int], Values, Values]]) -> Figure
     return figure
 
 
-def speedup_over_size(sizes: Sequence[int], speedups: Mapping[str, Values]) -> Axes:
-    """Speed-up over fp32 against the image size; `speedups[label]` has a value for each size."""
+def speedup_over_size(sizes: Sequence[int], speedups: Mapping[str, Sequence[Ratio]]) -> Axes:
+    """Speed-up over fp32 against the image size; `speedups[label]` has a ratio for each size."""
     _, ax = style.subplots(size=(7.0, 3.2))
     ax.axhline(1, color="black", linewidth=1)
-    curves = {label: dict(zip(sizes, values, strict=True)) for label, values in speedups.items()}
-    style.lines(ax, curves, markers="os", linewidth=2)
-    ax.lines[-1].set_markerfacecolor("white")  # both may be of one precision, and one colour
+    # Both lines may be of one precision, and one colour: their dash and their fill differ.
+    looks = (("-o", None), ("--s", "white"))
+    for (label, ratios), (form, face) in zip(speedups.items(), looks, strict=False):
+        look: Look = {"color": COLOURS[style.precision_of(label)], "markerfacecolor": face}
+        style.measured_line(ax, sizes, ratios, form, linewidth=2, label=label, **look)
     ax.set_xticks(sizes)
     ax.set_ylim(bottom=0)  # a small speed-up shall look small
     x_label = "height and width of the images (pixels)"
@@ -138,7 +156,7 @@ def flops_per_byte(panels: Mapping[str, Sequence[tuple[str, float]]]) -> Figure:
 
 
 def speed_ladder(
-    panels: Mapping[str, Sequence[tuple[str, str, float | None, float | None, str]]],
+    panels: Mapping[str, Sequence[tuple[str, str, Estimate | None, float | None, str]]],
 ) -> Figure:
     """Bars of time from the lowest rung to the highest, and a tick where the device's limit is.
 
@@ -150,7 +168,10 @@ def speed_ladder(
     for ax, (title, rows) in zip(axes[:, 0], panels.items(), strict=True):
         for y, (precision, _, milliseconds, limit, text) in enumerate(rows):
             look = style.look_of(precision, height=0.75)
-            style.bars(ax, [y], [milliseconds or 0], [text], **look)
+            if milliseconds is None:
+                style.bars(ax, [y], [0], [text], **look)
+            else:
+                style.measured_bar(ax, y, milliseconds, text, **look)
             if limit is not None:
                 ax.plot([limit, limit], [y - 0.45, y + 0.45], color="black", linewidth=2)
         style.name_rows(ax, [f"{precision} {rung}" for precision, rung, *_ in rows], room=0.12)
@@ -186,17 +207,18 @@ def roofline(
     return figure
 
 
-def best_speedups(machines: Mapping[str, Mapping[str, float]]) -> Figure:
+def best_speedups(machines: Mapping[str, Mapping[str, Ratio]]) -> Figure:
     """Bars of the best speed-up of each workload, side by side: `machines[name][workload]`."""
     names = list(dict.fromkeys(title for found in machines.values() for title in found))
     figure, ax = style.subplots(size=(8.0, 0.3 * len(names) * len(machines) + 1.4))
     width = 0.8 / len(machines)
     for i, (machine, found) in enumerate(machines.items()):
         grey = str(0.15 + 0.6 * i / max(1, len(machines) - 1))
-        at = [names.index(title) + i * width for title in found]
-        texts = [f"{value:.2f}x" for value in found.values()]
-        look = {"color": grey, "edgecolor": "white", "label": machine, "height": width}
-        style.bars(ax, at, list(found.values()), texts, **look)
+        look: Look = {"color": grey, "edgecolor": "white", "height": width}
+        for title, speedup in found.items():
+            text = f"{speedup.median:.2f}x"
+            style.measured_bar(ax, names.index(title) + i * width, speedup, text, **look)
+        ax.barh([0], [0], label=machine, **look)  # for the legend, whatever could be measured
     style.name_rows(ax, names, room=0.12, middle=0.4 - width / 2)
     ax.set_xlabel("best speed-up over fp32 eager on the same device")
     style.legend_beside(figure, "outside lower center", ncols=2, fontsize=9)

@@ -1,5 +1,6 @@
 """The look of every figure: colours, the parts figures are built from, and how one is saved."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from os import PathLike
@@ -11,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from amp_lab.errors import OptionError
+from amp_lab.timing import Estimate
 
 # One look per precision in every figure. The colours differ in lightness too, and bars are hatched,
 # so that a print in black and white can be read as well.
@@ -26,6 +28,9 @@ HATCHES = {"fp32": "", "tf32": "..", "bf16": "//", "fp16": "xx", "fp8": "--"}
 LOST, SUBNORMAL, SCALED = "0.80", "0.91", "0.85"
 SECOND, GUIDE, PATH, STRONG_GRID, GRID = "0.45", "0.4", "0.6", "0.7", "0.9"
 OTHER = "0.75"
+# What was measured while the machine was busy: it must not be taken for a result.
+BUSY = "machine too busy"
+UNTRUSTED = {"color": "0.92", "hatch": "////", "edgecolor": "0.7"}
 # The parts of a stack, from its beginning. Neighbours differ in their hatch as well.
 THREE_PARTS = (("0.15", ""), ("0.5", "//"), ("0.8", ".."))
 FIVE_PARTS = (("0.1", ""), ("0.45", "//"), ("0.65", "xx"), ("0.75", ""), ("0.9", ".."))
@@ -113,6 +118,53 @@ def bars(
         lying = ax.barh(at, sizes, **look)
         if texts:
             ax.bar_label(lying, [f" {text}" for text in texts], fontsize=size)
+
+
+def measured_bar(
+    ax: Axes, at: Any, estimate: Estimate, text: str = "", size: int = 9, **look: Any
+) -> None:
+    """A bar as long as a measured value, with its interval; hatched in grey if not trusted.
+
+    ``text`` is then `BUSY`; a text that is empty stays so.
+    """
+    upright = "width" in look
+    if not estimate.trusted:
+        look |= UNTRUSTED
+        text = text and (BUSY.replace(" ", "\n", 1) if upright else BUSY)
+    axis = "yerr" if upright else "xerr"
+    look |= {axis: _errors([estimate]), "error_kw": {"ecolor": SECOND, "capsize": 3}}
+    bars(ax, [at], [estimate.median], [text] if text else (), size, **look)
+
+
+def measured_line(
+    ax: Axes, at: Sequence[float], estimates: Sequence[Estimate], form: str, **look: Any
+) -> None:
+    """A line through measured values with their intervals, in matplotlib's format such as ``-o``.
+
+    It leaves out those that are not trusted: they are hatched in grey, and the axes say `BUSY`.
+    """
+    # One that is not trusted is no number to the line, which has a gap there.
+    medians = [one.median if one.trusted else math.nan for one in estimates]
+    ax.errorbar(at, medians, _errors(estimates), fmt=form, capsize=3, **look)
+    unsound = {x: one for x, one in zip(at, estimates, strict=True) if not one.trusted}
+    if not unsound:
+        return
+    medians = [one.median for one in unsound.values()]
+    grey = UNTRUSTED["edgecolor"]
+    errors = _errors(list(unsound.values()))
+    ax.errorbar(list(unsound), medians, errors, fmt="none", capsize=3, ecolor=grey)
+    box: Look = {"facecolor": UNTRUSTED["color"], "edgecolor": grey, "hatch": UNTRUSTED["hatch"]}
+    ax.scatter(list(unsound), medians, s=90, marker="s", zorder=3, **box)
+    if not any(text.get_text() == BUSY for text in ax.texts):  # once for all lines of the axes
+        middle = {"ha": "center", "va": "bottom", "transform": ax.transAxes}
+        ax.text(0.5, 1.0, BUSY, fontsize=9, color=GUIDE, **middle)
+
+
+def _errors(estimates: Sequence[Estimate]) -> list[list[float]]:
+    """Distances from the medians to the ends of the intervals, as matplotlib takes them."""
+    below = [estimate.median - estimate.interval[0] for estimate in estimates]
+    above = [estimate.interval[1] - estimate.median for estimate in estimates]
+    return [below, above]
 
 
 def stacked(
