@@ -625,7 +625,7 @@ assert [kind(layer) for layer, _, _ in convolutions(64)].count("depthwise, strid
 # computes convolutions there, and `ONEDNN_VERBOSE=1` in the environment makes it print the kernel of
 # every call. On a CPU with AVX-512 and bf16 we read `jit_dw`, a kernel made for depthwise layers, for
 # the gradient of the input at stride 1, and `brgconv_strided`, a general one, at stride 2. Depthwise
-# layers with stride 1 may lose as well: the cell after the next prints what lost here.
+# layers with stride 1 may lose as well: the cell of the next figure prints what lost here.
 #
 # ## The remedy: leave those layers in FP32
 #
