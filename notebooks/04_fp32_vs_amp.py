@@ -28,7 +28,6 @@
 # which trained them on an AMD GPU. The last section looks at what it measured, and how.
 
 # %% tags=["nbval-ignore-output"]
-import statistics
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -39,10 +38,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
-from amp_lab import Precision, describe_device, measure, plots
+from amp_lab import Precision, compare, describe_device, measure, plots
 from amp_lab.bench import ConvModel, quantized_sine
 from amp_lab.notebook import start
+from amp_lab.timing import Rounds
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 plots.use_style()
@@ -54,9 +55,9 @@ plots.use_style()
 # %%
 config = {
     "quick": {
-        "size": 64,  # pixels along each edge of the picture
+        "size": 48,  # pixels along each edge of the picture
         "hidden": 256,  # channels between the convolutions
-        "epochs": 60,  # one step each, since there is one picture
+        "epochs": 70,  # one step each, since there is one picture
         "lr": 1e-3,  # of Adam
         "seeds": (0, 1, 2),  # one training run each
     },
@@ -164,6 +165,8 @@ with Precision.FP32.autocast(device.type):  # TF32 off, of which more in a momen
 report = describe_device(device)
 precisions = [Precision.FP32, *reversed(report.accelerated or [Precision.BF16])]
 print(f"{report.name}: comparing", ", ".join(precisions))
+if not report.trusted:
+    print("not trusted: the machine was busy, so another choice may be better")
 assert all(report.rates[precision] for precision in precisions)  # each can be had here
 
 # %% [markdown]
@@ -200,7 +203,8 @@ def train(precision, seed):
 runs = {precision: [train(precision, seed) for seed in config["seeds"]] for precision in precisions}
 losses = {precision: torch.stack([loss for _, loss in runs[precision]]) for precision in precisions}
 _ = plots.loss_curves(losses)
-assert all(loss.isfinite().all() for loss in losses.values())
+for loss in losses.values():  # (seeds, epochs)
+    assert (loss[:, -1] < 0.3 * loss[:, 0]).all()  # every run has learned most of what it will
 
 # %% [markdown]
 # Each line is the mean loss over the seeds, on a logarithmic axis, and the band around it reaches
@@ -272,44 +276,78 @@ for precision in precisions[1:]:
 #
 # ## Time of a training step
 #
-# `measure` calls a function a few times to warm up, then ten times with the device synchronised
-# before and after, and reports the median. The precisions take turns, and then once more in reverse
-# order: if the machine slows down in the meantime, it does so for all of them.
+# `compare` times functions against each other. They take turns, forwards and then backwards, with
+# the device synchronised around each turn, so that a drift of the machine meets all of them alike.
+# In between it times a small product of its own and asks the operating system who had the cores: a
+# round that another program disturbed is left out, and if too few rounds remain, the result says
+# that it is not to be trusted. From the ratios within each round come the median and, in brackets,
+# an interval that holds the true one in 95 of 100 cases.
+#
+# No clock is beyond doubt, so we also count how much arithmetic a step takes, and ask whether the
+# device can do as much in that time.
 
 
 # %%
-def take_turns(functions):
-    """Measure {precision: function} in turns; return {precision: [Measurement, Measurement]}."""
-    results = {precision: [] for precision in functions}
-    for precision in [*functions, *reversed(functions)]:
+def in_mode(precision, function):
+    """The function, with TF32 off for FP32 and on for TF32 each time it is called."""
+
+    def call():
         with float32_mode(precision):
-            results[precision].append(measure(functions[precision], device=device))
-    return results
+            return function()
+
+    return call
 
 
-def median_ms(measurements):
-    """Median over the repeats of all turns, in milliseconds."""
-    return 1e3 * statistics.median(sample for m in measurements for sample in m.samples_s)
+def flops_of(function):
+    """Multiplications and additions of one call, counted and not timed."""
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
 
 
 # %% [markdown]
-# The two medians of each precision, one per turn, show how far the figures can be trusted: what
-# differs by no more than they do is noise.
+# The limit is the rate of the matrix product that `describe_device` timed. A convolution may come
+# out a bit better than that product, whose shape is another one, so we allow half as much again. A
+# speed-up is limited twice: arithmetic gains at most the ratio of those rates, and whatever waits
+# for memory at most 2, because a 16-bit number has half the bytes.
+
+
+# %%
+def is_possible(times, precision, flops):
+    """Whether the device can do so many FLOPs in the time measured, and gain so much over FP32."""
+    if not (times.trusted and report.trusted):
+        return True  # nothing has been claimed
+    fp32_rate, own_rate = report.rates[Precision.FP32], report.rates[precision]  # FLOP/s
+    rate = times.time_s(precision).rate(flops)
+    gain = times.ratio(Precision.FP32, precision)
+    # What is emulated is computed in fp32, and in a convolution perhaps better than in a product.
+    within_rate = rate.median <= 1.5 * max(own_rate, fp32_rate)
+    return within_rate and gain.median <= 1.5 * max(2, own_rate / fp32_rate)
+
+
+# %% [markdown]
+# Now the steps themselves. `budget_s` is how many seconds they may take together:
 
 # %% tags=["nbval-ignore-output"]
-steps = {precision: new_run(precision, seed=0)[1] for precision in precisions}
-training = take_turns(steps)
-training_ms = {precision: median_ms(m) for precision, m in training.items()}
-for precision, (first, second) in training.items():
-    speedup = training_ms[Precision.FP32] / training_ms[precision]
-    turns = f"turns {1e3 * first.median_s:.1f} and {1e3 * second.median_s:.1f}"
-    print(f"{precision}: {training_ms[precision]:6.1f} ms a step ({turns})  {speedup:.2f}x")
-assert device.type == "cpu" or training_ms[precisions[-1]] < training_ms[Precision.FP32]
+steps = {p: in_mode(p, new_run(p, seed=0)[1]) for p in precisions}
+training = compare(steps, device=device, budget_s=4)
+training_flops = flops_of(steps[Precision.FP32])
+print(training)
+print(f"{training_flops / 1e9:.1f} GFLOP a step")
+assert all(is_possible(training, p, training_flops) for p in precisions)
+fastest = training.ratio(Precision.FP32, precisions[-1])
+assert device.type == "cpu" or not fastest.is_below(1)
 
 # %% [markdown]
+# Each line has the time of a step, and then the speed-up over FP32 with its interval. If the
+# interval lies above 1x, AMP is faster on this device; if it holds 1x, this measurement cannot tell
+# them apart. *Too busy to tell* means that something else kept the machine busy: stop it, and run the
+# cell again.
+#
 # ## Memory of a training step
 #
-# A GPU's allocator counts its bytes, and `measure` has read the peak. A CPU has no such count, but
+# A GPU's allocator counts its bytes, and `measure`, which times one function by itself, also reads
+# their peak. A CPU has no such count, but
 # most of the memory of a training step can be counted on any device: the tensors that the forward
 # pass keeps for the backward pass. Autograd shows each of them to a hook. One storage counts once,
 # and the parameters do not count, since they are there anyway.
@@ -342,16 +380,13 @@ def kept_for_backward(model, precision):
 kept_mib = {
     p: kept_for_backward(ConvModel(config["hidden"]).to(device), p) / 2**20 for p in precisions
 }
-peak_mib = {
-    p: m.peak_bytes / 2**20
-    for p, turns in training.items()
-    for m in turns
-    if m.peak_bytes is not None
-}
+peak_bytes = {p: measure(steps[p], device=device, repeats=1).peak_bytes for p in precisions}
+peak_mib = {p: size / 2**20 for p, size in peak_bytes.items() if size is not None}
 for precision in precisions:
     peak = f"peak {peak_mib[precision]:.0f} MiB" if peak_mib else "peak not known on this device"
     share = kept_mib[precision] / kept_mib[Precision.FP32]
     print(f"{precision}: kept {kept_mib[precision]:6.1f} MiB, {share:.0%} of fp32; {peak}")
+    assert not peak_mib or peak_mib[precision] > kept_mib[precision]  # which is a part of it
     if precision.dtype is not torch.float32 and device.type != "mps":
         assert 0.45 < share < 0.75  # the activations are half as wide
 
@@ -365,12 +400,13 @@ for precision in precisions:
 
 # %% tags=["nbval-ignore-output"]
 _ = plots.time_and_memory(
-    training_ms, peak_mib or kept_mib, "peak" if peak_mib else "kept for backward"
+    training, peak_mib or kept_mib, "peak" if peak_mib else "kept for backward"
 )
 
 # %% [markdown]
 # FP32 is the bar on the left of each half. The label above each remaining bar gives its speed-up, or
-# its share of FP32's memory.
+# its share of FP32's memory. The thin line on top of a time is its interval. Memory is counted, and
+# has none. If the machine was too busy to time anything, the bars of time are grey and say so.
 #
 # ## Inference
 #
@@ -378,18 +414,20 @@ _ = plots.time_and_memory(
 # involved. Under `inference_mode` nothing is kept for a backward pass that never comes.
 
 # %% tags=["nbval-ignore-output"]
-models = {precision: runs[precision][0][0] for precision in precisions}
-inference = take_turns(
-    {precision: partial(predict, models[precision], precision) for precision in precisions}
-)
-inference_ms = {precision: median_ms(m) for precision, m in inference.items()}
-for precision, ms in inference_ms.items():
-    print(f"{precision}: {ms:6.1f} ms a pass  {inference_ms[Precision.FP32] / ms:.2f}x")
-assert device.type == "cpu" or inference_ms[precisions[-1]] < inference_ms[Precision.FP32]
+passes = {p: partial(predict, runs[p][0][0], p) for p in precisions}
+inference = compare(passes, device=device, budget_s=3)
+inference_flops = flops_of(passes[Precision.FP32])
+print(inference)
+print(f"{inference_flops / 1e9:.1f} GFLOP a pass")
+assert all(is_possible(inference, p, inference_flops) for p in precisions)
+assert inference_flops < 0.5 * training_flops  # the backward pass is most of a step
+part = inference.time_s(Precision.FP32)  # of a step
+assert not part.is_above(training.time_s(Precision.FP32).interval[1]) or not training.trusted
 
 # %% [markdown]
-# Inference may gain less than training, or nothing: there is no backward pass, which is most of the
-# arithmetic of a step, and the weights are cast anew in every pass.
+# The table reads as the one for training. Inference may gain less than training, or nothing: there
+# is no backward pass, which is most of the arithmetic of a step, and the weights are cast anew in
+# every pass.
 #
 # ## How not to measure
 #
@@ -472,27 +510,73 @@ assert no_graph < 0.3 * trained < one_graph < trained < two_graphs
 # returned. Read the clock before synchronising, and you time how fast the CPU queues work. On a CPU
 # both are the same. (FP32 shows it best: with fp16 the scaler waits for the device in every step
 # anyway.)
+#
+# `compare` always waits, so for the clock that does not we write the loop ourselves. `Rounds` is
+# the part of `compare` that watches the machine:
 
-# %% tags=["nbval-ignore-output"]
-hurried_ms = []
-with float32_mode(Precision.FP32):
-    honest = measure(step, device=device)
-    for _ in range(10):
-        started = time.perf_counter()
-        step()
-        hurried_ms.append(1e3 * (time.perf_counter() - started))  # it may still be running
-honest_ms, hurried_ms = 1e3 * honest.median_s, statistics.median(hurried_ms)
-print(f"synchronised {honest_ms:.1f} ms, not synchronised {hurried_ms:.1f} ms")
-assert device.type == "cpu" or hurried_ms < honest_ms
+
+# %%
+def wait_for_device():
+    """Return when everything that was asked of the device has been done."""
+    if device.type != "cpu":  # a CPU is done when the call returns
+        torch.accelerator.synchronize()
+
+
+def seconds_of_step(wait):
+    """Seconds of an FP32 step, by a clock that waits for the device or by one that does not."""
+    wait_for_device()
+    started = time.perf_counter()
+    steps[Precision.FP32]()
+    if wait:
+        wait_for_device()
+    return time.perf_counter() - started  # without `wait` it may still be running
+
 
 # %% [markdown]
-# **It counted the first step.** The first steps load kernels, choose algorithms and allocate
-# memory. FP32 always ran first and paid for all of it, which makes AMP look better than it is. Here
-# is the very first step of this notebook, timed at the top, beside the later ones:
+# The clock that waits times the same FP32 step as further up, so both must agree. We allow 20 %
+# beyond their intervals, because a processor may have changed its clock rate in between.
+
+
+# %%
+def agree(one, other):
+    """Whether two estimates of the same time overlap, each with 20 % more to either side."""
+    if not (one.trusted and other.trusted):
+        return True
+    return max(one.interval[0], other.interval[0]) <= 1.2 * min(one.interval[1], other.interval[1])
+
+
+# %% [markdown]
+# Both clocks take turns, twenty times:
 
 # %% tags=["nbval-ignore-output"]
-print(f"first step {1e3 * first_step.median_s:.1f} ms, later steps {honest}")
-assert device.type == "cpu" or first_step.median_s > honest.median_s
+rounds = Rounds(device)
+for _ in range(20):
+    with rounds.next() as seconds:
+        seconds["synchronised"] = seconds_of_step(wait=True)
+        seconds["not synchronised"] = seconds_of_step(wait=False)
+clocks = rounds.comparison(["synchronised", "not synchronised"])
+print(clocks)
+assert agree(clocks.time_s("synchronised"), training.time_s(Precision.FP32))
+hidden = clocks.ratio("synchronised", "not synchronised")  # above 1 where the clock was hurried
+assert not hidden.is_below(0.9)
+assert device.type != "cpu" or not hidden.is_above(1.1)
+
+# %% [markdown]
+# A figure well above 1x in the second line is the speed-up that the hurried clock would report for
+# nothing at all: it is the same step.
+#
+# **It counted the first step.** The first steps load kernels, choose algorithms and allocate
+# memory. FP32 always ran first and paid for all of it, which makes AMP look better than it is. Here
+# is the very first step of this notebook, timed at the top, beside the later ones, as they were
+# compared above:
+
+# %% tags=["nbval-ignore-output"]
+later = training.time_s(Precision.FP32).times(1e3)
+low, high = later.interval
+known = f"{later.median:.1f} ms" if later.trusted else "too busy to tell"
+print(f"first step {1e3 * first_step.median_s:.1f} ms")
+print(f"later steps {known} ({low:.1f} to {high:.1f} ms)")
+assert not later.is_above(1e3 * first_step.median_s)  # the first does all that they do, and more
 
 # %% [markdown]
 # **It compared one run with one run.** Its loss fell from 0.0100 in FP32 to 0.0083 with AMP, with
@@ -516,16 +600,18 @@ assert round(article_gain, 2) == 0.17
 # %% tags=["nbval-ignore-output"]
 memory_mib = peak_mib or kept_mib
 for precision in precisions[1:]:
-    faster = training_ms[Precision.FP32] / training_ms[precision]
-    infers = inference_ms[Precision.FP32] / inference_ms[precision]
     memory = memory_mib[precision] / memory_mib[Precision.FP32]
-    print(f"{precision}: training {faster:.2f}x, inference {infers:.2f}x, memory {memory:.0%}")
+    print(f"{precision}: training {training.ratio(Precision.FP32, precision)},", end=" ")
+    print(f"inference {inference.ratio(Precision.FP32, precision)}, memory {memory:.0%}")
+    assert is_possible(training, precision, training_flops)  # the same measurements as above
+    assert is_possible(inference, precision, inference_flops)
     assert memory < 1 or precision is Precision.TF32 or device.type == "mps"
 
 # %% [markdown]
 # - Compare the losses of several seeds, in pairs. With three of them you only see a loss of accuracy
 #   that is larger than the spread between seeds; a smaller one takes more pairs.
-# - Synchronise, warm up, repeat, take turns, and say what the baseline is: FP32, or TF32?
+# - Synchronise, warm up, repeat, take turns, give an interval, and say what the baseline is: FP32,
+#   or TF32? A busy machine cannot tell, and then your table should say that.
 # - Weights, gradients and optimizer state stay fp32, so memory falls towards half only where
 #   activations are most of it.
 #

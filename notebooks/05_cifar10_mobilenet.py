@@ -28,11 +28,11 @@
 # TF2.X)*.
 
 # %% tags=["nbval-ignore-output"]
-import gc
 import os
 import statistics
 import tempfile
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchvision.models import MobileNetV2
 
-from amp_lab import Precision, describe_device, load_checkpoint, measure, plots, save_checkpoint
+from amp_lab import Precision, compare, describe_device, load_checkpoint, plots, save_checkpoint
 from amp_lab.checkpoint import random_states, restore_random_states
 from amp_lab.data import batches, load_dataset
 from amp_lab.errors import CheckpointError
@@ -84,7 +84,7 @@ stages = [[1, 16, 1, 2], [6, 24, 1, 2], [6, 32, 1, 2], [6, 64, 1, 1]]  # of the 
 config = {
     "quick": {
         "network": {"width_mult": 0.35, "inverted_residual_setting": stages},
-        "limit": 1500,  # training images at most
+        "limit": 900,  # training images at most
         "batch_size": 64,
         "epochs": 5,
         "lr": 1e-2,  # the highest of the schedule
@@ -316,14 +316,17 @@ def train(precision, seed):
 # yours has). Each precision trains three times.
 
 # %% tags=["nbval-ignore-output"]
-fit_for = [p for p in describe_device(device).accelerated if device.type != "cpu" or p != "fp16"]
+report = describe_device(device)
+fit_for = [p for p in report.accelerated if device.type != "cpu" or p != "fp16"]
 precisions = [Precision.FP32, *reversed(fit_for or [Precision.BF16])]
 print("comparing", ", ".join(precisions))
+if not report.trusted:
+    print("not trusted: the machine was busy, so another choice may be better")
 runs = {p: torch.stack([train(p, seed) for seed in seeds]) for p in precisions}
 # each (seeds, 2, epochs): losses and accuracies
 losses, accuracies = ({p: run[:, i] for p, run in runs.items()} for i in (0, 1))
 _ = plots.loss_and_accuracy(losses, accuracies)
-assert all(run.isfinite().all() for run in runs.values())
+assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  # it has learned
 
 # %% [markdown]
 # Left the training loss, right the accuracy on images that were not trained on. Each line is the
@@ -360,7 +363,7 @@ print(f"seeds differ by up to {100 * spread:.1f} points, the standard error is {
 
 # %%
 step_sizes, step_batch = {
-    "quick": ((32, 64, 128, 192), 8),
+    "quick": ((32, 64, 96, 160), 8),
     "full": ((32, 64, 96, 128, 160, 224), 128),
 }[scale]
 
@@ -380,41 +383,84 @@ def new_step(dtype, size, prepare=lambda model: None):
 
 
 # %% [markdown]
-# As a rule of thumb, whatever else a machine does slows a call down, so the fastest of several calls
-# says most. The functions take turns, so that a busy minute hits all of them.
+# FP32 is compared with the fastest of the precisions that need autocast.
+
+# %%
+amp = next((p for p in fit_for if p.dtype is not torch.float32), Precision.BF16)
+both = (Precision.FP32, amp)
+assert amp.dtype in (torch.float16, torch.bfloat16)
+
+# %% [markdown]
+# `compare` takes turns and watches whether the machine is busy, as [notebook
+# 04](04_fp32_vs_amp.ipynb#Time-of-a-training-step) explains. TF32 is off in FP32, as in training.
 
 
 # %%
-def fastest_ms(functions):
-    """Milliseconds of the fastest call of each of {name: function}, of two turns."""
-    samples = {name: [] for name in functions}
-    gc.freeze()  # `measure` collects garbage, and need not look for it in all that is loaded
-    for _ in range(2):
-        for name, function in functions.items():
-            with Precision.FP32.autocast(device.type) if name == "fp32" else nullcontext():
-                found = measure(function, device=device, warmup=1, repeats=2)  # TF32 off in fp32
-            samples[name] += found.samples_s
-    gc.unfreeze()
-    return {name: 1e3 * min(seconds) for name, seconds in samples.items()}
+def in_mode(precision, function):
+    """The function, with TF32 off for FP32 and on for TF32 each time it is called."""
+
+    def call():
+        with float32_mode(precision):
+            return function()
+
+    return call
 
 
 # %% [markdown]
-# FP32 is compared with the fastest of the precisions that need autocast.
+# What a device cannot do, it has not done. The rates that `describe_device` measured limit how many
+# FLOPs it does in a second and how much it gains over FP32; what waits for memory gains at most 2,
+# the ratio of the bytes. We allow half as much again, since a convolution is not the square matrix
+# product of which those rates are.
+
+
+# %%
+def is_possible(times, flops=0):
+    """Whether the device can be as fast as the comparison of FP32 and AMP says, for these FLOPs."""
+    if not (times.trusted and report.trusted):
+        return True  # nothing has been claimed
+    limits = {p: report.rates[p] for p in both}  # FLOP/s
+    limits[amp] = max(limits.values())  # what is emulated is computed in FP32
+    within_rates = all(flops / times.median_s(p) <= 1.5 * limits[p] for p in both)
+    return within_rates and times.ratio(*both).median <= 1.5 * max(2, report.speedup(amp))
+
+
+# %% [markdown]
+# Now the steps, at one size after the other, until each speed-up is known to 5 %:
 
 # %% tags=["nbval-ignore-output"]
-amp = next((p for p in fit_for if p.dtype is not torch.float32), Precision.BF16)
-both = (Precision.FP32, amp)
-step_ms = {size: fastest_ms({p: new_step(p.dtype, size) for p in both}) for size in step_sizes}
-for size, ms in step_ms.items():
-    fp32, low = ms[Precision.FP32], ms[amp]
-    print(f"{size:3d} pixels: fp32 {fp32:5.0f} ms, {amp} {low:5.0f} ms  {fp32 / low:.2f}x")
-    assert min(ms.values()) > 0
+step_times = {}
+for size in step_sizes:
+    steps = {p: in_mode(p, new_step(p.dtype, size)) for p in both}
+    step_times[size] = compare(steps, device=device, precision=0.05, budget_s=6)
+    print(f"{size} pixels", step_times[size], sep="\n")
+    assert is_possible(step_times[size])
 
 # %% [markdown]
-# Below 1.00x autocast costs time. If that is so in the first line and not in the last, the image
-# size decides on your machine, for one and the same network. Do not trust a single table, though:
-# the same steps are timed again in the last figure of this part, and where the two disagree, the
-# machine was too busy to tell.
+# The figure beside each time of autocast is its speed-up over FP32, with its interval. Below 1.00x
+# autocast costs time. What follows from the intervals, in words:
+
+
+# %%
+def verdict(speedup):
+    """What a speed-up says, as far as it was measured."""
+    if not speedup.trusted:
+        return "too busy to tell"
+    if speedup.is_above(1):
+        return "faster than fp32"
+    return "slower than fp32" if speedup.is_below(1) else "as fast as fp32, or too close to tell"
+
+
+# %% tags=["nbval-ignore-output"]
+for size, times in step_times.items():
+    print(f"{size:3d} pixels, {amp}: {verdict(times.ratio(*both))}")
+small, large = (step_times[size] for size in (step_sizes[0], step_sizes[-1]))
+for p in both:  # 25 times as many pixels or more take longer
+    assert not small.time_s(p).is_above(large.time_s(p).interval[1]) or not large.trusted
+
+# %% [markdown]
+# If it is slower in the first line and faster in the last, the image size decides on your machine,
+# for one and the same network. If a line says that the machine was too busy, stop what else runs
+# there, and run the cell above again.
 #
 # ## Why: little arithmetic for every byte
 #
@@ -464,6 +510,8 @@ for size in (32, 224):
     pointwise = sum(flops for name, (flops, _) in layers if name == "pointwise") / step_batch
     print(f"{size} pixels: {total / 1e6:.0f} MFLOP an image, {pointwise / total:.0%} pointwise")
 assert 590e6 < total < 610e6  # the paper counts 300 million products and sums at 224 pixels
+for size, times in step_times.items():  # the backward pass takes twice as many as the forward one
+    assert is_possible(times, 3 * sum(work(*found)[0] for found in convolutions(size)))
 _ = plots.flops_per_byte({f"{size} pixels": values for size, values in intensity.items()})
 
 # %% [markdown]
@@ -496,15 +544,22 @@ for size, values in intensity.items():
 # In every step autocast casts each weight to the narrow format, and the gradient of each back to
 # FP32 ([notebook 02](02_autocast_dtypes.ipynb#The-cache-of-weight-casts) counts such casts). The
 # weights do not grow with the images, so this takes as long for small images as for large ones. It
-# is measured here by itself, and shown beside the FP32 step at the smallest and the largest size:
+# is measured here by itself, and held against the step at the smallest and the largest size:
 
 # %% tags=["nbval-ignore-output"]
 model = MobileNetV2(num_classes=10).to(device)
 weights = [weight.detach() for weight in model.parameters() if weight.dim() > 1]
-cast_ms = fastest_ms({"casts": lambda: [weight.to(amp.dtype).float() for weight in weights]})
+casts = {"casts": lambda: [weight.to(amp.dtype).float() for weight in weights]}
+cast_times = compare(casts, device=device, budget_s=1)
+print(f"{len(weights)} weights there and back:", cast_times)
 for size in (step_sizes[0], step_sizes[-1]):
-    fp32, casts = step_ms[size][Precision.FP32], cast_ms["casts"]
-    print(f"{len(weights)} weights there and back {casts:.2f} ms; {size} pixels: {fp32:.0f} ms")
+    step = step_times[size].time_s(amp)
+    share = cast_times.time_s("casts").times(1 / step.median)
+    if not (share.trusted and step.trusted):
+        print(f"{size} pixels: too busy to tell what part of a step that is")
+    else:
+        print(f"{size} pixels: {share.median:.1%} of a step in {amp}")
+        assert share.median < 1  # it is a part of it
 assert len(weights) == 53  # 52 convolutions and the classifier
 
 # %% [markdown]
@@ -541,30 +596,41 @@ def all_layers(name, size, dtype):
 
 
 # %% [markdown]
-# At 64 pixels, all layers of a kind together:
+# At 64 pixels, all layers of a kind together. They are parts of the step that was timed above, so
+# together they take no more than it does, but for a little: the first layer need not pass on a
+# gradient in a step, and each part finds other data in the caches. We allow a quarter.
 
 # %% tags=["nbval-ignore-output"]
 kinds = ("first", "pointwise", "depthwise", "depthwise, stride 2")
-found = {name: fastest_ms({p: all_layers(name, 64, p.dtype) for p in both}) for name in kinds}
-kind_ms = {p: {name: found[name][p] for name in kinds} for p in both}
-_ = plots.time_by_kind(kind_ms)
+kind_times = {}
+for name in kinds:
+    calls = {p: in_mode(p, all_layers(name, 64, p.dtype)) for p in both}
+    kind_times[name] = compare(calls, device=device, budget_s=2)
+    flops = 3 * sum(work(*layer)[0] for layer in convolutions(64) if kind(layer[0]) == name)
+    assert is_possible(kind_times[name], flops)
+_ = plots.time_by_kind(kind_times)
+if all(times.trusted for times in [step_times[64], *kind_times.values()]):
+    for p in both:
+        parts_s = sum(times.median_s(p) for times in kind_times.values())
+        assert parts_s < 1.25 * step_times[64].median_s(p)
 assert [kind(layer) for layer, _, _ in convolutions(64)].count("depthwise, stride 2") == 4
 
 # %% [markdown]
 # A pair of bars for each kind of layer: FP32 on the left, and beside it, hatched, autocast with its
-# speed-up above the bar. Look for a kind whose second bar is much the higher one, although there is
+# speed-up above the bar; the thin lines are the intervals, and grey bars tell that the machine was
+# too busy. Look for a kind whose second bar is much the higher one, although there is
 # less work in it than in others.
 #
 # On a CPU, look at the depthwise layers with stride 2 first, which are only four out of 52. oneDNN
 # computes convolutions there, and `ONEDNN_VERBOSE=1` in the environment makes it print the kernel of
 # every call. On a CPU with AVX-512 and bf16 we read `jit_dw`, a kernel made for depthwise layers, for
 # the gradient of the input at stride 1, and `brgconv_strided`, a general one, at stride 2. Depthwise
-# layers with stride 1 may lose as well: the cell after the next prints what lost here.
+# layers with stride 1 may lose as well: the cell of the next figure prints what lost here.
 #
 # ## The remedy: leave those layers in FP32
 #
-# Autocast can be disabled inside autocast. The depthwise layers that lost in the figure above become
-# FP32 islands, and the rest stays as it is.
+# Autocast can be disabled inside autocast. The depthwise layers that lost in the figure above, which
+# means that their whole interval lies below 1x, become FP32 islands. The rest stays as it is.
 
 
 # %%
@@ -582,7 +648,7 @@ def keep_in_fp32(layer):
 losers = [
     name
     for name in ("depthwise", "depthwise, stride 2")
-    if kind_ms[amp][name] > kind_ms[Precision.FP32][name]
+    if kind_times[name].ratio(*both).is_below(1)
 ]
 
 
@@ -608,25 +674,39 @@ make_islands(network)
 assert any("forward" in vars(m) for m in network.modules()) == bool(losers)  # only where one lost
 
 # %% [markdown]
-# And then what it buys. All three take turns once more, since the machine may have become slower or
-# faster in the meantime.
+# And then what it buys. The step with islands takes turns with the FP32 step at each size, while the
+# step without them has its speed-up from the first table of this part, so that there is one figure
+# for it and not two. The FP32 step has now been timed twice. Both times must agree; we allow 20 %
+# beyond their intervals, because a processor may have changed its clock rate in between.
+
+
+# %%
+def agree(one, other):
+    """Whether two estimates of the same time overlap, each with 20 % more to either side."""
+    if not (one.trusted and other.trusted):
+        return True
+    return max(one.interval[0], other.interval[0]) <= 1.2 * min(one.interval[1], other.interval[1])
+
 
 # %% tags=["nbval-ignore-output"]
-print("kept in fp32:", " and ".join(losers) or "nothing, since nothing lost")
+print("kept in fp32:", " and ".join(losers) or "nothing, since nothing is known to have lost")
 labels = (f"{amp}", f"{amp} with fp32 islands")
-speedups = {label: [] for label in labels}
+speedups = {labels[0]: [times.ratio(*both) for times in step_times.values()], labels[1]: []}
 for size in step_sizes:
-    steps = {"fp32": new_step(torch.float32, size), labels[0]: new_step(amp.dtype, size)}
-    ms = fastest_ms(steps | {labels[1]: new_step(amp.dtype, size, make_islands)})
-    for label in labels:
-        speedups[label].append(ms["fp32"] / ms[label])
+    steps = {p: in_mode(p, new_step(p.dtype, size)) for p in both[:1]}
+    steps[amp] = new_step(amp.dtype, size, make_islands)
+    times = compare(steps, device=device, precision=0.05, budget_s=6)
+    speedups[labels[1]].append(times.ratio(*both))
+    print(f"{size:3d} pixels: {labels[1]} {times.ratio(*both)}")
+    assert is_possible(times)
+    assert agree(times.time_s(Precision.FP32), step_times[size].time_s(Precision.FP32))
 _ = plots.speedup_over_size(step_sizes, speedups)
-assert all(value > 0 for values in speedups.values() for value in values)
 
 # %% [markdown]
-# The speed-up of a step over FP32 against the size of the images; the dashed line has the islands.
-# Where a line crosses 1, autocast begins to pay. On a device where nothing lost, both lines are the
-# same, up to noise.
+# The speed-up of a step over FP32 against the size of the images, with its intervals; the dashed
+# line has the islands. Where an interval lies above 1, autocast pays, and where the intervals of
+# both lines lie apart, the islands make a difference. On a device where nothing lost, both lines are
+# the same, up to noise. Points in grey were measured while the machine was too busy.
 #
 # The lesson is not about one layer of one library. It is that a speed-up is the sum of many parts,
 # that a single bad part can eat it up, and that a timing by kind of layer finds it in a minute.
@@ -896,49 +976,78 @@ def new_product(what, n, dtype):
 
 
 # %% [markdown]
-# One call may be too short for the clock, so a measurement is of ten.
+# All sizes in both precisions take turns, forward only, so that they can be held against each other
+# round by round. `compare` repeats a call that is too short for the clock.
 
 
 # %%
-@torch.inference_mode()
-def ten_calls(call):
-    """Ten calls of a function, without a graph."""
-    for _ in range(10):
-        call()
+def without_graph(function):
+    """The function, with nothing kept for a backward pass."""
+    return torch.inference_mode()(in_mode(Precision.FP32, function))
+
+
+def sizes(what):
+    """Sizes around the middle one, three of them multiples of 8."""
+    return [middle_sizes[what] + offset for offset in (-9, -8, -7, -4, -1, 0, 1, 4, 7, 8, 9)]
+
+
+def compare_sizes(what):
+    """Times of an operation in both precisions at all sizes, and the FLOPs of each, by name."""
+    calls = {f"{p} {n}": new_product(what, n, p.dtype) for p in both for n in sizes(what)}
+    functions = {name: without_graph(call) for name, (call, _) in calls.items()}
+    flops = {name: count for name, (_, count) in calls.items()}
+    return compare(functions, device=device, budget_s=4), flops
 
 
 # %% [markdown]
-# Each size is timed in both precisions, forward only.
+# The rate is FLOPs by time, and must again be one that this device can reach:
 
 # %% tags=["nbval-ignore-output"]
+found = {what: compare_sizes(what) for what in middle_sizes}
 rates = {what: {p: {} for p in both} for what in middle_sizes}
-for what, middle in middle_sizes.items():
-    for n in [middle + offset for offset in (-9, -8, -7, -4, -1, 0, 1, 4, 7, 8, 9)]:
-        calls = {p: new_product(what, n, p.dtype) for p in both}
-        ms = fastest_ms({p: partial(ten_calls, call) for p, (call, _) in calls.items()})
-        for p, (_, flops) in calls.items():
-            rates[what][p][n] = 10 * flops / ms[p]
+for what, (times, flops) in found.items():
+    for p in both:
+        for n in sizes(what):
+            rates[what][p][n] = flops[f"{p} {n}"] / times.median_s(f"{p} {n}")
+    print(f"{what}:", *times.remarks() or [f"{times.rounds} rounds"])
+    highest = max(max(line.values()) for line in rates[what].values())
+    possible = highest <= 1.5 * max(report.rates[p] for p in both)
+    assert possible or not (times.trusted and report.trusted)
 _ = plots.rate_over_size(rates, multiple=8)
-assert all(
-    rate > 0 for found in rates.values() for line in found.values() for rate in line.values()
-)
 
 # %% [markdown]
 # One panel for each operation, one line for each precision: its rate at every size, as a multiple
 # of the line's median. The vertical lines stand at multiples of 8. If those sizes were special, the
 # lines would have a peak on each vertical line. In numbers, how many times as fast the multiples of
-# 8 are as the sizes between them:
+# 8 are as the sizes between them, with the interval over the rounds:
+
+
+# %%
+def multiples_over_others(what, precision):
+    """Rate at multiples of 8 over that at other sizes: a median of each in every round."""
+    (times, flops), turns = found[what], {"multiples": [], "others": []}
+    for n in sizes(what):
+        name = f"{precision} {n}"
+        seconds_per_flop = [seconds / flops[name] for seconds in times.samples_s[name]]
+        turns["others" if n % 8 else "multiples"].append(seconds_per_flop)
+    medians = {
+        kind: tuple(statistics.median(one_round) for one_round in zip(*lists, strict=True))
+        for kind, lists in turns.items()
+    }
+    return replace(times, samples_s=medians).ratio("others", "multiples")
+
 
 # %% tags=["nbval-ignore-output"]
-for what, lines in rates.items():
-    for precision, line in lines.items():
-        multiples = statistics.median(rate for n, rate in line.items() if n % 8 == 0)
-        others = statistics.median(rate for n, rate in line.items() if n % 8)
-        print(f"{what:12s} {precision}: {multiples / others:.2f}x")
-        assert multiples / others > 0
+for what in middle_sizes:
+    for precision in both:
+        ratio = multiples_over_others(what, precision)
+        print(f"{what:12s} {precision}: {ratio}")
+        # At worst the other sizes do without the fast units, or a vector is half empty.
+        assert not ratio.is_above(1.5 * max(2, report.speedup(amp))) or not report.trusted
 
 # %% [markdown]
-# Around 1.00x the size does not matter on this device. Well above, it does, and rounding the
+# If the interval holds 1.00x, the size does not matter on this device, or so little that this does
+# not show it. Well above 1.00x it does, and rounding the
 # channels of a layer up to the next multiple of 8 may make it faster *and* larger. torchvision does
 # so for MobileNetV2 anyway:
 

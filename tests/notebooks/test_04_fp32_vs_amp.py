@@ -1,0 +1,73 @@
+"""Notebooks 04 to 06: what no device can do is noticed, and a busy machine claims nothing."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from definitions import definitions
+
+import build_pairs
+from amp_lab import Comparison, Precision
+
+FP32, BF16 = Precision.FP32, Precision.BF16
+FLOPS = 10**9
+# A device that does 100 GFLOP/s in fp32 and 400 in bf16: a step of 1 GFLOP takes 10 and 2.5 ms.
+REPORT = SimpleNamespace(rates={FP32: 1e11, BF16: 4e11}, trusted=True, speedup=lambda _: 4.0)
+NAMES = ("04_fp32_vs_amp", "05_cifar10_mobilenet", "06_caltech256_resnet50")
+
+
+def compared(fp32_ms: float, bf16_ms: float, reason: str = "") -> Comparison:
+    """Twelve rounds that all took the same time."""
+    return Comparison({FP32: (fp32_ms / 1e3,) * 12, BF16: (bf16_ms / 1e3,) * 12}, 0, reason)
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def is_possible(request):
+    """The notebook's function of that name, called alike for all three."""
+    given = {"device": torch.device("cpu"), "amp": BF16, "both": (FP32, BF16)}
+    notebook = definitions(build_pairs.FOLDER / f"{request.param}.py", **given)
+
+    def call(times: Comparison, report: SimpleNamespace = REPORT) -> bool:
+        notebook["report"] = report
+        if request.param == NAMES[1]:
+            return notebook["is_possible"](times, FLOPS)
+        return all(notebook["is_possible"](times, p, FLOPS) for p in (FP32, BF16))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("fp32_ms", "bf16_ms", "expected"),
+    [
+        (20, 6, True),
+        (8, 3, True),  # a little better than the product of which the rates are
+        (20, 40, True),  # slower is always possible
+        (6, 3, False),  # 167 GFLOP/s in fp32
+        (8, 1.5, False),  # 667 GFLOP/s in bf16
+        (100, 10, False),  # 10x as fast, and arithmetic gains 4x
+    ],
+)
+def test_what_no_device_can_do_is_noticed(is_possible, fp32_ms, bf16_ms, expected):
+    assert is_possible(compared(fp32_ms, bf16_ms)) is expected
+
+
+def test_an_emulated_precision_may_still_gain_what_its_bytes_do(is_possible):
+    emulated = SimpleNamespace(rates={FP32: 1e11, BF16: 1e9}, trusted=True, speedup=lambda _: 0.01)
+    assert is_possible(compared(30, 11), emulated)
+    assert not is_possible(compared(40, 11), emulated)
+
+
+def test_nothing_is_claimed_of_a_busy_machine(is_possible):
+    busy = SimpleNamespace(**(vars(REPORT) | {"trusted": False}))
+    assert is_possible(compared(1, 1, reason="the machine was busy"))
+    assert is_possible(compared(1, 1), busy)
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_the_same_step_in_two_places_must_agree(name):
+    agree = definitions(build_pairs.FOLDER / f"{name}.py", device=torch.device("cpu"))["agree"]
+    step = compared(46, 20).time_s(FP32)
+    assert agree(step, compared(52, 20).time_s(FP32))
+    assert not agree(step, compared(60.3, 20).time_s(FP32))  # as two cells once said
+    assert not agree(compared(60.3, 20).time_s(FP32), step)
+    assert agree(step, compared(460, 20, reason="the machine was busy").time_s(FP32))
