@@ -31,8 +31,10 @@ import inspect
 import os
 import re
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -41,7 +43,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector
 
-from amp_lab import load_dataset, measure, plots, xray
+from amp_lab import Comparison, Precision, compare, load_dataset, plots, xray
 from amp_lab.notebook import start
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
@@ -49,8 +51,8 @@ plots.use_style()
 torch.set_num_threads(1)  # as in every worker
 
 # %% [markdown]
-# What is new in this notebook comes from `torch.distributed`, but for two tools of `amp_lab`, which
-# count what is sent, and start processes.
+# What is new in this notebook comes from `torch.distributed`, but for tools of `amp_lab`, which count
+# what is sent, start processes, and time them.
 
 # %%
 import torch.distributed as dist
@@ -63,9 +65,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
 
+from amp_lab.device import matrix_product
 from amp_lab.distributed import count_communication
 from amp_lab.notebook import run_workers
+from amp_lab.timing import Rounds
 
 assert dist.is_available()
 
@@ -200,15 +205,32 @@ for part, size in memory_alone.items():
 assert sum(memory_alone.values()) == 16 * parameters
 
 # %% [markdown]
-# And how long does it take?
+# And how long does it take? The two take turns with a matrix product in each precision, whose rate no
+# step can beat.
 
 # %% tags=["nbval-ignore-output"]
-for name, dtype in PRECISIONS.items():
-    step = functools.partial(train_step, model, optimizer, x, y, dtype)
-    print(f"{name}: {measure(step, device=where)}")
+with FlopCounterMode(display=False) as counter:
+    train_step(model, optimizer, x, y, None)
+flops = counter.get_total_flops()
+steps = {
+    p: functools.partial(train_step, model, optimizer, x, y, PRECISIONS[p]) for p in PRECISIONS
+}
+products = {f"product, {p}": matrix_product(torch.device(where), Precision(p), 512) for p in steps}
+timed = compare(steps | products, device=where, budget_s=3)
+limits = {p: timed.time_s(f"product, {p}").rate(2 * 512**3) for p in steps}  # FLOP/s
+for name in steps:
+    rate = timed.time_s(name).rate(flops)
+    share = f", {rate.median / limits[name].median:.0%} of the product's rate"
+    print(f"{name}: {1e3 * timed.median_s(name):.3g} ms a step" + share * timed.trusted)
+    assert not rate.is_above(1.1 * limits[name].median)
+print("speed-up by AMP:", timed.ratio("fp32", "bf16"))
 assert next(model.parameters()).dtype is torch.float32  # in both
 
 # %% [markdown]
+# The model is small, so most of its time goes into other things than products, such as calling ops and
+# casting what they get. That is fine here, since this notebook is about what travels. [Notebook
+# 10](10_speed_ladder.ipynb) has the sizes from which AMP pays.
+#
 # ## Divide the batch
 #
 # With n processes, each takes an n-th of every batch, and the gradients are averaged. The mean of
@@ -529,17 +551,15 @@ def set_up(config, device, engine, compute, reduce):
 
 # %%
 def try_setup(config, x, y, *setup):
-    """Sent bytes of a step by collective and dtype, memory, and the seconds of a step."""
+    """Sent bytes of a step by collective and dtype, memory; and a function that does a step."""
     model, dtype = set_up(config, x.device, *setup)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])
     step = functools.partial(train_step, model, optimizer, x, y, dtype)
     step(), step()  # DDP arranges its buckets anew after the first
     with count_communication() as sent:
         step()
-    memory = local_bytes(model, optimizer)
-    seconds = min(measure(step, device=x.device, warmup=0, repeats=3).samples_s)
     totals = {key: part.sent_bytes for key, part in sent.totals().items()}
-    return {"sent": totals, "memory": memory, "seconds": seconds}
+    return {"sent": totals, "memory": local_bytes(model, optimizer)}, step
 
 
 def my_share(config, images, targets, device):
@@ -549,28 +569,67 @@ def my_share(config, images, targets, device):
 
 
 # %% [markdown]
-# Now everything in one launch for each number of processes, the largest first.
+# The steps of all set-ups are timed in turns, as `compare` would do it. But `compare` decides by its
+# own figures when it has seen enough, and a rank that stops before the others leaves them waiting. So
+# all ranks do a fixed number of rounds, and each watches in them whether its core was busy.
 
 
 # %%
-def try_all(config, images, targets, precisions, setups, folder, saves, device_type):
-    """Losses of both engines, what `try_setup` finds, and the losses of saved and loaded."""
+def time_in_turns(steps, device, rounds=16):
+    """Seconds of these steps on this rank, as the fields of a `Comparison`."""
+    seen = Rounds(device)
+    for turn in range(rounds):
+        with seen.next() as seconds:
+            for name in list(steps)[:: 1 if turn % 2 == 0 else -1]:
+                dist.barrier()  # all ranks begin together
+                begun = time.perf_counter()
+                steps[name]()
+                if device.type != "cpu":
+                    torch.accelerator.synchronize()
+                seconds[name] = time.perf_counter() - begun
+    return asdict(seen.comparison(list(steps)))
+
+
+# %% [markdown]
+# Processes that outnumber the cores wait for each other, so they are not timed.
+
+
+# %%
+def try_setups(config, x, y, setups):
+    """What `try_setup` counts for each, and their times if every process has a core."""
+    tried = {name: try_setup(config, x, y, *setup) for name, setup in setups.items()}
+    counted = {name: found for name, (found, _) in tried.items()}
+    steps = {name: step for name, (_, step) in tried.items()}
+    enough = x.device.type != "cpu" or dist.get_world_size() <= os.cpu_count()
+    return counted, time_in_turns(steps, x.device) if enough else None
+
+
+# %% [markdown]
+# Now everything in one launch for each number of processes, the largest first. DDP on two has been
+# trained above.
+
+
+# %%
+def try_all(config, images, targets, trainings, setups, folder, saves, device_type):
+    """Losses of the engines, what `try_setups` finds, and the losses of saved and loaded."""
     device = join(device_type)
     data, share = TensorDataset(images, targets), my_share(config, images, targets, device)
-    engines = {"DDP": train_ddp, "FSDP2": train_fsdp}
-    losses = {
-        engine: {name: train(config, data, dtype, device) for name, dtype in precisions.items()}
-        for engine, train in engines.items()
-    }
-    found = {name: try_setup(config, *share, *setup) for name, setup in setups.items()}
+    losses = {}
+    for engine, precisions in trainings.items():
+        train = {"DDP": train_ddp, "FSDP2": train_fsdp}[engine]
+        losses[engine] = {
+            name: train(config, data, precisions[name], device) for name in precisions
+        }
+    found, times = try_setups(config, *share, setups)
     saved = evaluate(save_sharded(config, *share, folder), images, targets) if saves else None
     model, steps = load_sharded(config, *share, folder)
     loaded = evaluate(model, images, targets), steps
     dist.destroy_process_group()
-    return {"losses": losses, "setups": found, "saved": saved, "loaded": loaded}
+    return {"losses": losses, "setups": found, "times": times, "saved": saved, "loaded": loaded}
 
 
 functions = try_all, join, new_model, mean_loss, shard, train_ddp, train_fsdp, set_up, try_setup
+functions += try_setups, time_in_turns
 functions += bf16_hook, my_share, train_step, local_bytes, save_sharded, load_sharded, evaluate
 
 # %% [markdown]
@@ -578,10 +637,13 @@ functions += bf16_hook, my_share, train_step, local_bytes, save_sharded, load_sh
 
 # %%
 temporary, most, tries = tempfile.TemporaryDirectory(), counts[-1], {}
+del given["precisions"]
 given |= {"setups": SETUPS, "folder": str(Path(temporary.name) / "checkpoint")}
 for n in reversed(counts[1:]):
+    engines = ["FSDP2"] if n == 2 else ["DDP", "FSDP2"]
+    given["trainings"] = dict.fromkeys(engines, PRECISIONS)
     tries[n] = run_workers(*functions, processes=n, saves=(n == most), **given)
-    for engine in ("DDP", "FSDP2"):
+    for engine in engines:
         check_losses(f"{engine} on {n}", [rank["losses"][engine] for rank in tries[n]])
 setups = {n: tries[n][0]["setups"] for n in counts[1:]}
 
@@ -678,17 +740,33 @@ assert torch.tensor(70000.0).half().isinf()
 # That is why FSDP2 offers the two dtypes apart: bf16 weights, fp32 sums is the usual choice. fp16 has
 # more bits, but overflows beyond 65504.
 #
-# Does it save time? On one machine hardly, where memory is the network. The picture becomes a time
-# when a network is the bottleneck: divide the bytes by its rate. This is what it came to here:
+# Does it save time? The picture becomes a time when a network is the bottleneck: divide the bytes by
+# its rate. On one machine memory is the network, so we expect little, and each set-up adds work of its
+# own, such as casting and gathering. The speed-up is over DDP in fp32:
 
 # %% tags=["nbval-ignore-output"]
-for n, found in setups.items():
-    base = found["DDP, fp32"]["seconds"]
-    ratios = [f"{answer['seconds'] / base:.2f}" for answer in found.values()]
-    print(f"{n} processes, time of a step relative to DDP in fp32: {', '.join(ratios)}")
-    assert all(answer["seconds"] > 0 for answer in found.values())
+for n, ranks in tries.items():
+    if ranks[0]["times"] is None:
+        print(f"{n} processes share {os.cpu_count()} cores, so their times would say nothing")
+        continue
+    times = Comparison(**ranks[0]["times"])
+    print(
+        f"{n} processes:", times if times.trusted else f"cannot tell here, {times.reason}", sep="\n"
+    )
+    for name, (_, compute, _) in SETUPS.items():
+        rate = times.time_s(name).rate(flops / n)  # of a rank
+        assert not (timed.trusted and rate.is_above(1.1 * limits[names[compute]].median))
+    # All begin together and wait for the slowest, so the ranks have to agree on the time.
+    first, last = (Comparison(**rank["times"]) for rank in (ranks[0], ranks[-1]))
+    if first.trusted and last.trusted:
+        off = [last.median_s(name) / first.median_s(name) for name in SETUPS]
+        assert all(0.5 < ratio < 2 for ratio in off), off
 
 # %% [markdown]
+# A line with an interval that lies below 1 is a set-up that takes longer than DDP in fp32 here. With
+# FSDP2 every layer waits for its weights, which a small layer on a CPU cannot hide behind its
+# arithmetic. On GPUs with a network between them, measure again: there the bytes above decide.
+#
 # ## What does each hold?
 #
 # The same parts as for one process, counted on a rank.
