@@ -247,7 +247,7 @@ def _memory(settings: Settings) -> list[list[str]]:
 
 
 def _bench(settings: Settings) -> list[list[str]]:
-    size = ["--quick", "--rounds", "3"]
+    size = ["--quick"]
     if settings.tiny:
         size = ["--quick", "--rounds", "1", "--workload", "product", "--precision", "fp32"]
     return [["-m", "amp_lab", "bench", *size, "--out", str(settings.out / "bench.json")]]
