@@ -2,8 +2,8 @@
 
 Each trains ResNet-18 on one batch in the same precision, as its documentation says: a bare loop
 ("torch"), `amp_lab.fit`, Lightning Fabric, accelerate, and Keras 3 on torch; the dependency groups
-`bench` and `keras` have the last three. They take turns, and a ratio is the median over the turns
-of a library's time over the bare loop's in the same turn: a machine that slows down slows both.
+`bench` and `keras` have the last three. They take turns, and a ratio is the median over the rounds
+of a library's time over the bare loop's in the same round: a machine that slows down slows both.
 A library that is not installed, or would train in another precision than it was asked to, is
 recorded as "not run", and one that fails as "failed".
 """
@@ -12,10 +12,9 @@ import copy
 import functools
 import itertools
 import os
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from amp_lab.device import describe_device, pick_device
 from amp_lab.errors import OptionError, first_line
 from amp_lab.precision import Precision
-from amp_lab.timing import Measurement, allocated_bytes, is_out_of_memory, measure
+from amp_lab.timing import Rounds, allocated_bytes, is_out_of_memory, measure
 from amp_lab.training.loop import cross_entropy, fit
 from amp_lab.training.models import build_model
 from measure_training import adamw, make_step
@@ -43,9 +42,12 @@ class PeerRow:
     workload: str
     precision: str
     status: str  # ``ok``, ``failed``, ``out of memory`` or ``not run``
-    reason: str = ""
-    samples_s: list[float] = field(default_factory=list)  # seconds of each step
-    ratio: float | None = None  # median over the turns: of this time over the bare loop's
+    trusted: bool = False  # whether the machine was quiet
+    reason: str = ""  # why it is not ok, or not trusted
+    samples_s: list[float] = field(default_factory=list)  # seconds of a step, by round
+    disturbed: int = 0  # rounds in which something else used the machine
+    ratio: float | None = None  # of this time over the bare loop's: median over the rounds
+    interval: list[float] | None = None  # 95 % interval of it
     peak_bytes: int | None = None
 
 
@@ -188,14 +190,18 @@ def measure_peers(
             run = _prepare(row, copy.deepcopy(model), batch, precision, device)  # a model for each
             if run is not None:
                 ready.append((row, run))
+        timed = Rounds(device)
         for turn in range(rounds):
-            for row, run in ready[:: 1 if turn % 2 == 0 else -1]:
-                row.samples_s += _time(run, precision, device).samples_s
-        if not rows[0].samples_s:  # the bare loop has failed
-            ready.clear()
+            with timed.next() as seconds:
+                for row, run in ready[:: 1 if turn % 2 == 0 else -1]:
+                    seconds[row.peer], _ = _time(run, precision, device)
+        compared = timed.comparison([row.peer for row, _ in ready])
         for row, _ in ready:
-            turns = zip(row.samples_s, rows[0].samples_s, strict=True)
-            row.ratio = statistics.median(own / bare for own, bare in turns)
+            row.samples_s, row.disturbed = [*compared.samples_s[row.peer]], compared.disturbed
+            row.trusted, row.reason = compared.trusted, compared.reason
+            if rows[0].peer in compared.samples_s:  # the bare loop has not failed
+                ratio = compared.ratio(row.peer, rows[0].peer)
+                row.ratio, row.interval = ratio.median, [*ratio.interval]
         yield from map(asdict, rows)
 
 
@@ -206,7 +212,7 @@ def _prepare(
     held = allocated_bytes(device)
     try:
         run = PEERS[row.peer](model, batch, precision, device)
-        m = _time(run, precision, device)
+        _, peak_bytes = _time(run, precision, device)
     except (OptionError, ModuleNotFoundError) as error:
         row.status, row.reason = "not run", str(error)
         return None
@@ -214,25 +220,29 @@ def _prepare(
         row.status = "out of memory" if is_out_of_memory(error) else "failed"
         row.reason = first_line(error)
         return None
-    row.peak_bytes = None if m.peak_bytes is None else m.peak_bytes - held
+    row.peak_bytes = None if peak_bytes is None else peak_bytes - held
     return run
 
 
-def _time(run: Run, precision: Precision, device: torch.device) -> Measurement:
-    """Seconds of a step: of many in a row, so that what a library does once for all counts less."""
+def _time(run: Run, precision: Precision, device: torch.device) -> tuple[float, int | None]:
+    """Seconds of a step, of many in a row, so that what a library does once for all counts less.
+
+    And their peak of memory.
+    """
     steps = 2 if device.type == "cpu" else 10
     # IEEE for fp32 and TF32 for tf32, in the backward pass too, which no library sees to.
     with precision.float32_mode(device.type):
         # On an accelerator `measure` empties the cache, which a first call fills again.
         warmup = int(device.type != "cpu")
         m = measure(lambda: run(steps), device=device, warmup=warmup, repeats=1)
-    return replace(m, samples_s=(m.samples_s[0] / steps,))
+    return m.samples_s[0] / steps, m.peak_bytes
 
 
 def main() -> None:
     """Measure the peers in fp32 and what the device accelerates; print and write each row."""
     options_of = parser(__doc__, ("peers",))
-    options_of.add_argument("--rounds", type=int, default=5, help="turns (default: 5)")
+    rounds = "turns (default: 16; fewer than 12 undisturbed ones are not trusted)"
+    options_of.add_argument("--rounds", type=int, default=16, help=rounds)
     options = options_of.parse_args()
     device = pick_device()
     precisions = [Precision.FP32, *describe_device(device).accelerated]

@@ -1,14 +1,13 @@
 """Measure what several processes buy and send: `python tools/measure_scale.py --out FILE`.
 
 Everything is ResNet-18 on digits at 64x64, with 32 images and one thread for each process. Speed is
-that of `amp-lab train` itself, in ratios of runs that took turns. The parts are
+that of `amp-lab train` itself, in ratios of runs that took turns, with intervals. The parts are
 
 - speed: images per second in 2 processes against 1, with DDP and FSDP2, in each reduce dtype;
 - sent: what a step of each sends, counted.
 """
 
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,9 +21,10 @@ from amp_lab.distributed.collectives import count_communication
 from amp_lab.distributed.process_group import join
 from amp_lab.notebook import run_workers
 from amp_lab.precision import Precision
+from amp_lab.timing import Rounds
 from amp_lab.training.models import build_model
 from amp_lab.training.run_folder import METRICS
-from recording import parser, record
+from recording import parser, plain, record
 
 BATCH = 32  # images of each process
 WAYS = {  # what is measured: processes and options
@@ -60,21 +60,25 @@ def images_per_s(processes: int, options: list[str], precision: str, device: tor
 
 
 def measure_speed(device: torch.device, turns: int) -> Iterator[dict]:
-    """Median images per second, and the median of the ratios to 1 process of the same turn."""
+    """Images per second, and as a multiple of those of 1 process in the same turn."""
     for precision in ("fp32", "bf16"):
-        rates = {way: [] for way in WAYS}
+        rounds = Rounds(device)
         for turn in range(turns):
-            for way in list(WAYS)[:: 1 if turn % 2 == 0 else -1]:
-                rates[way].append(images_per_s(*WAYS[way], precision, device))
-        for way, found in rates.items():
-            ratios = [a / b for a, b in zip(found, rates["1 process"], strict=True)]
+            with rounds.next() as seconds:
+                for way in list(WAYS)[:: 1 if turn % 2 == 0 else -1]:
+                    seconds[way] = 1 / images_per_s(*WAYS[way], precision, device)
+                    rounds.watch.calibrate()  # a round takes minutes
+        compared = rounds.comparison(list(WAYS))
+        for way in WAYS:
             yield {
                 "precision": precision,
                 "way": way,
-                "images_per_s": statistics.median(found),
-                "times_1_process": statistics.median(ratios),
-                "lowest": min(ratios),
-                "highest": max(ratios),
+                "images_per_s": plain(compared.time_s(way).rate(1)),
+                "times_1_process": plain(compared.ratio("1 process", way)),
+                "samples_s": list(compared.samples_s[way]),  # of one image
+                "disturbed": compared.disturbed,
+                "trusted": compared.trusted,
+                "reason": compared.reason,
             }
 
 
@@ -122,7 +126,8 @@ def measure_sent(device: torch.device) -> Iterator[dict]:
 def main() -> None:
     """Measure the parts asked for, print each, and write them all."""
     options_of = parser(__doc__, ("speed", "sent"))
-    options_of.add_argument("--turns", type=int, default=3, help="of speed (default: 3)")
+    turns = "of speed (default: 16; fewer than 12 undisturbed ones are not trusted)"
+    options_of.add_argument("--turns", type=int, default=16, help=turns)
     options = options_of.parse_args()
     device = pick_device()
     measures = {

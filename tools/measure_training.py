@@ -1,6 +1,6 @@
 """Measure what training costs and keeps: `python tools/measure_training.py --out FILE`.
 
-Ratios are of figures from the same run, taken in turns. The parts are
+Each ratio is of functions that took turns, with its interval. The parts are
 
 - speed: a training step of ResNet-50 and MobileNetV2 in fp32 and bf16, with and without
   channels_last;
@@ -9,10 +9,11 @@ Ratios are of figures from the same run, taken in turns. The parts are
 - accuracy: held-out digits with three seeds in each precision.
 """
 
+import functools
 import itertools
 import statistics
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,12 +23,12 @@ from amp_lab.checkpoint import save_checkpoint
 from amp_lab.data import batches, load_dataset
 from amp_lab.device import pick_device
 from amp_lab.precision import Precision
-from amp_lab.timing import measure
+from amp_lab.timing import compare
 from amp_lab.training.loop import fit
 from amp_lab.training.models import build_model
 from amp_lab.training.run import train
 from amp_lab.training.train_options import RunConfig
-from recording import parser, record
+from recording import parser, plain, record, times_as_fast, times_as_long
 
 PARTS = ("speed", "loop", "checkpoint", "accuracy")
 
@@ -56,8 +57,8 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def measure_speed(device, turns):
-    """Milliseconds of a step, the fastest of some turns, for each model, size and precision."""
+def measure_speed(device, budget_s):
+    """A step of each model and size in each precision, as many times as fast as in fp32."""
     low = [Precision.BF16] if device.type == "cpu" else [p for p in Precision if p != "fp32"]
     result = {}
     for name, size, batch in (
@@ -72,81 +73,63 @@ def measure_speed(device, turns):
         for precision, last in itertools.product([Precision.FP32, *low], (False, True)):
             model = build_model(name, 10).to(device)
             step = make_step(model, adamw(model), images, targets, precision, device, last)
-            steps[f"{precision}{' channels_last' if last else ''}"] = precision, step
-        times = {kind: [] for kind in steps}
-        for turn in range(turns):
-            for kind, (precision, step) in steps.items():
-                mode = precision if precision in ("fp32", "tf32") else Precision.FP32
-                with mode.autocast(device.type):
-                    m = measure(step, device=device, warmup=int(turn == 0), repeats=2)
-                times[kind] += m.samples_s
-        ms = {kind: 1e3 * min(samples) for kind, samples in times.items()}
-        ratios = {kind: ms["fp32"] / value for kind, value in ms.items()}
-        result[f"{name} {batch}x{size}x{size}"] = {"ms": ms, "times as fast as fp32": ratios}
+            kind = f"{precision}{' channels_last' if last else ''}"
+            steps[kind] = functools.partial(in_mode, precision, step, device)
+        compared = compare(steps, device=device, budget_s=budget_s)
+        result[f"{name} {batch}x{size}x{size}"] = times_as_fast(compared)
     return result
 
 
-def measure_loop(device, turns):
-    """Seconds of an epoch on digits: a bare loop over tensors, `fit` on them, `fit` with data."""
+def in_mode(precision, step, device):
+    """One step, with TF32 on for that precision alone, in the backward pass too."""
+    with precision.float32_mode(device.type):
+        step()
+
+
+def measure_loop(device, budget_s):
+    """An epoch on digits: a bare loop over tensors, `fit` on them, `fit` with data, data alone."""
     data = load_dataset("digits").train
     loaded = list(batches(data, 64, seed=0, drop_last=True))
-    kinds = {
-        "bare loop": None,
-        "fit": lambda epoch, start: loaded,
-        "fit and data": lambda epoch, start: batches(data, 64, seed=0, epoch=epoch, drop_last=True),
+    load = functools.partial(batches, data, 64, seed=0, drop_last=True)
+
+    def bare(model, optimizer):
+        with Precision.FP32.autocast(device.type):
+            for images, targets in loaded:
+                images, targets = images.to(device), targets.to(device)
+                F.cross_entropy(model(images).float(), targets).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def fitted(source, model, optimizer):
+        fit(model, source, optimizer=optimizer, precision="fp32", device=device, epochs=1)
+
+    epochs = {
+        "bare loop": bare,
+        "fit": functools.partial(fitted, lambda epoch, start: loaded),
+        "fit and data": functools.partial(fitted, lambda epoch, start: load(epoch=epoch)),
     }
-    times = {kind: [] for kind in kinds}
-    for _, (kind, source) in itertools.product(range(turns), kinds.items()):
+    kinds: dict[str, Callable[[], object]] = {"data": lambda: list(load())}
+    for kind, epoch in epochs.items():
         torch.manual_seed(0)
         model = build_model("mobilenet_v2", 10).to(device).train()
-        optimizer = adamw(model)
-        started = time.perf_counter()
-        if source is None:
-            with Precision.FP32.autocast(device.type):
-                for images, targets in loaded:
-                    images, targets = images.to(device), targets.to(device)
-                    F.cross_entropy(model(images).float(), targets).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-            if device.type != "cpu":
-                torch.accelerator.synchronize()
-        else:
-            fit(model, source, optimizer=optimizer, precision="fp32", device=device, epochs=1)
-        times[kind].append(time.perf_counter() - started)
-    started = time.perf_counter()
-    for _ in batches(data, 64, seed=0, drop_last=True):
-        pass
-    loading = time.perf_counter() - started
-    best = {kind: min(samples) for kind, samples in times.items()}
-    return {
-        "seconds": best,
-        "samples": times,
-        "fit against bare loop": best["fit"] / best["bare loop"],
-        "median of paired ratios": statistics.median(
-            a / b for a, b in zip(times["fit"], times["bare loop"], strict=True)
-        ),
-        "share of loading": loading / best["fit and data"],
+        kinds[kind] = functools.partial(epoch, model, adamw(model))
+    compared = compare(kinds, device=device, budget_s=budget_s)
+    return times_as_long(compared, "bare loop") | {
+        "share of loading": plain(compared.ratio("data", "fit and data"))
     }
 
 
-def measure_checkpoint(device, turns):
-    """Milliseconds to save MobileNetV2 and its optimizer, safely on the disk."""
+def measure_checkpoint(device, budget_s):
+    """Seconds to save MobileNetV2 and its optimizer, safely on the disk."""
     model = build_model("mobilenet_v2", 10).to(device)
     optimizer = adamw(model)
     model(torch.randn(2, 3, 32, 32, device=device)).sum().backward()
     optimizer.step()
     with tempfile.TemporaryDirectory(dir=".") as folder:
         path = Path(folder, "checkpoint.pt")
-        m = measure(
-            lambda: save_checkpoint(path, model=model, optimizer=optimizer),
-            device=device,
-            repeats=10 * turns,
-        )
-        return {
-            "median ms": 1e3 * m.median_s,
-            "fastest ms": 1e3 * min(m.samples_s),
-            "bytes": path.stat().st_size,
-        }
+        save = functools.partial(save_checkpoint, path, model=model, optimizer=optimizer)
+        compared = compare({"save": save}, device=device, budget_s=budget_s)
+        return compared.to_json() | {"bytes": path.stat().st_size}
 
 
 def measure_accuracy(device, model, precisions):
@@ -172,17 +155,16 @@ def measure_accuracy(device, model, precisions):
 
 def main():
     """Measure the parts asked for, print each, and write them all as JSON."""
-    options_of = parser(__doc__, PARTS)
-    options_of.add_argument("--turns", type=int, default=5)
+    options_of = parser(__doc__, PARTS, budget_s=300)
     options_of.add_argument("--model", default="mobilenet_v2", help="for the accuracy")
     options_of.add_argument("--precision", action="append", help="for the accuracy; default: all")
     options = options_of.parse_args()
     device = pick_device()
     precisions = options.precision or [p for p in Precision if p != "tf32"]
     measures = {
-        "speed": lambda: measure_speed(device, options.turns),
-        "loop": lambda: measure_loop(device, options.turns),
-        "checkpoint": lambda: measure_checkpoint(device, options.turns),
+        "speed": lambda: measure_speed(device, options.budget),
+        "loop": lambda: measure_loop(device, options.budget),
+        "checkpoint": lambda: measure_checkpoint(device, options.budget),
         "accuracy": lambda: measure_accuracy(device, options.model, precisions),
     }
     record(measures, options, device)

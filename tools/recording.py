@@ -12,15 +12,24 @@ import torch
 
 from amp_lab.device import describe_device
 from amp_lab.files import write_whole
+from amp_lab.timing import Comparison, Estimate
 
 
-def parser(description: str, parts: Iterable[str]) -> argparse.ArgumentParser:
-    """The options that every measuring tool has: which parts to measure, and the file to write."""
+def parser(
+    description: str, parts: Iterable[str], *, budget_s: float | None = None
+) -> argparse.ArgumentParser:
+    """The options that every measuring tool has: which parts to measure, and the file to write.
+
+    One that compares says how long it may at most.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--part", choices=parts, action="append", help="default: all")
     parser.add_argument("--out", type=Path, required=True, help="JSON file")
+    if budget_s is not None:
+        text = f"seconds of a comparison at most (default: {budget_s:g})"
+        parser.add_argument("--budget", type=float, default=budget_s, help=text)
     return parser
 
 
@@ -56,6 +65,25 @@ def record(
             result[part].append(row)
             _say(row)
             _write(options.out, result)
+
+
+def plain(estimate: Estimate) -> dict[str, Any]:
+    """An estimate and its interval, for JSON."""
+    return {"median": estimate.median, "interval": list(estimate.interval)}
+
+
+def times_as_fast(compared: Comparison) -> dict[str, Any]:
+    """Samples, whether to trust them, and the speed-up of each function over the first."""
+    first, *others = compared.samples_s
+    speedups = {name: plain(compared.ratio(first, name)) for name in others}
+    return compared.to_json() | {f"times as fast as {first}": speedups}
+
+
+def times_as_long(compared: Comparison, as_what: str) -> dict[str, Any]:
+    """Samples, whether to trust them, and what each takes as a multiple of one of them."""
+    others = [name for name in compared.samples_s if name != as_what]
+    ratios = {name: plain(compared.ratio(name, as_what)) for name in others}
+    return compared.to_json() | {f"times as long as {as_what}": ratios}
 
 
 def _say(figures: object) -> None:

@@ -2,18 +2,22 @@
 
 import dataclasses
 import json
+from dataclasses import replace
 
 import pytest
 
 from amp_lab.bench.results import Compared, Results, Row, load_results
 from amp_lab.errors import OptionError
+from amp_lab.timing import Ratio
 
 
 def results_of(*rows, **environment):
     made = [
-        Row(*key, "ok", unit="images", items=2, samples_s=[0.5, 0.5], median_s=0.5, iqr_s=0.0,
-            speedup=speedup, items_per_s=4.0, flops=100, flops_per_s=200.0, moved_bytes=50,
-            bytes_per_s=100.0, least_bytes=10, floor_s=0.1, share_of_limit=0.2, error=0.0)
+        Row(*key, "ok", trusted=True, unit="images", items=2, samples_s=[0.5, 0.5], rounds=3,
+            disturbed=1, median_s=0.5, iqr_s=0.0, speedup=speedup,
+            speedup_interval=[speedup - 0.1, speedup + 0.2], items_per_s=4.0, flops=100,
+            flops_per_s=200.0, moved_bytes=50, bytes_per_s=100.0, least_bytes=10, floor_s=0.1,
+            share_of_limit=0.2, error=0.0)
         for *key, speedup in rows
     ]  # fmt: skip
     about = {"device": "a toy", "torch": "2.15", "threads": 2, "date": "2026-01-01"} | environment
@@ -21,6 +25,7 @@ def results_of(*rows, **environment):
 
 
 EAGER = ("convmodel", "8x8", "fp32", "eager", 1.0)
+EAGER_BF16 = ("convmodel", "8x8", "bf16", "eager", 2.0)
 COMPILED_BF16 = ("convmodel", "8x8", "bf16", "compile", 3.5)
 
 
@@ -29,7 +34,7 @@ def test_results_survive_their_file(tmp_path):
     results = results_of(EAGER, COMPILED_BF16)
     results.save(path)
     assert load_results(path) == results
-    assert json.loads(path.read_text())["schema"] == "amp-lab bench 1"
+    assert json.loads(path.read_text())["schema"] == "amp-lab bench 2"
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -52,6 +57,7 @@ def edited(change):
         ("[1, 2]", "no results of amp-lab bench"),
         ('{"schema": "other"}', "no results of amp-lab bench"),
         (edited(lambda c: c.update(schema="amp-lab bench 7")), "written as 'amp-lab bench 7'"),
+        (edited(lambda c: c.update(schema="amp-lab bench 1")), "and this amp_lab reads '.* 2'"),
         (edited(lambda c: c.pop("rows")), "damaged, 'rows' is missing"),
         (edited(lambda c: c.pop("trusted")), "damaged, .*'trusted'"),
         (edited(lambda c: c.update(more=1)), "damaged, 'more' is no field"),
@@ -62,6 +68,8 @@ def edited(change):
         (edited(lambda c: c["rows"].append(3)), "damaged, a row is 3"),
         (edited(lambda c: c["rows"][0].update(status="fine")), "damaged, 'status' is 'fine'"),
         (edited(lambda c: c["rows"][0].update(median_s=None)), "is ok, but has no time"),
+        (edited(lambda c: c["rows"][0].update(samples_s=[])), "is ok, but has no time"),
+        (edited(lambda c: c["rows"][0].update(speedup_interval=[1.0])), "'speedup_interval' is"),
         (edited(lambda c: c["rows"][0].pop("rung")), "damaged, .*'rung'"),
     ],
 )  # fmt: skip
@@ -97,12 +105,74 @@ def test_comparison_shows_what_all_have():
         ("fp32", "eager"),
         ("bf16", "compile"),
     ]
-    best = {name: found["convmodel 8x8"] for name, found in compared.best_speedups().items()}
-    assert {name: speedup.median for name, speedup in best.items()} == {"mine": 3.5, "theirs": 5.0}
-    assert "3.50x" in str(compared)
-    assert "5.00x" in str(compared)
+    best = compared.best_speedups()
+    assert best["mine"]["convmodel 8x8"] == Ratio(3.5, (3.4, 3.7))
+    assert best["theirs"]["convmodel 8x8"].median == 5.0
+    assert "3.50x (3.40x to 3.70x)" in str(compared)
+    assert "5.00x (4.90x to 5.20x)" in str(compared)
     assert "gpt" not in str(compared)
-    assert json.loads(compared.to_json())["rows"][1]["speedup"] == [3.5, 5.0]
+    row = json.loads(compared.to_json())["rows"][1]
+    assert (row["speedup"], row["trusted"]) == ([3.5, 5.0], [True, True])
+    assert row["speedup_interval"][0] == pytest.approx([3.4, 3.7])
+
+
+def test_a_speedup_that_is_not_trusted_is_only_the_best_where_there_is_no_other():
+    one = results_of(EAGER, EAGER_BF16, COMPILED_BF16)
+    one.rows[2].distrust("the machine was busy")
+    for rows, best in ((one.rows, 2.0), (one.rows[2:], 3.5)):
+        left = replace(one, rows=rows)
+        found = Compared([left, left], ["a", "b"]).best_speedups()["a"]["convmodel 8x8"]
+        assert (found.median, found.trusted) == (best, best == 2.0)
+
+
+def test_the_table_has_intervals_and_marks_what_is_not_trusted():
+    results = results_of(EAGER, EAGER_BF16, COMPILED_BF16)
+    results.rows[1].distrust("the machine was busy in 9 of 12 rounds")
+    table = str(results)
+    assert "bf16 compile " in table
+    assert "3.50x (3.40x to 3.70x)" in table
+    assert "bf16 eager ?" in table
+    assert str(results.rows[1].ratio) in table  # which has no figure but the interval
+    assert "Something else used this machine in 1 of 3 rounds." in table
+    busy = "marked with ?: convmodel 8x8, bf16 eager: the machine was busy in 9 of 12 rounds."
+    assert busy in table
+
+
+def test_a_bar_that_is_not_trusted_is_told_to_the_figure():
+    results = results_of(EAGER, EAGER_BF16)
+    results.rows[1].distrust("the machine was busy")
+    (_, _, fp32, limit, text), (_, _, bf16, _, _) = results.ladder()["convmodel 8x8"]
+    assert (fp32.median, limit, text) == (500.0, 100.0, "1.00x")
+    assert fp32.interval == pytest.approx((490, 510))
+    assert (fp32.trusted, bf16.trusted) == (True, False)
+    assert [point[1] for point in results.roofline()[2]] == ["fp32"]
+
+
+@pytest.mark.parametrize(
+    ("figures", "reason"),
+    [
+        ({"flops_per_s": 1.09e12}, ""),
+        ({"flops_per_s": 1.2e12}, "it computes 1.2 TFLOP/s, where the limit is 1 TFLOP/s"),
+        ({"least_bytes": int(0.5 * 1.09e9)}, ""),
+        ({"least_bytes": 10**9}, "it moves at least 2 GB/s, where the limit is 1 GB/s"),
+        ({"flops_per_s": None, "least_bytes": None}, ""),  # it has no limit
+    ],
+)
+@pytest.mark.parametrize("at", [0, 1])
+def test_what_the_device_cannot_do_is_not_trusted(figures, reason, at):
+    rows = [EAGER, ("convmodel", "8x8", "fp32", "compile", 2.0), ("gpt", "2", "fp32", "eager", 1.0)]
+    results = results_of(*rows)
+    for name, value in figures.items():
+        setattr(results.rows[at], name, value)
+    results.distrust_impossible()
+    trusted = [row.trusted for row in results.rows]
+    if not reason:
+        assert trusted == [True, True, True]
+        return
+    assert results.rows[at].reason == reason
+    if at == 0:  # a speed-up over a time that is wrong is wrong too
+        assert results.rows[1].reason == f"fp32 eager, which it is held against: {reason}"
+    assert trusted == [at > 0, False, True]
 
 
 def test_comparison_of_what_has_nothing_in_common_is_refused():

@@ -82,6 +82,10 @@ def test_peers_take_turns_with_a_bare_loop(model, batch, monkeypatch):
     assert (bare["status"], bare["ratio"], bare["workload"]) == ("ok", 1.0, "resnet18 8x3x6x6")
     ratios = [a / b for a, b in zip(own["samples_s"], bare["samples_s"], strict=True)]
     assert own["ratio"] == sorted(ratios)[1]
+    low, high = own["interval"]
+    assert low <= min(ratios) <= max(ratios) <= high
+    assert not own["trusted"]  # after three rounds
+    assert own["reason"] == bare["reason"] != ""
     assert (third["status"], third["reason"]) == ("not run", "fp32 is not for us")
     assert (fourth["status"], fourth["reason"], fourth["samples_s"]) == ("failed", "no kernel", [])
     assert torch.equal(weights(model), before)  # each trained a model of its own

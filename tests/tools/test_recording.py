@@ -5,9 +5,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
+import measure_numerics
+import measure_scale
+import measure_training
 import measure_xray
 import recording
+from amp_lab.timing import Comparison
 
 
 @pytest.fixture
@@ -45,6 +50,60 @@ def test_a_run_that_is_cut_short_leaves_the_rows_that_it_had(out):
     with pytest.raises(KeyboardInterrupt):
         recording.record({"one": rows}, options(out), torch.device("cpu"))
     assert json.loads(out.read_text())["one"] == [{"batch": 1}]
+
+
+def test_a_comparison_is_recorded_with_its_samples_ratios_and_trust():
+    compared = Comparison({"fp32": (4.0, 2.0, 4.0), "bf16": (1.0, 1.0, 2.0)}, 9, "it was busy")
+    faster, longer = recording.times_as_fast(compared), recording.times_as_long(compared, "fp32")
+    expected = {"median": 2.0, "interval": pytest.approx([1.96, 4.0])}
+    assert faster["times as fast as fp32"] == {"bf16": expected}
+    assert longer["times as long as fp32"]["bf16"]["median"] == 0.5
+    assert faster["samples_s"]["bf16"] == [1.0, 1.0, 2.0]
+    assert (faster["trusted"], faster["reason"], faster["disturbed"]) == (False, "it was busy", 9)
+    json.dumps([faster, longer])
+
+
+def test_scale_is_measured_in_watched_rounds(monkeypatch):
+    monkeypatch.setattr(measure_scale, "WAYS", {"two": (100.0, []), "1 process": (50.0, [])})
+    monkeypatch.setattr(measure_scale, "images_per_s", lambda rate, *others: rate)
+    two, one = list(measure_scale.measure_speed(torch.device("cpu"), turns=2))[:2]
+    assert two["images_per_s"]["median"] == pytest.approx(100)
+    assert two["times_1_process"]["median"] == pytest.approx(2)
+    assert (one["times_1_process"]["median"], one["trusted"]) == (1.0, False)
+
+
+CPU, BUDGET_S = torch.device("cpu"), 0.1
+
+
+def tiny_model(*arguments) -> nn.Module:
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 10))
+
+
+@pytest.mark.slow
+def test_the_numerics_tool_measures_its_parts(monkeypatch):
+    model, images = tiny_model(), torch.rand(4, 3, 8, 8)
+    tiny = [("tiny", model, lambda: model(images).square().mean())]
+    monkeypatch.setattr(measure_numerics, "problems", lambda device: tiny)
+    found = measure_numerics.measure_underflow(CPU, BUDGET_S)["tiny"]
+    assert found["values"] == (30 + 10) + 4 * 10  # of the parameters, and of the output
+    assert list(found["times as long as backward"]) == ["gradient_underflow"]
+    watched = measure_numerics.measure_nonfinite(CPU, BUDGET_S)["tiny"]["times as long as plain"]
+    assert list(watched) == ["find_nonfinite", "off again"]
+    scale = measure_numerics.measure_scale(CPU, BUDGET_S)
+    low, high = scale["added µs per step"]["interval"]
+    assert low <= scale["added µs per step"]["median"] <= high
+
+
+@pytest.mark.slow
+def test_the_training_tool_measures_its_parts(monkeypatch):
+    monkeypatch.setattr(measure_training, "build_model", tiny_model)
+    loop = measure_training.measure_loop(CPU, BUDGET_S)
+    assert list(loop["times as long as bare loop"]) == ["data", "fit", "fit and data"]
+    low, high = loop["share of loading"]["interval"]
+    assert 0 < low <= high
+    found = measure_training.measure_checkpoint(CPU, BUDGET_S)
+    assert found["bytes"] > 4 * 40
+    assert found["median_s"]["save"] > 0
 
 
 def test_the_xray_tool_measures_a_task_in_time_and_memory(capsys):

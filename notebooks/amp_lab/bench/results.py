@@ -7,19 +7,20 @@ import os
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from amp_lab.errors import OptionError
 from amp_lab.files import write_whole
-from amp_lab.report import Printed, Table, flops_text, rate_text
-from amp_lab.timing import Comparison, Ratio
+from amp_lab.report import Printed, Table, flops_text, listed, plural, rate_text
+from amp_lab.timing import Comparison, Estimate, Ratio
 
-SCHEMA = "amp-lab bench 1"  # written into each file; another number means other fields
+SCHEMA = "amp-lab bench 2"  # written into each file; another number means other fields
 STATES = ("ok", "failed", "out of memory", "not run")
 BASELINE = ("fp32", "eager")  # what all others of a workload are held against
 _UNITS = (("s", 1), ("ms", 1e3), ("us", 1e6))
+_ABOVE = 1.1  # of a measured limit: nothing is faster, so a time that says so is wrong
 
 
 @dataclass
@@ -31,13 +32,17 @@ class Row:
     precision: str
     rung: str
     status: str  # one of `STATES`; only ``ok`` has figures that may be compared
-    reason: str = ""
+    trusted: bool = False  # whether the machine was quiet, and the figures are possible
+    reason: str = ""  # why it is not ok, or not trusted
     unit: str = ""
     items: int = 0  # how many of `unit` a step has
-    samples_s: list[float] = field(default_factory=list)  # seconds of each step that was timed
+    samples_s: list[float] = field(default_factory=list)  # seconds of a step, by round
+    rounds: int = 0  # in which all rungs of the workload took turns
+    disturbed: int = 0  # those in which something else used the machine
     median_s: float | None = None
     iqr_s: float | None = None  # interquartile range of the samples
-    speedup: float | None = None  # of the medians, over fp32 eager in the same run
+    speedup: float | None = None  # over fp32 eager: median of the ratios within each round
+    speedup_interval: list[float] | None = None  # 95 % interval of it
     items_per_s: float | None = None
     peak_bytes: int | None = None  # most bytes in tensors; None where the device keeps no count
     flops: int | None = None  # counted for one eager step
@@ -61,12 +66,35 @@ class Row:
         """What must be equal for two rows to be compared."""
         return self.workload, self.size, self.precision, self.rung
 
+    @property
+    def milliseconds(self) -> Estimate:
+        """The median with its interval; for a row that has samples."""
+        seconds = Comparison({"": tuple(self.samples_s)}, self.disturbed, "").time_s("")
+        return replace(seconds.times(1e3), trusted=self.trusted)
+
+    @property
+    def ratio(self) -> Ratio | None:
+        """The speed-up with its interval; None if there is no fp32 eager."""
+        if self.speedup is None or self.speedup_interval is None:
+            return None
+        low, high = self.speedup_interval
+        return Ratio(self.speedup, (low, high), self.trusted)
+
+    def distrust(self, reason: str) -> None:
+        """Mark the figures as not to be trusted, if they are not already."""
+        if self.trusted:
+            self.trusted, self.reason = False, reason
+
+
+def _speedup(row: Row) -> str:
+    return "1.00x" if (row.precision, row.rung) == BASELINE else _text(row.ratio, "{}")
+
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
-    "": lambda row: f"  {row.precision} {row.rung}",
+    "": lambda row: f"  {row.precision} {row.rung}" + (" ?" if not row.trusted else ""),
     "time": lambda row: _duration(row.median_s),
     "spread": lambda row: _text(ratio(row.iqr_s, row.median_s), "{:.0%}"),
-    "speed-up": lambda row: _text(row.speedup, "{:.2f}x"),
+    "speed-up": _speedup,
     "per second": lambda row: f"{_figure(row.items_per_s)} {row.unit}",
     "memory": lambda row: _text(ratio(row.peak_bytes, 2**20), "{:,.0f} MiB"),
     "FLOP/s": lambda row: flops_text(row.flops_per_s),
@@ -104,33 +132,57 @@ class Results(Printed):
         for row in self.rows:
             bars = panels.setdefault(row.title, [])
             if row.status == "ok":
-                remark = f"{row.speedup:.2f}x" if row.speedup else ""
-                took = Comparison({"": tuple(row.samples_s)}, 0, "").time_s("")
-                milliseconds = took.times(1e3), ratio(row.floor_s, 1e-3)
+                remark = f"{row.speedup:.2f}x" if row.speedup else "no fp32 eager"
+                milliseconds = row.milliseconds, ratio(row.floor_s, 1e-3)
             else:  # it may have been timed before it failed, which is no result
                 remark, milliseconds = row.status, (None, None)
             bars.append((row.precision, row.rung, *milliseconds, remark))
         return panels
 
     def roofline(self) -> tuple[dict[str, float], float, list[tuple]]:
-        """For `plots.roofline`: fp32 eager, and the fastest rung of each other precision."""
+        """For `plots.roofline`: fp32 eager, and the fastest rung of each other precision.
+
+        Without what is not trusted.
+        """
         points: dict[tuple[str, str], tuple[float, float]] = {}
         for row in self.rows:
             intensity, rate = ratio(row.flops, row.moved_bytes), row.flops_per_s
             other_fp32 = row.precision == BASELINE[0] and row.rung != BASELINE[1]
-            if row.status != "ok" or not intensity or not rate or other_fp32:
+            if not row.trusted or not intensity or not rate or other_fp32:
                 continue
             what = row.workload, row.precision
             points[what] = max(points.get(what, (0.0, 0.0)), (intensity, rate), key=lambda p: p[1])
         used = {precision for _, precision in points}
         limits = {name: rate for name, rate in self.flops_per_s.items() if rate is not None}
-        roofs = {name: rate for name, rate in limits.items() if name in used}
+        roofs = {name: rate for name, rate in limits.items() if name in used or not used}
         return roofs, self.memory_bytes_per_s, [(*what, *place) for what, place in points.items()]
 
     @property
     def memory_bytes_per_s(self) -> float:
         """Bytes/s of what fits in no cache."""
         return self.stream_bytes_per_s[max(self.stream_bytes_per_s)]
+
+    def distrust_impossible(self) -> None:
+        """Mark what is faster than this device: it is not trusted, nor a speed-up over it."""
+        for _, same in itertools.groupby(self.rows, key=lambda row: row.title):
+            rows = [row for row in same if row.status == "ok"]
+            for row in rows:
+                if reason := self.why_impossible(row):
+                    row.distrust(reason)
+                    if (row.precision, row.rung) == BASELINE:
+                        for other in rows:
+                            other.distrust(f"fp32 eager, which it is held against: {reason}")
+
+    def why_impossible(self, row: Row) -> str:
+        """Which of its rates is above what was measured of this device; empty if none is."""
+        rate, limit = row.flops_per_s, self.flops_per_s.get(row.precision)
+        if rate is not None and limit is not None and rate > _ABOVE * limit:
+            return f"it computes {flops_text(rate)}, where the limit is {flops_text(limit)}"
+        rate, limit = ratio(row.least_bytes, row.median_s), max(self.stream_bytes_per_s.values())
+        if rate is not None and rate > _ABOVE * limit:
+            rates = rate_text(rate, "B/s"), rate_text(limit, "B/s")
+            return "it moves at least {}, where the limit is {}".format(*rates)
+        return ""
 
     def _table(self) -> Table:
         columns = dict(_COLUMNS)
@@ -139,7 +191,8 @@ class Results(Printed):
         blank, lines = [""] * (len(columns) - 2), []
         for row in self.rows:
             cells = [cell(row) for cell in columns.values() if row.status == "ok"]
-            lines.append((row.title, cells or [_COLUMNS[""](row), row.status, *blank]))
+            name = f"  {row.precision} {row.rung}"
+            lines.append((row.title, cells or [name, row.status, *blank]))
         right = range(1, len(columns))  # figures
         return Table(list(columns), _with_titles(lines), self.title(), self._facts(), right=right)
 
@@ -153,14 +206,16 @@ class Results(Printed):
         memory = rate_text(self.memory_bytes_per_s, "B/s")
         facts = [
             f"The device's limits, measured: {rates}; memory {memory}.",
-            "Speed-up: over fp32 eager in the same run. Of limit: the time that the counted FLOPs, "
-            "or the least bytes, take at those rates, over the time measured.",
+            "Speed-up: over fp32 eager in the same rounds, with its 95 % interval. Of limit: the "
+            "time that the counted FLOPs, or the least bytes, take at those rates, over the time "
+            "measured.",
             "Off fp32: how far the first loss, or the output, is from that of fp32 eager. Learns: "
             "how far the loss falls in five steps, over how far it does there.",
         ]
         for row in [row for row in self.rows if row.status != "ok"]:
             what = f"{row.title}, {row.precision} {row.rung}"
             facts.append(f"{what}: {row.status}, {row.reason}.")
+        facts += self._doubts()
         if self.environment.get("quick"):
             facts.append("A quick run: small sizes, and nothing that takes long to compile.")
         if not self.trusted:
@@ -168,6 +223,18 @@ class Results(Printed):
         if not self.complete:
             facts.append("The run was stopped before its end.")
         return facts
+
+    def _doubts(self) -> list[str]:
+        """In how many rounds the machine was busy, and which rows are not trusted, and why."""
+        timed = {row.title: row for row in self.rows if row.rounds}.values()
+        disturbed, rounds = sum(r.disturbed for r in timed), sum(r.rounds for r in timed)
+        said = [f"Something else used this machine in {disturbed} of {plural(rounds, 'round')}."]
+        doubts: dict[tuple[str, str], list[str]] = {}
+        for row in [row for row in self.rows if row.status == "ok" and not row.trusted]:
+            doubts.setdefault((row.title, row.reason), []).append(f"{row.precision} {row.rung}")
+        for (title, reason), rungs in doubts.items():
+            said.append(f"Not trusted, marked with ?: {title}, {listed(rungs)}: {reason}.")
+        return said
 
 
 def _with_titles(rows: list[tuple[str, list[str]]]) -> list[list[str]]:
@@ -193,7 +260,6 @@ def load_results(path: str | os.PathLike) -> Results:
     if schema != SCHEMA:
         raise OptionError(f"{path}: written as {schema!r}, and this amp_lab reads {SCHEMA!r}")
     del content["schema"]
-    content.pop("peers", None)  # other libraries' times, which earlier versions kept here too
     try:
         content["rows"] = [_made(Row, row) for row in content["rows"]]
         results = _made(Results, content)
@@ -210,8 +276,11 @@ def _check_values(results: Results) -> None:
     for row in results.rows:
         if row.status not in STATES:
             raise TypeError(f"'status' is {row.status!r}")
-        if row.status == "ok" and None in (row.median_s, row.iqr_s, row.items_per_s):
+        times = row.median_s, row.iqr_s, row.items_per_s, *(row.samples_s or [None])
+        if row.status == "ok" and None in times:
             raise TypeError(f"{row.title}, {row.precision} {row.rung} is ok, but has no time")
+        if row.speedup_interval is not None and len(row.speedup_interval) != 2:
+            raise TypeError(f"'speedup_interval' is {row.speedup_interval!r}")
     rates = results.stream_bytes_per_s
     if not rates or not all(str(size).isdigit() for size in rates):
         raise TypeError(f"'stream_bytes_per_s' is {rates!r}")
@@ -273,21 +342,22 @@ class Compared(Printed):
         """What all have, as JSON."""
         rows = []
         for same in self.common():
-            figures = {
-                name: [getattr(row, name) for row in same] for name in ("median_s", "speedup")
-            }
+            names = ("median_s", "speedup", "speedup_interval", "trusted")
+            figures = {name: [getattr(row, name) for row in same] for name in names}
             rows.append({"key": same[0].key} | figures)
         return json.dumps({"names": self.names, "rows": rows}, indent=1)
 
     def best_speedups(self) -> dict[str, dict[str, Ratio]]:
-        """For `plots.best_speedups`: among what all have, the best of each workload."""
+        """For `plots.best_speedups`: among what all have, the best of each workload.
+
+        One that is not trusted is only taken where there is no other.
+        """
         best: list[dict[str, Ratio]] = [{} for _ in self.results]
         for rows in self.common():
             for found, row in zip(best, rows, strict=True):
-                if row.speedup is not None:
-                    speedup = Ratio(row.speedup, (row.speedup, row.speedup))
-                    better = (found.get(row.title, speedup), speedup)
-                    found[row.title] = max(better, key=lambda one: one.median)
+                if row.ratio is not None:
+                    candidates = found.get(row.title, row.ratio), row.ratio
+                    found[row.title] = max(candidates, key=lambda one: (one.trusted, one.median))
         return dict(zip(self.names, best, strict=True))
 
     def _table(self) -> Table:
@@ -295,7 +365,7 @@ class Compared(Printed):
         for rows in self.common():
             cells = [f"  {rows[0].precision} {rows[0].rung}"]
             for row in rows:
-                cells += [_duration(row.median_s), _text(row.speedup, "{:.2f}x")]
+                cells += [_duration(row.median_s), _speedup(row)]
             lines.append((rows[0].title, cells))
         named = zip(self.names, self.results, strict=True)
         head = ["", *(cell for name in self.names for cell in (name, "speed-up"))]
@@ -321,5 +391,5 @@ def _figure(value: float | None) -> str:
     return _text(value, "{:.3g}" if value is None or value < 100 else "{:,.0f}")
 
 
-def _text(value: float | None, form: str) -> str:
+def _text(value: float | Ratio | None, form: str) -> str:
     return "-" if value is None else form.format(value)

@@ -1,10 +1,11 @@
 """The benchmark: every rung of a workload is tried and checked, then all are timed in turns."""
 
 import contextlib
-import dataclasses
 import datetime
 import gc
+import math
 import platform
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from amp_lab.bench.workloads import WORKLOADS, workloads
 from amp_lab.device import DeviceReport, describe_device
 from amp_lab.errors import OptionError, first_line
 from amp_lab.precision import Precision
-from amp_lab.timing import allocated_bytes, is_out_of_memory, measure
+from amp_lab.timing import Measurement, Rounds, allocated_bytes, is_out_of_memory, measure
 
 CHECKED_STEPS = 5  # losses of so many first training steps are held against those of fp32 eager
 TOLERANCES = {  # precision: of the first loss, or the output; of the fall of the loss
@@ -37,7 +38,9 @@ are as long for a gradient that is all rounding error as for any other. So this 
 does not train, or trains something much different, and not every mistake.
 """
 # Seconds of a turn: a fast step is called several times to fill it.
-_TURN_S, _QUICK_TURN_S = 0.25, 0.1
+_TURN_S, _QUICK_TURN_S = 0.25, 0.05
+_MOST_ROUNDS, _MOST_QUICK_ROUNDS = 24, 18  # unless enough were undisturbed before
+_QUICK_S = 150  # of a whole quick run, in which a round is begun: it promises 180
 _HOPELESS = 20  # times as long as fp32 eager: a format that is emulated; minutes for each step
 
 Ladder = tuple[Case, list[Rung]]  # a case, and which of its rungs to climb
@@ -52,6 +55,25 @@ class _Configuration:
     step: Step
     check: Tensor  # losses of the first steps, or the output; in fp64, on the CPU
     seconds: float = 0.0  # of the last of those steps
+
+
+@dataclass(frozen=True)
+class _Pace:
+    """How long the rungs of a workload are timed."""
+
+    rounds: int | None  # exactly so many; None: until enough of them were undisturbed
+    most: int
+    turn_s: float
+    end: float = math.inf  # of the clock: when no more rounds are begun
+
+    def goes_on(self, timed: Rounds, round_s: float) -> bool:
+        """Whether there is to be one more round, if the last one took so many seconds."""
+        done = len(timed.all)
+        if self.rounds is not None:
+            return done < self.rounds
+        if done and time.perf_counter() + round_s > self.end:
+            return False
+        return done < self.most and not timed.comparison([]).trusted
 
 
 def run_bench(
@@ -71,8 +93,9 @@ def run_bench(
     the device accelerates. fp32 and eager are always there, since the others are held against them.
     All rungs of a workload are tried first, and one that computes something else (`TOLERANCES`),
     fails or finds no memory is reported as such; so is a precision that the hardware only emulates.
-    Then they take turns, `rounds` times (default 10, and 5 if `quick`). A quick run has small
-    sizes, and leaves out what takes long to compile.
+    Then they take turns, `rounds` times; by default until enough rounds were undisturbed to trust
+    them, up to 24 (18 if `quick`). A quick run has small sizes, leaves out what takes long to
+    compile, and ends in three minutes; what had too few rounds by then says that it is not trusted.
 
     `after_round` gets the results so far. A `KeyboardInterrupt` ends the run, and what was timed is
     returned, marked as not complete. Raises `OptionError` for an unknown name.
@@ -80,19 +103,20 @@ def run_bench(
     _check_names("workload", names, list(WORKLOADS))
     _check_names("precision", precisions, [str(p) for p in Precision])
     _check_names("rung", rungs, [rung.name for rung in RUNGS])
-    rounds = (5 if quick else 10) if rounds is None else rounds
-    if rounds < 1:
+    if rounds is not None and rounds < 1:
         raise OptionError(f"rounds={rounds}: must be at least 1")
-    turn_s = _QUICK_TURN_S if quick else _TURN_S
+    pace = _Pace(rounds, _MOST_ROUNDS, _TURN_S)
+    if quick:
+        pace = _Pace(rounds, _MOST_QUICK_ROUNDS, _QUICK_TURN_S, time.perf_counter() + _QUICK_S)
     report = describe_device(device)
     plan = _plan(device, _choose_precisions(report, precisions), names, rungs, quick)
     say("measuring the limits of the device")
     ceilings = measure_ceilings(device)
-    results = _new_results(report, ceilings, quick, rounds)
+    results = _new_results(report, ceilings, quick, rounds or pace.most)
     try:
         for ladders in plan:
             say(ladders[0][0].workload.title)
-            _climb(ladders, results, ceilings, rounds, turn_s, after_round)
+            _climb(ladders, results, ceilings, pace, after_round)
         results.complete = True
     except KeyboardInterrupt:  # what has no time yet is no result
         results.rows = [row for row in results.rows if row.status != "ok" or row.samples_s]
@@ -169,8 +193,7 @@ def _climb(
     ladders: list[Ladder],
     results: Results,
     ceilings: Ceilings,
-    rounds: int,
-    turn_s: float,
+    pace: _Pace,
     after_round: Callable[[Results], None],
 ) -> None:
     """Add the rows of one workload to the results."""
@@ -178,13 +201,18 @@ def _climb(
     limits = {"recompile_limit": 1000, "fail_on_recompile_limit_hit": True}
     with torch._dynamo.config.patch(limits):
         ready = _prepare(ladders, results, ceilings)
-        for turn in range(rounds):
-            # Every other turn goes backwards, so that none always comes after the same one.
-            for configuration in ready if turn % 2 == 0 else reversed(ready):
-                if configuration.row.status == "ok":
-                    with _failure_told_in(configuration.row, configuration.case.device):
-                        _time(configuration, turn_s)
-            _set_speedups([configuration.row for configuration in ready])
+        timed, round_s = Rounds(ladders[0][0].device), 0.0
+        while pace.goes_on(timed, round_s):
+            started = time.perf_counter()
+            with timed.next() as seconds:
+                # Every other round goes backwards, so that none always comes after the same one.
+                for configuration in ready[:: 1 if len(timed.all) % 2 == 0 else -1]:
+                    row = configuration.row
+                    if row.status == "ok":
+                        with _failure_told_in(row, configuration.case.device):
+                            seconds[_name(row)] = _time(configuration, pace.turn_s)
+            round_s = time.perf_counter() - started
+            _fill([configuration.row for configuration in ready], timed)
             after_round(results)
     ready.clear()
     torch._dynamo.reset()
@@ -312,56 +340,68 @@ def _finite(number: Tensor) -> float | None:
     return number.item() if number.isfinite() else None
 
 
-def _time(configuration: _Configuration, turn_s: float) -> None:
-    """One turn: as many calls as fill `turn_s` seconds.
+def _time(configuration: _Configuration, turn_s: float) -> float:
+    """Seconds of a step in one turn, of as many calls as fill `turn_s` seconds.
 
-    On a CPU each is a sample. On an accelerator the host must be free to run ahead from one step to
-    the next, so there is one sample for all, their mean.
+    They are timed together: the host of an accelerator must be free to run ahead from one step to
+    the next.
     """
-    row, step, case = configuration.row, configuration.step, configuration.case
-    calls = max(1, min(20, round(turn_s / (row.median_s or configuration.seconds))))
+    step, case = configuration.step, configuration.case
+    calls = max(1, min(20, round(turn_s / configuration.seconds)))
 
     def run() -> None:
         for _ in range(calls):
             step.call()
 
     with case.precision.float32_mode(case.device.type):
-        if backend(case.device).is_host:
-            m = measure(step.call, device=case.device, warmup=0, repeats=calls)
-        else:  # `measure` empties its cache, which the first calls fill again
-            m = measure(run, device=case.device, warmup=1, repeats=1)
-            m = dataclasses.replace(m, samples_s=(m.samples_s[0] / calls,))
-    row.samples_s += m.samples_s
-    whole = dataclasses.replace(m, samples_s=tuple(row.samples_s))
-    row.median_s, row.iqr_s = whole.median_s, whole.iqr_s
-    row.items_per_s = row.items / whole.median_s
-    row.flops_per_s = ratio(row.flops, row.median_s)
-    row.bytes_per_s = ratio(row.moved_bytes, row.median_s)
-    row.share_of_limit = ratio(row.floor_s, row.median_s)
+        # On an accelerator `measure` empties its cache, which the first calls fill again.
+        warmup = 0 if backend(case.device).is_host else 1
+        m = measure(run, device=case.device, warmup=warmup, repeats=1)
+    configuration.seconds = m.samples_s[0] / calls
+    return configuration.seconds
+
+
+def _name(row: Row) -> str:
+    return f"{row.precision} {row.rung}"
+
+
+def _fill(rows: Sequence[Row], timed: Rounds) -> None:
+    """Write what the rounds say so far into the rows of a workload."""
+    named = {_name(row): row for row in rows if row.status == "ok"}
+    compared, base = timed.comparison(list(named)), " ".join(BASELINE)
+    for name, row in named.items():
+        row.trusted, row.reason = compared.trusted, compared.reason
+        row.rounds, row.disturbed = len(timed.all), compared.disturbed
+        whole = Measurement(compared.samples_s[name], None, None)
+        row.samples_s, row.median_s, row.iqr_s = [*whole.samples_s], whole.median_s, whole.iqr_s
+        row.items_per_s = row.items / whole.median_s
+        row.flops_per_s = ratio(row.flops, row.median_s)
+        row.bytes_per_s = ratio(row.moved_bytes, row.median_s)
+        row.share_of_limit = ratio(row.floor_s, row.median_s)
+        if base in named:
+            speedup = compared.ratio(base, name)
+            row.speedup, row.speedup_interval = speedup.median, [*speedup.interval]
 
 
 def _raise_limits(results: Results, ceilings: Ceilings) -> None:
     """Take the highest rates of the whole run for the limits, and say them in each row.
 
     They are measured at its beginning; on a machine that others use too, a product may find it less
-    busy later. Other workloads raise nothing, so that a wrong count would show.
+    busy later. What is much faster than the limits is not trusted, and raises nothing; nor do other
+    workloads, so that a wrong count would show.
     """
-    counted: list[tuple[Row, Count]] = []
-    for row in [row for row in results.rows if row.status == "ok" and row.floor_s is not None]:
-        # What has a floor has counts, so none of these is really 0.
-        count = Count(row.flops or 0, row.moved_bytes or 0, row.least_bytes or 0)
-        counted.append((row, count))
-        if row.workload == "product":
-            fastest, rates = min(row.samples_s), ceilings.flops_per_s
-            rates[row.precision] = max(rates[row.precision] or 0.0, count.flops / fastest)
-            ceilings.raise_stream_rate(count.least_bytes, count.least_bytes / fastest)
+    results.distrust_impossible()
+    # What has a floor has counts, so none of these is really 0.
+    counted = [
+        (row, Count(row.flops or 0, row.moved_bytes or 0, row.least_bytes or 0))
+        for row in results.rows
+        if row.status == "ok" and row.floor_s is not None
+    ]
+    products = [pair for pair in counted if pair[0].workload == "product"]
+    for row, count in [pair for pair in products if not results.why_impossible(pair[0])]:
+        rates, took_s = ceilings.flops_per_s, row.median_s or math.inf
+        rates[row.precision] = max(rates[row.precision] or 0.0, count.flops / took_s)
+        ceilings.raise_stream_rate(count.least_bytes, count.least_bytes / took_s)
     for row, count in counted:
         row.floor_s = count.floor_s(ceilings, row.precision)
         row.share_of_limit = ratio(row.floor_s, row.median_s)
-
-
-def _set_speedups(rows: list[Row]) -> None:
-    timed = [row for row in rows if row.median_s]
-    base = next((row for row in timed if (row.precision, row.rung) == BASELINE), None)
-    for row in timed:
-        row.speedup = ratio(base.median_s if base else None, row.median_s)

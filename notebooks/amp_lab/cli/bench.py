@@ -30,7 +30,8 @@ def add(commands) -> None:
     option("--rung", **names, help="may be repeated")
     option("--list", action="store_true", help="print workloads and rungs, and end")
     option("--quick", action="store_true", help="in less than 3 minutes")
-    option("--rounds", type=int, metavar="N", help="turns (default: 10; 5 if quick)")
+    rounds = "turns of each (default: until enough were undisturbed, at most 24; 18 if quick)"
+    option("--rounds", type=int, metavar="N", help=rounds)
     option("--device", metavar="NAME", help="default: AMP_LAB_DEVICE, else accelerator, else cpu")
     option("--out", default="bench.json", metavar="FILE", help=written)
     option("--compare", nargs="+", metavar="FILE", help="print the result beside recorded ones")
