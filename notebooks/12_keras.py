@@ -51,7 +51,7 @@ device, scale = start("keras", "tensorflow")  # AMP_LAB_DEVICE, AMP_LAB_SCALE ov
 os.environ.setdefault("KERAS_BACKEND", "torch")
 os.environ["KERAS_TORCH_DEVICE"] = str(device)
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # TensorFlow tells much about itself
-torch.backends.cudnn.conv.fp32_precision = "ieee"  # float32 is to be float32, not TF32
+torch.backends.cudnn.allow_tf32 = False  # float32 is to be float32, not TF32
 plots.use_style()
 
 # %% [markdown]
@@ -489,7 +489,7 @@ def new_optimizer(policy, scale, growth):
 # %%
 def train_net(policies, weights, x, y, steps, scale, growth):
     """{policy: outputs before, loss of each step, scale after it, steps counted}."""
-    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    torch.backends.cudnn.allow_tf32 = False
     found = {}
     for policy in policies:
         keras.config.set_dtype_policy(policy)

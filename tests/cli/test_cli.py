@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from amp_lab.cli import main
+from amp_lab.cli import doctor, main
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +34,21 @@ def test_doctor_prints_a_measured_rate_for_each_precision_and_a_recommendation(c
         )
     assert "Use " in printed
     assert "of memory" in printed
+
+
+def test_after_doctors_line_for_tf32_the_older_names_can_still_be_read():
+    """Inductor and Lightning Fabric read them, and would be refused after the newer name is set."""
+    lines = "\n".join(doctor._recipe("tf32", "cuda"))
+    done = run_python(f"""
+import torch
+{lines}
+assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+assert torch.backends.cudnn.conv.fp32_precision == "tf32"
+assert torch.get_float32_matmul_precision() == "high"
+assert torch.backends.cuda.matmul.allow_tf32
+assert torch.backends.cudnn.allow_tf32
+""")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,9 @@ def _recipe(precision: str, device_type: str) -> list[str]:
     loss = "    loss = criterion(model(inputs), targets)"
     return {
         "fp32": ["# nothing to do: fp32 is what tensors are made in"],
-        "tf32": ['torch.backends.fp32_precision = "tf32"'],
+        # Convolutions use TF32 by default. Not `torch.backends.fp32_precision`, after which other
+        # libraries, which read the older names, are refused an answer (pytorch #194680).
+        "tf32": ['torch.set_float32_matmul_precision("high")'],
         "fp16": [
             f'scaler = torch.amp.GradScaler("{device_type}")',
             f'with torch.autocast("{device_type}", dtype=torch.float16):',

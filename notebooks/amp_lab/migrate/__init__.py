@@ -14,7 +14,7 @@ A rule is a module with two names, registered in the tuple `RULES` of ``rules.py
         def run(self):
             for use in self.tree.uses:
                 if "torch.backends.cuda.matmul.allow_tf32" in use.origins:
-                    self.say(use.node, "by hand", "set torch.backends.cuda.matmul.fp32_precision")
+                    self.say(use.node, "by hand", "use torch.set_float32_matmul_precision")
 
 `Rewriter` has `replace` and `insert` for what is certain; `Tree` tells what a name stands for. Its
 snippets, old and new, go to ``tests/migrate/snippets``.
