@@ -14,7 +14,7 @@
 # about, in a program of a few lines that does the same thing, and what to do about it.
 #
 # **What you'll learn.**
-# - to recognise 35 failures that people really meet, and to reproduce each in a few lines;
+# - to recognise 36 failures that people really meet, and to reproduce each in a few lines;
 # - why each happens, so that you recognise its relatives too;
 # - the repair, run and checked, and how to notice the trouble before it costs a night.
 #
@@ -27,8 +27,9 @@
 # **A message.** Search this page for yours (Ctrl+F), or find it here. Every message in the table was
 # produced by the code of its section, on tiny tensors: on the CPU or, where only the rules of CUDA
 # produce it (sections 22 and 23), on fake CUDA tensors. The one of section 25 comes from older
-# versions, and is provoked here from another tensor. Dtypes may be the other way round in yours,
-# and say `BFloat16` where this page has `Half`.
+# versions, and is provoked here from another tensor; for the one of section 36 PyTorch is told that
+# there is a card, and an old one. Dtypes may be the other way round in yours, and say `BFloat16`
+# where this page has `Half`.
 #
 # | message | section |
 # |---|---|
@@ -66,6 +67,9 @@
 # | `In CPU autocast, but the target dtype is not supported. Disabling autocast.` | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off) |
 # | `` `torch.cuda.amp.autocast(args...)` is deprecated. `` | [section&nbsp;35](#35-Old-names-warn) |
 # | `` `torch.cuda.amp.GradScaler(args...)` is deprecated. `` | [section&nbsp;35](#35-Old-names-warn) |
+# | `Current CUDA Device does not support bfloat16. Please switch dtype to float16.` | [section&nbsp;36](#36-Autocast-refuses-the-device-or-its-dtype) |
+# | `User specified an unsupported autocast device_type` | [section&nbsp;36](#36-Autocast-refuses-the-device-or-its-dtype) |
+# | `unsupported scalarType` | [section&nbsp;36](#36-Autocast-refuses-the-device-or-its-dtype) |
 #
 # **No message.** Then something is wrong with what comes out.
 #
@@ -98,6 +102,7 @@ import warnings
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -1912,9 +1917,76 @@ assert issubclass(torch.cuda.amp.autocast, torch.autocast)  # the same thing und
 # **Notice it earlier.** Run the tests with `python -W error::FutureWarning`.
 
 # %% [markdown]
+# ### 36 Autocast refuses the device or its dtype
+#
+# **What you see.** One of these, from the line that makes the block:
+# - `Current CUDA Device does not support bfloat16. Please switch dtype to float16.`
+# - `User specified an unsupported autocast device_type 'meta'`, or another type in its place
+# - `unsupported scalarType`
+#
+# **The smallest program that does it.** bf16 on a card that has none. There may be no such card
+# here, so two functions answer as they would beside one; the rest is PyTorch's own. And a block that
+# takes the type from its input, which is on `meta`; and such a block without a dtype, the island of
+# section 1.
+
+
+# %%
+@contextmanager
+def card_without_bf16():
+    """Inside: PyTorch believes that CUDA is here, on a card that cannot hold bf16."""
+    common = torch.cuda.amp.common
+    with (
+        mock.patch.object(common, "amp_definitely_not_available", return_value=False),
+        mock.patch.object(torch.cuda, "is_bf16_supported", return_value=False),
+    ):
+        yield
+
+
+with card_without_bf16():
+    no_bf16 = message_of(lambda: torch.autocast("cuda", dtype=torch.bfloat16))
+on_meta, meta_x = nn.Linear(2, 2, device="meta"), x.to("meta")
+no_autocast = message_of(lambda: torch.autocast(meta_x.device.type, dtype=torch.bfloat16))
+no_dtype = message_of(lambda: Island(on_meta)(meta_x))
+print(no_bf16, no_autocast, no_dtype, sep="\n")
+assert no_bf16.endswith("does not support bfloat16. Please switch dtype to float16.")
+assert no_autocast == "User specified an unsupported autocast device_type 'meta'"
+assert no_dtype == "unsupported scalarType"  # there is no default to look up
+
+# %% [markdown]
+# **Why.** bf16 came to NVIDIA's GPUs with Ampere. On older ones, older versions of PyTorch refuse it;
+# today's only asks whether the card can hold a bf16 tensor, which may be emulated
+# ([`is_bf16_supported`](https://docs.pytorch.org/docs/stable/generated/torch.cuda.is_bf16_supported.html)).
+# So that no message comes does not mean that bf16 pays. And `meta`, like some other types, has no
+# autocast and no dtype for it; even a block that switches it off is refused. On AMD's GPUs the type is `"cuda"`,
+# and `"hip"` is refused.
+#
+# **The fix.** fp16 with a scaler on such a card, as the message says. And ask before making a block
+# for a type that comes from a tensor.
+
+# %%
+with card_without_bf16():
+    assert torch.autocast("cuda", dtype=torch.float16).fast_dtype is torch.float16  # no error
+
+
+def fp32_block(device_type):
+    """Autocast off, where there is one to be switched off."""
+    available = torch.amp.is_autocast_available(device_type)
+    return torch.autocast(device_type, enabled=False) if available else nullcontext()
+
+
+for inputs, layer in ((meta_x, on_meta), (x, nn.Linear(2, 2))):
+    with torch.autocast("cpu", dtype=torch.bfloat16), fp32_block(inputs.device.type):
+        assert layer(inputs).dtype is torch.float32
+assert not torch.amp.is_autocast_available("hip")
+
+# %% [markdown]
+# **Notice it earlier.** `recommend_precision(device)` of this collection's package measures what a
+# device is fast in, before the first run does; and run the model once on `meta` in a unit test.
+
+# %% [markdown]
 # ## Summary
 #
-# Thirty-five failures, and five questions that find most of them:
+# Thirty-six failures, and five questions that find most of them:
 #
 # 1. **Are the parameters fp32?** If not, nothing else helps (9, 29).
 # 2. **Does each forward pass have a block of its own, with its dtype, and end it with `.float()`?**

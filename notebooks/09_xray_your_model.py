@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_leaves
 from torchvision import models
 
 from amp_lab import forecast_memory, largest_batch, op_table, plots, xray
+from amp_lab.backends import BACKENDS
 from amp_lab.cli import main as amp_lab_command
 from amp_lab.notebook import start
 from amp_lab.tracing import compare, compare_memory, differences, parse_bytes
@@ -154,7 +155,8 @@ def trace_on(device_type, model, shape):
     return tracer.rows
 
 
-fake_rows = {name: trace_on(name, net, images.shape) for name in ("cuda", "xpu", "mps", "cpu")}
+kinds = dict.fromkeys((*BACKENDS, device.type))  # cuda, xpu, mps and cpu; and what is here
+fake_rows = {name: trace_on(name, net, images.shape) for name in kinds}
 for op, before, after in fake_rows["cuda"]:
     print(f"{op:<20}{', '.join(before):<20}-> {', '.join(after)}")
 
@@ -426,7 +428,7 @@ side_by_side
 # noted. No list of ops is typed anywhere.
 
 # %%
-tables = {backend: op_table(backend) for backend in ("cuda", "xpu", "mps", "cpu")}
+tables = {backend: op_table(backend) for backend in BACKENDS}
 policies = {name: Counter(rule.policy for rule in table) for name, table in tables.items()}
 print(f"{'':<20}" + "".join(f"{name:>7}" for name in tables))
 for policy in policies["cuda"]:
@@ -440,19 +442,21 @@ for table in tables.values():
 # How many ops, counting each overload, are treated differently from CUDA?
 
 # %%
-against_cuda = {name: differences(tables["cuda"], tables[name]) for name in ("xpu", "mps", "cpu")}
+others = [name for name in tables if name != "cuda"]
+against_cuda = {name: differences(tables["cuda"], tables[name]) for name in others}
 for name, rows in against_cuda.items():
     print(f"{name}: {len(rows)} ops treated differently, of {len(tables[name])} in its table")
 assert len(against_cuda["xpu"]) < len(against_cuda["mps"]) < len(against_cuda["cpu"])
 
 # %% [markdown]
-# The rows of the tables that explain the picture:
+# The rows of the tables that explain the picture (`-`: the op is not in that table):
 
 # %%
 policy_of = {
     name: {rule.op.partition(".")[0]: rule.policy for rule in table}
     for name, table in tables.items()
 }
+print(f"{'':<20}" + "".join(f"{name:<20}" for name in tables))
 for op in ("batch_norm", "lstm_cell", "_lstm_mps", "log_softmax", "cross_entropy_loss"):
     print(f"{op:<20}" + "".join(f"{policy_of[name].get(op, '-'):<20}" for name in tables))
 assert [name for name, rules in policy_of.items() if "batch_norm" in rules] == ["mps"]
@@ -464,8 +468,6 @@ assert policy_of["cuda"]["nll_loss"] == "fp32"
 assert [name for name, rules in policy_of.items() if "cross_entropy_loss" in rules] == ["cpu"]
 
 # %% [markdown]
-# The columns are CUDA, XPU, MPS and CPU, and `-` means that the op is not in the table.
-#
 # ## The surprise in cross-entropy
 #
 # `log_softmax` and `nll_loss` are both in CUDA's table as ops that run in fp32, and
@@ -726,9 +728,21 @@ _ = big_memory.plot()
 # %% [markdown]
 # The picture has the same axes as before, but both lines begin far up, and flat, as long as the
 # optimizer's step is the peak. Activations take over only further to the right, and there bf16
-# begins to pay. For a model of this kind AMP is for speed. What saves memory is something else:
-# fewer bytes per parameter, as plain SGD has here, or parameters spread over several GPUs
-# ([notebook 11](11_scale_out.ipynb) counts what that saves).
+# begins to pay:
+
+# %%
+fp32_peaks, bf16_peaks = (peaks for _, peaks in big_memory.curves.values())
+taken_over = [peak > 1.001 * plain.peak for peak in fp32_peaks]  # the inputs alone take less
+assert taken_over == sorted(taken_over)  # not at first, and always from some batch on
+assert not taken_over[0]
+assert taken_over[-1]
+assert all((b < f) == t for f, b, t in zip(fp32_peaks, bf16_peaks, taken_over, strict=True))
+assert bf16_peaks[-1] < 0.75 * fp32_peaks[-1]
+
+# %% [markdown]
+# For a model of this kind AMP is for speed. What saves memory is something else: fewer bytes per
+# parameter, as plain SGD has here, or parameters spread over several GPUs ([notebook
+# 11](11_scale_out.ipynb) counts what that saves).
 
 # %%
 big_tokens = torch.empty(1, 2048, dtype=torch.long, device="meta")
