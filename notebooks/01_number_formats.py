@@ -106,7 +106,8 @@ for name, dtype in FORMATS.items():
 # ### TF32 has no dtype
 #
 # TF32 is not a format to store numbers in, but a way to multiply fp32 matrices faster: some GPUs
-# may read each fp32 input as if it had only 10 bits of mantissa (NVIDIA's since Ampere, for one).
+# may read each fp32 input as if it had only 10 bits of mantissa ([NVIDIA's since
+# Ampere](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices), for one).
 # Whether they round or cut off the other 13 bits is up to the hardware. Rounding to nearest can be
 # imitated with integers.
 
@@ -377,8 +378,8 @@ assert (
 # %% [markdown]
 # Down to 2^-14 the error is what fp16 promises. Then the number is subnormal and loses a bit with
 # each power of two: at 2^-24 one bit is left, and from 2^-25 down, nothing. How hardware treats
-# subnormal numbers varies: the matrix units of AMD's MI200, for one, flush them to zero in fp16 and
-# bf16 (see further reading).
+# subnormal numbers varies: the matrix units of AMD's MI200, for one, [flush them to zero in fp16 and
+# bf16](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html#reduced-precision-fp16-and-bf16-gemms-and-convolutions-on-amd-instinct-mi200-devices).
 #
 # ## Swamping
 #
@@ -514,7 +515,9 @@ assert product.dtype is torch.float16
 assert abs(product.item() / exact - 1) < fp16.eps
 
 # %% [markdown]
-# According to PyTorch's notes on numerical accuracy and on CUDA (see further reading), the matrix
+# According to PyTorch's notes on [numerical
+# accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) and on
+# [CUDA](https://docs.pytorch.org/docs/stable/notes/cuda.html), the matrix
 # units of GPUs work in the same way: 16 bits in, fp32 inside, 16 bits out. Two switches loosen this
 # on CUDA: `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` lets
 # *partial* sums meet in fp16 (on by default), and `allow_fp16_accumulation` adds up in fp16

@@ -95,7 +95,9 @@ assert all(layer.kernel_size == (1, 1) for layer in convolutions)
 # ## The plain step
 #
 # Nothing here knows about precision. The loss stays on the device, because reading it
-# (`loss.item()`) would make the CPU wait for the GPU in every step.
+# (`loss.item()`) would make the CPU [wait for the
+# GPU](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization)
+# in every step.
 
 
 # %%
@@ -170,7 +172,8 @@ if not report.trusted:
 assert all(report.rates[precision] for precision in precisions)  # each can be had here
 
 # %% [markdown]
-# The name FP32 needs care. PyTorch lets a recent NVIDIA GPU run fp32 convolutions in TF32 unless it
+# The name FP32 needs care. PyTorch lets a recent NVIDIA GPU [run fp32 convolutions in
+# TF32](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices) unless it
 # is told not to, and a speed-up over that is no speed-up over FP32. `Precision.FP32.autocast`
 # switches TF32 off for a block, `Precision.TF32.autocast` on. AMP steps have their autocast already.
 
@@ -507,7 +510,8 @@ assert no_graph < 0.3 * trained < one_graph < trained < two_graphs
 
 # %% [markdown]
 # **It stopped the clock too early.** Work on a GPU runs after the call that asked for it has
-# returned. Read the clock before synchronising, and you time how fast the CPU queues work. On a CPU
+# returned. Read the clock before synchronising, and you time how fast the CPU queues work
+# [*(not yet seen on a GPU)*](../data/results/README.md "clock-too-early"). On a CPU
 # both are the same. (FP32 shows it best: with fp16 the scaler waits for the device in every step
 # anyway.)
 #

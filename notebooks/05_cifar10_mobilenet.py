@@ -145,7 +145,8 @@ assert not torch.equal(once, later)
 # As one would write it without a thought of precision. `channels_last` is a layout in memory that,
 # as a rule of thumb, convolutions prefer; FP32 gets it too, since a comparison is only worth
 # something against the best baseline. The loss is summed on the device, and read once per epoch,
-# because every `loss.item()` makes the CPU wait for the GPU.
+# because every `loss.item()` makes the CPU [wait for the
+# GPU](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization).
 
 
 # %%
@@ -271,7 +272,8 @@ def new_run(dtype, seed, steps):
 
 # %% [markdown]
 # Does the one loop compute what the two did? Two batches in each, from the same start. On a CPU the
-# losses are equal to the last bit; a GPU may add up in another order each time.
+# losses are equal to the last bit; a GPU [may add up in another order each
+# time](https://docs.pytorch.org/docs/stable/notes/randomness.html).
 
 # %%
 pair = [data.train.batch(range(16)), data.train.batch(range(16, 32))]
@@ -288,7 +290,8 @@ for dtype, other_loop in ((torch.float32, train_epoch_fp32), (torch.bfloat16, tr
 # %% [markdown]
 # ## Train in each precision
 #
-# A recent NVIDIA GPU runs FP32 convolutions in TF32 unless told not to, so FP32 and TF32 are set
+# A recent NVIDIA GPU [runs FP32 convolutions in
+# TF32](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices) unless told not to, so FP32 and TF32 are set
 # for the whole pass, forward and backward, as in notebook 04.
 
 
@@ -948,8 +951,9 @@ folder.cleanup()
 #
 # ## Sizes in multiples of 8: measure
 #
-# A common piece of advice, meant for Tensor Cores, is to choose channels and batch sizes as
-# multiples of 8. Whether it matters depends on device, library and shape, so here is the
+# A [common piece of
+# advice](https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html),
+# meant for Tensor Cores, is to choose channels and batch sizes as multiples of 8. Whether it matters depends on device, library and shape, so here is the
 # experiment: the rate of three operations at sizes around a multiple of 8. It is the rate, FLOPs
 # per second, that is compared, since larger sizes take longer anyway.
 

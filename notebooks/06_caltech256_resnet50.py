@@ -517,8 +517,9 @@ assert round(100 / 2_978, 2) == 0.03  # what one test image is worth, in points
 # %% [markdown]
 # The accuracies, 83.1 % and 80.9 %, come from one run each, at different batch sizes, and AMP's had
 # half as many steps to learn in. The 2.2 points may be due to that, to chance, or to fp16; the
-# table cannot tell. Nor was much of a speed-up to be expected, since a GTX 1060 has no Tensor Cores,
-# the units that multiply fp16 matrices faster. What AMP gave that card was memory.
+# table cannot tell. Nor was much of a speed-up to be expected, since a GTX 1060 is older than [Tensor
+# Cores](https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html), the
+# units that multiply fp16 matrices faster. What AMP gave that card was memory.
 #
 # ## Where the memory of a step goes
 #
@@ -793,7 +794,8 @@ else:
     print("no such GPU here, so nothing ran out of memory: what was counted stands alone")
 
 # %% [markdown]
-# Expect less than was counted. As PyTorch's notes on CUDA memory explain (see further reading), the
+# Expect less than was counted [*(not yet seen on a GPU)*](../data/results/README.md "memory-limit"). As
+# [PyTorch's notes on CUDA memory](https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management) explain, the
 # allocator cuts its memory into blocks, and a free block that is too small for the next tensor is of
 # no use to it, though its bytes are free.
 #

@@ -1115,7 +1115,7 @@ assert right.count_nonzero() == 0
 # ## Compile the model
 #
 # You need this for speed, most of all on a GPU, where the casts of autocast can be fused with the
-# ops around them. The plain version is one call around the model. The default backend, `inductor`,
+# ops around them [*(not yet seen on a GPU)*](../data/results/README.md "compiled-casts"). The plain version is one call around the model. The default backend, `inductor`,
 # generates kernels, which takes its time. At the quick scale `aot_eager` stands in for it: as
 # PyTorch's documents describe it, graphs of the forward and the backward pass are captured in the
 # same way, but run as they are, with PyTorch's own kernels.

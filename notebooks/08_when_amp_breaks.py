@@ -91,9 +91,8 @@
 #
 # ## Set up
 #
-# The failing programs run on the CPU whatever device you have. We expect them to fail in the same way
-# on a GPU, where a message may be worded differently. fp16 is slow on many CPUs, so everything is
-# tiny. Where a failure belongs to the GPU, the section says so.
+# The failing programs run on the CPU whatever device you have; on a GPU a message may be worded
+# differently. fp16 is slow on many CPUs, so everything is tiny. Where a failure belongs to the GPU, the section says so.
 
 # %% tags=["nbval-ignore-output"]
 import math
@@ -1681,7 +1680,7 @@ with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=
 # - `In CPU autocast, but the target dtype is not supported. Disabling autocast.`
 #
 # **The smallest program that does it.** A script for a GPU, on a machine without one; and a dtype
-# that autocast does not know. (Where there is a GPU, the first two do not warn.)
+# that autocast does not know. (Where PyTorch finds a GPU, the first two do not warn.)
 
 # %%
 warned = {
@@ -1696,7 +1695,9 @@ expected = {
     "dtype": "In CPU autocast, but the target dtype is not supported. Disabling autocast.",
 }
 for what, message in expected.items():
-    assert message in warned[what] or (what != "dtype" and torch.cuda.is_available())
+    assert (message in warned[what]) is (what == "dtype" or not torch.cuda.is_available())
+with mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", return_value=False):
+    assert not warnings_of(lambda: (torch.autocast("cuda"), torch.amp.GradScaler("cuda")))
 
 # %% [markdown]
 # **Why.** Each of them switches itself off and goes on in fp32. For `"xpu"` and `"mps"` there is not
@@ -1751,7 +1752,8 @@ assert found == (torch.float32, torch.bfloat16)
 # %% [markdown]
 # **Why.** Both autocast's switch and its dtype belong to a thread, and a new thread has the defaults.
 # `nn.DataParallel` has a thread for each GPU, and enters autocast again in each, but leaves out the
-# dtype, as `enter_again()` does: what was to be bf16 runs in fp16 there.
+# dtype, as `enter_again()` does: what was to be bf16 runs in fp16 there ([notebook
+# 11](11_scale_out.ipynb) reads its source).
 #
 # **The fix.** Autocast with its dtype in the function that the thread runs, or as a decorator of
 # `forward`. In place of `DataParallel`, use DDP, which has processes (notebook 11).
@@ -1768,7 +1770,7 @@ assert in_a_thread(lambda: enter_again(dtype=torch.float16)) is torch.float16
 # **What you see.** The same time for a step as before, or a longer one.
 #
 # **The smallest program that does it.** A network of five small layers. `CountOps` counts the ops
-# that compute something; on a GPU, each is at least one kernel to launch.
+# that compute something; as a rule, each is at least one kernel to launch on a GPU.
 
 
 # %%

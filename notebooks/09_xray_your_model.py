@@ -165,7 +165,8 @@ for op, before, after in fake_rows["cuda"]:
 # up to fp32 before the norm, and then norm and softmax run in fp32.
 #
 # Is it true? Where the device is here, one can look: the rows of the real run and of the fake one
-# are the same, one by one. And nothing was left switched on.
+# are the same, one by one. On the CPU we see that here; for CUDA it takes such a GPU
+# [*(not yet seen on a GPU)*](../data/results/README.md "real-rows"). And nothing was left switched on.
 
 # %%
 assert fake_rows[device.type] == real_rows
@@ -600,7 +601,8 @@ assert fits <= limit < does_not
 
 # %% [markdown]
 # Leave some room: the driver, the workspaces of cuDNN and cuBLAS, and gaps between blocks of memory
-# are not in the forecast, which counts tensors and nothing else.
+# are not in the forecast, which counts tensors and nothing else. We expect it to come within 10 % of
+# what a GPU's allocator counts [*(not yet seen on a GPU)*](../data/results/README.md "memory-forecast").
 #
 # ## Hold the forecast against the truth
 #
@@ -709,8 +711,9 @@ big_memory
 # %% [markdown]
 # Here AMP changes the peak of one sequence not at all. For each parameter there are 4 bytes of
 # weight, 4 of gradient and 8 of AdamW's state, 16 bytes before the first activation; and the
-# optimizer's step, which works on all parameters at once on a GPU, takes 4 more for a moment. That
-# step is the peak, and it is fp32 in both columns. The cast copies of the weights come to almost 2
+# optimizer's step, which works on [all parameters at
+# once](https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html) on a GPU, takes 4 more for a
+# moment. That step is the peak, and it is fp32 in both columns. The cast copies of the weights come to almost 2
 # bytes a parameter.
 
 # %%

@@ -107,7 +107,8 @@ print(f"{pixels:,} pixels, {sum(weights):,} weights: {flops / 1e9:.2f} GFLOP a s
 
 # %% [markdown]
 # torch can count too, by watching the ops of a real step. Here is the recipe as one finds it
-# everywhere; the loss is read after every step, to be printed, which makes a GPU's host wait.
+# everywhere; the loss is read after every step, to be printed, for which a GPU's host [has to
+# wait](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization).
 
 
 # %%
@@ -373,8 +374,9 @@ assert counts[low].moved_bytes < counts["fp32"].moved_bytes
 # %% [markdown]
 # The step by hand stores two activations and one gradient of P x 256 values in two bytes each.
 # According to its source it writes each once, and reads the first activation three times, the second
-# twice and the gradient once. On a CPU that is all, as long as its blocks stay in the cache; on a GPU
-# a pass has some more.
+# twice and the gradient once. On a CPU that is all, as long as its blocks stay in the cache. On a GPU
+# it takes all pixels as one block, which no cache holds, so that what passes from one kernel to the
+# next is written and read as well.
 
 # %%
 moved_by_hand = (3 + 3 + 2 + 1) * 2 * pixels * hidden  # bytes
@@ -465,7 +467,7 @@ assert not gated.ratio("fp32", "AMP").is_above(1.1)  # so there is nothing to ga
 # %% [markdown]
 # **Many small ops.** Fifty layers of 32 x 32: each computes for less time than it takes to call it,
 # and under autocast every call comes with casts, which are counted here. A GPU would be waiting for
-# the host.
+# the host [*(not yet seen on a GPU)*](../data/results/README.md "small-ops").
 
 # %% tags=["nbval-ignore-output"]
 thin = nn.Sequential(*(nn.Linear(32, 32) for _ in range(50))).to(device)

@@ -269,8 +269,8 @@ assert len(DistributedSampler(range(5), num_replicas=2, rank=0)) == 3  # 6 for 5
 #
 # `torchrun` starts n copies of one script, and tells each its number and where to find the others,
 # in environment variables. The first thing that a script does is to join the *process group*. Its
-# backend moves the data: gloo on CPUs, NCCL on NVIDIA GPUs, RCCL, which goes by the same name, on
-# AMD's.
+# [backend](https://docs.pytorch.org/docs/stable/distributed.html#backends) moves the data: gloo on
+# CPUs, NCCL on NVIDIA GPUs, RCCL, which goes by the same name, on AMD's.
 
 
 # %%

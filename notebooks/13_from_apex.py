@@ -466,7 +466,7 @@ assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 
 # %% [markdown]
 # To the last bit, on a CPU. (On a GPU, where a sum may be formed in another order, four roundings
-# of fp16 are allowed, 2^-9.) What became better is *where* casts happen: below Python, so that ops
+# of fp16 are allowed, 2^-9 [*(not yet seen on a GPU)*](../data/results/README.md "apex-o1").) What became better is *where* casts happen: below Python, so that ops
 # called from C++ are cast too, only inside the block, and on every device.
 #
 # Where the lists differ, results do. The one that matters for every classifier is `cross_entropy`:
@@ -786,7 +786,8 @@ assert {model[1].weight.dtype, model[1].running_mean.dtype} == {fp32}  # keep_ba
 # %% [markdown]
 # **Limits for the scale.** Apex stopped at 2^24. `GradScaler` goes on, which does no harm: when the
 # scale is too high, a step is skipped. Whoever wants limits sets them after `update`. (On a GPU,
-# `get_scale` waits for the device.)
+# `get_scale` [waits for the
+# device](https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling).)
 
 
 # %%
