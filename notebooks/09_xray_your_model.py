@@ -206,7 +206,8 @@ def comparable(rows):
     return [(op.removeprefix("native_"), *rest) for op, *rest in rows if op not in PASSED_OVER]
 
 
-for name, rows in fake_rows.items():
+for name in BACKENDS:  # those whose rules it knows
+    rows = fake_rows[name]
     found = xray(net, images, device_type=name)
     theirs = [
         (row.op, *(tuple(SHORT[d] for d in dtypes) for dtypes in (row.in_dtypes, row.out_dtypes)))
@@ -220,10 +221,11 @@ for name, rows in fake_rows.items():
 # reality agree here too:
 
 # %%
-predicted = xray(net, images, device_type=device.type)
-observed = xray(net, images, device_type=device.type, real=True)
-assert predicted.rows == observed.rows
-assert predicted.casts == observed.casts
+if device.type in BACKENDS:
+    predicted = xray(net, images, device_type=device.type)
+    observed = xray(net, images, device_type=device.type, real=True)
+    assert predicted.rows == observed.rows
+    assert predicted.casts == observed.casts
 
 # %% [markdown]
 # ## Four models, three backends

@@ -10,6 +10,8 @@ import types
 
 import torch
 
+from amp_lab.backends import BACKENDS, Backend
+
 torch.utils.rename_privateuse1_backend("pretend")
 torch.ops.load_library(os.environ["PRETEND_LIBRARY"])
 _ops = torch.ops.pretend
@@ -54,6 +56,17 @@ torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 # CUDA's `module.to(device)` keeps the Parameter objects, since CUDA's tensors can take the place of
 # the CPU's; those of PrivateUse1 can not (TensorImpl::has_compatible_shallow_copy_type).
 torch.__future__.set_swap_module_params_on_conversion(True)
+
+
+def _without_kernels(self: object, graph: torch.fx.GraphModule, inputs: list) -> object:
+    """Everything of torch.compile but Inductor's kernels, which knows no such device."""
+    from torch._dynamo.backends.debugging import aot_eager  # slow to import
+
+    return aot_eager(graph, inputs)
+
+
+torch._TorchCompileInductorWrapper.__call__ = _without_kernels
+BACKENDS["pretend"] = Backend("pretend")  # all that an accelerator of another make needs
 
 # The device's clock runs ahead of the host's by the work that was waited for: whoever reads the
 # time without waiting sees that nothing was done yet.
