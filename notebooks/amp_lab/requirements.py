@@ -54,12 +54,12 @@ def needed_for(what: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name == "torch":
+        module = (error.name or "").partition(".")[0]
+        if module == "torch":
             raise RequirementError(f"torch is not installed: {_WANTED}") from None
-        if error.name not in _EXTRAS:  # the user's own module, or a mistake of this package
+        if module not in _EXTRAS:  # the user's own module, or a mistake of this package
             raise
-        package = _NAMES.get(error.name, error.name)
-        install = f"pip install 'amp-lab[{_EXTRAS[error.name]}]'"
+        package, install = _NAMES.get(module, module), f"pip install 'amp-lab[{_EXTRAS[module]}]'"
         raise RequirementError(f"{what} needs {package}: {install}") from None
 
 

@@ -4,9 +4,9 @@ The notebooks write ``from amp_lab import plots``, then ``plots.roofline(…)``.
 named for its subject; colours, and the parts that figures are built from, are in `style`.
 """
 
-from amp_lab.requirements import needed_for
+from amp_lab import requirements
 
-with needed_for("drawing"):
+with requirements.needed_for("drawing"):
     # Every public function of these files is a figure, and is exported without being listed here.
     from amp_lab.plots.memory import *  # noqa: F403
     from amp_lab.plots.number_formats import *  # noqa: F403
