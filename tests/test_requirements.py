@@ -61,6 +61,7 @@ def test_a_torch_whose_libraries_are_missing_is_told_in_a_line(monkeypatch):
         requirements.require_torch()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("room", "missing", "line"),
     [
@@ -75,6 +76,7 @@ def test_a_room_asks_for_what_it_needs(room, missing, line):
     assert done.stderr.splitlines()[-1] == f"amp_lab.errors.RequirementError: {line}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "module", "line"),
     [
