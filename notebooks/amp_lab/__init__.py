@@ -50,7 +50,12 @@ __all__ = sorted(_EXPORTS)
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    from amp_lab.requirements import needed_for, require_torch
+
+    if _EXPORTS[name] != "errors":
+        require_torch()
+    with needed_for(f"{__name__}.{name}"):
+        value = getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
     setattr(sys.modules[__name__], name, value)
     return value
 

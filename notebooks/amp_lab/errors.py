@@ -55,8 +55,8 @@ class TraceError(AmpLabError, RuntimeError):
     """A model cannot be run on fake tensors, not followed, or its memory not be forecast."""
 
 
-class MigrateError(AmpLabError, ValueError):
-    """A file cannot be migrated: it is no whole Python or notebook, or cannot be changed."""
+class RequirementError(AmpLabError, ImportError):
+    """A package that is needed is not installed, or torch is too old."""
 
 
 def first_line(error: BaseException) -> str:

@@ -8,6 +8,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 import torch.utils.checkpoint
 
+from amp_lab.requirements import require_torch
+
+require_torch()  # before anything here meets an older one
+
 
 class _Identity(torch.autograd.Function):
     @staticmethod

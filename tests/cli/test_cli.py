@@ -95,7 +95,7 @@ def test_without_torch_it_says_what_to_do():
         NO_TORCH + "import sys; from amp_lab.cli import main; sys.exit(main(['doctor']))"
     )
     assert done.returncode == 2
-    assert done.stderr.startswith("amp-lab doctor: torch is not installed; run")
+    assert done.stderr.startswith("amp-lab doctor: torch is not installed: amp_lab needs")
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -12,6 +12,7 @@ from amp_lab import __version__
 from amp_lab.cli import bench, doctor, export, memory, migrate, ops, train, xray
 from amp_lab.cli.printing import print_no_more, show_warning, tell
 from amp_lab.errors import AmpLabError, AmpLabWarning, OtherRankError
+from amp_lab.requirements import needed_for, require_torch
 
 # torch takes seconds to load, so each `run` imports it, not these modules: --help answers at once.
 COMMANDS = (doctor, train, export, bench, ops, xray, memory, migrate)
@@ -34,18 +35,15 @@ def main(argv: list[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("default", AmpLabWarning)  # whatever -W says
             warnings.showwarning = functools.partial(show_warning, options.command)
-            code = options.run(options) or 0
+            with needed_for(options.command):
+                if options.needs_torch:
+                    require_torch()
+                code = options.run(options) or 0
         sys.stdout.flush()  # here, where a closed pipe is still caught
     except OtherRankError:  # the rank that raised it has printed it
         return 2
     except AmpLabError as error:
         tell(f"amp-lab {options.command}: {error}", at_once=error.is_of_one_rank)
-        return 2
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        remedy = "run `pdm run sync`, or on AMD see the README"
-        print(f"amp-lab {options.command}: torch is not installed; {remedy}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
         print_no_more()
@@ -60,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="amp-lab", description="Automatic mixed precision, on your own hardware and model."
     )
     parser.add_argument("--version", action="version", version=f"amp-lab {__version__}")
+    parser.set_defaults(needs_torch=True)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from amp_lab.cli.printing import FORMAT, show
 from amp_lab.errors import OptionError
+from amp_lab.requirements import require
 
 if TYPE_CHECKING:  # it loads torch, which takes seconds
     from amp_lab.bench.results import Results
@@ -76,7 +77,8 @@ def _measure(options: argparse.Namespace, out: Path) -> "Results":
     from amp_lab.bench import load_results, run_bench
     from amp_lab.device import pick_device
 
-    # Now and not after minutes: where no result can or should be written.
+    # Now and not after minutes: where nothing can be drawn, or no result can or should be written.
+    require("matplotlib", "bench")
     if out.exists():
         try:
             load_results(out)

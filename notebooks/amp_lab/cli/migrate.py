@@ -22,7 +22,7 @@ def add(commands) -> None:
     how = migrate.add_mutually_exclusive_group()
     how.add_argument("--write", action="store_true", help="change the files")
     how.add_argument("--check", action="store_true", help="exit 1 if something is to be done")
-    migrate.set_defaults(run=run)
+    migrate.set_defaults(run=run, needs_torch=False)  # it only reads code
 
 
 def run(options: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ import dataclasses
 from typing import get_args
 
 from amp_lab.cli.printing import print_no_more
+from amp_lab.requirements import require
 from amp_lab.training.train_options import TOGETHER, RunConfig, RunOptions
 
 
@@ -46,6 +47,8 @@ def _add_option(group, field: dataclasses.Field, **default: object) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train; return the exit code."""
     from amp_lab.training import run as runs
+
+    require("matplotlib", "train")  # which draws at the end
 
     def say(line: str) -> None:
         try:

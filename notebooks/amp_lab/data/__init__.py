@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
-from amp_lab.data import caltech256, cifar10, digits
-from amp_lab.data.batches import batches
-from amp_lab.data.images import ImageData, ImageSet, LoadOptions
 from amp_lab.errors import DataError, first_line
+from amp_lab.requirements import needed_for
+
+with needed_for("loading data"):
+    from amp_lab.data import caltech256, cifar10, digits
+    from amp_lab.data.batches import batches
+    from amp_lab.data.images import ImageData, ImageSet, LoadOptions
 
 __all__ = ["DATASETS", "ImageData", "ImageSet", "batches", "load_dataset"]
 

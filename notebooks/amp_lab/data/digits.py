@@ -6,13 +6,15 @@ import numpy as np
 import torch
 
 from amp_lab.data.images import ImageData, ImagesInMemory, LoadOptions, fingerprint, shorten, split
+from amp_lab.requirements import needed_for
 
 MEAN_STD = ((0.305,) * 3, (0.376,) * 3)
 
 
 def load(options: LoadOptions) -> ImageData:
     """1,797 digits; one in five is a test image. See `load_dataset`."""
-    from sklearn.datasets import load_digits  # takes a second, which other data sets do not need
+    with needed_for("the data set digits"):
+        from sklearn.datasets import load_digits  # takes a second, which others do not need
 
     digits: Any = load_digits()  # a Bunch; with other arguments it would be a tuple
     targets = digits.target.astype(np.int64)

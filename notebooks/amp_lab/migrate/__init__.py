@@ -20,8 +20,11 @@ A rule is a module with two names, registered in the tuple `RULES` of ``rules.py
 snippets, old and new, go to ``tests/migrate/snippets``.
 """
 
-from amp_lab.migrate.files import Result, migrate_paths
-from amp_lab.migrate.rewriter import Finding
-from amp_lab.migrate.rules import migrate_source
+from amp_lab.requirements import needed_for
+
+with needed_for("migrate"):
+    from amp_lab.migrate.files import Result, migrate_paths
+    from amp_lab.migrate.rewriter import Finding
+    from amp_lab.migrate.rules import migrate_source
 
 __all__ = ["Finding", "Result", "migrate_paths", "migrate_source"]

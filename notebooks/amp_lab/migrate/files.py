@@ -19,7 +19,7 @@ from typing import NamedTuple
 import libcst as cst
 
 from amp_lab import files
-from amp_lab.errors import MigrateError
+from amp_lab.errors import OptionError
 from amp_lab.migrate.rewriter import Edit, Finding, apply
 from amp_lab.migrate.rules import edits_and_findings, is_triggered, parse_quietly
 
@@ -116,7 +116,7 @@ def migrate_file(path: Path, write: bool = False) -> Result:
     """Migrate one file; the result holds the error if that cannot be done."""
     try:
         return _migrate(path, write)
-    except MigrateError as error:
+    except OptionError as error:
         return Result(path, error=f"{path}: {error}; left as it was")
     except OSError as error:
         return Result(path, error=f"{path}: {error.strerror or error}; left as it was")
@@ -124,10 +124,10 @@ def migrate_file(path: Path, write: bool = False) -> Result:
 
 def _migrate(path: Path, write: bool) -> Result:
     if path.is_symlink():
-        raise MigrateError("is a link: give the file itself")
+        raise OptionError("is a link: give the file itself")
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise MigrateError("is no file")
+        raise OptionError("is no file")
     data = path.read_bytes()
     migrate = _migrate_notebook if path.suffix == ".ipynb" else _migrate_python
     new, lines, before_and_after = migrate(path, data)
@@ -143,11 +143,11 @@ def _migrate(path: Path, write: bool) -> Result:
 
 def _write(path: Path, old: bytes, new: bytes, status: os.stat_result) -> None:
     if not status.st_mode & stat.S_IWUSR or not os.access(path, os.W_OK):
-        raise MigrateError("is read-only")
+        raise OptionError("is read-only")
     if status.st_nlink > 1:  # to replace the file would part it from its other names
-        raise MigrateError(f"has {status.st_nlink} names (hard links): copy it first")
+        raise OptionError(f"has {status.st_nlink} names (hard links): copy it first")
     if path.read_bytes() != old:  # an editor may have saved it since
-        raise MigrateError("was changed meanwhile")
+        raise OptionError("was changed meanwhile")
     files.write_whole(path, [new])
     os.chmod(path, stat.S_IMODE(status.st_mode))  # the new file has the default mode
     if os.name == "posix" and (os.geteuid(), os.getegid()) != (status.st_uid, status.st_gid):
@@ -165,7 +165,7 @@ def _diff(name: str, old: str, new: str) -> str:
 
 def _check_size(size: int) -> None:
     if size > MAX_BYTES:
-        raise MigrateError(f"has {size / 2**20:.1f} MiB of Python, and 0.5 is the most: split it")
+        raise OptionError(f"has {size / 2**20:.1f} MiB of Python, and 0.5 is the most: split it")
 
 
 # Python.
@@ -174,18 +174,18 @@ def _check_size(size: int) -> None:
 def _migrate_python(path: Path, data: bytes) -> _Migrated:
     _check_size(len(data))
     if b"\0" in data:
-        raise MigrateError("has a null byte, so it is no Python")
+        raise OptionError("has a null byte, so it is no Python")
     try:
         lines_of = io.BytesIO(data.replace(b"\r\n", b"\n").replace(b"\r", b"\n"))
         encoding, _ = tokenize.detect_encoding(lines_of.readline)
         text = data.decode(encoding)
     except SyntaxError as error:  # an encoding that is not there, or a first line that breaks it
-        raise MigrateError(f"its encoding is wrong: {error.msg}") from error
+        raise OptionError(f"its encoding is wrong: {error.msg}") from error
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise MigrateError(f"line {line} is not {error.encoding}") from error
+        raise OptionError(f"line {line} is not {error.encoding}") from error
     if text.encode(encoding) != data:  # some encodings have two ways to write a character
-        raise MigrateError(f"its {encoding} cannot be written back as it was")
+        raise OptionError(f"its {encoding} cannot be written back as it was")
     edits, findings = _edits_and_findings(
         text, path, lambda error: f"line {error.raw_line} {_why_not_read(text)}"
     )
@@ -199,11 +199,11 @@ def _edits_and_findings(
     try:
         return edits_and_findings(text, path)
     except cst.ParserSyntaxError as error:
-        raise MigrateError(why_no_python(error)) from error
+        raise OptionError(why_no_python(error)) from error
     except RecursionError as error:
-        raise MigrateError("is nested too deeply") from error
+        raise OptionError("is nested too deeply") from error
     except ValueError as error:
-        raise MigrateError(f"cannot be migrated: {error}") from error
+        raise OptionError(f"cannot be migrated: {error}") from error
 
 
 def _why_not_read(text: str) -> str:
@@ -261,7 +261,7 @@ def _migrate_cell(cell: _Cell, edits: list[Edit]) -> str:
 
 
 def _read_notebook(data: bytes) -> tuple[str, list[_Cell]]:
-    """The text of a notebook, and its code cells. Raises `MigrateError`."""
+    """The text of a notebook, and its code cells. Raises `OptionError`."""
     try:
         text = data.decode()
         # The same notebook, with the place of each string in its stead, finds the sources in the
@@ -269,12 +269,12 @@ def _read_notebook(data: bytes) -> tuple[str, list[_Cell]]:
         places = _STRING.sub(lambda m: m[0] if m[2] else f'"{m.start(1)} {m.end(1)}"', text)
         return text, _code_cells(json.loads(text), json.loads(places))
     except UnicodeDecodeError as error:
-        raise MigrateError(f"byte {error.start} is not UTF-8") from error
+        raise OptionError(f"byte {error.start} is not UTF-8") from error
     except json.JSONDecodeError as error:
         why = error.msg.lower().removesuffix(" at").removesuffix(" starting")
-        raise MigrateError(f"is no whole notebook: line {error.lineno}, {why}") from error
+        raise OptionError(f"is no whole notebook: line {error.lineno}, {why}") from error
     except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
-        raise MigrateError("is JSON, but no notebook") from error
+        raise OptionError("is JSON, but no notebook") from error
 
 
 def _code_cells(notebook: dict, places: dict) -> list[_Cell]:

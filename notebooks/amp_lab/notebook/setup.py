@@ -11,6 +11,7 @@ import torch
 
 from amp_lab.device import backend_name, device_name, pick_device
 from amp_lab.errors import AmpLabError, OptionError
+from amp_lab.requirements import require_torch
 
 
 class Scale(enum.StrEnum):
@@ -55,6 +56,7 @@ def start(*packages: str) -> tuple[torch.device, Scale]:
                 f"this notebook needs {' and '.join(missing)}, not installed here; `pdm sync` "
                 "installs all that the notebooks need"
             )
+        require_torch()
         device = pick_device()
         scale = pick_scale(device)
     except AmpLabError as error:

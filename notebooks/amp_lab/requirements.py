@@ -1,0 +1,70 @@
+"""What has to be installed: torch, which is taken as it is found, and the packages of the extras.
+
+`amp-lab` itself needs numpy and tqdm. What else a command or function needs is asked for here, in
+one line, when it is missing.
+"""
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from amp_lab.errors import RequirementError, with_type
+
+OLDEST_TORCH = (2, 11)
+
+_EXTRAS = {  # a module: the extra in pyproject.toml that brings it
+    "PIL": "train",
+    "filelock": "train",
+    "libcst": "migrate",
+    "matplotlib": "plots",
+    "sklearn": "train",
+    "torchvision": "train",
+}
+_NAMES = {"PIL": "pillow", "sklearn": "scikit-learn"}  # where a package is not called as its module
+_WANTED = (
+    f"amp_lab needs {'.'.join(map(str, OLDEST_TORCH))} or later, from "
+    "https://pytorch.org/get-started/locally (in a checkout: pdm run sync)"
+)
+
+
+def require_torch() -> None:
+    """Load torch; raise `RequirementError` if there is none, or one that is too old."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a library of a driver that is not there
+        if getattr(error, "name", None) == "torch":
+            raise RequirementError(f"torch is not installed: {_WANTED}") from None
+        raise RequirementError(f"torch cannot be imported: {with_type(error)}") from error
+    version = str(getattr(torch, "__version__", ""))  # a folder called torch has none
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None:
+        raise RequirementError(f"torch is not installed, or has no version: {_WANTED}")
+    if tuple(map(int, found.groups())) < OLDEST_TORCH:
+        raise RequirementError(f"torch {version} is too old: {_WANTED}")
+
+
+@contextmanager
+def needed_for(what: str) -> Iterator[None]:
+    """The block that imports what an extra brings, for `what`, which the message begins with.
+
+    Raises `RequirementError` for a package of an extra that is not installed, with the line that
+    installs it; any other error stays as it is.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module == "torch":
+            raise RequirementError(f"torch is not installed: {_WANTED}") from None
+        if module not in _EXTRAS:  # the user's own module, or a mistake of this package
+            raise
+        package, install = _NAMES.get(module, module), f"pip install 'amp-lab[{_EXTRAS[module]}]'"
+        raise RequirementError(f"{what} needs {package}: {install}") from None
+
+
+def require(module: str, what: str) -> None:
+    """Raise `RequirementError` now, and not after minutes of work, if `module` is not installed."""
+    with needed_for(what):
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(name=module)
