@@ -189,7 +189,8 @@ def _loss(text: str) -> Callable[[Any], Any]:
         def part(output: Any) -> Any:
             value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
             if value is None:
-                has = f"the model returns a {type(output).__name__}, which has no {name!r}"
+                kind = "Tensor" if hasattr(output, "is_meta") else type(output).__name__
+                has = f"the model returns a {kind}, which has no {name!r}"
                 raise OptionError(f"--loss {text}: {has}; some have it only if labels are given")
             return value
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_lab.errors import OptionError
+from amp_lab.errors import OptionError, with_type
 from amp_lab.report import dtype_name
 from amp_lab.tracing.ops_seen import storage_key
 from amp_lab.tracing.tracer import named_tensors
@@ -61,7 +61,9 @@ class Observer:
         ]
         for name, module in self._model.named_modules():
             if isinstance(module, nn.Embedding):
-                hooks.append(module.register_forward_pre_hook(self._look_up(name)))
+                hooks.append(
+                    module.register_forward_pre_hook(self._look_up(name, module.num_embeddings))
+                )
         try:
             yield
         finally:
@@ -76,6 +78,9 @@ class Observer:
                 value = loss_fn(output)
             except OptionError as error:  # `.loss` of what has none
                 self.problem = str(error)
+                raise
+            except (TypeError, AttributeError, LookupError, ValueError) as error:
+                self.problem = f"{text}, which gets the model's output: {with_type(error)}"
                 raise
             if not isinstance(value, torch.Tensor) or value.numel() != 1:
                 shape = getattr(value, "shape", None)
@@ -99,22 +104,23 @@ class Observer:
         for _, shape in floating:
             if len(shape) > 2 and shape[-1] in rows:
                 return (
-                    f"no loss is given, and the output has the shape of logits, {shape}: their "
-                    "loss takes as much memory again or more, so fewer fit than it says here; "
-                    "add --loss PACKAGE.MODULE:CALLABLE or --loss .loss"
+                    f"the output has logits of {shape[-1]:,} tokens and no loss is given, which "
+                    "takes as much again or more, so that fewer items fit than it says here; add "
+                    "--loss PACKAGE.MODULE:CALLABLE or --loss .loss"
                 )
         return None
 
     def _begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.problem = None  # that of another run, such as one with another batch, is no more
         running = named_inputs(model, args, kwargs)
         self._by_storage = {storage_key(now): i for i, (_, now) in enumerate(running)}
 
-    def _look_up(self, embedding: str) -> Callable[[nn.Module, tuple], None]:
+    def _look_up(self, embedding: str, rows: int) -> Callable[[nn.Module, tuple], None]:
         def check(module: nn.Module, args: tuple) -> None:
             key = storage_key(args[0]) if args and isinstance(args[0], torch.Tensor) else None
             if key not in self._by_storage:  # computed, or not a tensor of the user's
                 return
-            which, rows = self._by_storage[key], module.num_embeddings
+            which = self._by_storage[key]
             (name, given), below = self._inputs[which], self._below[which]
             place = f"embedding {embedding!r}" if embedding else "embedding"
             if given.is_floating_point() or given.dtype is torch.bool:

@@ -73,10 +73,12 @@ def called(what: str, function: Any, arguments: dict[str, Any]) -> Any:
         raise
     except BaseException as error:
         given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        call = f"cannot be called with {given}" if given else "cannot be called without arguments"
-        raise OptionError(
-            f"{what} {call}: {with_type(error)}{_missing(function, arguments)}"
-        ) from error
+        # An error of the call itself has no frame of the function.
+        is_of_call = error.__traceback__ is not None and error.__traceback__.tb_next is None
+        how = f"cannot be called {f'with {given}' if given else 'without arguments'}"
+        remedy = _missing(function, arguments) if is_of_call else ""
+        said = f"{how if is_of_call else 'fails when it is called'}: {with_type(error)}{remedy}"
+        raise OptionError(f"{what} {said}") from error
 
 
 def _missing(function: Any, arguments: dict[str, Any]) -> str:

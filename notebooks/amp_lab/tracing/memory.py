@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_lab.errors import TraceError
+from amp_lab.errors import TraceError, first_line
 from amp_lab.precision import Precision
 from amp_lab.tracing.largest_batch import (
     BatchedInputs,
@@ -143,10 +143,10 @@ def memory_table(
         for step in steps:
             try:
                 by = MemoryByBatch(step, run, inputs, limit, tuple(solved.values()))
-            except TraceError as error:
+            except Exception as error:  # whatever the model raises at a batch that was not given
                 # If what was given fails too, that is the error to tell.
                 forecasts.append(trace_of(step, run, inputs, inputs.batch).forecast())
-                reason = str(error)
+                reason = first_line(error)
             else:
                 solved[str(step.precision)] = by
                 forecasts.append(by.at(inputs.batch))

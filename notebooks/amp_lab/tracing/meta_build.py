@@ -2,6 +2,7 @@
 
 import gc
 import importlib.machinery
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +29,8 @@ def build_on_meta(factory: Callable[[], Any], parts: Callable[[Any], tuple]) -> 
     """
     watch = _TensorsMade()
     try:
-        with torch.device("meta"), _imports_elsewhere(), watch:
+        with warnings.catch_warnings(), torch.device("meta"), _imports_elsewhere(), watch:
+            warnings.simplefilter("ignore")  # such as those of values that are not copied
             built = factory()
     except Exception:  # with values it may work, and if not, that call tells why
         return None
