@@ -1,86 +1,251 @@
-"""load_model and parse_shape: what the command line is given."""
+"""given_model: the model that the command line names, and whatever the user's code does."""
 
+import argparse
+import json
+import os
+import subprocess
 import sys
 
 import pytest
+import torch
 from torch import nn
 
-from amp_lab.cli.model_argument import load_model, parse_shape
-from amp_lab.errors import AmpLabError, OptionError
+from amp_lab.cli import main
+from amp_lab.cli.model_argument import add_model, given_model
 
 MODULE = """
+import argparse
+import os
+import torch
 from torch import nn
 print("imported")
+argparse.ArgumentParser().parse_args()  # as a script does, which finds no options of its own
 finished = nn.Linear(2, 3)
 number = 3
 class Holder:
     inner = nn.ReLU
-def build(): print("built"); return nn.Linear(4, 5)
+class TwoTower(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        self.user, self.item = nn.Embedding(100, width), nn.Linear(8, width)
+    def forward(self, user, item):
+        print("forward")
+        os.system("echo from a shell")
+        return self.user(user).mean(1) * self.item(item)
+class Reads(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.scale = float(self.weight.abs().max())
+class Exits(nn.Linear):
+    def forward(self, x): raise SystemExit(4)
+class Weird(BaseException): pass
+def build(): print("built"); os.system("echo built"); return nn.Linear(4, 5)
 def needs(width): return nn.Linear(width, 1)
 def fails(): raise RuntimeError("missing:\\n  weight")
 def empty(): pass
+def exits(): raise SystemExit(3)
+def weird(): raise Weird("first\\nsecond")
+def exits_in_forward(): return Exits(4, 4)
+def ids(high=100): return torch.randint(high, (2, 5))
+def whole(high=100):
+    return TwoTower(), (ids(high),), {"item": torch.randn(2, 8)}, loss
+def with_loss_number(): return TwoTower(), (), {}, 3
+def loss(output): return output.float().mean()
+def no_scalar(output): return output
+def batch(): return ids(), torch.randn(2, 8)
+def batch_by_name(): return {"user": ids(), "item": torch.randn(2, 8)}
+def batch_of_both(): return (ids(),), {"item": torch.randn(2, 8)}
+def batch_fails(): torch.randn(2); raise ValueError("in the middle\\nof it")
+def batch_too_high(): return ids(1000), torch.randn(2, 8)
+def hangs():
+    import time
+    while True:
+        try: time.sleep(0.1)
+        except BaseException: pass
 """
 
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
     (tmp_path / "my_models.py").write_text(MODULE)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a file.py").write_text("from beside import Net")
+    (tmp_path / "folder" / "beside.py").write_text("from torch import nn; Net = nn.ReLU")
+    (tmp_path / "folder" / "relative.py").write_text("from .beside import Net")
     (tmp_path / "my_broken.py").write_text("import no_such_thing")
     (tmp_path / "my_syntax.py").write_text("def")
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)
     yield tmp_path
     assert sys.path == before
-    for name in ("my_models", "my_broken", "my_syntax"):
+    for name in ("my_models", "my_broken", "my_syntax", "beside", "target_file"):
         sys.modules.pop(name, None)
 
 
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_model(parser)
+    return parser.parse_args(arguments)
+
+
+def load(*arguments: str, with_values: bool = False):
+    with given_model(parsed(*arguments), with_values=with_values) as given:
+        return given
+
+
 def test_a_model_of_a_package_by_function_and_by_class(here):
-    assert type(load_model("torchvision.models:squeezenet1_1")).__name__ == "SqueezeNet"
-    assert isinstance(load_model("torch.nn:ReLU"), nn.ReLU)
+    squeezenet = load("torchvision.models:squeezenet1_1", "--input", "1,3,64,64").model
+    assert type(squeezenet).__name__ == "SqueezeNet"
+    assert isinstance(load("torch.nn:ReLU", "--input", "1").model, nn.ReLU)
 
 
 def test_a_model_of_this_folder_in_every_form(here):
-    assert load_model("my_models:build").in_features == 4
-    assert load_model("my_models:finished").in_features == 2
-    assert isinstance(load_model("my_models:Holder.inner"), nn.ReLU)
+    assert load("my_models:build", "--input", "1,4").model.in_features == 4
+    assert load("my_models:finished", "--input", "1,2").model.in_features == 2
+    assert isinstance(load("my_models:Holder.inner", "--input", "1").model, nn.ReLU)
+    assert load("my_models.py:build", "--input", "1,4").model.in_features == 4
+    assert isinstance(load("folder/a file.py:Net", "--input", "1").model, nn.ReLU)
+    assert load("my_models:needs", "--with", "width=7", "--input", "1,7").model.in_features == 7
+
+
+def test_a_model_is_built_without_values_where_that_makes_no_difference(here):
+    two_tower = ("my_models:TwoTower", "--batch", "my_models:batch")
+    assert next(load(*two_tower).model.parameters()).is_meta
+    real = load(*two_tower, with_values=True).model
+    assert not next(real.parameters()).is_meta
+    again = load(*two_tower, with_values=True).model
+    assert torch.equal(real.item.weight, again.item.weight)  # two builds are comparable
+    reads = load("my_models:Reads", "--input", "2,4").model
+    assert reads.scale > 0
+    assert not reads.weight.is_meta
+
+
+def test_evaluation_mode_only_if_asked_for(here):
+    assert load("my_models:build", "--input", "1,4").model.training
+    assert not load("my_models:build", "--input", "1,4", "--eval").model.training
+
+
+def test_a_factory_may_bring_inputs_and_loss(here):
+    given = load("my_models:whole", with_values=True)
+    assert given.args[0].shape == (2, 5)
+    assert given.kwargs["item"].shape == (2, 8)
+    assert given.loss_fn(torch.ones(3)) == 1
+    other = load("my_models:whole", "--input", "int64:3,5<9", "--input", "item=3,8")
+    assert other.args[0].shape == (3, 5)
+    assert list(other.kwargs) == ["item"]
+
+
+@pytest.mark.parametrize("batch", ["batch", "batch_by_name", "batch_of_both"])
+def test_a_batch_of_the_users_own_in_each_form(here, batch):
+    given = load("my_models:TwoTower", "--batch", f"my_models:{batch}", with_values=True)
+    assert given.model(*given.args, **given.kwargs).shape == (2, 16)
+
+
+def test_a_loss_is_a_function_a_class_or_a_part_of_the_output(here):
+    output = argparse.Namespace(loss=torch.tensor(2.0))
+    one = ("my_models:build", "--input", "1,4", "--loss")
+    assert load(*one, "my_models:loss").loss_fn(torch.ones(3)) == 1
+    assert load(*one, ".loss").loss_fn(output) == 2
+    assert load(*one, ".loss").loss_fn({"loss": output.loss}) == 2
+    assert isinstance(load(*one, "torch.nn:ReLU").loss_fn(torch.ones(1)), torch.Tensor)
+
+
+X = ("--input", "2,4")
+TOWER = ("my_models:TwoTower", "--input", "int64:2,5<100", "--input", "2,8")
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("arguments", "said"),
     [
-        ("torchvision.models", "write PACKAGE.MODULE:CALLABLE"),
-        ("", "write PACKAGE.MODULE:CALLABLE"),
-        (":resnet50", "write PACKAGE.MODULE:CALLABLE"),
-        ("torchvision.models:", "write PACKAGE.MODULE:CALLABLE"),
-        ("a b:c", "write PACKAGE.MODULE:CALLABLE"),
-        ("no_such_package.models:net", "no module 'no_such_package' is installed"),
-        ("torchvision.no_such:net", "no module 'torchvision.no_such'"),
-        ("torchvision.models:resnet51", "torchvision.models has no 'resnet51'"),
-        ("my_models:number", "is of type int: give a callable"),
-        ("my_models:needs", "cannot be called without arguments: TypeError"),
-        ("my_models:fails", "RuntimeError: missing: weight"),
-        ("my_models:empty", "returns a NoneType, not an nn.Module"),
-        ("my_broken:net", "No module named 'no_such_thing'"),
-        ("my_syntax:net", "cannot be imported: SyntaxError"),
+        (("torchvision.models", *X), "write PACKAGE.MODULE:CALLABLE"),
+        (("", *X), "write PACKAGE.MODULE:CALLABLE"),
+        ((":resnet50", *X), "write PACKAGE.MODULE:CALLABLE"),
+        (("torchvision.models:", *X), "write PACKAGE.MODULE:CALLABLE"),
+        (("a b:c", *X), "write PACKAGE.MODULE:CALLABLE"),
+        (("my_models", *X), "did you mean my_models:Exits or my_models:Reads"),
+        (("my_models.py", *X), "my_models.py:TwoTower?"),
+        (("my_models.TwoTower", *X), "did you mean my_models:TwoTower?"),
+        (("my_models:TwoTowr", *X), "has no 'TwoTowr'; did you mean my_models:TwoTower?"),
+        (("my_model:TwoTower", *X), "did you mean my_models:TwoTower?"),
+        (("no_such_package.models:net", *X), "no module 'no_such_package' is installed"),
+        (("torchvision.no_such:net", *X), "no module 'torchvision.no_such'"),
+        (("torchvision.models:resnet51", *X), "did you mean torchvision.models:resnet50?"),
+        (("nowhere.py:Net", *X), "there is no file nowhere.py"),
+        (("folder/relative.py:Net", *X), "give it as a module of its package"),
+        (("my_models:number", *X), "is of type int: give a callable"),
+        (("my_models:needs", *X), "cannot be called without arguments: TypeError"),
+        (("my_models:needs", *X), "add --with width=…"),
+        (("my_models:needs", *X, "--with", "height=3"), "cannot be called with height=3: TypeE"),
+        (("my_models:needs", *X, "--with", "width"), "write NAME=VALUE, such as n_layers=2"),
+        (("my_models:needs", *X, "--with", "width=big"), "a string has quotes"),
+        (("my_models:finished", *X, "--with", "width=2"), "is a finished model"),
+        (("my_models:fails", *X), "fails when it is called: RuntimeError: missing: weight"),
+        (("my_models:exits", *X), "exits by itself (SystemExit: 3)"),
+        (("my_models:weird", *X), "Weird: first"),
+        (("my_models:exits_in_forward", *X), "exits by itself (SystemExit: 4)"),
+        (("my_models:empty", *X), "returns a NoneType, not an nn.Module"),
+        (("my_models:with_loss_number", *X), "returns a int as the loss: give a callable"),
+        (("my_broken:net", *X), "No module named 'no_such_thing'"),
+        (("my_syntax:net", *X), "cannot be imported: SyntaxError"),
+        (("my_models:TwoTower",), "TwoTower takes user, item: add --input for each"),
+        (("my_models:TwoTower",), "--input 'int64:2,128<100' for token ids"),
+        (("my_models:TwoTower", *X), "it takes user, item: add --input item=SIZES"),
+        (("my_models:TwoTower", *X, "--input", "2,8"), "'user' is float32, but the embedding"),
+        (("my_models:TwoTower", *X, "--input", "2,8"), "add --input int64:2,4 ('int64:2,4<100'"),
+        ((*TOWER[:2], "int64:2,5<101", *TOWER[3:]), "'user' has ids up to 100, but the embedding"),
+        ((*TOWER[:4], "2,9"), "the inputs are user int64 (2, 5), item float32 (2, 9)"),
+        ((*TOWER, "--input", "2,8"), "it takes user, item"),
+        ((*TOWER[:3], "--input", "items=2,8"), "unexpected keyword argument 'items'; it takes"),
+        ((*TOWER, "--batch", "my_models:batch"), "--input and --batch both give the inputs"),
+        (("my_models:whole", "--with", "high=1000"), "but the embedding 'user' has 100 rows"),
+        ((*TOWER[:1], "--batch", "my_models:batch_too_high"), "embedding 'user' has 100 rows"),
+        ((*TOWER[:1], "--batch", "my_models:batch_fails"), "ValueError: in the middle"),
+        ((*TOWER[:1], "--batch", "my_models:number"), "returns a int as the inputs"),
+        ((*TOWER[:1], "--batch", "my_models:nothing"), "my_models has no 'nothing'"),
+        ((*TOWER, "--loss", "my_models:no_scalar"), "must return one number, not shape (2, 16)"),
+        ((*TOWER, "--loss", ".loss"), "the model returns a Tensor, which has no 'loss'"),
+        ((*TOWER, "--loss", "my_models:number"), "is of type int: give a callable, or .NAME"),
+        ((*TOWER, "--loss", "torch.nn.functional:mse_loss"), "which gets the model's output: Type"),
+        ((*TOWER, "--timeout", "0"), "give a number of seconds above 0"),
+        ((*TOWER, "--input", ",".join("2" * 5000)), "has 5,000 sizes"),
     ],
 )
-def test_a_wrong_target_is_told_in_one_line(here, target, said):
-    with pytest.raises(OptionError, match=said) as error:
-        load_model(target)
-    assert isinstance(error.value, AmpLabError)
-    assert len(str(error.value).splitlines()) == 1
+@pytest.mark.parametrize("command", ["xray", pytest.param("memory", marks=pytest.mark.slow)])
+def test_whatever_is_wrong_is_told_in_one_line_and_exit_2(here, capfd, command, arguments, said):
+    try:
+        code = main([command, *arguments])
+    except SystemExit as stop:  # what argparse refuses
+        code = stop.code
+    printed = capfd.readouterr()
+    assert code == 2
+    assert printed.out == ""
+    assert said in printed.err
+    assert len(printed.err.splitlines()) == 1
 
 
-def test_shapes():
-    assert parse_shape("8,3,224,224") == (8, 3, 224, 224)
-    assert parse_shape(" 8, 3") == (8, 3)
-    assert parse_shape("5") == (5,)
+def test_a_target_may_print_and_json_stays_json(here, capfd):
+    """From Python and from a shell below it, when it is imported, built and called."""
+    for command in ("xray", "memory"):
+        assert main([command, *TOWER, "--format", "json"]) == 0
+        assert json.loads(capfd.readouterr().out)
 
 
-@pytest.mark.parametrize("text", ["", "8,", "8x3", "1.5", "8,0", "-1,3", "8;3"])
-def test_what_is_no_shape_is_told_in_one_line(text):
-    with pytest.raises(OptionError) as error:
-        parse_shape(text)
-    assert repr(text) in str(error.value)
-    assert len(str(error.value).splitlines()) == 1
+def test_a_loss_given_by_name_reaches_the_xray(here, capsys):
+    assert main(["xray", *TOWER, "--loss", "my_models:loss"]) == 0
+    assert "Loss: fp32." in capsys.readouterr().out
+
+
+# It starts a process of its own, since it ends one.
+@pytest.mark.slow
+def test_a_target_that_hangs_is_ended(here):
+    done = subprocess.run(
+        [sys.executable, "-m", "amp_lab", "xray", "my_models:hangs", *X, "--timeout", "1"],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "'my_models:hangs': not done after 1 s; give --timeout SECONDS" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

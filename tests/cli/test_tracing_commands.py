@@ -68,7 +68,23 @@ def test_two_op_tables_side_by_side(capsys):
 
 
 MODELS = """
+import torch
 from torch import nn
+class Pairs(nn.Linear):
+    def forward(self, x): return (super().forward(x) @ x.t()).exp()
+class Eight(nn.Linear):
+    def forward(self, x): return super().forward(x.view(8, -1))
+def pairs(): return Pairs(4, 4)
+def only_of_eight(): return Eight(4, 4)
+class Language(nn.Sequential):
+    def __init__(self): super().__init__(nn.Embedding(50, 16), nn.Linear(16, 50))
+    def forward(self, ids, labels=None):
+        logits = super().forward(ids)
+        if labels is None: return logits
+        return {"loss": cross_entropy(logits, labels), "logits": logits}
+def cross_entropy(logits, labels):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+def loss(logits): return cross_entropy(logits, torch.zeros(logits.shape[:2], dtype=torch.int64))
 def translator(): return nn.Transformer(16, 2, 1, 1, 32, batch_first=True)
 class Masked(nn.Module):
     def __init__(self):
@@ -78,8 +94,8 @@ class Masked(nn.Module):
         return (self.token(tokens) + self.other(x)).masked_fill(mask[..., None], 0)
 """
 TRANSLATOR = ("my_inputs:translator", "--input", "2,5,16", "--input", "2,4,16")
-MASKED = ("my_inputs:Masked", "--input", "2,5", "--input", "2,5,16", "--input", "2,5")
-DTYPES = ("--input-dtype", "int64", "--input-dtype", "float32", "--input-dtype", "bool")
+MASKED = ("my_inputs:Masked", "--input", "int64:2,5<10", "--input", "2,5,16")
+MASKED += ("--input", "mask=bool:2,5")
 
 
 @pytest.fixture
@@ -93,9 +109,9 @@ def my_inputs(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("my_inputs")
 def test_a_model_may_have_several_inputs_of_several_dtypes(capsys):
     assert "Output: fp32 (2, 4, 16)." in printed(capsys, "xray", *TRANSLATOR)
-    assert "Output: fp32 (2, 5, 16)." in printed(capsys, "xray", *MASKED, *DTYPES)
-    assert "(2, 5, 16)" in printed(capsys, "xray", *MASKED, *DTYPES, "--device", "cpu", "--real")
-    out = printed(capsys, "memory", *MASKED, *DTYPES, "--memory", "1GiB")
+    assert "Output: fp32 (2, 5, 16)." in printed(capsys, "xray", *MASKED)
+    assert "(2, 5, 16)" in printed(capsys, "xray", *MASKED, "--device", "cpu", "--real")
+    out = printed(capsys, "memory", *MASKED, "--memory", "1GiB")
     assert out.startswith("Masked, input 2x5, 2x5x16, 2x5, one training step")
     assert "largest batch in 1 GiB" in out
 
@@ -104,13 +120,10 @@ def test_a_model_may_have_several_inputs_of_several_dtypes(capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("xray", *MASKED, *DTYPES[:4]), "--input-dtype is given 2 times for 3 --input"),
-        (("memory", *MASKED, *DTYPES[:4]), "--input-dtype is given 2 times for 3 --input"),
-        (("xray", *MASKED, "--input-dtype", "int8"), "invalid choice: 'int8'"),
         (("xray", *TRANSLATOR[:3]), "missing 1 required positional argument: 'tgt'"),
         (("xray", *TRANSLATOR, "--input", "2,4,x"), "'2,4,x' is no shape"),
         (("memory", *TRANSLATOR[:3]), "missing 1 required positional argument: 'tgt'"),
-        (("memory", *TRANSLATOR[:4], "3,4,16"), "the first size is the batch"),
+        (("memory", *TRANSLATOR[:4], "3,4,16"), "the batch number of src and tgt must be equal"),
     ],
 )
 def test_wrong_inputs_are_one_line_and_exit_2(capsys, arguments, said):
@@ -137,6 +150,53 @@ def test_memory_in_each_precision_and_the_largest_batch(capsys):
     assert "largest batch" not in one
 
 
+def test_whether_it_fits_is_said_with_a_reserve(capsys):
+    asked = ("memory", NET, *INPUT, "--precision", "fp32")
+    in_1_gib = printed(capsys, *asked, "--memory", "1GiB")
+    assert re.search(r"^fp32: fits, about \d+ MiB to spare\.$", in_1_gib, re.M)
+    assert "Of the 1 GiB, 10 % are held in reserve for the driver" in in_1_gib
+    peak = json.loads(printed(capsys, *asked, "--format", "json"))["forecasts"][0]["peak"]
+    for reserve, fits in (("0", True), ("1", False)):  # exactly as much memory as it needs
+        card = ("--memory", str(peak), "--reserve", reserve, "--format", "json")
+        found = json.loads(printed(capsys, *asked, *card))
+        assert found["fits"] == {"fp32": fits}
+        assert (found["largest_batch"]["fp32"] >= 2) == fits
+        assert found["spare_bytes"]["fp32"] == int(peak * (1 - int(reserve) / 100)) - peak
+    short = printed(capsys, *asked, "--memory", str(peak // 2), "--reserve", "50")
+    assert re.search(r"^fp32: does not fit, \d+ MiB too much\.$", short, re.M)
+
+
+@pytest.mark.usefixtures("my_inputs")
+def test_a_batch_that_is_not_linear_is_forecast_and_not_extrapolated(capsys):
+    for model, inputs in (("pairs", "6,4"), ("only_of_eight", "8,4")):
+        asked = ("memory", f"my_inputs:{model}", "--input", inputs, "--memory", "1MiB")
+        out = printed(capsys, *asked)
+        assert re.search(r"^largest batch in 1 MiB( +cannot tell){3}$", out, re.M)
+        assert "fp32: fits, about" in out
+        assert "The largest batch cannot be extrapolated: " in out
+    assert "tried with a batch of 3" in out
+    refused(capsys, ("memory", "my_inputs:only_of_eight", "--input", "7,4"), "shape (7, 4)")
+
+
+@pytest.mark.usefixtures("my_inputs")
+def test_a_language_models_loss_is_missed_loudly(capsys):
+    ids = ("--input", "int64:2,8<50", "--memory", "1MiB")
+    without = printed(capsys, "memory", "my_inputs:Language", *ids)
+    assert "Too low: the output has logits of 50 tokens and no loss is given" in without
+    given = ("--loss", "my_inputs:loss")
+    with_loss = printed(capsys, "memory", "my_inputs:Language", *ids, *given)
+    assert "Too low" not in with_loss
+    largest = [
+        int(re.search(r"largest batch .*?MiB +(\d+)", out)[1]) for out in (without, with_loss)
+    ]
+    assert largest[0] > largest[1]
+    labels = ("--input", "labels=int64:2,8<50")
+    own = ("memory", "my_inputs:Language", *ids, *labels)
+    assert "the output has 'loss': add --loss .loss" in printed(capsys, *own)
+    assert "the output has" not in printed(capsys, *own, "--loss", ".loss")
+    assert "Too low" not in printed(capsys, "memory", *TRANSLATOR)  # whose output is no logits
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -146,7 +206,7 @@ def test_memory_in_each_precision_and_the_largest_batch(capsys):
         (("xray", "math:pi", *INPUT), "is of type float"),
         (("xray", "torch:zeros", *INPUT), "cannot be called without arguments"),
         (("xray", "builtins:dict", *INPUT), "returns a dict, not an nn.Module"),
-        (("xray", NET), "--input"),
+        (("xray", NET), "SqueezeNet takes x: add --input for each"),
         (("xray", NET, "--input", "banana"), "'banana' is no shape"),
         (("xray", NET, "--input", "2,0,64,64"), "every size must be 1 or more"),
         (("xray", NET, "--input", "2,4,64,64"), "2, 4, 64, 64"),
@@ -166,7 +226,8 @@ def test_memory_in_each_precision_and_the_largest_batch(capsys):
         (("memory", NET, *INPUT, "--memory=-1GiB"), "'-1GiB'"),
         (("memory", NET, *INPUT, "--precision", "fp8"), "fp8"),
         (("memory", NET, *INPUT, "--optimizer", "magic"), "magic"),
-        (("memory", NET, "--input", "1,4,64,64"), "tried with a batch of 3"),
+        (("memory", NET, "--input", "1,4,64,64"), "with input of shape (1, 4, 64, 64)"),
+        (("memory", NET, *INPUT, "--reserve", "100"), "'100': give a percentage from 0 to below"),
         (("ops", "--device", "tpu"), "device type 'tpu'"),
     ],
 )

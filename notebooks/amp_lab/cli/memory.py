@@ -1,8 +1,9 @@
 """`amp-lab memory`: forecast the memory of a training step."""
 
 import argparse
+import dataclasses
 
-from amp_lab.cli.model_argument import add_model, inputs_of
+from amp_lab.cli.model_argument import DEVICE, add_model, given_model
 from amp_lab.cli.printing import show
 
 
@@ -11,12 +12,16 @@ def add(commands) -> None:
     memory = commands.add_parser(
         "memory",
         help="forecast the memory of a training step, on a device that need not be here",
-        description="Print what a training step needs in each precision, and the largest batch.",
+        description="Print what a training step needs in each precision, whether it fits into a "
+        "card, and the largest batch that does.",
     )
     add_model(memory)
     option, named = memory.add_argument, {"metavar": "NAME"}
     precisions = "fp32, tf32, fp16, bf16; may be repeated (default: fp32, fp16, bf16)"
+    reserve = "percent of it left to the driver and to fragmentation (default: 10)"
+    option("--device", default="cuda", **DEVICE)
     option("--memory", metavar="SIZE", help="of the card, such as 24GiB or 24GB")
+    option("--reserve", type=_share, default=0.1, metavar="PERCENT", help=reserve)
     option("--precision", action="append", **named, help=precisions)
     option("--optimizer", default="adam", **named, help="default: adam; also sgd, adamw, …")
     memory.set_defaults(run=run)
@@ -24,19 +29,29 @@ def add(commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Forecast, and print the table."""
-    from amp_lab.cli.model_argument import load_model
-    from amp_lab.tracing import compare_memory
+    from amp_lab.tracing.largest_batch import BatchedInputs
+    from amp_lab.tracing.memory import memory_table
 
-    shapes, dtypes = zip(*inputs_of(options), strict=True)  # as `compare_memory` has them
     # What is not asked for is left to the function's own default.
     asked = {"precisions": options.precision} if options.precision else {}
-    table = compare_memory(
-        load_model(options.target),
-        shapes,
-        memory_bytes=options.memory,
-        device_type=options.device,
-        optimizer=options.optimizer,
-        input_dtype=dtypes,
-        **asked,
-    )
+    with given_model(options, with_values=False) as given:
+        table = memory_table(
+            given.model,
+            BatchedInputs(given.args, given.kwargs),
+            memory_bytes=options.memory,
+            reserve=options.reserve,
+            device_type=options.device,
+            optimizer=options.optimizer,
+            loss_fn=given.loss_fn,
+            **asked,
+        )
+    if given.loss_fn is None:
+        table = dataclasses.replace(table, loss_left_out=given.observer.loss_left_out)
     show(table, options.format)
+
+
+def _share(text: str) -> float:
+    percent = float(text.strip().removesuffix("%"))  # argparse says what is wrong with other text
+    if not 0 <= percent < 100:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a percentage from 0 to below 100")
+    return percent / 100

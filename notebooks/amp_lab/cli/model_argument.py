@@ -1,114 +1,247 @@
-"""What the command line is given to work on: a model by its import path, an input by its shape."""
+"""What the command line is given to work on: a model, its inputs and its loss.
+
+`add_model` gives a command the options, and `given_model` the model that they name.
+"""
 
 import argparse
+import ast
 import contextlib
-import importlib
-import io
-import os
-import sys
-from typing import TYPE_CHECKING
+import functools
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from amp_lab.cli.input_argument import arguments_in, batch_of, drawn, parse_input
 from amp_lab.cli.printing import FORMAT
-from amp_lab.errors import OptionError, with_type
+from amp_lab.cli.user_code import FORM, called, find, kept_in_bounds
+from amp_lab.errors import AmpLabError, OptionError, TraceError
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from amp_lab.cli.model_checks import Observer
+
 DEVICE = {"metavar": "NAME", "help": "cuda (also for ROCm; the default), xpu, mps, cpu"}
 """Settings of the option ``--device`` of what need not be here."""
 
-_FORM = "PACKAGE.MODULE:CALLABLE"
+_TIMEOUT_S = 600
 
 
-def load_model(target: str) -> "nn.Module":
-    """The model that ``PACKAGE.MODULE:CALLABLE`` returns when called without arguments.
+@dataclass
+class GivenModel:
+    """A model, and what a call and a loss of it take: ``loss_fn(model(*args, **kwargs))``."""
 
-    A class, a function that builds a model, or a finished `nn.Module` will do; modules in the
-    current folder are found too. Raises `OptionError` in one line for whatever goes wrong.
-    """
-    from torch import nn
-
-    module_name, colon, path = target.partition(":")
-    names = path.split(".")
-    if not colon or not all(p.isidentifier() for p in [*module_name.split("."), *names]):
-        raise OptionError(f"{target!r}: write {_FORM}, such as torchvision.models:resnet50")
-    found = _imported(target, module_name)
-    for name in names:
-        try:
-            found = getattr(found, name)  # a path, so that methods of a class can be named
-        except AttributeError:
-            raise OptionError(f"{target!r}: {module_name} has no {path!r}") from None
-    if isinstance(found, nn.Module):  # a finished model is callable too, but with inputs
-        return found
-    if not callable(found):
-        kind = f"{target!r} is of type {type(found).__name__}"
-        raise OptionError(f"{kind}: give a callable that returns an nn.Module")
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):  # what it prints is no part of the table
-            model = found()
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
-        raise OptionError(
-            f"{target!r} cannot be called without arguments: {with_type(error)}; write a function "
-            "without parameters that calls it"
-        ) from error
-    if not isinstance(model, nn.Module):
-        raise OptionError(f"{target!r} returns a {type(model).__name__}, not an nn.Module")
-    return model
+    model: "nn.Module"
+    args: tuple = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    loss_fn: Callable[[Any], Any] | None = None  # gets the output
+    observer: "Observer" = field(init=False)
+    """What a run of the model in the block of `given_model` has shown."""
 
 
-def parse_shape(text: str) -> tuple[int, ...]:
-    """The shape that a text such as ``8,3,224,224`` gives. Raises `OptionError` for any other."""
-    try:
-        shape = tuple(int(size) for size in text.split(","))
-    except ValueError:
-        raise OptionError(f"{text!r} is no shape: give sizes such as 8,3,224,224") from None
-    if min(shape) < 1:  # nothing could be traced, and -1 is no wildcard here
-        raise OptionError(f"shape {text!r}: every size must be 1 or more")
-    return shape
-
-
-def _imported(target: str, module_name: str) -> object:
-    here = os.getcwd()
-    added = [] if here in sys.path else [here]
-    sys.path += added  # at the end, so that no file here hides a package
-    try:
-        return importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        # A module that the user's own imports is another matter: there the whole error is of use.
-        if missing and f"{module_name}.".startswith(f"{missing}."):
-            what = f"{target!r}: no module {missing!r} is installed, or in this folder"
-            raise OptionError(what) from None
-        raise OptionError(f"{target!r} cannot be imported: {with_type(error)}") from error
-    finally:
-        for folder in added:
-            sys.path.remove(folder)
-
-
-def add_model(command: argparse.ArgumentParser) -> None:
-    """Add the options that name a model, its inputs and the device."""
+def add_model(command: argparse.ArgumentParser, *targets: str) -> None:
+    """Add the options that name a model, or several, its inputs, its loss and the format."""
     option, several = command.add_argument, {"action": "append"}
-    shapes = "such as 8,3,224,224; repeat it for a model with several inputs"
-    dtypes = "once for all inputs or for each (default: float32; int64 for tokens)"
-    option("target", metavar=_FORM, help="returns the model when it is called")
-    option("--input", required=True, **several, metavar="SHAPE", help=shapes)
-    option("--input-dtype", choices=("float32", "int64", "bool"), **several, help=dtypes)
-    option("--device", default="cuda", **DEVICE)
+    for name in targets or ("target",):
+        option(name, metavar=FORM, help="returns the model when it is called; or FILE.py:CALLABLE")
+    argument = "an argument of the callable, such as n_layers=2; may be repeated"
+    shapes = (
+        "such as 8,3,224,224 (float32), 'int64:2,128<32000' (ids below 32000) or labels=int64:8 "
+        "(a keyword); repeat it for several inputs"
+    )
+    batch = "returns the arguments instead: a tensor, a tuple, a dict, or (args, kwargs)"
+    loss = "makes a loss of the output; or .NAME, which is an attribute of the output"
+    limit = f"of the whole command, in case the model hangs (default: {_TIMEOUT_S})"
+    option("--with", **several, dest="arguments", metavar="NAME=VALUE", help=argument)
+    option("--input", **several, metavar="[NAME=][DTYPE:]SIZES", help=shapes)
+    option("--batch", metavar=FORM, help=batch)
+    option("--loss", metavar=FORM, help=loss)
+    option("--eval", action="store_true", help="put the model into evaluation mode")
+    option("--timeout", type=_seconds, default=_TIMEOUT_S, metavar="SECONDS", help=limit)
     option("--format", **FORMAT)
 
 
-def inputs_of(options: argparse.Namespace) -> list[tuple]:
-    """Shape and dtype of each input."""
-    import torch
+@contextlib.contextmanager
+def given_model(
+    options: argparse.Namespace, *, with_values: bool, target: str | None = None
+) -> Iterator[GivenModel]:
+    """The block in which the model that `add_model`'s options name can be run.
 
-    shapes = [parse_shape(text) for text in options.input]
-    dtypes = options.input_dtype or ["float32"]
-    if len(dtypes) not in (1, len(shapes)):
-        given = f"--input-dtype is given {len(dtypes)} times for {len(shapes)} --input"
-        raise OptionError(f"{given}: give it once, or once for each")
-    if len(dtypes) == 1:
-        dtypes = dtypes * len(shapes)
-    return [(s, getattr(torch, dtype)) for s, dtype in zip(shapes, dtypes, strict=True)]
+    With `with_values` it is built for real, on the CPU, with seed 0, and the inputs have values;
+    else on ``meta`` wherever that makes no difference to a trace. `target` is the one of several.
+
+    The user's code prints nothing here, and what it does wrong is an error in one line: in the
+    block too, so run the model there. Raises `AmpLabError`.
+    """
+    target = target or options.target
+    with kept_in_bounds(repr(target), options.timeout):
+        given = _loaded(options, target, with_values)
+        observer = given.observer
+        try:
+            with observer.watching():
+                yield given
+        except AmpLabError as error:
+            if observer.problem:
+                raise OptionError(f"{target!r}: {observer.problem}") from error
+            if isinstance(error, TraceError) and type(given.model).__name__ in str(error):
+                raise TraceError(f"{error}{_remedy(given, str(error))}") from error
+            raise
+        if observer.problem:
+            raise OptionError(f"{target!r}: {observer.problem}")
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)  # argparse says what is wrong with another text
+    if not 0 < seconds <= threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number of seconds above 0")
+    return seconds
+
+
+def _loaded(options: argparse.Namespace, target: str, with_values: bool) -> GivenModel:
+    from amp_lab.cli.model_checks import Observer
+
+    if options.input and options.batch:
+        raise OptionError("--input and --batch both give the inputs: give one of them")
+    specs = [parse_input(text) for text in options.input or ()]  # before anything slow
+    given = _built(target, _arguments(options.arguments or ()), with_values)
+    if specs:
+        given.args, given.kwargs = drawn(specs, with_values)
+    elif options.batch:
+        given.args, given.kwargs = batch_of(options.batch)
+    _check_there_are_inputs(given)
+    # In the order of the tensors: those by position, then the keywords.
+    below = [spec.below for spec in sorted(specs, key=lambda spec: spec.name is not None)]
+    observer = given.observer = Observer(given.model, given.args, given.kwargs, below)
+    loss_fn = _loss(options.loss) if options.loss else given.loss_fn
+    if loss_fn is not None:
+        text = f"--loss {options.loss}" if options.loss else f"the loss of {target}"
+        given.loss_fn = observer.watched_loss(loss_fn, text)
+    if options.eval:
+        given.model.eval()
+    return given
+
+
+def _arguments(texts) -> dict[str, Any]:
+    """The arguments that ``--with`` names."""
+    found = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise OptionError(f"--with {text!r}: write NAME=VALUE, such as n_layers=2")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError, MemoryError, RecursionError):
+            quoted = f'''--with "{name}='{value}'"'''
+            no = f"--with {text!r}: the value is no number, True, None, list or string of Python"
+            raise OptionError(f"{no}; a string has quotes, as {quoted}") from None
+    return found
+
+
+def _built(target: str, arguments: dict[str, Any], with_values: bool) -> GivenModel:
+    import torch
+    from torch import nn
+
+    from amp_lab.tracing.meta_build import build_on_meta
+
+    found = find(target)
+    if isinstance(found, nn.Module):  # a finished model is callable too, but with inputs
+        if arguments:
+            raise OptionError(f"{target!r} is a finished model: --with is for what builds one")
+        return GivenModel(found)
+    if not callable(found):
+        kind = f"{target!r} is of type {type(found).__name__}"
+        raise OptionError(f"{kind}: give a callable that returns an nn.Module")
+    factory = functools.partial(found, **arguments)
+    torch.manual_seed(0)  # so that two builds have the same weights
+    built = None if with_values else build_on_meta(factory, lambda made: _parts(made)[:2])
+    if built is None:
+        built = called(f"{target!r}", found, arguments)
+    model, inputs, loss_fn = _parts(built)
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise OptionError(f"{target!r} returns a {kind}, not an nn.Module, or a tuple of one")
+    if loss_fn is not None and not callable(loss_fn):
+        raise OptionError(
+            f"{target!r} returns a {type(loss_fn).__name__} as the loss: give a callable"
+        )
+    args, kwargs = arguments_in(inputs, repr(target))
+    return GivenModel(model, args, kwargs, loss_fn)
+
+
+def _parts(built: Any) -> tuple[Any, Any, Any]:
+    """Model, inputs and loss of ``model`` and of ``(model, args, kwargs, loss)``, or the first."""
+    if not isinstance(built, tuple) or not 1 <= len(built) <= 4:
+        return built, (), None
+    model, args, kwargs, loss_fn = (*built, *[None] * 3)[:4]
+    if kwargs is None:
+        return model, () if args is None else args, loss_fn
+    args = () if args is None else args
+    return model, (args if isinstance(args, (tuple, list)) else (args,), kwargs), loss_fn
+
+
+def _loss(text: str) -> Callable[[Any], Any]:
+    """The loss that ``--loss`` names: ``.loss`` of the output, or the user's function."""
+    if text.startswith("."):
+        name = text[1:]
+
+        def part(output: Any) -> Any:
+            value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+            if value is None:
+                kind = "Tensor" if hasattr(output, "is_meta") else type(output).__name__
+                has = f"the model returns a {kind}, which has no {name!r}"
+                raise OptionError(f"--loss {text}: {has}; some have it only if labels are given")
+            return value
+
+        return part
+    found = find(text)
+    if isinstance(found, type):  # a class such as nn.MSELoss: one of it is the loss
+        found = called(f"--loss {text!r}", found, {})
+    if not callable(found):
+        kind = type(found).__name__
+        raise OptionError(f"--loss {text!r} is of type {kind}: give a callable, or .NAME")
+    return found
+
+
+def _check_there_are_inputs(given: GivenModel) -> None:
+    from amp_lab.cli.model_checks import parameters_of
+
+    needed = [p.name for p in parameters_of(given.model) if p.default is p.empty]
+    if given.args or given.kwargs or not needed:
+        return
+    raise OptionError(
+        f"{type(given.model).__name__} takes {', '.join(needed)}: add --input for each, such as "
+        f"--input 8,3,224,224, or --input {_ids(given.model)} for token ids, or --batch"
+    )
+
+
+def _ids(model: "nn.Module", sizes: str = "2,128") -> str:
+    """How token ids of this model are written."""
+    from torch import nn
+
+    rows = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    return f"'int64:{sizes}<{rows[0] if rows else 32000}'"
+
+
+def _remedy(given: GivenModel, error: str) -> str:
+    """What to change in the inputs, as the end of a sentence, or else what was given."""
+    from amp_lab.cli.model_checks import named_inputs, parameters_of
+    from amp_lab.report import dtype_name
+
+    takes = ", ".join(parameter.name for parameter in parameters_of(given.model))
+    missing = re.search(r"missing \d+ required .*arguments?: (.*)", error)
+    if missing:
+        names = re.findall(r"'(\w+)'", missing[1])
+        wanted = " ".join(f"--input {name}=SIZES" for name in names)
+        return f"; it takes {takes}: add {wanted} ({_ids(given.model)} for token ids)"
+    if "unexpected keyword argument" in error or "positional argument" in error:
+        return f"; it takes {takes}"
+    inputs = named_inputs(given.model, given.args, given.kwargs)
+    if len(inputs) < 2:
+        return ""
+    shown = [f"{name} {dtype_name(t.dtype)} {tuple(t.shape)}" for name, t in inputs]
+    return f"; the inputs are {', '.join(shown)}"
 
 
 def dtype_of(name: str | None):

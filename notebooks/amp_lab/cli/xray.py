@@ -2,7 +2,7 @@
 
 import argparse
 
-from amp_lab.cli.model_argument import add_model, dtype_of, inputs_of
+from amp_lab.cli.model_argument import DEVICE, add_model, dtype_of, given_model
 from amp_lab.cli.printing import show
 from amp_lab.errors import OptionError
 
@@ -18,6 +18,7 @@ def add(commands) -> None:
         "of them. Nothing is computed, so no such device is needed.",
     )
     add_model(xray)
+    xray.add_argument("--device", default="cuda", **DEVICE)
     other = "print how it differs on another device (mps), in another dtype (bf16), or both"
     xray.add_argument("--dtype", choices=_DTYPES, help="default: the backend's own; fp32: off")
     xray.add_argument("--against", metavar="OTHER", help=f"{other} (cpu:bf16)")
@@ -27,22 +28,25 @@ def add(commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """X-ray the model, and print what was found."""
-    import torch
-
-    from amp_lab.cli.model_argument import load_model
     from amp_lab.tracing import compare
     from amp_lab.tracing.xray import xray
 
     sides = [(options.device, options.dtype)]
     if options.against is not None:
         sides.append(_other_side(options.against, *sides[0]))
-    where = "cpu" if options.real else "meta"  # on meta a large input takes no memory
-    inputs = [torch.zeros(shape, dtype=dtype, device=where) for shape, dtype in inputs_of(options)]
-    model = load_model(options.target)
-    found = [
-        xray(model, *inputs, device_type=device, dtype=dtype_of(name), real=options.real)
-        for device, name in sides
-    ]
+    with given_model(options, with_values=options.real) as given:
+        found = [
+            xray(
+                given.model,
+                *given.args,
+                device_type=device,
+                dtype=dtype_of(name),
+                loss_fn=given.loss_fn,
+                real=options.real,
+                **given.kwargs,
+            )
+            for device, name in sides
+        ]
     if options.against is not None and found[0].title == found[1].title:
         same = f"--against {options.against!r} is the same again"
         raise OptionError(f"{same}: give another device or dtype")

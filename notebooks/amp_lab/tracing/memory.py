@@ -1,26 +1,25 @@
 """The memory of a training step: a forecast, several side by side, and the largest batch."""
 
-import dataclasses
 import re
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from amp_lab.errors import TraceError
+from amp_lab.errors import TraceError, first_line
 from amp_lab.precision import Precision
-from amp_lab.tracing.fake_device import FakeRun
+from amp_lab.tracing.largest_batch import (
+    BatchedInputs,
+    Dtypes,
+    MemoryByBatch,
+    Shapes,
+    inputs_of_shapes,
+    trace_of,
+)
 from amp_lab.tracing.memory_result import MemoryForecast, MemoryTable
-from amp_lab.tracing.training_step import LossFunction, TracedStep, TrainingStep
-
-Shapes = Sequence[int] | Sequence[Sequence[int]]
-Dtypes = torch.dtype | Sequence[torch.dtype]
-Items = list[tuple[tuple[int, ...], torch.dtype]]
-"""For each input the shape of one item, without the batch, and its dtype."""
+from amp_lab.tracing.training_step import LossFunction, TrainingStep
 
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{infix}b": base**power
@@ -83,10 +82,10 @@ def largest_batch(
     `forecast_memory` raises, and `TraceError` if the memory is no size, or sizes do not grow so.
     """
     limit = parse_bytes(memory_bytes)
-    _, items = checked_inputs(input_shape, input_dtype, batched=False)
+    inputs = inputs_of_shapes(input_shape, input_dtype, batched=False)
     step = TrainingStep(model, device_type, precision, optimizer, loss_fn)
     with step.opened() as run:
-        return MemoryByBatch(step, run, items, limit).largest
+        return MemoryByBatch(step, run, inputs, limit).largest
 
 
 def compare_memory(
@@ -103,127 +102,67 @@ def compare_memory(
     """Forecasts in several precisions side by side, with the largest batch that fits into memory.
 
     The forecasts are for `input_shape` as it is, whose first size is the batch. tf32 needs what
-    fp32 does. The rest is as for `largest_batch`, which is asked only if there is a `memory_bytes`.
+    fp32 does. The rest is as for `largest_batch`, which is asked only if there is a `memory_bytes`,
+    and left out where the memory is no constant plus a multiple of the batch.
     """
-    limit = None if memory_bytes is None else parse_bytes(memory_bytes)
-    batch, items = checked_inputs(input_shape, input_dtype, batched=True)
+    return memory_table(
+        model,
+        inputs_of_shapes(input_shape, input_dtype, batched=True),
+        memory_bytes=memory_bytes,
+        precisions=precisions,
+        device_type=device_type,
+        optimizer=optimizer,
+        loss_fn=loss_fn,
+    )
+
+
+def memory_table(
+    model: nn.Module,
+    inputs: BatchedInputs,
+    *,
+    memory_bytes: int | str | None = None,
+    reserve: float = 0.0,
+    precisions: Iterable[Precision | str] = (Precision.FP32, Precision.FP16, Precision.BF16),
+    device_type: str = "cuda",
+    optimizer: str = "adam",
+    loss_fn: LossFunction | None = None,
+) -> MemoryTable:
+    """The same for inputs of any structure, with a share of the memory held in reserve.
+
+    Where the memory is no constant plus a multiple of the batch, the forecast is that of the batch
+    which was given, and there is no largest batch.
+    """
+    total = None if memory_bytes is None else parse_bytes(memory_bytes)
+    limit = None if total is None else int(total * (1 - reserve))
     steps = [TrainingStep(model, device_type, p, optimizer, loss_fn) for p in precisions]
     if not steps:
         raise TraceError("precisions is empty; give at least one")
     solved: dict[str, MemoryByBatch] = {}
+    forecasts, reason = [], ""
     with steps[0].opened() as run:  # all have the same model, so that one fake copy serves them
         for step in steps:
-            known = tuple(solved.values())
-            solved[str(step.precision)] = MemoryByBatch(step, run, items, limit, known)
+            try:
+                by = MemoryByBatch(step, run, inputs, limit, tuple(solved.values()))
+            except Exception as error:  # whatever the model raises at a batch that was not given
+                # If what was given fails too, that is the error to tell.
+                forecasts.append(trace_of(step, run, inputs, inputs.batch).forecast())
+                reason = first_line(error)
+            else:
+                solved[str(step.precision)] = by
+                forecasts.append(by.at(inputs.batch))
     largest = {} if limit is None else {p: by.largest for p, by in solved.items()}
     # A quarter beyond the largest batch, so that the figure shows where the curves cross the limit.
-    end = max([2 * batch, 16, *(5 * n // 4 for n in largest.values())])
+    end = max([2 * inputs.batch, 16, *(5 * n // 4 for n in largest.values())])
     batches = tuple(sorted({max(1, end * i // 16) for i in range(17)}))
     return MemoryTable(
-        tuple(by.at(batch) for by in solved.values()),
-        limit,
+        tuple(forecasts),
+        total,
         largest,
         {p: (batches, tuple(by.at(n).peak for n in batches)) for p, by in solved.items()},
+        reserve=reserve,
+        not_extrapolated=reason,
+        held=inputs.held,
     )
-
-
-class MemoryByBatch:
-    """The memory of a step as a function of the batch, from two traces; a third has agreed.
-
-    `largest` is the largest batch within `limit` bytes, and 0 if none fits or there is no limit.
-    One trace is enough if it equals that of a step in `known`, the same in another precision.
-    """
-
-    _FIRST, _SECOND, _THIRD = 2, 3, 7  # not 1, where some ops and layers do something else
-
-    def __init__(
-        self,
-        step: TrainingStep,
-        run: FakeRun,
-        items: Items,
-        limit: int | None,
-        known: Iterable["MemoryByBatch"] = (),
-    ):
-        self._step, self._run, self._items = step, run, items
-        self._second = self._trace(self._SECOND).storages
-        for other in known:  # bf16 mostly needs just what fp16 does
-            if self._second.equals(other._second):
-                self._first = dataclasses.replace(other._first, step=step)
-                self._slope, self.largest = other._slope, other.largest
-                return
-        self._first = self._trace(self._FIRST)
-        storages = self._first.storages
-        # Another log would mean that another batch allocates at other times, or other things.
-        self._require(np.array_equal(storages.log, self._second.log))
-        self._slope = self._second.sizes - storages.sizes  # bytes per item of the batch
-        self.largest = 0 if limit is None else self._solve(limit)
-        third = self.largest if self.largest > self._SECOND else self._THIRD
-        self._require(self.at(third) == self._trace(third).forecast())
-
-    def _trace(self, batch: int) -> TracedStep:
-        device = self._step.device_type
-        inputs = tuple(
-            torch.empty(batch, *shape, dtype=dtype, device=device) for shape, dtype in self._items
-        )
-        try:
-            return self._step.trace(self._run, inputs, {})
-        except TraceError as error:
-            raise TraceError(f"{error} (tried with a batch of {batch})") from error
-
-    def _require(self, agrees: bool) -> None:
-        if not agrees:
-            raise TraceError(
-                f"{type(self._step.model).__name__}: its memory is not a constant plus a multiple "
-                "of the batch; forecast the batches one by one"
-            )
-
-    def at(self, batch: int) -> MemoryForecast:
-        """The forecast for a batch."""
-        storages = self._first.storages
-        sizes = storages.sizes + self._slope * (batch - self._FIRST)
-        return dataclasses.replace(
-            self._first,
-            input_shapes=tuple((batch, *shape) for shape, _ in self._items),
-            storages=dataclasses.replace(storages, sizes=sizes),
-        ).forecast()
-
-    def _solve(self, limit: int) -> int:
-        too_large = 1
-        while self.at(too_large).peak <= limit:
-            too_large *= 2
-        # The peak never falls as the batch grows, so the batches are in the order of their peaks.
-        return bisect_right(range(too_large), limit, lo=1, key=lambda n: self.at(n).peak) - 1
-
-
-def checked_inputs(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool) -> tuple[int, Items]:
-    """The batch, and the shape and dtype of one item of each input.
-
-    With `batched`, the first size of each is the batch, else only if it is 1. Raises `TraceError`
-    for inputs that do not go together.
-    """
-    shapes = _checked_shapes(input_shape)
-    one = isinstance(input_dtype, torch.dtype)
-    dtypes = [input_dtype] * len(shapes) if one else list(input_dtype)
-    if len(dtypes) != len(shapes):
-        counts = f"{len(dtypes)} input dtypes for {len(shapes)} inputs"
-        raise TraceError(f"{counts}: give one for all, or one for each")
-    batches = {shape[0] for shape in shapes}
-    if batched and len(batches) > 1:
-        given = "inputs of shapes " + ", ".join(map(str, shapes))
-        raise TraceError(f"{given}: the first size is the batch; give the same for all")
-    if not batched and batches != {1}:
-        return 1, list(zip(shapes, dtypes, strict=True))
-    return shapes[0][0], [(s[1:], dtype) for s, dtype in zip(shapes, dtypes, strict=True)]
-
-
-def _checked_shapes(given: Shapes) -> list[tuple[int, ...]]:
-    several = bool(given) and all(isinstance(shape, Sequence) for shape in given)
-    sequences: Sequence[Any] = given if several else (given,)
-    shapes = [tuple(shape) for shape in sequences]
-    for sizes in shapes:
-        if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
-            raise TraceError(f"input shape {sizes}: give sizes of 1 or more")
-    return shapes
 
 
 def parse_bytes(text: str | int) -> int:

@@ -75,6 +75,16 @@ class MemoryTable(Printed):
     largest: dict[str, int] = field(default_factory=dict)  # batch that fits, by precision
     # Batches and the peak at each, by precision, for the plot.
     curves: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    reserve: float = 0.0  # share of the memory that is left to the driver and to fragmentation
+    not_extrapolated: str = ""  # why there is no largest batch
+    held: tuple[tuple[int, ...], ...] = ()  # shapes of inputs that do not grow with the batch
+    loss_left_out: str | None = None  # what to say if the forecast is too low without a loss
+
+    @property
+    def spare(self) -> dict[str, int]:
+        """Bytes that the step leaves of the memory without its reserve; below 0 if it is short."""
+        usable = int((self.memory_bytes or 0) * (1 - self.reserve))
+        return {str(f.precision): usable - f.peak for f in self.forecasts}
 
     def __getitem__(self, precision: str) -> MemoryForecast:
         return next(f for f in self.forecasts if f.precision == precision)
@@ -88,8 +98,15 @@ class MemoryTable(Printed):
     def _contents(self) -> dict[str, Any]:
         contents: dict[str, Any] = {"forecasts": [f._contents() for f in self.forecasts]}
         if self.memory_bytes is not None:
-            contents |= {"memory_bytes": self.memory_bytes, "largest_batch": self.largest}
-        return contents
+            contents |= {
+                "memory_bytes": self.memory_bytes,
+                "reserve": self.reserve,
+                "spare_bytes": self.spare,
+                "fits": {precision: spare >= 0 for precision, spare in self.spare.items()},
+                "largest_batch": self.largest,
+                "not_extrapolated": self.not_extrapolated,
+            }
+        return contents | {"loss_left_out": self.loss_left_out}
 
     def _table(self) -> Table:
         first = self.forecasts[0]
@@ -103,7 +120,7 @@ class MemoryTable(Printed):
         ]
         foot = [peaks, ["reached in", *(f.peak_phase for f in self.forecasts)]]
         if self.memory_bytes is not None:
-            largest = [f"{self.largest[f.precision]:,}" for f in self.forecasts]
+            largest = [_count(self.largest.get(f.precision)) for f in self.forecasts]
             foot.append([f"largest batch in {_memory_text(self.memory_bytes)}", *largest])
         return Table(
             [f"in {name}", *(str(f.precision) for f in self.forecasts)],
@@ -111,6 +128,8 @@ class MemoryTable(Printed):
             caption=f"{first.model}, input {shapes}, one training step with "
             f"{first.optimizer_name} on {first.device_type}",
             facts=[
+                *([f"Too low: {self.loss_left_out}."] if self.loss_left_out else []),
+                *self._fits(),
                 "The parts are not all there at one time, so they do not add up to the peak.",
                 "Not counted: what the driver and its libraries take for themselves.",
                 *first.caveats,
@@ -118,6 +137,41 @@ class MemoryTable(Printed):
             foot=foot,
             right=range(1, 1 + len(self.forecasts)),
         )
+
+    def _fits(self) -> list[str]:
+        """Whether the batch that was given fits, and how much is said of others."""
+        said = []
+        if self.memory_bytes is not None:
+            memory = _memory_text(self.memory_bytes)
+            for precision, spare in self.spare.items():
+                amount = _amount(abs(spare))
+                fits = (
+                    f"fits, about {amount} to spare"
+                    if spare >= 0
+                    else f"does not fit, {amount} too much"
+                )
+                said.append(f"{precision}: {fits}.")
+            if self.reserve:
+                share = f"{100 * self.reserve:.3g} %"
+                purpose = "are held in reserve for the driver and for fragmentation"
+                said.append(f"Of the {memory}, {share} {purpose}.")
+        if self.not_extrapolated:
+            why = f"The largest batch cannot be extrapolated: {self.not_extrapolated}."
+            said.append(f"{why} The forecast is for the batch that was given.")
+        if self.held and not self.not_extrapolated and self.memory_bytes is not None:
+            shapes = ", ".join(map(str, self.held))
+            said.append(f"Held as they are for every batch: inputs of shape {shapes}.")
+        return said
+
+
+def _count(batch: int | None) -> str:
+    return "cannot tell" if batch is None else f"{batch:,}"
+
+
+def _amount(count: int) -> str:
+    """A number of bytes in two digits or so: ``about 4 GiB``."""
+    unit, name = (2**30, "GiB") if count >= 2**30 else (2**20, "MiB")
+    return f"{count / unit:.2g} {name}" if count < 10 * unit else f"{count / unit:,.0f} {name}"
 
 
 def _in_unit(count: int, unit: int) -> str:

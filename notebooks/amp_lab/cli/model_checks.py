@@ -1,0 +1,142 @@
+"""What only a run of the model shows: ids beyond a vocabulary, a loss that is left out."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_lab.errors import OptionError, with_type
+from amp_lab.report import dtype_name
+from amp_lab.tracing.ops_seen import storage_key
+from amp_lab.tracing.tracer import named_tensors
+
+
+def parameters_of(model: nn.Module) -> list[inspect.Parameter]:
+    """The arguments that the model takes by position."""
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    found = inspect.signature(model.forward).parameters.values()
+    return [parameter for parameter in found if parameter.kind in by_position]
+
+
+def named_inputs(model: nn.Module, args: tuple, kwargs: dict) -> list[tuple[str, torch.Tensor]]:
+    """Every tensor among the inputs, with the name of the argument that it is in."""
+    names = [parameter.name for parameter in parameters_of(model)]
+    names += [f"input {i}" for i in range(len(names), len(args))]
+    inputs = [*zip(names, args, strict=False), *kwargs.items()]
+    return [(name, tensor) for name, value in inputs for _, tensor in named_tensors(value)]
+
+
+def _highest(ids: torch.Tensor) -> int | None:
+    """What integers stay below; None of values that are not there."""
+    if ids.is_meta or ids.is_floating_point() or ids.is_complex() or not ids.numel():
+        return None
+    return int(ids.max()) + 1
+
+
+class Observer:
+    """Looks on while a model runs, on fakes too, where no kernel would notice such a mistake."""
+
+    def __init__(
+        self, model: nn.Module, args: tuple, kwargs: dict, below: Sequence[int | None] = ()
+    ):
+        """`below` has, for each input, what its values stay below, where they are not there."""
+        self._model = model
+        self._inputs = named_inputs(model, args, kwargs)
+        self._below = [*below] or [_highest(tensor) for _, tensor in self._inputs]
+        self._by_storage: dict[int | None, int] = {}  # and which of the inputs it is
+        self.problem: str | None = None
+        """The mistake in a line, which tells more than what torch says of it."""
+        self.outputs: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
+        """Name, dtype and shape of each tensor of the output."""
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """The block in which each run of the model is looked at; no tensor is kept from ending."""
+        hooks = [
+            self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            self._model.register_forward_hook(self._end),
+        ]
+        for name, module in self._model.named_modules():
+            if isinstance(module, nn.Embedding):
+                hooks.append(
+                    module.register_forward_pre_hook(self._look_up(name, module.num_embeddings))
+                )
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def watched_loss(self, loss_fn: Callable[[Any], Any], text: str) -> Callable[[Any], Any]:
+        """The same loss, which must return one number."""
+
+        def loss(output: Any) -> Any:
+            try:
+                value = loss_fn(output)
+            except OptionError as error:  # `.loss` of what has none
+                self.problem = str(error)
+                raise
+            except (TypeError, AttributeError, LookupError, ValueError) as error:
+                self.problem = f"{text}, which gets the model's output: {with_type(error)}"
+                raise
+            if not isinstance(value, torch.Tensor) or value.numel() != 1:
+                shape = getattr(value, "shape", None)
+                found = type(value).__name__ if shape is None else f"shape {tuple(shape)}"
+                self.problem = f"{text} must return one number, not {found}"
+                raise OptionError(self.problem)
+            return value
+
+        return loss
+
+    @property
+    def loss_left_out(self) -> str | None:
+        """What to say if the loss would change the forecast: tokens go in, and logits come out."""
+        floating = [(name, shape) for name, dtype, shape in self.outputs if dtype.is_floating_point]
+        for name, shape in floating:
+            if not shape and name:
+                return (
+                    f"the output has {name!r}: add --loss .{name}, or all of it is differentiated"
+                )
+        rows = {m.num_embeddings for m in self._model.modules() if isinstance(m, nn.Embedding)}
+        for _, shape in floating:
+            if len(shape) > 2 and shape[-1] in rows:
+                return (
+                    f"the output has logits of {shape[-1]:,} tokens and no loss is given, which "
+                    "takes as much again or more, so that fewer items fit than it says here; add "
+                    "--loss PACKAGE.MODULE:CALLABLE or --loss .loss"
+                )
+        return None
+
+    def _begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.problem = None  # that of another run, such as one with another batch, is no more
+        running = named_inputs(model, args, kwargs)
+        self._by_storage = {storage_key(now): i for i, (_, now) in enumerate(running)}
+
+    def _look_up(self, embedding: str, rows: int) -> Callable[[nn.Module, tuple], None]:
+        def check(module: nn.Module, args: tuple) -> None:
+            key = storage_key(args[0]) if args and isinstance(args[0], torch.Tensor) else None
+            if key not in self._by_storage:  # computed, or not a tensor of the user's
+                return
+            which = self._by_storage[key]
+            (name, given), below = self._inputs[which], self._below[which]
+            place = f"embedding {embedding!r}" if embedding else "embedding"
+            if given.is_floating_point() or given.dtype is torch.bool:
+                sizes = ",".join(map(str, given.shape))
+                self.problem = (
+                    f"{name!r} is {dtype_name(given.dtype)}, but the {place} looks ids up: add "
+                    f"--input int64:{sizes} ('int64:{sizes}<{rows}' draws them)"
+                )
+            elif below is not None and below > rows:
+                most = f"{name!r} has ids up to {below - 1:,}"
+                self.problem = f"{most}, but the {place} has {rows:,} rows: give int64:…<{rows}"
+
+        return check
+
+    def _end(self, model: nn.Module, args: tuple, output: Any) -> None:
+        self.outputs = [
+            (name[1:], tensor.dtype, tuple(tensor.shape)) for name, tensor in named_tensors(output)
+        ]
+        self._by_storage = {}

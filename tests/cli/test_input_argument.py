@@ -1,0 +1,97 @@
+"""--input and --batch: what the command line makes of them."""
+
+import pytest
+import torch
+
+from amp_lab.cli.input_argument import InputSpec, arguments_in, drawn, parse_input, parse_shape
+from amp_lab.errors import OptionError
+
+
+def test_shapes():
+    assert parse_shape("8,3,224,224") == (8, 3, 224, 224)
+    assert parse_shape(" 8, 3") == (8, 3)
+    assert parse_shape("5") == (5,)
+
+
+@pytest.mark.parametrize("text", ["", "8,", "8x3", "1.5", "8,0", "-1,3", "8;3"])
+def test_what_is_no_shape_is_told_in_one_line(text):
+    with pytest.raises(OptionError) as error:
+        parse_shape(text)
+    assert repr(text) in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("8,3,224,224", InputSpec(None, "float32", (8, 3, 224, 224))),
+        ("int64:2,128<32000", InputSpec(None, "int64", (2, 128), 32000)),
+        ("labels=int64:2,128<32000", InputSpec("labels", "int64", (2, 128), 32000)),
+        ("mask=bool:2,128", InputSpec("mask", "bool", (2, 128))),
+        ("x=2,4", InputSpec("x", "float32", (2, 4))),
+        (" bfloat16 : 2, 4 ", InputSpec(None, "bfloat16", (2, 4))),
+        ("uint8:2<256", InputSpec(None, "uint8", (2,), 256)),
+    ],
+)
+def test_an_input_has_a_name_a_dtype_a_shape_and_a_range(text, spec):
+    assert parse_input(text) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("int65:2,3", "did you mean int64?"),
+        ("banana:2,3", "give one of float32"),
+        ("a-b=2,3", "'a-b' is no name of an argument"),
+        ("2,3<7", "<7 is for integers: give int64:2,3<7"),
+        ("bool:2,3<2", "is for integers"),
+        ("int64:2<0", "a whole number from 1 on"),
+        ("int64:2<x", "a whole number from 1 on"),
+        ("uint8:2<257", "that uint8 holds"),
+        (f"int64:2<{'9' * 5000}", "that int64 holds"),
+        (",".join(["2"] * 5000), "has 5,000 sizes: a tensor has at most 64"),
+        ("9" * 5000, "is no shape"),
+        ("9999999999,9999999999", "no memory holds a tensor of that shape"),
+    ],
+)
+def test_a_wrong_input_is_told_in_one_short_line(text, said):
+    with pytest.raises(OptionError) as error:
+        parse_input(text)
+    assert said in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+    assert len(str(error.value)) < 250
+
+
+def test_values_are_of_the_range_and_the_same_every_time():
+    texts = ("3,4", "int64:200<5", "mask=bool:200", "zero=int32:50")
+    args, kwargs = drawn(map(parse_input, texts), with_values=True)
+    assert [tuple(t.shape) for t in args] == [(3, 4), (200,)]
+    assert args[1].unique().tolist() == [0, 1, 2, 3, 4]
+    assert kwargs["mask"].unique().tolist() == [False, True]
+    assert kwargs["zero"].unique().tolist() == [0]  # which every embedding has
+    assert kwargs["zero"].dtype is torch.int32
+    again, _ = drawn(map(parse_input, texts), with_values=True)
+    assert torch.equal(args[0], again[0])
+
+
+def test_without_values_an_input_takes_no_memory():
+    (huge,), _ = drawn([parse_input("1000000,1000000")], with_values=False)
+    assert huge.is_meta
+
+
+def test_an_argument_is_given_once():
+    with pytest.raises(OptionError, match="--input x= is given twice"):
+        drawn([parse_input("x=2"), parse_input("x=3")], with_values=False)
+
+
+def test_a_batch_may_be_a_tensor_a_tuple_a_dict_or_both():
+    a, b = torch.zeros(2), torch.ones(2)
+    assert arguments_in(a, "it") == ((a,), {})
+    assert arguments_in((a, b), "it") == ((a, b), {})
+    assert arguments_in({"x": a}, "it") == ((), {"x": a})
+    assert arguments_in(((a,), {"y": b}), "it") == ((a,), {"y": b})
+    assert arguments_in(({"x": a},), "it") == (({"x": a},), {})  # a model that takes a dict
+    with pytest.raises(OptionError, match="it returns a int as the inputs: give a tensor"):
+        arguments_in(3, "it")
+    with pytest.raises(OptionError, match="names of arguments are strings"):
+        arguments_in({1: a}, "it")
