@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from amp_lab.backends import Backend
+from amp_lab.tracing.dtype_checks import require_alike
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
 
 ATTENTION = "scaled_dot_product_attention"
@@ -61,12 +62,14 @@ def attention_of(device: Backend) -> Iterator[None]:
 
 
 def _plain(*args, **kwargs) -> torch.Tensor:
+    require_alike(ATTENTION, list(args[:3]))
     return Attention(*args, **kwargs).in_plain_ops()
 
 
 def _fused(*args, **kwargs) -> torch.Tensor:
     call = Attention(*args, **kwargs)
     query, key, value = call[:3]
+    require_alike(ATTENTION, [query, key, value])
     head = query.size(-1)
     low = query.dtype in LOWER_DTYPES
     if query.dim() != 4 or query.dtype == torch.float64:

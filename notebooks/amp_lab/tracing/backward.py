@@ -37,6 +37,18 @@ def run_backward(seeds: list[tuple[GradientEdge, torch.Tensor]]) -> dict[int, to
     return walk.leaves
 
 
+def functions_of_the_model(roots: Iterable[Node]) -> list[str]:
+    """The names of the `autograd.Function` subclasses in the graph below some nodes."""
+    waiting, seen = list(roots), set()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += [child for child, _ in node.next_functions if child is not None]
+    own: list[Any] = [n for n in seen if isinstance(n, torch.autograd.function.BackwardCFunction)]
+    return sorted({node.name().removesuffix("Backward") for node in own})
+
+
 class _Walk:
     """Which nodes are still to run, and the gradients that wait for them."""
 

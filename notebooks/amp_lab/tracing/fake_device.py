@@ -6,6 +6,7 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,10 +18,10 @@ from torch.utils import _pytree as pytree
 
 from amp_lab.backends import BACKENDS, backend
 from amp_lab.errors import DeviceError, TraceError
-from amp_lab.report import dtype_name
 from amp_lab.torch_versions import fused_gru_on_fakes
 from amp_lab.tracing.attention import attention_of
 from amp_lab.tracing.device_guard import idle_guard
+from amp_lab.tracing.dtype_checks import StrictFakeMode
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key
 
 # What an op raises on fake tensors if its result, or the size of it, depends on values.
@@ -51,22 +52,26 @@ def checked_dtype(device_type: str, dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-def check_weights(model: nn.Module) -> None:
-    """Raise `TraceError` for a parameter in low precision: autocast works on fp32 weights."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.dtype.itemsize < 4:
-            raise TraceError(
-                f"parameter {name!r} is {dtype_name(parameter.dtype)} already: autocast casts fp32 "
-                "weights itself; give the model before .half() or .to(dtype), or call model.float()"
-            )
+def dtype_for(model: nn.Module, device_type: str) -> torch.dtype:
+    """What a model is run in if nobody says: autocast's default, unless its weights say more.
+
+    A model whose weights are all in low precision runs as it is, without autocast (float32 stands
+    for that); one with some, such as a bf16 base with fp32 adapters, under autocast to those.
+    """
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    low = [dtype for dtype in LOWER_DTYPES if dtype in dtypes]
+    if not low:
+        return checked_dtype(device_type, None)
+    return torch.float32 if dtypes == {low[0]} else low[0]
 
 
 def fake_mode() -> FakeTensorMode:
     """A mode in which tensors, a module's own too, have no values and no memory.
 
-    An op that torch cannot run without values raises, and is never run for real on zeros.
+    An op that torch cannot run without values raises, and is never run for real on zeros; so does
+    one that gets tensors of different dtypes where the kernels of a device refuse them.
     """
-    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    return StrictFakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
 @contextmanager
@@ -110,6 +115,8 @@ def absent_device(device_type: str) -> Iterator[None]:
     row = backend(checked_backend(device_type))
     with attention_of(row), ExitStack() as stack:
         if not row.is_available():
+            if row.type == "cuda":
+                stack.enter_context(_card_that_is_asked_for())
             # cuDNN would read the memory of a recurrent network's weights, which fakes do not have.
             stack.enter_context(attribute_set(torch.backends.cudnn, "enabled", False))
             if row.type == "cuda" and torch.backends.cuda.is_built():
@@ -117,6 +124,19 @@ def absent_device(device_type: str) -> Iterator[None]:
                 torch._C._ensureCUDADeviceGuardSet()
             else:
                 stack.enter_context(idle_guard(row))
+        yield
+
+
+@contextmanager
+def _card_that_is_asked_for() -> Iterator[None]:
+    """The block in which a model that asks for the card's capability is told that of an H100."""
+    card = SimpleNamespace(
+        name="", major=9, minor=0, multi_processor_count=132, total_memory=80 * 2**30
+    )
+    with (
+        attribute_set(torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
+        attribute_set(torch.cuda, "get_device_properties", lambda device=None: card),
+    ):
         yield
 
 
@@ -259,16 +279,29 @@ def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: An
 def _attributes_restored(model: nn.Module) -> Iterator[None]:
     """The block after which attributes of the modules, and lists and dicts in them, are as before.
 
-    A fake tensor left there, such as torchvision's anchors, would break the next real call.
+    A fake tensor left there, such as torchvision's anchors, would break the next real call. What
+    did not change is not touched: some configs are dicts that forbid it.
     """
-    before = []
+    before: list[tuple[Any, Any, Any]] = []  # kind, container and what it holds
     for module in model.modules():
         for container in (vars(module), *vars(module).values()):
-            if isinstance(container, (list, dict, set)):
-                before.append((container, copy.copy(container)))
+            kind = next((k for k in (list, dict, set) if isinstance(container, k)), None)
+            if kind is not None:
+                before.append((kind, container, kind(container)))
     try:
         yield
     finally:
-        for container, content in before:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
+        for kind, container, content in before:
+            if not _same(container, content):
+                kind.clear(container)
+                (kind.extend if kind is list else kind.update)(container, content)
+
+
+def _same(container: list | dict | set, content: list | dict | set) -> bool:
+    """Whether a container still holds the very things, in their order, that it held before."""
+    pairs = [[*c.items()] if isinstance(c, dict) else [*c] for c in (container, content)]
+    ids = [
+        [id(part) for leaf in leaves for part in (leaf if isinstance(leaf, tuple) else (leaf,))]
+        for leaves in pairs
+    ]
+    return ids[0] == ids[1]

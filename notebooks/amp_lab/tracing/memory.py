@@ -50,9 +50,9 @@ def forecast_memory(
     `OPTIMIZERS`. Not counted: the workspaces of cuBLAS and cuDNN, the memory that the driver takes,
     and what the allocator loses by rounding and fragmentation.
 
-    Raises `TraceError` for a model with parameters in low precision already or without a fake copy,
-    an input that it does not take, an op whose result depends on values, and an unknown precision
-    or optimizer; `DeviceError` for an unknown device type.
+    Raises `TraceError` for a model without a fake copy, an input that it does not take, an op whose
+    result depends on values, and an unknown precision or optimizer; `DeviceError` for an unknown
+    device type.
     """
     step = TrainingStep(model, device_type, precision, optimizer, loss_fn)
     with step.opened() as run:

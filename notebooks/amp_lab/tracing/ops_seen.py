@@ -52,10 +52,9 @@ def flops(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> in
     Attention counts in full, although a causal kernel may leave out up to half of it.
     """
     packet = func._overloadpacket
-    if packet in FLOP_FORMULAS:
-        formula = shape_wrapper(FLOP_FORMULAS[packet])
-    else:
-        formula = flop_registry.get(packet)  # whose formulas are wrapped already
+    own = FLOP_FORMULAS.get(packet) or _FLOPS_BY_NAME.get(func._schema.name)
+    # Those of torch's registry are wrapped already.
+    formula = shape_wrapper(own) if own is not None else flop_registry.get(packet)
     return formula(*args, **kwargs, out_val=out) if formula else 0
 
 
@@ -78,6 +77,21 @@ def _convolution_backward_flops(gradient, inputs, weight, *more, out_shape=None,
     return forward * (wanted[0] + wanted[1])
 
 
+def _grouped_product_flops(left, right, offsets=None, *more, out_shape=None, **settings) -> int:
+    """Groups of rows, each with a matrix of its own: each of (M, K) meets one of (G, K, N)."""
+    per_group = left[0] if len(left) == 3 == len(right) else 1  # else the groups divide a dimension
+    return 2 * per_group * left[-2] * left[-1] * right[-1]
+
+
+def _bilinear_flops(left, weight, right, *more, out_shape=None, **settings) -> int:
+    """(B, I), (O, I, J) and (B, J): every weight meets every item of the batch once."""
+    return 2 * math.prod(left[:-1]) * math.prod(weight)
+
+
+def _deform_convolution_flops(image, weight, *more, out_shape: Any = None, **settings) -> int:
+    return 2 * math.prod(out_shape) * math.prod(weight[1:])
+
+
 # What torch's `flop_registry` lacks or counts wrongly, for `FlopCounterMode(custom_mapping=…)` too.
 FLOP_FORMULAS: dict[Any, Callable[..., int]] = {
     torch.ops.aten.mv: _product_flops,
@@ -85,4 +99,8 @@ FLOP_FORMULAS: dict[Any, Callable[..., int]] = {
     torch.ops.aten.addmv: _added_product_flops,
     torch.ops.aten.addbmm: _added_product_flops,
     torch.ops.aten.convolution_backward: _convolution_backward_flops,
+    torch.ops.aten._grouped_mm: _grouped_product_flops,
+    torch.ops.aten._trilinear: _bilinear_flops,
 }
+# Ops of packages that need not be there.
+_FLOPS_BY_NAME = {"torchvision::deform_conv2d": _deform_convolution_flops}

@@ -23,7 +23,9 @@ from torch.utils._pytree import tree_map_only
 
 from amp_lab.backends import backend
 from amp_lab.errors import TraceError
+from amp_lab.report import listed
 from amp_lab.tracing.attention import ATTENTION, Attention
+from amp_lab.tracing.backward import functions_of_the_model, run_backward
 from amp_lab.tracing.fake_device import (
     NEEDS_VALUES,
     attribute_set,
@@ -33,11 +35,11 @@ from amp_lab.tracing.fake_device import (
 )
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, computes_nothing, flops, storage_key, tensors_in
 from amp_lab.tracing.records import LOSS, Cast, OpRecord, place_of, widest
+from amp_lab.tracing.recurrent import RNN_LAYERS
 
 NORMS = {"layer_norm", "group_norm", "rms_norm", "instance_norm"}
 
-_RNN_LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
-_RNNS = _RNN_LAYERS | {f"{name}_cell" for name in _RNN_LAYERS}
+_RNNS = RNN_LAYERS | {f"{name}_cell" for name in RNN_LAYERS}
 _RNN_KERNELS = {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "_lstm_mps"}
 # Each is one row, whatever kernels it chooses: that choice needs the device, the dtypes do not.
 _WHOLE = _RNNS | NORMS | {ATTENTION, "batch_norm"}
@@ -165,19 +167,40 @@ class Tracer:
             _Ops(self),
         ):
             try:
-                output = call()
+                output = result = call()
                 self.outputs = {
                     path[1:]: (tensor.dtype, tuple(tensor.shape))
                     for path, tensor in named_tensors(output)
                 }
                 if loss_fn is not None:
                     self.in_loss = True
-                    loss = loss_fn(output)
+                    result = loss = loss_fn(output)
                     self.loss_dtype = loss.dtype if isinstance(loss, torch.Tensor) else None
             except (*NEEDS_VALUES, *_NOT_FAKED) as error:
                 raise TraceError(self._beyond_fakes(error)) from error
             except Exception as error:  # whatever the model raises: `xray` says it, or raises it
                 self.error = error
+                return
+        if self.to_fake is not None:
+            self._try_backward(result)
+
+    def _try_backward(self, result: object) -> None:
+        """Run the backward pass too if the model has an `autograd.Function` of its own in it.
+
+        Only there may it fail alone: torch's own functions compute in what they computed in before.
+        """
+        seeds = [
+            (torch.autograd.graph.get_gradient_edge(tensor), torch.ones_like(tensor))
+            for tensor in tensors_in(result)
+            if tensor.grad_fn is not None
+        ]
+        own = functions_of_the_model(edge.node for edge, _ in seeds)
+        if not own:
+            return
+        try:
+            run_backward(seeds)
+        except RuntimeError as error:
+            self.error, self.failed_at = error, ("", f"backward pass of {listed(own, 3)}")
 
     @contextmanager
     def _modules_watched(self, model: nn.Module) -> Iterator[None]:
@@ -290,7 +313,7 @@ class Tracer:
     def _is_cached(self, call: _Call, source: torch.Tensor, result: torch.Tensor) -> bool:
         """Whether autocast keeps a cast, by the rule of cached_cast in ATen/autocast_mode.cpp."""
         # A library that takes the weights as one flat copy goes past the cache.
-        flat = call.name in _RNN_LAYERS and backend(self.device_type).fused_rnn_dtype is not None
+        flat = call.name in RNN_LAYERS and backend(self.device_type).fused_rnn_dtype is not None
         return (
             source.dtype is torch.float32
             and not flat
@@ -389,7 +412,7 @@ class _Functions(TorchFunctionMode):
                 run = functools.partial(self._attention, func, args, kwargs)
         elif call.is_rnn:
             count = self._tracer.rnn_flops(ins)
-            if self._tracer.to_fake is not None and call.name in _RNN_LAYERS:
+            if self._tracer.to_fake is not None and call.name in RNN_LAYERS:
                 run = functools.partial(self._rnn, call, func, args)
         out = run()
         self._tracer.note(call, call.name, ins, tensors_in(out), count)

@@ -4,7 +4,7 @@ import functools
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ from amp_lab.tracing.fake_device import (
     FakeRun,
     autocast_of_the_model,
     autocast_on,
-    check_weights,
     checked_backend,
     fake_mode,
     how_to_do_without,
@@ -32,6 +31,7 @@ from amp_lab.tracing.fake_device import (
 )
 from amp_lab.tracing.memory_result import MemoryForecast
 from amp_lab.tracing.ops_seen import tensors_in
+from amp_lab.tracing.recurrent import CastOnce
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -65,7 +65,6 @@ class TrainingStep:
         checked_backend(device_type)
         if optimizer not in OPTIMIZERS:
             raise TraceError(f"optimizer {optimizer!r}: give one of {', '.join(OPTIMIZERS)}")
-        check_weights(model)
         self.model, self.device_type, self.optimizer = model, device_type, optimizer
         self.precision, self._loss_fn = Precision(precision), loss_fn
 
@@ -107,8 +106,10 @@ class TrainingStep:
         """The forward pass: where the backward pass begins, each with its gradient."""
         low = self.precision.dtype is not torch.float32
         hooks = torch.autograd.graph.saved_tensors_hooks(ledger.keep, lambda tensor: tensor)
+        device = backend(self.device_type)
+        once = CastOnce(device) if device.fused_rnn_dtype else nullcontext()
         with autocast_on(self.device_type, self.precision.dtype if low else None, enabled=low):
-            with hooks:
+            with hooks, once:
                 output = self.model(*inputs, **kwargs)
                 if self._loss_fn is not None:
                     output = self._loss_fn(output)

@@ -17,12 +17,13 @@ from amp_lab.precision import require_backend
 from amp_lab.report import dtype_name
 from amp_lab.tracing.advice import advise
 from amp_lab.tracing.fake_device import (
-    check_weights,
     checked_backend,
     checked_dtype,
+    dtype_for,
     fake_mode,
     on_fake_device,
 )
+from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.records import place_of
 from amp_lab.tracing.tracer import Tracer, named_leaves, named_tensors
 from amp_lab.tracing.xray_result import Xray
@@ -42,21 +43,23 @@ def xray(
         print(xray(torchvision.models.resnet50(), torch.empty(8, 3, 224, 224), device_type="cuda"))
 
     One forward pass with `inputs` and `kwargs` on fake tensors of `device_type` ("cuda", also for
-    ROCm; "xpu", "mps", "cpu"), which have no values. Autocast computes in `dtype`, its own default
-    for None; torch.float32 leaves it off. `loss_fn`, if given, gets the output and runs under
-    autocast too. `real` runs a copy of the model on the device itself.
+    ROCm; "xpu", "mps", "cpu"), which have no values. Autocast computes in `dtype`; torch.float32
+    leaves it off. None stands for autocast's default, but a model whose weights are all in low
+    precision runs as it is, and one with some of them under autocast to their dtype. `loss_fn`, if
+    given, gets the output and runs under autocast too. `real` runs a copy of the model on the
+    device itself.
 
-    Raises `TraceError` for what is no model or no input, a model that is in half precision already,
-    one that fails on these inputs, and one whose course depends on values; `DeviceError` for a
-    dtype that autocast does not take, and a device type that does not exist or, with `real`, is not
-    there.
+    Raises `TraceError` for what is no model or no input, a model that fails on these inputs, and
+    one whose course depends on values; `DeviceError` for a dtype that autocast does not take, and a
+    device type that does not exist or, with `real`, is not there.
     """
     checked_backend(device_type)
-    off = dtype is torch.float32
-    low = checked_dtype(device_type, None if off else dtype)
     if real:
         require_backend(device_type)
     _check_model(model, real)
+    dtype = dtype_for(model, device_type) if dtype is None else dtype
+    off = dtype is torch.float32
+    low = checked_dtype(device_type, None if off else dtype)
     _check_inputs(inputs, kwargs, real)
     run = _Run(model, inputs, kwargs, loss_fn, device_type, real)
     seen, raised = run.trace(torch.float32 if off else low), None
@@ -137,7 +140,10 @@ class _Run:
             module, op = seen.failed_at
             where = f" in {place_of(module)} ({op})"
         name, given = type(self.model).__name__, shapes or "of no tensor"
-        return f"{name} fails on input {given}{where}: {with_type(error)}"
+        low = {p.dtype for p in self.model.parameters()} & set(LOWER_DTYPES)
+        wide = any(tensor.dtype is torch.float32 for tensor in tensors)
+        tip = f"; its weights are {dtype_name(low.pop())}: give such inputs" if low and wide else ""
+        return f"{name} fails on input {given}{where}: {with_type(error)}{tip}"
 
 
 def _check_model(model: object, real: bool) -> None:
@@ -147,7 +153,6 @@ def _check_model(model: object, real: bool) -> None:
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         # Its hooks and copies for each device would be traced, and their names are not the model's.
         raise TraceError(f"{type(model).__name__} wraps the model: give its .module")
-    check_weights(model)
     for name, tensor in model.named_parameters():
         _check_values(tensor, f"parameter {name!r}", real)
 
