@@ -34,7 +34,7 @@ class TwoTower(nn.Module):
     def forward(self, users, items):  # (B,), (B, 4) to (B, 1)
         return self.join(torch.cat([self.users(users), self.items(items).relu()], dim=1))
 """
-INPUTS = ["--input", "8", "--input-dtype", "int64", "--input", "8,4", "--input-dtype", "float32"]
+INPUTS = ["--input", "int64:8<10", "--input", "8,4"]
 
 
 @pytest.fixture(scope="module")
