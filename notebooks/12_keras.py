@@ -631,6 +631,10 @@ def steps_alike(found, reference):
     return [*same, False].index(False)
 
 
+# %% [markdown]
+# Each policy on each backend, beside its twin:
+
+# %%
 places = {"torch": device, "tensorflow": torch.device("cpu")}  # where each of them ran
 for policy, dtype in DTYPES.items():
     for backend, policies in trained.items():
@@ -646,9 +650,9 @@ for policy, dtype in DTYPES.items():
         assert n == given["steps"] or (policy == "mixed_float16" and device.type != "cpu" and n > 6)
 
 # %% [markdown]
-# Outputs, losses, and on this CPU every single decision about the loss scale are those of `torch.autocast` and
-# `torch.amp.GradScaler`. Is the limit tight enough to tell? In bfloat16 instead of float32, the losses
-# are outside it:
+# Outputs, losses, and on this CPU every single decision about the loss scale are those of
+# `torch.autocast` and `torch.amp.GradScaler`. Is the limit tight enough to tell? In bfloat16 instead of
+# float32, the losses are outside it:
 
 # %%
 for policies in trained.values():

@@ -163,7 +163,7 @@ def test_no_pair_holds_a_figure_of_a_busy_machine(source):
 def test_links_between_notebooks_lead_somewhere(source):
     for cell in build_pairs.read_source(source).cells:
         if cell.cell_type == "markdown":
-            for target in re.findall(r"\]\((?!https?://)([^)#]+)", cell.source):
+            for target in re.findall(r"\]\((?!https?://)([^)#\s]+)", cell.source):
                 assert (source.parent / target).exists(), f"correct the link: no file {target}"
 
 

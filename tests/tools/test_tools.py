@@ -318,7 +318,7 @@ def test_the_readme_maps_every_notebook():
 
 
 def test_what_the_readme_links_to_is_there():
-    for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", (ROOT / "README.md").read_text()):
+    for target in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", (ROOT / "README.md").read_text()):
         assert (ROOT / target).exists(), target
 
 
