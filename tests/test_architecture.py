@@ -15,7 +15,7 @@ NOTEBOOKS = sorted(PACKAGE.parent.glob("[0-9]*.py"))
 
 # What the package has today: what is added is paid for by what becomes simpler. A new room may
 # raise the lines by what it needs, to 18,500 at the most; nothing else raises a limit.
-MOST_LINES = 16_700
+MOST_LINES = 18_500
 MOST_BRANCHING_PER_100_FUNCTIONS = 5.0
 FEWEST_COMMENTS_PER_100_LINES = 6.0
 MOST_PUBLIC_NAMES = 32

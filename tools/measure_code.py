@@ -23,7 +23,8 @@ GROUND = (
 """Modules that lie beside the rooms, and that every room may import."""
 
 ROOMS = (
-    "plots", "migrate", "data", "distributed", "checkpoint", "tracing", "numerics", "training",
+    "plots", "migrate", "data", "distributed", "checkpoint", "tracing", "numerics", "difference",
+    "training",
     "bench", "notebook", "cli",
 )  # fmt: skip
 """From the lowest to the highest: a room may import those before it, and the ground."""

@@ -1,0 +1,230 @@
+"""`first_difference`: planted faults are named, sound pairs are not, and what it refuses."""
+
+import copy
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from parting_models import (
+    FAULTS,
+    INPUTS,
+    ConvNet,
+    Fault,
+    Lstm,
+    ResidualMlp,
+    Transformer,
+    make,
+    runner,
+)
+from torch import nn
+
+from amp_lab import first_difference
+from amp_lab.difference import compare_runs
+from amp_lab.errors import NumericsError
+
+pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
+
+QUICK = {fault: number % 4 == 0 for number, fault in enumerate(FAULTS)}
+
+
+def test_there_are_enough_faults_for_the_proof():
+    assert len(FAULTS) >= 50
+    assert {fault.model for fault in FAULTS} == set(INPUTS)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(fault, id=f"{number}-{fault.name}", marks=() if quick else pytest.mark.slow)
+        for number, (fault, quick) in enumerate(QUICK.items())
+    ],
+)
+def test_a_planted_fault_is_named(fault: Fault):
+    sound, faulty = fault.models()
+    ways = fault.runs.split()
+    x = INPUTS[fault.model](3)
+    found = first_difference(runner(sound, ways[0]), runner(faulty, ways[-1]), x)
+    assert found is not None
+    assert found.module == fault.module, found
+    assert not fault.ops or found.op in fault.ops, found
+    # All but another order of a sum are more than rounding explains; NaN: it has no counterpart.
+    assert (found.size <= found.predicted) == (found.kind == "order")
+
+
+def in_fp16(model):
+    def run(x):
+        with torch.autocast("cpu", torch.float16):
+            return model(x)
+
+    return run
+
+
+def with_two_threads(model):
+    def run(x):
+        torch.set_num_threads(2)
+        try:
+            return model(x)
+        finally:
+            torch.set_num_threads(1)
+
+    return run
+
+
+def channels_last(model):
+    other = copy.deepcopy(model).to(memory_format=torch.channels_last)
+    return lambda x: other(x.contiguous(memory_format=torch.channels_last))
+
+
+SOUND: dict[str, tuple[Callable, Callable]] = {
+    "fp32 and bf16": (lambda m: m, lambda m: runner(m, "bf16")),
+    "bf16 and fp32": (lambda m: runner(m, "bf16"), lambda m: m),
+    "fp32 and fp16": (lambda m: m, in_fp16),
+    "bf16 and fp16": (lambda m: runner(m, "bf16"), in_fp16),
+    "fp32 and bf16 weights": (
+        lambda m: m,
+        lambda m: runner(copy.deepcopy(m).bfloat16(), "weights"),
+    ),
+    "two batch sizes": (lambda m: m, lambda m: lambda x: m(x[:2])),
+    "two batch sizes, in two formats": (
+        lambda m: lambda x: m(x[:3]),
+        lambda m: runner(m, "bf16"),
+    ),
+    "one thread and two": (lambda m: m, with_two_threads),
+    "twice the same": (lambda m: m, copy.deepcopy),
+}
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("pair", SOUND)
+def test_a_sound_pair_is_told_nothing(kind, pair):
+    first, second = SOUND[pair]
+    model = make(kind)
+    assert first_difference(first(model), second(model), INPUTS[kind](6)) is None
+
+
+@pytest.mark.parametrize("kind", [Transformer, Lstm, ResidualMlp])
+def test_train_and_eval_are_the_same_without_dropout_and_batch_norm(kind):
+    model = make(kind)
+    training = copy.deepcopy(model).train()
+    assert first_difference(model, training, INPUTS[kind](4)) is None
+
+
+def test_memory_formats_and_batch_norm_in_training():
+    model, x = make(ConvNet), INPUTS[ConvNet](4)
+    assert first_difference(model, channels_last(model), x) is None
+    model.train()
+    before = copy.deepcopy(model.state_dict())
+    assert first_difference(model, runner(model, "bf16"), x) is None
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), f"{name} was changed"
+    found = first_difference(model, copy.deepcopy(model).eval(), x)
+    assert found.op == "native_batch_norm"
+
+
+def test_dropout_draws_the_same_in_both_and_leaves_the_generator_alone():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    state = torch.get_rng_state()
+    assert first_difference(model, runner(model, "bf16"), torch.randn(4, 6)) is None
+    state_after = torch.get_rng_state()
+    torch.set_rng_state(state)
+    torch.randn(4, 6)
+    assert torch.equal(torch.get_rng_state(), state_after)
+
+
+class ByHand(nn.Module):
+    """Attention as five ops, or as one."""
+
+    def __init__(self, fused):
+        super().__init__()
+        self.out, self.fused = nn.Linear(8, 8), fused
+
+    def forward(self, x):  # (B, T, 8)
+        if self.fused:
+            return self.out(F.scaled_dot_product_attention(x, x, x))
+        return self.out((x @ x.mT * 8**-0.5).softmax(-1) @ x)
+
+
+def test_logs_of_unequal_length_are_aligned_and_other_ops_to_the_same_result_are_none():
+    torch.manual_seed(0)
+    one, other = ByHand(fused=True), ByHand(fused=False)
+    other.load_state_dict(one.state_dict())
+    x = torch.randn(2, 5, 8)
+    compared = compare_runs(one, other, x)
+    assert compared.first is None
+    assert compared.only_a < compared.only_b
+    other.out.weight.data[0] += 0.01
+    found = first_difference(one, other, x)
+    assert (found.module, found.op, found.kind) == ("out", "addmm", "function")
+    assert "'out.weight' has other values in B" in found.reason
+
+
+def test_the_reason_says_what_is_different():
+    sound, faulty = make(ResidualMlp), make(ResidualMlp)
+    faulty.layers[1].norm.eps = 1e-3
+    found = first_difference(sound, faulty, INPUTS[ResidualMlp](4))
+    assert "(12, 1e-05), B with (12, 0.001)" in found.reason
+    assert found.module_type == "LayerNorm"
+    read = json.loads(found.to_json())
+    assert read["module"] == "layers.1.norm"
+    assert read["dtype_a"] == "float32"
+
+
+def test_an_overflow_in_fp16_is_named():
+    model = make(ResidualMlp)
+    model.layers[1].up.weight.data *= 3e5
+    found = first_difference(model, in_fp16(model), INPUTS[ResidualMlp](4))
+    assert (found.module, found.kind) == ("layers.1.up", "precision")
+    assert found.dtype_b is torch.float16
+
+
+def test_errors_grow_with_the_format():
+    model = make(Transformer)
+    compared = compare_runs(model, runner(model, "bf16"), INPUTS[Transformer](3))
+    assert compared.growth[-1].a < 2e-6 < compared.growth[-1].b < 0.1
+    assert max(step.apart for step in compared.growth) < 1e-10
+    assert "They part nowhere" in str(compared)
+
+
+def gelu_is_another(graph, examples):
+    """A compiler that makes a mistake."""
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and "gelu" in str(node.target):
+            node.kwargs = {"approximate": "tanh"}
+    graph.recompile()
+    return graph.forward
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_compared_module_by_module():
+    model, x = make(ResidualMlp), INPUTS[ResidualMlp](4)
+    torch._dynamo.reset()
+    assert first_difference(model, torch.compile(model, backend="eager"), x) is None
+    torch._dynamo.reset()
+    found = first_difference(model, torch.compile(model, backend=gelu_is_another), x)
+    assert (found.kind, found.module, found.op) == ("module", "layers.0", None)
+    assert found.size > found.predicted
+    with pytest.raises(NumericsError, match="other modules"):
+        first_difference(make(Lstm), torch.compile(model, backend="eager"), x)
+
+
+def raises(x):
+    raise ValueError("no such file")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (nn.Linear(6, 2), nn.Sequential(nn.GELU()), "have nothing in common"),
+        (nn.Linear(6, 2), raises, "run B raises ValueError: no such file"),
+        (nn.Linear(5, 2), nn.Linear(6, 2), "run A raises RuntimeError"),
+        (nn.Identity(), nn.Linear(6, 2), "run A calls no op"),
+        (nn.Linear(6, 2), "model", "not a str"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_in_a_line(one, other, said):
+    with pytest.raises(NumericsError) as error:
+        first_difference(one, other, torch.randn(3, 6))
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
