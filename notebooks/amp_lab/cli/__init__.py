@@ -9,13 +9,13 @@ import sys
 import warnings
 
 from amp_lab import __version__
-from amp_lab.cli import bench, doctor, export, memory, migrate, ops, train, xray
+from amp_lab.cli import bench, diff, doctor, export, memory, migrate, ops, train, xray
 from amp_lab.cli.printing import print_no_more, show_warning, tell
 from amp_lab.errors import AmpLabError, AmpLabWarning, OtherRankError
 from amp_lab.requirements import needed_for, require_torch
 
 # torch takes seconds to load, so each `run` imports it, not these modules: --help answers at once.
-COMMANDS = (doctor, train, export, bench, ops, xray, memory, migrate)
+COMMANDS = (doctor, train, export, bench, ops, xray, memory, diff, migrate)
 
 
 class _Parser(argparse.ArgumentParser):

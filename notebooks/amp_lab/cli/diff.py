@@ -1,0 +1,156 @@
+"""`amp-lab diff`: the first op where two runs of a model part by more than rounding explains."""
+
+import argparse
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from amp_lab.cli.input_argument import parse_shape
+from amp_lab.cli.model_argument import add_model, given_model
+from amp_lab.cli.printing import show
+from amp_lab.cli.user_code import FORM, kept_in_bounds
+from amp_lab.errors import OptionError
+
+_VARIANTS = "--precision, --compile, --batch-sizes or --device"
+
+
+def add(commands) -> None:
+    """Add the command to the parser's `commands`."""
+    diff = commands.add_parser(
+        "diff",
+        help="find the first op where two runs of a model part by more than rounding explains",
+        description="Run two models, or one in two ways, on the same inputs, and find the first op "
+        "where they part by more than rounding explains. Each op is repeated in fp64.",
+    )
+    add_model(diff)
+    option = diff.add_argument
+    option("other", nargs="?", metavar="B", help=f"a second model, as {FORM}; or give {_VARIANTS}")
+    of = "of the second run; of both if B is given, or with --compile"
+    option("--precision", choices=("fp32", "tf32", "fp16", "bf16"), help=of)
+    option("--device", metavar="NAME", help=f"cpu, cuda, xpu or mps: {of}")
+    option("--compile", action="store_true", help="the second run is compiled: compare modules")
+    option("--batch-sizes", metavar="N,M", help="of the two runs, in evaluation mode")
+    option("--same-weights", action="store_true", help="give B the weights of A")
+    option("--figure", metavar="FILE", help="draw how the errors grow, as PNG or SVG")
+    diff.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Compare, print what was found, and draw it if asked."""
+    sizes = _check(options)
+    with given_model(options, with_values=True) as given:
+        if options.other:
+            with given_model(options, with_values=True, target=options.other) as other:
+                if options.same_weights:
+                    _share_weights(given.model, other.model)
+                found = _compare(options, given, other.model, sizes)
+        elif options.compile:
+            found = None
+        else:
+            found = _compare(options, given, copy.deepcopy(given.model), sizes)
+    if found is None:  # outside of that block, whose hooks the compiler would have to follow
+        with kept_in_bounds(repr(options.target), options.timeout):
+            found = _compare_compiled(options, given)
+    if options.figure:
+        from amp_lab import plots
+
+        module = found.first.module if found.first else None
+        plots.save(options.figure, plots.error_growth, found.growth, module)
+    show(found, options.format)
+
+
+def _check(options: argparse.Namespace) -> tuple[int, ...] | None:
+    """The batch sizes, if given. Raises `OptionError` unless there are two runs to compare."""
+    variants = (options.compile, options.batch_sizes, options.precision, options.device)
+    if not options.other and not any(variants):
+        raise OptionError(f"there is one run alone: give a second model B, or {_VARIANTS}")
+    if options.other and (options.compile or options.batch_sizes):
+        raise OptionError("--compile and --batch-sizes make the second run: give them without B")
+    if options.compile and options.batch_sizes:
+        raise OptionError("give --compile or --batch-sizes, not both")
+    if options.same_weights and not options.other:
+        raise OptionError("--same-weights is for a second model B")
+    sizes = parse_shape(options.batch_sizes) if options.batch_sizes else None
+    if sizes is not None and (len(sizes) != 2 or sizes[0] == sizes[1]):
+        raise OptionError(f"--batch-sizes {options.batch_sizes!r}: give two sizes such as 16,64")
+    return sizes
+
+
+def _compare(options: argparse.Namespace, given: Any, other: Any, sizes: Any) -> Any:
+    """Two runs of two models; of copies of one, the second as the options say."""
+    from amp_lab.difference import compare_runs
+
+    place, precision = _device(options), options.precision
+    first, second = ("cpu", "fp32" if precision else None), (place, precision)
+    if options.other:
+        first = second
+    runs = []
+    pairs = zip((given.model, other), (first, second), sizes or (None, None), strict=True)
+    for model, (where, how), size in pairs:
+        runs.append(_run(model.eval() if sizes else model, given, where, how, size))
+    return compare_runs(*runs)
+
+
+def _run(
+    model: Any, given: Any, place: str, precision: str | None, size: int | None
+) -> Callable[[], Any]:
+    """A run on a device, in a precision, on as many rows as asked."""
+    args, kwargs = _moved((given.args, given.kwargs), place, size)
+    model = model.to(place)
+
+    def call():
+        with _autocast(precision, place):
+            output = model(*args, **kwargs)
+        return output if given.loss_fn is None else given.loss_fn(output)
+
+    return call
+
+
+def _compare_compiled(options: argparse.Namespace, given: Any) -> Any:
+    import torch
+
+    from amp_lab.difference import compare_runs
+
+    place = _device(options)
+    args, kwargs = _moved((given.args, given.kwargs), place, None)
+    model = given.model.to(place)
+    with _autocast(options.precision, place):
+        return compare_runs(model, torch.compile(model), *args, **kwargs)
+
+
+def _moved(inputs: Any, place: str, size: int | None) -> Any:
+    """Inputs on a device, with `size` rows: as many as they have, over and over."""
+    import torch
+    from torch.utils._pytree import tree_leaves, tree_map_only
+
+    tensors = [x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()]
+    batch = len(tensors[0]) if tensors else 0
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if size is not None and tensor.dim() and len(tensor) == batch:
+            tensor = tensor[torch.arange(size) % batch]
+        return tensor.to(place)
+
+    return tree_map_only(torch.Tensor, move, inputs)
+
+
+def _device(options: argparse.Namespace) -> str:
+    from amp_lab.device import pick_device
+
+    return str(pick_device(options.device or "cpu"))
+
+
+def _autocast(precision: str | None, place: str) -> contextlib.AbstractContextManager:
+    from amp_lab.precision import Precision
+
+    kind = place.partition(":")[0]
+    return Precision(precision).autocast(kind) if precision else contextlib.nullcontext()
+
+
+def _share_weights(model: Any, other: Any) -> None:
+    try:
+        other.load_state_dict(model.state_dict())
+    except RuntimeError as error:
+        what = " ".join(str(error).split())[:160]
+        raise OptionError(f"--same-weights: B does not take the weights of A: {what}") from error

@@ -1,0 +1,91 @@
+"""`amp-lab diff`: what it prints and draws, and what it refuses in one line."""
+
+import json
+
+import pytest
+
+from amp_lab.cli import main
+
+MODELS = """
+import torch
+from torch import nn
+def net(): return nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 3))
+def changed():
+    model = net()
+    model[1].eps = 1e-3
+    return model
+def drawn_anew():
+    torch.rand(1)
+    return net()
+def strange(): return nn.Sequential(nn.Flatten(), nn.ReLU())
+def raises(): raise ValueError("no")
+def no_module(): return 3
+"""
+INPUT = ("--input", "4,6")
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path, monkeypatch):
+    (tmp_path / "my_pair.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+
+
+def printed(capsys, *arguments: str) -> str:
+    assert main(["diff", *arguments, *INPUT]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    return said.out
+
+
+def test_two_versions_of_a_model(capsys, tmp_path):
+    out = printed(capsys, "my_pair.py:net", "my_pair.py:changed")
+    assert "A and B part at native_layer_norm in '1' (LayerNorm)" in out
+    assert "B with (8, 0.001)" in out
+    assert "part nowhere" in printed(capsys, "my_pair.py:net", "my_pair.py:net")
+
+
+def test_weights_are_those_of_a_if_asked(capsys):
+    out = printed(capsys, "my_pair.py:net", "my_pair.py:drawn_anew")
+    assert "has other values in B" in out
+    pair = ("my_pair.py:net", "my_pair.py:drawn_anew", "--same-weights")
+    assert "part nowhere" in printed(capsys, *pair)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--precision", "bf16"), ("--batch-sizes", "2,8"), ("--device", "cpu")],
+)
+def test_one_model_in_two_ways(capsys, options):
+    assert "They part nowhere" in printed(capsys, "my_pair.py:net", *options)
+
+
+def test_as_json_and_drawn(capsys, tmp_path):
+    files = ("--format", "json", "--figure", str(tmp_path / "growth.png"))
+    read = json.loads(printed(capsys, "my_pair.py:net", "my_pair.py:changed", *files))
+    assert read["first"]["module"] == "1"
+    assert read["matched"] == len(read["growth"]) == 4
+    assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("net",), "there is one run alone: give a second model B"),
+        (("net", "strange"), "nothing in common"),
+        (("net", "raises"), "ValueError: no"),
+        (("net", "no_module"), "not an nn.Module"),
+        (("net", "--batch-sizes", "4"), "give two sizes"),
+        (("net", "--batch-sizes", "4,4"), "give two sizes"),
+        (("net", "--batch-sizes", "4,8", "--compile"), "not both"),
+        (("net", "changed", "--compile"), "without B"),
+        (("net", "--precision", "bf16", "--same-weights"), "for a second model"),
+        (("net", "--device", "banana"), "is not a device"),
+    ],
+)
+def test_what_cannot_be_is_one_line(capsys, arguments, said):
+    named = [f"my_pair.py:{a}" if a.isidentifier() and a[0] != "-" and a not in
+             ("bf16", "banana") else a for a in arguments]  # fmt: skip
+    assert main(["diff", *named, *INPUT]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert said in error
