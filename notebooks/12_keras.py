@@ -718,7 +718,7 @@ def resume(weights, x, y):
     x, y = x.numpy(), y.numpy()
     net = keras.Sequential(new_net().layers)
     net.set_weights([weight.numpy() for weight in weights])
-    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), 2.0**17)
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01), 2.0**18)
     net.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     for _ in range(3):
         net.train_on_batch(x, y)
