@@ -537,27 +537,28 @@ def seconds_of_step(wait):
 
 
 # %% [markdown]
-# The clock that waits times the same FP32 step as further up, so both must agree. We allow 20 %
-# beyond their intervals, because a processor may have changed its clock rate in between.
+# The clock that waits times the same FP32 step as further up, so both must agree. We allow a factor
+# of 1.5 beyond their intervals: a comparison vouches for ratios within its own turns, while a time by
+# itself moves with the clock rate of the processor, and with what else its host has to do.
 
 
 # %%
 def agree(one, other):
-    """Whether two estimates of the same time overlap, each with 20 % more to either side."""
+    """Whether two estimates of the same time overlap, or nearly so."""
     if not (one.trusted and other.trusted):
         return True
-    return max(one.interval[0], other.interval[0]) <= 1.2 * min(one.interval[1], other.interval[1])
+    return max(one.interval[0], other.interval[0]) <= 1.5 * min(one.interval[1], other.interval[1])
 
 
 # %% [markdown]
-# Both clocks take turns, twenty times:
+# Both clocks take turns, twenty times, and every other time in reverse:
 
 # %% tags=["nbval-ignore-output"]
-rounds = Rounds(device)
-for _ in range(20):
+rounds, waits = Rounds(device), {"synchronised": True, "not synchronised": False}
+for number in range(20):
     with rounds.next() as seconds:
-        seconds["synchronised"] = seconds_of_step(wait=True)
-        seconds["not synchronised"] = seconds_of_step(wait=False)
+        for name in list(waits)[:: 1 if number % 2 == 0 else -1]:
+            seconds[name] = seconds_of_step(waits[name])
 clocks = rounds.comparison(["synchronised", "not synchronised"])
 print(clocks)
 assert agree(clocks.time_s("synchronised"), training.time_s(Precision.FP32))
