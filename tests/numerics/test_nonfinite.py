@@ -347,6 +347,43 @@ def test_a_part_of_the_model_and_passes_without_gradients():
         assert (finder.report.module, finder.report.op) == ("fault", "log")
 
 
+@pytest.mark.parametrize("sign", [torch.abs, lambda x: -x.abs(), torch.tanh, torch.relu])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_product_with_inf_before_a_batch_norm_is_named(sign, calls):
+    """And not the running mean, which the batch norm writes and does not read."""
+
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.norm = Function(lambda x: sign(x) * math.inf), nn.BatchNorm1d(3)
+
+        def forward(self, x):
+            bad = self.scale(x)
+            for _ in range(calls):
+                out = self.norm(bad)
+            return out
+
+    model = Normed()
+    report = find(model, torch.randn(8, 3))
+    assert (report.phase, report.module, report.op) == ("forward", "scale", "mul"), report
+    assert not model.norm.running_mean.isfinite().all()
+
+
+def test_a_mask_before_a_batch_norm_is_told_with_the_norm_that_makes_nan_of_it():
+    mask = Function(lambda x: x.masked_fill(x > 0, -math.inf))
+    report = find(nn.Sequential(mask, nn.BatchNorm1d(3)), torch.randn(8, 3))
+    assert (report.module, report.op) == ("1", "native_batch_norm"), report
+    assert "masked_fill" in report.placed_by
+    assert [summary.name for summary in report.inputs] == ["input", "weight", "bias"]
+
+
+def test_a_mask_of_ones_times_inf_is_no_finding():
+    def causal(x):
+        return (x + torch.triu(torch.ones(2, 3) * -math.inf, diagonal=2)).softmax(-1)
+
+    assert find(Module(causal), torch.randn(2, 3)) is None
+
+
 @pytest.mark.parametrize("data", [Cnn, Transformer, Rnn])
 def test_results_are_the_same_to_the_last_bit(data):
     results = []

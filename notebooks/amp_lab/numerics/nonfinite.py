@@ -181,7 +181,9 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             if tensor is None or is_finite(tensor):
                 continue
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-            origin = self._before(tensor, kind, f"{site.module}.{name}".lstrip("."), site)
+            place = f"{site.module}.{name}".lstrip(".")
+            # A batch norm that is called again may hold what an op of this block made.
+            origin = self._noted(tensor) or self._before(tensor, kind, place, site)
             if not origin.placed or tensor.requires_grad:  # else a mask that is a parameter
                 self._judge(origin, "the forward pass")
                 return
@@ -234,7 +236,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         # An op passes on what was placed on purpose if it is the same kind; else it made it.
         if origin is None or (origin.placed and not kinds <= origin.report.value.kinds):
             origin = self._originate(call, bad, values[0], source)
-        for tensor in bad:
+        for tensor in bad + [t for t in call.statistics_written if not is_finite(t)]:
             self._note(tensor, origin)
         if call.node is None:
             # A mask or another constant that was written on purpose counts once it is averaged.
@@ -250,8 +252,9 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         origins = []
         if call.name not in ("copy_", "fill_"):  # which keep nothing of what they write into
             origins = [self._noted(tensor) for tensor in bad if among(tensor, call.args)]
+        written = bad + call.statistics_written
         for tensor in tensors_in((call.args, call.kwargs)):
-            if not among(tensor, bad) and not is_finite(tensor):
+            if not among(tensor, written) and not is_finite(tensor):
                 origins.append(self._origin_of(tensor))
         known = [origin for origin in origins if origin is not None]
         return min(known, key=lambda origin: (origin.placed, origin.number), default=None)
@@ -264,7 +267,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 seen = (origin.report.phase, origin.report.module, origin.report.op)
                 if seen == ("forward", call.site.module, call.name):
                     return origin
-        placed = call.places_nonfinite
+        placed = call.places_nonfinite(value.kinds)
         return self._new(
             call.site,
             value,
@@ -274,7 +277,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             kernel=call.name,
             tensor="gradient" if call.is_backward else "output",
             name="output",
-            inputs=() if placed else tuple(argument_summaries(call, bad)),
+            inputs=() if placed else tuple(argument_summaries(call, bad + call.statistics_written)),
             line=None if call.is_backward else _user_line(),
             placed_by=source.report.place if source else None,
         )

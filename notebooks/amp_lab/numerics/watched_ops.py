@@ -43,11 +43,22 @@ class Call:
         """Whether it computes a gradient."""
         return self.node is not None and not self.recomputed
 
-    @property
-    def places_nonfinite(self) -> bool:
-        """Whether it writes an inf or NaN that stands in the code, as masks do."""
+    def places_nonfinite(self, kinds: frozenset[str]) -> bool:
+        """Whether it writes an inf or NaN that stands in the code, as masks do; given the kinds."""
         given = () if self.is_backward else tree_leaves((self.args, self.kwargs))
-        return any(isinstance(x, float) and not math.isfinite(x) for x in given)
+        placed = [x for x in given if isinstance(x, float) and not math.isfinite(x)]
+        # A product makes a mask of ones and -inf; any other one that is infinite is a fault.
+        is_mask = self.name not in ("mul", "mul_") or (placed == [-math.inf] and kinds == {"-inf"})
+        return bool(placed) and is_mask
+
+    @property
+    def statistics_written(self) -> list[torch.Tensor]:
+        """The running mean and variance of a batch norm in training, which it does not read."""
+        names = [argument.name for argument in self.func._schema.arguments]
+        given = dict(zip(names, self.args, strict=False)) | self.kwargs
+        if not given.get("training", given.get("train", True)):
+            return []
+        return tensors_in([x for name, x in given.items() if name.startswith("running_")])
 
 
 # Ops that compute nothing (views, memory that is not written yet), and those on lists of tensors,
