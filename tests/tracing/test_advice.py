@@ -84,6 +84,48 @@ def test_shapes_that_matrix_units_cannot_use_whole_are_told():
     assert "1,001 output features" in advice(nn.Linear(16, 1001), torch.randn(8, 16))
 
 
+def test_layers_with_less_than_a_hundredth_of_the_work_are_left_out_and_the_rest_is_one_line():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.large = nn.ModuleList(nn.Linear(width, width) for width in (1001, 1003, 1005, 999))
+            self.tiny = nn.Linear(7, 5)
+
+        def forward(self, x):
+            for layer in self.large:
+                x = layer(x.new_zeros(x.shape[0], layer.in_features))
+            return self.tiny(x[:, :7])
+
+    said = advice(Mixed(), torch.randn(8, 7))
+    lines = [line for line in said.splitlines() if "multiples of 8" in line]
+    assert len(lines) == 1
+    assert ">99.9 % of the work" in lines[0]
+    assert lines[0].index("1,005 input features") < lines[0].index("1,003 input features")
+    assert lines[0].endswith("; and 1 more.")
+    assert "tiny" not in said
+
+
+def test_the_verdict_comes_first_and_says_what_is_saved():
+    wide = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+    many, few = (xray(wide, torch.empty(rows, 64)) for rows in (4096, 1))
+    assert many.advice[0].startswith("100 % of the work is done in fp16; the forward pass writes ")
+    # Each of the four results takes half, and the casts are those of the input and the weights.
+    saved = 4 * 4096 * 64 * 2 - 4096 * 64 * 2 - 2 * (64 * 64 + 64) * 2
+    share = 100 * saved / (4 * 4096 * 64 * 4)
+    assert f"writes {share:.3g} % less than in fp32" in many.advice[0]
+    assert "fp16 saves no memory here: its casts write 16.4 KiB" in few.advice[0]
+    assert "only 0.5 KiB less" in few.advice[0]
+
+
+def test_there_is_no_verdict_on_what_failed():
+    def loss(y):
+        return F.binary_cross_entropy(y.sigmoid(), y.new_zeros(8, 8))
+
+    found = xray(nn.Linear(8, 8), torch.randn(8, 8), loss_fn=loss)
+    assert found.raised
+    assert not any("of the work is done" in line for line in found.advice)
+
+
 def test_a_large_op_in_fp32_is_told_with_its_reason():
     class Scores(nn.Module):
         def forward(self, q):

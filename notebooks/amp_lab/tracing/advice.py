@@ -1,8 +1,10 @@
 """What an X-ray advises to look at: softmax and norms in a low dtype, casts, small layers, …
 
 A rule is a function that returns lines: to add one, write it and add it to `RULES`, at the end.
+The first rule is the verdict: what autocast brings at all.
 """
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -10,12 +12,13 @@ from typing import Any
 import torch
 
 from amp_lab.backends import backend
-from amp_lab.report import bytes_text, listed, short_name
+from amp_lab.report import bytes_text, listed, percent, short_name
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.records import LOSS, OpRecord, places_of
 from amp_lab.tracing.tracer import NORMS, Tracer
 
 LARGE = 0.05  # of all work, or of all bytes written: an op of this share is large
+_TINY = 0.01  # of all work: what does less is not worth a line
 
 _SOFTMAX = {"_softmax", "_log_softmax", "_safe_softmax"}
 _LOSSES = {
@@ -39,6 +42,32 @@ def advise(seen: Tracer, raised: str | None) -> list[str]:
     return advice
 
 
+def _verdict(seen: Tracer) -> list[str]:
+    """What autocast brings, as far as that is known without timing: the work, and the bytes."""
+    if seen.error is not None or not seen.rows:
+        return []
+    low, work = short_name(seen.dtype), sum(row.flops for row in seen.rows)
+    done = sum(row.flops for row in seen.rows if _is_low(row))
+    said = f"{percent(done, work)} % of the work is done in {low}"
+    if not done:
+        said = f"Autocast does not speed this model up: none of its work is done in {low}"
+    # In fp32 each low result would take two bytes more, and there would be no casts.
+    saved = sum(
+        2 * math.prod(shape)
+        for row in seen.rows
+        for shape, dtype in zip(row.out_shapes, row.out_dtypes, strict=True)
+        if dtype in LOWER_DTYPES
+    )
+    added = sum(cast.nbytes for cast in seen.casts)
+    share = percent(abs(saved - added), saved + sum(row.nbytes for row in seen.rows))
+    if saved > added:
+        said += f"; the forward pass writes {share} % less than in fp32, the casts included"
+    elif added:
+        amounts = f"its casts write {bytes_text(added)}, its results only {bytes_text(saved)} less"
+        said += f"; {low} saves no memory here: {amounts}, {share} % more than fp32 writes in all"
+    return [f"{said}."]
+
+
 def _loss_in_low_precision(seen: Tracer) -> list[str]:
     rows = [row for row in seen.rows if _is_low(row) and _is_of_loss(row)]
     return [
@@ -46,14 +75,6 @@ def _loss_in_low_precision(seen: Tracer) -> list[str]:
         "precision; give it output.float()."
         for subject, _, (op, dtype) in _grouped(rows, lambda row: (row.op, short_name(row.dtype)))
     ]
-
-
-def _no_work_in_low_precision(seen: Tracer) -> list[str]:
-    work = [row for row in seen.rows if row.flops]
-    if not work or any(_is_low(row) for row in work):
-        return []
-    low = short_name(seen.dtype)
-    return [f"Autocast does not speed this model up: none of its work is done in {low}."]
 
 
 def _work_left_wide(seen: Tracer) -> list[str]:
@@ -67,7 +88,7 @@ def _work_left_wide(seen: Tracer) -> list[str]:
     for subject, rows, (dtype, why) in _grouped(wide, facts):
         share = sum(row.flops for row in rows) / work
         untouched = _is_untouched(rows, seen.rows)
-        if untouched or share >= LARGE:
+        if share >= (_TINY if untouched else LARGE):
             what = " autocast leaves it untouched," if untouched else ""
             advice.append(
                 f"{subject}:{what} {100 * share:.1f} % of the work stays in {dtype}, because {why}."
@@ -115,11 +136,20 @@ def _sizes_of_no_whole_tile(seen: Tracer) -> list[str]:
     if backend(seen.device_type).is_host:
         return []
     work = sum(row.flops for row in seen.rows)
-    rows = [row for row in seen.rows if row.flops and _is_low(row)]
-    return [
-        f"{subject}: {problems}; matrix units take multiples of 8."
-        for subject, _, problems in _grouped(rows, lambda row: _odd_sizes(row, 0.01 * work))
+    rows = [row for row in seen.rows if row.flops > _TINY * work and _is_low(row)]
+    found = [
+        (sum(row.flops for row in alike), f"{subject}: {problems}")
+        for subject, alike, problems in _grouped(rows, _odd_sizes)
         if problems
+    ]
+    if not found:
+        return []
+    share = percent(sum(flops for flops, _ in found), work)
+    told = [text for _, text in sorted(found, key=lambda pair: -pair[0])]
+    more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
+    return [
+        f"Matrix units take multiples of 8, but not so the sizes of {share} % of the work: "
+        f"{'; '.join(told[:3])}{more}."
     ]
 
 
@@ -137,8 +167,8 @@ def _parameters_cast_anew(seen: Tracer) -> list[str]:
 
 # Each makes its sentences, or none if there is nothing to say.
 RULES: tuple[Callable[[Tracer], list[str]], ...] = (
+    _verdict,
     _loss_in_low_precision,
-    _no_work_in_low_precision,
     _work_left_wide,
     _large_op_in_fp32,
     _rounded_softmax_and_norms,
@@ -189,9 +219,9 @@ def _is_untouched(found: list[OpRecord], rows: list[OpRecord]) -> bool:
     return bool(modules) and dtypes.isdisjoint(LOWER_DTYPES)
 
 
-def _odd_sizes(row: OpRecord, large: float) -> str:
-    """The sizes of a product that are no multiples of 8; those of a batch, from `large` FLOPs."""
-    sizes, is_large = {}, row.flops >= large
+def _odd_sizes(row: OpRecord) -> str:
+    """The sizes of a product that are no multiples of 8."""
+    sizes = {}
     if row.op == "convolution":
         image, weight = row.in_shapes[:2]  # (N, C, …), (output channels, C per group, …)
         if weight[1] == 1 < image[1]:
@@ -200,9 +230,9 @@ def _odd_sizes(row: OpRecord, large: float) -> str:
     elif row.op in ("mm", "addmm"):
         left, right = row.in_shapes[-2:]  # (rows, inner), (inner, columns)
         sizes = {"input features": right[0], "output features": right[1]}
-        if is_large and left[0] > 8:
+        if left[0] > 8:
             sizes["rows"] = left[0]
-    elif row.op in ("bmm", "baddbmm") and is_large:
+    elif row.op in ("bmm", "baddbmm"):
         left, right = row.in_shapes[-2:]  # with a batch in front
         sizes = {"rows": left[1], "inner size": left[2], "columns": right[2]}
     return ", ".join(f"{size:,} {what}" for what, size in sizes.items() if size % 8)
