@@ -2,7 +2,9 @@
 
 import json
 
+import torch
 from memory_models import images, vgg
+from torch import nn
 
 from amp_lab import forecast_memory
 from amp_lab.tracing import compare_memory
@@ -43,3 +45,23 @@ def test_the_plot_has_a_line_for_each_precision_and_the_limit():
     fp32, fp16 = (line.get_ydata()[-1] for line in ax.lines[:2])
     assert fp32 > fp16 > 1
     plt.close(ax.figure)
+
+
+def test_the_table_says_what_of_the_casts_is_alive_at_the_peak():
+    """Else casts of weights that are gone by then seem not to fit below the peak."""
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+    forecast = forecast_memory(model, torch.ones(1, 512), precision="bf16")
+    assert forecast.peak_phase == "optimizer"
+    assert 0 == forecast.cast_at_peak < forecast.cast_kept < forecast.cast_cache
+    line = next(line for line in str(forecast).splitlines() if line.startswith("weight casts"))
+    assert line.split()[-2:] == ["peak", "0"]
+    assert json.loads(forecast.to_json())["at_peak"]["cast_cache"] == 0
+
+
+def test_what_ddp_would_add_is_said():
+    forecast = forecast_memory(nn.Linear(512, 512), torch.ones(1, 512), precision="fp16")
+    assert forecast.gradients == 4 * (512 * 512 + 512)
+    assert "Under DDP its buckets add 1 MiB, as much as the gradients" in str(forecast)
+    assert "gradient_as_bucket_view=True" in str(forecast)
+    frozen = nn.Linear(512, 512).requires_grad_(False)
+    assert "DDP" not in str(forecast_memory(frozen, torch.ones(1, 512), precision="fp16"))

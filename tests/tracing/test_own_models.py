@@ -1,12 +1,14 @@
 """Models as people have them: weights in bf16, adapters, experts, configs that refuse a change."""
 
 import collections
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from amp_lab import forecast_memory, xray
 from amp_lab.errors import TraceError
@@ -217,3 +219,156 @@ def test_a_long_lstm_casts_its_weights_once():
     assert short.cast_cache == long.cast_cache < 4 * short.weights
     wide = forecast_memory(Layer(), torch.ones(2, 256, 64), precision="fp32")
     assert long.peak < wide.peak
+
+
+# What is not a plain model
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_detector_is_refused_with_the_part_that_can_be_traced(training):
+    model = torchvision.models.detection.fasterrcnn_mobilenet_v3_large_320_fpn(
+        weights=None, weights_backbone=None, num_classes=2
+    ).train(training)
+    boxes = {"boxes": torch.tensor([[1.0, 1.0, 20.0, 20.0]]), "labels": torch.tensor([1])}
+    inputs = ([torch.rand(3, 64, 64)], [boxes]) if training else ([torch.rand(3, 64, 64)],)
+    for trace, verb in (
+        (xray, "X-ray"),
+        (lambda *given: forecast_memory(*given, precision="fp16"), "forecast"),
+    ):
+        with pytest.raises(TraceError, match=f"{verb} model.backbone by itself") as told:
+            trace(model, *inputs)
+        assert "depends on values" in str(told.value)
+        assert "\n" not in str(told.value)
+    assert xray(model.backbone, torch.rand(1, 3, 64, 64)).rows
+    assert forecast_memory(model.backbone, torch.rand(1, 3, 64, 64), precision="fp16").peak
+
+
+class Choosing(nn.Module):
+    """A value decides, in a part that has the name of one in which none does."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 8), Chooses())
+
+    def forward(self, x):
+        return self.encoder(x)
+
+
+class Chooses(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+def test_the_part_in_which_values_decide_is_not_what_one_is_sent_to():
+    with pytest.raises(TraceError, match="the parts before it one by one"):
+        xray(Choosing(), torch.rand(2, 8))
+    with pytest.raises(TraceError, match="the parts before it one by one"):
+        forecast_memory(Choosing(), torch.rand(2, 8), precision="fp16")
+
+
+@pytest.mark.parametrize("kind", [nn.parallel.DistributedDataParallel, nn.DataParallel])
+def test_a_wrapped_model_is_refused_in_a_line(kind):
+    wrapped = kind.__new__(kind)  # a real one of the first needs a process group
+    nn.Module.__init__(wrapped)
+    wrapped.module = mlp()
+    for trace in (xray, functools.partial(forecast_memory, precision="fp16")):
+        with pytest.raises(TraceError, match=f"^{kind.__name__} wraps the model: give its .module"):
+            trace(wrapped, torch.ones(4, 8))
+
+
+class Bytes(torch.Tensor):
+    """A weight in int8 with a scale for each row, as torchao keeps it."""
+
+    def __new__(cls, values, scales, dtype):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, values.shape, dtype=dtype, device=values.device
+        )
+
+    def __init__(self, values, scales, dtype):
+        self.values, self.scales = values, scales
+
+    def __tensor_flatten__(self):
+        return ["values", "scales"], self.dtype
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts, dtype, size, stride):
+        return cls(parts["values"], parts["scales"], dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].values, args[0].scales, args[0].dtype)
+
+        def plain(weight):
+            return weight.values.to(weight.dtype) * weight.scales
+
+        args, kwargs = tree_map_only(cls, plain, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class Quantised(nn.Module):
+    """A frozen base in int8, and an adapter that is trained."""
+
+    def __init__(self, dtype=FP32):
+        super().__init__()
+        self.base, self.adapter = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+        weight = Bytes(torch.ones(64, 64, dtype=torch.int8), torch.ones(64, 1, dtype=dtype), dtype)
+        self.base.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x):
+        return self.base(x) + self.adapter(x)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_quantised_base_is_traced_with_the_bytes_that_it_has(device):
+    model, x = Quantised(), torch.ones(4, 64)
+    expected = model(x)
+    forecast = forecast_memory(model, x, precision="bf16", device_type=device)
+    assert forecast.weights == 64 * 64 + 4 * 64 + 4 * 64 * 64  # int8, scales, the adapter
+    assert forecast.gradients == 4 * 64 * 64
+    found = xray(model, x, device_type=device, dtype=BF16)
+    assert dtypes(found) == {BF16}
+    base = [row for row in found.rows if row.module == "base"]
+    assert torch.int8 in {dtype for row in base for dtype in row.in_dtypes}  # it is unpacked there
+    assert sum(row.flops for row in found.rows) == 2 * (2 * 4 * 64 * 64)
+    assert isinstance(model.base.weight, Bytes)
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torchao's own
+@pytest.mark.parametrize(
+    "config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"]
+)
+def test_a_model_quantised_by_torchao_is_forecast_by_its_bytes(config):
+    quantization = pytest.importorskip("torchao.quantization")
+    model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU()).to(BF16)
+    quantization.quantize_(model, getattr(quantization, config)())
+    x = torch.ones(4, 256, dtype=BF16)
+    forecast = forecast_memory(model.requires_grad_(False), x, precision="fp32")
+    assert 256 * 256 <= forecast.weights < 1.05 * 256 * 256
+    assert xray(model, x).rows
+
+
+@pytest.mark.parametrize("attribute", ["quant_state", "SCB"])
+def test_weights_that_only_kernels_can_read_are_refused_in_a_line(attribute):
+    """As those of bitsandbytes."""
+    model = mlp()
+    setattr(model[0].weight, attribute, None)
+    for trace in (xray, functools.partial(forecast_memory, precision="fp16")):
+        with pytest.raises(TraceError, match="^0.weight is quantised.*before it is quantised$"):
+            trace(model, torch.ones(4, 8))
+
+
+def test_a_wrapper_that_cannot_be_copied_is_refused_in_a_line():
+    class Broken(Bytes):
+        @classmethod
+        def __tensor_unflatten__(cls, parts, dtype, size, stride):
+            raise NotImplementedError("no copies\nof this")
+
+    model = mlp()
+    weight = Broken(torch.ones(16, 8, dtype=torch.int8), torch.ones(16, 1), FP32)
+    model[0].weight = nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(
+        TraceError, match=r"^0.weight is a Broken without a fake copy \(no copies\)"
+    ):
+        xray(model, torch.ones(4, 8))

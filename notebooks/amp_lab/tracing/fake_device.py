@@ -15,14 +15,18 @@ from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from amp_lab.backends import BACKENDS, backend
-from amp_lab.errors import DeviceError, TraceError
+from amp_lab.errors import DeviceError, TraceError, first_line
 from amp_lab.torch_versions import fused_gru_on_fakes
 from amp_lab.tracing.attention import attention_of
 from amp_lab.tracing.device_guard import idle_guard
 from amp_lab.tracing.dtype_checks import StrictFakeMode
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key
+
+_UNQUANTISED = "trace the model before it is quantised"
+_BEFORE_VALUES = ("backbone", "encoder", "features")  # names of parts in which no value decides
 
 # What an op raises on fake tensors if its result, or the size of it, depends on values.
 NEEDS_VALUES = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
@@ -168,6 +172,27 @@ def how_to_do_without(error: Exception) -> str | None:
     return None
 
 
+def part_to_trace(model: nn.Module, error: Exception) -> str:
+    """What to trace in place of a model that fakes cannot run, such as a detector's backbone."""
+    running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    names = [
+        name
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in _BEFORE_VALUES
+        and not any(module is failed for failed in running)
+    ]
+    if not names:
+        return "the parts before it one by one"
+    return f"model.{min(names, key=lambda name: name.count('.'))} by itself"
+
+
+def require_unwrapped(model: nn.Module) -> None:
+    """Raise `TraceError` if a model is inside of one that trains it on several devices."""
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        # Its hooks and copies for each device would be traced, and their names are not the model's.
+        raise TraceError(f"{type(model).__name__} wraps the model: give its .module")
+
+
 @dataclasses.dataclass(frozen=True)
 class FakeRun:
     """A model and its inputs on a fake device; made by `on_fake_device`."""
@@ -197,7 +222,8 @@ def on_fake_device(
     Compute with its tensors inside alone: after it, torch looks for the device again.
 
     Raises `DeviceError` for an unknown device type, and `TraceError` for a model that has no fake
-    copy: one with lazy, sparse or quantised tensors, or one of TorchScript.
+    copy: one with lazy, sparse or sharded tensors, with quantised ones that are not made of plain
+    tensors, or one of TorchScript.
     """
     device = torch.device(checked_backend(device_type))
     for name, module in model.named_modules():
@@ -240,11 +266,15 @@ class _Copies:
         return self._copies[id(tensor)][1]
 
     def _make(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        if is_lazy(tensor):
-            raise TraceError(f"{name} has no shape yet: run the lazy model once on real inputs")
-        if tensor.layout is not torch.strided or tensor.is_quantized:
-            kind = "quantised" if tensor.is_quantized else "sparse"
-            raise TraceError(f"{name} is {kind}: only dense tensors have a fake copy")
+        why_not = _without_fake_copy(tensor)
+        if why_not is not None:
+            raise TraceError(f"{name} {why_not}")
+        if is_traceable_wrapper_subclass(tensor):
+            try:
+                return self._wrapper(tensor, name)
+            except Exception as error:  # whatever the code of the subclass raises
+                why_not = f"is a {type(tensor).__name__} without a fake copy ({first_line(error)})"
+                raise TraceError(f"{name} {why_not}: {_UNQUANTISED}") from error
         key = storage_key(tensor), tensor.dtype
         with torch.no_grad():
             if key not in self._storages:
@@ -256,6 +286,30 @@ class _Copies:
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(copied, tensor.requires_grad)
         return copied.detach().requires_grad_(tensor.requires_grad)
+
+    def _wrapper(self, tensor: Any, name: str) -> torch.Tensor:
+        """A copy of a tensor that is made of tensors, such as a quantised weight and its scales."""
+        parts, context = tensor.__tensor_flatten__()
+        copies = {part: self.of(getattr(tensor, part), name) for part in parts}
+        made = type(tensor).__tensor_unflatten__(copies, context, tensor.size(), tensor.stride())
+        return (
+            nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        )
+
+
+def _without_fake_copy(tensor: torch.Tensor) -> str | None:
+    """Why a tensor has no fake copy, and what to do about it; None if it has one."""
+    if is_lazy(tensor):
+        return "has no shape yet: run the lazy model once on real inputs"
+    if hasattr(tensor, "device_mesh"):
+        return "is sharded over several devices: trace the model before it is sharded"
+    # What bitsandbytes' weights carry beside their bytes, which only its kernels can read.
+    if tensor.is_quantized or hasattr(tensor, "quant_state") or hasattr(tensor, "SCB"):
+        return f"is quantised, for kernels that take real tensors alone: {_UNQUANTISED}"
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else "sparse"
+        return f"is {kind}: only dense tensors have a fake copy"
+    return None
 
 
 def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any) -> Any:

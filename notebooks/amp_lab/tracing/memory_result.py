@@ -14,6 +14,7 @@ _ROWS = {
     "optimizer state": "optimizer",
     "activations kept for backward": "activations",
     "weights cast by autocast": "cast_cache",
+    "weight casts alive at the peak": "cast_at_peak",
     "temporaries at the peak": "temporaries",
     "peak of the step": "peak",  # the first line below the rule
 }
@@ -58,6 +59,11 @@ class MemoryForecast(Printed):
     def temporaries(self) -> int:
         """What is in use at the peak and belongs to no other part."""
         return self.at_peak["temporaries"]
+
+    @property
+    def cast_at_peak(self) -> int:
+        """Copies of weights in use at the peak, which mostly comes after the autocast block."""
+        return self.at_peak["cast_cache"]
 
     def _contents(self) -> dict[str, Any]:
         return {**vars(self), "peak": self.peak, "peak_phase": self.peak_phase}
@@ -131,6 +137,7 @@ class MemoryTable(Printed):
                 *([f"Too low: {self.loss_left_out}."] if self.loss_left_out else []),
                 *self._fits(),
                 "The parts are not all there at one time, so they do not add up to the peak.",
+                *_under_ddp(first.gradients, unit, name),
                 "Not counted: what the driver and its libraries take for themselves.",
                 *first.caveats,
             ],
@@ -162,6 +169,14 @@ class MemoryTable(Printed):
             shapes = ", ".join(map(str, self.held))
             said.append(f"Held as they are for every batch: inputs of shape {shapes}.")
         return said
+
+
+def _under_ddp(gradients: int, unit: int, name: str) -> list[str]:
+    """What `DistributedDataParallel` would add: buckets in which it sums the gradients."""
+    if not gradients:
+        return []
+    added = f"its buckets add {_in_unit(gradients, unit)} {name}, as much as the gradients"
+    return [f"Under DDP {added}; with gradient_as_bucket_view=True they add nothing."]
 
 
 def _count(batch: int | None) -> str:

@@ -1,11 +1,16 @@
 """What every tracer asks of an op: whose memory it is, whether it is a view, and its FLOPs."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
@@ -39,6 +44,23 @@ def storage_key(tensor: torch.Tensor) -> int | None:
     except (NotImplementedError, RuntimeError):
         values = stored_values(tensor)
         return None if values is tensor else storage_key(values)
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that one is made of, such as a quantised weight; any other one as it is."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in parts_of(getattr(tensor, name))]
+
+
+@functools.cache
+def takes_wrappers(types: tuple[type, ...]) -> bool:
+    """Whether an op got a tensor that is made of tensors, and will run other ops on those.
+
+    A mode that is after the ops themselves leaves such a one alone, and gets to see the others.
+    """
+    return any(map(is_traceable_wrapper_subclass_type, types))
 
 
 def computes_nothing(func: OpOverload) -> bool:

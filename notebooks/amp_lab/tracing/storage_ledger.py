@@ -11,7 +11,7 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_lab.tracing.ops_seen import storage_key, tensors_in
+from amp_lab.tracing.ops_seen import parts_of, storage_key, takes_wrappers, tensors_in
 
 KINDS = (
     *("weights", "buffers", "inputs", "gradients", "optimizer"),
@@ -58,6 +58,8 @@ class StorageLedger(TorchDispatchMode):
         self._watches: dict[int, weakref.ref] = {}
 
     def __torch_dispatch__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
+        if takes_wrappers(types):
+            return NotImplemented
         is_fake = bool(args) and isinstance(args[0], FakeTensor)
         run: Callable[..., Any] = _SHORTCUTS.get(func, func) if is_fake else func
         result = run(*args, **(kwargs or {}))
@@ -97,16 +99,15 @@ class StorageLedger(TorchDispatchMode):
 
     def own(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
         """Say to which kind the storages of these tensors belong, unless it was said before."""
-        for tensor in tensors:
-            number = self._number(tensor)
+        for part in [part for tensor in tensors for part in parts_of(tensor)]:
+            number = self._number(part)
             if number is not None:
                 self._kinds.setdefault(number, kind)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """The hook for what autograd saves."""
-        number = self._number(tensor)
-        if number is not None:
-            self._kept.add(number)
+        numbers = map(self._number, parts_of(tensor))
+        self._kept.update(number for number in numbers if number is not None)
         # Detached, or a node that saves its own output would hold itself and never be freed.
         return tensor if tensor.grad_fn is None else tensor.detach()
 

@@ -32,8 +32,16 @@ from amp_lab.tracing.fake_device import (
     autocast_of_the_model,
     autocast_on,
     how_to_do_without,
+    part_to_trace,
 )
-from amp_lab.tracing.ops_seen import LOWER_DTYPES, computes_nothing, flops, storage_key, tensors_in
+from amp_lab.tracing.ops_seen import (
+    LOWER_DTYPES,
+    computes_nothing,
+    flops,
+    storage_key,
+    takes_wrappers,
+    tensors_in,
+)
 from amp_lab.tracing.records import LOSS, Cast, OpRecord, place_of, widest
 from amp_lab.tracing.recurrent import RNN_LAYERS
 
@@ -177,7 +185,7 @@ class Tracer:
                     result = loss = loss_fn(output)
                     self.loss_dtype = loss.dtype if isinstance(loss, torch.Tensor) else None
             except (*NEEDS_VALUES, *_NOT_FAKED) as error:
-                raise TraceError(self._beyond_fakes(error)) from error
+                raise TraceError(self._beyond_fakes(model, error)) from error
             except Exception as error:  # whatever the model raises: `xray` says it, or raises it
                 self.error = error
                 return
@@ -331,13 +339,12 @@ class Tracer:
         weights = [t for t in matrices if self._names.get(_key(t), "").startswith("parameter ")]
         return sum(2 * steps * weight.numel() for weight in weights)
 
-    def _beyond_fakes(self, error: Exception) -> str:
+    def _beyond_fakes(self, model: nn.Module, error: Exception) -> str:
         module, op = self.failed_at or (self.module, "an op")
         where = f"op {op} in {place_of(module)}"
+        remedy = f"X-ray {part_to_trace(model, error)}, {_OR_REAL}"
         if isinstance(error, _NOT_FAKED):
-            remedy = "X-ray the modules before it one by one"
-            return f"{where}: torch cannot run it on fake tensors; {remedy}, {_OR_REAL}"
-        remedy = f"X-ray the part before it (such as model.backbone), {_OR_REAL}"
+            return f"{where}: torch cannot run it on fake tensors; {remedy}"
         remedy = how_to_do_without(error) or remedy
         return f"{where} depends on values, which fake tensors have not: {remedy}"
 
@@ -354,6 +361,8 @@ class _Ops(TorchDispatchMode):
         self._tracer = tracer
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if takes_wrappers(types):
+            return NotImplemented
         kwargs = kwargs or {}
         try:
             out = func(*args, **kwargs)

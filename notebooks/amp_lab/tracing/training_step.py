@@ -28,6 +28,8 @@ from amp_lab.tracing.fake_device import (
     fake_mode,
     how_to_do_without,
     on_fake_device,
+    part_to_trace,
+    require_unwrapped,
 )
 from amp_lab.tracing.memory_result import MemoryForecast
 from amp_lab.tracing.ops_seen import tensors_in
@@ -60,6 +62,7 @@ class TrainingStep:
     ):
         if not isinstance(model, nn.Module):
             raise TraceError(f"the model must be an nn.Module, not {type(model).__name__}")
+        require_unwrapped(model)
         if precision not in list(Precision):
             raise TraceError(f"precision {precision!r}: give one of {', '.join(Precision)}")
         checked_backend(device_type)
@@ -88,7 +91,7 @@ class TrainingStep:
         ledger.own("buffers", run.buffers.values())
         ledger.own("inputs", given)
         with (
-            _one_line_errors(type(self.model).__name__, shapes),
+            _one_line_errors(self.model, shapes),
             ledger,
             # Around the backward pass too, in which activation checkpointing calls modules again.
             _reparametrize_module(self.model, run.parameters | run.buffers),
@@ -223,7 +226,7 @@ def _bytes_for_one(
 
 
 @contextmanager
-def _one_line_errors(name: str, shapes: tuple) -> Iterator[None]:
+def _one_line_errors(model: nn.Module, shapes: tuple) -> Iterator[None]:
     try:
         yield
     except AmpLabError:
@@ -232,15 +235,15 @@ def _one_line_errors(name: str, shapes: tuple) -> Iterator[None]:
         given = f"input of shape {', '.join(map(str, shapes))}" if shapes else "no tensor as input"
         reason = f" with {given}: {first_line(error)}"
         if isinstance(error, NEEDS_VALUES):
-            remedy = how_to_do_without(error) or "forecast the part of the model before or after it"
+            remedy = how_to_do_without(error) or f"forecast {part_to_trace(model, error)}"
             reason = (
                 f": the result of {error.func} depends on values, which a forecast does not have"
             )
             reason = f"{reason}: {remedy}"
         elif isinstance(error, fake_tensor.UnsupportedOperatorException):
             cannot = f"torch cannot run {error.func} without values"
-            reason = f": {cannot}; forecast the model without it"
-        raise TraceError(f"{name}{reason}") from error
+            reason = f": {cannot}; forecast {part_to_trace(model, error)}"
+        raise TraceError(f"{type(model).__name__}{reason}") from error
 
 
 @contextmanager

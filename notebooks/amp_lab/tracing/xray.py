@@ -22,6 +22,7 @@ from amp_lab.tracing.fake_device import (
     dtype_for,
     fake_mode,
     on_fake_device,
+    require_unwrapped,
 )
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.records import place_of
@@ -150,9 +151,7 @@ def _check_model(model: object, real: bool) -> None:
     if not isinstance(model, nn.Module):
         kind = model.__name__ if isinstance(model, type) else f"a {type(model).__name__}"
         raise TraceError(f"{kind} is no model: give an nn.Module, the model itself")
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        # Its hooks and copies for each device would be traced, and their names are not the model's.
-        raise TraceError(f"{type(model).__name__} wraps the model: give its .module")
+    require_unwrapped(model)
     for name, tensor in model.named_parameters():
         _check_values(tensor, f"parameter {name!r}", real)
 
