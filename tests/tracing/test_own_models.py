@@ -336,13 +336,11 @@ def test_a_quantised_base_is_traced_with_the_bytes_that_it_has(device):
 
 
 @pytest.mark.filterwarnings("ignore")  # of torchao's own
-@pytest.mark.parametrize(
-    "config", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"]
-)
-def test_a_model_quantised_by_torchao_is_forecast_by_its_bytes(config):
+@pytest.mark.parametrize("kind", ["Int8WeightOnly", "Int8DynamicActivationInt8Weight"])
+def test_a_model_quantised_by_torchao_is_forecast_by_its_bytes(kind):
     quantization = pytest.importorskip("torchao.quantization")
     model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.ReLU()).to(BF16)
-    quantization.quantize_(model, getattr(quantization, config)())
+    quantization.quantize_(model, getattr(quantization, f"{kind}Config")())
     x = torch.ones(4, 256, dtype=BF16)
     forecast = forecast_memory(model.requires_grad_(False), x, precision="fp32")
     assert 256 * 256 <= forecast.weights < 1.05 * 256 * 256
@@ -355,7 +353,7 @@ def test_weights_that_only_kernels_can_read_are_refused_in_a_line(attribute):
     model = mlp()
     setattr(model[0].weight, attribute, None)
     for trace in (xray, functools.partial(forecast_memory, precision="fp16")):
-        with pytest.raises(TraceError, match="^0.weight is quantised.*before it is quantised$"):
+        with pytest.raises(TraceError, match=r"^0.weight is quantised.*before it is quantised$"):
             trace(model, torch.ones(4, 8))
 
 
@@ -368,7 +366,5 @@ def test_a_wrapper_that_cannot_be_copied_is_refused_in_a_line():
     model = mlp()
     weight = Broken(torch.ones(16, 8, dtype=torch.int8), torch.ones(16, 1), FP32)
     model[0].weight = nn.Parameter(weight, requires_grad=False)
-    with pytest.raises(
-        TraceError, match=r"^0.weight is a Broken without a fake copy \(no copies\)"
-    ):
+    with pytest.raises(TraceError, match=r"^0.weight is a Broken without .* \(no copies\)"):
         xray(model, torch.ones(4, 8))

@@ -174,16 +174,12 @@ def how_to_do_without(error: Exception) -> str | None:
 
 def part_to_trace(model: nn.Module, error: Exception) -> str:
     """What to trace in place of a model that fakes cannot run, such as a detector's backbone."""
-    running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    names = [
-        name
-        for name, module in model.named_modules()
-        if name.rpartition(".")[2] in _BEFORE_VALUES
-        and not any(module is failed for failed in running)
-    ]
-    if not names:
-        return "the parts before it one by one"
-    return f"model.{min(names, key=lambda name: name.count('.'))} by itself"
+    frames = traceback.walk_tb(error.__traceback__)
+    failed = {id(frame.f_locals.get("self")) for frame, _ in frames}
+    modules = {name: module for name, module in model.named_modules() if id(module) not in failed}
+    names = [name for name in modules if name.rpartition(".")[2] in _BEFORE_VALUES]
+    shortest = min(names, key=lambda name: name.count("."), default=None)
+    return f"model.{shortest} by itself" if shortest else "the parts before it one by one"
 
 
 def require_unwrapped(model: nn.Module) -> None:
@@ -222,8 +218,7 @@ def on_fake_device(
     Compute with its tensors inside alone: after it, torch looks for the device again.
 
     Raises `DeviceError` for an unknown device type, and `TraceError` for a model that has no fake
-    copy: one with lazy, sparse or sharded tensors, with quantised ones that are not made of plain
-    tensors, or one of TorchScript.
+    copy: one with lazy, sparse or sharded tensors, some quantised ones, or one of TorchScript.
     """
     device = torch.device(checked_backend(device_type))
     for name, module in model.named_modules():
@@ -292,9 +287,8 @@ class _Copies:
         parts, context = tensor.__tensor_flatten__()
         copies = {part: self.of(getattr(tensor, part), name) for part in parts}
         made = type(tensor).__tensor_unflatten__(copies, context, tensor.size(), tensor.stride())
-        return (
-            nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-        )
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(made, tensor.requires_grad) if is_parameter else made
 
 
 def _without_fake_copy(tensor: torch.Tensor) -> str | None:
@@ -306,10 +300,8 @@ def _without_fake_copy(tensor: torch.Tensor) -> str | None:
     # What bitsandbytes' weights carry beside their bytes, which only its kernels can read.
     if tensor.is_quantized or hasattr(tensor, "quant_state") or hasattr(tensor, "SCB"):
         return f"is quantised, for kernels that take real tensors alone: {_UNQUANTISED}"
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else "sparse"
-        return f"is {kind}: only dense tensors have a fake copy"
-    return None
+    plain = tensor.layout is torch.strided and not tensor.is_nested
+    return None if plain else "is sparse or nested: only dense tensors have a fake copy"
 
 
 def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any) -> Any:

@@ -124,6 +124,8 @@ class MemoryTable(Printed):
             [label, *(_in_unit(getattr(f, attribute), unit) for f in self.forecasts)]
             for label, attribute in _ROWS.items()
         ]
+        gradients = f"the gradients, {_in_unit(first.gradients, unit)} {name}"
+        ddp = f"DDP adds buckets as large as {gradients}; none with gradient_as_bucket_view=True."
         foot = [peaks, ["reached in", *(f.peak_phase for f in self.forecasts)]]
         if self.memory_bytes is not None:
             largest = [_count(self.largest.get(f.precision)) for f in self.forecasts]
@@ -137,7 +139,7 @@ class MemoryTable(Printed):
                 *([f"Too low: {self.loss_left_out}."] if self.loss_left_out else []),
                 *self._fits(),
                 "The parts are not all there at one time, so they do not add up to the peak.",
-                *_under_ddp(first.gradients, unit, name),
+                *([ddp] if first.gradients else []),
                 "Not counted: what the driver and its libraries take for themselves.",
                 *first.caveats,
             ],
@@ -169,14 +171,6 @@ class MemoryTable(Printed):
             shapes = ", ".join(map(str, self.held))
             said.append(f"Held as they are for every batch: inputs of shape {shapes}.")
         return said
-
-
-def _under_ddp(gradients: int, unit: int, name: str) -> list[str]:
-    """What `DistributedDataParallel` would add: buckets in which it sums the gradients."""
-    if not gradients:
-        return []
-    added = f"its buckets add {_in_unit(gradients, unit)} {name}, as much as the gradients"
-    return [f"Under DDP {added}; with gradient_as_bucket_view=True they add nothing."]
 
 
 def _count(batch: int | None) -> str:

@@ -7,10 +7,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import (
-    is_traceable_wrapper_subclass,
-    is_traceable_wrapper_subclass_type,
-)
+from torch.utils import _python_dispatch as python_dispatch
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
@@ -48,7 +45,7 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that one is made of, such as a quantised weight; any other one as it is."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not python_dispatch.is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
     return [part for name in names for part in parts_of(getattr(tensor, name))]
@@ -56,11 +53,8 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 @functools.cache
 def takes_wrappers(types: tuple[type, ...]) -> bool:
-    """Whether an op got a tensor that is made of tensors, and will run other ops on those.
-
-    A mode that is after the ops themselves leaves such a one alone, and gets to see the others.
-    """
-    return any(map(is_traceable_wrapper_subclass_type, types))
+    """Whether an op gets a tensor made of tensors: it runs others on those, which a mode sees."""
+    return any(map(python_dispatch.is_traceable_wrapper_subclass_type, types))
 
 
 def computes_nothing(func: OpOverload) -> bool:

@@ -234,15 +234,12 @@ def _one_line_errors(model: nn.Module, shapes: tuple) -> Iterator[None]:
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
         given = f"input of shape {', '.join(map(str, shapes))}" if shapes else "no tensor as input"
         reason = f" with {given}: {first_line(error)}"
-        if isinstance(error, NEEDS_VALUES):
+        cannot = isinstance(error, fake_tensor.UnsupportedOperatorException)
+        if cannot or isinstance(error, NEEDS_VALUES):
+            why = f"the result of {error.func} depends on values, which a forecast does not have"
+            why = f"torch cannot run {error.func} without values" if cannot else why
             remedy = how_to_do_without(error) or f"forecast {part_to_trace(model, error)}"
-            reason = (
-                f": the result of {error.func} depends on values, which a forecast does not have"
-            )
-            reason = f"{reason}: {remedy}"
-        elif isinstance(error, fake_tensor.UnsupportedOperatorException):
-            cannot = f"torch cannot run {error.func} without values"
-            reason = f": {cannot}; forecast {part_to_trace(model, error)}"
+            reason = f": {why}: {remedy}"
         raise TraceError(f"{type(model).__name__}{reason}") from error
 
 

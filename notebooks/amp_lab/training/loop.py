@@ -9,16 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from amp_lab.distributed.ranks import ALONE, Ranks
 from amp_lab.precision import Precision, require_backend
+from amp_lab.training.model_outputs import Batch, accuracy, cross_entropy, own_loss, split
 
 _bar = functools.partial(tqdm, unit="batch", leave=False, disable=None)  # None: but on a terminal
-Batches = Iterable[tuple[Tensor, Tensor]]
-"""Inputs (N, …) and targets (N, …) of one pass over the data, batch by batch, on the CPU."""
+Batches = Iterable[Any]
+"""One pass over the data, batch by batch, on the CPU, each in a form that `Batch` has."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class EpochMetrics:
 
     epoch: int  # counted from 1
     train_loss: float  # mean over the samples, each at the time it was trained on
-    train_accuracy: float  # share of the samples classified right, from 0 to 1, likewise
+    train_accuracy: float  # the metric, likewise: by default the share that is right, from 0 to 1
     test_loss: float  # mean over the test samples after the epoch; NaN without a test set
     test_accuracy: float
     lr: float  # of the last step, and of the first parameter group
@@ -42,8 +43,8 @@ class Progress:
 
     batch: int = 0  # batches done of the current epoch
     samples: int = 0  # in those batches
-    # Sums over those samples of the loss, and of whether each was classified right. They are on the
-    # device, so that nothing waits for it.
+    # Sums over those samples of the loss, and of the metric, such as whether each was right. They
+    # are on the device, so that nothing waits for it.
     loss_sum: Tensor = field(default_factory=lambda: torch.zeros(()))
     correct: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
     lr: float = math.nan  # of the last step
@@ -60,12 +61,6 @@ class Progress:
         return cls(**state | {"epochs": [EpochMetrics(**epoch) for epoch in state["epochs"]]})
 
 
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy of logits (N, C) and classes (N), computed in fp32."""
-    # Under autocast, logits arrive in fp16 or bf16, in which some backends would go on.
-    return F.cross_entropy(outputs.float(), targets)
-
-
 @dataclass
 class Loop:
     """The settings of `fit` and `evaluate`, and the steps that both are made of.
@@ -78,7 +73,10 @@ class Loop:
     precision: Precision
     device: torch.device
     optimizer: torch.optim.Optimizer | None = None  # None for an evaluation alone
-    loss_fn: Callable[[Tensor, Tensor], Tensor] = cross_entropy  # mean, given outputs and targets
+    # The mean, given outputs and targets; None: what the model returns as loss, or `cross_entropy`.
+    loss_fn: Callable[[Any, Any], Tensor] | None = None
+    # Likewise, a number for each sample or their mean; None for none.
+    metric: Callable[[Any, Any], Tensor | float] | None = accuracy
     scaler: torch.amp.GradScaler | None = None  # None: that of the precision
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None  # steps with the optimizer
     # Batches for a step (fewer at the end of an epoch), weighted by their sizes, which is what one
@@ -128,20 +126,21 @@ class Loop:
         progress.epochs.append(metrics)
         progress.batch = progress.samples = 0
         progress.loss_sum.zero_()
-        progress.correct.zero_()
+        progress.correct = torch.zeros_like(progress.correct, dtype=torch.int64)
         return metrics
 
-    def _step(self, group: list[tuple[Tensor, Tensor]]) -> None:
+    def _step(self, group: list[Any]) -> None:
         """One step of the optimizer on the gradients of the batches in `group`."""
         progress, optimizer, scaler = self.progress, self.optimizer, self._scaler
         assert optimizer is not None, "an optimizer is needed to train"
-        samples = sum(len(targets) for _, targets in group)
-        for number, (inputs, targets) in enumerate(group, 1):
+        batches = [split(batch, self.model) for batch in group]
+        samples = sum(batch.samples for batch in batches)
+        for number, batch in enumerate(batches, 1):
             with self.ranks.gradient_sync(self.model, wanted=number == len(group)):
-                loss, correct = self._forward(inputs, targets)
-                scaler.scale(loss * (len(targets) / samples)).backward()
-            progress.loss_sum += loss.detach() * len(targets)
-            progress.correct += correct
+                loss, score = self._forward(batch)
+                scaler.scale(loss * (batch.samples / samples)).backward()
+            progress.loss_sum += loss.detach() * batch.samples
+            progress.correct = progress.correct + score
         if self.clip_norm is not None:
             scaler.unscale_(optimizer)  # or the norm would be that of the scaled gradients
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
@@ -155,7 +154,7 @@ class Loop:
         progress.samples += samples
 
     def evaluate(self, batches: Batches) -> tuple[float, float]:
-        """Mean loss and accuracy (0 to 1) over `batches`: see the function `evaluate`."""
+        """Mean loss and metric over `batches`: see the function `evaluate`."""
         model, ranks, was_training = self.model, self.ranks, self.model.training
         loss_sum = torch.zeros((), device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
@@ -163,25 +162,38 @@ class Loop:
         ranks.share_buffers(model)  # or each would normalise by its own statistics
         model.eval()
         with self.precision.float32_mode(self.device.type), ranks.no_gradients():
-            for inputs, targets in _bar(batches, "evaluation"):
-                loss, right = self._forward(inputs, targets)
-                loss_sum += loss * len(targets)
-                correct += right
-                samples += len(targets)
+            for given in _bar(batches, "evaluation"):
+                batch = split(given, model)
+                loss, score = self._forward(batch)
+                loss_sum += loss * batch.samples
+                correct = correct + score
+                samples += batch.samples
         model.train(was_training)
         samples = ranks.total(torch.tensor(samples)).item()
         return ranks.total(loss_sum).item() / samples, ranks.total(correct).item() / samples
 
-    def _forward(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean loss, and number classified right, of a batch (N, …) from the CPU."""
-        memory_format = torch.channels_last if self.channels_last else torch.preserve_format
-        # The host goes on at once, and has the next batch ready by the time the device wants it.
-        inputs = inputs.to(self.device, non_blocking=True, memory_format=memory_format)
-        targets = targets.to(self.device, non_blocking=True)
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Mean loss of a batch from the CPU, and its metric, summed over the samples."""
+        args, kwargs, targets = tree_map_only(Tensor, self._to_device, batch[:3])
         with self.ranks.autocast(self.precision, self.device.type):
-            outputs = self.model(inputs)  # (N, C)
-            loss = self.loss_fn(outputs, targets)
-        return loss, (outputs.argmax(1) == targets).sum()
+            outputs = self.model(*args, **kwargs)  # (N, C) for one class of each sample
+            loss = own_loss(outputs) if self.loss_fn is None else None
+            if loss is None:
+                loss = (self.loss_fn or cross_entropy)(outputs, targets)
+        return loss, self._score(outputs, targets, batch.samples)
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        is_image = self.channels_last and tensor.dim() == 4
+        memory_format = torch.channels_last if is_image else torch.preserve_format
+        # The host goes on at once, and has the next batch ready by the time the device wants it.
+        return tensor.to(self.device, non_blocking=True, memory_format=memory_format)
+
+    @torch.no_grad()
+    def _score(self, outputs: Any, targets: Any, samples: int) -> Tensor:
+        """The sum of the metric over the samples; NaN if there is none."""
+        score = torch.as_tensor(math.nan if self.metric is None else self.metric(outputs, targets))
+        # Of each sample, such as whether it was right, which a sum counts without rounding.
+        return score.sum() if score.dim() == 1 else score.float().mean() * samples
 
 
 def fit(
@@ -195,12 +207,13 @@ def fit(
     """Train `model`, which is on its device already; return the metrics of all finished epochs.
 
     `train_batches(epoch, batch)` gives the batches of an epoch (from 0) from a batch number on, and
-    `test_batches()` those to evaluate on after each. The settings are the fields of a `Loop`:
-    `precision`, `device` and `optimizer`, and those of the others that are wanted.
+    `test_batches()` those to evaluate on after each, in the forms of a `Batch`. The settings are
+    the fields of a `Loop`: `precision`, `device` and `optimizer`, and others that are wanted.
 
     It ends when `epochs` epochs are done, or `after_step(progress)` returns true. To go on from
     there bitwise equal, save `progress` and the states of model, optimizer, scaler, scheduler and
-    random generators. Raises `DeviceError` if there is no such device.
+    random generators. Raises `DeviceError` if there is no such device, `OptionError` for a batch
+    that it does not take.
     """
     loop = Loop(model, **settings)
     progress = loop.progress
@@ -219,7 +232,7 @@ def fit(
 
 
 def evaluate(model: nn.Module, batches: Batches, **settings: Any) -> tuple[float, float]:
-    """Mean loss and accuracy (0 to 1) of `model` over `batches`, in evaluation mode.
+    """Mean loss and metric, by default the accuracy (0 to 1), over `batches`, in evaluation mode.
 
     The settings are the fields of a `Loop`: `precision`, `device`, and those of the others that are
     wanted. Ranks may have batches of other sizes, but as many. Raises `DeviceError` as `fit` does.
