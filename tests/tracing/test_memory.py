@@ -329,7 +329,7 @@ class Reentrant(nn.Linear):
         (Reentrant(4, 4), {}, "^activation checkpointing with use_reentrant=True"),
         (nn.Linear(4, 4), {"loss_fn": lambda y: y.detach().sum()}, "^no gradient leads from what"),
         (nn.Linear(4, 4), {"loss_fn": lambda y: y}, r"^loss_fn must return one number, not \(2,"),
-        (torch.relu, {}, "^the model must be an nn.Module, not builtin_function_or_method"),
+        (torch.relu, {}, "^a builtin_function_or_method is no model: give an nn.Module"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(model, options, says):

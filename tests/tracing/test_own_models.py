@@ -239,6 +239,11 @@ def test_a_detector_is_refused_with_the_part_that_can_be_traced(training):
             trace(model, *inputs)
         assert "depends on values" in str(told.value)
         assert "\n" not in str(told.value)
+    if training:  # without boxes it does not get so far
+        with pytest.raises(TraceError, match="X-ray model.backbone by itself"):
+            xray(model, *inputs[:1])
+        with pytest.raises(TraceError, match="forecast model.backbone by itself"):
+            forecast_memory(model, *inputs[:1], precision="fp16")
     assert xray(model.backbone, torch.rand(1, 3, 64, 64)).rows
     assert forecast_memory(model.backbone, torch.rand(1, 3, 64, 64), precision="fp16").peak
 

@@ -252,9 +252,8 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         origins = []
         if call.name not in ("copy_", "fill_"):  # which keep nothing of what they write into
             origins = [self._noted(tensor) for tensor in bad if among(tensor, call.args)]
-        written = bad + call.statistics_written
         for tensor in tensors_in((call.args, call.kwargs)):
-            if not among(tensor, written) and not is_finite(tensor):
+            if not among(tensor, bad + call.statistics_written) and not is_finite(tensor):
                 origins.append(self._origin_of(tensor))
         known = [origin for origin in origins if origin is not None]
         return min(known, key=lambda origin: (origin.placed, origin.number), default=None)

@@ -1,7 +1,6 @@
 """What an X-ray advises to look at: softmax and norms in a low dtype, casts, small layers, …
 
 A rule is a function that returns lines: to add one, write it and add it to `RULES`, at the end.
-The first rule is the verdict: what autocast brings at all.
 """
 
 import math
@@ -137,20 +136,14 @@ def _sizes_of_no_whole_tile(seen: Tracer) -> list[str]:
         return []
     work = sum(row.flops for row in seen.rows)
     rows = [row for row in seen.rows if row.flops > _TINY * work and _is_low(row)]
-    found = [
-        (sum(row.flops for row in alike), f"{subject}: {problems}")
-        for subject, alike, problems in _grouped(rows, _odd_sizes)
-        if problems
-    ]
-    if not found:
+    rows = sorted(filter(_odd_sizes, rows), key=lambda row: -row.flops)
+    if not rows:
         return []
-    share = percent(sum(flops for flops, _ in found), work)
-    told = [text for _, text in sorted(found, key=lambda pair: -pair[0])]
+    told = [f"{subject}: {sizes}" for subject, _, sizes in _grouped(rows, _odd_sizes)]
     more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
-    return [
-        f"Matrix units take multiples of 8, but not so the sizes of {share} % of the work: "
-        f"{'; '.join(told[:3])}{more}."
-    ]
+    share = percent(sum(row.flops for row in rows), work)
+    why = f"Matrix units take multiples of 8, but not so the sizes of {share} % of the work"
+    return [f"{why}: {'; '.join(told[:3])}{more}."]
 
 
 def _parameters_cast_anew(seen: Tracer) -> list[str]:

@@ -182,8 +182,17 @@ def part_to_trace(model: nn.Module, error: Exception) -> str:
     return f"model.{shortest} by itself" if shortest else "the parts before it one by one"
 
 
-def require_unwrapped(model: nn.Module) -> None:
-    """Raise `TraceError` if a model is inside of one that trains it on several devices."""
+def tip_for_detectors(model: nn.Module, verb: str) -> str:
+    """What to do about any error of torchvision's detectors, which want boxes, and choose some."""
+    is_detector = "torchvision.models.detection" in type(model).__module__
+    return f"; {verb} model.backbone by itself" if is_detector else ""
+
+
+def require_model(model: object) -> None:
+    """Raise `TraceError` for no model, or one inside of what trains it on several devices."""
+    if not isinstance(model, nn.Module):
+        kind = model.__name__ if isinstance(model, type) else f"a {type(model).__name__}"
+        raise TraceError(f"{kind} is no model: give an nn.Module, the model itself")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         # Its hooks and copies for each device would be traced, and their names are not the model's.
         raise TraceError(f"{type(model).__name__} wraps the model: give its .module")

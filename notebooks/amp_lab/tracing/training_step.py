@@ -29,7 +29,8 @@ from amp_lab.tracing.fake_device import (
     how_to_do_without,
     on_fake_device,
     part_to_trace,
-    require_unwrapped,
+    require_model,
+    tip_for_detectors,
 )
 from amp_lab.tracing.memory_result import MemoryForecast
 from amp_lab.tracing.ops_seen import tensors_in
@@ -60,9 +61,7 @@ class TrainingStep:
         optimizer: str,
         loss_fn: LossFunction | None,
     ):
-        if not isinstance(model, nn.Module):
-            raise TraceError(f"the model must be an nn.Module, not {type(model).__name__}")
-        require_unwrapped(model)
+        require_model(model)
         if precision not in list(Precision):
             raise TraceError(f"precision {precision!r}: give one of {', '.join(Precision)}")
         checked_backend(device_type)
@@ -233,7 +232,8 @@ def _one_line_errors(model: nn.Module, shapes: tuple) -> Iterator[None]:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
         given = f"input of shape {', '.join(map(str, shapes))}" if shapes else "no tensor as input"
-        reason = f" with {given}: {first_line(error)}"
+        tip = tip_for_detectors(model, "forecast")
+        reason = f" with {given}: {first_line(error)}{tip}"
         cannot = isinstance(error, fake_tensor.UnsupportedOperatorException)
         if cannot or isinstance(error, NEEDS_VALUES):
             why = f"the result of {error.func} depends on values, which a forecast does not have"

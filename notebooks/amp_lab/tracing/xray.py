@@ -22,7 +22,8 @@ from amp_lab.tracing.fake_device import (
     dtype_for,
     fake_mode,
     on_fake_device,
-    require_unwrapped,
+    require_model,
+    tip_for_detectors,
 )
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.records import place_of
@@ -57,7 +58,9 @@ def xray(
     checked_backend(device_type)
     if real:
         require_backend(device_type)
-    _check_model(model, real)
+    require_model(model)
+    for name, tensor in model.named_parameters():
+        _check_values(tensor, f"parameter {name!r}", real)
     dtype = dtype_for(model, device_type) if dtype is None else dtype
     off = dtype is torch.float32
     low = checked_dtype(device_type, None if off else dtype)
@@ -144,16 +147,8 @@ class _Run:
         low = {p.dtype for p in self.model.parameters()} & set(LOWER_DTYPES)
         wide = any(tensor.dtype is torch.float32 for tensor in tensors)
         tip = f"; its weights are {dtype_name(low.pop())}: give such inputs" if low and wide else ""
+        tip += tip_for_detectors(self.model, "X-ray")
         return f"{name} fails on input {given}{where}: {with_type(error)}{tip}"
-
-
-def _check_model(model: object, real: bool) -> None:
-    if not isinstance(model, nn.Module):
-        kind = model.__name__ if isinstance(model, type) else f"a {type(model).__name__}"
-        raise TraceError(f"{kind} is no model: give an nn.Module, the model itself")
-    require_unwrapped(model)
-    for name, tensor in model.named_parameters():
-        _check_values(tensor, f"parameter {name!r}", real)
 
 
 def _check_inputs(inputs: tuple, kwargs: dict[str, Any], real: bool) -> None:

@@ -79,7 +79,8 @@ def own_loss(outputs: Any) -> Tensor | None:
     if named is not None:
         return named
     numbers = [part for part in parts if isinstance(part, Tensor) and not part.dim()]
-    return torch.stack(numbers).sum() if len(numbers) == (len(parts) if is_dict else 1) else None
+    wanted = len(parts) if is_dict else 1
+    return torch.stack(numbers).sum() if len(numbers) == wanted > 0 else None
 
 
 def _logits(outputs: Any, targets: Any) -> tuple[Tensor | None, int | None]:
