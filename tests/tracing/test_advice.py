@@ -113,8 +113,8 @@ def test_the_verdict_comes_first_and_says_what_is_saved():
     saved = 4 * 4096 * 64 * 2 - 4096 * 64 * 2 - 2 * (64 * 64 + 64) * 2
     share = 100 * saved / (4 * 4096 * 64 * 4)
     assert f"writes {share:.3g} % less than in fp32" in many.advice[0]
-    assert "fp16 saves no memory here: its casts write 16.4 KiB" in few.advice[0]
-    assert "only 0.5 KiB less" in few.advice[0]
+    assert "fp16 saves nothing in this forward pass: casts write 16.4 KiB" in few.advice[0]
+    assert "only 0.5 KiB less than in fp32" in few.advice[0]
 
 
 def test_there_is_no_verdict_on_what_failed():

@@ -46,8 +46,8 @@ def tokens(count=3):
     return [{"input_ids": batch, "labels": (batch + 1) % 7} for batch in ids]
 
 
-def train(model, batches, epochs=1, **options):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+def train(model, batches, epochs=1, lr=0.5, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     settings = PLAIN | options
     return fit(model, lambda *_: batches, epochs=epochs, optimizer=optimizer, **settings)
 
@@ -150,7 +150,7 @@ def test_segmentation_counts_pixels():
 def test_a_regression_has_a_loss_and_no_accuracy(shape):
     model = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0) if len(shape) == 1 else nn.Identity())
     batches = [(torch.ones(6, 3), torch.ones(shape))]
-    first, *_, last = train(model, batches, epochs=9, loss_fn=F.mse_loss)
+    first, *_, last = train(model, batches, epochs=9, loss_fn=F.mse_loss, lr=0.1)
     assert last.train_loss < first.train_loss
     assert math.isnan(last.train_accuracy)
 

@@ -58,12 +58,14 @@ def _verdict(seen: Tracer) -> list[str]:
         if dtype in LOWER_DTYPES
     )
     added = sum(cast.nbytes for cast in seen.casts)
-    share = percent(abs(saved - added), saved + sum(row.nbytes for row in seen.rows))
+    weights = sum(cast.nbytes for cast in seen.casts if cast.is_of_parameter)
     if saved > added:
+        share = percent(saved - added, saved + sum(row.nbytes for row in seen.rows))
         said += f"; the forward pass writes {share} % less than in fp32, the casts included"
     elif added:
-        amounts = f"its casts write {bytes_text(added)}, its results only {bytes_text(saved)} less"
-        said += f"; {low} saves no memory here: {amounts}, {share} % more than fp32 writes in all"
+        casts = f"{bytes_text(added)} ({bytes_text(weights)} for weights, with any batch)"
+        less = f"and results take only {bytes_text(saved)} less than in fp32"
+        said += f"; in bytes {low} saves nothing in this forward pass: casts write {casts}, {less}"
     return [f"{said}."]
 
 

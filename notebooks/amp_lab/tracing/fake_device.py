@@ -182,10 +182,13 @@ def part_to_trace(model: nn.Module, error: Exception) -> str:
     return f"model.{shortest} by itself" if shortest else "the parts before it one by one"
 
 
-def tip_for_detectors(model: nn.Module, verb: str) -> str:
-    """What to do about any error of torchvision's detectors, which want boxes, and choose some."""
-    is_detector = "torchvision.models.detection" in type(model).__module__
-    return f"; {verb} model.backbone by itself" if is_detector else ""
+def tip_for(model: nn.Module, verb: str) -> str:
+    """What to do about any error of torchvision's detectors, and of quantised weights' own code."""
+    if "torchvision.models.detection" in type(model).__module__:
+        return f"; {verb} model.backbone by itself"
+    return (
+        f"; {_UNQUANTISED}" if any(map(is_traceable_wrapper_subclass, model.parameters())) else ""
+    )
 
 
 def require_model(model: object) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils import _python_dispatch as python_dispatch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
@@ -43,18 +43,17 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return None if values is tensor else storage_key(values)
 
 
-def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that one is made of, such as a quantised weight; any other one as it is."""
-    if not python_dispatch.is_traceable_wrapper_subclass(tensor):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in parts_of(getattr(tensor, name))]
-
-
 @functools.cache
 def takes_wrappers(types: tuple[type, ...]) -> bool:
     """Whether an op gets a tensor made of tensors: it runs others on those, which a mode sees."""
-    return any(map(python_dispatch.is_traceable_wrapper_subclass_type, types))
+    return any(map(is_traceable_wrapper_subclass_type, types))
+
+
+@functools.cache
+def is_composite(func: OpOverload) -> bool:
+    """Whether an op is made of others, as it arrives inside of a wrapper's own code."""
+    name, key = func.name(), "CompositeImplicitAutograd"
+    return func.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
 def computes_nothing(func: OpOverload) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, get_plain_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_lab.tracing.ops_seen import parts_of, storage_key, takes_wrappers, tensors_in
+from amp_lab.tracing.ops_seen import storage_key, takes_wrappers, tensors_in
 
 KINDS = (
     *("weights", "buffers", "inputs", "gradients", "optimizer"),
@@ -97,17 +97,23 @@ class StorageLedger(TorchDispatchMode):
             self._watches[number] = weakref.ref(storage, end)
         return self._numbers[key]
 
+    def _numbers_of(self, tensor: torch.Tensor) -> list[int]:
+        """The numbers of its storages: a wrapper, such as a quantised weight, may have several."""
+        parts = [
+            part for part in get_plain_tensors(tensor, out=[]) if isinstance(part, torch.Tensor)
+        ]
+        numbers = [self._number(part) for part in parts]
+        return [number for number in numbers if number is not None]
+
     def own(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
         """Say to which kind the storages of these tensors belong, unless it was said before."""
-        for part in [part for tensor in tensors for part in parts_of(tensor)]:
-            number = self._number(part)
-            if number is not None:
+        for tensor in tensors:
+            for number in self._numbers_of(tensor):
                 self._kinds.setdefault(number, kind)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """The hook for what autograd saves."""
-        numbers = map(self._number, parts_of(tensor))
-        self._kept.update(number for number in numbers if number is not None)
+        self._kept.update(self._numbers_of(tensor))
         # Detached, or a node that saves its own output would hold itself and never be freed.
         return tensor if tensor.grad_fn is None else tensor.detach()
 

@@ -38,6 +38,7 @@ from amp_lab.tracing.ops_seen import (
     LOWER_DTYPES,
     computes_nothing,
     flops,
+    is_composite,
     storage_key,
     takes_wrappers,
     tensors_in,
@@ -364,6 +365,9 @@ class _Ops(TorchDispatchMode):
         if takes_wrappers(types):
             return NotImplemented
         kwargs = kwargs or {}
+        if is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         try:
             out = func(*args, **kwargs)
         except Exception:

@@ -30,7 +30,7 @@ from amp_lab.tracing.fake_device import (
     on_fake_device,
     part_to_trace,
     require_model,
-    tip_for_detectors,
+    tip_for,
 )
 from amp_lab.tracing.memory_result import MemoryForecast
 from amp_lab.tracing.ops_seen import tensors_in
@@ -232,7 +232,7 @@ def _one_line_errors(model: nn.Module, shapes: tuple) -> Iterator[None]:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
         given = f"input of shape {', '.join(map(str, shapes))}" if shapes else "no tensor as input"
-        tip = tip_for_detectors(model, "forecast")
+        tip = tip_for(model, "forecast")
         reason = f" with {given}: {first_line(error)}{tip}"
         cannot = isinstance(error, fake_tensor.UnsupportedOperatorException)
         if cannot or isinstance(error, NEEDS_VALUES):

@@ -23,7 +23,7 @@ from amp_lab.tracing.fake_device import (
     fake_mode,
     on_fake_device,
     require_model,
-    tip_for_detectors,
+    tip_for,
 )
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.records import place_of
@@ -147,7 +147,7 @@ class _Run:
         low = {p.dtype for p in self.model.parameters()} & set(LOWER_DTYPES)
         wide = any(tensor.dtype is torch.float32 for tensor in tensors)
         tip = f"; its weights are {dtype_name(low.pop())}: give such inputs" if low and wide else ""
-        tip += tip_for_detectors(self.model, "X-ray")
+        tip += tip_for(self.model, "X-ray")
         return f"{name} fails on input {given}{where}: {with_type(error)}{tip}"
 
 

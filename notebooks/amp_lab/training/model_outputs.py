@@ -84,10 +84,7 @@ def own_loss(outputs: Any) -> Tensor | None:
 
 
 def _logits(outputs: Any, targets: Any) -> tuple[Tensor | None, int | None]:
-    """The first tensor of the outputs that is no single number, and the dimension of its classes.
-
-    That is 1, or the last of (N, T, C); None if the targets are no classes.
-    """
+    """The first tensor of the outputs with a size, and the dimension of its classes, if any."""
     logits = next((x for x in _parts(outputs) if isinstance(x, Tensor) and x.dim()), None)
     if logits is None or not isinstance(targets, Tensor) or targets.is_floating_point():
         return logits, None
