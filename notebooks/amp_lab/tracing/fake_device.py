@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -11,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
 from amp_lab.backends import BACKENDS, backend
 from amp_lab.errors import DeviceError, TraceError, first_line
@@ -172,6 +174,19 @@ def how_to_do_without(error: Exception) -> str | None:
     return None
 
 
+@functools.cache
+def takes_wrappers(types: tuple[type, ...]) -> bool:
+    """Whether an op gets a tensor made of tensors: it runs others on those, which a mode sees."""
+    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
+
+
+@functools.cache
+def is_composite(func: OpOverload) -> bool:
+    """Whether an op is made of others, as it arrives inside of a wrapper's own code."""
+    name, key = func.name(), "CompositeImplicitAutograd"
+    return func.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
 def part_to_trace(model: nn.Module, error: Exception) -> str:
     """What to trace in place of a model that fakes cannot run, such as a detector's backbone."""
     frames = traceback.walk_tb(error.__traceback__)
@@ -186,9 +201,7 @@ def tip_for(model: nn.Module, verb: str) -> str:
     """What to do about any error of torchvision's detectors, and of quantised weights' own code."""
     if "torchvision.models.detection" in type(model).__module__:
         return f"; {verb} model.backbone by itself"
-    return (
-        f"; {_UNQUANTISED}" if any(map(is_traceable_wrapper_subclass, model.parameters())) else ""
-    )
+    return f"; {_UNQUANTISED}" if any(map(is_wrapper, model.parameters())) else ""
 
 
 def require_model(model: object) -> None:
@@ -276,7 +289,7 @@ class _Copies:
         why_not = _without_fake_copy(tensor)
         if why_not is not None:
             raise TraceError(f"{name} {why_not}")
-        if is_traceable_wrapper_subclass(tensor):
+        if is_wrapper(tensor):
             try:
                 return self._wrapper(tensor, name)
             except Exception as error:  # whatever the code of the subclass raises

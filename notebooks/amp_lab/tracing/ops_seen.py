@@ -1,13 +1,11 @@
 """What every tracer asks of an op: whose memory it is, whether it is a view, and its FLOPs."""
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
@@ -41,19 +39,6 @@ def storage_key(tensor: torch.Tensor) -> int | None:
     except (NotImplementedError, RuntimeError):
         values = stored_values(tensor)
         return None if values is tensor else storage_key(values)
-
-
-@functools.cache
-def takes_wrappers(types: tuple[type, ...]) -> bool:
-    """Whether an op gets a tensor made of tensors: it runs others on those, which a mode sees."""
-    return any(map(is_traceable_wrapper_subclass_type, types))
-
-
-@functools.cache
-def is_composite(func: OpOverload) -> bool:
-    """Whether an op is made of others, as it arrives inside of a wrapper's own code."""
-    name, key = func.name(), "CompositeImplicitAutograd"
-    return func.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
 def computes_nothing(func: OpOverload) -> bool:

@@ -11,7 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, get_plain_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_lab.tracing.ops_seen import storage_key, takes_wrappers, tensors_in
+from amp_lab.tracing.fake_device import takes_wrappers
+from amp_lab.tracing.ops_seen import storage_key, tensors_in
 
 KINDS = (
     *("weights", "buffers", "inputs", "gradients", "optimizer"),

@@ -32,17 +32,11 @@ from amp_lab.tracing.fake_device import (
     autocast_of_the_model,
     autocast_on,
     how_to_do_without,
-    part_to_trace,
-)
-from amp_lab.tracing.ops_seen import (
-    LOWER_DTYPES,
-    computes_nothing,
-    flops,
     is_composite,
-    storage_key,
+    part_to_trace,
     takes_wrappers,
-    tensors_in,
 )
+from amp_lab.tracing.ops_seen import LOWER_DTYPES, computes_nothing, flops, storage_key, tensors_in
 from amp_lab.tracing.records import LOSS, Cast, OpRecord, place_of, widest
 from amp_lab.tracing.recurrent import RNN_LAYERS
 

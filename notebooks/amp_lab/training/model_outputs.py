@@ -29,10 +29,7 @@ class Batch(NamedTuple):
 
 
 def split(batch: Any, model: nn.Module) -> Batch:
-    """A batch, taken apart; targets in a dict are for the model too if it takes such an argument.
-
-    Raises `OptionError` for one in which nothing has a size.
-    """
+    """A batch, taken apart; targets in a dict go to the model too if it takes such an argument."""
     if isinstance(batch, Mapping):
         name = next((name for name in _TARGETS if name in batch), "")
         passed = {key: value for key, value in batch.items() if key != name or _takes(model, name)}
@@ -97,10 +94,7 @@ def _logits(outputs: Any, targets: Any) -> tuple[Tensor | None, int | None]:
 
 
 def cross_entropy(outputs: Any, targets: Any) -> Tensor:
-    """Cross-entropy of logits (N, C, …) or (N, T, C) and classes (N, …), computed in fp32.
-
-    Raises `OptionError` if there are no logits or no targets.
-    """
+    """Cross-entropy of logits (N, C, …) or (N, T, C) and classes (N, …), computed in fp32."""
     logits, dim = _logits(outputs, targets)
     if logits is None or not isinstance(targets, Tensor):
         raise OptionError("no loss is returned, and it takes logits and targets: give loss_fn")
