@@ -701,13 +701,17 @@ for size in step_sizes:
     times = compare(steps, device=device, precision=0.05, budget_s=8)
     for label, name in zip(labels, (amp, "islands"), strict=True):
         speedups[label].append(times.ratio(Precision.FP32, name))
-    print(f"{size:3d} pixels: {labels[1]} {times.ratio(Precision.FP32, 'islands')}")
+        print(f"{size:3d} pixels: {label} {speedups[label][-1]}")
     assert is_possible(times)
     assert agree(times.ratio(*both), step_times[size].ratio(*both))
 _ = plots.speedup_over_size(step_sizes, speedups)
 
 # %% [markdown]
-# The speed-up of a step over FP32 against the size of the images, with its intervals; the dashed
+# Hold the lines without islands against the first table. An interval says how sure a figure is for
+# the seconds in which it was measured. On a host that shares its memory with others the figure itself
+# may be another one a few minutes later, so compare only what took turns with each other.
+#
+# The picture has the speed-up of a step over FP32 against the size of the images; the dashed
 # line has the islands. Where an interval lies above 1, autocast pays, and where the intervals of
 # both lines lie apart, the islands make a difference. On a device where nothing lost, both lines are
 # the same, up to noise. Points in grey were measured while the machine was too busy.
