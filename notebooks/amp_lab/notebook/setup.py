@@ -64,8 +64,8 @@ def start(*packages: str) -> tuple[torch.device, Scale]:
             raise
         print(error, file=sys.stderr)
         sys.exit(2)
-    where = f"{device_name(device)} ({backend_name(device)}), torch {torch.__version__}"
-    print(", ".join([where, f"{scale} scale", *_commit()]))
+    where = [device_name(device), backend_name(device), f"torch {torch.__version__}"]
+    print(", ".join([*where, f"{scale} scale", *_commit()]))
     return device, scale
 
 
