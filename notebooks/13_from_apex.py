@@ -1654,7 +1654,7 @@ elif largest_one.is_below(smallest.interval[0]) and smallest.trusted:
     print("AMP gains less at the largest batch")
 else:
     print("cannot tell here")
-assert one.count("_to_copy") / 1 > many.count("_to_copy") / 256  # casts for each sample
+assert one.count("_to_copy") > many.count("_to_copy") / 256  # casts for each sample
 
 # %% [markdown]
 # Weights are cast once for each batch, as we counted before the figure: at batch 1 for a single

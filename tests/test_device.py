@@ -152,7 +152,7 @@ def test_a_notebook_starts_by_saying_what_its_outputs_come_from(monkeypatch, cap
     start()
     line = capsys.readouterr().out
     report = describe_device("cpu")
-    begin = f"{report.name} ({report.backend}), torch {torch.__version__}, quick scale"
+    begin = f"{report.name}, {report.backend}, torch {torch.__version__}, quick scale"
     assert re.fullmatch(re.escape(begin) + r"(, commit [0-9a-f]+\+?)?\n", line)
     monkeypatch.setenv("PATH", "")  # no git, as in a container
     start()

@@ -205,7 +205,7 @@ def test_the_command_for_the_first_gpu_is_rehearsed_on_it(tmp_path):
     """A run that is killed and goes on, among others; the notebooks have a test of their own."""
     every = [part.name for part in first_gpu.PARTS if not part.name.startswith("notebook")]
     every.remove("xray")  # fake tensors have no LSTM for a device of another make
-    names = every if WHOLE else ["kill", "article"]
+    names = every if WHOLE else ["kill"]
     arguments = ["--device", "pretend", "--tiny", "--minutes", "20", "--out", str(tmp_path / "out")]
     arguments += [f"--part={name}" for name in names]
     code = f"import sys, first_gpu\nsys.exit(first_gpu.main({arguments!r}))"

@@ -70,7 +70,7 @@ class Attention(nn.Module):
         self.rope = Rope(width // heads)
 
     def forward(self, x):  # (B, T, C)
-        q, k, v = (y.unflatten(-1, (self.heads, -1)).mT.mT.transpose(1, 2)
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
                    for y in self.qkv(x).chunk(3, -1))  # fmt: skip
         scores = self.rope(q) @ self.rope(k).mT / math.sqrt(q.shape[-1])
         mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).tril()
@@ -248,15 +248,21 @@ def norm_around_the_root(m):
     return forward
 
 
-def rope_in_bf16(m):
-    def forward(x):
-        powers = torch.arange(0, m.width, 2) / m.width
-        angles = torch.outer(torch.arange(x.shape[-2]), m.base**-powers).bfloat16()
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        left, right = x.chunk(2, -1)
-        return torch.cat((left * cos - right * sin, left * sin + right * cos), -1)
+def rope_with(angle_dtype=torch.float32, sign=1):
+    """Angles of another dtype, or a rotation to the other side."""
 
-    return forward
+    def plant(m):
+        def forward(x):
+            powers = torch.arange(0, m.width, 2) / m.width
+            angles = torch.outer(torch.arange(x.shape[-2]), m.base**-powers).to(angle_dtype)
+            cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+            left, right = x.chunk(2, -1)
+            turned = torch.sub(left * cos, right * sin, alpha=sign)
+            return torch.cat((turned, torch.add(left * sin, right * cos, alpha=sign)), -1)
+
+        return forward
+
+    return plant
 
 
 def rope_with_base(base):
@@ -265,17 +271,6 @@ def rope_with_base(base):
         return m.forward
 
     return plant
-
-
-def rope_backwards(m):
-    def forward(x):
-        powers = torch.arange(0, m.width, 2) / m.width
-        angles = torch.outer(torch.arange(x.shape[-2]), m.base**-powers)
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-        left, right = x.chunk(2, -1)
-        return torch.cat((left * cos + right * sin, left * sin - right * cos), -1)
-
-    return forward
 
 
 def block_in_another_order(m):
@@ -438,10 +433,10 @@ FAULTS: tuple[Fault, ...] = (
           ("_softmax", *_CAST), "weights"),
     Fault(Transformer, "norm", whole_in(torch.bfloat16), ("pow", *_CAST, "mul")),
     Fault(Transformer, "norm", norm_around_the_root, ("sqrt", "rsqrt", "add")),
-    Fault(Transformer, "blocks.0.attention.rope", rope_in_bf16, ("cos", *_CAST)),
+    Fault(Transformer, "blocks.0.attention.rope", rope_with(torch.bfloat16), ("cos", *_CAST)),
     Fault(Transformer, "blocks.0.attention.rope", rope_with_base(5e5), ("pow",)),
     Fault(Transformer, "blocks.0.attention.rope", rope_with_base(5e5), ("pow",), "fp32 bf16"),
-    Fault(Transformer, "blocks.0.attention.rope", rope_backwards, ("add", "sub")),
+    Fault(Transformer, "blocks.0.attention.rope", rope_with(sign=-1), ("add", "sub")),
     Fault(Transformer, "blocks.1.attention", attention_with(scale=1.01), ("div",)),
     Fault(Transformer, "blocks.1.attention", attention_with(scale=1.01), ("div",), "bf16"),
     Fault(Transformer, "blocks.1.attention", attention_with(dtype=torch.bfloat16),

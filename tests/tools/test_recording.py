@@ -95,8 +95,9 @@ def test_the_numerics_tool_measures_its_parts(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_training_tool_measures_its_parts(monkeypatch):
+def test_the_training_tool_measures_its_parts(monkeypatch, tmp_path):
     monkeypatch.setattr(measure_training, "build_model", tiny_model)
+    monkeypatch.chdir(tmp_path)  # it saves on the disk of the working folder
     loop = measure_training.measure_loop(CPU, BUDGET_S)
     assert list(loop["times as long as bare loop"]) == ["data", "fit", "fit and data"]
     low, high = loop["share of loading"]["interval"]

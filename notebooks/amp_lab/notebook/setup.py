@@ -64,8 +64,8 @@ def start(*packages: str) -> tuple[torch.device, Scale]:
             raise
         print(error, file=sys.stderr)
         sys.exit(2)
-    where = f"{device_name(device)} ({backend_name(device)}), torch {torch.__version__}"
-    print(", ".join([where, f"{scale} scale", *_commit()]))
+    where = [device_name(device), backend_name(device), f"torch {torch.__version__}"]
+    print(", ".join([*where, f"{scale} scale", *_commit()]))
     return device, scale
 
 
@@ -73,7 +73,7 @@ def _commit() -> list[str]:
     """The commit of this code, with a plus if it was changed since; nothing where git has none."""
     folder, found = Path(__file__).parent, []
     # The pairs change while they are made, and are no part of what makes them.
-    for command in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "-uno", "*.py")):
+    for command in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "-uno", ":/*.py")):
         try:
             asked = subprocess.run(
                 ["git", *command], cwd=folder, capture_output=True, text=True, check=True

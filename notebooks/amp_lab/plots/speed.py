@@ -103,7 +103,7 @@ def growth(panels: Mapping[str, tuple[Sequence[int], Sequence[Ratio], Values]]) 
 
 
 def speedup_over_size(sizes: Sequence[int], speedups: Mapping[str, Sequence[Ratio]]) -> Axes:
-    """Speed-up over fp32 against the image size; `speedups[label]` has a ratio for each size."""
+    """Speed-ups against the image size; `speedups[label]` has a ratio for each size."""
     _, ax = style.subplots(size=(7.0, 3.2))
     ax.axhline(1, color="black", linewidth=1)
     # Both lines may be of one precision, and one colour: their dash and their fill differ.
@@ -114,7 +114,7 @@ def speedup_over_size(sizes: Sequence[int], speedups: Mapping[str, Sequence[Rati
     ax.set_xticks(sizes)
     ax.set_ylim(bottom=0)  # a small speed-up shall look small
     x_label = "height and width of the images (pixels)"
-    return style.label(ax, x_label, "speed-up over fp32", legend="lower right")
+    return style.label(ax, x_label, "speed-up", legend="lower right")
 
 
 def rate_over_size(panels: Mapping[str, Rates], multiple: int) -> Figure:
