@@ -18,12 +18,14 @@
 # - why autocast's decisions can be seen without the device;
 # - where backends treat the same model differently;
 # - why `F.cross_entropy` on fp16 logits is less precise than it looks;
+# - how to tell rounding from a mistake when two runs differ;
 # - what the memory of a training step consists of, and which part AMP makes smaller.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast's rules. No GPU, and no
 # memory for the large model: it never gets any.
 
 # %% tags=["nbval-ignore-output"]
+import copy
 import math
 from collections import Counter
 from contextlib import contextmanager
@@ -36,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchvision import models
 
-from amp_lab import forecast_memory, largest_batch, op_table, plots, xray
+from amp_lab import first_difference, forecast_memory, largest_batch, op_table, plots, xray
 from amp_lab.backends import BACKENDS
 from amp_lab.cli import main as amp_lab_command
 from amp_lab.notebook import start
@@ -756,6 +758,58 @@ assert without_state.optimizer == 0
 assert without_state.peak < 0.7 * mixed.peak
 
 # %% [markdown]
+# ## Where two runs part
+#
+# So far we asked what a precision would do. The other question comes when it has been done: two runs
+# of one model give different numbers. Is that rounding, or is something wrong? Comparing the outputs
+# does not tell, because every op passes on the errors that it gets and adds its own.
+#
+# `first_difference` repeats each op in fp64, once on exact inputs and once on the inputs that it really
+# got. That separates what an op adds from what it inherited, and what it adds is held against the
+# format that it computes in. Here is the small GPT in fp32, against itself under autocast. The logits
+# differ, so what do you expect it to name?
+
+# %% tags=["nbval-ignore-output"]
+small_gpt = small_zoo["GPT"][0]
+tokens = torch.randint(1000, (4, 64))
+
+
+def in_bf16(tokens):
+    """The GPT under autocast."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return small_gpt(tokens)
+
+
+with torch.no_grad():
+    apart = (in_bf16(tokens) - small_gpt(tokens)).abs().max().item()
+rounding = first_difference(small_gpt, in_bf16, tokens)
+print(f"logits differ by up to {apart:.2g}; first op that rounding does not explain: {rounding}")
+assert apart > 1e-3
+assert rounding is None
+
+# %% [markdown]
+# It names nothing: every op is as wrong as bf16 makes it, and no more. Now we plant a mistake that is
+# made in real ports of models, another epsilon in one of the layer norms:
+
+# %% tags=["nbval-ignore-output"]
+changed = copy.deepcopy(small_gpt)
+changed.blocks[2].norm1.eps = 1e-4  # and not 1e-5
+with torch.no_grad():
+    apart = (changed(tokens) - small_gpt(tokens)).abs().max().item()
+print(f"logits differ by up to {apart:.2g}")
+planted = first_difference(small_gpt, changed, tokens)
+planted
+
+# %%
+assert apart < 1e-3  # what autocast did was larger
+assert planted.op == "native_layer_norm"
+assert planted.module == "blocks.2.norm1"
+
+# %% [markdown]
+# The logits differ by less than autocast's did, and yet it is found, with the module and the value. A
+# threshold on the output would have called the first pair wrong and the second one right. The same
+# works for a model and its compiled form, for two batch sizes and for two devices, and from a terminal
+# as `amp-lab diff`.
 #
 # ## Your own model
 #
@@ -794,6 +848,7 @@ assert amp_lab_command(command.split()) == 0
 # - AMP nearly halves activations, and nothing else; copies of weights come on top. Where activations
 #   dominate, as in a ResNet on large images, nearly twice the batch fits; where weights and
 #   optimizer state do, as in a large transformer at a small batch, the peak stays.
+# - When two runs differ, `first_difference` names the first op that rounding does not explain, or none.
 #
 # ## Exercises
 #
