@@ -13,6 +13,8 @@ import build_pairs
 # What the committed outputs were made with.
 SETTINGS = {"AMP_LAB_DEVICE": "cpu", "AMP_LAB_SCALE": "quick"}
 
+WEEKLY = os.environ.get("AMP_LAB_WEEKLY") == "1"  # with every case, and not one of each kind
+
 needs_keras = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("keras", "tensorflow"))),
     reason="the dependency group 'keras' is not installed",
@@ -73,7 +75,17 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # workers share the cores
         share = max(1, (os.cpu_count() or 1) // config.workerinput["workercount"])
         os.environ.setdefault("OMP_NUM_THREADS", str(share))
+    # A machine on which tests run side by side is busy, so that a comparison would use all its time
+    # and not be trusted in the end. It shows as much in half a second.
+    os.environ.setdefault("AMP_LAB_TIMING_S", "0.5")
     config.pluginmanager.register(CellCount(), "cell-count")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    weekly = [item for item in items if item.get_closest_marker("weekly")]
+    if weekly and not WEEKLY:
+        config.hook.pytest_deselected(items=weekly)
+        items[:] = [item for item in items if item not in set(weekly)]
 
 
 @pytest.fixture

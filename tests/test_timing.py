@@ -9,6 +9,11 @@ from amp_lab import compare, measure, timing
 from amp_lab.timing import Estimate, Measurement, Ratio
 
 
+@pytest.fixture(autouse=True)
+def without_a_limit(monkeypatch):
+    monkeypatch.delenv("AMP_LAB_TIMING_S")  # of the test run
+
+
 def test_calls_warm_up_and_repeats_and_counts_the_repeats_only():
     calls = []
     result = measure(lambda: calls.append(None), device="cpu", warmup=2, repeats=5)
@@ -180,6 +185,14 @@ def test_too_little_time_for_twelve_rounds_is_told(monkeypatch):
     Simulation(monkeypatch, lambda work, now: work * 1.0)
     compared = compare(TWO, device="cpu", budget_s=7)
     assert compared.reason.startswith("only 3 undisturbed rounds in the time given")
+
+
+def test_the_environment_limits_the_budget(monkeypatch):
+    machine = Simulation(monkeypatch, lambda result, now: 0.1 * result)
+    monkeypatch.setenv("AMP_LAB_TIMING_S", "1")
+    found = compare(TWO, device="cpu", budget_s=100, precision=1e-9)
+    assert not found.trusted
+    assert machine.now < 3  # with the calls that find out how long a turn is
 
 
 def test_the_interval_holds_the_ratio_and_narrows_until_it_is_narrow_enough(monkeypatch):

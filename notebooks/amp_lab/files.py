@@ -1,30 +1,83 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and files of a user's that may be anything."""
 
 import contextlib
+import errno
+import json
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+_MOST_JSON = 2**26  # bytes
 
 
-def write_whole(path: Path, parts: Iterable[bytes | memoryview]) -> None:
+def read_regular(path: Path, most: int | None = None) -> bytes:
+    """The bytes of a file.
+
+    Raises `OSError` if it cannot be read, has more bytes than `most`, or is a pipe, a device or
+    the like, from which one may read for ever.
+    """
+    with open(path, "rb", opener=_open_at_once) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "no regular file", str(path))
+        if most is not None and status.st_size > most:
+            raise OSError(errno.EFBIG, f"has more than {most} bytes", str(path))
+        return file.read()
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open without waiting until somebody writes into a pipe."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds. Raises `OSError` as `read_regular`, and `ValueError` for no JSON."""
+    try:
+        return json.loads(read_regular(path, _MOST_JSON))
+    except RecursionError:
+        raise ValueError("its brackets are nested too deeply") from None
+
+
+def write_whole(
+    path: Path, parts: Iterable[bytes | memoryview], like: os.stat_result | None = None
+) -> None:
     """Write a file so that at any moment the old one or the new one is there, whole.
 
     It is written beside `path` under another name, and takes that name only when it is safely on
-    the disk. Raises `OSError` if that fails, and leaves what was under `path` as it was.
+    the disk. It gets the owner and the mode of `like`, if given. Raises `OSError` if any of that
+    fails, or `path` is a link, a device or another thing that is no file, and leaves what was under
+    `path` as it was.
     """
-    partial = path.with_name(path.name + ".partial")
+    with contextlib.suppress(FileNotFoundError):
+        kind = os.lstat(path).st_mode
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # a folder fails below, by its name
+            raise OSError(errno.EINVAL, "what is there is no regular file", str(path))
+    partial = path.with_name(f".{path.name}.amp-lab-partial")
+    partial.unlink(missing_ok=True)  # of one who was killed
     try:
-        with open(partial, "wb") as file:
+        with open(partial, "xb") as file:  # x: never through a link that somebody puts there
             for part in parts:
                 file.write(part)
             file.flush()
             os.fsync(file.fileno())
+        if like is not None:
+            _give(partial, like)
         os.replace(partial, path)
-        sync_folder(path.parent)
     except OSError:
         with contextlib.suppress(OSError):  # the first error is the one to tell
             partial.unlink(missing_ok=True)
         raise
+    with contextlib.suppress(PermissionError):  # of a folder that may be written and not read
+        sync_folder(path.parent)
+
+
+def _give(path: Path, like: os.stat_result) -> None:
+    """Give a file the owner and the mode of another; the owner first, since that clears bits."""
+    if os.name == "posix" and (os.geteuid(), os.getegid()) != (like.st_uid, like.st_gid):
+        os.chown(path, like.st_uid, like.st_gid)
+    os.chmod(path, stat.S_IMODE(like.st_mode))
 
 
 def sync_folder(folder: Path) -> None:

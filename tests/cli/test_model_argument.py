@@ -158,7 +158,7 @@ TOWER = ("my_models:TwoTower", "--input", "int64:2,5<100", "--input", "2,8")
     ("arguments", "said"),
     [
         (("torchvision.models", *X), "write PACKAGE.MODULE:CALLABLE"),
-        (("", *X), "write PACKAGE.MODULE:CALLABLE"),
+        (("", *X), "an empty text was given for target"),
         ((":resnet50", *X), "write PACKAGE.MODULE:CALLABLE"),
         (("torchvision.models:", *X), "write PACKAGE.MODULE:CALLABLE"),
         (("a b:c", *X), "write PACKAGE.MODULE:CALLABLE"),

@@ -215,7 +215,7 @@ def test_a_language_models_loss_is_missed_loudly(capsys):
         (("xray", NET, *INPUT, "--device", "xpu", "--real"), "xpu"),
         (("xray", NET, *INPUT, "--against", "tpu"), "device type 'tpu'"),
         (("xray", NET, *INPUT, "--against", "fp8"), "device type 'fp8'"),
-        (("xray", NET, *INPUT, "--against", ""), "device type ''"),
+        (("xray", NET, *INPUT, "--against", ""), "an empty text was given for against"),
         (("xray", NET, *INPUT, "--against", "cpu:fp8"), "'cpu:fp8': give a device"),
         (("xray", NET, *INPUT, "--against", "cpu:"), "'cpu:': give a device"),
         (("xray", NET, *INPUT, "--against", ":bf16"), "device type ''"),

@@ -12,7 +12,8 @@ from PIL import Image
 
 from amp_lab import load_dataset
 from amp_lab.data import caltech256
-from amp_lab.data.images import ImagesOnDisk, split
+from amp_lab.data.images import ImagesOnDisk, read_picture, split
+from amp_lab.errors import DataError
 
 pytest_plugins = ("data_sets",)
 
@@ -133,6 +134,14 @@ def transform_of(picture, path, size=32):
     [image], _ = ImagesOnDisk([path], np.array([0]), caltech256.transform(size, False)).batch([0])
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in caltech256.MEAN_STD)
     return image * std + mean
+
+
+def test_a_picture_of_another_format_is_not_opened_whatever_its_name(tmp_path):
+    """Pillow would start Ghostscript for an EPS."""
+    Image.new("RGB", (4, 4)).save(tmp_path / "picture.eps")
+    path = (tmp_path / "picture.eps").rename(tmp_path / "picture.jpg")
+    with pytest.raises(DataError, match=r"picture\.jpg cannot be read as an image"):
+        read_picture(path)
 
 
 @pytest.mark.parametrize(

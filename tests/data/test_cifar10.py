@@ -1,6 +1,7 @@
 """CIFAR-10: its layout, its augmentation, and what is said of damaged files."""
 
 import itertools
+import json
 import pickle
 
 import pytest
@@ -9,6 +10,7 @@ from data_sets import CIFAR10_FOLDER, refusal
 
 from amp_lab import load_dataset
 from amp_lab.data import cifar10
+from amp_lab.data.downloads import md5_of
 
 pytest_plugins = ("data_sets",)
 
@@ -68,6 +70,21 @@ def test_an_altered_or_missing_batch_is_named(name, cifar10_copy):
     assert f"{path} is damaged or altered" in refusal(load_dataset, "cifar10", cifar10_copy)
     path.unlink()
     assert f"{path} is missing" in refusal(load_dataset, "cifar10", cifar10_copy)
+
+
+class Harm:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('code from the file has run')",)
+
+
+def test_no_code_in_a_batch_is_run_although_its_checksum_fits(cifar10_copy):
+    folder = cifar10_copy / CIFAR10_FOLDER
+    (folder / "data_batch_2").write_bytes(pickle.dumps({"data": Harm(), "labels": []}))
+    marker = json.loads((folder / "STAND_IN.json").read_text())
+    marker["md5"]["data_batch_2"] = md5_of(folder / "data_batch_2")
+    (folder / "STAND_IN.json").write_text(json.dumps(marker))
+    said = refusal(load_dataset, "cifar10", cifar10_copy)
+    assert "data_batch_2 is no batch of CIFAR-10 (it asks for builtins.exec)" in said
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"md5": {}}', '{"md5": {"data_batch_1": "0"}}'])

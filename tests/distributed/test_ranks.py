@@ -208,7 +208,7 @@ def train_small(ranks, precision="fp32", accumulate=1, clip_norm=None, bad=None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.weekly)])
 @pytest.mark.parametrize(
     "options", [{}, {"accumulate": 2}, {"clip_norm": 0.05}], ids=["plain", "accumulate", "clip"]
 )
@@ -272,7 +272,14 @@ def test_an_infinity_in_the_shard_of_one_rank_makes_all_skip_the_step():
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
-@pytest.mark.parametrize("name", ["shufflenet_v2_x0_5", "squeezenet1_1", "mobilenet_v3_small"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "shufflenet_v2_x0_5",
+        pytest.param("squeezenet1_1", marks=pytest.mark.weekly),
+        pytest.param("mobilenet_v3_small", marks=pytest.mark.weekly),
+    ],
+)
 def test_gradients_of_torchvisions_models_are_the_same_in_shards(name):
     """Some of their blocks return views, of which FSDP2 warns: a write into one would be lost."""
     (same,) = values_of(joined, 1, "fsdp", _gradients_are_the_same(name))

@@ -11,10 +11,10 @@ from pretend_build import library
 
 import build_pairs
 import first_gpu
+from conftest import WEEKLY
 
 HERE = Path(__file__).resolve().parent
 NOTEBOOKS = build_pairs.FOLDER
-WHOLE = os.environ.get("AMP_LAB_PRETEND") == "all"  # weekly: every notebook, command and part
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -157,7 +157,7 @@ def test_a_planted_fault_is_found(tmp_path, module, line, fault, name):
     assert "Error" in done.stderr
 
 
-@pytest.mark.parametrize("source", build_pairs.find([] if WHOLE else ["03"]), ids=lambda s: s.stem)
+@pytest.mark.parametrize("source", build_pairs.find([] if WEEKLY else ["03"]), ids=lambda s: s.stem)
 def test_a_notebook_runs_on_it(source):
     code = f"import runpy; runpy.run_path({str(source)!r}, run_name='__main__')"
     done = run(code, timeout_s=1200)
@@ -181,7 +181,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS if WHOLE else ["doctor"])
+@pytest.mark.parametrize("name", COMMANDS if WEEKLY else ["doctor"])
 def test_a_command_runs_on_it(name, tmp_path):
     for line in COMMANDS[name]:
         code = (
@@ -205,7 +205,7 @@ def test_the_command_for_the_first_gpu_is_rehearsed_on_it(tmp_path):
     """A run that is killed and goes on, among others; the notebooks have a test of their own."""
     every = [part.name for part in first_gpu.PARTS if not part.name.startswith("notebook")]
     every.remove("xray")  # fake tensors have no LSTM for a device of another make
-    names = every if WHOLE else ["kill"]
+    names = every if WEEKLY else ["kill"]
     arguments = ["--device", "pretend", "--tiny", "--minutes", "20", "--out", str(tmp_path / "out")]
     arguments += [f"--part={name}" for name in names]
     code = f"import sys, first_gpu\nsys.exit(first_gpu.main({arguments!r}))"

@@ -46,7 +46,7 @@ def refused(capsys, line: list[str]) -> str:
         code = error.code
     said = capsys.readouterr().err
     assert code == 2, said
-    assert re.match("amp-lab( train)?: ", said)
+    assert re.match("amp-lab( train| export)?: ", said)
     assert len(said.splitlines()) == 1, said
     assert "Traceback" not in said
     return said

@@ -93,7 +93,14 @@ def test_a_missing_package_is_said_in_one_line(monkeypatch, capsys):
     assert "not installed here: no_such_package" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["doctor", "xray", "article", "memory", "train"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "doctor",
+        "memory",
+        *(pytest.param(name, marks=pytest.mark.weekly) for name in ("xray", "article", "train")),
+    ],
+)
 def test_a_part_runs_on_the_cpu_in_small(name, settings):
     """The whole rehearsal, notebooks and bench included, runs weekly."""
     (outcome,) = first_gpu.run_parts(

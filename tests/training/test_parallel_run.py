@@ -99,7 +99,7 @@ def test_rank_0_alone_prints_and_writes(finished, kind):
     assert names == files | ({"shards-2-0"} if kind == "fsdp" else set())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.weekly)])
 def test_every_option_of_the_loop_runs(tmp_path, kind):
     options = {"precision": "bf16", "reduce_dtype": "bf16", "accumulate": 2, "clip_norm": 1}
     flags = {"freeze": True, "channels_last": True, "workers": 1, "epochs": 1}
@@ -153,7 +153,14 @@ def assert_same(after: dict, before: dict) -> None:
     assert after["loss"] == pytest.approx(before["loss"], rel=1e-5)  # the order of a sum
 
 
-@pytest.mark.parametrize(("kind", "size"), [("fsdp", 2), ("fsdp", 1), ("ddp", 2)])
+@pytest.mark.parametrize(
+    ("kind", "size"),
+    [
+        ("fsdp", 2),
+        pytest.param("fsdp", 1, marks=pytest.mark.weekly),
+        pytest.param("ddp", 2, marks=pytest.mark.weekly),
+    ],
+)
 def test_what_4_ranks_wrote_is_the_same_on_another_number(by_four, kind, size):
     out, before = by_four
     assert_same(values_of(restored, size, kind, out)[0], before)
@@ -217,7 +224,7 @@ def die_before_the_epoch_is_written(*line: str) -> int:
     return command(*line)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.weekly)])
 def test_killed_after_the_last_step_of_an_epoch_it_ends_bitwise_equal(finished, tmp_path, kind):
     """What is resumed then begins with the evaluation."""
     out = tmp_path / "run"
@@ -230,6 +237,7 @@ def test_killed_after_the_last_step_of_an_epoch_it_ends_bitwise_equal(finished, 
     assert_equal(outcome(out), outcome(finished(kind)[0]))
 
 
+@pytest.mark.weekly
 def test_the_same_torchrun_goes_on_without_being_told(finished, tmp_path):
     """Another node may have lost a process, of which this one's count of restarts knows nothing."""
     out = tmp_path / "run"
@@ -265,7 +273,7 @@ def workers_of(process) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers in /proc")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.weekly)])
 def test_kill_9_of_a_worker_and_torchrun_ends_the_run_as_if_nothing_had_been(
     finished, tmp_path, kind
 ):

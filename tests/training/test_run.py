@@ -22,6 +22,7 @@ from run_folders import STEPS, arguments, assert_equal, outcome, read_rows, refu
 from tiny_classifier import NAME
 
 from amp_lab import Precision, describe_device, load_checkpoint, make_stand_in
+from amp_lab.checkpoint import is_checkpoint
 from amp_lab.cli import main
 from amp_lab.cli import train as train_command
 from amp_lab.training import run, run_folder
@@ -375,6 +376,26 @@ def test_resume_with_nothing_there_starts_from_the_beginning(tmp_path, finished,
     assert main(arguments(out, resume=True)) == 0
     assert f"Nothing was saved in {out} yet" in capsys.readouterr().out
     assert_equal(outcome(out), outcome(finished))
+
+
+def test_resume_of_a_folder_that_is_not_there_starts_no_other_run(tmp_path, capsys):
+    """A name with a typing error would train the default for hours, in a new folder."""
+    said = refused(capsys, ["train", "--out", str(tmp_path / "typo"), "--resume"])
+    assert "typo: no run to resume; to start one, give settings as well" in said
+    assert not (tmp_path / "typo").exists()
+
+
+@pytest.mark.parametrize("name", ["thesis.tex", "config.json"])
+def test_export_replaces_no_file_that_is_not_a_checkpoint(copy, capsys, name):
+    (copy / "thesis.tex").write_text("mine")
+    before = (copy / name).read_bytes()
+    said = refused(capsys, ["export", str(copy), str(copy / name)])
+    assert f"{copy / name}: is there, and no checkpoint; --force replaces a file" in said
+    assert (copy / name).read_bytes() == before
+    for _ in range(2):  # what it has written itself it replaces
+        assert main(["export", str(copy), str(copy / "new.pt")]) == 0
+    assert main(["export", str(copy), str(copy / name), "--force"]) == 0
+    assert is_checkpoint(copy / name)
 
 
 # Runs of other versions of the package

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_lab.errors import OptionError
-from amp_lab.files import write_whole
+from amp_lab.files import read_json, write_whole
 from amp_lab.report import Printed, Table, flops_text, listed, plural, rate_text
 from amp_lab.timing import Comparison, Estimate, Ratio
 
@@ -249,7 +249,7 @@ def _with_titles(rows: list[tuple[str, list[str]]]) -> list[list[str]]:
 def load_results(path: str | os.PathLike) -> Results:
     """The results in a file. Raises `OptionError`, which says what is wrong with which file."""
     try:
-        content = json.loads(Path(path).read_text())
+        content = read_json(Path(path))
     except OSError as error:
         raise OptionError(f"{path}: cannot be read ({error.strerror})") from error
     except ValueError as error:  # no JSON, or no text

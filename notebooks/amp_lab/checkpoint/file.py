@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from amp_lab.errors import CheckpointError
-from amp_lab.files import write_whole
+from amp_lab.files import read_regular, write_whole
 
 # A checkpoint is an ordinary file of `torch.save`, which is a zip archive, whose comment (its very
 # last bytes) holds the format's version and the SHA-256 of all that stands before it. So plain
@@ -17,6 +17,7 @@ from amp_lab.files import write_whole
 VERSION = 1
 _COMMENT = b"amp-lab checkpoint %d sha256 %s"
 _COMMENT_BYTES = len(_COMMENT % (VERSION, b"0" * 64))
+_WRITTEN = re.compile(rb"amp-lab checkpoint (\d+) sha256 ([0-9a-f]{64})")
 
 
 def save_checkpoint(path: str | os.PathLike, **state) -> None:
@@ -54,11 +55,11 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
     """
     path = Path(path)
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     archive, comment = content[:-_COMMENT_BYTES], content[-_COMMENT_BYTES:]
-    written = re.fullmatch(rb"amp-lab checkpoint (\d+) sha256 ([0-9a-f]{64})", comment)
+    written = _WRITTEN.fullmatch(comment)
     if written is None:
         raise CheckpointError(f"{path}: {_what_else(content)}")
     version, checksum = int(written[1]), written[2].decode()
@@ -69,6 +70,16 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
     if not is_whole or hashlib.sha256(archive[:-2]).hexdigest() != checksum:
         raise CheckpointError(f"{path}: altered since it was saved: its checksum does not fit")
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def is_checkpoint(path: str | os.PathLike) -> bool:
+    """Whether a file ends as one that `save_checkpoint` wrote, whatever stands before."""
+    path = Path(path)
+    if path.is_symlink() or not path.is_file() or path.stat().st_size < _COMMENT_BYTES:
+        return False
+    with open(path, "rb") as file:
+        file.seek(-_COMMENT_BYTES, os.SEEK_END)
+        return _WRITTEN.fullmatch(file.read()) is not None
 
 
 def _what_else(content: bytes) -> str:

@@ -5,13 +5,12 @@ Each command is a file: `add` tells the parser of its options, `run` does it.
 
 import argparse
 import functools
-import sys
 import warnings
 
 from amp_lab import __version__
 from amp_lab.cli import bench, diff, doctor, export, memory, migrate, ops, train, xray
-from amp_lab.cli.printing import print_no_more, show_warning, tell
-from amp_lab.errors import AmpLabError, AmpLabWarning, OtherRankError
+from amp_lab.cli.printing import flush, print_no_more, print_what_can_be, show_warning, tell
+from amp_lab.errors import AmpLabError, AmpLabWarning, OptionError, OtherRankError
 from amp_lab.requirements import needed_for, require_torch
 
 # torch takes seconds to load, so each `run` imports it, not these modules: --help answers at once.
@@ -30,8 +29,10 @@ def main(argv: list[str] | None = None) -> int:
     It is 0, or 2 for a user's mistake, or 128 plus the number of the signal that ended it; `migrate
     --check` returns 1 if something is to be done.
     """
+    print_what_can_be()
     options = _parser().parse_args(argv)
     try:
+        _refuse_empty(options)
         with warnings.catch_warnings():
             warnings.simplefilter("default", AmpLabWarning)  # whatever -W says
             warnings.showwarning = functools.partial(show_warning, options.command)
@@ -39,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
                 if options.needs_torch:
                     require_torch()
                 code = options.run(options) or 0
-        sys.stdout.flush()  # here, where a closed pipe is still caught
+        flush()
     except OtherRankError:  # the rank that raised it has printed it
         return 2
     except AmpLabError as error:
@@ -48,9 +49,23 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
         print_no_more()
         return 0
+    except OSError as error:  # the terminal's disk is full, say
+        print_no_more()
+        tell(f"amp-lab {options.command}: {error}")
+        return 2
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _refuse_empty(options: argparse.Namespace) -> None:
+    """Raise `OptionError` for an empty text, as `"$OUT"` is where nobody has set it.
+
+    As a path it would be the working folder.
+    """
+    for name, value in vars(options).items():
+        if "" in (value if isinstance(value, list) else [value]):
+            raise OptionError(f"an empty text was given for {name.replace('_', ' ')}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ def add(commands) -> None:
     )
     export.add_argument("run_folder", metavar="DIR", help="the folder of the run")
     export.add_argument("file", metavar="FILE", help="the file to write")
+    export.add_argument("--force", action="store_true", help="replace a file of another kind")
     export.set_defaults(run=run)
 
 
@@ -20,5 +21,5 @@ def run(options: argparse.Namespace) -> None:
     """Write the file."""
     from amp_lab.training import run as runs  # here, since it loads torch
 
-    runs.export(options.run_folder, options.file)
+    runs.export(options.run_folder, options.file, force=options.force)
     print(f"Written: {options.file}")

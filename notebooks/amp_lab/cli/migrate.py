@@ -1,9 +1,10 @@
 """`amp-lab migrate`: old mixed-precision code to today's names."""
 
 import argparse
-import sys
 from collections import Counter
 from typing import TYPE_CHECKING
+
+from amp_lab.cli.printing import tell
 
 if TYPE_CHECKING:
     from amp_lab.migrate import Result
@@ -29,11 +30,13 @@ def run(options: argparse.Namespace) -> int:
     """Print what is to be done, or do it; return the exit code."""
     from amp_lab.migrate import migrate_paths  # it needs libcst, which the other commands do not
 
-    results = []
-    for result in migrate_paths(options.paths, write=options.write):
+    results, found = [], migrate_paths(options.paths, write=options.write)
+    if options.write:
+        found = list(found)  # all is written before whoever reads along can end the printing
+    for result in found:
         results.append(result)
         if result.error is not None:
-            print(f"amp-lab migrate: {result.error}", file=sys.stderr)
+            tell(f"amp-lab migrate: {result.error}")
         print(result.diff, end="")
     has_error = any(result.error for result in results)
     print(

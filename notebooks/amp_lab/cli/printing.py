@@ -1,5 +1,6 @@
 """How the commands print: results in the format asked for, and errors in a line."""
 
+import io
 import os
 import sys
 import time
@@ -21,15 +22,32 @@ def tell(line: str, at_once: bool = False) -> None:
     """
     if os.environ.get("LOCAL_RANK", "0") != "0" and not at_once:
         time.sleep(3)
-    print(line, file=sys.stderr, flush=True)
+    print(_in_one_line(line), file=sys.stderr, flush=True)
+
+
+def _in_one_line(text: str) -> str:
+    """The text with signs such as a line's end written out: a path may hold them."""
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
+
+
+def print_what_can_be() -> None:
+    """Let a sign that the terminal's encoding lacks be a question mark, and no error."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def flush() -> None:
+    """Print what is still held back, here, where an error is still told in a line."""
+    if sys.stdout is not None:  # None: it was closed before Python began
+        sys.stdout.flush()
 
 
 def print_no_more() -> None:
-    """Send what is still printed nowhere, since nobody reads it."""
+    """Send what is still printed nowhere, since nobody reads it or it cannot be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def show_warning(command: str, message: Warning, *where: object) -> None:
     """Print a warning in a line, as `warnings.showwarning` would in two."""
     if os.environ.get("LOCAL_RANK", "0") == "0":  # the others have the same to say
-        print(f"amp-lab {command}: {message}", file=sys.stderr)
+        print(_in_one_line(f"amp-lab {command}: {message}"), file=sys.stderr)

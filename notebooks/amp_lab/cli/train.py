@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     def say(line: str) -> None:
         try:
             print(line, flush=True)
-        except BrokenPipeError:  # whoever read along has seen enough, but the run goes on
+        except OSError:  # whoever read along has seen enough, or a disk is full: the run goes on
             print_no_more()
 
     given = vars(options)

@@ -227,7 +227,8 @@ class ImagesOnDisk(ImageSet):
 def read_picture(path: Path) -> Image.Image:
     """The picture in this file, in RGB; raises `DataError` if it cannot be decoded."""
     try:
-        with Image.open(path) as picture:
+        # Not by whatever Pillow knows: for an EPS with another name it would start Ghostscript.
+        with Image.open(path, formats=("JPEG", "PNG")) as picture:
             if picture.width * picture.height > (Image.MAX_IMAGE_PIXELS or math.inf):
                 raise ValueError(f"{picture.width} x {picture.height} pixels are too many")
             return picture.convert("RGB")

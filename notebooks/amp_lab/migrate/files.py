@@ -148,10 +148,7 @@ def _write(path: Path, old: bytes, new: bytes, status: os.stat_result) -> None:
         raise OptionError(f"has {status.st_nlink} names (hard links): copy it first")
     if path.read_bytes() != old:  # an editor may have saved it since
         raise OptionError("was changed meanwhile")
-    files.write_whole(path, [new])
-    os.chmod(path, stat.S_IMODE(status.st_mode))  # the new file has the default mode
-    if os.name == "posix" and (os.geteuid(), os.getegid()) != (status.st_uid, status.st_gid):
-        os.chown(path, status.st_uid, status.st_gid)
+    files.write_whole(path, [new], like=status)
 
 
 def _diff(name: str, old: str, new: str) -> str:

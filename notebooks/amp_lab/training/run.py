@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from amp_lab.backends import backend
-from amp_lab.checkpoint import load_checkpoint, run_state, save_checkpoint
+from amp_lab.checkpoint import is_checkpoint, load_checkpoint, run_state, save_checkpoint
 from amp_lab.data import ImageSet, batches, load_dataset
 from amp_lab.device import describe_device, pick_device
 from amp_lab.distributed.process_group import join
@@ -61,12 +61,15 @@ def train(
         return Run(settings, given, ranks, held, say).train()
 
 
-def export(out: str | os.PathLike, file: str | os.PathLike) -> None:
+def export(out: str | os.PathLike, file: str | os.PathLike, *, force: bool = False) -> None:
     """Write the checkpoint of the run in the folder `out`, sharded or not, as one file.
 
-    It is then what one process would have saved. Raises `CheckpointError` if there is none, or it
-    is damaged, or the file cannot be written.
+    It is then what one process would have saved. A checkpoint that is there already is replaced,
+    another file only with `force`. Raises `CheckpointError` if there is none, or it is damaged, or
+    the file cannot be written.
     """
+    if os.path.lexists(file) and not (force or is_checkpoint(file)):
+        raise CheckpointError(f"{file}: is there, and no checkpoint; --force replaces a file")
     path = Path(out) / run_state.CHECKPOINT
     state = load_checkpoint(path)
     if "ranks" not in state:
@@ -121,6 +124,8 @@ class Run:
     ) -> tuple[RunConfig, run_folder.SavedRun | None]:
         """Check all that can be checked before anything is loaded, and take the folder."""
         require_same(commands)
+        if self.options.resume and not settings and not (self.out / run_folder.CONFIG).exists():
+            raise RunError(f"{self.out}: no run to resume; to start one, give settings as well")
         config, size = RunConfig(**settings), len(commands)
         held.enter_context(run_folder.lock(self.out))
         saved = run_folder.read_saved(self.out, settings, self.options.resume)

@@ -14,7 +14,7 @@ import filelock
 
 from amp_lab.checkpoint.run_state import CHECKPOINT
 from amp_lab.errors import RunError
-from amp_lab.files import write_whole
+from amp_lab.files import read_json, write_whole
 from amp_lab.training.loop import EpochMetrics
 from amp_lab.training.train_options import RunConfig
 
@@ -53,7 +53,7 @@ def read_saved(out: Path, settings: dict, resume: bool) -> SavedRun | None:
             raise RunError(f"{out}: has a checkpoint but no {CONFIG}; choose another folder")
         return None
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
         config = RunConfig(**content["config"])  # what is not there has its default
         saved = SavedRun(config, content["images"], content["environment"])
     except (OSError, ValueError, TypeError, KeyError) as error:

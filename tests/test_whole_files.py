@@ -1,0 +1,132 @@
+"""Files are whole or not there, and nothing that is not ours is replaced."""
+
+import os
+import stat
+import sys
+
+import pytest
+
+from amp_lab import AmpLabError, load_checkpoint, save_checkpoint
+from amp_lab.bench.results import load_results
+from amp_lab.checkpoint import is_checkpoint
+from amp_lab.cli import main
+from amp_lab.files import read_json, read_regular, write_whole
+
+posix = pytest.mark.skipif(os.name != "posix", reason="links and devices of POSIX")
+
+
+def test_a_new_file_is_written_and_an_old_one_replaced_with_nothing_left_beside(tmp_path):
+    path = tmp_path / "x"
+    for content in (b"one", b"another"):
+        write_whole(path, [content[:1], content[1:]])
+        assert path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_of_the_users_with_a_similar_name_stays(tmp_path):
+    (tmp_path / "x.partial").write_text("thesis")
+    write_whole(tmp_path / "x", [b"new"])
+    assert (tmp_path / "x.partial").read_text() == "thesis"
+
+
+@posix
+def test_a_link_in_the_way_is_not_followed(tmp_path):
+    (tmp_path / "thesis").write_text("mine")
+    (tmp_path / ".x.amp-lab-partial").symlink_to(tmp_path / "thesis")
+    write_whole(tmp_path / "x", [b"new"])
+    assert (tmp_path / "thesis").read_text() == "mine"
+    assert (tmp_path / "x").read_bytes() == b"new"
+
+
+@posix
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_is_no_regular_file_is_refused(tmp_path, kind):
+    path, target = tmp_path / "x", tmp_path / "target"
+    target.write_text("mine")
+    path.symlink_to(target) if kind == "link" else os.mkfifo(path)
+    with pytest.raises(OSError, match="no regular file"):
+        write_whole(path, [b"new"])
+    assert target.read_text() == "mine"
+    assert path.is_symlink() == (kind == "link")
+
+
+@posix
+def test_owner_and_mode_are_there_before_the_file_has_its_name(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    path.write_text("old")
+    path.chmod(0o750)
+    write_whole(path, [b"new"], like=path.stat())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o750
+
+    def refuse(*arguments):
+        raise PermissionError(1, "not permitted")
+
+    monkeypatch.setattr(os, "chmod", refuse)
+    with pytest.raises(PermissionError):
+        write_whole(path, [b"newer"], like=path.stat())
+    assert path.read_bytes() == b"new"  # left as it was, as an error message says
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="permissions of folders as on Linux")
+def test_a_folder_that_may_be_written_and_not_read_is_no_error(tmp_path, monkeypatch):
+    real = os.open
+
+    def refuse_folders(path, *arguments, **options):
+        if os.path.isdir(path):
+            raise PermissionError(13, "Permission denied")
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse_folders)
+    write_whole(tmp_path / "x", [b"new"])
+    assert (tmp_path / "x").read_bytes() == b"new"
+
+
+@posix
+@pytest.mark.parametrize("read", [load_checkpoint, load_results, read_json])
+def test_from_a_pipe_nothing_is_awaited(tmp_path, read):
+    os.mkfifo(tmp_path / "x")
+    with pytest.raises((AmpLabError, OSError), match="no regular file"):
+        read(tmp_path / "x")
+
+
+def test_a_file_that_is_too_large_or_too_deep_is_refused(tmp_path):
+    path = tmp_path / "x"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="nested too deeply"):
+        read_json(path)
+    with pytest.raises(OSError, match="more than 99 bytes"):
+        read_regular(path, most=99)
+
+
+def test_a_checkpoint_is_told_from_other_files(tmp_path):
+    save_checkpoint(tmp_path / "ours", step=1)
+    (tmp_path / "short").write_bytes(b"x")
+    (tmp_path / "thesis.tex").write_text("a" * 500)
+    assert is_checkpoint(tmp_path / "ours")
+    assert not any(is_checkpoint(tmp_path / name) for name in ("short", "thesis.tex", "none", "."))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["migrate", "--write", ""],
+        ["train", "--out", ""],
+        ["export", "", "x.pt"],
+        ["bench", "--out", ""],
+        ["ops", "--against", ""],
+        ["memory", ""],
+    ],
+    ids=lambda line: line[0],
+)
+def test_an_empty_text_is_a_mistake(line, tmp_path, monkeypatch, capsys):
+    """As a path it would be the working folder, which some of them would change."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.py").write_text("from torch.cuda.amp import autocast\nautocast()\n")
+    before = (tmp_path / "old.py").read_text()
+    assert main(line) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"amp-lab {line[0]}: an empty text was given for ")
+    assert (tmp_path / "old.py").read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["old.py"]
