@@ -1,12 +1,9 @@
 """Eager against compiled, at the boundaries of modules: a compiled model has no ops to see."""
 
-import contextlib
 import functools
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,42 +20,16 @@ from amp_lab.tracing.ops_seen import tensors_in
 _TIMES_THE_EAGER_ERROR = 8.0
 
 
+class _Measured(NamedTuple):
+    eager: float  # error against fp64, relative; so are the next
+    compiled: float
+    predicted: float  # what the error of the eager one and the rounding of the result explain
+    dtype: torch.dtype
+
+
 def is_compiled(run: object) -> bool:
     """Whether `torch.compile` made this model."""
     return isinstance(run, nn.Module) and hasattr(run, "_orig_mod")
-
-
-@dataclass
-class _Call:
-    """One call of a module in the eager run."""
-
-    module: nn.Module
-    name: str
-    number: int
-    args: tuple
-    kwargs: dict[str, Any]
-
-    @property
-    def words(self) -> str:
-        """The module in an error."""
-        return repr(self.name) if self.name else "the model"
-
-
-@dataclass(frozen=True)
-class _Measured:
-    eager: float  # error against fp64, relative; so are the next
-    compiled: float
-    dtype: torch.dtype
-
-    @property
-    def predicted(self) -> float:
-        """What the error of the eager one and the rounding of the result explain."""
-        return _TIMES_THE_EAGER_ERROR * self.eager + 2 * rounding.unit_roundoff(self.dtype)
-
-    @property
-    def parts(self) -> bool:
-        """Whether the compiled one is off by more; NaN is."""
-        return not self.compiled <= self.predicted
 
 
 def compare_modules(
@@ -66,140 +37,91 @@ def compare_modules(
 ) -> RunComparison:
     """Compare a model with what `torch.compile` made of it, and its modules only if they part.
 
-    Both are called where autocast is as it is now. Raises `NumericsError` if it is not the same
-    model, or a compiled module cannot be run.
+    The finding is the innermost and earliest module that parts from its eager self when compiled
+    alone. Both are called where autocast is as it is now. Raises `NumericsError` if it is not the
+    same model, or a compiled module cannot be run.
     """
-    eager, compiled = (run_b, run_a) if is_compiled(run_a) else (run_a, run_b)
-    original = getattr(compiled, "_orig_mod", None)
-    if not isinstance(original, nn.Module) or not isinstance(eager, nn.Module):
-        raise NumericsError("a compiled model is compared with the model itself: give both so")
-    if [n for n, _ in eager.named_modules()] != [n for n, _ in original.named_modules()]:
-        raise NumericsError("the compiled model and the other have other modules")
-    calls = _calls(eager, inputs, kwargs)
-    whole = _Call(eager, "", 1, inputs, kwargs)
-    growth: list[Growth] = []
-    found = _search(whole, calls, compiled, original, growth)
-    swapped = eager is run_b
-    return RunComparison(
-        first=found and _difference(*found, swapped),
-        matched=len(growth),
-        only_a=0,
-        only_b=0,
-        format_a="compiled" if swapped else "eager",
-        format_b="eager" if swapped else "compiled",
-        unit="modules",
-        growth=tuple(growth),
-    )
+    swapped = is_compiled(run_a)
+    eager, compiled = (run_b, run_a) if swapped else (run_a, run_b)
+    names = ("compiled", "eager") if swapped else ("eager", "compiled")
+    modules = dict(eager.named_modules()) if isinstance(eager, nn.Module) else {}
+    original: Any = getattr(compiled, "_orig_mod", None)
+    if modules.keys() != dict(original.named_modules()).keys():
+        raise NumericsError("a compiled model is compared with the model itself: the other run is "
+                            "none, or has other modules")  # fmt: skip
+    growth, first = [], None
+    around, sound = "", set()  # the module to look into, and those that have nothing to find
+    for name, given in _calls(modules, inputs, kwargs).items():
+        if not _is_inside(name, around) or any(_is_inside(name, other) for other in sound):
+            continue
+        kind, found = type(modules[name]).__name__, _measure(name, modules[name], compiled, given)
+        growth.append(Growth(name, kind, found.eager, found.compiled, math.nan))
+        if found.compiled <= found.predicted:
+            sound.add(name)
+        else:
+            around, first = name, _difference(name, kind, found, names)
+    return RunComparison(first, len(growth), 0, 0, *names, "modules", tuple(growth))
 
 
-def _search(
-    call: _Call, calls: list[_Call], compiled: Any, original: nn.Module, growth: list[Growth]
-) -> tuple[_Call, _Measured] | None:
-    """The innermost and earliest module that parts from its eager self when compiled alone."""
-    ours = original.get_submodule(call.name)
-    own = compiled if not call.name else type(compiled)(ours, compiled.dynamo_ctx)
-    measured = _measure(call, own)
-    if measured is None:
-        return None
-    kind = type(call.module).__name__
-    growth.append(Growth(call.name, kind, measured.eager, measured.compiled, math.nan))
-    if not measured.parts:
-        return None
-    inside = [inner for inner in calls if inner is not call and _is_child(call, inner)]
-    for inner in inside:
-        found = _search(inner, calls, compiled, original, growth)
-        if found:
-            return found
-    return call, measured
+def _is_inside(name: str, outer: str) -> bool:
+    return not outer or f"{name}.".startswith(f"{outer}.")
 
 
-def _is_child(call: _Call, inner: _Call) -> bool:
-    """Whether the inner one is a module right inside of the other, called for the first time."""
-    return inner.number == 1 and bool(inner.name) and inner.name.rpartition(".")[0] == call.name
+def _calls(modules: dict[str, nn.Module], inputs: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What each module is given in its first call in an eager run, by name, in order."""
+    names = {module: name for name, module in modules.items()}
+    found: dict[str, Any] = {}
 
+    def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        found.setdefault(names[module], _copied((args, kwargs)))
 
-def _calls(model: nn.Module, inputs: tuple, kwargs: dict[str, Any]) -> list[_Call]:
-    """The calls of all modules in an eager run, with copies of what they are given."""
-    found: list[_Call] = []
-    counts: Counter[str] = Counter()
-    handles = []
-
-    def note(name: str, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        counts[name] += 1
-        copied = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
-        found.append(_Call(module, name, counts[name], *copied))
-
-    for name, module in model.named_modules():
-        hook = functools.partial(note, name)
-        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in names]
     try:
-        with torch.no_grad(), _restored(model):
-            model(*inputs, **kwargs)
-    except Exception as error:  # whatever the user's code raises
-        raise NumericsError(f"the eager run raises {with_type(error)}") from error
+        record_run("A", functools.partial(modules[""], *inputs, **kwargs))
     finally:
         for handle in handles:
             handle.remove()
     return found
 
 
-def _measure(call: _Call, compiled: Any) -> _Measured | None:
-    """Errors of the module and of its compiled self against fp64, on the same inputs.
+def _copied(given: Any) -> Any:
+    return tree_map_only(torch.Tensor, torch.clone, given)
 
-    Of several results the one that is off most; None of none.
-    """
-    given = tree_map_only(torch.Tensor, torch.clone, (call.args, call.kwargs))
-    log = record_run("A", lambda: call.module(*given[0], **given[1]))
-    given = tree_map_only(torch.Tensor, torch.clone, (call.args, call.kwargs))
+
+def _measure(name: str, module: nn.Module, compiled: Any, given: Any) -> _Measured:
+    """Errors of a module and of its compiled self; of several results, of the one off most."""
+    args, kwargs = _copied(given)  # a module may write into them
+    log = record_run("A", functools.partial(module, *args, **kwargs))
+    words = f"{name!r}, compiled," if name else "the model, compiled,"
+    if name:
+        own = compiled._orig_mod.get_submodule(name)
+        compiled = type(compiled)(own, compiled.dynamo_ctx)
+    buffers = [(buffer, buffer.clone()) for buffer in compiled.buffers()]
     try:
-        with torch.no_grad(), torch.random.fork_rng(), _restored(call.module), _restored(compiled):
+        with torch.no_grad(), torch.random.fork_rng():
             torch.manual_seed(0)
             results = tensors_in(compiled(*given[0], **given[1]))
     except Exception as error:  # the compiler's own too
-        raise NumericsError(f"{call.words}, compiled, raises {with_type(error)}") from error
+        raise NumericsError(f"{words} raises {with_type(error)}") from error
+    finally:
+        for buffer, value in buffers:  # such as running statistics
+            buffer.copy_(value)
     results = [tensor for tensor in results if tensor.is_floating_point()]
     if len(results) != len(log.results):
-        raise NumericsError(f"{call.words}, compiled, returns other tensors than without")
-    worst = [
-        _Measured(_error(eager, exact), _error(result, exact), result.dtype)
-        for (eager, exact), result in zip(log.results, results, strict=True)
-    ]
-    return max(worst, key=lambda one: one.compiled / one.predicted, default=None)
+        raise NumericsError(f"{words} returns other tensors than without")
+    measured = [_Measured(0.0, 0.0, 1.0, torch.float32)]
+    for (eager, exact), result in zip(log.results, results, strict=True):
+        errors = rounding.relative_error(eager, exact), rounding.relative_error(result, exact)
+        predicted = _TIMES_THE_EAGER_ERROR * errors[0] + 2 * rounding.unit_roundoff(result.dtype)
+        measured.append(_Measured(*errors, predicted, result.dtype))
+    return max(measured[1:] or measured, key=lambda one: one.compiled / one.predicted)
 
 
-def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
-    """Root mean square, relative to that of the exact result."""
-    left, right = rounding.unmasked(result.to(exact.device), exact)
-    return rounding.rms(left - right) / (rounding.rms(right) or 1.0)
-
-
-@contextlib.contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """Give buffers their values back, such as running statistics."""
-    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in kept:
-            buffer.copy_(value)
-
-
-def _difference(call: _Call, measured: _Measured, swapped: bool) -> Difference:
-    return Difference(
-        kind="module",
-        module=call.name,
-        module_type=type(call.module).__name__,
-        call=call.number,
-        op=None,
-        op_a="compiled" if swapped else "eager",
-        op_b="eager" if swapped else "compiled",
-        dtype_a=measured.dtype,
-        dtype_b=measured.dtype,
-        size=measured.compiled,
-        predicted=measured.predicted,
-        reason=(
-            f"Compiled by itself, on the inputs that it gets in the eager run, it is off by "
-            f"{measured.compiled:.2g} from fp64, and eager by {measured.eager:.2g}. Inside a "
-            "compiled module there are no ops to compare."
-        ),
+def _difference(name: str, kind: str, found: _Measured, ops: tuple[str, str]) -> Difference:
+    reason = (
+        "Compiled by itself, on the inputs that it gets in the eager run, it is off by "
+        f"{found.compiled:.2g} from fp64, and eager by {found.eager:.2g}. Inside a compiled module "
+        "there are no ops to compare."
     )
+    sizes = found.compiled, found.predicted
+    return Difference("module", name, kind, 1, None, *ops, found.dtype, found.dtype, *sizes, reason)

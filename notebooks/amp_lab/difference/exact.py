@@ -8,51 +8,44 @@ a shadow of a view is a view of the shadow.
 
 import contextlib
 import math
-import weakref
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils._pytree import tree_map, tree_map_only
 
-from amp_lab.difference.rounding import EXACT, unit_roundoff
-from amp_lab.tracing.ops_seen import computes_nothing, storage_key
+from amp_lab.difference.rounding import FLOAT32_ROUNDOFF, rms, unmasked
+from amp_lab.tracing.ops_seen import tensors_in
 
 _WITHOUT_DOUBLES = ("mps",)  # there the shadows are on the CPU
-_WIDER = {torch.float16: torch.float64, torch.bfloat16: torch.float64,
-          torch.float32: torch.float64, torch.complex64: torch.complex128}  # fmt: skip
+WIDER = {torch.float16: torch.float64, torch.bfloat16: torch.float64,
+         torch.float32: torch.float64, torch.complex64: torch.complex128}  # fmt: skip
 _Failed = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
+_PERTURBATION = 2.0**-20
+_PROBES = 3
 
 
-def widened(tensor: torch.Tensor, *, copy: bool = False) -> torch.Tensor:
-    """The tensor in fp64 if it is a floating-point one, else as it is."""
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the tensor, in fp64 if it is a floating-point one."""
     device = "cpu" if tensor.device.type in _WITHOUT_DOUBLES else tensor.device
-    return tensor.detach().to(device, _WIDER.get(tensor.dtype, tensor.dtype), copy=copy)
+    return tensor.detach().to(device, WIDER.get(tensor.dtype, tensor.dtype), copy=True)
 
 
-def in_doubles(func: Any, args: Any, kwargs: dict[str, Any], epsilon: float | None = None) -> Any:
-    """What the op returns for arguments that are in fp64 already; None if it cannot say.
-
-    `epsilon` is that of a norm which takes its own from the dtype.
-    """
+def in_doubles(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What the op returns for arguments that are in fp64 already; None if it cannot say."""
     name = func._schema.name.removeprefix("aten::")
     if name == "view" and func._overloadname == "dtype":
         return None  # bits that are read as another format
     args, kwargs = tree_map(_wider_setting, (args, kwargs))
     if name in ("_softmax", "_log_softmax"):
         args = (*args[:2], False)  # a half that turns float: a double does not
-    elif name == "_fused_rms_norm" and args[3] is None and epsilon is not None:
-        args = (*args[:3], epsilon)
     with contextlib.suppress(*_Failed):
         if "dot_product" in name and "attention" in name:
             return _attention(func, args, kwargs)
         if name == "mkldnn_rnn_layer":
             return _lstm(*args, **kwargs)
-        if name == "_grouped_mm":
-            return _grouped_product(*args, **kwargs)
         if name in ("view", "_unsafe_view"):
-            return _view(func, args)
+            return args[0].reshape(args[1])  # the shadow may lie otherwise in memory
         return func(*args, **kwargs)
     return None
 
@@ -60,38 +53,25 @@ def in_doubles(func: Any, args: Any, kwargs: dict[str, Any], epsilon: float | No
 def _wider_setting(value: Any) -> Any:
     """A dtype or a device that is an argument of the op."""
     if isinstance(value, torch.dtype):
-        return _WIDER.get(value, value)
+        return WIDER.get(value, value)
     if isinstance(value, torch.device) and value.type in _WITHOUT_DOUBLES:
         return torch.device("cpu")
     return value
 
 
-def _view(func: Any, args: Any) -> torch.Tensor:
-    try:
-        return func(*args)
-    except RuntimeError:  # the shadow lies otherwise in memory
-        return args[0].reshape(args[1])
-
-
-def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
     """The kernels' common meaning, since few of them take fp64; of the output alone."""
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
-    query, key, value = args[:3]
     if given.get("dropout_p"):
         return None
-    mask = given.get("attn_mask", given.get("attn_bias"))
-    causal, scale = given.get("is_causal", False), given.get("scale")
-    groups = query.shape[-3] // key.shape[-3]
-    if groups > 1:
-        key, value = (t.repeat_interleave(groups, -3) for t in (key, value))
-    scores = query @ key.mT * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
-    if causal:
-        allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        scores = scores.masked_fill(~allowed, -math.inf)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
-    return F.softmax(scores, -1) @ value
+    return F.scaled_dot_product_attention(
+        *args[:3],
+        attn_mask=given.get("attn_mask", given.get("attn_bias")),
+        is_causal=given.get("is_causal", False),
+        scale=given.get("scale"),
+        enable_gqa=args[0].shape[-3] != args[1].shape[-3],
+    )
 
 
 def _lstm(inputs: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
@@ -104,86 +84,56 @@ def _lstm(inputs: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
     return (out.flip(0) if backwards else out, *last)
 
 
-def _grouped_product(left: torch.Tensor, right: torch.Tensor, ends: Any = None, *more: Any,
-                     **settings: Any) -> torch.Tensor | None:  # fmt: skip
-    """The experts' products, whose kernel has no fp64: rows up to `ends` times each matrix."""
-    if left.dim() != 2 or right.dim() != 3 or ends is None:
-        return None
-    rows = torch.tensor_split(left, ends[:-1].cpu())
-    return torch.cat([part @ matrix for part, matrix in zip(rows, right, strict=True)])
+def wide_inputs(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """Copies in fp64 of what an op really gets, before it may write into it."""
+    if name == "_fused_rms_norm" and args[3] is None:  # it takes its eps from the dtype
+        args = (*args[:3], torch.finfo(args[0].dtype).eps)
+    return tree_map_only(torch.Tensor, widened, (args, kwargs))
 
 
-class Shadows:
-    """The fp64 counterpart of each tensor that lives, and how sure it is."""
+def effective_roundoff(func: Any, given: tuple, result: torch.Tensor) -> float:
+    """An op's own error, per unit of what a relative change of its inputs would do to its result.
 
-    def __init__(self):
-        self._shadows = WeakTensorKeyDictionary()
-        self._noise = WeakTensorKeyDictionary()
-        self._coarsest = 0.0  # unit roundoff of any format so far
-        # A tensor's `.data` is another tensor with the same values, that no op made.
-        self._places: dict[tuple, weakref.ref[torch.Tensor]] = {}
-
-    def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The shadow of a tensor; None if nothing is known of it yet."""
-        known = self._shadows.get(tensor)
-        if known is None and (place := self._places.get(_place(tensor))) is not None:
-            known = place()
-        return known
-
-    def set(self, tensor: torch.Tensor, shadow: torch.Tensor, noise: float = EXACT) -> None:
-        """Note a tensor's shadow, and the relative error that the shadow itself may have."""
-        self._shadows[tensor], self._noise[tensor] = shadow, noise
-        self._places[_place(tensor)] = weakref.ref(shadow)
-
-    def noise(self, tensor: torch.Tensor) -> float:
-        """The relative error that the shadow of a tensor may have."""
-        return self._noise.get(tensor, EXACT)
-
-    def follow(self, func: Any, out: Any, exact: Any, noise: float, written: list) -> float:
-        """Note the shadows of what an op returned, `exact` as fp64 has it; returns their noise.
-
-        Integers and bools are decisions: the run is made to take those that fp64 takes, so that a
-        tie that rounding breaks sends two runs the same way.
-        """
-        outs, found = _tensors(out), _tensors(exact)
-        whole = len(outs) == len(found) or (len(found) == 1 and bool(outs))
-        for number, tensor in enumerate(outs):
-            self._coarsest = max(self._coarsest, unit_roundoff(tensor.dtype))
-            shadow = found[number] if whole and number < len(found) else None
-            if shadow is None or shadow.shape != tensor.shape:
-                if number == 0:  # of further ones, such as a kernel's own logsumexp, nothing comes
-                    noise = max(noise, 64 * self._coarsest)  # all that was rounded before
-                shadow = widened(tensor, copy=True)
-                if any(tensor is one for one in written) and (old := self.find(tensor)) is not None:
-                    shadow = old.copy_(shadow)
-            if tensor.is_floating_point() or tensor.is_complex():
-                shadow = shadow.to(_WIDER.get(tensor.dtype, tensor.dtype))
-                if not computes_nothing(func) and not written:
-                    shadow = _laid_out_as(tensor, shadow)
-            elif not computes_nothing(func) and not torch.equal(tensor, shadow.to(tensor.device)):
-                tensor.copy_(shadow)
-            self.set(tensor, shadow, noise)
-        return noise
+    `given` are its `wide_inputs`. 0 if fp64 cannot tell.
+    """
+    exact = _result_of(func, given)
+    if exact is None or exact.shape != result.shape:
+        return 0.0
+    left, right = unmasked(result.to(exact.device), exact)
+    error, size = rms(left - right), rms(right)
+    if not math.isfinite(error):
+        return math.inf
+    if error <= 2 * FLOAT32_ROUNDOFF * size:  # no more than a single rounding
+        return error / size if error else 0.0
+    moved = [_moved(func, given, exact, seed) for seed in range(_PROBES)]
+    whole = size + max(filter(math.isfinite, moved), default=0.0)
+    return error / whole if whole else math.inf
 
 
-def _tensors(structure: Any) -> list[torch.Tensor]:
-    leaves = structure if isinstance(structure, (tuple, list)) else [structure]
-    return [leaf for leaf in tree_leaves(leaves) if isinstance(leaf, torch.Tensor)]
+def _result_of(func: Any, given: tuple) -> torch.Tensor | None:
+    args, kwargs = tree_map_only(torch.Tensor, torch.clone, given)  # an op may write into them
+    return next(iter(tensors_in(in_doubles(func, args, kwargs))), None)
 
 
-def _laid_out_as(tensor: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor:
+def _moved(func: Any, given: tuple, exact: torch.Tensor, seed: int) -> float:
+    """How far the exact result moves, per unit, if the inputs are changed at random."""
+    source = torch.Generator().manual_seed(seed)
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        by = torch.rand(tensor.shape, generator=source, device="cpu").to(tensor.device) * 2 - 1
+        return tensor * (1 + by * _PERTURBATION)
+
+    moved = _result_of(func, tree_map_only(torch.Tensor, change, given))
+    if moved is None or moved.shape != exact.shape:
+        return 0.0
+    left, right = unmasked(moved, exact)
+    return rms(left - right) / _PERTURBATION
+
+
+def laid_out_as(tensor: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor:
     """The shadow with the strides of its tensor, so that what is a view of one is one of both."""
     if shadow.stride() == tensor.stride() or 0 in tensor.stride():
         return shadow
-    laid = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=shadow.dtype, device=shadow.device
-    )
-    return laid.copy_(shadow)
-
-
-def _place(tensor: torch.Tensor) -> tuple:
-    if tensor.layout is not torch.strided:
-        return (id(tensor),)
-    return (
-        storage_key(tensor), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-    )  # fmt: skip
+    return shadow.new_empty_strided(tensor.shape, tensor.stride()).copy_(shadow)

@@ -9,172 +9,184 @@ hides one nor makes one:
 - ``stability``: the same too, but one run has lost far more digits on the way there.
 """
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-from amp_lab.difference.alignment import Alignment, Pair, consumers, own_ops, reaching
+from amp_lab.difference.alignment import Alignment
+from amp_lab.difference.result import Difference
 from amp_lab.difference.rounding import unit_roundoff
-from amp_lab.difference.run_log import NEUTRAL, OpRecord, RunLog
+from amp_lab.difference.run_log import OpRecord, Place, same_values
 
 # What a sum is taken apart into, and what only changes the order of its terms.
 _SUMS = frozenset(("sum", "add", "add_", "sub", "sub_", "mean", "cumsum", "rsub", "div"))
-_ORDERS = frozenset(("flip", "roll", "cat", "stack", "index", "index_select", "gather", "sort",
-                     "zeros", "zeros_like", "new_zeros", "select", "fill_", "zero_"))  # fmt: skip
+_SUMS_AND_ORDERS = _SUMS | {
+    "flip", "roll", "cat", "stack", "index", "index_select", "gather", "sort", "zeros",
+    "zeros_like", "new_zeros", "select", "fill_", "zero_",
+}  # fmt: skip
 _MORE_THAN_THE_OTHER = 4.0  # an op of the two rounds: both may be an unstable kernel
 _DIGITS_LOST = 64.0
 
+_REASONS = {
+    "precision": "On the inputs that it got there, the op's result in {run} is off by {size:.2g}, "
+    "where its formats explain {predicted:.2g}: it computes in a narrower format than the runs are "
+    "in, or a cast to a wider one is missing.",
+    "order": "In exact arithmetic the result is the same; the sum is taken in another order, and "
+    "rounds otherwise.",
+    "stability": "In exact arithmetic the two are the same, but {run} has lost far more digits on "
+    "the way here, to a cancellation or a format before it.",
+}
 
-@dataclass(frozen=True)
-class Finding:
-    """The number of a pair, and what is the matter there."""
 
-    number: int
+class _Finding(NamedTuple):
+    op: OpRecord
     kind: str
     size: float
     predicted: float
-    in_run: str = ""  # the run that rounds more
 
 
-def first_finding(both: Alignment) -> Finding | None:
+def first_finding(both: Alignment) -> Difference | None:
     """The earliest of all kinds; at the same op, in the order of the kinds above."""
     kinds = [_functions(both), _precisions(both), _orders(both), _stabilities(both)]
     found = [finding for finding in (next(kind, None) for kind in kinds) if finding]
-    return min(found, key=lambda finding: finding.number, default=None)
+    numbers: dict[OpRecord, int] = {}
+    for number, pair in enumerate(both.pairs):
+        numbers |= dict.fromkeys(pair.records, number)
+    first = min(found, key=lambda finding: numbers[finding.op], default=None)
+    return _difference(both, first, numbers[first.op]) if first else None
 
 
-def _functions(both: Alignment) -> Iterator[Finding]:
+def _functions(both: Alignment) -> Iterator[_Finding]:
     """Ops whose exact results differ, on a way to a result of the run that differs as well."""
-    reach_a, reach_b = _unequal_ways(both)
-    same_code = _same_code(both)
-    for number, pair in enumerate(both.pairs):
-        if pair.same or both.record(pair).is_neutral:
-            continue
-        counts = pair.b in reach_b if pair.b is not None else pair.a in reach_a
-        # Of the same ops in the same order each has its partner for certain.
-        paired = pair.a is not None and pair.b is not None
-        if counts or (paired and both.record(pair).place in same_code):
-            yield Finding(number, "function", pair.apart, _noise(both, pair))
+    stops: set[OpRecord] = set()
+    for pair in both.pairs:
+        stops.update(pair.records if pair.same else ())
+    reach = _reaching(both, stops)
+    for pair in both.pairs:
+        if pair.last in reach and not pair.last.is_neutral:
+            noise = max(record.noise for record in pair.records)
+            yield _Finding(pair.last, "function", pair.apart, noise)
 
 
-def _unequal_ways(both: Alignment) -> tuple[set[int], set[int]]:
-    same_a = {pair.a for pair in both.pairs if pair.same and pair.a is not None}
-    same_b = {pair.b for pair in both.pairs if pair.same and pair.b is not None}
-    return reaching(both.a, same_a), reaching(both.b, same_b)
+def _reaching(both: Alignment, stops: Iterable[OpRecord] = ()) -> set[OpRecord]:
+    """The records from which a way leads to a run's results that passes none of the `stops`."""
+    found: set[OpRecord] = set()
+    waiting = [*both.a.sinks, *both.b.sinks]
+    while waiting:
+        record = waiting.pop()
+        if record not in found and record not in stops:
+            found.add(record)
+            waiting += record.producers
+    return found
 
 
-def _same_code(both: Alignment) -> set:
-    """Calls of modules that run the same ops of their own in both runs."""
-    if both.sizes_differ or both.a.kind != both.b.kind:
-        return set()
-    ours, theirs = own_ops(both.a), own_ops(both.b)
-    return {place for place, names in ours.items() if theirs.get(place) == names}
-
-
-def _noise(both: Alignment, pair: Pair) -> float:
-    return max(record.noise for record in _records(both, pair))
-
-
-def _records(both: Alignment, pair: Pair) -> list[OpRecord]:
-    found = [] if pair.a is None else [both.a.records[pair.a]]
-    return found if pair.b is None else [*found, both.b.records[pair.b]]
-
-
-def _precisions(both: Alignment) -> Iterator[Finding]:
+def _precisions(both: Alignment) -> Iterator[_Finding]:
     """Ops that round more than the format they are expected in, and more than their partner."""
-    reach = {"A": reaching(both.a, set()), "B": reaching(both.b, set())}
-    for number, pair in enumerate(both.pairs):
-        records = _records(both, pair)
-        for log, at in ((both.a, pair.a), (both.b, pair.b)):
-            if at is None or at not in reach[log.name]:
+    reach = _reaching(both)
+    for pair in both.pairs:
+        for record in pair.records:
+            if record not in reach:
                 continue
-            record = log.records[at]
-            roundoff = unit_roundoff(log.format)
-            if both.a.kind == both.b.kind and len(records) == 2:
-                # Runs of one kind: what one computes in fp32, the other is expected to as well.
-                roundoff = min(unit_roundoff(one.dtype) for one in records)
+            roundoff, least = unit_roundoff(record.log.format), 0.0
+            if pair.is_matched:
+                least = min(one.roundoff for one in pair.records)
+                if both.same_kind:
+                    # What one run computes in fp32, the other is expected to as well.
+                    roundoff = min(unit_roundoff(one.dtype) for one in pair.records)
             allowed = roundoff + record.allowed
-            least = min(one.roundoff for one in records) if len(records) == 2 else 0.0
             if record.roundoff > max(allowed, _MORE_THAN_THE_OTHER * least):
-                finding = Finding(number, "precision", record.roundoff, allowed, log.name)
-                yield _blamed(both, finding, log, at)
+                op = _blamed(record)
+                yield _Finding(op, "precision", max(record.roundoff, op.roundoff), allowed)
 
 
-def _blamed(both: Alignment, finding: Finding, log: RunLog, at: int) -> Finding:
+def _blamed(record: OpRecord) -> OpRecord:
     """Of a cast, the op that then computes in the narrower format, if one does."""
-    record = log.records[at]
-    if not record.is_neutral:
-        return finding
-    index = _numbers(both, log)
-    for number in consumers(log).get(at, ()):
-        user = log.records[number]
-        if user.op not in NEUTRAL and user.dtype == record.dtype and number in index:
-            return Finding(
-                index[number], "precision", max(user.roundoff, record.roundoff),
-                finding.predicted, log.name,
-            )  # fmt: skip
-    return finding
+    for user in record.log.records if record.is_neutral else ():
+        if record in user.producers and user.dtype == record.dtype and not user.is_neutral:
+            return user
+    return record
 
 
-def _orders(both: Alignment) -> Iterator[Finding]:
+def _orders(both: Alignment) -> Iterator[_Finding]:
     """Sums that are taken in another order, of which nothing is left but the rounding."""
-    if both.sizes_differ or both.a.kind != both.b.kind:
-        return
-    by_place: dict = {}
-    for number, pair in enumerate(both.pairs):
-        record = both.record(pair)
-        alone = pair.a is None or pair.b is None
-        if (alone or not pair.same) and not record.is_neutral:
-            by_place.setdefault(record.place, []).append((number, record))
-    for found in by_place.values():
-        names = {record.op for _, record in found}
-        if not names <= _SUMS | _ORDERS:
+    for numbers in _parted_by_place(both).values():
+        ops = [both.pairs[number].last for number in numbers]
+        # The next that is the same again: did the rounding change?
+        after = next((pair for pair in both.pairs[numbers[-1] :] if pair.agrees), None)
+        if after is None or not _SUMS_AND_ORDERS.issuperset(op.op for op in ops):
             continue
-        for number in range(found[-1][0] + 1, len(both.pairs)):
-            # The next that is the same again: did the rounding change?
-            pair = both.pairs[number]
-            if pair.same and pair.a is not None and pair.b is not None:
-                one, other = both.a.records[pair.a], both.b.records[pair.b]
-                sums = [n for n, record in found if record.op in _SUMS]
-                if one.error != other.error:
-                    size = max(one.error, other.error) / max(one.size, 1e-300)
-                    yield Finding((sums or [number])[0], "order", size, one.allowed)
-                break
+        one, other = after.records
+        if one.error != other.error:
+            first = next((op for op in ops if op.op in _SUMS), other)
+            yield _Finding(first, "order", max(one.error, other.error), one.allowed)
 
 
-def _stabilities(both: Alignment) -> Iterator[Finding]:
+def _parted_by_place(both: Alignment) -> dict[Place, list[int]]:
+    """The numbers of pairs that do not agree, where the runs are otherwise expected to."""
+    found: dict[Place, list[int]] = defaultdict(list)
+    for number, pair in enumerate(both.pairs if both.same_batch and both.same_kind else ()):
+        if not pair.agrees and not pair.last.is_neutral:
+            found[pair.last.place].append(number)
+    return found
+
+
+def _stabilities(both: Alignment) -> Iterator[_Finding]:
     """Results that are the same in exact arithmetic, one of which has far fewer right digits."""
-    if both.a.kind != both.b.kind:
-        return
-    for number, pair in enumerate(both.pairs):
-        if not pair.same or pair.a is None or pair.b is None:
+    u = unit_roundoff(both.a.format)
+    for pair in both.pairs if both.same_kind else ():
+        if not pair.agrees or pair.last.is_neutral:
             continue
-        one, other = both.a.records[pair.a], both.b.records[pair.b]
-        if not one.size or one.is_neutral:
-            continue
-        floor = (unit_roundoff(both.a.format) + one.allowed) * one.size
+        one, other = pair.records
+        floor = u + one.allowed
         small, large = sorted((one.error, other.error))
-        if large > _DIGITS_LOST * (small + floor) or math.isnan(large):
-            log, at = (both.a, pair.a) if one.error > other.error else (both.b, pair.b)
-            at = _where_lost(log, at, _DIGITS_LOST * floor / one.size)
-            number = min(number, _numbers(both, log).get(at, number))
-            record = log.records[at]
-            if record.roundoff > unit_roundoff(log.format) + record.allowed:
-                continue  # that is a matter of precision, not of what is lost on the way
-            size = record.error / (record.size or 1.0)
-            yield Finding(number, "stability", size, floor / one.size, log.name)
+        if large > _DIGITS_LOST * (small + floor):
+            worse = one if one.error > other.error else other
+            lost = _where_lost(worse, _DIGITS_LOST * floor)
+            if lost.roundoff <= u + lost.allowed:  # else that is a matter of precision
+                yield _Finding(lost, "stability", lost.error, floor)
 
 
-def _where_lost(log: RunLog, at: int, limit: float) -> int:
+def _where_lost(record: OpRecord, limit: float) -> OpRecord:
     """The first op on the way to this one whose result is off by more than the limit, in all."""
-    while True:
-        records = [(number, log.records[number]) for number in log.records[at].producers]
-        worse = [n for n, record in records if record.size and record.error > limit * record.size]
-        if not worse:
-            return at
-        at = worse[0]
+    worse: OpRecord | None = record
+    while worse:
+        record = worse
+        worse = next((one for one in record.producers if one.error > limit), None)
+    return record
 
 
-def _numbers(both: Alignment, log: RunLog) -> dict[int | None, int]:
-    """The number of each record's pair."""
-    return {(pair.a if log.name == "A" else pair.b): n for n, pair in enumerate(both.pairs)}
+def _difference(both: Alignment, found: _Finding, number: int) -> Difference:
+    pair, *more = both.pairs[number : number + 2]
+    beside = more[0].records if more and not (pair.is_matched or more[0].is_matched) else ()
+    # With an op that only one run has, the one that the other run has in its place.
+    by_run = {record.log.name: record for record in (*beside, *pair.records)}
+    one, other = by_run.get("A"), by_run.get("B")
+    reason = _REASONS.get(found.kind, "").format(run=found.op.log.name, **found._asdict())
+    return Difference(
+        kind=found.kind,
+        **vars(pair.last.place),
+        op=(other or pair.last).op,
+        op_a=one.op if one else None,
+        op_b=other.op if other else None,
+        dtype_a=one.dtype if one else None,
+        dtype_b=other.dtype if other else None,
+        size=found.size,
+        predicted=found.predicted,
+        reason=reason or _function_reason(both, one, other),
+    )
+
+
+def _function_reason(both: Alignment, one: OpRecord | None, other: OpRecord | None) -> str:
+    if one is None or other is None:
+        run = "A" if one else "B"
+        return f"Only {run} has this op, and its result in fp64 is none of the other's."
+    said = "In fp64, without rounding, the two ops differ"
+    for name in sorted({*one.leaves, *other.leaves}):
+        if not same_values(both.a.leaves.get(name), both.b.leaves.get(name)):
+            return f"{said}: {name!r} has other values in B."
+    if one.op != other.op:
+        return f"{said}: A calls {one.op} where B calls {other.op}."
+    if one.settings != other.settings:
+        a, b = (", ".join(map(str, record.settings)) for record in (one, other))
+        return f"{said}: A calls it with ({a}), B with ({b})."
+    return f"{said}: they are given different inputs."

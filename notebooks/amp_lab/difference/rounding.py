@@ -15,7 +15,6 @@ analysis, 2019; the sqrt(n) that is left of n is in the amplification, measured 
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,10 +22,9 @@ import torch
 from amp_lab.tracing.ops_seen import tensors_in
 
 EXACT = 1e-10  # relative: what fp64 leaves of an op's exact result, after many ops
-_FLOAT32_ROUNDOFF = 2.0**-24
+FLOAT32_ROUNDOFF = 2.0**-24
 _LARGEST = 1e30  # what is larger, or minus infinity's stand-in, is a mask and no result
 _MASK = -6e4
-_PROBES = 3
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "addbmm")
 
@@ -47,43 +45,21 @@ def float32_roundoff(op: str, device_type: str) -> float:
     elif "convolution" in op:
         mode = library.conv.fp32_precision
     else:
-        return _FLOAT32_ROUNDOFF
-    return {"tf32": 2.0**-11, "bf16": 2.0**-8}.get(mode, _FLOAT32_ROUNDOFF)
+        return FLOAT32_ROUNDOFF
+    return {"tf32": 2.0**-11, "bf16": 2.0**-8}.get(mode, FLOAT32_ROUNDOFF)
 
 
-def allowance(roundoff: float, arithmetic: float, terms: float) -> float:
-    """The largest effective roundoff (see `effective_roundoff`) that the formats explain."""
-    return roundoff + (8 + 2 * math.log2(max(terms, 1.0))) * arithmetic
+def allowance(op: str, inputs: object, result: torch.Tensor) -> float:
+    """What the arithmetic of an op may add to its format's unit roundoff: the model's second term.
 
-
-def effective_roundoff(
-    result: torch.Tensor, exact: torch.Tensor, moved: Callable[[int], torch.Tensor | None]
-) -> float:
-    """The error of a result, per unit of what a relative change of the inputs would do to it.
-
-    `exact` is the same op in fp64 on the same inputs, and `moved(seed)` how far that moves, per
-    unit, if they are changed at random. It is asked only where the error is no single rounding.
+    The number of terms is about that of a product's inner size, or of the values in a sum.
     """
-    result, exact = unmasked(result, exact)
-    error, size = rms(result - exact), rms(exact)
-    if not error:
-        return 0.0
-    if not math.isfinite(error):
-        return math.inf
-    if size and error / size <= 2 * _FLOAT32_ROUNDOFF:
-        return error / size
-    moves = [rms(move) for move in map(moved, range(_PROBES)) if move is not None]
-    whole = size + max((move for move in moves if math.isfinite(move)), default=0.0)
-    return error / whole if whole else math.inf
-
-
-def terms_of(inputs: object, result: torch.Tensor) -> float:
-    """About how many terms go into one value of the result: of a product its inner size."""
     given = tensors_in(inputs)
     sizes = [t.numel() for t in given if t.is_floating_point()]
+    terms = max([1.0, *(size / max(result.numel(), 1) for size in sizes)])
     if len(sizes) > 1:
-        return max(given[0].shape[-1] if given[0].dim() else 1, max(sizes) / max(sizes[0], 1))
-    return max([1.0, *(size / max(result.numel(), 1) for size in sizes)])
+        terms = max(1, *given[0].shape[-1:], max(sizes) / max(sizes[0], 1))
+    return (8 + 2 * math.log2(terms)) * float32_roundoff(op, result.device.type)
 
 
 def unmasked(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,6 +72,13 @@ def unmasked(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, tor
     if bool(same.any()):
         left, right = left.masked_fill(same, 0.0), right.masked_fill(same, 0.0)
     return left, right
+
+
+def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
+    """Root mean square of the error, relative to that of the exact result; inf of a NaN."""
+    left, right = unmasked(result.to(exact.device), exact)
+    error = rms(left - right)
+    return math.inf if math.isnan(error) else error / (rms(right) or 1.0)
 
 
 def rms(tensor: torch.Tensor) -> float:

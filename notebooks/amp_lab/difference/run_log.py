@@ -11,20 +11,25 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_lab.backends import BACKENDS
 from amp_lab.difference import rounding
-from amp_lab.difference.exact import Shadows, in_doubles, widened
+from amp_lab.difference.exact import (
+    WIDER,
+    effective_roundoff,
+    in_doubles,
+    laid_out_as,
+    wide_inputs,
+    widened,
+)  # fmt: skip
 from amp_lab.errors import AmpLabError, NumericsError, with_type
 from amp_lab.tracing.ops_seen import computes_nothing, storage_key, tensors_in
 
 # Ops that leave values as they are, but for the rounding of a cast. Logs are aligned without them.
-NEUTRAL = frozenset(("_to_copy", "clone", "copy_", "lift_fresh", "lift_fresh_copy", "detach"))
-_MOVES = frozenset(("embedding", "index_select", "gather", "clone", "index", "cat", "stack", "flip",
-                    "roll", "select", "repeat", "constant_pad_nd", "lift_fresh"))  # fmt: skip
-_PERTURBATION = 2.0**-20
+_NEUTRAL = frozenset(("_to_copy", "clone", "copy_", "lift_fresh", "lift_fresh_copy", "detach"))
 
 
 @dataclass(frozen=True)
@@ -36,27 +41,25 @@ class Place:
     call: int = 0
 
 
-@dataclass
+@dataclass(eq=False)  # two are never the same, and stand in sets
 class OpRecord:
     """One op that computed something."""
 
+    log: "RunLog" = field(repr=False)
     place: Place
     op: str  # without namespace and overload: ``addmm``
+    is_neutral: bool  # whether it leaves values as they are, in exact arithmetic
     dtype: torch.dtype  # of its output
     exact: torch.Tensor  # its output in fp64, as if nothing before it had rounded
     noise: float  # the relative error that may have
-    error: float  # of the output against `exact`, root mean square; so is the next
-    size: float
+    total: float  # the sum of `exact`
+    size: float  # its root mean square
+    error: float  # of the output against `exact`, relative, root mean square
     roundoff: float  # effective, of this op alone
     allowed: float  # what fp32 arithmetic adds to the roundoff of a format in this op
-    producers: tuple[int, ...]  # records that its inputs came from
+    producers: tuple["OpRecord", ...] = field(repr=False)  # its inputs came from these
     leaves: tuple[str, ...]  # names of parameters and buffers among its inputs
-    settings: tuple  # its arguments that are no tensors
-
-    @property
-    def is_neutral(self) -> bool:
-        """Whether it leaves values as they are, in exact arithmetic."""
-        return self.op in NEUTRAL
+    settings: tuple  # its arguments that are numbers or names: an eps, a dimension
 
 
 @dataclass
@@ -65,27 +68,21 @@ class RunLog:
 
     name: str  # "A" or "B"
     records: list[OpRecord] = field(default_factory=list)
-    sinks: set[int] = field(default_factory=set)  # records that the run's results came from
+    sinks: set[OpRecord] = field(default_factory=set)  # the run's results came from these
     leaves: dict[str, torch.Tensor] = field(default_factory=dict)  # parameters and buffers, by name
     unnamed: list[torch.Tensor] = field(default_factory=list)  # inputs, and constants in the code
     format: torch.dtype = torch.float32  # what most of it is meant to compute in
-    float32_mode: float = 0.0  # the roundoff of a float32 product
     device_type: str = "cpu"
-    autocast: torch.dtype | None = None
+    kind: tuple = ()  # runs of the same kind are expected to compute each op in the same format
     batch: int | None = None  # first size of the first input of the model
     results: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # and in fp64
-
-    @property
-    def kind(self) -> tuple:
-        """Runs of the same kind are expected to compute each op in the same format."""
-        return self.format, self.autocast, self.float32_mode, self.device_type
 
 
 def record_run(name: str, run: Callable[[], Any], other: RunLog | None = None) -> RunLog:
     """Run it and note each op. The leaves of `other` are its own, where only their formats differ.
 
     Random numbers are the same in each run; buffers are afterwards what they were. Raises
-    `NumericsError` if the run raises, or computes nothing.
+    `NumericsError` if the run raises.
     """
     watch = _Watch(RunLog(name), other)
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -100,8 +97,6 @@ def record_run(name: str, run: Callable[[], Any], other: RunLog | None = None) -
         raise NumericsError(f"run {name} raises {with_type(error)}") from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
-    if not watch.log.records:
-        raise NumericsError(f"run {name} calls no op of torch on floating-point values")
     return watch.log
 
 
@@ -109,15 +104,17 @@ class _Watch(TorchDispatchMode):
     def __init__(self, log: RunLog, other: RunLog | None):
         super().__init__()
         self.log, self._other = log, other
-        self._shadows = Shadows()
+        self._shadows = WeakTensorKeyDictionary()  # of each tensor that lives, in fp64
+        self._noise = rounding.EXACT  # the relative error that they may have by now
+        self._coarsest = 0.0  # unit roundoff of any format so far
+        self._autocast: torch.dtype | None = None
         self._names: dict[nn.Module, str] = {}
         self._by_storage: dict[int | None, str] = {}  # names of parameters and buffers
-        self._stack: list[tuple[nn.Module, Place]] = []
+        self._stack: list[tuple[nn.Module | None, Place]] = [(None, Place())]
         self._calls: Counter[nn.Module] = Counter()
-        self._writers: dict[int | None, tuple[StorageWeakRef, tuple[int, ...]]] = {}
+        self._writers: dict[int | None, tuple[StorageWeakRef, tuple[OpRecord, ...]]] = {}
         self._kept: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
         self._draws: Counter[tuple] = Counter()
-        self._started = self._paused = False
 
     # Modules
 
@@ -139,124 +136,137 @@ class _Watch(TorchDispatchMode):
         if module not in self._names:
             self._learn(module)
         if not self._calls:
-            self._start()
+            self._note_autocast()
             self.log.batch = _batch(args)
         self._calls[module] += 1
         place = Place(self._names[module], type(module).__name__, self._calls[module])
         self._stack.append((module, place))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        while self._stack and self._stack.pop()[0] is not module:
+        while len(self._stack) > 1 and self._stack.pop()[0] is not module:
             pass  # left without a call of its hooks
-        if not self._stack:
-            self._note_sinks(output)
+        if len(self._stack) == 1:
+            self.log.sinks.update(self._producers(output))
 
     def _learn(self, root: nn.Module) -> None:
         """The names of a module that no other that was called holds, and of all below it."""
-        prefix = f"{type(root).__name__}" if self._names else ""
+        prefix = type(root).__name__ if self._names else ""
         for name, module in root.named_modules():
             name = ".".join(part for part in (prefix, name) if part).replace("_orig_mod.", "")
             self._names.setdefault(module, name)
-            own = {k: p for k, p in module._parameters.items() if p is not None}
-            for key, tensor in own.items():
-                self._name_leaf(f"{name}.{key}".lstrip("."), tensor)
-            for key, buffer in module._buffers.items():
-                if buffer is None:
+            for key, tensor in {**module._parameters, **module._buffers}.items():
+                if tensor is None:
                     continue
-                self._paused = True
-                self._kept.append((module, key, buffer, buffer.clone()))
-                self._paused = False
-                self._name_leaf(f"{name}.{key}".lstrip("."), buffer)
+                full_name = f"{name}.{key}".lstrip(".")
+                self.log.leaves[full_name] = tensor
+                self._by_storage.setdefault(storage_key(tensor), full_name)
+                if key in module._buffers:
+                    with _disable_current_modes():  # the copy is no op of the run
+                        self._kept.append((module, key, tensor, tensor.clone()))
 
-    def _name_leaf(self, name: str, tensor: torch.Tensor) -> None:
-        self.log.leaves[name] = tensor
-        self._by_storage.setdefault(storage_key(tensor), name)
-
-    def _start(self) -> None:
-        """What autocast is set to: where the first module is called, or else the first op."""
+    def _note_autocast(self) -> None:
+        """What it is set to where the first module is called, or, if none is, at any op."""
         for device_type in BACKENDS:
             if torch.is_autocast_enabled(device_type):
-                self.log.autocast = torch.get_autocast_dtype(device_type)
-        self._started = True
+                self._autocast = torch.get_autocast_dtype(device_type)
 
-    def _conclude(self) -> None:
-        """What the run is meant to compute in: autocast's dtype, or that of most parameters."""
-        log, sizes = self.log, Counter[torch.dtype]()
+    def finish(self, result: Any) -> None:
+        """Note what the run computed in, and what its results came from.
+
+        It is meant to compute in autocast's dtype, or in that of most parameters. The results are
+        those that it returns, or else those of its outermost modules.
+        """
+        log, sizes = self.log, Counter({torch.float32: 0})
         for tensor in log.leaves.values():
             if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
                 sizes[tensor.dtype] += tensor.numel()
                 log.device_type = tensor.device.type
-        if sizes:
-            log.format = sizes.most_common(1)[0][0]
-        log.format = log.autocast or log.format
-        log.float32_mode = rounding.float32_roundoff("mm", log.device_type)
+        log.format = self._autocast or sizes.most_common(1)[0][0]
+        product = rounding.float32_roundoff("mm", log.device_type)
+        log.kind = (log.format, self._autocast, product, log.device_type)
+        for tensor in filter(_is_real, tensors_in(result)):
+            if tensor in self._shadows:
+                log.results.append((tensor.detach(), self._shadows[tensor]))
+        log.batch = log.batch or _batch(result)
+        log.sinks = set(self._producers(result)) or log.sinks or set(log.records[-1:])
 
     # Ops
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if self._paused:
-            return func(*args, **kwargs)
-        if not self._started:
-            self._start()
+        if not self._calls:
+            self._note_autocast()
         with torch._C._DisableAutocast():  # fp64 would not be cast, but the modes are above us
-            given = tensors_in((args, kwargs))
-            for tensor in given:
-                if self._shadows.find(tensor) is None:
-                    self._shadows.set(tensor, self._leaf(tensor))
-            return self._follow(func, func._schema.name.rpartition("::")[2], args, kwargs)
+            return self._follow(func, args, kwargs or {})
 
-    def _follow(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run an op on its arguments, on their shadows, and by itself in fp64."""
-        given, written = tensors_in((args, kwargs)), _written(func, args, kwargs)
-        noise = max(map(self._shadows.noise, given), default=rounding.EXACT)
-        producers = self._producers(given)
+    def _follow(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an op on its arguments and on their shadows, and note what came of it."""
+        name = func._schema.name.rpartition("::")[2]
         draws = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name
-        exact = local = None
-        if draws:
-            self._seed(name)
-        elif given:  # before the op itself, which may write into its arguments
-            local = None if _rounds_nothing(func, name, given) else _Alone(func, args, kwargs)
-            exact = in_doubles(func, *self._shadows_of(args, kwargs))
-        out = func(*args, **kwargs)
+        do = self._draw if draws else self._compute
+        out, exact, alone = do(func, name, args, kwargs)
         if name == "_local_scalar_dense":
             return out if exact is None else exact  # so that both runs go on with the same number
-        if draws:
-            exact = self._drawn(name, args, out, written)
-        elif not given:  # arange, full: as they would be in fp64
-            dtype = {"dtype": torch.float64} if _is_real(out) else {}
-            exact = in_doubles(func, args, kwargs | dtype)
-            local = _Alone.known(exact)
-        if exact is not None and _decides_a_shape(out, exact):
+        if _decides_a_shape(out, exact):
             out = exact.clone().to(out.device)
-        noise = self._shadows.follow(func, out, exact, noise, written)
-        self._note(func, name, (args, kwargs), out, local, noise, producers)
+        outs, found = tensors_in(out), tensors_in(exact)
+        unknown = [None] * len(outs)
+        found = [*found, *unknown] if len(found) in (1, len(outs)) else unknown
+        for tensor, shadow in zip(outs, found, strict=False):
+            self._coarsest = max(self._coarsest, rounding.unit_roundoff(tensor.dtype))
+            if shadow is None or shadow.shape != tensor.shape:
+                shadow = widened(tensor)
+                if tensor is outs[0]:  # of others, as a kernel's logsumexp, nothing comes
+                    self._noise = max(self._noise, 64 * self._coarsest)  # all that was rounded
+            self._cast_shadow(func, tensor, shadow)
+        self._note(func, name, (args, kwargs), out, alone)
         return out
 
-    def _seed(self, name: str) -> None:
-        """For an op that draws random numbers: the same in each run, whatever was drawn before."""
-        place = self._stack[-1][1] if self._stack else Place()
+    def _cast_shadow(self, func: Any, tensor: torch.Tensor, shadow: torch.Tensor) -> None:
+        """Note the shadow of a result, or write it into the one of an argument that was written.
+
+        Integers and bools are decisions: the run is made to take those that fp64 takes, so that a
+        tie that rounding breaks sends two runs the same way.
+        """
+        if tensor in self._shadows:
+            shadow = self._shadows[tensor].copy_(shadow)
+        elif not computes_nothing(func) and _is_real(tensor):
+            shadow = laid_out_as(tensor, shadow.to(WIDER.get(tensor.dtype, tensor.dtype)))
+        if not computes_nothing(func) and not _is_real(tensor):
+            tensor.copy_(shadow)
+        self._shadows[tensor] = shadow
+
+    def _compute(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        """What an op returns, what it returns of the shadows, and its arguments in fp64.
+
+        The last are None of a view, which rounds nothing.
+        """
+        if not tensors_in((args, kwargs)):  # arange, full: as they would be in fp64
+            out = func(*args, **kwargs)
+            wide = args, kwargs | ({"dtype": torch.float64} if _is_real(out) else {})
+            return out, in_doubles(func, *wide), wide
+        # All before the op itself, which may write into its arguments.
+        alone = None if computes_nothing(func) else wide_inputs(name, args, kwargs)
+        exact = in_doubles(func, *tree_map_only(torch.Tensor, self._shadow, (args, kwargs)))
+        return func(*args, **kwargs), exact, alone
+
+    def _draw(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        """The same for an op that draws random numbers: the same ones in each run, unrounded."""
+        place = self._stack[-1][1]
         self._draws[place, name] += 1
         torch.manual_seed(zlib.crc32(repr((place, name, self._draws[place, name])).encode()))
-
-    def _drawn(self, name: str, args: tuple, out: Any, written: list[torch.Tensor]) -> Any:
-        """What such an op has returned, in fp64: what was drawn is no rounding."""
+        out = func(*args, **kwargs)
         if name == "native_dropout":
             kept = 1 - args[1]
             scale = 1 / kept if args[2] is not False and kept else float(kept != 0)
-            return self._shadow(args[0]) * out[1].to(torch.float64) * scale, out[1]
-        exact = [widened(tensor, copy=True) for tensor in tensors_in(out)]
-        if written:
-            return [self._shadow(t).copy_(e) for t, e in zip(written, exact, strict=False)]
-        return exact
-
-    def _shadows_of(self, args: tuple, kwargs: dict[str, Any]) -> tuple:
-        return tree_map_only(torch.Tensor, self._shadow, (args, kwargs))
+            return out, (self._shadow(args[0]) * out[1].to(torch.float64) * scale, out[1]), None
+        exact = [widened(tensor) for tensor in tensors_in(out)]
+        return out, exact, None
 
     def _shadow(self, tensor: torch.Tensor) -> torch.Tensor:
-        shadow = self._shadows.find(tensor)
-        assert shadow is not None  # every argument was given one
-        return shadow
+        """The fp64 counterpart of an argument."""
+        if tensor not in self._shadows:
+            self._shadows[tensor] = self._leaf(tensor)
+        return self._shadows[tensor]
 
     def _leaf(self, tensor: torch.Tensor) -> torch.Tensor:
         """The shadow of what no op made: of a parameter, a buffer, an input, a constant.
@@ -270,134 +280,67 @@ class _Watch(TorchDispatchMode):
         if self._other is not None and tensor.is_floating_point():
             named = self._other.leaves.get(name) if name else None
             for same in [named] if named is not None else self._other.unnamed:
-                if same.shape == tensor.shape and _differ_in_format(same, tensor):
-                    return widened(same, copy=True).to(tensor.device)
-        return widened(tensor, copy=True)
+                other_format = same.is_floating_point() and same.dtype != tensor.dtype
+                if other_format and same_values(same, tensor):
+                    return widened(same).to(tensor.device)
+        return widened(tensor)
 
     # Records
 
-    def _producers(self, given: list[torch.Tensor]) -> tuple[int, ...]:
-        found: set[int] = set()
-        for tensor in given:
-            storage, numbers = self._writers.get(storage_key(tensor), (None, ()))
+    def _producers(self, given: Any) -> tuple[OpRecord, ...]:
+        """The records that the tensors in a structure came from."""
+        found: list[OpRecord] = []
+        for tensor in tensors_in(given):
+            storage, records = self._writers.get(storage_key(tensor), (None, ()))
             if storage is not None and not storage.expired():
-                found.update(numbers)
-        return tuple(sorted(found))
+                found += records
+        return tuple(dict.fromkeys(found))
 
-    def _note(
-        self,
-        func: Any,
-        name: str,
-        given: tuple,
-        out: Any,
-        local: "_Alone | None",
-        noise: float,
-        producers: tuple[int, ...],
-    ) -> None:
-        outs = tensors_in(out)
+    def _note(self, func: Any, name: str, given: tuple, out: Any, alone: tuple | None) -> None:
+        """Keep a record of an op that computed something, and what wrote into which memory."""
+        outs, producers = tensors_in(out), self._producers(given)
         if outs and _is_real(outs[0]) and not computes_nothing(func):
-            self.log.records.append(self._record(name, given, outs[0], local, noise, producers))
-            producers = (len(self.log.records) - 1,)
-        if func.is_view:
-            return
-        for tensor in outs:
+            roundoff = effective_roundoff(func, alone, outs[0]) if alone else 0.0
+            self.log.records.append(self._record(name, given, outs[0], roundoff, producers))
+            producers = (self.log.records[-1],)
+        for tensor in outs if not func.is_view else ():
             key = storage_key(tensor)
             if key is not None:
                 # The weak reference keeps the address from being used again for another storage.
                 self._writers[key] = StorageWeakRef(tensor.untyped_storage()), producers
 
     def _record(
-        self,
-        name: str,
-        given: tuple,
-        result: torch.Tensor,
-        local: "_Alone | None",
-        noise: float,
-        producers: tuple[int, ...],
+        self, name: str, given: tuple, result: torch.Tensor, roundoff: float, producers: tuple
     ) -> OpRecord:
-        shadow = self._shadow(result)
-        left, right = rounding.unmasked(result.to(shadow.device), shadow)
-        device, terms = result.device.type, rounding.terms_of(given, result)
+        exact = self._shadow(result)
+        values, _ = rounding.unmasked(exact, exact)
         leaves = [self._by_storage.get(storage_key(tensor)) for tensor in tensors_in(given)]
+        kinds = (bool, int, float, str, torch.dtype)
         return OpRecord(
-            place=self._stack[-1][1] if self._stack else Place(),
+            log=self.log,
+            place=self._stack[-1][1],
             op=name,
+            is_neutral=name in _NEUTRAL,
             dtype=result.dtype,
-            exact=shadow.clone(),
-            noise=noise,
-            error=rounding.rms(left - right),
-            size=rounding.rms(right),
-            roundoff=local.roundoff(result) if local else 0.0,
-            allowed=rounding.allowance(0.0, rounding.float32_roundoff(name, device), terms),
+            exact=exact.clone(),
+            noise=self._noise,
+            total=float(values.sum()),
+            size=rounding.rms(values),
+            error=rounding.relative_error(result, exact),
+            roundoff=roundoff,
+            allowed=rounding.allowance(name, given, result),
             producers=producers,
-            leaves=tuple(leaf for leaf in leaves if leaf),
-            settings=_settings(given),
+            leaves=tuple(filter(None, leaves)),
+            settings=tuple(leaf for leaf in tree_leaves(given) if isinstance(leaf, kinds)),
         )
 
-    def _note_sinks(self, result: Any) -> None:
-        self.log.sinks.update(self._producers(tensors_in(result)))
 
-    def finish(self, result: Any) -> None:
-        """Note what the results came from: of what the run returns, of its outermost modules."""
-        self._conclude()
-        for tensor in filter(_is_real, tensors_in(result)):
-            if (shadow := self._shadows.find(tensor)) is not None:
-                self.log.results.append((tensor.detach(), shadow))
-        self.log.batch = self.log.batch or _batch(result)
-        found = self._producers(tensors_in(result))
-        if found:
-            self.log.sinks = set(found)
-        elif not self.log.sinks and self.log.records:
-            self.log.sinks = {len(self.log.records) - 1}
-
-
-class _Alone:
-    """One op in fp64, on the inputs that it really gets."""
-
-    def __init__(self, func: Any, args: tuple, kwargs: dict[str, Any]):
-        first = next((t for t in tensors_in((args, kwargs)) if t.is_floating_point()), None)
-        self._epsilon = None if first is None else torch.finfo(first.dtype).eps
-        self._func = func
-        self._given = tree_map_only(torch.Tensor, lambda t: widened(t, copy=True), (args, kwargs))
-        self.exact = self._run(self._given)
-
-    @classmethod
-    def known(cls, exact: Any) -> "_Alone":
-        """Of an op without inputs, whose exact result is there already."""
-        alone = cls.__new__(cls)
-        alone.exact = exact
-        alone._given = None
-        return alone
-
-    def _run(self, given: Any) -> torch.Tensor | None:
-        given = tree_map_only(torch.Tensor, torch.clone, given)  # for an op that writes into them
-        args, kwargs = given
-        found = tensors_in(in_doubles(self._func, args, kwargs, self._epsilon))
-        return found[0] if found else None
-
-    def roundoff(self, result: torch.Tensor) -> float:
-        """The op's effective unit roundoff; 0 if fp64 cannot tell."""
-        if not isinstance(self.exact, torch.Tensor) or self.exact.shape != result.shape:
-            return 0.0
-        return rounding.effective_roundoff(result.to(self.exact.device), self.exact, self._moved)
-
-    def _moved(self, seed: int) -> torch.Tensor | None:
-        """How far the result moves, per unit, if the inputs are changed at random."""
-        if self._given is None:
-            return None
-        leaves, shape = tree_flatten(self._given)
-        changed = []
-        for number, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-                source = torch.Generator(leaf.device).manual_seed(1000 * seed + number)
-                by = torch.rand(leaf.shape, generator=source, device=leaf.device) * 2 - 1
-                leaf = leaf * (1 + by * _PERTURBATION)
-            changed.append(leaf)
-        moved = self._run(tree_unflatten(changed, shape))
-        if moved is None or self.exact is None:
-            return None
-        left, right = rounding.unmasked(moved, self.exact)
-        return (left - right) / _PERTURBATION
+def same_values(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    """Whether one tensor is the other, or the other rounded."""
+    if one is None or other is None or one.shape != other.shape:
+        return False
+    one, other = one.detach().to(other.device), other.detach()
+    return torch.equal(one.to(other.dtype), other) or torch.equal(other.to(one.dtype), one)
 
 
 def _batch(structure: Any) -> int | None:
@@ -414,34 +357,3 @@ def _decides_a_shape(out: Any, exact: Any) -> bool:
     """Whether it is a list of indices, such as boxes that are kept, of another length in fp64."""
     both = isinstance(out, torch.Tensor) and isinstance(exact, torch.Tensor)
     return both and not _is_real(out) and out.shape != exact.shape
-
-
-def _rounds_nothing(func: Any, name: str, given: list[torch.Tensor]) -> bool:
-    """Whether the op only moves numbers, or gives none; it then need not be done again in fp64."""
-    if name == "copy_":
-        return given[0].dtype == given[1].dtype
-    return computes_nothing(func) or name in _MOVES or not any(map(_is_real, given))
-
-
-def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments that the op writes into."""
-    schema = func._schema.arguments
-    given = dict(zip((argument.name for argument in schema), args, strict=False)) | kwargs
-    into = [a.name for a in schema if a.alias_info is not None and a.alias_info.is_write]
-    return tensors_in([given.get(name) for name in into])
-
-
-def _differ_in_format(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two leaves are of different formats, and one is the other, rounded."""
-    if one.dtype == other.dtype or not one.is_floating_point():
-        return False
-    one = one.detach().to(other.device)
-    other = other.detach()
-    return torch.equal(one.to(other.dtype), other) or torch.equal(other.to(one.dtype), one)
-
-
-def _settings(given: tuple) -> tuple:
-    """The arguments that are numbers or names, as they stand: an eps, a dimension."""
-    leaves = tree_flatten(given)[0]
-    kinds = (bool, int, float, str, torch.dtype)
-    return tuple(leaf for leaf in leaves if isinstance(leaf, kinds))
