@@ -8,7 +8,7 @@ import torch
 from amp_lab.report import Printed, Table, short_name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Difference(Printed):
     """The first op where two runs part by more than rounding explains."""
 
@@ -55,7 +55,7 @@ class Growth:
     apart: float  # in exact arithmetic
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunComparison(Printed):
     """Two runs, op by op."""
 

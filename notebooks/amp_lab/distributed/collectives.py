@@ -81,7 +81,7 @@ class Collective:
         return round(_SHARES[self.kind](self.ranks) * self.payload_bytes)
 
 
-@dataclass
+@dataclass(repr=False)
 class Communication(Printed):
     """The collectives of this process in the block of `count_communication`, in their order."""
 
