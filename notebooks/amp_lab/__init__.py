@@ -31,6 +31,7 @@ _EXPORTS = {  # public name: the module that defines it
     "MemoryForecast": "tracing.memory_result",
     "forecast_memory": "tracing.memory",
     "largest_batch": "tracing.memory",
+    "advise": "advisor",
     "Difference": "difference",
     "first_difference": "difference",
     "UnderflowReport": "numerics",

@@ -37,6 +37,7 @@ class GivenModel:
     args: tuple = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     loss_fn: Callable[[Any], Any] | None = None  # gets the output
+    returned: int = 0  # parts of the tuple that the callable returned; 0: the model alone
     observer: "Observer" = field(init=False)
     """What a run of the model in the block of `given_model` has shown."""
 
@@ -167,7 +168,8 @@ def _built(target: str, arguments: dict[str, Any], with_values: bool) -> GivenMo
             f"{target!r} returns a {type(loss_fn).__name__} as the loss: give a callable"
         )
     args, kwargs = arguments_in(inputs, repr(target))
-    return GivenModel(model, args, kwargs, loss_fn)
+    returned = len(built) if isinstance(built, tuple) else 0
+    return GivenModel(model, args, kwargs, loss_fn, returned)
 
 
 def _parts(built: Any) -> tuple[Any, Any, Any]:

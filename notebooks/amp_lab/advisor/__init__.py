@@ -1,0 +1,8 @@
+"""Which precision for this model, on this machine? `advise` itself is in `amp_lab`."""
+
+from amp_lab.advisor.outlook import first_look
+from amp_lab.advisor.recipes import Candidate, Case
+from amp_lab.advisor.result import Advice
+from amp_lab.advisor.session import advise, forecast, measured
+
+__all__ = ["Advice", "Candidate", "Case", "advise", "first_look", "forecast", "measured"]

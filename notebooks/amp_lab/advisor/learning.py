@@ -1,0 +1,162 @@
+"""Numbers: does a recipe learn, and answer, as fp32 does, and what would fp16 lose?"""
+
+import math
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from amp_lab.advisor.recipes import INFERENCE, TRAINING, Candidate, Case, Recipe, Step
+from amp_lab.errors import NumericsError
+from amp_lab.numerics import gradient_underflow
+from amp_lab.precision import Precision
+from amp_lab.timing import measure
+from amp_lab.tracing.tracer import named_tensors
+
+_STEPS, _RATE, _LOW_RATE = 10, 1e-3, 1e-4
+_LEARNS = 0.05  # by so much of the first loss, at least
+_JITTER = 2.0**-9  # bf16's rounding error: what fp32 itself makes of it is no fault
+_MOST_SKIPPED = 8  # a scale that begins too high is halved in these
+_LOST = 0.02  # of the weights may stay as they are in a step that changes all of them in fp32
+TOLERANCE = {Precision.FP32: 1e-3, Precision.TF32: 0.02, Precision.FP16: 0.02, Precision.BF16: 0.1}
+"""How far the output of inference may be from fp32's, in the Euclidean norm, relative."""
+
+
+class Learning:
+    """How fp32 learns from these inputs, which the other recipes are held against.
+
+    A second run in fp32, with a little noise in the weights and another seed for dropout, shows
+    what two runs may differ in without a fault. `seconds` is what all the runs together may take.
+    """
+
+    def __init__(self, case: Case, seconds: float):
+        self._case, self._steps, self._plain = case, 2, Candidate(Recipe(TRAINING))
+        self._run(self._plain)
+        # Each of some eight runs gets its share of the time; a slow model gets fewer steps.
+        steps = seconds / 8 / max(self._plain.seconds, 1e-4)
+        self._steps, self._noisy = max(3, min(_STEPS, int(steps))), Candidate(Recipe(TRAINING))
+        self._gradients = self._run(self._plain)[1]
+        self._noise = _distance(self._run(self._noisy, noisy=True)[1], self._gradients)
+        first = abs(self._plain.losses[0])
+        self.learns = math.isfinite(first) and _fall(self._plain) > _LEARNS * first
+
+    def check(self, candidate: Candidate, scale: float) -> Step:
+        """Train with a recipe as fp32 was trained, and note how far off it is, and if too far."""
+        step, gradients = self._run(candidate, scale=scale)
+        self._judge(candidate, gradients)
+        if candidate.recipe.cast and not candidate.reason:
+            # A few steps at a high rate learn all the same: rounding swallows small updates.
+            step.names["optimizer"].param_groups[0]["lr"] = _LOW_RATE
+            before = [p.detach().clone() for p in step.trained]
+            step()
+            same = [a == b for a, b in zip(before, step.trained, strict=True)]
+            lost = torch.cat([x.flatten() for x in same]).float().mean().item()
+            if lost > _LOST:
+                rate = f"at a learning rate of {_LOW_RATE}"
+                candidate.reason = f"rounding keeps {lost:.0%} of the weights as they are {rate}"
+        return step
+
+    def _run(
+        self, candidate: Candidate, *, scale: float = 2.0**16, noisy: bool = False
+    ) -> tuple[Step, list[Tensor]]:
+        """The step after some calls, and the gradients of the first."""
+        torch.manual_seed(int(noisy))
+        step = Step(self._case, candidate.recipe, scale, _RATE)
+        with torch.no_grad():
+            for p in step.trained if noisy else ():
+                p.mul_(1 + _JITTER * torch.randn_like(p))
+        losses, gradients, took, scaler = list[float](), [], [], step.names.get("scaler")
+        for _ in range(self._steps + _MOST_SKIPPED):
+            before, start = scaler.get_scale() if scaler else 1.0, time.perf_counter()
+            loss = step().item()
+            took.append(time.perf_counter() - start)
+            if scaler and scaler.get_scale() < before and math.isfinite(loss):
+                continue  # the gradients overflowed, and the weights are what they were
+            losses.append(loss)
+            gradients = gradients or [p.grad.clone() for p in step.trained if p.grad is not None]
+            if not math.isfinite(loss) or len(losses) == self._steps:
+                break
+        candidate.losses, candidate.seconds = tuple(losses), min(took)
+        return step, gradients
+
+    def _judge(self, run: Candidate, gradients: list[Tensor]) -> None:
+        """Note how far a run is from fp32's, and why it is not alike, if it is not."""
+        if not run.losses or not math.isfinite(run.losses[-1]):
+            what = f"its loss is {run.losses[-1]}" if run.losses else "all its gradients overflow"
+            run.reason = f"{what} in step {max(1, len(run.losses))}"
+            return
+        off, most = _distance(gradients, self._gradients), min(0.9, 0.5 + 2 * self._noise)
+        run.against_fp32 = f"gradients {off:.1%} off"
+        if not off <= most:
+            run.reason = f"its gradients may be {most:.0%} off at most"
+        elif not self.learns:  # nothing to hold the fall against, so the first loss has to do
+            away = abs(run.losses[0] / (self._plain.losses[0] or 1.0) - 1)
+            run.reason = "" if away < 0.05 else f"its first loss is {away:.1%} off"
+        else:  # noise excuses much, but never half of what was to be learnt
+            learned, noisy = (_fall(c) / _fall(self._plain) for c in (run, self._noisy))
+            most = min(0.5, 0.2 + 2 * abs(noisy - 1))
+            run.against_fp32 += f", learns {learned:.0%}"
+            passes = abs(learned - 1) <= most
+            run.reason = "" if passes else f"it has to learn 100% ± {most:.0%}"
+
+
+class Answers:
+    """What fp32 answers, which the other recipes of inference are held against."""
+
+    def __init__(self, case: Case):
+        self._case, self._right = case, _floats(Step(case, Recipe(INFERENCE))())
+
+    def check(self, candidate: Candidate, scale: float) -> Step:
+        """Infer with a recipe, which needs no loss scale, and note how far off it is."""
+        step, most = Step(self._case, candidate.recipe), TOLERANCE[candidate.recipe.precision]
+        off = _distance(_floats(step()), self._right)
+        candidate.against_fp32 = f"output {off:.2%} off"
+        candidate.reason = "" if off <= most else f"its output may be {most:.1%} off at most"
+        candidate.seconds = measure(step, device=self._case.device, warmup=0, repeats=3).median_s
+        return step
+
+
+def _fall(run: Candidate) -> float:
+    return run.losses[0] - run.losses[-1]
+
+
+def _floats(output: object) -> list[Tensor]:
+    return [tensor for _, tensor in named_tensors(output) if tensor.is_floating_point()]
+
+
+def _distance(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+    """How far tensors are from the right ones, relative, in the Euclidean norm of them all."""
+    whole = sum(float(b.double().square().sum()) for b in right)
+    pairs = zip(found, right, strict=True)
+    apart = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
+    return math.sqrt(apart / (whole or 1.0))
+
+
+def fp16_remarks(case: Case) -> tuple[float | None, list[str]]:
+    """A first loss scale for fp16, if any keeps the gradients, and where fp16 would lose what."""
+    assert case.loss_fn is not None
+    step, large = Step(case, Recipe(TRAINING)), dict[str, float]()
+    names = {module: name or "the model" for name, module in step.model.named_modules()}
+
+    def note(module: torch.nn.Module, args: object, output: object) -> None:
+        reached = max((float(t.detach().abs().max()) for t in _floats(output)), default=0.0)
+        if reached > torch.finfo(torch.float16).max and module in names:
+            large[names[module]] = reached
+
+    with torch.nn.modules.module.register_module_forward_hook(note):
+        loss = case.loss_fn(step.output())
+    said = [f"fp16 overflows: the output of {n} reaches {x:.3g}." for n, x in large.items()][:3]
+    try:
+        report = gradient_underflow(step.model, loss)
+    except NumericsError:  # a graph that cannot be followed; the steps themselves still can run
+        return 2.0**16, said
+    for row in sorted(report.rows, key=lambda row: -row.lost(1.0))[:3]:
+        if row.lost(1.0) > 0.01:
+            share = f"{row.lost(1.0):.0%} of the gradient values of {row.layer or 'the model'}"
+            said.append(f"Without a loss scale fp16 loses {share} ({row.what}).")
+    low, high = report.smallest_scale, report.largest_scale
+    if low is None or high is None or low > high:
+        return None, [*said, "No loss scale keeps fp16's gradients: take bf16, of fp32's range."]
+    scale = max(low, min(2.0**16, high / 8))  # with room for them to grow eightfold
+    return scale, [*said, f"First loss scale for fp16: {scale:g}."]

@@ -1,0 +1,77 @@
+"""What `advise` returns: a ranking, what to watch, and the lines to write."""
+
+import html
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from amp_lab.advisor.recipes import Candidate
+from amp_lab.errors import OptionError
+from amp_lab.report import Printed, Table, bytes_text
+
+
+@dataclass(frozen=True, repr=False)
+class Advice(Printed):
+    """Which precision to use for a model on a device; `str` of it is made to be read."""
+
+    title: str  # the model and the device
+    candidates: list[Candidate]  # for each use, the best first
+    chosen: dict[str, Candidate]  # by use, "training" and "inference"
+    programs: dict[str, str]  # by use: the lines to write, which ran here
+    watch: list[str]
+
+    @property
+    def recommended(self) -> Candidate | None:
+        """What to train with, or to infer with if it cannot be trained; None if nothing can be."""
+        return next(iter(self.chosen.values()), None)
+
+    def to_html(self, path: str | PathLike[str]) -> None:
+        """Write it all as one page. Raises `OptionError` if that cannot be."""
+        style = "<style>body{font:16px sans-serif}td,th{padding:.2em .6em;text-align:left}</style>"
+        head = f'<!doctype html><meta charset="utf-8"><title>{html.escape(self.title)}</title>'
+        try:
+            Path(path).write_text(f"{head}{style}{self._repr_html_()}\n", encoding="utf-8")
+        except OSError as error:
+            raise OptionError(f"{path}: cannot be written ({error.strerror})") from error
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() + self._with_programs("<p>{}</p><pre>{}</pre>", html.escape)
+
+    def __str__(self) -> str:
+        return super().__str__() + self._with_programs("\n\n{}\n\n{}").rstrip()
+
+    def to_markdown(self) -> str:
+        """The table and the programs, in Markdown."""
+        return super().to_markdown() + self._with_programs("\n\n{}\n\n```python\n{}```")
+
+    def _with_programs(self, form: str, escape: Any = str) -> str:
+        head = "The lines to write for {} ({}), which ran here:"
+        named = {use: head.format(use, best.name) for use, best in self.chosen.items()}
+        return "".join(form.format(named[use], escape(p)) for use, p in self.programs.items())
+
+    def _contents(self) -> dict[str, Any]:
+        return vars(self) | {
+            "recommended": self.recommended and self.recommended.name,
+            "chosen": {use: candidate.name for use, candidate in self.chosen.items()},
+            "candidates": [vars(c) | {"name": c.name} for c in self.candidates],
+        }
+
+    def _table(self) -> Table:
+        return Table(
+            ["for", "recipe", "ms", "speed-up", "against fp32", "peak", "batch", "verdict"],
+            [_cells(candidate) for candidate in self.candidates],
+            caption=self.title,
+            facts=["Peak and largest batch are forecasts; a speed-up comes with its interval."],
+            advice=self.watch,
+            right=(2, 5, 6),
+        )
+
+
+def _cells(c: Candidate) -> list[str]:
+    time = f"{1e3 * c.time_s.median:.3g}" if c.time_s and c.time_s.trusted else "-"
+    peak = "-" if c.peak_bytes is None else bytes_text(c.peak_bytes)
+    batch = "-" if c.largest_batch is None else f"{c.largest_batch:,}"
+    verdict = f"{c.verdict}: {c.reason}" if c.reason else c.verdict
+    off = c.against_fp32 or "-"
+    return [c.recipe.use, c.name, time, str(c.speedup or "-"), off, peak, batch, verdict]

@@ -1,0 +1,266 @@
+"""`advise` on planted models: toys, whose times are what the test says."""
+
+import contextlib
+import copy
+import dataclasses
+import io
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from amp_lab import Precision, advise
+from amp_lab.advisor import session
+from amp_lab.advisor.learning import Learning
+from amp_lab.advisor.recipes import INFERENCE, TRAINING, Case, Recipe, loss_of, program, recipes
+from amp_lab.device import DeviceReport
+from amp_lab.errors import DeviceError, OptionError, TraceError
+from amp_lab.timing import Comparison
+
+pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
+
+CPU = torch.device("cpu")
+RATES = {Precision.FP32: 1.0, Precision.TF32: None, Precision.FP16: 2.0, Precision.BF16: 2.0}
+REPORT = DeviceReport(CPU, "a machine", "CPU", 2**34, RATES, True, Precision.BF16, "")
+FAST = {"bf16": 0.5, "fp16": 0.6}  # seconds of a step by what a name begins with; others: 1
+
+
+class Cnn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x):  # (B, 3, H, W) to (B, 4)
+        return self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
+
+
+class Large(nn.Module):
+    """Its activations are beyond fp16's range, and not bf16's."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.second(self.first(x) * 1e6) * 1e-6
+
+
+class Clash(nn.Module):
+    """Writes what autocast computed into a tensor in fp32, which torch refuses."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 4)
+
+    def forward(self, x):
+        found = torch.zeros(len(x), 4)
+        found[torch.arange(len(x))] = self.linear(x)
+        return found
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """Advice with planted times: twelve rounds, alike but for 1 %. It is too short to compile."""
+
+    def advice(model, *inputs, seconds=FAST, reason="", memory=None, report=REPORT):
+        def timing(functions, **settings):
+            assert settings["budget_s"] > 0
+            rounds = [1 + 0.01 * (i % 2) for i in range(12)]
+            took = {
+                n: next((s for p, s in seconds.items() if n.startswith(p)), 1.0) for n in functions
+            }
+            return Comparison({n: tuple(s * r for r in rounds) for n, s in took.items()}, 0, reason)
+
+        monkeypatch.setattr(session, "compare", timing)
+        monkeypatch.setattr(session, "describe_device", lambda device: report)
+        monkeypatch.setattr(session, "_COMPILING", {"training": 1.0, "inference": 1.0})
+        return advise(model, *inputs, device="cpu", memory=memory, minutes=1)
+
+    return advice
+
+
+def of(advice, name: str, use: str = TRAINING):
+    return next(c for c in advice.candidates if (c.recipe.use, c.name) == (use, name))
+
+
+def test_the_fastest_that_learns_is_recommended_with_lines_that_ran(planted):
+    advice = planted(mlp(), torch.randn(8, 16))
+    best = advice.recommended
+    assert best.name == "bf16 autocast"
+    assert best.speedup.interval[0] > 1.9
+    assert best.largest_batch > 0
+    assert of(advice, "fp16 autocast").verdict == "slower"
+    assert advice.chosen[INFERENCE].recipe.precision is Precision.BF16
+    assert "torch.autocast(device.type, dtype=torch.bfloat16)" in advice.programs[TRAINING]
+    assert advice.programs[TRAINING] in str(advice)
+    assert any(line.startswith("First loss scale for fp16") for line in advice.watch)
+    assert of(advice, "fp32, torch.compile".replace("fp32", best.name)).verdict == "not tried"
+
+
+def test_a_model_that_breaks_in_fp16_is_not_recommended_in_it_however_fast(planted):
+    advice = planted(Large(), torch.randn(8, 16), seconds={"fp16": 0.1, "bf16": 0.9})
+    assert of(advice, "fp16 autocast").verdict == "unlike fp32"
+    assert of(advice, "fp16 autocast", INFERENCE).verdict == "unlike fp32"
+    assert all(c.recipe.precision is not Precision.FP16 for c in advice.chosen.values())
+    assert any("fp16 overflows: the output of second" in line for line in advice.watch)
+
+
+def test_bf16_weights_whose_updates_rounding_swallows_are_not_recommended(planted):
+    advice = planted(mlp(), torch.randn(8, 16), seconds={"bf16 weights": 0.1})
+    found = of(advice, "bf16 weights")
+    assert found.verdict == "unlike fp32"
+    assert "rounding keeps" in found.reason
+    assert advice.chosen[INFERENCE].name == "bf16 weights"
+
+
+def test_a_step_that_does_not_change_the_weights_is_not_recommended(planted, monkeypatch):
+    real = Learning._run
+
+    def stuck(self, candidate, **settings):
+        with monkeypatch.context() as patch:
+            if candidate.recipe.precision is Precision.BF16:
+                patch.setattr("amp_lab.advisor.learning._RATE", 0.0)
+            return real(self, candidate, **settings)
+
+    monkeypatch.setattr(Learning, "_run", stuck)
+    advice = planted(mlp(), torch.randn(8, 16))
+    assert of(advice, "bf16 autocast").verdict == "unlike fp32"
+    assert advice.recommended.name == "fp16 autocast"
+
+
+def test_where_amp_loses_fp32_is_recommended(planted):
+    advice = planted(mlp(), torch.randn(8, 16), seconds={"bf16": 1.5, "fp16": 2.0})
+    assert advice.recommended.name == "fp32"
+    assert "autocast" not in advice.programs[TRAINING]
+
+
+def test_what_raises_for_a_clash_of_dtypes_is_pruned_with_its_message(planted):
+    advice = planted(Clash(), torch.randn(8, 16))
+    for name in ("bf16 autocast", "fp16 autocast"):
+        assert of(advice, name).verdict == "raises"
+        assert "dtype" in of(advice, name).reason
+    assert advice.recommended.name == "fp32"
+
+
+def test_what_does_not_fit_is_not_tried(planted):
+    advice = planted(mlp(), torch.randn(8, 16), memory=1000)
+    assert advice.recommended is None
+    assert {c.verdict for c in advice.candidates} == {"does not fit"}
+    assert "Nothing can be recommended for training." in advice.watch
+
+
+def test_a_precision_that_is_emulated_is_not_run(planted):
+    report = dataclasses.replace(REPORT, rates=RATES | {Precision.FP16: 0.01})
+    advice = planted(mlp(), torch.randn(8, 16), report=report)
+    assert of(advice, "fp16 autocast").verdict == "emulated"
+    unsure = dataclasses.replace(REPORT, rates=RATES | {Precision.BF16: 0.2}, trusted=False)
+    advice = planted(mlp(), torch.randn(8, 16), report=unsure)
+    assert of(advice, "bf16 autocast").speedup is not None
+
+
+def test_a_busy_machine_keeps_the_simplest(planted):
+    advice = planted(Cnn(), torch.randn(2, 3, 12, 12), reason="the machine was busy")
+    assert advice.recommended.name == "fp32"
+    assert "the machine was busy" in advice.recommended.reason
+    assert "too busy to tell" in str(advice)
+
+
+def test_layouts_and_fused_kernels_are_tried_where_there_are_convolutions(planted):
+    seconds = {"bf16 autocast, channels-last, fused": 0.3, "bf16 autocast, channels-last": 0.5}
+    advice = planted(Cnn(), torch.randn(2, 3, 12, 12), seconds=seconds)
+    assert advice.recommended.name == "bf16 autocast, channels-last, fused AdamW"
+    text = advice.programs[TRAINING]
+    assert "memory_format=torch.channels_last" in text
+    assert "fused=True" in text
+
+
+def test_the_model_and_the_random_numbers_stay_as_they_are(planted):
+    model = Cnn().train()
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    planted(model, torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_without_gradients_is_advised_for_inference_alone(planted):
+    advice = planted(mlp().requires_grad_(False), torch.randn(8, 16))
+    assert list(advice.chosen) == [INFERENCE]
+
+
+def test_a_device_that_is_not_here_gets_dtypes_and_memory_and_no_times():
+    for kind in ("cuda", "xpu", "mps"):
+        if torch.get_device_module(kind).is_available():
+            continue
+        advice = advise(mlp(), torch.randn(8, 16), device=kind, memory="1GiB")
+        assert advice.recommended is None
+        assert any("cannot be known" in line for line in advice.watch)
+        assert all(c.time_s is None and c.peak_bytes for c in advice.candidates)
+        assert {c.verdict for c in advice.candidates} == {"not timed"}
+
+
+def test_as_json_and_as_one_page(planted, tmp_path):
+    advice = planted(Cnn(), torch.randn(2, 3, 12, 12))
+    contents = json.loads(advice.to_json())
+    assert contents["recommended"] == advice.recommended.name
+    assert {c["name"] for c in contents["candidates"]} == {c.name for c in advice.candidates}
+    advice.to_html(tmp_path / "advice.html")
+    page = (tmp_path / "advice.html").read_text()
+    assert "http" not in page
+    assert "torch.optim.AdamW" in page
+    assert "torch.optim.AdamW" in advice._repr_html_()
+    assert "```python" in advice.to_markdown()
+    with pytest.raises(OptionError, match="cannot be written"):
+        advice.to_html(tmp_path / "missing" / "advice.html")
+
+
+EVERY = [
+    dataclasses.replace(recipe, channels_last=True, fused=use == TRAINING)
+    for use in (TRAINING, INFERENCE)
+    for recipe in recipes(use, list(Precision))
+]
+
+
+@pytest.mark.parametrize("recipe", EVERY, ids=lambda recipe: f"{recipe.use} {recipe}")
+def test_every_program_runs(recipe):
+    inputs = (torch.randn(2, 3, 12, 12),)
+    case = Case(Cnn(), inputs, loss_fn=lambda output: output.float().square().mean())
+    text = program(case, recipe, 1024.0)
+    names = {"model": case.model, "args": inputs, "kwargs": {}, "loss_fn": case.loss_fn}
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(text, names)
+    assert (len(said.getvalue().splitlines()) == 3) == (recipe.use == TRAINING)
+    assert torch.isfinite(names["step"]()).all()
+    assert ("GradScaler" in text) == (recipe.precision is Precision.FP16 and recipe.use == TRAINING)
+    assert str(Recipe(TRAINING)) == "fp32"
+
+
+def test_the_loss_of_an_output_is_its_own_or_its_mean_square():
+    x = torch.ones(3, requires_grad=True) * 2
+    assert loss_of({"loss": x.sum(), "logits": x}) == "output['loss']"
+    assert loss_of((x, {"ids": torch.zeros(2)})) == "output[0].float().square().mean()"
+    assert loss_of(torch.ones(3)) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda: advise(mlp(), torch.randn(8, 15), device="cpu"), TraceError, "fails on input"),
+        (lambda: advise(mlp, torch.randn(8, 16), device="cpu"), TraceError, "is no model"),
+        (lambda: advise(mlp(), torch.randn(8, 16), device="gpu"), DeviceError, "torch calls"),
+        (
+            lambda: advise(mlp(), torch.randn(8, 16), device="cpu", loss_fn=lambda out: out),
+            TraceError,
+            "number",
+        ),
+    ],
+)
+def test_mistakes_are_told_in_a_line(call, error, said):
+    with pytest.raises(error, match=said) as raised:
+        call()
+    assert "\n" not in str(raised.value)
