@@ -57,8 +57,9 @@ def align(a: RunLog, b: RunLog) -> Alignment:
     compute in two formats, since only one of them has those.
     """
     both = Alignment(a, b, a.kind == b.kind, a.batch == b.batch)
-    ours = [record for record in a.records if both.same_kind or not record.is_neutral]
-    theirs = [record for record in b.records if both.same_kind or not record.is_neutral]
+    ours, theirs = a.records, b.records
+    if not both.same_kind:
+        ours, theirs = _without_casts(a), _without_casts(b)
     tokens = list(map(_token, ours)), list(map(_token, theirs))
     matcher = difflib.SequenceMatcher(None, *tokens, autojunk=False)
     for tag, from_a, to_a, from_b, to_b in matcher.get_opcodes():
@@ -71,6 +72,10 @@ def align(a: RunLog, b: RunLog) -> Alignment:
                 if record is not None:
                     both.pairs.append(Pair((record,), same=_returns_the_same(log, record)))
     return both
+
+
+def _without_casts(log: RunLog) -> list[OpRecord]:
+    return [record for record in log.records if not record.is_neutral]
 
 
 def _token(record: OpRecord) -> tuple:

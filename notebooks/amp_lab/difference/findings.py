@@ -112,7 +112,7 @@ def _orders(both: Alignment) -> Iterator[_Finding]:
     for numbers in _parted_by_place(both).values():
         ops = [both.pairs[number].last for number in numbers]
         # The next that is the same again: did the rounding change?
-        after = next((pair for pair in both.pairs[numbers[-1] :] if pair.agrees), None)
+        after = next(filter(lambda pair: pair.agrees, both.pairs[numbers[-1] :]), None)
         if after is None or not _SUMS_AND_ORDERS.issuperset(op.op for op in ops):
             continue
         one, other = after.records
@@ -166,10 +166,10 @@ def _difference(both: Alignment, found: _Finding, number: int) -> Difference:
         kind=found.kind,
         **vars(pair.last.place),
         op=(other or pair.last).op,
-        op_a=one.op if one else None,
-        op_b=other.op if other else None,
-        dtype_a=one.dtype if one else None,
-        dtype_b=other.dtype if other else None,
+        op_a=getattr(one, "op", None),
+        op_b=getattr(other, "op", None),
+        dtype_a=getattr(one, "dtype", None),
+        dtype_b=getattr(other, "dtype", None),
         size=found.size,
         predicted=found.predicted,
         reason=reason or _function_reason(both, one, other),

@@ -16,15 +16,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_lab.backends import BACKENDS
+from amp_lab.difference import exact as fp64
 from amp_lab.difference import rounding
-from amp_lab.difference.exact import (
-    WIDER,
-    effective_roundoff,
-    in_doubles,
-    laid_out_as,
-    wide_inputs,
-    widened,
-)  # fmt: skip
 from amp_lab.errors import AmpLabError, NumericsError, with_type
 from amp_lab.tracing.ops_seen import computes_nothing, storage_key, tensors_in
 
@@ -205,7 +198,7 @@ class _Watch(TorchDispatchMode):
         do = self._draw if draws else self._compute
         out, exact, alone = do(func, name, args, kwargs)
         if name == "_local_scalar_dense":
-            return out if exact is None else exact  # so that both runs go on with the same number
+            return exact  # so that both runs go on with the same number
         if _decides_a_shape(out, exact):
             out = exact.clone().to(out.device)
         outs, found = tensors_in(out), tensors_in(exact)
@@ -214,7 +207,7 @@ class _Watch(TorchDispatchMode):
         for tensor, shadow in zip(outs, found, strict=False):
             self._coarsest = max(self._coarsest, rounding.unit_roundoff(tensor.dtype))
             if shadow is None or shadow.shape != tensor.shape:
-                shadow = widened(tensor)
+                shadow = fp64.widened(tensor)
                 if tensor is outs[0]:  # of others, as a kernel's logsumexp, nothing comes
                     self._noise = max(self._noise, 64 * self._coarsest)  # all that was rounded
             self._cast_shadow(func, tensor, shadow)
@@ -230,7 +223,7 @@ class _Watch(TorchDispatchMode):
         if tensor in self._shadows:
             shadow = self._shadows[tensor].copy_(shadow)
         elif not computes_nothing(func) and _is_real(tensor):
-            shadow = laid_out_as(tensor, shadow.to(WIDER.get(tensor.dtype, tensor.dtype)))
+            shadow = fp64.laid_out_as(tensor, shadow.to(fp64.WIDER.get(tensor.dtype, tensor.dtype)))
         if not computes_nothing(func) and not _is_real(tensor):
             tensor.copy_(shadow)
         self._shadows[tensor] = shadow
@@ -243,10 +236,10 @@ class _Watch(TorchDispatchMode):
         if not tensors_in((args, kwargs)):  # arange, full: as they would be in fp64
             out = func(*args, **kwargs)
             wide = args, kwargs | ({"dtype": torch.float64} if _is_real(out) else {})
-            return out, in_doubles(func, *wide), wide
+            return out, fp64.in_doubles(func, *wide), wide
         # All before the op itself, which may write into its arguments.
-        alone = None if computes_nothing(func) else wide_inputs(name, args, kwargs)
-        exact = in_doubles(func, *tree_map_only(torch.Tensor, self._shadow, (args, kwargs)))
+        alone = None if computes_nothing(func) else fp64.wide_inputs(name, args, kwargs)
+        exact = fp64.in_doubles(func, *tree_map_only(torch.Tensor, self._shadow, (args, kwargs)))
         return func(*args, **kwargs), exact, alone
 
     def _draw(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
@@ -259,8 +252,7 @@ class _Watch(TorchDispatchMode):
             kept = 1 - args[1]
             scale = 1 / kept if args[2] is not False and kept else float(kept != 0)
             return out, (self._shadow(args[0]) * out[1].to(torch.float64) * scale, out[1]), None
-        exact = [widened(tensor) for tensor in tensors_in(out)]
-        return out, exact, None
+        return out, list(map(fp64.widened, tensors_in(out))), None
 
     def _shadow(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fp64 counterpart of an argument."""
@@ -282,8 +274,8 @@ class _Watch(TorchDispatchMode):
             for same in [named] if named is not None else self._other.unnamed:
                 other_format = same.is_floating_point() and same.dtype != tensor.dtype
                 if other_format and same_values(same, tensor):
-                    return widened(same).to(tensor.device)
-        return widened(tensor)
+                    return fp64.widened(same).to(tensor.device)
+        return fp64.widened(tensor)
 
     # Records
 
@@ -300,7 +292,7 @@ class _Watch(TorchDispatchMode):
         """Keep a record of an op that computed something, and what wrote into which memory."""
         outs, producers = tensors_in(out), self._producers(given)
         if outs and _is_real(outs[0]) and not computes_nothing(func):
-            roundoff = effective_roundoff(func, alone, outs[0]) if alone else 0.0
+            roundoff = fp64.effective_roundoff(func, alone, outs[0]) if alone else 0.0
             self.log.records.append(self._record(name, given, outs[0], roundoff, producers))
             producers = (self.log.records[-1],)
         for tensor in outs if not func.is_view else ():
