@@ -124,5 +124,5 @@ def _difference(name: str, kind: str, found: _Measured, ops: tuple[str, str]) ->
         f"{found.compiled:.2g} from fp64, and eager by {found.eager:.2g}. Inside a compiled module "
         "there are no ops to compare."
     )
-    sizes = found.compiled, found.predicted
-    return Difference("module", name, kind, 1, None, *ops, found.dtype, found.dtype, *sizes, reason)
+    facts = "module", name, kind, 1, None, *ops, found.dtype, found.dtype
+    return Difference(*facts, found.compiled, found.predicted, reason)
