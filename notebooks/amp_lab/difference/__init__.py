@@ -37,9 +37,8 @@ def first_difference(
 
     Every op is done once more in fp64 alongside, on fp64 inputs, and once on the inputs that it
     really got. The first tells whether the two runs compute the same, whatever their formats round;
-    the second, how much this op alone rounds (`amp_lab.difference.rounding` has the model and its
-    sources). Neither depends on an error that was made earlier. Logs of unequal length are aligned
-    by module and op; what is computed by other ops to the same result is no difference.
+    the second, how much this op alone rounds (`amp_lab.difference.rounding` has the model). Logs of
+    unequal length are aligned by module and op; other ops to the same result are no difference.
 
     It takes the time of about ten runs, and memory for all results of all ops, twice, in fp64.
     Raises `NumericsError` if a run raises, or if the two have nothing in common.

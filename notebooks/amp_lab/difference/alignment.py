@@ -10,8 +10,6 @@ import torch
 from amp_lab.difference.rounding import relative_error
 from amp_lab.difference.run_log import OpRecord, RunLog
 
-_SAME_SUMS = 1e-9
-
 
 @dataclass(frozen=True)
 class Pair:
@@ -19,8 +17,7 @@ class Pair:
 
     records: tuple[OpRecord, ...]
     apart: float = math.nan  # the relative difference of the two results in fp64
-    same: bool = False  # whether that is no more than fp64 leaves; of one, whether the other run
-    # has such a result somewhere
+    same: bool = False  # in fp64; of one, whether the other run has such a result somewhere
 
     @property
     def last(self) -> OpRecord:
@@ -112,7 +109,7 @@ def _common(
 def _returns_the_same(log: RunLog, record: OpRecord) -> bool:
     """Whether some op of the run has returned the same numbers, perhaps in another order."""
     count = record.exact.numel()
-    near = _SAME_SUMS * max(record.size, 1e-300)
+    near = 1e-9 * max(record.size, 1e-300)  # sums of the same values in another order
     return any(
         one.exact.numel() == count
         and abs(one.size - record.size) <= near

@@ -37,9 +37,8 @@ def compare_modules(
 ) -> RunComparison:
     """Compare a model with what `torch.compile` made of it, and its modules only if they part.
 
-    The finding is the innermost and earliest module that parts from its eager self when compiled
-    alone. Both are called where autocast is as it is now. Raises `NumericsError` if it is not the
-    same model, or a compiled module cannot be run.
+    The finding is the innermost and earliest that parts from its eager self when compiled alone.
+    Raises `NumericsError` if it is not the same model, or a compiled module cannot be run.
     """
     swapped = is_compiled(run_a)
     eager, compiled = (run_b, run_a) if swapped else (run_a, run_b)
