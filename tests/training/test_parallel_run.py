@@ -273,7 +273,8 @@ def workers_of(process) -> list[int]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers in /proc")
-@pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.weekly)])
+@pytest.mark.weekly  # random moments, which are worth their time when there are many of them
+@pytest.mark.parametrize("kind", KINDS)
 def test_kill_9_of_a_worker_and_torchrun_ends_the_run_as_if_nothing_had_been(
     finished, tmp_path, kind
 ):
