@@ -9,7 +9,6 @@ import pytest
 from amp_lab import AmpLabError, load_checkpoint, save_checkpoint
 from amp_lab.bench.results import load_results
 from amp_lab.checkpoint import is_checkpoint
-from amp_lab.cli import main
 from amp_lab.files import read_json, read_regular, write_whole
 
 posix = pytest.mark.skipif(os.name != "posix", reason="links and devices of POSIX")
@@ -105,28 +104,3 @@ def test_a_checkpoint_is_told_from_other_files(tmp_path):
     (tmp_path / "thesis.tex").write_text("a" * 500)
     assert is_checkpoint(tmp_path / "ours")
     assert not any(is_checkpoint(tmp_path / name) for name in ("short", "thesis.tex", "none", "."))
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        ["migrate", "--write", ""],
-        ["train", "--out", ""],
-        ["export", "", "x.pt"],
-        ["bench", "--out", ""],
-        ["ops", "--against", ""],
-        ["memory", ""],
-    ],
-    ids=lambda line: line[0],
-)
-def test_an_empty_text_is_a_mistake(line, tmp_path, monkeypatch, capsys):
-    """As a path it would be the working folder, which some of them would change."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "old.py").write_text("from torch.cuda.amp import autocast\nautocast()\n")
-    before = (tmp_path / "old.py").read_text()
-    assert main(line) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith(f"amp-lab {line[0]}: an empty text was given for ")
-    assert (tmp_path / "old.py").read_text() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["old.py"]

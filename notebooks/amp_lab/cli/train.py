@@ -7,7 +7,7 @@ import argparse
 import dataclasses
 from typing import get_args
 
-from amp_lab.cli.printing import print_no_more
+from amp_lab.cli.printing import drop_unprintable
 from amp_lab.requirements import require
 from amp_lab.training.train_options import TOGETHER, RunConfig, RunOptions
 
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             print(line, flush=True)
         except OSError:  # whoever read along has seen enough, or a disk is full: the run goes on
-            print_no_more()
+            drop_unprintable()
 
     given = vars(options)
     settings, others = (
