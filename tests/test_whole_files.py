@@ -104,3 +104,16 @@ def test_a_checkpoint_is_told_from_other_files(tmp_path):
     (tmp_path / "thesis.tex").write_text("a" * 500)
     assert is_checkpoint(tmp_path / "ours")
     assert not any(is_checkpoint(tmp_path / name) for name in ("short", "thesis.tex", "none", "."))
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e400"])
+def test_json_holds_numbers_of_64_bits(tmp_path, number):
+    (tmp_path / "x.json").write_text(f'{{"a": [{number}]}}')
+    with pytest.raises(ValueError, match=f"^{number} is no number of 64 bits"):
+        read_json(tmp_path / "x.json")
+
+
+def test_a_longer_integer_is_read_as_other_languages_do(tmp_path):
+    (tmp_path / "x.json").write_text(f"[{2**63}, {2**62}]")
+    large, small = read_json(tmp_path / "x.json")
+    assert (type(large), large, type(small), small) == (float, 2.0**63, int, 2**62)
