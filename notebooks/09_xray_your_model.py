@@ -797,11 +797,11 @@ changed.blocks[2].norm1.eps = 1e-4  # and not 1e-5
 with torch.no_grad():
     apart = (changed(tokens) - small_gpt(tokens)).abs().max().item()
 print(f"logits differ by up to {apart:.2g}")
+assert apart < 1e-3  # what autocast did was larger
 planted = first_difference(small_gpt, changed, tokens)
 planted
 
 # %%
-assert apart < 1e-3  # what autocast did was larger
 assert planted.op == "native_layer_norm"
 assert planted.module == "blocks.2.norm1"
 

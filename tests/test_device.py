@@ -13,7 +13,7 @@ from amp_lab import (
     recommend_precision,
 )
 from amp_lab import device as device_module
-from amp_lab.device import _memory_bytes, _recommend
+from amp_lab.device import _recommend, memory_bytes
 from amp_lab.errors import AmpLabError, OptionError
 from amp_lab.notebook import Scale, pick_scale, start
 from amp_lab.timing import Comparison, Measurement
@@ -284,4 +284,4 @@ def test_memory_of_a_container_is_what_it_may_use(monkeypatch):
         return "1048576\n"
 
     monkeypatch.setattr("amp_lab.device.Path.read_text", limited)
-    assert _memory_bytes(CPU) == 2**20
+    assert memory_bytes(CPU) == 2**20

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import re
 from dataclasses import dataclass
 from html.parser import HTMLParser
@@ -184,6 +185,10 @@ class Point:
     dtype: torch.dtype
     at: tuple[int, ...]
     more: dict
+
+
+def test_json_has_no_number_that_is_not_finite():
+    assert to_plain({"x": [1.5, math.nan, -math.inf]}) == {"x": [1.5, None, None]}
 
 
 def test_records_become_what_json_takes():

@@ -137,6 +137,7 @@ def test_nothing_else_is_there(theirs):
     [
         (["xray", "my_models:TwoTower", *INPUTS], "TwoTower on cuda, autocast fp16"),
         (["memory", "my_models:TwoTower", *INPUTS, "--memory", "1GiB"], "largest batch in 1 GiB"),
+        (["diff", "my_models:TwoTower", *INPUTS, "--precision", "bf16"], "They part nowhere"),
         (["doctor", "--device", "cpu"], "\nUse "),
         (["ops", "--device", "mps"], "scaled_dot_product_attention"),
     ],

@@ -9,7 +9,6 @@ import pytest
 from amp_lab import AmpLabError, load_checkpoint, save_checkpoint
 from amp_lab.bench.results import load_results
 from amp_lab.checkpoint import is_checkpoint
-from amp_lab.cli import main
 from amp_lab.files import read_json, read_regular, write_whole
 
 posix = pytest.mark.skipif(os.name != "posix", reason="links and devices of POSIX")
@@ -107,26 +106,14 @@ def test_a_checkpoint_is_told_from_other_files(tmp_path):
     assert not any(is_checkpoint(tmp_path / name) for name in ("short", "thesis.tex", "none", "."))
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        ["migrate", "--write", ""],
-        ["train", "--out", ""],
-        ["export", "", "x.pt"],
-        ["bench", "--out", ""],
-        ["ops", "--against", ""],
-        ["memory", ""],
-    ],
-    ids=lambda line: line[0],
-)
-def test_an_empty_text_is_a_mistake(line, tmp_path, monkeypatch, capsys):
-    """As a path it would be the working folder, which some of them would change."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "old.py").write_text("from torch.cuda.amp import autocast\nautocast()\n")
-    before = (tmp_path / "old.py").read_text()
-    assert main(line) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith(f"amp-lab {line[0]}: an empty text was given for ")
-    assert (tmp_path / "old.py").read_text() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["old.py"]
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e400"])
+def test_json_holds_numbers_of_64_bits(tmp_path, number):
+    (tmp_path / "x.json").write_text(f'{{"a": [{number}]}}')
+    with pytest.raises(ValueError, match=f"^{number} is no number of 64 bits"):
+        read_json(tmp_path / "x.json")
+
+
+def test_a_longer_integer_is_read_as_other_languages_do(tmp_path):
+    (tmp_path / "x.json").write_text(f"[{2**63}, {2**62}]")
+    large, small = read_json(tmp_path / "x.json")
+    assert (type(large), large, type(small), small) == (float, 2.0**63, int, 2**62)

@@ -32,7 +32,6 @@ _EXPORTS = {  # public name: the module that defines it
     "forecast_memory": "tracing.memory",
     "largest_batch": "tracing.memory",
     "advise": "advisor",
-    "Difference": "difference",
     "first_difference": "difference",
     "UnderflowReport": "numerics",
     "gradient_underflow": "numerics",

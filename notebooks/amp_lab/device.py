@@ -109,7 +109,7 @@ def _describe(device: torch.device) -> DeviceReport:
         device=device,
         name=device_name(device),
         backend=backend_name(device),
-        memory_bytes=_memory_bytes(device),
+        memory_bytes=memory_bytes(device),
         rates=rates,
         trusted=trusted,
         recommended=recommended,
@@ -246,7 +246,8 @@ def backend_name(device: torch.device) -> str:
     return device.type.upper()
 
 
-def _memory_bytes(device: torch.device) -> int | None:
+def memory_bytes(device: torch.device) -> int | None:
+    """Bytes of a device; of a CPU what this process may use. None if it does not say."""
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     if not backend(device).is_host:

@@ -3,8 +3,12 @@
 import contextlib
 import errno
 import json
+import math
 import os
+import reprlib
 import stat
+import types
+import typing
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -34,10 +38,46 @@ def _open_at_once(path: str, flags: int) -> int:
 
 def read_json(path: Path) -> Any:
     """What a JSON file holds. Raises `OSError` as `read_regular`, and `ValueError` for no JSON."""
+    numbers = {"parse_constant": _number, "parse_int": _number, "parse_float": _number}
     try:
-        return json.loads(read_regular(path, _MOST_JSON))
+        return json.loads(read_regular(path, _MOST_JSON), **numbers)
     except RecursionError:
         raise ValueError("its brackets are nested too deeply") from None
+
+
+def _number(text: str) -> int | float:
+    """The number of 64 bits that a text in JSON is; Python would read NaN, and any length."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is no number of 64 bits")
+    return int(text) if text.lstrip("-").isdigit() and abs(value) < 2**63 else value
+
+
+def require_types(record: Any) -> None:
+    """Raise `TypeError` if a field of a dataclass has a value of another type than is declared.
+
+    This is for values that were read from a file. A bool is no number here.
+    """
+    for name, kind in typing.get_type_hints(type(record)).items():
+        value = getattr(record, name)
+        if not _fits(value, kind):
+            wanted = getattr(kind, "__name__", kind)
+            raise TypeError(f"{name!r} is {reprlib.repr(value)}, where {wanted} belongs")
+
+
+def _fits(value: object, kind: Any) -> bool:
+    """Whether a value is of a type such as ``list[float]`` or ``int | None``."""
+    arguments, container = typing.get_args(kind), typing.get_origin(kind)
+    if container is types.UnionType:
+        return any(_fits(value, one) for one in arguments)
+    if isinstance(value, (list, dict)):
+        items = value.values() if isinstance(value, dict) else value
+        return type(value) is container and all(_fits(item, arguments[-1]) for item in items)
+    if container is not None:
+        return False
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
 
 
 def write_whole(
@@ -50,10 +90,7 @@ def write_whole(
     fails, or `path` is a link, a device or another thing that is no file, and leaves what was under
     `path` as it was.
     """
-    with contextlib.suppress(FileNotFoundError):
-        kind = os.lstat(path).st_mode
-        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # a folder fails below, by its name
-            raise OSError(errno.EINVAL, "what is there is no regular file", str(path))
+    require_writable(path)
     partial = path.with_name(f".{path.name}.amp-lab-partial")
     partial.unlink(missing_ok=True)  # of one who was killed
     try:
@@ -71,6 +108,20 @@ def write_whole(
         raise
     with contextlib.suppress(PermissionError):  # of a folder that may be written and not read
         sync_folder(path.parent)
+
+
+def require_writable(path: Path) -> None:
+    """Raise `OSError` if `write_whole` would, as far as that can be seen without writing."""
+    with contextlib.suppress(FileNotFoundError):
+        kind = os.lstat(path).st_mode
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(kind):
+            raise OSError(errno.EINVAL, "what is there is no regular file", str(path))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def _give(path: Path, like: os.stat_result) -> None:

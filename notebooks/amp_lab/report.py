@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
@@ -132,6 +133,8 @@ def to_plain(value: Any) -> Any:
         return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): to_plain(inner) for key, inner in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None  # JSON has no such number
     return [to_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -149,8 +152,9 @@ def percent(part: float, whole: float) -> str:
 
 def share_text(part: float, whole: float) -> str:
     """A share with one decimal and its sign, ``12.5 %``; ``-`` for none."""
-    text = f"{100 * part / whole:.1f} %" if part >= 0.0005 * whole else "<0.1 %"
-    return text if part else "-"
+    if not part:
+        return "-"
+    return f"{100 * part / whole:.1f} %" if part >= 0.0005 * whole else "<0.1 %"
 
 
 def bytes_text(count: float) -> str:

@@ -68,3 +68,8 @@ def require(module: str, what: str) -> None:
     with needed_for(what):
         if importlib.util.find_spec(module) is None:
             raise ModuleNotFoundError(name=module)
+    if module == "matplotlib":  # whose settings, the user's, are read when it is imported
+        try:
+            import matplotlib  # noqa: F401
+        except (OSError, ValueError) as error:
+            raise RequirementError(f"matplotlib cannot be imported: {with_type(error)}") from error

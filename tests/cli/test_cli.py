@@ -158,3 +158,28 @@ def test_ipython_shows_a_users_mistake_as_one_line():
     done = run_python(f"import IPython; IPython.InteractiveShell().run_cell({run!r})")
     assert done.stdout.strip().startswith("DeviceError: 'banana' is not a device")
     assert len(done.stdout.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["migrate", "--write", ""],
+        ["train", "--out", ""],
+        ["export", "", "x.pt"],
+        ["bench", "--out", ""],
+        ["ops", "--against", ""],
+        ["memory", ""],
+    ],
+    ids=lambda line: line[0],
+)
+def test_an_empty_text_is_a_mistake(line, tmp_path, monkeypatch, capsys):
+    """As a path it would be the working folder, which some of them would change."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.py").write_text("from torch.cuda.amp import autocast\nautocast()\n")
+    before = (tmp_path / "old.py").read_text()
+    assert main(line) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"amp-lab {line[0]}: an empty text was given for ")
+    assert (tmp_path / "old.py").read_text() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["old.py"]

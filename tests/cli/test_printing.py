@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from amp_lab.cli import doctor, main
+
 OLD = "from torch.cuda.amp import autocast  # ×\nautocast()\n"
 
 
@@ -53,3 +55,17 @@ def test_a_path_cannot_fake_a_second_line(old):
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert b"a\\nb" in done.stderr
+
+
+def test_an_error_that_is_not_of_the_output_leaves_it_alone(monkeypatch, capfd):
+    """In a notebook, what the next cells print is still read."""
+
+    def out_of_files(options):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(doctor, "run", out_of_files)
+    assert main(["doctor"]) == 2
+    print("the next cell", flush=True)
+    said = capfd.readouterr()
+    assert said.out == "the next cell\n"
+    assert said.err == "amp-lab doctor: [Errno 24] Too many open files\n"

@@ -134,7 +134,12 @@ def test_the_package_works_beside_an_accelerator_of_another_make(name):
     [
         # a forgotten .to(device), a time read without waiting, memory pinned for one make alone,
         # and a device type that is written in
-        ("training/loop.py", "targets.to(self.device, non_blocking=True)", "targets", "training"),
+        (
+            "training/loop.py",
+            "tensor.to(self.device, non_blocking=True, ",
+            "tensor.to(",
+            "training",
+        ),
         ("timing.py", "        _synchronize(device)\n        samples", "        samples", "timing"),
         (
             "data/batches.py",

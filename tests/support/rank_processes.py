@@ -3,6 +3,8 @@
 import contextlib
 import multiprocessing
 import os
+import random
+import signal
 import socket
 import sys
 import tempfile
@@ -99,7 +101,8 @@ def start_ranks(function, size: int, folder: Path, *arguments, each=(), **enviro
 def start_torchrun(size: int, log: Path, *line: str, restarts: int = 0):
     """The agent of torchrun, in a process group of its own, with `amp-lab` in each worker.
 
-    It forks its workers, which so have loaded what it has; all else is as torchrun does it.
+    It forks its workers, which so have loaded what it has; all else is as torchrun does it. One of
+    them is ended with `kill_at_work`.
     """
     CONTEXT.set_forkserver_preload(LOADED)
     process = CONTEXT.Process(target=_torchrun, args=(size, restarts, log, line))
@@ -127,13 +130,45 @@ def _torchrun(size: int, restarts: int, log: Path, line: tuple[str, ...]) -> Non
         monitor_interval=0.1,
         local_addr="127.0.0.1",
     )
-    elastic_launch(config, _worker)(*map(str, line))
+    elastic_launch(config, _worker)(log, *map(str, line))
 
 
-def _worker(*line: str) -> None:
+def _worker(log: Path, *line: str) -> None:
     code = main(list(line))
     if code:
         sys.exit(code)
+    _returned(log, os.getpid()).touch()
+
+
+def _returned(log: Path, pid: int) -> Path:
+    return log.with_suffix(f".{pid}")
+
+
+def kill_at_work(process, log: Path, chance: random.Random) -> None:
+    """Kill -9 one of the workers of `start_torchrun`, unless it has returned by then.
+
+    One that has waits for an event of torch's. If it dies there, the agent waits for ever when it
+    sets the event: torch's `MultiprocessContext` says so, and is for forked workers alone. What
+    torchrun starts as a command knows no such event.
+    """
+    children = Path(f"/proc/{process.pid}/task").glob("*/children")
+    workers = [int(pid) for path in children for pid in path.read_text().split()]
+    if not workers:
+        return
+    worker = chance.choice(workers)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker, signal.SIGSTOP)
+        while _state(worker) not in "TZ":
+            time.sleep(0.001)
+        os.kill(worker, signal.SIGCONT if _returned(log, worker).exists() else signal.SIGKILL)
+
+
+def _state(pid: int) -> str:
+    """The letter of the process in /proc: T if it has been stopped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        raise ProcessLookupError(pid) from None
 
 
 def command(*line: str) -> int:

@@ -15,6 +15,7 @@ import torch
 from rank_processes import (
     command,
     command_by_rank,
+    kill_at_work,
     run_ranks,
     start_ranks,
     start_torchrun,
@@ -267,11 +268,6 @@ def test_an_error_of_one_rank_in_the_middle_is_told_by_it_at_once(tmp_path):
     assert ended[1].err == "amp-lab train: 1.jpg: cannot be decoded\n"
 
 
-def workers_of(process) -> list[int]:
-    children = Path(f"/proc/{process.pid}/task").glob("*/children")
-    return [int(pid) for path in children for pid in path.read_text().split()]
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the workers in /proc")
 @pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.weekly)])
 def test_kill_9_of_a_worker_and_torchrun_ends_the_run_as_if_nothing_had_been(
@@ -288,9 +284,7 @@ def test_kill_9_of_a_worker_and_torchrun_ends_the_run_as_if_nothing_had_been(
                 assert process.is_alive(), log.read_text()
                 time.sleep(0.01)
             time.sleep(chance.uniform(0, 2))
-            workers = workers_of(process)
-            if workers:  # else it has just finished
-                os.kill(chance.choice(workers), signal.SIGKILL)
+            kill_at_work(process, log, chance)
             process.join(120)
             assert process.exitcode == 0, log.read_text()
         finally:

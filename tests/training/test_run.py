@@ -21,7 +21,7 @@ from rank_processes import CONTEXT, LOADED
 from run_folders import STEPS, arguments, assert_equal, outcome, read_rows, refused
 from tiny_classifier import NAME
 
-from amp_lab import Precision, describe_device, load_checkpoint, make_stand_in
+from amp_lab import Precision, describe_device, load_checkpoint, make_stand_in, save_checkpoint
 from amp_lab.checkpoint import is_checkpoint
 from amp_lab.cli import main
 from amp_lab.cli import train as train_command
@@ -136,6 +136,17 @@ def test_a_finished_run_has_nothing_to_resume(finished, capsys):
     assert (finished / "checkpoint.pt").read_bytes() == before
 
 
+def test_a_finished_run_goes_on_with_more_epochs(copy, capsys):
+    assert main(["train", "--out", str(copy), "--resume", "--epochs", "5"]) == 0
+    assert "More epochs, 5 now" in capsys.readouterr().out
+    rows = read_rows(copy)
+    assert [row["epoch"] for row in rows] == ["1", "2", "3", "4", "5"]
+    # The third was the last of three, with the lowest rate, as now the fifth has; not the fourth.
+    assert float(rows[2]["lr"]) == float(rows[4]["lr"]) < 0.1 * float(rows[3]["lr"])
+    assert main(["train", "--out", str(copy), "--resume"]) == 0
+    assert "Trained 5 epochs" in capsys.readouterr().out
+
+
 # The other data sets, in their real layout
 
 
@@ -203,13 +214,73 @@ def test_a_data_folder_that_is_a_file_is_refused(tmp_path, capsys, dataset):
         ({"model": "alexnet"}, "started with model tiny_classifier, and cannot go on with alexnet"),
         ({"precision": "bf16"}, "started with precision fp32, and cannot go on with bf16"),
         ({"dataset": "cifar10"}, "started with dataset digits, and cannot go on with cifar10"),
-        ({"epochs": 4}, "started with epochs 3, and cannot go on with 4"),
+        ({"epochs": 2}, "started with epochs 3, and cannot go on with 2"),
         ({"seed": 1}, "started with seed 0, and cannot go on with 1"),
         ({"channels_last": True}, "started with channels last False"),
     ],
 )
 def test_a_run_cannot_go_on_as_another(copy, capsys, changed, said):
     assert said in refused(capsys, arguments(copy, resume=True, **changed))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda state: state.update(config=[1]), "of another run"),
+        (lambda state: state.pop("ranks"), "does not fit this run"),
+        (lambda state: state.update(scheduler=3), "does not fit this run"),
+        (lambda state: state["ranks"][0]["progress"].update(batch="3"), "'batch' is '3'"),
+        (lambda state: state["ranks"][0]["progress"].update(epochs=[{"epoch": 1}]), "missing"),
+    ],
+)  # fmt: skip
+def test_a_whole_checkpoint_of_other_values_is_told_in_a_line(copy, capsys, change, said):
+    path = copy / "checkpoint.pt"
+    state = load_checkpoint(path)
+    change(state)
+    save_checkpoint(path, **state)
+    assert said in refused(capsys, ["train", "--out", str(copy), "--resume"])
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"epochs": "3"}, "'epochs' is '3', where int belongs"),
+        ({"epochs": True}, "'epochs' is True"),
+        ({"lr": None}, "'lr' is None"),
+        ({"limit": []}, "'limit' is []"),
+        ({"batch_size": 10**30}, "'batch_size' is 1e+30"),
+        ({"lr": float("nan")}, "NaN is no number"),
+    ],
+)  # fmt: skip
+def test_settings_of_other_kinds_are_told_in_a_line(copy, capsys, changed, said):
+    path = copy / "config.json"
+    content = json.loads(path.read_text())
+    content["config"] |= changed
+    path.write_text(json.dumps(content))
+    assert said in refused(capsys, ["train", "--out", str(copy), "--resume"])
+
+
+def test_images_that_the_model_does_not_take_are_told_before_the_first_step(tmp_path, capsys):
+    line = arguments(tmp_path / "x", model="vit_b_32", image_size=32)
+    assert "the model takes no images of 32x32 (" in refused(capsys, line)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="which has no such limit")
+def test_more_workers_than_files_can_be_opened_are_refused(tmp_path, capsys):
+    said = refused(capsys, arguments(tmp_path / "x", workers=10**6))
+    assert "1,000,000 workers open more files than may be here" in said
+
+
+def test_a_worker_that_is_killed_ends_the_run_in_a_line(
+    small_caltech, tmp_path, capsys, monkeypatch
+):
+    def killed(images, keys):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(sys.modules["amp_lab.data.batches"]._WholeBatches, "__getitem__", killed)
+    options = SMALL | {"dataset": "caltech256", "data": small_caltech, "workers": 2}
+    said = refused(capsys, arguments(tmp_path / "x", **options))
+    assert "a process that loads images was killed" in said
 
 
 def test_a_folder_with_a_run_in_it_is_refused_without_resume(finished, capsys):

@@ -19,7 +19,7 @@ from amp_lab.training.train_options import RunConfig, RunOptions, setting
     ("changed", "said"),
     [
         ({"dataset": "mnist"}, "no data set 'mnist'; there are digits, cifar10, caltech256"),
-        ({"dataset": ""}, "no data set ''"),
+        ({"dataset": ""}, "an empty text was given for dataset"),
         ({"model": "resnet51"}, "'resnet51'; near: resnet50"),
         ({"model": "fasterrcnn_resnet50_fpn"}, "no classifier of torchvision"),
         ({"precision": "fp8"}, "no precision 'fp8'; there are fp32, tf32, fp16, bf16"),

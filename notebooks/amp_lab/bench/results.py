@@ -4,15 +4,13 @@ import dataclasses
 import itertools
 import json
 import os
-import types
-import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from amp_lab.errors import OptionError
-from amp_lab.files import read_json, write_whole
+from amp_lab.files import read_json, require_types, write_whole
 from amp_lab.report import Printed, Table, flops_text, listed, plural, rate_text
 from amp_lab.timing import Comparison, Estimate, Ratio
 
@@ -293,25 +291,12 @@ def _made(kind: type, values: object) -> Any:
     """A dataclass of values. Raises `TypeError` for a field too many, or of another type."""
     if not isinstance(values, dict):
         raise TypeError(f"a {kind.__name__.lower()} is {values!r}")
-    hints = typing.get_type_hints(kind)
-    for name, value in values.items():
-        if name not in hints:
-            raise TypeError(f"{name!r} is no field of a {kind.__name__.lower()}")
-        if not _fits(value, hints[name]):
-            raise TypeError(f"{name!r} is {value!r}")
-    return kind(**values)
-
-
-def _fits(value: object, kind: Any) -> bool:
-    """Whether a value is of a type such as ``list[float]`` or ``int | None``."""
-    arguments, container = typing.get_args(kind), typing.get_origin(kind)
-    if container is types.UnionType:
-        return any(_fits(value, one) for one in arguments)
-    if isinstance(value, (list, dict)):
-        items = value.values() if isinstance(value, dict) else value
-        return type(value) is container and all(_fits(item, arguments[-1]) for item in items)
-    # `type` and not isinstance, for which True is a number; JSON writes 1.0 as 1 in other languages
-    return type(value) is kind or (kind is float and type(value) is int)
+    known = {field.name for field in dataclasses.fields(kind)}
+    for name in values.keys() - known:
+        raise TypeError(f"{name!r} is no field of a {kind.__name__.lower()}")
+    made = kind(**values)
+    require_types(made)
+    return made
 
 
 @dataclass(repr=False)

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import pickle
 import re
 from pathlib import Path
 
@@ -69,7 +70,13 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
     is_whole = archive[-2:] == len(comment).to_bytes(2, "little")
     if not is_whole or hashlib.sha256(archive[:-2]).hexdigest() != checksum:
         raise CheckpointError(f"{path}: altered since it was saved: its checksum does not fit")
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        raise CheckpointError(f"{path}: not of amp_lab, though its checksum fits") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path}: holds no state, but a value of {type(state).__name__}")
+    return state
 
 
 def is_checkpoint(path: str | os.PathLike) -> bool:

@@ -8,8 +8,9 @@ shards               the folder beside the file, and the digests of what is in i
 """
 
 import shutil
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from amp_lab.checkpoint.file import load_checkpoint, save_checkpoint
 from amp_lab.checkpoint.random_state import random_states, restore_random_states
@@ -18,6 +19,9 @@ from amp_lab.distributed.ranks import Parallel, Ranks
 from amp_lab.errors import CheckpointError, first_line
 
 CHECKPOINT, SHARDS = "checkpoint.pt", "shards"
+_T = TypeVar("_T")
+WRONG_CONTENT = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What it raises to read a state that is whole, and holds other things than a run's."""
 
 
 def save_run(
@@ -46,24 +50,28 @@ def save_run(
                 shutil.rmtree(old, ignore_errors=True)  # one that cannot go does no harm
 
 
-def load_run(out: Path, config: dict) -> dict | None:
-    """The state of the run with these settings, or None; `CheckpointError` for any other file."""
+def load_run(out: Path, config: dict, may_differ: Collection[str] = ()) -> dict | None:
+    """The state of a run with these settings, or None; `CheckpointError` for any other file."""
     path = out / CHECKPOINT
     if not path.exists():
         return None
     state = load_checkpoint(path)
     saved = state.get("config")
+    is_dict = isinstance(saved, dict) and saved
+    wanted = config | {name: saved.get(name) for name in may_differ} if is_dict else config
     # A setting that the checkpoint does not know of was added since.
-    if not saved or not saved.items() <= config.items():
+    if not is_dict or not saved.items() <= wanted.items():
         raise CheckpointError(f"{path}: of another run than config.json beside it describes")
     return state
 
 
-def restore_run(out: Path, state: dict, ranks: Ranks, parts: dict[str, Any]) -> dict:
-    """Put the state of `load_run` into the parts of a run; the progress of this rank.
+def restore_run(
+    out: Path, state: dict, ranks: Ranks, parts: dict[str, Any], progress: Callable[[dict], _T]
+) -> _T:
+    """Put the state of `load_run` into the parts of a run; return the progress of this rank.
 
-    It may have been saved on another number of ranks, sharded or not. Raises `CheckpointError` for
-    the state of another model.
+    It may have been saved on another number of ranks, sharded or not. `progress` makes it of what
+    was saved. Raises `CheckpointError` for the state of another model.
     """
     try:
         model, optimizer = parts["model"], parts["optimizer"]
@@ -81,8 +89,8 @@ def restore_run(out: Path, state: dict, ranks: Ranks, parts: dict[str, Any]) -> 
             optimizer.load_state_dict(state["optimizer"])
         for name in ("scheduler", "scaler"):
             parts[name].load_state_dict(state[name])
-        return _restore_own(state["ranks"], ranks)
-    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        return progress(_restore_own(state["ranks"], ranks))
+    except WRONG_CONTENT as error:
         if is_lost(error):
             raise
         problem = f"does not fit this run ({first_line(error)})"

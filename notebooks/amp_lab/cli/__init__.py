@@ -9,7 +9,7 @@ import warnings
 
 from amp_lab import __version__
 from amp_lab.cli import advise, bench, diff, doctor, export, memory, migrate, ops, train, xray
-from amp_lab.cli.printing import flush, print_no_more, print_what_can_be, show_warning, tell
+from amp_lab.cli.printing import drop_unprintable, flush, print_what_can_be, show_warning, tell
 from amp_lab.errors import AmpLabError, AmpLabWarning, OptionError, OtherRankError
 from amp_lab.requirements import needed_for, require_torch
 
@@ -46,12 +46,11 @@ def main(argv: list[str] | None = None) -> int:
     except AmpLabError as error:
         tell(f"amp-lab {options.command}: {error}", at_once=error.is_of_one_rank)
         return 2
-    except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
-        print_no_more()
-        return 0
-    except OSError as error:  # the terminal's disk is full, say
-        print_no_more()
-        tell(f"amp-lab {options.command}: {error}")
+    except OSError as error:
+        drop_unprintable()
+        if isinstance(error, BrokenPipeError):
+            return 0  # the reader of our output, `head` say, has seen enough
+        tell(f"amp-lab {options.command}: {error}")  # a full disk, say
         return 2
     except KeyboardInterrupt:
         return 130

@@ -1,13 +1,13 @@
 """`amp-lab bench`: time training and inference in each precision."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from amp_lab.cli.printing import FORMAT, show
 from amp_lab.errors import OptionError
+from amp_lab.files import require_writable
 from amp_lab.requirements import require
 
 if TYPE_CHECKING:  # it loads torch, which takes seconds
@@ -79,13 +79,16 @@ def _measure(options: argparse.Namespace, out: Path) -> "Results":
 
     # Now and not after minutes: where nothing can be drawn, or no result can or should be written.
     require("matplotlib", "bench")
+    for path in (out, *_pictures(out)):
+        try:
+            require_writable(path)
+        except OSError as error:
+            raise OptionError(f"{path}: cannot be written ({error.strerror})") from error
     if out.exists():
         try:
             load_results(out)
         except OptionError as error:
             raise OptionError(f"{error}; it is not overwritten: give another --out") from error
-    elif not os.access(out.parent, os.W_OK):
-        raise OptionError(f"{out}: cannot be written into the folder {str(out.parent)!r}")
     results = run_bench(
         pick_device(options.device),
         quick=options.quick,
@@ -102,10 +105,14 @@ def _measure(options: argparse.Namespace, out: Path) -> "Results":
     return results
 
 
+def _pictures(out: Path) -> tuple[Path, Path]:
+    return out.with_suffix(".png"), out.with_name(f"{out.stem}-roofline.png")
+
+
 def _draw(results: "Results", out: Path) -> None:
     from amp_lab import plots
 
-    ladder, roofline = out.with_suffix(".png"), out.with_name(f"{out.stem}-roofline.png")
+    ladder, roofline = _pictures(out)
     plots.save(ladder, plots.speed_ladder, results.ladder())
     plots.save(roofline, plots.roofline, *results.roofline())
     print(f"\nWritten: {out}, {ladder}, {roofline}", file=sys.stderr)

@@ -42,9 +42,12 @@ def flush() -> None:
         sys.stdout.flush()
 
 
-def print_no_more() -> None:
-    """Send what is still printed nowhere, since nobody reads it or it cannot be written."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def drop_unprintable() -> None:
+    """Drop what was printed and cannot be written, which Python would complain of at its end."""
+    try:
+        flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def show_warning(command: str, message: Warning, *where: object) -> None:

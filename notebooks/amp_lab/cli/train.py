@@ -7,7 +7,7 @@ import argparse
 import dataclasses
 from typing import get_args
 
-from amp_lab.cli.printing import print_no_more
+from amp_lab.cli.printing import drop_unprintable
 from amp_lab.requirements import require
 from amp_lab.training.train_options import TOGETHER, RunConfig, RunOptions
 
@@ -21,7 +21,9 @@ def add(commands) -> None:
         "gets config.json, metrics.csv, loss.png, accuracy.png and checkpoint.pt; a run that was "
         "stopped or killed goes on with --resume, and ends as if it had not been.",
     )
-    settings = parser.add_argument_group("settings of the run, which --resume cannot change")
+    settings = parser.add_argument_group(
+        "settings of the run, of which --resume can give more epochs"
+    )
     for field in dataclasses.fields(RunConfig):
         # No default: a run that is resumed takes what is not given from its folder.
         _add_option(settings, field, default=argparse.SUPPRESS)
@@ -54,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
         try:
             print(line, flush=True)
         except OSError:  # whoever read along has seen enough, or a disk is full: the run goes on
-            print_no_more()
+            drop_unprintable()
 
     given = vars(options)
     settings, others = (

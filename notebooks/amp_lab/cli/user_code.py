@@ -12,12 +12,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from amp_lab.cli.printing import tell
 from amp_lab.errors import AmpLabError, OptionError, with_type
 
 FORM = "PACKAGE.MODULE:CALLABLE"
+_END_AT_ONCE = os._exit
 
 
 def find(target: str) -> Any:
@@ -52,7 +53,7 @@ def kept_in_bounds(what: str, timeout: float) -> Iterator[None]:
     begins with `what`, and after `timeout` seconds the whole process ends with 2.
     """
     before = sys.argv, list(sys.path)
-    with _time_limit(what, timeout), _nothing_printed():
+    with _time_limit(what, timeout), _nothing_printed(), _exits_told():
         sys.argv = sys.argv[:1]
         sys.path.append(os.getcwd())  # at the end, so that no file here hides a package
         try:
@@ -107,7 +108,7 @@ def _said(error: BaseException) -> str:
 def _time_limit(what: str, timeout: float) -> Iterator[None]:
     def end() -> None:
         tell(f"amp-lab: {what}: not done after {timeout:g} s; give --timeout SECONDS for longer")
-        os._exit(2)  # the only way out of code that catches everything, or is in C
+        _END_AT_ONCE(2)  # the only way out of code that catches everything, or is in C
 
     timer = threading.Timer(timeout, end)
     timer.daemon = True
@@ -116,6 +117,23 @@ def _time_limit(what: str, timeout: float) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+@contextlib.contextmanager
+def _exits_told() -> Iterator[None]:
+    """The block in which `os._exit` raises `SystemExit`, except in processes forked there."""
+    here = os.getpid()
+
+    def leave(status: int) -> NoReturn:
+        if os.getpid() == here:
+            raise SystemExit(status)
+        _END_AT_ONCE(status)
+
+    os._exit = leave
+    try:
+        yield
+    finally:
+        os._exit = _END_AT_ONCE
 
 
 @contextlib.contextmanager

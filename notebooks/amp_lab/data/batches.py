@@ -13,12 +13,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from amp_lab.backends import backend
 from amp_lab.data.images import SHUFFLE, ImageSet, generator
-from amp_lab.errors import AmpLabError, DataError
+from amp_lab.errors import AmpLabError, DataError, first_line
 
 # Forked workers start at once, and notice when this process dies; those of a fork server, which a
 # newer Python would use, wait for ever. Elsewhere than on Linux forking is not safe.
 _START_METHOD = "fork" if sys.platform == "linux" else None
 _TO_STOP = {signal.SIGINT, signal.SIGTERM}
+_FILES_OF_A_WORKER = 16  # its pipes, and the batches that it has read ahead, with room to spare
 
 
 @dataclass
@@ -55,6 +56,7 @@ class Batches:
         for name in ("epoch", "seed", "start", "workers"):
             if (getattr(self, name) or 0) < 0:
                 raise DataError(f"{name}={getattr(self, name)} must not be negative")
+        _require_files_for(self.workers)
         self._keys = self._keys_of_this_rank()
 
     def _keys_of_this_rank(self) -> list[list[int]]:
@@ -96,13 +98,35 @@ class Batches:
                 at_end.callback(iterator._shutdown_workers)
                 at_end.callback(atexit.unregister, iterator._shutdown_workers)
                 atexit.register(iterator._shutdown_workers)
-            for item in iterator:
-                if isinstance(item, AmpLabError):
-                    raise item
+            while (item := _next(iterator)) is not None:
                 yield tuple(item)  # images and targets, which pinned memory makes a list
 
 
 batches = Batches  # called like a function, as `range` is
+
+
+def _next(iterator: Iterator) -> Any:
+    """The next item; None at the end. Raises `DataError` if a worker is no more."""
+    try:
+        item = next(iterator, None)
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        told = f"a process that loads images was killed ({first_line(error)})"
+        raise DataError(f"{told}; with fewer --workers they need less memory") from error
+    if isinstance(item, AmpLabError):
+        raise item
+    return item
+
+
+def _require_files_for(workers: int) -> None:
+    """Raise `DataError` for workers who would wait for ever, since no more files can be opened."""
+    if workers and sys.platform != "win32":
+        import resource
+
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _FILES_OF_A_WORKER
+        if workers > most:
+            raise DataError(f"{workers:,} workers open more files than may be here: at most {most}")
 
 
 class _WholeBatches(Dataset):

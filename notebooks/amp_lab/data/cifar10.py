@@ -10,7 +10,7 @@ from torchvision.datasets import CIFAR10
 
 from amp_lab.data import images
 from amp_lab.data.downloads import fetch, md5_of
-from amp_lab.errors import DataError, first_line
+from amp_lab.errors import DataError, first_line, with_type
 from amp_lab.files import read_json
 
 FOLDER = CIFAR10.base_folder  # cifar-10-batches-py
@@ -81,6 +81,10 @@ def _read(folder: Path, checksums: dict[str, str]) -> list[CIFAR10]:
             if md5_of(path) != md5:
                 raise DataError(f"{path} is damaged or altered; {images.remedy(place)}") from None
         raise
+    except (EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as error:
+        place, why = folder / FOLDER, with_type(error)
+        problem = f"{place} has other things in its files than images and classes ({why})"
+        raise DataError(f"{problem}; {images.remedy(place)}") from None
 
 
 class _DataUnpickler(pickle.Unpickler):

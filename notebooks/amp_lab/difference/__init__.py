@@ -1,6 +1,91 @@
 """Where do two runs of a model part? The first op whose difference rounding does not explain."""
 
-from amp_lab.difference.result import Difference, RunComparison
-from amp_lab.difference.runs import compare_runs, first_difference
+import functools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from amp_lab.difference.alignment import align
+from amp_lab.difference.compiled import compare_modules, is_compiled
+from amp_lab.difference.findings import first_finding
+from amp_lab.difference.result import Difference, Growth, RunComparison
+from amp_lab.difference.run_log import RunLog, record_run
+from amp_lab.errors import NumericsError
+from amp_lab.report import short_name
 
 __all__ = ["Difference", "RunComparison", "compare_runs", "first_difference"]
+
+
+def first_difference(
+    run_a: Callable[..., Any], run_b: Callable[..., Any], *inputs: Any, **kwargs: Any
+) -> Difference | None:
+    """The first op where two runs part by more than rounding explains; None if they do not.
+
+        first_difference(model, changed_model, x)
+        first_difference(model, torch.compile(model), x)
+
+        def in_bf16(x):
+            with torch.autocast("cpu", torch.bfloat16):
+                return model(x)
+        first_difference(model, in_bf16, x)
+
+    A run is a model or any function that calls one or several; both are called with the inputs that
+    are given here, or, as `lambda: model(x)`, with their own. Forward passes are compared, without
+    gradients: fp32 against bf16, two versions of a model, two batch sizes (the rows that both
+    have), two devices, a compiled model (whose modules are compared, since it has no ops to see).
+    Each run draws the same random numbers, and buffers are given their values back.
+
+    Every op is done once more in fp64 alongside, on fp64 inputs, and once on the inputs that it
+    really got. The first tells whether the two runs compute the same, whatever their formats round;
+    the second, how much this op alone rounds (`amp_lab.difference.rounding` has the model). Logs of
+    unequal length are aligned by module and op; other ops to the same result are no difference.
+
+    It takes the time of about ten runs, and memory for all results of all ops, twice, in fp64.
+    Raises `NumericsError` if a run raises, or if the two have nothing in common.
+    """
+    return compare_runs(run_a, run_b, *inputs, **kwargs).first
+
+
+def compare_runs(
+    run_a: Callable[..., Any], run_b: Callable[..., Any], *inputs: Any, **kwargs: Any
+) -> RunComparison:
+    """The same with all that was measured: how errors grow, and which ops only one run has."""
+    if is_compiled(run_a) or is_compiled(run_b):
+        return compare_modules(run_a, run_b, inputs, kwargs)
+    a = _recorded("A", run_a, inputs, kwargs)
+    b = _recorded("B", run_b, inputs, kwargs, a)
+    both = align(a, b)
+    growth, alone = [], Counter[str]()
+    for pair in both.pairs:
+        record = pair.last
+        if record.is_neutral:
+            continue
+        if pair.is_matched:
+            errors = pair.records[0].error, record.error
+            growth.append(Growth(record.place.module, record.op, *errors, pair.apart))
+        else:
+            alone[record.log.name] += 1
+    if not growth:
+        raise NumericsError("the two runs have nothing in common: no op of the one runs in a "
+                            "module of the same name in the other")  # fmt: skip
+    return RunComparison(
+        first=first_finding(both),
+        matched=len(growth),
+        only_a=alone["A"],
+        only_b=alone["B"],
+        format_a=f"{short_name(a.format)} on {a.device_type}",
+        format_b=f"{short_name(b.format)} on {b.device_type}",
+        unit="ops",
+        growth=tuple(growth),
+    )
+
+
+def _recorded(
+    name: str, run: Any, inputs: tuple, kwargs: dict[str, Any], other: RunLog | None = None
+) -> RunLog:
+    if not callable(run):
+        raise NumericsError(f"a run is a model or a function, not a {type(run).__name__}")
+    log = record_run(name, functools.partial(run, *inputs, **kwargs), other)
+    if not log.records:
+        raise NumericsError(f"run {name} calls no op of torch on floating-point values")
+    return log

@@ -10,8 +10,6 @@ import torch
 from amp_lab.difference.rounding import relative_error
 from amp_lab.difference.run_log import OpRecord, RunLog
 
-_SAME_SUMS = 1e-9
-
 
 @dataclass(frozen=True)
 class Pair:
@@ -19,8 +17,7 @@ class Pair:
 
     records: tuple[OpRecord, ...]
     apart: float = math.nan  # the relative difference of the two results in fp64
-    same: bool = False  # whether that is no more than fp64 leaves; of one, whether the other run
-    # has such a result somewhere
+    same: bool = False  # in fp64; of one, whether the other run has such a result somewhere
 
     @property
     def last(self) -> OpRecord:
@@ -57,8 +54,9 @@ def align(a: RunLog, b: RunLog) -> Alignment:
     compute in two formats, since only one of them has those.
     """
     both = Alignment(a, b, a.kind == b.kind, a.batch == b.batch)
-    ours = [record for record in a.records if both.same_kind or not record.is_neutral]
-    theirs = [record for record in b.records if both.same_kind or not record.is_neutral]
+    ours, theirs = a.records, b.records
+    if not both.same_kind:
+        ours, theirs = _without_casts(a), _without_casts(b)
     tokens = list(map(_token, ours)), list(map(_token, theirs))
     matcher = difflib.SequenceMatcher(None, *tokens, autojunk=False)
     for tag, from_a, to_a, from_b, to_b in matcher.get_opcodes():
@@ -71,6 +69,10 @@ def align(a: RunLog, b: RunLog) -> Alignment:
                 if record is not None:
                     both.pairs.append(Pair((record,), same=_returns_the_same(log, record)))
     return both
+
+
+def _without_casts(log: RunLog) -> list[OpRecord]:
+    return [record for record in log.records if not record.is_neutral]
 
 
 def _token(record: OpRecord) -> tuple:
@@ -107,7 +109,7 @@ def _common(
 def _returns_the_same(log: RunLog, record: OpRecord) -> bool:
     """Whether some op of the run has returned the same numbers, perhaps in another order."""
     count = record.exact.numel()
-    near = _SAME_SUMS * max(record.size, 1e-300)
+    near = 1e-9 * max(record.size, 1e-300)  # sums of the same values in another order
     return any(
         one.exact.numel() == count
         and abs(one.size - record.size) <= near

@@ -37,9 +37,8 @@ def compare_modules(
 ) -> RunComparison:
     """Compare a model with what `torch.compile` made of it, and its modules only if they part.
 
-    The finding is the innermost and earliest module that parts from its eager self when compiled
-    alone. Both are called where autocast is as it is now. Raises `NumericsError` if it is not the
-    same model, or a compiled module cannot be run.
+    The finding is the innermost and earliest that parts from its eager self when compiled alone.
+    Raises `NumericsError` if it is not the same model, or a compiled module cannot be run.
     """
     swapped = is_compiled(run_a)
     eager, compiled = (run_b, run_a) if swapped else (run_a, run_b)
@@ -109,12 +108,13 @@ def _measure(name: str, module: nn.Module, compiled: Any, given: Any) -> _Measur
     results = [tensor for tensor in results if tensor.is_floating_point()]
     if len(results) != len(log.results):
         raise NumericsError(f"{words} returns other tensors than without")
-    measured = [_Measured(0.0, 0.0, 1.0, torch.float32)]
+    measured = []
+    nothing = _Measured(0.0, 0.0, 1.0, torch.float32)
     for (eager, exact), result in zip(log.results, results, strict=True):
         errors = rounding.relative_error(eager, exact), rounding.relative_error(result, exact)
         predicted = _TIMES_THE_EAGER_ERROR * errors[0] + 2 * rounding.unit_roundoff(result.dtype)
         measured.append(_Measured(*errors, predicted, result.dtype))
-    return max(measured[1:] or measured, key=lambda one: one.compiled / one.predicted)
+    return max(measured, key=lambda one: one.compiled / one.predicted, default=nothing)
 
 
 def _difference(name: str, kind: str, found: _Measured, ops: tuple[str, str]) -> Difference:
@@ -123,5 +123,5 @@ def _difference(name: str, kind: str, found: _Measured, ops: tuple[str, str]) ->
         f"{found.compiled:.2g} from fp64, and eager by {found.eager:.2g}. Inside a compiled module "
         "there are no ops to compare."
     )
-    sizes = found.compiled, found.predicted
-    return Difference("module", name, kind, 1, None, *ops, found.dtype, found.dtype, *sizes, reason)
+    facts = "module", name, kind, 1, None, *ops, found.dtype, found.dtype
+    return Difference(*facts, found.compiled, found.predicted, reason)

@@ -9,6 +9,7 @@ hides one nor makes one:
 - ``stability``: the same too, but one run has lost far more digits on the way there.
 """
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -58,10 +59,8 @@ def first_finding(both: Alignment) -> Difference | None:
 
 def _functions(both: Alignment) -> Iterator[_Finding]:
     """Ops whose exact results differ, on a way to a result of the run that differs as well."""
-    stops: set[OpRecord] = set()
-    for pair in both.pairs:
-        stops.update(pair.records if pair.same else ())
-    reach = _reaching(both, stops)
+    same = (pair.records for pair in both.pairs if pair.same)
+    reach = _reaching(both, set(itertools.chain.from_iterable(same)))
     for pair in both.pairs:
         if pair.last in reach and not pair.last.is_neutral:
             noise = max(record.noise for record in pair.records)
@@ -112,7 +111,7 @@ def _orders(both: Alignment) -> Iterator[_Finding]:
     for numbers in _parted_by_place(both).values():
         ops = [both.pairs[number].last for number in numbers]
         # The next that is the same again: did the rounding change?
-        after = next((pair for pair in both.pairs[numbers[-1] :] if pair.agrees), None)
+        after = next(filter(lambda pair: pair.agrees, both.pairs[numbers[-1] :]), None)
         if after is None or not _SUMS_AND_ORDERS.issuperset(op.op for op in ops):
             continue
         one, other = after.records
@@ -148,10 +147,8 @@ def _stabilities(both: Alignment) -> Iterator[_Finding]:
 
 def _where_lost(record: OpRecord, limit: float) -> OpRecord:
     """The first op on the way to this one whose result is off by more than the limit, in all."""
-    worse: OpRecord | None = record
-    while worse:
-        record = worse
-        worse = next((one for one in record.producers if one.error > limit), None)
+    while worse := [one for one in record.producers if one.error > limit]:
+        record = worse[0]
     return record
 
 
@@ -166,10 +163,10 @@ def _difference(both: Alignment, found: _Finding, number: int) -> Difference:
         kind=found.kind,
         **vars(pair.last.place),
         op=(other or pair.last).op,
-        op_a=one.op if one else None,
-        op_b=other.op if other else None,
-        dtype_a=one.dtype if one else None,
-        dtype_b=other.dtype if other else None,
+        op_a=getattr(one, "op", None),
+        op_b=getattr(other, "op", None),
+        dtype_a=getattr(one, "dtype", None),
+        dtype_b=getattr(other, "dtype", None),
         size=found.size,
         predicted=found.predicted,
         reason=reason or _function_reason(both, one, other),

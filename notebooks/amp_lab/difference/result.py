@@ -25,15 +25,11 @@ class Difference(Printed):
     predicted: float  # what the formats explain, in the same unit
     reason: str  # a sentence
 
-    @property
-    def where(self) -> str:
-        """The module in words."""
-        name = repr(self.module) if self.module else "the model itself"
-        text = f"{name} ({self.module_type})" if self.module_type else "outside of all modules"
-        return f"{text}, call {self.call}" if self.call > 1 else text
-
     def _table(self) -> Table:
-        what = f"{self.op} in {self.where}" if self.op else self.where
+        name = repr(self.module) if self.module else "the model itself"
+        where = f"{name} ({self.module_type})" if self.module_type else "outside of all modules"
+        where += f", call {self.call}" if self.call > 1 else ""
+        what = f"{self.op} in {where}" if self.op else where
         rows = [
             ["difference", f"{self.size:.3g} of the result"],
             ["predicted", f"at most {self.predicted:.3g}"],

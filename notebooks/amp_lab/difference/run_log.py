@@ -17,14 +17,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_lab.backends import BACKENDS
 from amp_lab.difference import rounding
-from amp_lab.difference.exact import (
-    WIDER,
-    effective_roundoff,
-    in_doubles,
-    laid_out_as,
-    wide_inputs,
-    widened,
-)  # fmt: skip
 from amp_lab.errors import AmpLabError, NumericsError, with_type
 from amp_lab.tracing.ops_seen import computes_nothing, storage_key, tensors_in
 
@@ -81,8 +73,7 @@ class RunLog:
 def record_run(name: str, run: Callable[[], Any], other: RunLog | None = None) -> RunLog:
     """Run it and note each op. The leaves of `other` are its own, where only their formats differ.
 
-    Random numbers are the same in each run; buffers are afterwards what they were. Raises
-    `NumericsError` if the run raises.
+    Buffers are afterwards what they were. Raises `NumericsError` if the run raises.
     """
     watch = _Watch(RunLog(name), other)
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -171,23 +162,20 @@ class _Watch(TorchDispatchMode):
                 self._autocast = torch.get_autocast_dtype(device_type)
 
     def finish(self, result: Any) -> None:
-        """Note what the run computed in, and what its results came from.
-
-        It is meant to compute in autocast's dtype, or in that of most parameters. The results are
-        those that it returns, or else those of its outermost modules.
-        """
+        """Note what the run is meant to compute in, and what its results came from."""
         log, sizes = self.log, Counter({torch.float32: 0})
         for tensor in log.leaves.values():
             if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
                 sizes[tensor.dtype] += tensor.numel()
                 log.device_type = tensor.device.type
         log.format = self._autocast or sizes.most_common(1)[0][0]
-        product = rounding.float32_roundoff("mm", log.device_type)
-        log.kind = (log.format, self._autocast, product, log.device_type)
+        mode = rounding.float32_roundoff("mm", log.device_type)
+        log.kind = log.format, self._autocast, mode, log.device_type
         for tensor in filter(_is_real, tensors_in(result)):
             if tensor in self._shadows:
                 log.results.append((tensor.detach(), self._shadows[tensor]))
         log.batch = log.batch or _batch(result)
+        # What it returns, or else what its outermost modules did.
         log.sinks = set(self._producers(result)) or log.sinks or set(log.records[-1:])
 
     # Ops
@@ -205,16 +193,14 @@ class _Watch(TorchDispatchMode):
         do = self._draw if draws else self._compute
         out, exact, alone = do(func, name, args, kwargs)
         if name == "_local_scalar_dense":
-            return out if exact is None else exact  # so that both runs go on with the same number
-        if _decides_a_shape(out, exact):
-            out = exact.clone().to(out.device)
+            return exact  # so that both runs go on with the same number
         outs, found = tensors_in(out), tensors_in(exact)
         unknown = [None] * len(outs)
         found = [*found, *unknown] if len(found) in (1, len(outs)) else unknown
         for tensor, shadow in zip(outs, found, strict=False):
             self._coarsest = max(self._coarsest, rounding.unit_roundoff(tensor.dtype))
             if shadow is None or shadow.shape != tensor.shape:
-                shadow = widened(tensor)
+                shadow = rounding.widened(tensor)
                 if tensor is outs[0]:  # of others, as a kernel's logsumexp, nothing comes
                     self._noise = max(self._noise, 64 * self._coarsest)  # all that was rounded
             self._cast_shadow(func, tensor, shadow)
@@ -230,23 +216,21 @@ class _Watch(TorchDispatchMode):
         if tensor in self._shadows:
             shadow = self._shadows[tensor].copy_(shadow)
         elif not computes_nothing(func) and _is_real(tensor):
-            shadow = laid_out_as(tensor, shadow.to(WIDER.get(tensor.dtype, tensor.dtype)))
+            shadow = rounding.laid_out_as(tensor, shadow)
         if not computes_nothing(func) and not _is_real(tensor):
             tensor.copy_(shadow)
         self._shadows[tensor] = shadow
 
     def _compute(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
-        """What an op returns, what it returns of the shadows, and its arguments in fp64.
-
-        The last are None of a view, which rounds nothing.
-        """
+        """What an op returns, what it returns of the shadows, and, but for a view, its inputs."""
         if not tensors_in((args, kwargs)):  # arange, full: as they would be in fp64
             out = func(*args, **kwargs)
             wide = args, kwargs | ({"dtype": torch.float64} if _is_real(out) else {})
-            return out, in_doubles(func, *wide), wide
+            return out, rounding.in_doubles(func, *wide), wide
         # All before the op itself, which may write into its arguments.
-        alone = None if computes_nothing(func) else wide_inputs(name, args, kwargs)
-        exact = in_doubles(func, *tree_map_only(torch.Tensor, self._shadow, (args, kwargs)))
+        alone = None if computes_nothing(func) else rounding.wide_inputs(name, args, kwargs)
+        shadows = tree_map_only(torch.Tensor, self._shadow, (args, kwargs))
+        exact = rounding.in_doubles(func, *shadows)
         return func(*args, **kwargs), exact, alone
 
     def _draw(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
@@ -259,8 +243,7 @@ class _Watch(TorchDispatchMode):
             kept = 1 - args[1]
             scale = 1 / kept if args[2] is not False and kept else float(kept != 0)
             return out, (self._shadow(args[0]) * out[1].to(torch.float64) * scale, out[1]), None
-        exact = [widened(tensor) for tensor in tensors_in(out)]
-        return out, exact, None
+        return out, list(map(rounding.widened, tensors_in(out))), None
 
     def _shadow(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fp64 counterpart of an argument."""
@@ -280,10 +263,9 @@ class _Watch(TorchDispatchMode):
         if self._other is not None and tensor.is_floating_point():
             named = self._other.leaves.get(name) if name else None
             for same in [named] if named is not None else self._other.unnamed:
-                other_format = same.is_floating_point() and same.dtype != tensor.dtype
-                if other_format and same_values(same, tensor):
-                    return widened(same).to(tensor.device)
-        return widened(tensor)
+                if same.dtype != tensor.dtype and same_values(same, tensor):
+                    return rounding.widened(same).to(tensor.device)
+        return rounding.widened(tensor)
 
     # Records
 
@@ -300,7 +282,7 @@ class _Watch(TorchDispatchMode):
         """Keep a record of an op that computed something, and what wrote into which memory."""
         outs, producers = tensors_in(out), self._producers(given)
         if outs and _is_real(outs[0]) and not computes_nothing(func):
-            roundoff = effective_roundoff(func, alone, outs[0]) if alone else 0.0
+            roundoff = rounding.effective_roundoff(func, alone, outs[0]) if alone else 0.0
             self.log.records.append(self._record(name, given, outs[0], roundoff, producers))
             producers = (self.log.records[-1],)
         for tensor in outs if not func.is_view else ():
@@ -337,7 +319,7 @@ class _Watch(TorchDispatchMode):
 
 def same_values(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     """Whether one tensor is the other, or the other rounded."""
-    if one is None or other is None or one.shape != other.shape:
+    if one is None or other is None or one.shape != other.shape or _is_real(one) != _is_real(other):
         return False
     one, other = one.detach().to(other.device), other.detach()
     return torch.equal(one.to(other.dtype), other) or torch.equal(other.to(one.dtype), one)
@@ -351,9 +333,3 @@ def _batch(structure: Any) -> int | None:
 def _is_real(value: Any) -> bool:
     """Whether it is a tensor of floating-point or complex numbers."""
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-def _decides_a_shape(out: Any, exact: Any) -> bool:
-    """Whether it is a list of indices, such as boxes that are kept, of another length in fp64."""
-    both = isinstance(out, torch.Tensor) and isinstance(exact, torch.Tensor)
-    return both and not _is_real(out) and out.shape != exact.shape

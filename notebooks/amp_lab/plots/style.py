@@ -1,9 +1,11 @@
 """The look of every figure: colours, the parts figures are built from, and how one is saved."""
 
+import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal
 
 import matplotlib.pyplot as plt
@@ -12,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from amp_lab.errors import OptionError
+from amp_lab.files import write_whole
 from amp_lab.timing import Estimate
 
 # One look per precision in every figure. The colours differ in lightness too, and bars are hatched,
@@ -69,7 +72,9 @@ def save(path: str | PathLike[str], draw: Callable[..., Figure], *arguments: obj
     use_style()
     token = _new_figure.set(Figure)
     try:
-        draw(*arguments).savefig(path)
+        picture = io.BytesIO()
+        draw(*arguments).savefig(picture, format="png")
+        write_whole(Path(path), [picture.getbuffer()])
     except OSError as error:
         raise OptionError(f"{path}: cannot be written ({error.strerror})") from error
     finally:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from amp_lab.distributed.ranks import ALONE, Ranks
+from amp_lab.files import require_types
 from amp_lab.precision import Precision, require_backend
 from amp_lab.training.model_outputs import Batch, accuracy, cross_entropy, own_loss, split
 
@@ -57,8 +58,11 @@ class Progress:
 
     @classmethod
     def from_state_dict(cls, state: dict) -> "Progress":
-        """What `state_dict` was made from."""
-        return cls(**state | {"epochs": [EpochMetrics(**epoch) for epoch in state["epochs"]]})
+        """What `state_dict` was made from. Raises `TypeError` for other values."""
+        progress = cls(**state | {"epochs": [EpochMetrics(**epoch) for epoch in state["epochs"]]})
+        for part in (progress, *progress.epochs):
+            require_types(part)
+        return progress
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 import torchvision
 from torch import nn
 
-from amp_lab.errors import RunError
+from amp_lab.errors import RunError, first_line
 
 
 @functools.cache
@@ -76,14 +76,19 @@ def _fetch_weights(name: str) -> dict[str, torch.Tensor]:
         ) from error
 
 
-def require_values_to_normalise(model: nn.Module, image_size: int) -> None:
-    """Raise `RunError` if one image leaves a batch norm a single value for each channel.
+def require_images_that_fit(model: nn.Module, count: int, image_size: int) -> None:
+    """Raise `RunError` if the model cannot train on so many images of this size at a time.
 
-    torch would refuse that in the middle of the first step. It is tried on a copy without memory.
+    torch would refuse them in the middle of the first step. It is tried on a copy without memory.
     """
     trial = copy.deepcopy(model).to("meta")
     try:
-        trial(torch.empty(1, 3, image_size, image_size, device="meta"))
-    except ValueError as error:  # batch norm's
+        trial(torch.empty(count, 3, image_size, image_size, device="meta"))
+    except ValueError as error:  # batch norm's, of a single value for each channel
         problem = "batch norm has 1 image to normalise in a process"
         raise RunError(f"{problem}: give a larger batch size") from error
+    except (AssertionError, RuntimeError) as error:  # a vision transformer's, a convolution's
+        size = f"images of {image_size}x{image_size}"
+        raise RunError(
+            f"the model takes no {size} ({first_line(error)}): give another image size"
+        ) from error

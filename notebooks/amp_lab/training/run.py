@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,11 @@ from amp_lab.data import ImageSet, batches, load_dataset
 from amp_lab.device import describe_device, pick_device
 from amp_lab.distributed.process_group import join
 from amp_lab.distributed.ranks import ALONE, Ranks, require_same
-from amp_lab.errors import AmpLabWarning, CheckpointError, RunError
+from amp_lab.errors import AmpLabWarning, CheckpointError, RunError, first_line
 from amp_lab.precision import Precision
 from amp_lab.training import run_folder
 from amp_lab.training.loop import Batches, EpochMetrics, Progress, fit
-from amp_lab.training.models import build_model, require_values_to_normalise
+from amp_lab.training.models import build_model, require_images_that_fit
 from amp_lab.training.train_options import RunConfig, RunOptions
 
 
@@ -77,12 +77,19 @@ def export(out: str | os.PathLike, file: str | os.PathLike, *, force: bool = Fal
     if "shards" in state:
         from amp_lab.checkpoint.shards import load_shards  # torch's part of it takes a second
 
-        config = RunConfig(**state["config"])
-        model = build_model(config.model, state["classes"], freeze=config.freeze)
+        try:
+            config = RunConfig(**state["config"])
+            model = build_model(config.model, state["classes"], freeze=config.freeze)
+        except run_state.WRONG_CONTENT as error:
+            problem = f"not of a run ({first_line(error)})"
+            raise CheckpointError(f"{path}: {problem}") from error
         optimizer = _optimizer(model, config)
         load_shards(path.parent, state.pop("shards"), model, optimizer, ALONE)
         state |= {"model": model, "optimizer": optimizer}
     save_checkpoint(file, **state)
+
+
+_OF_ALL_EPOCHS = ("total_steps", "_schedule_phases")  # what a `OneCycleLR` keeps of its length
 
 
 class Run:
@@ -116,8 +123,11 @@ class Run:
         fingerprints = ranks.gather({"images": self.images.fingerprint})
         state = ranks.first(lambda: self._start(fingerprints))
         if state is not None:
-            own = ranks.each(lambda: run_state.restore_run(self.out, state, ranks, self.parts))
-            self.progress = Progress.from_state_dict(own)
+            given = self.out, state, ranks, self.parts, Progress.from_state_dict
+            scheduler = self.parts["scheduler"]
+            of_all_epochs = {name: vars(scheduler)[name] for name in _OF_ALL_EPOCHS}
+            self.progress = ranks.each(lambda: run_state.restore_run(*given))
+            vars(scheduler).update(of_all_epochs)  # of which there were fewer, maybe
 
     def _plan(
         self, settings: dict, commands: list[dict], held: ExitStack
@@ -130,7 +140,7 @@ class Run:
         held.enter_context(run_folder.lock(self.out))
         saved = run_folder.read_saved(self.out, settings, self.options.resume)
         if saved is not None:
-            config = saved.config
+            config = replace(saved.config, epochs=settings.get("epochs", saved.config.epochs))
         if config.batch_size % size:
             problem = f"batch size {config.batch_size} cannot be shared out to {size} processes"
             raise RunError(f"{problem}: give a multiple of {size}")
@@ -148,8 +158,8 @@ class Run:
         torch.manual_seed(config.seed)
         classes, pretrained = len(self.images.classes), config.pretrained
         self.model = build_model(config.model, classes, pretrained=pretrained, freeze=config.freeze)
-        if config.batch_size == self.ranks.size:
-            require_values_to_normalise(self.model, self.images.image_size)
+        count = min(2, config.batch_size // self.ranks.size)  # more make no difference
+        require_images_that_fit(self.model, count, self.images.image_size)
         if config.precision == Precision.FP16 and backend(self.ranks.device).is_host:
             _warn_of_slow_fp16(self.ranks.device)
 
@@ -190,7 +200,10 @@ class Run:
         elif self._saved.environment != environment:
             self._say(f"Started with {self._saved.environment}; goes on with {environment}:")
             self._say("the result may differ.")
-        state = run_state.load_run(self.out, asdict(self.config))
+        if self._saved is not None and self._saved.config != self.config:
+            run_folder.write_config(self.out, replace(self._saved, config=self.config))
+            self._say(f"More epochs, {self.config.epochs} now: the learning rates are theirs.")
+        state = run_state.load_run(self.out, asdict(self.config), may_differ=("epochs",))
         if state is None and (self.options.resume or self._saved is not None):
             self._say(f"Nothing was saved in {self.out} yet: starting from the beginning.")
         return state

@@ -45,7 +45,8 @@ def lock(out: Path) -> AbstractContextManager:
 def read_saved(out: Path, settings: dict, resume: bool) -> SavedRun | None:
     """The run in the folder, or None if there is none yet.
 
-    Raises `RunError` if it is damaged, not to be resumed, or has others than these settings.
+    Raises `RunError` if it is damaged, not to be resumed, or has others than these settings, of
+    which only `epochs` may be more.
     """
     path = out / CONFIG
     if not path.exists():
@@ -56,13 +57,14 @@ def read_saved(out: Path, settings: dict, resume: bool) -> SavedRun | None:
         content = read_json(path)
         config = RunConfig(**content["config"])  # what is not there has its default
         saved = SavedRun(config, content["images"], content["environment"])
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:  # a RunError is a ValueError
         raise RunError(f"{path}: not the settings of a run ({error})") from error
     # A torchrun that has lost a process starts the same command again.
     if not resume and (_starter() is None or content.get("started_by") != _starter()):
         raise RunError(f"{out}: holds a run already; --resume goes on with it, or choose another")
     for name, value in settings.items():
-        if value != getattr(config, name):
+        is_more = name == "epochs" and value > config.epochs  # with which it can go on
+        if value != getattr(config, name) and not is_more:
             start = f"the run was started with {name.replace('_', ' ')} {getattr(config, name)}"
             raise RunError(f"{out}: {start}, and cannot go on with {value}")
     return saved

@@ -6,11 +6,13 @@ To add a setting, add a field here, and use it in `run`.
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from amp_lab.errors import RunError
+from amp_lab.files import require_types
 
 _Check = Callable[[str, Any], None]
 
@@ -27,10 +29,17 @@ def setting(
     return dataclasses.field(default=default, metadata=about)
 
 
-def _at_least(least: int, message: str = "{name} must be at least {least}, not {value}"):
+_MOST = 10**9  # of anything that is counted; one beyond it is a typing error, or no number at all
+
+
+def _at_least(
+    least: int, message: str = "{name} must be at least {least}, not {value}", most: int = _MOST
+):
     def check(name: str, value: int) -> None:
         if value < least:
             raise RunError(message.format(name=name, least=least, value=value))
+        if value > most:
+            raise RunError(f"{name} must be at most {most:,}")
 
     return check
 
@@ -55,12 +64,16 @@ def _known(name: str, value: str) -> None:
         raise RunError(f"no {what} {value!r}; there are {', '.join(names)}")
 
 
-_count = _at_least(1)
+_count, _side = _at_least(1), _at_least(1, most=8192)
 
 
 @dataclass(frozen=True)
 class _Checked:
     def __post_init__(self):
+        try:
+            require_types(self)
+        except TypeError as error:
+            raise RunError(str(error)) from None
         for field in dataclasses.fields(self):
             value, check = getattr(self, field.name), field.metadata["check"]
             if check is not None and value is not None:
@@ -85,7 +98,7 @@ class RunConfig(_Checked):
     lr: float = setting(2e-3, "highest learning rate (default: {})", "X", _positive)  # one cycle's
     # Of the initial weights, the order of the images, the augmentation and dropout.
     seed: int = setting(0, "default: {}", "N", _seed)
-    image_size: int | None = setting(None, "in pixels (default: the data set's own)", "N", _count)
+    image_size: int | None = setting(None, "in pixels (default: the data set's own)", "N", _side)
     limit: int | None = setting(None, "train on at most so many images", "N", _count)
     accumulate: int = setting(1, "batches for each step (default: {})", "N", _count)
     clip_norm: float | None = setting(None, "largest norm of a step's gradients", "X", _positive)
@@ -128,3 +141,8 @@ class RunOptions(_Checked):
         "fp32", "in which gradients are summed: {} (default), bf16, fp16", "NAME"
     )
     timeout: float = _many(300, "how long to wait for another process (default: {})", "SECONDS")
+
+    def __post_init__(self):
+        for name in ("out", "data"):  # from Python they may be paths of `pathlib`
+            object.__setattr__(self, name, os.fspath(getattr(self, name)))
+        super().__post_init__()
