@@ -1,5 +1,6 @@
 """What `advise` returns: a ranking, what to watch, and the lines to write."""
 
+import base64
 import html
 from dataclasses import dataclass
 from os import PathLike
@@ -8,6 +9,7 @@ from typing import Any
 
 from amp_lab.advisor.recipes import Candidate
 from amp_lab.errors import OptionError
+from amp_lab.files import write_whole
 from amp_lab.report import Printed, Table, bytes_text
 
 
@@ -27,13 +29,34 @@ class Advice(Printed):
         return next(iter(self.chosen.values()), None)
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Write it all as one page. Raises `OptionError` if that cannot be."""
+        """Write it all as one page, with a picture of the times.
+
+        Raises `OptionError` if that cannot be, and `RequirementError` without matplotlib.
+        """
         style = "<style>body{font:16px sans-serif}td,th{padding:.2em .6em;text-align:left}</style>"
         head = f'<!doctype html><meta charset="utf-8"><title>{html.escape(self.title)}</title>'
+        page = f"{head}{style}{self._repr_html_()}{self._picture()}\n"
         try:
-            Path(path).write_text(f"{head}{style}{self._repr_html_()}\n", encoding="utf-8")
+            write_whole(Path(path), [page.encode()])
         except OSError as error:
             raise OptionError(f"{path}: cannot be written ({error.strerror})") from error
+
+    def _picture(self) -> str:
+        """The times as an image in HTML; empty if nothing was timed."""
+        panels: dict[str, list[tuple]] = {}
+        for c in self.candidates:
+            if c.time_s is None:
+                continue
+            precision = str(c.recipe.precision)
+            rest = c.name.removeprefix(precision).lstrip(", ")
+            bar = precision, rest, c.time_s.times(1e3), None, f"{c.speedup or ''}"
+            panels.setdefault(c.recipe.use, []).append(bar)
+        if not panels:
+            return ""
+        from amp_lab import plots  # matplotlib takes a second to load
+
+        png = base64.b64encode(plots.png(plots.speed_ladder, panels)).decode()
+        return f'<p><img alt="time of a step by recipe" src="data:image/png;base64,{png}"></p>'
 
     def _repr_html_(self) -> str:
         return super()._repr_html_() + self._with_programs("<p>{}</p><pre>{}</pre>", html.escape)

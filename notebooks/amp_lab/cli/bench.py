@@ -5,9 +5,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from amp_lab.cli.printing import FORMAT, show
+from amp_lab.cli.printing import FORMAT, require_output, show
 from amp_lab.errors import OptionError
-from amp_lab.files import require_writable
 from amp_lab.requirements import require
 
 if TYPE_CHECKING:  # it loads torch, which takes seconds
@@ -80,10 +79,7 @@ def _measure(options: argparse.Namespace, out: Path) -> "Results":
     # Now and not after minutes: where nothing can be drawn, or no result can or should be written.
     require("matplotlib", "bench")
     for path in (out, *_pictures(out)):
-        try:
-            require_writable(path)
-        except OSError as error:
-            raise OptionError(f"{path}: cannot be written ({error.strerror})") from error
+        require_output(path)
     if out.exists():
         try:
             load_results(out)

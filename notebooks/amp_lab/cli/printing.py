@@ -4,6 +4,10 @@ import io
 import os
 import sys
 import time
+from pathlib import Path
+
+from amp_lab.errors import OptionError
+from amp_lab.files import require_writable
 
 FORMAT = {"choices": ("table", "markdown", "json"), "default": "table", "help": "default: table"}
 """Settings of the option ``--format``."""
@@ -54,3 +58,11 @@ def show_warning(command: str, message: Warning, *where: object) -> None:
     """Print a warning in a line, as `warnings.showwarning` would in two."""
     if os.environ.get("LOCAL_RANK", "0") == "0":  # the others have the same to say
         print(_in_one_line(f"amp-lab {command}: {message}"), file=sys.stderr)
+
+
+def require_output(path: str | os.PathLike) -> None:
+    """Raise `OptionError` now, and not after minutes, if a file could not be written."""
+    try:
+        require_writable(Path(path))
+    except OSError as error:
+        raise OptionError(f"{path}: cannot be written ({error.strerror})") from error

@@ -177,7 +177,9 @@ def speed_ladder(
         style.name_rows(ax, [f"{precision} {rung}" for precision, rung, *_ in rows], room=0.12)
         ax.set_xlim(left=0)  # margins would begin the bars left of 0
         ax.set_title(title, fontsize=10, loc="left")
-    axes[-1, 0].set_xlabel("time of a step (ms); black: the limit of the device")
+    limited = any(limit is not None for rows in panels.values() for *_, limit, _ in rows)
+    legend = "; black: the limit of the device" * limited
+    axes[-1, 0].set_xlabel(f"time of a step (ms){legend}")
     return figure
 
 

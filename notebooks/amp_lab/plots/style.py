@@ -63,22 +63,26 @@ def use_style() -> None:
     )
 
 
-def save(path: str | PathLike[str], draw: Callable[..., Figure], *arguments: object) -> None:
-    """Draw a figure and write it as a PNG file, without a window and without pyplot's list of them.
+def png(draw: Callable[..., Figure], *arguments: object) -> bytes:
+    """Draw a figure as PNG, without a window and without pyplot's list of them.
 
-    `draw` is one of the figures here that return a `Figure`. Raises `OptionError` if the file
-    cannot be written.
+    `draw` is one of the figures here that return a `Figure`.
     """
     use_style()
-    token = _new_figure.set(Figure)
+    token, picture = _new_figure.set(Figure), io.BytesIO()
     try:
-        picture = io.BytesIO()
         draw(*arguments).savefig(picture, format="png")
-        write_whole(Path(path), [picture.getbuffer()])
-    except OSError as error:
-        raise OptionError(f"{path}: cannot be written ({error.strerror})") from error
     finally:
         _new_figure.reset(token)
+    return picture.getvalue()
+
+
+def save(path: str | PathLike[str], draw: Callable[..., Figure], *arguments: object) -> None:
+    """Write what `png` draws to a file. Raises `OptionError` if it cannot be written."""
+    try:
+        write_whole(Path(path), [png(draw, *arguments)])
+    except OSError as error:
+        raise OptionError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def subplots(
