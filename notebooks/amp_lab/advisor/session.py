@@ -173,7 +173,9 @@ class _Contest:
         for p, rate in rates.items():
             if rate < least:
                 why = f"its matrix product has {rate:.2g} of fp32's rate"
-                self.found.append(Candidate(Recipe(self.use, p), "emulated", why))
+                busy = "" if report.trusted else ", measured while the machine was busy"
+                verdict = "not tried" if busy else "emulated"
+                self.found.append(Candidate(Recipe(self.use, p), verdict, why + busy))
         if any(isinstance(module, nn.Conv2d) for module in self.case.model.modules()):
             timed = [c.recipe for c in self.found if c.speedup]
             self._switch([replace(recipe, channels_last=True) for recipe in timed], 0.0)
