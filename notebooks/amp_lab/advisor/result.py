@@ -55,7 +55,7 @@ class Advice(Printed):
             return ""
         from amp_lab import plots  # matplotlib takes a second to load
 
-        png = base64.b64encode(plots.png(plots.speed_ladder, panels)).decode()
+        png = base64.b64encode(plots.image(plots.speed_ladder, panels)).decode()
         return f'<p><img alt="time of a step by recipe" src="data:image/png;base64,{png}"></p>'
 
     def _repr_html_(self) -> str:

@@ -13,7 +13,7 @@ with requirements.needed_for("drawing"):
     from amp_lab.plots.number_formats import *  # noqa: F403
     from amp_lab.plots.pictures import *  # noqa: F403
     from amp_lab.plots.speed import *  # noqa: F403
-    from amp_lab.plots.style import png as png
+    from amp_lab.plots.style import image as image
     from amp_lab.plots.style import save as save
     from amp_lab.plots.style import use_style as use_style
     from amp_lab.plots.training import *  # noqa: F403

@@ -63,24 +63,28 @@ def use_style() -> None:
     )
 
 
-def png(draw: Callable[..., Figure], *arguments: object) -> bytes:
-    """Draw a figure as PNG, without a window and without pyplot's list of them.
+def image(draw: Callable[..., Figure], *arguments: object, form: str = "png") -> bytes:
+    """Draw a figure as PNG or SVG, without a window and without pyplot's list of them.
 
     `draw` is one of the figures here that return a `Figure`.
     """
     use_style()
     token, picture = _new_figure.set(Figure), io.BytesIO()
     try:
-        draw(*arguments).savefig(picture, format="png")
+        draw(*arguments).savefig(picture, format=form)
     finally:
         _new_figure.reset(token)
     return picture.getvalue()
 
 
 def save(path: str | PathLike[str], draw: Callable[..., Figure], *arguments: object) -> None:
-    """Write what `png` draws to a file. Raises `OptionError` if it cannot be written."""
+    """Write what `image` draws to a file, whose name says in which form.
+
+    Raises `OptionError` if it cannot be written.
+    """
     try:
-        write_whole(Path(path), [png(draw, *arguments)])
+        form = Path(path).suffix.removeprefix(".") or "png"
+        write_whole(Path(path), [image(draw, *arguments, form=form)])
     except OSError as error:
         raise OptionError(f"{path}: cannot be written ({error.strerror})") from error
 
