@@ -8,7 +8,7 @@ from torch import nn
 from amp_lab import forecast_memory, largest_batch
 from amp_lab.errors import TraceError
 from amp_lab.tracing import compare_memory, parse_bytes
-from amp_lab.tracing.largest_batch import BatchedInputs
+from amp_lab.tracing.memory import BatchedInputs
 
 MIB = 2**20
 

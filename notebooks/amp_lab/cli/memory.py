@@ -29,8 +29,7 @@ def add(commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Forecast, and print the table."""
-    from amp_lab.tracing.largest_batch import BatchedInputs
-    from amp_lab.tracing.memory import memory_table
+    from amp_lab.tracing.memory import BatchedInputs, memory_table
 
     # What is not asked for is left to the function's own default.
     asked = {"precisions": options.precision} if options.precision else {}

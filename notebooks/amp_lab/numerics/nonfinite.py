@@ -25,15 +25,6 @@ from amp_lab.numerics.watched_ops import REDUCTIONS, Call, Site, among, argument
 from amp_lab.tracing.ops_seen import storage_key, stored_values, tensors_in
 
 
-@dataclasses.dataclass
-class _Origin:
-    """A place where a tensor turned non-finite, which may or may not come to matter."""
-
-    report: NonfiniteReport
-    number: int
-    placed: bool  # written there on purpose, as a mask of -inf is
-
-
 class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which follows `with` too
     """Find the module and the op that made the first inf or NaN, in forward and backward.
 
@@ -77,9 +68,10 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         self._stack: list[tuple[nn.Module, Site]] = []
         self._calls: Counter[nn.Module] = Counter()
         self._made: dict[int, Site] = {}  # by autograd's sequence number
-        self._origins: dict[int | None, tuple[StorageWeakRef, _Origin]] = {}  # by storage
-        self._all: list[_Origin] = []
-        self._lazy: dict[str, nn.Parameter] = {}  # not there until the first call
+        # Where tensors turned non-finite, which may or may not come to matter: by storage, and all.
+        self._origins: dict[int | None, tuple[StorageWeakRef, NonfiniteReport]] = {}
+        self._all: list[NonfiniteReport] = []
+        self._watched: set[str] = set()  # names of the parameters whose gradients are
         self._loss_scale: float | None = None
         self._watching = False
 
@@ -106,13 +98,17 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             after = module.register_forward_hook(self._leave, always_call=True)
             self._installed.callback(before.remove)
             self._installed.callback(after.remove)
-        for name, parameter in self._model.named_parameters():
-            if nn.parameter.is_lazy(parameter):
-                self._lazy[name] = parameter
-            elif parameter.requires_grad:
-                self._watch_gradient(parameter, name)
+        self._watch_parameters()
+        for parameter in self._model.parameters():
             if parameter.grad is not None and not is_finite(parameter.grad):
                 self._origin_of(parameter.grad)
+
+    def _watch_parameters(self) -> None:
+        for name, parameter in self._model.named_parameters():
+            ready = parameter.requires_grad and not nn.parameter.is_lazy(parameter)
+            if ready and name not in self._watched:
+                self._watched.add(name)
+                self._watch_gradient(parameter, name)
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
         if find_nonfinite._active is not self:
@@ -145,11 +141,8 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
     def _leave(self, module: nn.Module, args: tuple, output: object) -> None:
         while self._stack and self._stack.pop()[0] is not module:
             pass  # left without a call of its hooks
-        for name, parameter in list(self._lazy.items()):
-            if not nn.parameter.is_lazy(parameter):
-                self._watch_gradient(parameter, name)
-                del self._lazy[name]
         if not self._stack and not _in_backward():
+            self._watch_parameters()  # a lazy one is there after the first call
             for tensor in tensors_in(output):
                 self._check(tensor, "the output of the model", masks=True)
 
@@ -234,7 +227,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         kinds = frozenset().union(*(value.kinds for value in values))
         source = origin = self._source(call, bad)
         # An op passes on what was placed on purpose if it is the same kind; else it made it.
-        if origin is None or (origin.placed and not kinds <= origin.report.value.kinds):
+        if origin is None or (origin.placed and not kinds <= origin.value.kinds):
             origin = self._originate(call, bad, values[0], source)
         for tensor in bad + [t for t in call.statistics_written if not is_finite(t)]:
             self._note(tensor, origin)
@@ -247,7 +240,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         elif call.node.name().endswith("AccumulateGrad"):
             self._judge(origin, "a gradient that was accumulated")
 
-    def _source(self, call: Call, bad: list[torch.Tensor]) -> _Origin | None:
+    def _source(self, call: Call, bad: list[torch.Tensor]) -> NonfiniteReport | None:
         """The earliest origin of what the op was given; before those placed on purpose, any."""
         origins = []
         if call.name not in ("copy_", "fill_"):  # which keep nothing of what they write into
@@ -259,18 +252,18 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         return min(known, key=lambda origin: (origin.placed, origin.number), default=None)
 
     def _originate(
-        self, call: Call, bad: list[torch.Tensor], value: TensorSummary, source: _Origin | None
-    ) -> _Origin:
+        self, call: Call, bad: list[torch.Tensor], value: TensorSummary, source: Any
+    ) -> NonfiniteReport:
         if call.recomputed:  # then the forward pass may have seen it
+            here = "forward", call.site.module, call.name
             for origin in self._all:
-                seen = (origin.report.phase, origin.report.module, origin.report.op)
-                if seen == ("forward", call.site.module, call.name):
+                if (origin.phase, origin.module, origin.op) == here:
                     return origin
         placed = call.places_nonfinite(value.kinds)
         return self._new(
             call.site,
             value,
-            placed,
+            placed=placed,
             phase="backward" if call.is_backward else "forward",
             op=call.node.name().rpartition("::")[2] if call.is_backward else call.name,
             kernel=call.name,
@@ -278,26 +271,25 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             name="output",
             inputs=() if placed else tuple(argument_summaries(call, bad + call.statistics_written)),
             line=None if call.is_backward else _user_line(),
-            placed_by=source.report.place if source else None,
+            placed_by=source.place if source else None,
         )
 
     # Origins
 
-    def _new(self, site: Site, value: TensorSummary, placed: bool, **seen: Any) -> _Origin:
-        place = dataclasses.asdict(site)
-        report = NonfiniteReport(value=value, loss_scale=self._loss_scale, **place, **seen)
-        self._all.append(_Origin(report, len(self._all), placed))
+    def _new(self, site: Site, value: TensorSummary, **seen: Any) -> NonfiniteReport:
+        seen |= {"number": len(self._all), "loss_scale": self._loss_scale}
+        self._all.append(NonfiniteReport(value=value, **dataclasses.asdict(site), **seen))
         return self._all[-1]
 
-    def _before(self, tensor: torch.Tensor, kind: str, name: str, site: Site) -> _Origin:
+    def _before(self, tensor: torch.Tensor, kind: str, name: str, site: Site) -> NonfiniteReport:
         """Note the origin of a tensor that no op seen here has made."""
         value = summarise(name, tensor)
         placed = value.kinds == {"-inf"}
-        origin = self._new(site, value, placed, phase="before", tensor=kind, name=name)
+        origin = self._new(site, value, placed=placed, phase="before", tensor=kind, name=name)
         self._note(tensor, origin)
         return origin
 
-    def _origin_of(self, tensor: torch.Tensor) -> _Origin:
+    def _origin_of(self, tensor: torch.Tensor) -> NonfiniteReport:
         noted = self._noted(tensor)
         if noted is not None:
             return noted
@@ -314,10 +306,10 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         site = self._stack[-1][1] if self._stack else Site()
         return self._before(tensor, "constant", "a tensor from elsewhere", site)
 
-    def _noted(self, tensor: torch.Tensor) -> _Origin | None:
+    def _noted(self, tensor: torch.Tensor) -> NonfiniteReport | None:
         return self._origins.get(storage_key(tensor), (None, None))[1]
 
-    def _note(self, tensor: torch.Tensor, origin: _Origin) -> None:
+    def _note(self, tensor: torch.Tensor, origin: NonfiniteReport) -> None:
         key = storage_key(tensor)
         if key is None:
             return
@@ -334,9 +326,9 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             if key in self._origins and size == tensor.untyped_storage().nbytes():
                 del self._origins[key]
 
-    def _judge(self, origin: _Origin, reached: str) -> None:
+    def _judge(self, origin: NonfiniteReport, reached: str) -> None:
         """The first that came to matter is the finding; nothing is watched after it."""
-        self.report = dataclasses.replace(origin.report, reached=reached)
+        self.report = dataclasses.replace(origin, reached=reached)
         self._watching = False
         if self._raise:
             raise NumericsError(f"find_nonfinite:\n{self.report}")

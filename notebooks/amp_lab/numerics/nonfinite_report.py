@@ -1,9 +1,7 @@
 """What `find_nonfinite` found, in words, and what to do about it."""
 
 import textwrap
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 
@@ -29,11 +27,13 @@ class NonfiniteReport:
     reached: str = ""  # what it spread to: why it counts
     loss_scale: float | None = None  # what a `GradScaler` had multiplied the loss by, if one did
     placed_by: str | None = None  # what had put a -inf there that this op turned into a NaN
+    placed: bool = False  # whether it was written there on purpose, as a mask of -inf is
+    number: int = 0  # how many there were before it
 
     @property
     def advice(self) -> str:
         """What to do about it: what the first of the rules says that fits."""
-        return _advise(self, _RULES)
+        return _advise(self)
 
     @property
     def where(self) -> str:
@@ -78,25 +78,128 @@ class NonfiniteReport:
     __repr__ = __str__
 
 
-# When a rule fits, and what it says: a text, or a function that makes one of the report.
-_Rule: TypeAlias = tuple[
-    Callable[[NonfiniteReport], object], str | Callable[[NonfiniteReport], str]
-]
+_OVERFLOW = (
+    "{} exceeds 65504, the largest fp16: use bf16, or compute this part in fp32 "
+    "(torch.autocast(device_type, enabled=False), with inputs.float())."
+)
+_SCORES = (
+    " Of attention scores: divide the queries by sqrt(d) before the product, or call "
+    "F.scaled_dot_product_attention."
+)
+_BEFORE = {  # by the kind of tensor that was so before any op
+    "parameter":
+        "The weights were broken before they were used. If an optimizer step did it: the learning "
+        "rate is too high, or it took gradients that are not finite (with fp16: step through "
+        "GradScaler). Go back to the last good checkpoint and watch the step that breaks it.",
+    "buffer": "Look at what wrote this buffer, or at the checkpoint it came from.",
+    "statistics":
+        "The running statistics took in a batch that was not finite: call reset_running_stats(), "
+        "or go back to the last good checkpoint, and find that batch.",
+    "input":
+        "The model was given it. Look at the data and what prepares them: missing values, a "
+        "division by a standard deviation of 0, a cast to fp16 of values over 65504.",
+    "gradient": "It is left from an earlier backward pass: call zero_grad() before this one.",
+    "constant":
+        "No op of this block made it: look at targets, constants, what was computed before, and "
+        "memory from torch.empty that was never written.",
+}  # fmt: skip
+_MASKED_SOFTMAX = (
+    "A row is masked everywhere, so softmax divides 0 by 0. Leave one position of each row "
+    "unmasked, or fill the masked places, with masked_fill, with torch.finfo(dtype).min instead "
+    "of -inf. Do not add that number: the sum can be -inf again."
+)
+_MASKED = (
+    "0 * -inf and -inf - -inf are NaN. Mask after the arithmetic, with torch.where or "
+    "masked_fill, or fill in (do not add) a finite value such as torch.finfo(dtype).min."
+)
+# By how the op's name begins, so that the longer of two comes first.
+_BACKWARD = {
+    "sqrt": "The derivative of sqrt is infinite at 0: torch.sqrt(x + eps).",
+    "rsqrt": "The derivative of rsqrt is infinite at 0: torch.rsqrt(x + eps).",
+    "pow": "The derivative of a power below 1 is infinite at 0: (x + eps) ** p.",
+    "log": "The derivative of log is infinite at 0: clamp its input. Where torch.where discards "
+           "the result, replace the input before the log as well; 0 * inf is NaN.",
+    "div": "A division by (nearly) zero, whose derivative is larger still: add an eps.",
+    "norm": "The derivative of this norm is infinite or undefined at 0: add an eps inside.",
+    "linalg": "Undefined at 0, at equal eigenvalues or singular values: add an eps.",
+    "acos asin": "The derivative is infinite at -1 and 1: clamp the input inside of them.",
+    "": "An infinite derivative, or 0 * inf: keep the input of this op away from where its "
+        "derivative is infinite, before the op; torch.where behind it does not help.",
+}  # fmt: skip
+_FORWARD = {
+    "log_softmax": "Look at the logits: a row is infinite, or masked everywhere.",
+    "logit": "Keep the input inside (0, 1): torch.logit(x, eps=1e-6).",
+    "log": "The log of 0 is -inf, and of a negative number NaN: clamp the input "
+           "(x.clamp_min(1e-6)), or stay in log space: log_softmax, logsigmoid, "
+           "binary_cross_entropy_with_logits.",
+    "xlogy": "The logarithm of a negative number: clamp the second argument.",
+    "div": "A division by zero: add an eps to the divisor or clamp it (F.normalize has one). In "
+           "fp16 an eps below 6e-8 is zero itself.",
+    "reciprocal": "A division by zero: clamp the input away from 0 (x.clamp_min(eps)).",
+    "rsqrt": "A division by zero, or the root of a negative number: torch.rsqrt(x + eps).",
+    "sqrt": "The root of a negative number: clamp the input (x.clamp_min(0)).",
+    "pow": "A negative base with a fractional exponent, zero with a negative one, or a result out "
+           "of range: clamp the base.",
+    "exp": "The exponential overflows fp16 from 11.1 on, and fp32 and bf16 from 88.7: subtract the "
+           "largest value first, as softmax and logsumexp do, or use softplus.",
+    "acos asin": "Its input must lie in [-1, 1]: clamp it, inside of 1 if gradients are needed.",
+    "softmax": "A row holds only -inf, or an inf: look at the scores.",
+    "std": "The deviation of a single value is NaN: use correction=0, or more values.",
+    "var": "The variance of a single value is NaN: use correction=0, or more values.",
+    "nll_loss": "The mean over no targets: all of them are ignore_index, or the class weights "
+                "are 0.",
+    "to_copy": "The value does not fit the dtype it is cast to: clamp it first, or use bf16.",
+}  # fmt: skip
 
 
-def _advise(report: NonfiniteReport, rules: tuple[_Rule, ...]) -> str:
-    text = next(text for fits, text in rules if fits(report))
-    return text if isinstance(text, str) else text(report)
+def _advise(report: NonfiniteReport) -> str:
+    """What to do about it, by the first of the reasons that fits."""
+    if report.phase == "before":
+        running = report.tensor == "buffer" and "running_" in report.name
+        return _BEFORE["statistics" if running else report.tensor]
+    # A mask, or an empty input, is the reason whatever the op, and in backward too.
+    if report.placed_by:
+        kernel = report.kernel or ""
+        is_softmax = "softmax" in kernel or "scaled_dot_product" in kernel
+        return _MASKED_SOFTMAX if is_softmax else _MASKED
+    if report.value.kinds == {"NaN"} and any(not summary.values for summary in report.inputs):
+        return "It was given no values: the mean of nothing is NaN. Skip empty batches."
+    return _on_backward(report) if report.phase == "backward" else _on_forward(report)
 
 
-def _op(*starts: str) -> Callable[[NonfiniteReport], bool]:
-    """Fits ops of these names; backward, autograd's: ``SqrtBackward0``; forward, ``_softmax``."""
-    return lambda r: (r.op or "").lower().strip("_").startswith(starts)
+def _on_backward(report: NonfiniteReport) -> str:
+    advice = _by_op(report, _BACKWARD)
+    if _overflows_fp16(report):  # since the range of fp16 is the reason for this, whatever the op
+        advice = _OVERFLOW.format("The gradient")
+    if report.loss_scale is None or not _overflows(report):
+        return advice
+    return (
+        f"The loss was scaled by {report.loss_scale:g}. If only that makes it overflow, this is "
+        "what GradScaler is there for: it skips the step and lowers the scale. It is a fault if "
+        f"it persists at a scale of 1 (see ScaleLog); then: {advice}"
+    )
 
 
-def _is_softmax(report: NonfiniteReport) -> bool:
-    kernel = report.kernel or ""
-    return "softmax" in kernel or "scaled_dot_product" in kernel
+def _on_forward(report: NonfiniteReport) -> str:
+    if _overflows_fp16(report) and not _is_at_a_pole(report):
+        if _begins(report, "bmm", "baddbmm", "matmul"):
+            return _OVERFLOW.format("The product") + _SCORES
+        return _OVERFLOW.format("The result")
+    dtype, advice = dtype_name(report.value.dtype), _by_op(report, _FORWARD)
+    if not advice and report.inputs and _overflows(report):
+        return f"The result exceeds the range of {dtype}: see how its inputs came to be so large."
+    return advice or (
+        "0 * inf, inf - inf or 0 / 0: see which of its inputs is zero or very large, and why."
+    )
+
+
+def _begins(report: NonfiniteReport, *starts: str) -> bool:
+    """Whether the op's name does; backward, autograd's: ``SqrtBackward0``; else ``_softmax``."""
+    return (report.op or "").lower().strip("_").startswith(starts)
+
+
+def _by_op(report: NonfiniteReport, texts: dict[str, str]) -> str:
+    return next((text for names, text in texts.items() if _begins(report, *names.split(" "))), "")
 
 
 def _overflows(report: NonfiniteReport) -> bool:
@@ -109,117 +212,7 @@ def _overflows_fp16(report: NonfiniteReport) -> bool:
 
 def _is_at_a_pole(report: NonfiniteReport) -> bool:
     """Whether an input is zero where that alone makes the result infinite, in any precision."""
-    if _op("div")(report):
+    if _begins(report, "div"):
         return any(x.name == "other" and x.low <= 0 <= x.high for x in report.inputs)
     at_zero = any(x.name == "self" and x.low <= 0 for x in report.inputs)
-    return at_zero and _op("log", "reciprocal", "rsqrt")(report)
-
-
-def _backward(report: NonfiniteReport) -> str:
-    advice = _advise(report, _BACKWARD)
-    if report.loss_scale is None or not _overflows(report):
-        return advice
-    return (
-        f"The loss was scaled by {report.loss_scale:g}. If only that makes it overflow, this is "
-        "what GradScaler is there for: it skips the step and lowers the scale. It is a fault if "
-        f"it persists at a scale of 1 (see ScaleLog); then: {advice}"
-    )
-
-
-_OVERFLOW = (
-    "{} exceeds 65504, the largest fp16: use bf16, or compute this part in fp32 "
-    "(torch.autocast(device_type, enabled=False), with inputs.float())."
-)
-_SCORES = (
-    " Of attention scores: divide the queries by sqrt(d) before the product, or call "
-    "F.scaled_dot_product_attention."
-)
-_BEFORE = {
-    "parameter": (
-        "The weights were broken before they were used. If an optimizer step did it: the learning "
-        "rate is too high, or it took gradients that are not finite (with fp16: step through "
-        "GradScaler). Go back to the last good checkpoint and watch the step that breaks it."
-    ),
-    "buffer": "Look at what wrote this buffer, or at the checkpoint it came from.",
-    "input": (
-        "The model was given it. Look at the data and what prepares them: missing values, a "
-        "division by a standard deviation of 0, a cast to fp16 of values over 65504."
-    ),
-    "gradient": "It is left from an earlier backward pass: call zero_grad() before this one.",
-    "constant": (
-        "No op of this block made it: look at targets, constants, what was computed before, and "
-        "memory from torch.empty that was never written."
-    ),
-}
-_BACKWARD: tuple[_Rule, ...] = (
-    # First, since the range of fp16 is the reason for this, whatever the op.
-    (_overflows_fp16, _OVERFLOW.format("The gradient")),
-    (_op("sqrt"), "The derivative of sqrt is infinite at 0: torch.sqrt(x + eps)."),
-    (_op("rsqrt"), "The derivative of rsqrt is infinite at 0: torch.rsqrt(x + eps)."),
-    (_op("pow"), "The derivative of a power below 1 is infinite at 0: (x + eps) ** p."),
-    (_op("log"),
-     "The derivative of log is infinite at 0: clamp its input. Where torch.where discards the "
-     "result, replace the input before the log as well; 0 * inf is NaN."),
-    (_op("div"), "A division by (nearly) zero, whose derivative is larger still: add an eps."),
-    (_op("norm"), "The derivative of this norm is infinite or undefined at 0: add an eps inside."),
-    (_op("linalg"), "Undefined at 0, at equal eigenvalues or singular values: add an eps."),
-    (_op("acos", "asin"),
-     "The derivative is infinite at -1 and 1: clamp the input inside of them."),
-    (lambda r: True,
-     "An infinite derivative, or 0 * inf: keep the input of this op away from where its "
-     "derivative is infinite, before the op; torch.where behind it does not help."),
-)  # fmt: skip
-_RULES: tuple[_Rule, ...] = (
-    # First what was so before any op: the other rules ask for the op.
-    (lambda r: r.phase == "before" and r.tensor == "buffer" and "running_" in r.name,
-     "The running statistics took in a batch that was not finite: call reset_running_stats(), "
-     "or go back to the last good checkpoint, and find that batch."),
-    (lambda r: r.phase == "before", lambda r: _BEFORE[r.tensor]),
-    # A mask, or an empty input, is the reason whatever the op, and in backward too.
-    (lambda r: r.placed_by and _is_softmax(r),
-     "A row is masked everywhere, so softmax divides 0 by 0. Leave one position of each row "
-     "unmasked, or fill the masked places, with masked_fill, with torch.finfo(dtype).min instead "
-     "of -inf. Do not add that number: the sum can be -inf again."),
-    (lambda r: r.placed_by,
-     "0 * -inf and -inf - -inf are NaN. Mask after the arithmetic, with torch.where or "
-     "masked_fill, or fill in (do not add) a finite value such as torch.finfo(dtype).min."),
-    (lambda r: r.value.kinds == {"NaN"} and any(not summary.values for summary in r.inputs),
-     "It was given no values: the mean of nothing is NaN. Skip empty batches."),
-    (lambda r: r.phase == "backward", _backward),
-    (lambda r: _overflows_fp16(r) and not _is_at_a_pole(r),
-     lambda r: _OVERFLOW.format("The product") + _SCORES
-               if _op("bmm", "baddbmm", "matmul")(r) else _OVERFLOW.format("The result")),
-    # The op alone. Names are compared by how they begin, so the longer one comes first.
-    (_op("log_softmax"), "Look at the logits: a row is infinite, or masked everywhere."),
-    (_op("logit"), "Keep the input inside (0, 1): torch.logit(x, eps=1e-6)."),
-    (_op("log"),
-     "The log of 0 is -inf, and of a negative number NaN: clamp the input (x.clamp_min(1e-6)), "
-     "or stay in log space: log_softmax, logsigmoid, binary_cross_entropy_with_logits."),
-    (_op("xlogy"), "The logarithm of a negative number: clamp the second argument."),
-    (_op("div"),
-     "A division by zero: add an eps to the divisor or clamp it (F.normalize has one). In fp16 "
-     "an eps below 6e-8 is zero itself."),
-    (_op("reciprocal"), "A division by zero: clamp the input away from 0 (x.clamp_min(eps))."),
-    (_op("rsqrt"), "A division by zero, or the root of a negative number: torch.rsqrt(x + eps)."),
-    (_op("sqrt"), "The root of a negative number: clamp the input (x.clamp_min(0))."),
-    (_op("pow"),
-     "A negative base with a fractional exponent, zero with a negative one, or a result out of "
-     "range: clamp the base."),
-    (_op("exp"),
-     "The exponential overflows fp16 from 11.1 on, and fp32 and bf16 from 88.7: subtract the "
-     "largest value first, as softmax and logsumexp do, or use softplus."),
-    (_op("acos", "asin"),
-     "Its input must lie in [-1, 1]: clamp it, inside of 1 if gradients are needed."),
-    (_op("softmax"), "A row holds only -inf, or an inf: look at the scores."),
-    (_op("std"), "The deviation of a single value is NaN: use correction=0, or more values."),
-    (_op("var"), "The variance of a single value is NaN: use correction=0, or more values."),
-    (_op("nll_loss"),
-     "The mean over no targets: all of them are ignore_index, or the class weights are 0."),
-    (_op("to_copy"),
-     "The value does not fit the dtype it is cast to: clamp it first, or use bf16."),
-    (lambda r: r.inputs and _overflows(r),
-     lambda r: f"The result exceeds the range of {dtype_name(r.value.dtype)}: "
-               "see how its inputs came to be so large."),
-    (lambda r: True,
-     "0 * inf, inf - inf or 0 / 0: see which of its inputs is zero or very large, and why."),
-)  # fmt: skip
+    return at_zero and _begins(report, "log", "reciprocal", "rsqrt")

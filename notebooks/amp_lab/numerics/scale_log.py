@@ -51,16 +51,13 @@ class ScaleLog:
             return self._update(*args, **kwargs)
         # What there is to log is gone after the update, but counts only if that succeeds.
         scale = getattr(self._scaler, "_scale", None)  # a scaler that is disabled has none
-        found = {}
-        if scale is not None:
-            scale = scale.clone()
-            found = {o: self._found_inf(o, scale.device) for o in self._stepped}
+        scale = None if scale is None else scale.clone()
+        found = {optimizer: self._found_inf(optimizer, scale) for optimizer in self._stepped}
         self._update(*args, **kwargs)
         if scale is not None:
             self._scales.append(scale)
-        for optimizer in self._stepped:
+        for optimizer, flag in found.items():
             steps, flags = self._found.setdefault(optimizer, ([], _Values()))
-            flag = found.get(optimizer)
             if flag is not None:
                 steps.append(self._steps)
                 flags.append(flag)
@@ -68,13 +65,13 @@ class ScaleLog:
         self._steps += 1
         return None
 
-    def _found_inf(
-        self, optimizer: torch.optim.Optimizer, device: torch.device
-    ) -> torch.Tensor | None:
-        """Above 0 if a gradient of the optimizer is not finite; None if it has no gradient."""
+    def _found_inf(self, optimizer: Any, scale: torch.Tensor | None) -> torch.Tensor | None:
+        """Above 0 if a gradient of the optimizer is not finite; None without gradient or scale."""
+        if scale is None:
+            return None
         flags = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
         # `stack` copies them, since update adds the flags of all optimizers to the first of them.
-        here = [flag.to(device, non_blocking=True) for flag in flags]
+        here = [flag.to(scale.device, non_blocking=True) for flag in flags]
         return torch.stack(here).sum() if here else None
 
     @property

@@ -1,7 +1,7 @@
 """Gradients that fp16 would lose, and the loss scale that keeps them."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,6 +12,7 @@ from torch.autograd.graph import Node
 from amp_lab.errors import NumericsError, first_line
 from amp_lab.numerics.gradient_histogram import GradientCount, log2_of, together
 from amp_lab.report import Printed, Table, listed, percent
+from amp_lab.tracing.backward import nodes_below
 
 # What autocast runs in low precision, by the name of its backward node. The gradient of an op's
 # output has the dtype of that output, so these are the nodes that fp16 gradients arrive at.
@@ -212,7 +213,7 @@ def _backward(
 
 def _low_precision_nodes(loss: torch.Tensor, parameters: _Names) -> dict[Node, GradientCount]:
     """The nodes that fp16 gradients arrive at, first op first, and where each is counted."""
-    below = _breadth_first(loss.grad_fn)
+    below = nodes_below([loss.grad_fn])
     low = [node for node in below if node.name().startswith(_LOW_PRECISION_NODES)]
     arrivals: dict[Node, GradientCount] = {}
     shared: dict[object, GradientCount] = {}  # as by the steps of a recurrent network
@@ -231,17 +232,6 @@ def _low_precision_nodes(loss: torch.Tensor, parameters: _Names) -> dict[Node, G
     return arrivals
 
 
-def _breadth_first(root: Any) -> Iterator[Any]:
-    """A node and all that it leads to, the nearest first."""
-    queue, seen = [root], {root}
-    for node in queue:  # which grows meanwhile
-        yield node
-        for below, _ in node.next_functions:
-            if below is not None and below not in seen:
-                seen.add(below)
-                queue.append(below)
-
-
 def _own(node: Any, parameters: _Names) -> str | None:
     """The parameter that this input of an op is, behind casts and transpositions."""
     while node is not None:
@@ -254,7 +244,7 @@ def _own(node: Any, parameters: _Names) -> str | None:
 
 def _nearest(node: Any, parameters: _Names) -> str:
     """The parameter that the fewest ops lie between and this node."""
-    leaves = (below for below in _breadth_first(node) if hasattr(below, "variable"))
+    leaves = (below for below in nodes_below([node]) if hasattr(below, "variable"))
     return next((parameters[leaf.variable] for leaf in leaves if leaf.variable in parameters), "")
 
 

@@ -1,6 +1,6 @@
 """What an X-ray advises to look at: softmax and norms in a low dtype, casts, small layers, …
 
-A rule is a function that returns lines: to add one, write it and add it to `RULES`, at the end.
+A rule is a function that yields lines: to add one, write it and add it to `RULES`, at the end.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch
 from amp_lab.backends import backend
 from amp_lab.report import bytes_text, listed, percent, short_name
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
-from amp_lab.tracing.records import LOSS, OpRecord, places_of
+from amp_lab.tracing.records import LOSS, OpRecord, places_of, work_of
 from amp_lab.tracing.tracer import NORMS, Tracer
 
 LARGE = 0.05  # of all work, or of all bytes written: an op of this share is large
@@ -32,22 +32,18 @@ def advise(seen: Tracer, raised: str | None) -> list[str]:
     """Sentences on what autocast did to a model; `raised` is what it made fail."""
     advice = []
     if raised is not None:
-        tip = ""
-        if "are unsafe to autocast" in str(seen.error):
-            tip = "; take binary_cross_entropy_with_logits, on logits"
+        unsafe = "are unsafe to autocast" in str(seen.error)
+        tip = "; take binary_cross_entropy_with_logits, on logits" if unsafe else ""
         advice.append(f"Only under autocast: {raised}{tip}. The table ends there.")
-    for rule in RULES:
-        advice += rule(seen)
-    return advice
+    return advice + [line for rule in RULES for line in rule(seen)]
 
 
-def _verdict(seen: Tracer) -> list[str]:
+def _verdict(seen: Tracer) -> Iterator[str]:
     """What autocast brings, as far as that is known without timing: the work, and the bytes."""
     if seen.error is not None or not seen.rows:
-        return []
-    low, work = short_name(seen.dtype), sum(row.flops for row in seen.rows)
-    done = sum(row.flops for row in seen.rows if _is_low(row))
-    said = f"{percent(done, work)} % of the work is done in {low}"
+        return
+    low, done = short_name(seen.dtype), work_of(filter(_is_low, seen.rows))
+    said = f"{percent(done, work_of(seen.rows))} % of the work is done in {low}"
     if not done:
         said = f"Autocast does not speed this model up: none of its work is done in {low}"
     # In fp32 each low result would take two bytes more, and there would be no casts.
@@ -66,102 +62,86 @@ def _verdict(seen: Tracer) -> list[str]:
         casts = f"{bytes_text(added)} ({bytes_text(weights)} for weights, with any batch)"
         less = f"and results take only {bytes_text(saved)} less than in fp32"
         said += f"; in bytes {low} saves nothing in this forward pass: casts write {casts}, {less}"
-    return [f"{said}."]
+    yield f"{said}."
 
 
-def _loss_in_low_precision(seen: Tracer) -> list[str]:
+def _loss_in_low_precision(seen: Tracer) -> Iterator[str]:
     rows = [row for row in seen.rows if _is_low(row) and _is_of_loss(row)]
-    return [
-        f"{subject}: its {op.strip('_')} runs in {dtype}, so the loss is computed in low "
-        "precision; give it output.float()."
-        for subject, _, (op, dtype) in _grouped(rows, lambda row: (row.op, short_name(row.dtype)))
-    ]
+    for subject, _, (op, dtype) in _grouped((row, (row.op, row.dtype)) for row in rows):
+        yield (
+            f"{subject}: its {op.strip('_')} runs in {short_name(dtype)}, so the loss is computed "
+            "in low precision; give it output.float()."
+        )
 
 
-def _work_left_wide(seen: Tracer) -> list[str]:
-    work = sum(row.flops for row in seen.rows)
+def _work_left_wide(seen: Tracer) -> Iterator[str]:
     wide = [row for row in seen.rows if row.flops and not _is_low(row)]
-
-    def facts(row: OpRecord) -> tuple[str, str]:
-        return short_name(row.dtype), _why_wide(row, seen.device_type)
-
-    advice = []
-    for subject, rows, (dtype, why) in _grouped(wide, facts):
-        share = sum(row.flops for row in rows) / work
+    reasons = ((row, (row.dtype, _why_wide(row, seen.device_type))) for row in wide)
+    for subject, rows, (dtype, why) in _grouped(reasons):
+        share = work_of(rows) / work_of(seen.rows)
         untouched = _is_untouched(rows, seen.rows)
         if share >= (_TINY if untouched else LARGE):
             what = " autocast leaves it untouched," if untouched else ""
-            advice.append(
-                f"{subject}:{what} {100 * share:.1f} % of the work stays in {dtype}, because {why}."
-            )
-    return advice
+            stays = f"{100 * share:.1f} % of the work stays in {short_name(dtype)}"
+            yield f"{subject}:{what} {stays}, because {why}."
 
 
-def _large_op_in_fp32(seen: Tracer) -> list[str]:
+def _large_op_in_fp32(seen: Tracer) -> Iterator[str]:
     written = sum(row.nbytes for row in seen.rows)
     widened = [row for row in seen.rows if row.widened and row.dtype is torch.float32]
-    advice = []
-    for subject, rows, _ in _grouped(row for row in widened if not row.flops):
+    for subject, rows, _ in _grouped((row, None) for row in widened if not row.flops):
         size = sum(row.nbytes for row in rows)
         if size >= LARGE * written:
-            advice.append(
+            yield (
                 f"{subject} stays in fp32, because autocast on {seen.device_type} runs it so: it "
                 f"writes {bytes_text(size)}, {100 * size / written:.0f} % of all."
             )
-    return advice
 
 
-def _rounded_softmax_and_norms(seen: Tracer) -> list[str]:
+def _rounded_softmax_and_norms(seen: Tracer) -> Iterator[str]:
     rows = [row for row in seen.rows if row.op in _SOFTMAX | NORMS and _is_low(row)]
     # On CUDA a softmax may take low precision and return fp32, which rounds nothing.
     rounded = [row for row in rows if all(dtype in LOWER_DTYPES for dtype in row.out_dtypes)]
-    return [
-        f"{subject} runs in {dtype} on {seen.device_type}: its input and its output are rounded "
-        "to it."
-        for subject, _, dtype in _grouped(rounded, lambda row: short_name(row.dtype))
-    ]
+    for subject, _, dtype in _grouped((row, row.dtype) for row in rounded):
+        runs = f"{subject} runs in {short_name(dtype)} on {seen.device_type}"
+        yield f"{runs}: its input and its output are rounded to it."
 
 
-def _cast_there_and_back(seen: Tracer) -> list[str]:
-    low, groups = short_name(seen.dtype), defaultdict(list)
-    for row, wanted_by in seen.bounces:
-        groups[row.called, wanted_by].append(row)
-    return [
-        f"{called} in {places_of(rows)}: autocast takes its input from {low} to fp32, and its "
-        f"output back to {low} for {wanted_by}."
-        for (called, wanted_by), rows in groups.items()
-    ]
+def _cast_there_and_back(seen: Tracer) -> Iterator[str]:
+    low = short_name(seen.dtype)
+    for subject, _, wanted_by in _grouped(seen.bounces):
+        yield (
+            f"{subject}: autocast takes its input from {low} to fp32, and its output back to {low} "
+            f"for {wanted_by}."
+        )
 
 
-def _sizes_of_no_whole_tile(seen: Tracer) -> list[str]:
-    if backend(seen.device_type).is_host:
-        return []
-    work = sum(row.flops for row in seen.rows)
-    rows = [row for row in seen.rows if row.flops > _TINY * work and _is_low(row)]
-    rows = sorted(filter(_odd_sizes, rows), key=lambda row: -row.flops)
-    if not rows:
-        return []
-    told = [f"{subject}: {sizes}" for subject, _, sizes in _grouped(rows, _odd_sizes)]
+def _sizes_of_no_whole_tile(seen: Tracer) -> Iterator[str]:
+    work = work_of(seen.rows)
+    large = [row for row in seen.rows if row.flops > _TINY * work and _is_low(row)]
+    rows = sorted(filter(_odd_sizes, large), key=lambda row: -row.flops)
+    if not rows or backend(seen.device_type).is_host:
+        return
+    odd = _grouped((row, _odd_sizes(row)) for row in rows)
+    told = [f"{subject}: {sizes}" for subject, _, sizes in odd]
     more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
-    share = percent(sum(row.flops for row in rows), work)
-    why = f"Matrix units take multiples of 8, but not so the sizes of {share} % of the work"
-    return [f"{why}: {'; '.join(told[:3])}{more}."]
+    why = "Matrix units take multiples of 8, but not so the sizes of"
+    yield f"{why} {percent(work_of(rows), work)} % of the work: {'; '.join(told[:3])}{more}."
 
 
-def _parameters_cast_anew(seen: Tracer) -> list[str]:
+def _parameters_cast_anew(seen: Tracer) -> Iterator[str]:
     uncached = [cast for cast in seen.casts if cast.is_of_parameter and not cast.cached]
     uses = Counter((cast.what, cast.to_dtype) for cast in uncached)
     repeated = [what.removeprefix("parameter ") for (what, _), n in uses.items() if n > 1]
-    if not repeated:
-        return []
-    return [
-        f"{listed(repeated, 3)}: cast anew for each use, up to {max(uses.values())} times; "
-        "autocast caches only whole parameters in fp32 that require a gradient."
-    ]
+    if repeated:
+        yield (
+            f"{listed(repeated, 3)}: cast anew for each use, up to {max(uses.values())} times; "
+            "autocast caches only whole parameters in fp32 that require a gradient."
+        )
 
 
 # Each makes its sentences, or none if there is nothing to say.
-RULES: tuple[Callable[[Tracer], list[str]], ...] = (
+RULES: tuple[Callable[[Tracer], Iterator[str]], ...] = (
     _verdict,
     _loss_in_low_precision,
     _work_left_wide,
@@ -178,14 +158,14 @@ def _is_low(row: OpRecord) -> bool:
 
 
 def _grouped(
-    rows: Iterable[OpRecord], facts: Callable[[OpRecord], Any] = lambda row: None
+    pairs: Iterable[tuple[OpRecord, Any]],
 ) -> Iterator[tuple[str, list[OpRecord], Any]]:
-    """Rows of one function and alike in `facts`: ``linear in 'a', 'b'``, the rows, the facts."""
-    groups: dict[tuple[str, Any], list[OpRecord]] = {}
-    for row in rows:
-        groups.setdefault((row.called, facts(row)), []).append(row)
-    for (called, alike), group in groups.items():
-        yield f"{called} in {places_of(group)}", group, alike
+    """Rows of one function and alike in a fact: ``linear in 'a', 'b'``, the rows, the fact."""
+    groups: dict[tuple[str, Any], list[OpRecord]] = defaultdict(list)
+    for row, fact in pairs:
+        groups[row.called, fact].append(row)
+    for (called, fact), rows in groups.items():
+        yield f"{called} in {places_of(rows)}", rows, fact
 
 
 def _is_of_loss(row: OpRecord) -> bool:

@@ -1,6 +1,6 @@
 """Attention as one op: a call of it, its FLOPs, and how it runs on a device that is not here."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -49,37 +49,33 @@ def attention_of(device: Backend) -> Iterator[None]:
     Where it is fused: flash for low precision without a mask, else the memory-efficient kernel; all
     else is computed step by step. Source: ATen/native/transformers/cuda/sdp_utils.cpp.
     """
+
+    def run(*args, **kwargs) -> torch.Tensor:
+        call = Attention(*args, **kwargs)
+        require_alike(ATTENTION, list(call[:3]))
+        return _kernel(call)(call) if device.fused_attention else call.in_plain_ops()
+
     library = torch.library.Library("aten", "IMPL")  # what it registers goes when it is destroyed
     try:
         if not device.is_host:
             # In the dispatcher, which comes after autocast, and which also sees the calls inside of
             # nn.MultiheadAttention, as a mode for functions does not.
-            run = _fused if device.fused_attention else _plain
             library.impl(ATTENTION, run, f"Autograd{device.key}", allow_override=True)
         yield
     finally:
         library._destroy()
 
 
-def _plain(*args, **kwargs) -> torch.Tensor:
-    require_alike(ATTENTION, list(args[:3]))
-    return Attention(*args, **kwargs).in_plain_ops()
-
-
-def _fused(*args, **kwargs) -> torch.Tensor:
-    call = Attention(*args, **kwargs)
+def _kernel(call: Attention) -> Callable[[Attention], torch.Tensor]:
     query, key, value = call[:3]
-    require_alike(ATTENTION, [query, key, value])
-    head = query.size(-1)
-    low = query.dtype in LOWER_DTYPES
+    head, low = query.size(-1), query.dtype in LOWER_DTYPES
     if query.dim() != 4 or query.dtype == torch.float64:
-        return call.in_plain_ops()
+        return Attention.in_plain_ops
     if low and call.attn_mask is None and head == key.size(-1) == value.size(-1) and head <= 256:
-        return _flash(call)
+        return _flash
     width = 8 if low else 4  # numbers in the 16 bytes that the kernel reads at once
-    if head % width == value.size(-1) % width == 0 and not call.enable_gqa:
-        return _efficient(call)
-    return call.in_plain_ops()
+    fits = head % width == value.size(-1) % width == 0 and not call.enable_gqa
+    return _efficient if fits else Attention.in_plain_ops
 
 
 def _flash(call: Attention) -> torch.Tensor:

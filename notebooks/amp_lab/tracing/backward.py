@@ -7,28 +7,36 @@ it. The nodes themselves are torch's. Source: `evaluate_function` in torch/csrc/
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from amp_lab.errors import TraceError
 from amp_lab.torch_versions import function_nodes_need_their_parents, one_backward_pass
+from amp_lab.tracing.ops_seen import tensors_in
 
 # Asked here, since inside of a trace it would be noted as part of it.
 _NEED_THEIR_PARENTS = function_nodes_need_their_parents()
 
+Seeds = list[tuple[GradientEdge, torch.Tensor]]  # where a walk begins, each with its gradient
 Gradients = tuple[torch.Tensor | None, ...]
 Children = tuple[tuple[Node | None, int], ...]  # and which of their inputs
 
 
-def run_backward(seeds: list[tuple[GradientEdge, torch.Tensor]]) -> dict[int, torch.Tensor]:
+def seeds_of(output: object) -> Seeds:
+    """The tensors of an output that lead to gradients, each with a gradient of ones."""
+    leaves = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+    return [(get_gradient_edge(leaf), torch.ones_like(leaf)) for leaf in leaves]
+
+
+def run_backward(seeds: Seeds) -> dict[int, torch.Tensor]:
     """The gradients of the leaves, by the id of the leaf, from a walk over the graph.
 
-    `seeds` are where the walk begins, each with its gradient; the list is emptied, so that no node
-    outlives its turn. With torch 2.11, what the node of an `autograd.Function` kept may be freed
-    later than by the engine. Raises `TraceError` for checkpointing with ``use_reentrant=True``.
+    `seeds` is emptied, so that no node outlives its turn. With torch 2.11, what the node of an
+    `autograd.Function` kept may be freed later than by the engine. Raises `TraceError` for
+    checkpointing with ``use_reentrant=True``.
     """
     walk = _Walk(seeds)
     with torch.no_grad(), one_backward_pass():
@@ -37,22 +45,29 @@ def run_backward(seeds: list[tuple[GradientEdge, torch.Tensor]]) -> dict[int, to
     return walk.leaves
 
 
-def functions_of_the_model(roots: Iterable[Node]) -> list[str]:
-    """The names of the `autograd.Function` subclasses in the graph below some nodes."""
-    waiting, seen = list(roots), set()
-    while waiting:
-        node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
-            waiting += [child for child, _ in node.next_functions if child is not None]
-    own: list[Any] = [n for n in seen if isinstance(n, torch.autograd.function.BackwardCFunction)]
+def functions_of_the_model(seeds: Seeds) -> list[str]:
+    """The names of the `autograd.Function` subclasses in the graph below some seeds."""
+    nodes = nodes_below(edge.node for edge, _ in seeds)
+    own: list[Any] = [n for n in nodes if isinstance(n, torch.autograd.function.BackwardCFunction)]
     return sorted({node.name().removesuffix("Backward") for node in own})
+
+
+def nodes_below(roots: Iterable[Any]) -> Iterator[Any]:
+    """Some nodes and all that they lead to, the nearest first."""
+    queue = list(dict.fromkeys(roots))
+    seen = set(queue)
+    for node in queue:  # which grows meanwhile
+        yield node
+        for child, _ in node.next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                queue.append(child)
 
 
 class _Walk:
     """Which nodes are still to run, and the gradients that wait for them."""
 
-    def __init__(self, seeds: list[tuple[GradientEdge, torch.Tensor]]):
+    def __init__(self, seeds: Seeds):
         self._pending: dict[Node, dict[int, torch.Tensor]] = {}
         self._owners: dict[Node, Any] = {}  # what must outlive a node
         self._tie = itertools.count()  # nodes cannot be compared
@@ -62,7 +77,10 @@ class _Walk:
             self._pending.setdefault(edge.node, {})[edge.output_nr] = gradient
             self._owners[edge.node] = edge.ownership_token
         seeds.clear()
-        self._waits = _uses(self._pending)
+        # How many gradients each node waits for: none if it is a root that no other leads to.
+        self._waits: Counter[Any] = Counter()
+        for node in nodes_below(self._pending):
+            self._waits.update(child for child, _ in node.next_functions if child is not None)
         for node in self._pending:
             if not self._waits[node]:
                 self._push(node)
@@ -118,20 +136,6 @@ class _Walk:
         # A gradient that is part of a larger storage would keep all of it.
         owns_it = gradient.untyped_storage().nbytes() == gradient.nbytes
         self.leaves[id(leaf)] = gradient if owns_it else gradient.clone()
-
-
-def _uses(roots: Iterable[Node]) -> Counter[Node]:
-    """How many gradients each node waits for that the roots lead to; 0 for a root at the top."""
-    waits = Counter(dict.fromkeys(roots, 0))
-    found = list(waits)
-    while found:
-        for child, _ in found.pop().next_functions:
-            if child is None:
-                continue
-            if child not in waits:
-                found.append(child)
-            waits[child] += 1
-    return waits
 
 
 def _call(node: Node, arrived: dict[int, torch.Tensor]) -> Gradients:

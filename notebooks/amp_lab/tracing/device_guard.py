@@ -24,7 +24,16 @@ def idle_guard(row: Backend) -> Iterator[None]:
     """The block in which the device has ``meta``'s guard; `DeviceError` if it is out of reach."""
     kinds = torch._C._autograd.DeviceType
     place, meta = (int(getattr(kinds, name)) for name in (row.key, "Meta"))
-    guards = _registry(row, 1 + max(place, meta))
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    path = Path(torch.__file__).parent / "lib" / f"libc10{suffix}"
+    pointers = ctypes.c_void_p * (1 + max(place, meta))  # one for each type of device
+    try:
+        guards = pointers.in_dll(ctypes.CDLL(str(path)), _REGISTRY)
+    except (OSError, ValueError):  # no such library, or no such symbol, as on Windows
+        raise DeviceError(
+            f"device type {row.type!r}: torch {torch.__version__} on {sys.platform} cannot do "
+            "without the device: take 'cuda' or 'cpu'"
+        ) from None
     if guards[place] is not None:  # this block is inside another one
         yield
         return
@@ -33,16 +42,3 @@ def idle_guard(row: Backend) -> Iterator[None]:
         yield
     finally:
         guards[place] = None  # as it was
-
-
-def _registry(row: Backend, length: int) -> ctypes.Array:
-    """torch's array of pointers to guards, one for each type of device."""
-    suffix = ".dylib" if sys.platform == "darwin" else ".so"
-    path = Path(torch.__file__).parent / "lib" / f"libc10{suffix}"
-    try:
-        return (ctypes.c_void_p * length).in_dll(ctypes.CDLL(str(path)), _REGISTRY)
-    except (OSError, ValueError):  # no such library, or no such symbol, as on Windows
-        raise DeviceError(
-            f"device type {row.type!r}: torch {torch.__version__} on {sys.platform} cannot do "
-            "without the device: take 'cuda' or 'cpu'"
-        ) from None

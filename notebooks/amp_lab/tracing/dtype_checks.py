@@ -6,30 +6,15 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-# By name of the op: the places of the arguments that must be of one dtype. Seen on a CPU, and in
+# By the places of the arguments that must be of one dtype: the names of ops. Seen on a CPU, and in
 # the checks of the CUDA kernels (ATen/native/cuda); ops that fake tensors check are not here.
-_ALIKE: dict[str, tuple[int, ...]] = {
-    "mm": (0, 1),
-    "mv": (0, 1),
-    "addmm": (0, 1, 2),
-    "addmv": (0, 1, 2),
-    "addbmm": (0, 1, 2),
-    "convolution": (0, 1, 2),
-    "_grouped_mm": (0, 1),
-    "grid_sampler_2d": (0, 1),
-    "grid_sampler_3d": (0, 1),
-    "_cdist_forward": (0, 1),
-    "index_put": (0, 2),
-    "index_put_": (0, 2),
-    "_index_put_impl_": (0, 2),
-    "index_add": (0, 3),
-    "index_add_": (0, 3),
-    "index_copy": (0, 3),
-    "index_copy_": (0, 3),
-    "binary_cross_entropy": (0, 1, 2),
-    "nll_loss_forward": (0, 2),
-    "nll_loss2d_forward": (0, 2),
+_ALIKE_AT = {
+    (0, 1): "mm mv _grouped_mm grid_sampler_2d grid_sampler_3d _cdist_forward",
+    (0, 2): "index_put index_put_ _index_put_impl_ nll_loss_forward nll_loss2d_forward",
+    (0, 3): "index_add index_add_ index_copy index_copy_",
+    (0, 1, 2): "addmm addmv addbmm convolution binary_cross_entropy",
 }
+_ALIKE = {name: places for places, names in _ALIKE_AT.items() for name in names.split()}
 # Refused on a CPU alone: fp32 data with weights and statistics in low precision.
 _WIDE_DATA = {"native_batch_norm": (0, 1, 2), "native_layer_norm": (0, 2, 3)}
 

@@ -99,20 +99,6 @@ def autocast_on(
 
 
 @contextmanager
-def autocast_of_the_model(device_type: str) -> Iterator[None]:
-    """Let a ``torch.autocast("cuda")`` of the model, or of checkpointing, count without CUDA."""
-    if device_type != "cuda" or torch.cuda.is_available():
-        yield
-        return
-    common = torch.cuda.amp.common
-    with (
-        attribute_set(common, "amp_definitely_not_available", lambda: False),
-        attribute_set(torch.cuda, "is_bf16_supported", lambda *args, **kwargs: True),
-    ):
-        yield
-
-
-@contextmanager
 def absent_device(device_type: str) -> Iterator[None]:
     """The block in which torch does not look for the device when it works on fake tensors there.
 
@@ -121,10 +107,10 @@ def absent_device(device_type: str) -> Iterator[None]:
     row = backend(checked_backend(device_type))
     with attention_of(row), ExitStack() as stack:
         if not row.is_available():
-            if row.type == "cuda":
-                stack.enter_context(_card_that_is_asked_for())
             # cuDNN would read the memory of a recurrent network's weights, which fakes do not have.
             stack.enter_context(attribute_set(torch.backends.cudnn, "enabled", False))
+            if row.type == "cuda":
+                stack.enter_context(_card_that_is_asked_for())
             if row.type == "cuda" and torch.backends.cuda.is_built():
                 # FakeTensorMode does so by itself, but only where torch knows of no accelerator.
                 torch._C._ensureCUDADeviceGuardSet()
@@ -135,13 +121,18 @@ def absent_device(device_type: str) -> Iterator[None]:
 
 @contextmanager
 def _card_that_is_asked_for() -> Iterator[None]:
-    """The block in which a model that asks for the card's capability is told that of an H100."""
+    """The block in which a model that asks for the card is told of an H100.
+
+    So does a ``torch.autocast("cuda")`` of the model or of checkpointing, which counts then.
+    """
     card = SimpleNamespace(
         name="", major=9, minor=0, multi_processor_count=132, total_memory=80 * 2**30
     )
     with (
         attribute_set(torch.cuda, "get_device_capability", lambda device=None: (9, 0)),
         attribute_set(torch.cuda, "get_device_properties", lambda device=None: card),
+        attribute_set(torch.cuda, "is_bf16_supported", lambda *args, **kwargs: True),
+        attribute_set(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False),
     ):
         yield
 
@@ -162,18 +153,6 @@ def errors_not_logged() -> AbstractContextManager:
     return attribute_set(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
-def how_to_do_without(error: Exception) -> str | None:
-    """What to do about an error of fake tensors if it is torch itself that wants a value."""
-    # nn.Transformer compares a mask with the causal one, unless it is told what the mask is.
-    names = {frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)}
-    if "_detect_is_causal_mask" in names:
-        return (
-            "torch reads the mask to see whether it is causal: call the model with "
-            "tgt_is_causal=True or False (is_causal or src_is_causal for an encoder)"
-        )
-    return None
-
-
 @functools.cache
 def takes_wrappers(types: tuple[type, ...]) -> bool:
     """Whether an op gets a tensor made of tensors: it runs others on those, which a mode sees."""
@@ -187,14 +166,24 @@ def is_composite(func: OpOverload) -> bool:
     return func.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
-def part_to_trace(model: nn.Module, error: Exception) -> str:
-    """What to trace in place of a model that fakes cannot run, such as a detector's backbone."""
-    frames = traceback.walk_tb(error.__traceback__)
-    failed = {id(frame.f_locals.get("self")) for frame, _ in frames}
-    modules = {name: module for name, module in model.named_modules() if id(module) not in failed}
-    names = [name for name in modules if name.rpartition(".")[2] in _BEFORE_VALUES]
+def remedy_for(error: Exception, model: nn.Module, part_by_part: str) -> str:
+    """What to do about an op that fakes cannot run; `part_by_part` has a place for what to trace.
+
+    That is a part of the model before the op, such as a detector's backbone.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    # nn.Transformer compares a mask with the causal one, unless it is told what the mask is.
+    if "_detect_is_causal_mask" in {frame.f_code.co_name for frame in frames}:
+        return (
+            "torch reads the mask to see whether it is causal: call the model with "
+            "tgt_is_causal=True or False (is_causal or src_is_causal for an encoder)"
+        )
+    failed = {id(frame.f_locals.get("self")) for frame in frames}
+    ran = [name for name, module in model.named_modules() if id(module) not in failed]
+    names = [name for name in ran if name.rpartition(".")[2] in _BEFORE_VALUES]
     shortest = min(names, key=lambda name: name.count("."), default=None)
-    return f"model.{shortest} by itself" if shortest else "the parts before it one by one"
+    part = f"model.{shortest} by itself" if shortest else "the parts before it one by one"
+    return part_by_part.format(part)
 
 
 def tip_for(model: nn.Module, verb: str) -> str:
@@ -215,8 +204,8 @@ def require_model(model: object) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class FakeRun:
-    """A model and its inputs on a fake device; made by `on_fake_device`."""
+class ModelRun:
+    """A model and its inputs on one device; on a fake one it is made by `on_fake_device`."""
 
     model: nn.Module
     parameters: dict[str, torch.Tensor]  # under all their names: a tied one is one tensor
@@ -224,9 +213,12 @@ class FakeRun:
     args: tuple
     kwargs: dict[str, Any]
     fake: Callable[[Any], Any]  # makes fake copies of all tensors in a structure, such as a target
+    is_fake: bool = True
 
     def call(self) -> Any:
         """The output of the model for `args` and `kwargs`, with its fake tensors in place."""
+        if not self.is_fake:
+            return self.model(*self.args, **self.kwargs)
         return torch.func.functional_call(
             self.model, self.parameters | self.buffers, self.args, self.kwargs, tie_weights=False
         )
@@ -235,7 +227,7 @@ class FakeRun:
 @contextmanager
 def on_fake_device(
     model: nn.Module, args: tuple, kwargs: Mapping[str, Any], device_type: str, mode: FakeTensorMode
-) -> Iterator[FakeRun]:
+) -> Iterator[ModelRun]:
     """The block in which `model` runs on fake tensors of `device_type`, wherever it really is.
 
     In the block `mode` is on, and tensors made without a device are on `device_type`. The model's
@@ -268,7 +260,7 @@ def on_fake_device(
         def fake(structure: Any) -> Any:
             return _map_tensors(lambda tensor: copies.of(tensor, "an input"), structure)
 
-        yield FakeRun(model, parameters, buffers, fake(tuple(args)), fake(dict(kwargs)), fake)
+        yield ModelRun(model, parameters, buffers, fake(tuple(args)), fake(dict(kwargs)), fake)
 
 
 class _Copies:
@@ -282,19 +274,14 @@ class _Copies:
 
     def of(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         if id(tensor) not in self._copies:
-            self._copies[id(tensor)] = tensor, self._make(tensor, name)
+            why_not = _without_fake_copy(tensor)
+            if why_not is not None:
+                raise TraceError(f"{name} {why_not}")
+            made = self._wrapper(tensor, name) if is_wrapper(tensor) else self._plain(tensor)
+            self._copies[id(tensor)] = tensor, made
         return self._copies[id(tensor)][1]
 
-    def _make(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        why_not = _without_fake_copy(tensor)
-        if why_not is not None:
-            raise TraceError(f"{name} {why_not}")
-        if is_wrapper(tensor):
-            try:
-                return self._wrapper(tensor, name)
-            except Exception as error:  # whatever the code of the subclass raises
-                why_not = f"is a {type(tensor).__name__} without a fake copy ({first_line(error)})"
-                raise TraceError(f"{name} {why_not}: {_UNQUANTISED}") from error
+    def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
         key = storage_key(tensor), tensor.dtype
         with torch.no_grad():
             if key not in self._storages:
@@ -309,11 +296,16 @@ class _Copies:
 
     def _wrapper(self, tensor: Any, name: str) -> torch.Tensor:
         """A copy of a tensor that is made of tensors, such as a quantised weight and its scales."""
-        parts, context = tensor.__tensor_flatten__()
-        copies = {part: self.of(getattr(tensor, part), name) for part in parts}
-        made = type(tensor).__tensor_unflatten__(copies, context, tensor.size(), tensor.stride())
-        is_parameter = isinstance(tensor, nn.Parameter)
-        return nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+        kind = type(tensor)
+        try:
+            parts, context = tensor.__tensor_flatten__()
+            copies = {part: self.of(getattr(tensor, part), name) for part in parts}
+            made = kind.__tensor_unflatten__(copies, context, tensor.size(), tensor.stride())
+            is_parameter = isinstance(tensor, nn.Parameter)
+            return nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+        except Exception as error:  # whatever the code of the subclass raises
+            why_not = f"is a {kind.__name__} without a fake copy ({first_line(error)})"
+            raise TraceError(f"{name} {why_not}: {_UNQUANTISED}") from error
 
 
 def _without_fake_copy(tensor: torch.Tensor) -> str | None:
@@ -363,16 +355,13 @@ def _attributes_restored(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for kind, container, content in before:
-            if not _same(container, content):
+            if _identities(container) != _identities(content):
                 kind.clear(container)
                 (kind.extend if kind is list else kind.update)(container, content)
 
 
-def _same(container: list | dict | set, content: list | dict | set) -> bool:
-    """Whether a container still holds the very things, in their order, that it held before."""
-    pairs = [[*c.items()] if isinstance(c, dict) else [*c] for c in (container, content)]
-    ids = [
-        [id(part) for leaf in leaves for part in (leaf if isinstance(leaf, tuple) else (leaf,))]
-        for leaves in pairs
-    ]
-    return ids[0] == ids[1]
+def _identities(container: list | dict | set) -> list[int]:
+    """What tells the very things that a container holds, in their order."""
+    if isinstance(container, dict):
+        return [id(thing) for pair in container.items() for thing in pair]
+    return [id(thing) for thing in container]

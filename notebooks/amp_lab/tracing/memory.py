@@ -1,31 +1,63 @@
 """The memory of a training step: a forecast, several side by side, and the largest batch."""
 
+import dataclasses
 import re
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from amp_lab.errors import TraceError, first_line
 from amp_lab.precision import Precision
-from amp_lab.tracing.largest_batch import (
-    BatchedInputs,
-    Dtypes,
-    MemoryByBatch,
-    Shapes,
-    inputs_of_shapes,
-    trace_of,
-)
 from amp_lab.tracing.memory_result import MemoryForecast, MemoryTable
-from amp_lab.tracing.training_step import LossFunction, TrainingStep
+from amp_lab.tracing.ops_seen import tensors_in
+from amp_lab.tracing.training_step import LossFunction, TracedStep, TrainingStep, training_steps
 
-_UNITS = {"": 1, "b": 1} | {
-    f"{letter}{infix}b": base**power
-    for power, letter in enumerate("kmgt", start=1)
-    for infix, base in (("", 1000), ("i", 1024))
-}
+Shapes = Sequence[int] | Sequence[Sequence[int]]
+Dtypes = torch.dtype | Sequence[torch.dtype]
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchedInputs:
+    """The inputs of a model for any batch; values are of no importance.
+
+    The batch is the first size of the first tensor, and every tensor whose first size is the same
+    grows with it. Others are held as they are, such as positions that all items share.
+    """
+
+    args: tuple
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def batch(self) -> int:
+        """The batch that was given; 1 if there is no tensor with a size."""
+        return next((t.shape[0] for t in tensors_in((self.args, self.kwargs)) if t.ndim), 1)
+
+    @property
+    def held(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the tensors that do not grow with the batch."""
+        return tuple(shape for shape in self.shapes(self.batch) if shape[:1] != (self.batch,))
+
+    def of(self, batch: int, device: torch.device | str) -> tuple[tuple, dict[str, Any]]:
+        """`args` and `kwargs` for a batch."""
+        given = self.batch
+
+        def sized(tensor: torch.Tensor) -> torch.Tensor:
+            first, rest = tuple(tensor.shape[:1]), tensor.shape[1:]
+            shape = (batch, *rest) if first == (given,) else (*first, *rest)
+            made = torch.empty(shape, dtype=tensor.dtype, device=device)
+            return made.requires_grad_(tensor.requires_grad)
+
+        return tree_map_only(torch.Tensor, sized, (self.args, self.kwargs))
+
+    def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
+        """The shape of each tensor for a batch."""
+        return tuple(tuple(tensor.shape) for tensor in tensors_in(self.of(batch, "meta")))
 
 
 def forecast_memory(
@@ -54,9 +86,8 @@ def forecast_memory(
     result depends on values, and an unknown precision or optimizer; `DeviceError` for an unknown
     device type.
     """
-    step = TrainingStep(model, device_type, precision, optimizer, loss_fn)
-    with step.opened() as run:
-        return step.trace(run, run.fake(inputs), run.fake(kwargs)).forecast()
+    with training_steps(model, device_type, [precision], optimizer, loss_fn) as (step,):
+        return step.trace(step.run.fake(inputs), step.run.fake(kwargs)).forecast()
 
 
 def largest_batch(
@@ -83,37 +114,21 @@ def largest_batch(
     """
     limit = parse_bytes(memory_bytes)
     inputs = inputs_of_shapes(input_shape, input_dtype, batched=False)
-    step = TrainingStep(model, device_type, precision, optimizer, loss_fn)
-    with step.opened() as run:
-        return MemoryByBatch(step, run, inputs, limit).largest
+    with training_steps(model, device_type, [precision], optimizer, loss_fn) as (step,):
+        return MemoryByBatch(step, inputs, limit).largest
 
 
 def compare_memory(
-    model: nn.Module,
-    input_shape: Shapes,
-    *,
-    memory_bytes: int | str | None = None,
-    precisions: Iterable[Precision | str] = (Precision.FP32, Precision.FP16, Precision.BF16),
-    device_type: str = "cuda",
-    optimizer: str = "adam",
-    loss_fn: LossFunction | None = None,
-    input_dtype: Dtypes = torch.float32,
+    model: nn.Module, input_shape: Shapes, *, input_dtype: Dtypes = torch.float32, **options: Any
 ) -> MemoryTable:
     """Forecasts in several precisions side by side, with the largest batch that fits into memory.
 
-    The forecasts are for `input_shape` as it is, whose first size is the batch. tf32 needs what
-    fp32 does. The rest is as for `largest_batch`, which is asked only if there is a `memory_bytes`,
-    and left out where the memory is no constant plus a multiple of the batch.
+    The forecasts are for `input_shape` as it is, whose first size is the batch; a model with
+    several inputs is given as to `largest_batch`. `options` are those of `memory_table`, among them
+    ``memory_bytes="24GiB"``, ``precisions=["fp32", "bf16"]`` and ``device_type="cuda"``.
     """
-    return memory_table(
-        model,
-        inputs_of_shapes(input_shape, input_dtype, batched=True),
-        memory_bytes=memory_bytes,
-        precisions=precisions,
-        device_type=device_type,
-        optimizer=optimizer,
-        loss_fn=loss_fn,
-    )
+    inputs = inputs_of_shapes(input_shape, input_dtype, batched=True)
+    return memory_table(model, inputs, **options)
 
 
 def memory_table(
@@ -129,23 +144,21 @@ def memory_table(
 ) -> MemoryTable:
     """The same for inputs of any structure, with a share of the memory held in reserve.
 
+    The largest batch is asked for only if there is a `memory_bytes`. tf32 needs what fp32 does.
     Where the memory is no constant plus a multiple of the batch, the forecast is that of the batch
-    which was given, and there is no largest batch.
+    which was given, and there is no largest batch. The rest is as for `forecast_memory`.
     """
     total = None if memory_bytes is None else parse_bytes(memory_bytes)
     limit = None if total is None else int(total * (1 - reserve))
-    steps = [TrainingStep(model, device_type, p, optimizer, loss_fn) for p in precisions]
-    if not steps:
-        raise TraceError("precisions is empty; give at least one")
     solved: dict[str, MemoryByBatch] = {}
     forecasts, reason = [], ""
-    with steps[0].opened() as run:  # all have the same model, so that one fake copy serves them
+    with training_steps(model, device_type, precisions, optimizer, loss_fn) as steps:
         for step in steps:
             try:
-                by = MemoryByBatch(step, run, inputs, limit, tuple(solved.values()))
+                by = MemoryByBatch(step, inputs, limit, known=tuple(solved.values()))
             except Exception as error:  # whatever the model raises at a batch that was not given
                 # If what was given fails too, that is the error to tell.
-                forecasts.append(trace_of(step, run, inputs, inputs.batch).forecast())
+                forecasts.append(step.trace(*inputs.of(inputs.batch, device_type)).forecast())
                 reason = first_line(error)
             else:
                 solved[str(step.precision)] = by
@@ -165,6 +178,13 @@ def memory_table(
     )
 
 
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{infix}b": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for infix, base in (("", 1000), ("i", 1024))
+}
+
+
 def parse_bytes(text: str | int) -> int:
     """The number of bytes in ``"24GiB"`` (24 x 2^30), ``"24 GB"`` (24 x 10^9) or ``"512"``.
 
@@ -179,3 +199,97 @@ def parse_bytes(text: str | int) -> int:
     if count < 1:
         raise TraceError(f"memory {text!r}: give at least one byte")
     return int(count)
+
+
+def inputs_of_shapes(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool) -> BatchedInputs:
+    """Inputs of these shapes and dtypes.
+
+    With `batched`, the first size of each is the batch, else only if it is 1. Raises `TraceError`
+    for inputs that do not go together.
+    """
+    shapes = _checked_shapes(input_shape)
+    one = isinstance(input_dtype, torch.dtype)
+    dtypes = [input_dtype] * len(shapes) if one else list(input_dtype)
+    if len(dtypes) != len(shapes):
+        counts = f"{len(dtypes)} input dtypes for {len(shapes)} inputs"
+        raise TraceError(f"{counts}: give one for all, or one for each")
+    batches = {shape[0] for shape in shapes}
+    if batched and len(batches) > 1:
+        given = "inputs of shapes " + ", ".join(map(str, shapes))
+        raise TraceError(f"{given}: the first size is the batch; give the same for all")
+    if not batched and batches != {1}:
+        shapes = [(1, *shape) for shape in shapes]
+    pairs = zip(shapes, dtypes, strict=True)
+    return BatchedInputs(tuple(torch.empty(s, dtype=d, device="meta") for s, d in pairs))
+
+
+def _checked_shapes(given: Any) -> list[tuple[int, ...]]:
+    several = bool(given) and all(isinstance(shape, Sequence) for shape in given)
+    shapes = [tuple(shape) for shape in (given if several else [given])]
+    for sizes in shapes:
+        if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+            raise TraceError(f"input shape {sizes}: give sizes of 1 or more")
+    return shapes
+
+
+class MemoryByBatch:
+    """The memory of a step as a function of the batch, from two traces; a third has agreed.
+
+    `largest` is the largest batch within `limit` bytes, and 0 if none fits or there is no limit.
+    One trace is enough if it equals that of a step in `known`, the same in another precision.
+    """
+
+    _FIRST, _SECOND, _THIRD = 2, 3, 7  # not 1, where some ops and layers do something else
+
+    def __init__(
+        self,
+        step: TrainingStep,
+        inputs: BatchedInputs,
+        limit: int | None,
+        known: Iterable["MemoryByBatch"] = (),
+    ):
+        self._step, self._inputs = step, inputs
+        self._second = self._trace(self._SECOND).storages
+        for other in known:  # bf16 mostly needs just what fp16 does
+            if self._second.equals(other._second):
+                self._first = dataclasses.replace(other._first, step=step)
+                self._slope, self.largest = other._slope, other.largest
+                return
+        self._first = self._trace(self._FIRST)
+        storages = self._first.storages
+        # Another log would mean that another batch allocates at other times, or other things.
+        self._require(np.array_equal(storages.log, self._second.log))
+        self._slope = self._second.sizes - storages.sizes  # bytes per item of the batch
+        self.largest = 0 if limit is None else self._solve(limit)
+        third = self.largest if self.largest > self._SECOND else self._THIRD
+        self._require(self.at(third) == self._trace(third).forecast())
+
+    def _trace(self, batch: int) -> TracedStep:
+        try:
+            return self._step.trace(*self._inputs.of(batch, self._step.device_type))
+        except TraceError as error:
+            raise TraceError(f"{error} (tried with a batch of {batch})") from error
+
+    def _require(self, agrees: bool) -> None:
+        if not agrees:
+            raise TraceError(
+                f"{type(self._step.run.model).__name__}: its memory is not a constant plus a "
+                "multiple of the batch; forecast the batches one by one"
+            )
+
+    def at(self, batch: int) -> MemoryForecast:
+        """The forecast for a batch."""
+        storages = self._first.storages
+        sizes = storages.sizes + self._slope * (batch - self._FIRST)
+        return dataclasses.replace(
+            self._first,
+            input_shapes=self._inputs.shapes(batch),
+            storages=dataclasses.replace(storages, sizes=sizes),
+        ).forecast()
+
+    def _solve(self, limit: int) -> int:
+        too_large = 1
+        while self.at(too_large).peak <= limit:
+            too_large *= 2
+        # The peak never falls as the batch grows, so the batches are in the order of their peaks.
+        return bisect_right(range(too_large), limit, lo=1, key=lambda n: self.at(n).peak) - 1

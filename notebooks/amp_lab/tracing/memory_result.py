@@ -1,5 +1,6 @@
 """A memory forecast, and several side by side: as text, as a table, as JSON and as a figure."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,8 +129,9 @@ class MemoryTable(Printed):
         ddp = f"DDP adds buckets as large as {gradients}; none with gradient_as_bucket_view=True."
         foot = [peaks, ["reached in", *(f.peak_phase for f in self.forecasts)]]
         if self.memory_bytes is not None:
-            largest = [_count(self.largest.get(f.precision)) for f in self.forecasts]
-            foot.append([f"largest batch in {_memory_text(self.memory_bytes)}", *largest])
+            largest = [self.largest.get(f.precision) for f in self.forecasts]
+            counts = ["cannot tell" if n is None else f"{n:,}" for n in largest]
+            foot.append([f"largest batch in {_memory_text(self.memory_bytes)}", *counts])
         return Table(
             [f"in {name}", *(str(f.precision) for f in self.forecasts)],
             rows,
@@ -147,34 +149,21 @@ class MemoryTable(Printed):
             right=range(1, 1 + len(self.forecasts)),
         )
 
-    def _fits(self) -> list[str]:
+    def _fits(self) -> Iterator[str]:
         """Whether the batch that was given fits, and how much is said of others."""
-        said = []
         if self.memory_bytes is not None:
-            memory = _memory_text(self.memory_bytes)
             for precision, spare in self.spare.items():
-                amount = _amount(abs(spare))
-                fits = (
-                    f"fits, about {amount} to spare"
-                    if spare >= 0
-                    else f"does not fit, {amount} too much"
-                )
-                said.append(f"{precision}: {fits}.")
+                fits, over = "fits, about {} to spare", "does not fit, {} too much"
+                yield f"{precision}: {(fits if spare >= 0 else over).format(_amount(abs(spare)))}."
             if self.reserve:
-                share = f"{100 * self.reserve:.3g} %"
-                purpose = "are held in reserve for the driver and for fragmentation"
-                said.append(f"Of the {memory}, {share} {purpose}.")
+                share = f"Of the {_memory_text(self.memory_bytes)}, {100 * self.reserve:.3g} %"
+                yield f"{share} are held in reserve for the driver and for fragmentation."
         if self.not_extrapolated:
             why = f"The largest batch cannot be extrapolated: {self.not_extrapolated}."
-            said.append(f"{why} The forecast is for the batch that was given.")
-        if self.held and not self.not_extrapolated and self.memory_bytes is not None:
+            yield f"{why} The forecast is for the batch that was given."
+        elif self.held and self.memory_bytes is not None:
             shapes = ", ".join(map(str, self.held))
-            said.append(f"Held as they are for every batch: inputs of shape {shapes}.")
-        return said
-
-
-def _count(batch: int | None) -> str:
-    return "cannot tell" if batch is None else f"{batch:,}"
+            yield f"Held as they are for every batch: inputs of shape {shapes}."
 
 
 def _amount(count: int) -> str:

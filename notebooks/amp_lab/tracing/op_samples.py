@@ -43,39 +43,31 @@ _MAYBE_INDICES = ("index", "target", "targets")
 
 # Arguments of ops that do not take tensors of equal sizes. All else is found by trying.
 _VECTOR, _SQUARE, _CUBE, _IMAGE, _VOLUME = (_Shape((_N,) * dims) for dims in range(1, 6))
-_STATE = _Shape((1, _N, _N))
 _IN_3, _IN_4 = (_Shape((_N, gates * _N)) for gates in (3, 4))  # of GRU and LSTM: gates side by side
 _WEIGHT_3, _WEIGHT_4 = (_Shape((gates * _N, _N)) for gates in (3, 4))
 _BIAS_3, _BIAS_4 = (_Shape((gates * _N,)) for gates in (3, 4))
-_CONVOLUTION = {"input": _IMAGE, "self": _IMAGE, "weight": _IMAGE}
-_GRID_2D, _GRID_3D = {"grid": _Shape((_N, _N, _N, 2))}, {"grid": _Shape((_N, _N, _N, _N, 3))}
 _LSTM = {"input": _CUBE, "batch_sizes": [], "mode": 2, "hidden_size": _N}
-_BY_OP: dict[str, dict[str, Any]] = {
-    "_convolution": _CONVOLUTION,
+_BY_OPS: dict[str, dict[str, Any]] = {
+    "_convolution _mps_convolution convolution cudnn_convolution cudnn_convolution_transpose":
+        {"input": _IMAGE, "self": _IMAGE, "weight": _IMAGE},
     "_cudnn_rnn": _LSTM | {
         "weight": [_WEIGHT_4, _WEIGHT_4, _BIAS_4, _BIAS_4], "weight_stride0": 4,
-        "hx": _STATE, "cx": _STATE, "proj_size": 0,
+        "hx": _Shape((1, _N, _N)), "cx": _Shape((1, _N, _N)), "proj_size": 0,
     },
-    "_grid_sampler_2d_cpu_fallback": _GRID_2D,
     "_native_multi_head_attention": dict.fromkeys(("query", "key", "value"), _CUBE) | {
         "embed_dim": _N, "qkv_weight": _WEIGHT_3, "qkv_bias": _BIAS_3, "proj_bias": _VECTOR
     },
-    "_scaled_dot_product_flash_attention": dict.fromkeys(
-        ("query", "key", "value"), _Shape((1, 1, 8, 8))
-    ),
+    "_scaled_dot_product_flash_attention":
+        dict.fromkeys(("query", "key", "value"), _Shape((1, 1, 8, 8))),
     "_thnn_fused_gru_cell": {"input_gates": _IN_3, "hidden_gates": _IN_3},
     "_thnn_fused_lstm_cell": {"input_gates": _IN_4, "hidden_gates": _IN_4},
-    "_mps_convolution": _CONVOLUTION,
-    "convolution": _CONVOLUTION,
-    "cudnn_convolution": _CONVOLUTION,
-    "cudnn_convolution_transpose": _CONVOLUTION,
     "cross": dict.fromkeys(("self", "other"), _Shape((_N, 3))),
     "ctc_loss": {"input_lengths": [_N] * _N, "target_lengths": [0] * _N},
     "fractional_max_pool2d": {"random_samples": _Shape((_N, _N, 2))},
     "fractional_max_pool3d": {"random_samples": _Shape((_N, _N, 3))},
-    "grid_sampler": _GRID_2D,
-    "grid_sampler_2d": _GRID_2D,
-    "grid_sampler_3d": _GRID_3D,
+    "grid_sampler grid_sampler_2d _grid_sampler_2d_cpu_fallback":
+        {"grid": _Shape((_N, _N, _N, 2))},
+    "grid_sampler_3d": {"grid": _Shape((_N, _N, _N, _N, 3))},
     "index_copy": {"index": _Index(_VECTOR)},
     "gru_cell": {"w_ih": _WEIGHT_3, "w_hh": _WEIGHT_3},
     "lstm_cell": {"w_ih": _WEIGHT_4, "w_hh": _WEIGHT_4},
@@ -88,6 +80,7 @@ _BY_OP: dict[str, dict[str, Any]] = {
     "stft": {"return_complex": True},
     "view_as_complex": {"self": _Shape((_N, 2))},
 }  # fmt: skip
+_BY_OP = {op: arguments for ops, arguments in _BY_OPS.items() for op in ops.split()}
 
 
 class Sizes(NamedTuple):
@@ -115,16 +108,10 @@ class Sample:
         self, op: OpOverload, device_type: str, first: torch.dtype, rest: torch.dtype, sizes: Sizes
     ):
         self.given: list[torch.dtype] = []  # of its tensors in floating point
-        self.args: list[Any] = []
-        self.kwargs: dict[str, Any] = {}
         self._op, self._device = op, torch.device(device_type)
         self._dtypes = itertools.chain([first], itertools.repeat(rest))
         self._shapes, self._indices = iter(sizes.shapes), sizes.indices
-        for argument in op._schema.arguments:
-            if argument.kwarg_only:
-                self.kwargs[argument.name] = self._value(argument)
-            else:
-                self.args.append(self._value(argument))
+        self.arguments = {argument.name: self._value(argument) for argument in op._schema.arguments}
 
     def _value(self, argument: torch.Argument) -> Any:
         # The op's own table comes before a default: some defaults fit no shape of ours.

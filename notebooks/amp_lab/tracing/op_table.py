@@ -228,7 +228,7 @@ class _Autocast:
             sample = Sample(op, self.device_type, first, dtype, Sizes(shapes))
             try:
                 with catch:
-                    op(*sample.args, **sample.kwargs)
+                    op(**sample.arguments)
             except _CaughtError:
                 return catch.arguments, ""
             except RuntimeError as error:
@@ -255,10 +255,9 @@ class _Autocast:
         first = torch.float32 if policy == "lower_precision" else self.dtype
         rest = self.dtype if policy.startswith("fp32") else torch.float32
         fitting, reason = _fitting(op)
-        tries = [fitting] if fitting else []
-        if fitting is None and self.real:  # some ops have kernels for the device alone
-            tries = list(sizes_to_try(op))
-        for sizes in tries:
+        # Some ops have kernels for the device alone.
+        others = sizes_to_try(op) if self.real else ()
+        for sizes in [fitting] if fitting else others:
             try:
                 with nullcontext() if self.real else self._fakes():
                     sample = Sample(op, self.device_type, first, rest, sizes)
@@ -316,7 +315,7 @@ def _returned(op: OpOverload, sample: Sample) -> list[torch.dtype]:
     """The dtypes that a call returns."""
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # that an op is deprecated: the user called none
-        return [tensor.dtype for tensor in tensors_in(op(*sample.args, **sample.kwargs))]
+        return [tensor.dtype for tensor in tensors_in(op(**sample.arguments))]
 
 
 def _reason(error: Exception) -> str:

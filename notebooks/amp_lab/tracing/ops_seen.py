@@ -58,18 +58,17 @@ def flops(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> in
     return formula(*args, **kwargs, out_val=out) if formula else 0
 
 
-def _product_flops(left, right, out_shape=None) -> int:
-    return 2 * math.prod(left)  # a matrix or a vector, times a vector
+# Each formula gets the op's arguments as its schema has them, with shapes in place of tensors.
 
 
-def _added_product_flops(added, left, right, out_shape=None, **scales) -> int:
+def _product_flops(*shapes, out_shape=None, **scales) -> int:
+    left, right = shapes[-2:]  # before them, what the product is added to
     return 2 * math.prod(left) * math.prod(right[2:])
 
 
 def _convolution_backward_flops(gradient, inputs, weight, *more, out_shape=None, **settings) -> int:
     """FLOPs for the gradients that are wanted, of which torch's own count leaves out the groups."""
-    # As the op's schema has them: bias sizes, stride, padding, dilation, transposed, …
-    transposed, wanted = more[4], more[7]
+    transposed, wanted = more[4], more[7]  # after bias sizes, stride, padding and dilation
     # Each takes what the forward pass does: every weight meets every pixel of the output, or of the
     # input if transposed.
     pixels = inputs if transposed else gradient  # (N, C, …)
@@ -96,8 +95,8 @@ def _deform_convolution_flops(image, weight, *more, out_shape: Any = None, **set
 FLOP_FORMULAS: dict[Any, Callable[..., int]] = {
     torch.ops.aten.mv: _product_flops,
     torch.ops.aten.dot: _product_flops,
-    torch.ops.aten.addmv: _added_product_flops,
-    torch.ops.aten.addbmm: _added_product_flops,
+    torch.ops.aten.addmv: _product_flops,
+    torch.ops.aten.addbmm: _product_flops,
     torch.ops.aten.convolution_backward: _convolution_backward_flops,
     torch.ops.aten._grouped_mm: _grouped_product_flops,
     torch.ops.aten._trilinear: _bilinear_flops,

@@ -9,6 +9,7 @@ import torch
 from amp_lab.report import listed
 
 LOSS = "(loss)"  # stands for a module's name in records of the loss
+RNN_LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}  # functions of torch, each a record
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,11 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
 def place_of(module: str) -> str:
     """A module in a sentence: its name in quotes, ``the model itself`` or ``the loss``."""
     return {"": "the model itself", LOSS: "the loss"}.get(module, repr(module))
+
+
+def work_of(rows: Iterable[OpRecord]) -> int:
+    """The FLOPs of some ops."""
+    return sum(row.flops for row in rows)
 
 
 def places_of(rows: Iterable[OpRecord]) -> str:

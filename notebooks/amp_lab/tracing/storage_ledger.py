@@ -69,14 +69,11 @@ class StorageLedger(TorchDispatchMode):
         for tensor in tensors_in(result):
             self._number(tensor)
         if func is _TO_COPY and result.dtype != args[0].dtype:
-            self._note_cast(args[0], result)
+            before, made = self._number(args[0]), self._number(result)
+            # A cast of a weight is autocast's copy of it, whoever asked for the cast.
+            if before is not None and made is not None and self._kinds.get(before) == "weights":
+                self._kinds[made] = "cast_cache"
         return result
-
-    def _note_cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
-        """A cast of a weight is autocast's copy of it, whoever asked for the cast."""
-        before, made = self._number(source), self._number(result)
-        if before is not None and made is not None and self._kinds.get(before) == "weights":
-            self._kinds[made] = "cast_cache"
 
     def _number(self, leaf: torch.Tensor) -> int | None:
         """The number of a tensor's storage, a new one if it is new; None if it is elsewhere."""
@@ -100,10 +97,8 @@ class StorageLedger(TorchDispatchMode):
 
     def _numbers_of(self, tensor: torch.Tensor) -> list[int]:
         """The numbers of its storages: a wrapper, such as a quantised weight, may have several."""
-        parts = [
-            part for part in get_plain_tensors(tensor, out=[]) if isinstance(part, torch.Tensor)
-        ]
-        numbers = [self._number(part) for part in parts]
+        parts = get_plain_tensors(tensor, out=[])
+        numbers = [self._number(part) for part in parts if isinstance(part, torch.Tensor)]
         return [number for number in numbers if number is not None]
 
     def own(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Follow a model through one forward pass and note each op and each cast that autocast inserts.
 
-Two modes look on. `_Functions` sits above autocast and sees which function of torch the model
-calls; `_Ops` sits below it and sees the ops that the call becomes, with the dtypes they really get.
+Two modes look on. `Tracer` sits above autocast and sees which function of torch the model calls;
+`_Ops` sits below it and shows it the ops that the call becomes, with the dtypes they really get.
 """
 
 import dataclasses
@@ -25,20 +25,18 @@ from amp_lab.backends import backend
 from amp_lab.errors import TraceError
 from amp_lab.report import listed
 from amp_lab.tracing.attention import ATTENTION, Attention
-from amp_lab.tracing.backward import functions_of_the_model, run_backward
+from amp_lab.tracing.backward import functions_of_the_model, run_backward, seeds_of
 from amp_lab.tracing.fake_device import (
     NEEDS_VALUES,
+    ModelRun,
     attribute_set,
-    autocast_of_the_model,
     autocast_on,
-    how_to_do_without,
     is_composite,
-    part_to_trace,
+    remedy_for,
     takes_wrappers,
 )
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, computes_nothing, flops, storage_key, tensors_in
-from amp_lab.tracing.records import LOSS, Cast, OpRecord, place_of, widest
-from amp_lab.tracing.recurrent import RNN_LAYERS
+from amp_lab.tracing.records import LOSS, RNN_LAYERS, Cast, OpRecord, place_of, widest
 
 NORMS = {"layer_norm", "group_norm", "rms_norm", "instance_norm"}
 
@@ -53,7 +51,6 @@ _CASTING = {
 }  # fmt: skip
 _SDPA = F.scaled_dot_product_attention
 _PLAIN_NAMES = {"__matmul__": "matmul", "__rmatmul__": "matmul"}
-_OR_REAL = "or use real=True where the device is"
 _NOT_FAKED = (fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException)
 
 
@@ -127,11 +124,12 @@ class _Call:
         return self.copied.get(storage, storage)
 
 
-class Tracer:
-    """Follows one forward pass under autocast, on fake tensors if it is given `to_fake`."""
+class Tracer(TorchFunctionMode):
+    """Follows one forward pass of a `run` under autocast to `dtype`; in float32 without it."""
 
-    def __init__(self, device_type: str, dtype: torch.dtype, to_fake: Callable | None = None):
-        self.device_type, self.dtype, self.to_fake = device_type, dtype, to_fake
+    def __init__(self, device_type: str, dtype: torch.dtype, run: ModelRun):
+        self.device_type, self.dtype = device_type, dtype
+        self._run, self._backend = run, backend(device_type)
         self.rows: list[OpRecord] = []
         self.casts: list[Cast] = []
         self.bounces: list[tuple[OpRecord, str]] = []  # widened; cast back for which function
@@ -140,70 +138,71 @@ class Tracer:
         self.classes: dict[str, str] = {}  # of each module
         self.error: Exception | None = None  # of the model or the loss: the rows end there
         self.failed_at: tuple[str, str] | None = None  # module and op of the error
-        self.in_loss = False
+        self._in_loss = False
         self._modules = [""]  # those that are running, the innermost last
         self._calls: list[_Call] = []
         self._names: dict[int, str] = {}  # by storage: of what was there before
         self._made: dict[int, OpRecord] = {}  # by storage: the op that wrote it last
         self._pending: list[Cast] = []  # for the op that comes next
 
-    def follow(
-        self,
-        model: nn.Module,
-        call: Callable[[], object],
-        state: dict[str, torch.Tensor],
-        inputs: tuple[tuple, dict[str, Any]],
-        loss_fn: Callable | None,
-    ) -> None:
-        """Run `call` and `loss_fn`, keep their error; `TraceError` for what fakes cannot run."""
-        for name, tensor in state.items():
+    def follow(self, loss_fn: Callable | None) -> "Tracer":
+        """Run model and loss, keep their error; raise `TraceError` for what fakes cannot run."""
+        run = self._run
+        for name, tensor in (run.parameters | run.buffers).items():
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             self._names.setdefault(_key(tensor), f"{kind} {name}")
-        for path, tensor in named_tensors(dict(enumerate(inputs[0])) | inputs[1]):
+        for path, tensor in named_tensors(dict(enumerate(run.args)) | run.kwargs):
             self._names.setdefault(_key(tensor), f"input {path[1:]}")
         enabled = self.dtype is not torch.float32
         with (
-            self._modules_watched(model),
+            self._modules_watched(run.model),
             autocast_on(self.device_type, self.dtype if enabled else None, enabled=enabled),
-            autocast_of_the_model(self.device_type),
-            _Functions(self),
+            self,
             _Ops(self),
         ):
             try:
-                output = result = call()
+                output = result = run.call()
                 self.outputs = {
                     path[1:]: (tensor.dtype, tuple(tensor.shape))
                     for path, tensor in named_tensors(output)
                 }
                 if loss_fn is not None:
-                    self.in_loss = True
+                    self._in_loss = True
                     result = loss = loss_fn(output)
                     self.loss_dtype = loss.dtype if isinstance(loss, torch.Tensor) else None
             except (*NEEDS_VALUES, *_NOT_FAKED) as error:
-                raise TraceError(self._beyond_fakes(model, error)) from error
+                raise TraceError(self._beyond_fakes(error)) from error
             except Exception as error:  # whatever the model raises: `xray` says it, or raises it
                 self.error = error
-                return
-        if self.to_fake is not None:
+                return self
+        if run.is_fake:
             self._try_backward(result)
+        return self
 
     def _try_backward(self, result: object) -> None:
         """Run the backward pass too if the model has an `autograd.Function` of its own in it.
 
         Only there may it fail alone: torch's own functions compute in what they computed in before.
         """
-        seeds = [
-            (torch.autograd.graph.get_gradient_edge(tensor), torch.ones_like(tensor))
-            for tensor in tensors_in(result)
-            if tensor.grad_fn is not None
-        ]
-        own = functions_of_the_model(edge.node for edge, _ in seeds)
+        seeds = seeds_of(result)
+        own = functions_of_the_model(seeds)
         if not own:
             return
         try:
             run_backward(seeds)
         except RuntimeError as error:
             self.error, self.failed_at = error, ("", f"backward pass of {listed(own, 3)}")
+
+    def _beyond_fakes(self, error: Exception) -> str:
+        module, op = self.failed_at or (self._module, "an op")
+        where = f"op {op} in {place_of(module)}"
+        part = "X-ray {}, or use real=True where the device is"
+        remedy = remedy_for(error, self._run.model, part)
+        if isinstance(error, _NOT_FAKED):
+            return f"{where}: torch cannot run it on fake tensors; {remedy}"
+        return f"{where} depends on values, which fake tensors have not: {remedy}"
+
+    # Modules
 
     @contextmanager
     def _modules_watched(self, model: nn.Module) -> Iterator[None]:
@@ -226,16 +225,31 @@ class Tracer:
             pass
 
     @property
-    def module(self) -> str:
+    def _module(self) -> str:
         """The module whose code is running."""
-        return LOSS if self.in_loss else self._modules[-1]
+        return LOSS if self._in_loss else self._modules[-1]
 
-    @contextmanager
-    def calling(self, call: _Call) -> Iterator[None]:
-        """The block in which ops belong to a call."""
+    # Functions
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # an attribute is read
+            return func(*args, **kwargs)
+        if self._in_loss and self._run.is_fake:
+            # The loss brings targets and weights of its own, which are real.
+            args, kwargs = tree_map_only(
+                torch.Tensor,
+                lambda t: t if isinstance(t, fake_tensor.FakeTensor) else self._run.fake(t),
+                (args, kwargs),
+            )
+        enabled = torch.is_autocast_enabled(self.device_type)
+        dtype = torch.get_autocast_dtype(self.device_type) if enabled else None
+        names_dtype = any(isinstance(given, torch.dtype) for given in (*args, *kwargs.values()))
+        call = _Call(_PLAIN_NAMES.get(name, name), dtype, casts=name in _CASTING or names_dtype)
         self._calls.append(call)
         try:
-            yield
+            return self._run_call(call, func, args, kwargs)
         except Exception:
             self.note_failure(call.name)
             raise
@@ -243,10 +257,61 @@ class Tracer:
             self._calls.pop()
             self._pending = []
 
+    def _attention_inside(self, *args, **kwargs) -> object:
+        return self.__torch_function__(_SDPA, (), args, kwargs)
+
+    def _run_call(self, call: _Call, func: Callable, args: tuple, kwargs: dict) -> Any:
+        if func is F.multi_head_attention_forward:
+            # Modes are off inside of it, so that its attention has to be sent here.
+            with attribute_set(F, ATTENTION, self._attention_inside):
+                return func(*args, **kwargs)
+        if not call.is_whole:
+            return func(*args, **kwargs)
+        # It is one row, whatever it does inside.
+        is_fake, ins, count = self._run.is_fake, tensors_in((args, kwargs)), 0
+        call.dtypes = {call.key(t): t.dtype for t in ins}
+        call.shapes = {call.key(t): tuple(t.shape) for t in ins}
+        if call.name == ATTENTION:
+            count = Attention(*args, **kwargs).flops()
+        elif call.is_rnn:
+            count = self._rnn_flops(ins)
+        alone = is_fake and call.name in RNN_LAYERS
+        out = self._rnn(call, func, args) if alone else func(*args, **kwargs)
+        if is_fake and call.name == ATTENTION and not self._backend.is_host and out.dim() == 4:
+            # In memory as the kernels of real devices leave it: (B, T, H, D).
+            out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        self._note(call, call.name, ins, tensors_in(out), count)
+        return out
+
+    def _rnn(self, call: _Call, func: Callable, args: tuple) -> Any:
+        """A recurrent layer over the first of its steps alone: the others do the same."""
+        if call.name in self._backend.rnns_without_rule:
+            call.dtype = None
+        elif call.dtype is not None:  # fake tensors do not reach the kernel that casts to it
+            call.dtype = self._backend.fused_rnn_dtype or call.dtype
+        steps, time = args[0], 1 if args[-1] else 0  # (T, B, C), or (B, T, C) if batch_first
+        packed = isinstance(args[1 if call.name == "lstm" else 2], torch.Tensor)
+        if not packed:
+            args = (steps.narrow(time, 0, 1), *args[1:])
+        with autocast_on(self.device_type, call.dtype, enabled=call.dtype is not None):
+            out, *states = func(*args)
+        if not packed:
+            out = out.expand(*steps.shape[:2], out.shape[-1]).contiguous()
+        return (out, *states)
+
+    def _rnn_flops(self, ins: list[torch.Tensor]) -> int:
+        """Of a recurrent layer: every weight meets every item of the batch once in each step."""
+        steps = math.prod(ins[0].shape[:-1])
+        matrices = [t for t in ins[1:] if t.dim() == 2]  # among them states, which are no weights
+        weights = [t for t in matrices if self._names.get(_key(t), "").startswith("parameter ")]
+        return sum(2 * steps * weight.numel() for weight in weights)
+
+    # Ops
+
     def note_failure(self, op: str) -> None:
         """Remember where an error arose: the innermost op is the first to say so."""
         if self.failed_at is None:
-            self.failed_at = self.module, op
+            self.failed_at = self._module, op
 
     def see(self, func: OpOverload, args: tuple, kwargs: dict, out: object) -> None:
         """Note what an op did; runs below autograd and autocast."""
@@ -261,14 +326,14 @@ class Tracer:
             return
         count = flops(func, args, kwargs, out)
         if not call.is_whole:
-            self.note(call, name, tensors_in((args, kwargs)), outs, count)
+            self._note(call, name, tensors_in((args, kwargs)), outs, count)
         elif call.is_rnn:
             call.see_inside(name, args, outs[0], is_product=count > 0)
 
-    def note(self, call: _Call, name: str, ins: list, outs: list, count: int) -> None:
+    def _note(self, call: _Call, name: str, ins: list, outs: list, count: int) -> None:
         """Add a row for an op, or for a call that is one row as a whole."""
         row = OpRecord(
-            module=self.module,
+            module=self._module,
             op=name,
             in_dtypes=tuple(call.dtypes.get(call.key(t), t.dtype) for t in ins),
             out_dtypes=tuple(t.dtype for t in outs),
@@ -295,9 +360,9 @@ class Tracer:
         storage = call.origin(source)
         row = self._made.get(storage)
         made_in = f"output of {row.called} in" if row else "a tensor made in"
-        made_in += " " + place_of(row.module if row else self.module)
+        made_in += " " + place_of(row.module if row else self._module)
         cast = Cast(
-            module=self.module,
+            module=self._module,
             from_dtype=source.dtype,
             to_dtype=result.dtype,
             what=self._names.get(storage, made_in),
@@ -316,7 +381,7 @@ class Tracer:
     def _is_cached(self, call: _Call, source: torch.Tensor, result: torch.Tensor) -> bool:
         """Whether autocast keeps a cast, by the rule of cached_cast in ATen/autocast_mode.cpp."""
         # A library that takes the weights as one flat copy goes past the cache.
-        flat = call.name in RNN_LAYERS and backend(self.device_type).fused_rnn_dtype is not None
+        flat = call.name in RNN_LAYERS and self._backend.fused_rnn_dtype is not None
         return (
             source.dtype is torch.float32
             and not flat
@@ -326,22 +391,6 @@ class Tracer:
             and not source._is_view()
             and torch.is_autocast_cache_enabled()
         )
-
-    def rnn_flops(self, ins: list[torch.Tensor]) -> int:
-        """Of a recurrent layer: every weight meets every item of the batch once in each step."""
-        steps = math.prod(ins[0].shape[:-1])
-        matrices = [t for t in ins[1:] if t.dim() == 2]  # among them states, which are no weights
-        weights = [t for t in matrices if self._names.get(_key(t), "").startswith("parameter ")]
-        return sum(2 * steps * weight.numel() for weight in weights)
-
-    def _beyond_fakes(self, model: nn.Module, error: Exception) -> str:
-        module, op = self.failed_at or (self.module, "an op")
-        where = f"op {op} in {place_of(module)}"
-        remedy = f"X-ray {part_to_trace(model, error)}, {_OR_REAL}"
-        if isinstance(error, _NOT_FAKED):
-            return f"{where}: torch cannot run it on fake tensors; {remedy}"
-        remedy = how_to_do_without(error) or remedy
-        return f"{where} depends on values, which fake tensors have not: {remedy}"
 
 
 def _name(func: OpOverload) -> str:
@@ -369,79 +418,3 @@ class _Ops(TorchDispatchMode):
             raise
         self._tracer.see(func, args, kwargs, out)
         return out
-
-
-class _Functions(TorchFunctionMode):
-    """Tells the tracer which function of torch is called, and whether autocast is on there."""
-
-    def __init__(self, tracer: Tracer):
-        self._tracer, self._device_type = tracer, tracer.device_type
-        self._backend = backend(tracer.device_type)
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if name == "__get__":  # an attribute is read
-            return func(*args, **kwargs)
-        to_fake = self._tracer.to_fake
-        if self._tracer.in_loss and to_fake is not None:
-            # The loss brings targets and weights of its own, which are real.
-            args, kwargs = tree_map_only(
-                torch.Tensor,
-                lambda t: t if isinstance(t, fake_tensor.FakeTensor) else to_fake(t),
-                (args, kwargs),
-            )
-        enabled = torch.is_autocast_enabled(self._device_type)
-        dtype = torch.get_autocast_dtype(self._device_type) if enabled else None
-        names_dtype = any(isinstance(given, torch.dtype) for given in (*args, *kwargs.values()))
-        call = _Call(_PLAIN_NAMES.get(name, name), dtype, casts=name in _CASTING or names_dtype)
-        with self._tracer.calling(call):
-            if func is F.multi_head_attention_forward:
-                # Modes are off inside of it, so that its attention has to be sent here.
-                with attribute_set(F, ATTENTION, self._attention_inside):
-                    return func(*args, **kwargs)
-            if call.is_whole:
-                return self._run_whole(call, func, args, kwargs)
-            return func(*args, **kwargs)
-
-    def _attention_inside(self, *args, **kwargs) -> object:
-        return self.__torch_function__(_SDPA, (), args, kwargs)
-
-    def _run_whole(self, call: _Call, func: Callable, args: tuple, kwargs: dict) -> object:
-        """Call a function that is one row, whatever it does inside."""
-        ins, count = tensors_in((args, kwargs)), 0
-        call.dtypes = {call.key(t): t.dtype for t in ins}
-        call.shapes = {call.key(t): tuple(t.shape) for t in ins}
-        run = functools.partial(func, *args, **kwargs)
-        if call.name == ATTENTION:
-            count = Attention(*args, **kwargs).flops()
-            if self._tracer.to_fake is not None and not self._backend.is_host:
-                run = functools.partial(self._attention, func, args, kwargs)
-        elif call.is_rnn:
-            count = self._tracer.rnn_flops(ins)
-            if self._tracer.to_fake is not None and call.name in RNN_LAYERS:
-                run = functools.partial(self._rnn, call, func, args)
-        out = run()
-        self._tracer.note(call, call.name, ins, tensors_in(out), count)
-        return out
-
-    def _attention(self, func: Callable, args: tuple, kwargs: dict) -> torch.Tensor:
-        """Attention, in memory as the kernels of real devices leave it: (B, T, H, D)."""
-        out = func(*args, **kwargs)
-        return out.transpose(1, 2).contiguous().transpose(1, 2) if out.dim() == 4 else out
-
-    def _rnn(self, call: _Call, func: Callable, args: tuple) -> tuple[torch.Tensor, ...]:
-        """A recurrent layer over the first of its steps alone: the others do the same."""
-        if call.name in self._backend.rnns_without_rule:
-            call.dtype = None
-        elif call.dtype is not None:  # fake tensors do not reach the kernel that casts to it
-            call.dtype = self._backend.fused_rnn_dtype or call.dtype
-        steps, time = args[0], 1 if args[-1] else 0  # (T, B, C), or (B, T, C) if batch_first
-        packed = isinstance(args[1 if call.name == "lstm" else 2], torch.Tensor)
-        if not packed:
-            args = (steps.narrow(time, 0, 1), *args[1:])
-        with autocast_on(self._device_type, call.dtype, enabled=call.dtype is not None):
-            out, *states = func(*args)
-        if not packed:
-            out = out.expand(*steps.shape[:2], out.shape[-1]).contiguous()
-        return (out, *states)

@@ -13,28 +13,28 @@ import torch
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
-from amp_lab.backends import backend
+from amp_lab.backends import Backend, backend
 from amp_lab.errors import AmpLabError, TraceError, first_line
 from amp_lab.precision import Precision
 from amp_lab.torch_versions import step_counters_on_host
-from amp_lab.tracing.backward import run_backward
+from amp_lab.tracing.backward import Seeds, run_backward, seeds_of
 from amp_lab.tracing.fake_device import (
     NEEDS_VALUES,
-    FakeRun,
-    autocast_of_the_model,
+    ModelRun,
     autocast_on,
     checked_backend,
     fake_mode,
-    how_to_do_without,
     on_fake_device,
-    part_to_trace,
+    remedy_for,
     require_model,
     tip_for,
 )
 from amp_lab.tracing.memory_result import MemoryForecast
 from amp_lab.tracing.ops_seen import tensors_in
-from amp_lab.tracing.recurrent import CastOnce
+from amp_lab.tracing.records import RNN_LAYERS
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -50,50 +50,60 @@ _RNN_CAVEAT = ": forecast with torch's own kernels; cuDNN or oneDNN may keep twi
 LossFunction = Callable[[Any], torch.Tensor]
 
 
-class TrainingStep:
-    """What to run, all but the inputs. Raises `TraceError` or `DeviceError` for what cannot be."""
+@contextmanager
+def training_steps(
+    model: nn.Module,
+    device_type: str,
+    precisions: Iterable[Precision | str],
+    optimizer: str,
+    loss_fn: LossFunction | None,
+) -> Iterator[list["TrainingStep"]]:
+    """The block in which a training step can be traced, one for each precision.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        device_type: str,
-        precision: Precision | str,
-        optimizer: str,
-        loss_fn: LossFunction | None,
-    ):
-        require_model(model)
+    Opening it takes as long as half a trace. Raises `TraceError` or `DeviceError` for what cannot
+    be.
+    """
+    asked = list(precisions)
+    if not asked:
+        raise TraceError("precisions is empty; give at least one")
+    require_model(model)
+    for precision in asked:
         if precision not in list(Precision):
             raise TraceError(f"precision {precision!r}: give one of {', '.join(Precision)}")
-        checked_backend(device_type)
-        if optimizer not in OPTIMIZERS:
-            raise TraceError(f"optimizer {optimizer!r}: give one of {', '.join(OPTIMIZERS)}")
-        self.model, self.device_type, self.optimizer = model, device_type, optimizer
-        self.precision, self._loss_fn = Precision(precision), loss_fn
+    checked_backend(device_type)
+    if optimizer not in OPTIMIZERS:
+        raise TraceError(f"optimizer {optimizer!r}: give one of {', '.join(OPTIMIZERS)}")
+    with (
+        _same_every_time(),
+        on_fake_device(model, (), {}, device_type, fake_mode()) as run,
+        torch.enable_grad(),
+    ):
+        yield [TrainingStep(run, device_type, Precision(p), optimizer, loss_fn) for p in asked]
 
-    @contextmanager
-    def opened(self) -> Iterator[FakeRun]:
-        """The block in which traces can be made; opening it takes as long as half a trace."""
-        with (
-            _same_every_time(),
-            on_fake_device(self.model, (), {}, self.device_type, fake_mode()) as run,
-            torch.enable_grad(),
-            autocast_of_the_model(self.device_type),
-        ):
-            yield run
 
-    def trace(self, run: FakeRun, inputs: tuple, kwargs: dict[str, Any]) -> "TracedStep":
+@dataclass(frozen=True)
+class TrainingStep:
+    """What to run, all but the inputs; made by `training_steps`."""
+
+    run: ModelRun  # its inputs are not used
+    device_type: str
+    precision: Precision
+    optimizer: str
+    loss_fn: LossFunction | None
+
+    def trace(self, inputs: tuple, kwargs: dict[str, Any]) -> "TracedStep":
         """Run the step once on fake inputs, and note every storage's coming and going."""
-        given = tensors_in((inputs, kwargs))
+        run, given = self.run, tensors_in((inputs, kwargs))
         shapes = tuple(tuple(tensor.shape) for tensor in given)
         ledger = StorageLedger(self.device_type)
         ledger.own("weights", run.parameters.values())
         ledger.own("buffers", run.buffers.values())
         ledger.own("inputs", given)
         with (
-            _one_line_errors(self.model, shapes),
+            _one_line_errors(run.model, shapes),
             ledger,
             # Around the backward pass too, in which activation checkpointing calls modules again.
-            _reparametrize_module(self.model, run.parameters | run.buffers),
+            _reparametrize_module(run.model, run.parameters | run.buffers),
         ):
             gradients = run_backward(self._forward(ledger, inputs, kwargs))
             trained = {id(p): p for p in run.parameters.values() if id(p) in gradients}
@@ -102,32 +112,26 @@ class TrainingStep:
         shapes_trained = tuple((tuple(p.shape), p.dtype) for p in trained.values())
         return TracedStep(self, shapes, shapes_trained, ledger.trace(kept_at="forward"))
 
-    def _forward(
-        self, ledger: StorageLedger, inputs: tuple, kwargs: dict[str, Any]
-    ) -> list[tuple[torch.autograd.graph.GradientEdge, torch.Tensor]]:
-        """The forward pass: where the backward pass begins, each with its gradient."""
+    def _forward(self, ledger: StorageLedger, inputs: tuple, kwargs: dict[str, Any]) -> Seeds:
+        """The forward pass: where the backward pass begins."""
         low = self.precision.dtype is not torch.float32
         hooks = torch.autograd.graph.saved_tensors_hooks(ledger.keep, lambda tensor: tensor)
-        device = backend(self.device_type)
-        once = CastOnce(device) if device.fused_rnn_dtype else nullcontext()
+        device, model = backend(self.device_type), self.run.model
+        once = _CastOnce(device) if device.fused_rnn_dtype else nullcontext()
         with autocast_on(self.device_type, self.precision.dtype if low else None, enabled=low):
             with hooks, once:
-                output = self.model(*inputs, **kwargs)
-                if self._loss_fn is not None:
-                    output = self._loss_fn(output)
+                output = model(*inputs, **kwargs)
+                if self.loss_fn is not None:
+                    output = self.loss_fn(output)
                     if not isinstance(output, torch.Tensor) or output.numel() != 1:
                         found = tuple(getattr(output, "shape", ())) or type(output).__name__
                         raise TraceError(f"loss_fn must return one number, not {found}")
             ledger.mark("cached")  # the block's end clears autocast's cache
         ledger.mark("forward")
-        seeds = [
-            (torch.autograd.graph.get_gradient_edge(leaf), torch.ones_like(leaf))
-            for leaf in tensors_in(output)
-            if leaf.grad_fn is not None
-        ]
-        if not seeds and any(p.requires_grad for p in self.model.parameters()):
+        seeds = seeds_of(output)
+        if not seeds and any(p.requires_grad for p in model.parameters()):
             raise TraceError(
-                f"no gradient leads from what {type(self.model).__name__} returns "
+                f"no gradient leads from what {type(model).__name__} returns "
                 f"({type(output).__name__}) to its parameters: give a loss_fn that makes a loss of "
                 "it, and let the forward pass record gradients"
             )
@@ -145,10 +149,10 @@ class TracedStep:
 
     def forecast(self) -> MemoryForecast:
         """The forecast for this step, its optimizer included, which never ran with it."""
-        step, storages = self.step, self.storages
+        step, storages, marks = self.step, self.storages, self.storages.marks
         state, work = optimizer_bytes(step.optimizer, self.trained, step.device_type)
-        cached, forward, backward = (storages.marks[m] for m in ("cached", "forward", "backward"))
-        in_use = storages.in_use() + state
+        cached, kept, done = (storages.by_kind(marks[m]) for m in ("cached", "forward", "backward"))
+        in_use, forward, backward = storages.in_use() + state, marks["forward"], marks["backward"]
         peak_at = {  # the event of each phase at which the most is in use
             "forward": int(np.argmax(in_use[:forward])),
             "backward": forward - 1 + int(np.argmax(in_use[forward - 1 : backward])),
@@ -159,27 +163,50 @@ class TracedStep:
         peak_phase = max(phases, key=phases.__getitem__)
         at_peak = storages.by_kind(peak_at[peak_phase] + 1)
         at_peak["optimizer"] += state
-        if peak_phase == "optimizer":
-            at_peak["temporaries"] += work
-        after_forward = storages.by_kind(forward)
-        rnns = {type(m).__name__ for m in step.model.modules() if isinstance(m, nn.RNNBase)}
+        at_peak["temporaries"] += work if peak_phase == "optimizer" else 0
+        rnns = {type(m).__name__ for m in step.run.model.modules() if isinstance(m, nn.RNNBase)}
         return MemoryForecast(
-            model=type(step.model).__name__,
+            model=type(step.run.model).__name__,
             input_shapes=self.input_shapes,
             device_type=step.device_type,
             precision=step.precision,
             optimizer_name=step.optimizer,
-            weights=after_forward["weights"],
-            buffers=after_forward["buffers"],
-            gradients=storages.by_kind(backward)["gradients"],
+            weights=kept["weights"],
+            buffers=kept["buffers"],
+            gradients=done["gradients"],
             optimizer=state,
-            activations=after_forward["activations"],
-            cast_cache=storages.by_kind(cached)["cast_cache"],
-            cast_kept=after_forward["cast_cache"],
+            activations=kept["activations"],
+            cast_cache=cached["cast_cache"],
+            cast_kept=kept["cast_cache"],
             phases=phases,
             at_peak=at_peak,
             caveats=tuple(f"{kind}{_RNN_CAVEAT}" for kind in sorted(rnns)),
         )
+
+
+class _CastOnce(TorchFunctionMode):
+    """Casts a recurrent layer's input, states and weights once, and not anew for each step.
+
+    So does autocast for a library that takes the weights as one flat copy, as cuDNN does
+    (ATen/cudnn/AutocastRNN.cpp). torch's own kernels, which stand in for it on fake tensors, would
+    cast every weight in every step.
+    """
+
+    def __init__(self, device: Backend):
+        self._type, self._dtype = device.type, device.fused_rnn_dtype
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name not in RNN_LAYERS or not torch.is_autocast_enabled(self._type):
+            return func(*args, **kwargs)
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(self._dtype) if tensor.dtype is torch.float32 else tensor
+
+        args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
+        with autocast_on(self._type, self._dtype, enabled=False):
+            return func(*args, **kwargs)
 
 
 def optimizer_bytes(
@@ -231,16 +258,15 @@ def _one_line_errors(model: nn.Module, shapes: tuple) -> Iterator[None]:
     except AmpLabError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-        given = f"input of shape {', '.join(map(str, shapes))}" if shapes else "no tensor as input"
-        tip = tip_for(model, "forecast")
-        reason = f" with {given}: {first_line(error)}{tip}"
-        cannot = isinstance(error, fake_tensor.UnsupportedOperatorException)
-        if cannot or isinstance(error, NEEDS_VALUES):
+        name = type(model).__name__
+        if isinstance(error, (fake_tensor.UnsupportedOperatorException, *NEEDS_VALUES)):
             why = f"the result of {error.func} depends on values, which a forecast does not have"
-            why = f"torch cannot run {error.func} without values" if cannot else why
-            remedy = how_to_do_without(error) or f"forecast {part_to_trace(model, error)}"
-            reason = f": {why}: {remedy}"
-        raise TraceError(f"{type(model).__name__}{reason}") from error
+            if isinstance(error, fake_tensor.UnsupportedOperatorException):
+                why = f"torch cannot run {error.func} without values"
+            raise TraceError(f"{name}: {why}: {remedy_for(error, model, 'forecast {}')}") from error
+        given = f"input of shape {', '.join(map(str, shapes))}" if shapes else "no tensor as input"
+        reason = f"{first_line(error)}{tip_for(model, 'forecast')}"
+        raise TraceError(f"{name} with {given}: {reason}") from error
 
 
 @contextmanager

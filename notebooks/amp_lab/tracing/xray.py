@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,7 @@ from amp_lab.precision import require_backend
 from amp_lab.report import dtype_name
 from amp_lab.tracing.advice import advise
 from amp_lab.tracing.fake_device import (
+    ModelRun,
     checked_backend,
     checked_dtype,
     dtype_for,
@@ -111,39 +111,34 @@ class _Run:
         return seen
 
     def _on_fakes(self, dtype: torch.dtype, default: contextlib.AbstractContextManager) -> Tracer:
-        model, device_type = self.model, self.device_type
-        fakes = on_fake_device(model, self.inputs, self.kwargs, device_type, fake_mode())
-        with fakes as run, default:
-            tracer = Tracer(device_type, dtype, to_fake=run.fake)
-            state = run.parameters | run.buffers
-            tracer.follow(model, run.call, state, (run.args, run.kwargs), self.loss_fn)
-        return tracer
+        given = self.model, self.inputs, self.kwargs
+        with on_fake_device(*given, self.device_type, fake_mode()) as run, default:
+            return Tracer(self.device_type, dtype, run).follow(self.loss_fn)
 
     def _on_device(self, dtype: torch.dtype) -> Tracer:
-        tracer, is_host = Tracer(self.device_type, dtype), backend(self.device_type).is_host
         try:
             model, *inputs = copy.deepcopy((self.model, self.inputs, self.kwargs))
         except (RuntimeError, TypeError) as error:  # tensors of a graph, locks, open files
             raise TraceError(f"real=True runs a copy of the model: {first_line(error)}") from error
         model.to(self.device_type)  # the copy: the user's own model stays where it is
-        args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(self.device_type), inputs)
-        state = dict([*model.named_parameters(), *model.named_buffers()])
+        inputs = tree_map_only(torch.Tensor, lambda t: t.to(self.device_type), inputs)
+        parameters: dict[str, Any] = dict(model.named_parameters())
+        buffers = dict(model.named_buffers())
+        run = ModelRun(model, parameters, buffers, *inputs, fake=lambda x: x, is_fake=False)
         # Dropout draws numbers: what the user draws next must not depend on this run.
+        is_host = backend(self.device_type).is_host
         devices = [] if is_host else [torch.accelerator.current_device_index()]
         with torch.random.fork_rng(devices, device_type="cuda" if is_host else self.device_type):
-            call = functools.partial(model, *args, **kwargs)
-            tracer.follow(model, call, state, (args, kwargs), self.loss_fn)
-        return tracer
+            return Tracer(self.device_type, dtype, run).follow(self.loss_fn)
 
     def explain(self, seen: Tracer, error: Exception) -> str:
         """The model's own error in a line, with the shapes that it was given."""
         tensors = [tensor for _, tensor in named_tensors((self.inputs, self.kwargs))]
         shapes = ", ".join(f"{tuple(t.shape)} {dtype_name(t.dtype)}" for t in tensors)
-        where = ""
+        name, given, where = type(self.model).__name__, shapes or "of no tensor", ""
         if seen.failed_at is not None:
             module, op = seen.failed_at
             where = f" in {place_of(module)} ({op})"
-        name, given = type(self.model).__name__, shapes or "of no tensor"
         low = {p.dtype for p in self.model.parameters()} & set(LOWER_DTYPES)
         wide = any(tensor.dtype is torch.float32 for tensor in tensors)
         tip = f"; its weights are {dtype_name(low.pop())}: give such inputs" if low and wide else ""

@@ -5,6 +5,7 @@ import difflib
 import functools
 import itertools
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from amp_lab.report import Printed, Table, bytes_text, listed, plural, share_text, short_name
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
-from amp_lab.tracing.records import LOSS, Cast, OpRecord
+from amp_lab.tracing.records import LOSS, Cast, OpRecord, work_of
 
 _MAX_LINES = 28  # of the table; deeper modules are summed up
 _DEEPEST = 12
@@ -46,9 +47,8 @@ class Xray(Printed):
     @property
     def low_share(self) -> float:
         """Share of the arithmetic of matrix products and convolutions in low precision, 0 to 1."""
-        total = sum(row.flops for row in self.rows)
-        low = sum(row.flops for row in self.rows if row.dtype in LOWER_DTYPES)
-        return low / total if total else 0.0
+        low = work_of(row for row in self.rows if row.dtype in LOWER_DTYPES)
+        return low / work_of(self.rows) if low else 0.0
 
     def _contents(self) -> dict[str, Any]:
         outputs = self.outputs.items()
@@ -58,39 +58,35 @@ class Xray(Printed):
         return contents
 
     def _table(self) -> Table:
-        total = sum(row.flops for row in self.rows)
+        total = work_of(self.rows)
         return Table(
             ["module", "class", "ops", "work", "work in", "other ops in", "casts", "output"],
             [line.cells(total) for line in _Outline(self).fitting_lines()],
             caption=self.title,
-            facts=self._facts(),
+            facts=list(self._facts()),
             advice=self.advice,
             right=(2, 3, 6),
         )
 
-    def _facts(self) -> list[str]:
-        facts = [] if self.dtype is torch.float32 else self._facts_on_autocast()
+    def _facts(self) -> Iterator[str]:
+        if self.dtype is not torch.float32:
+            share, low = f"{100 * self.low_share:.1f} %", short_name(self.dtype)
+            yield f"{share} of the work of matrix products and convolutions is done in {low}."
+            weights = [cast for cast in self.casts if cast.is_of_parameter]
+            cached, others = sum(cast.cached for cast in weights), len(self.casts) - len(weights)
+            yield (
+                f"Autocast inserted {plural(len(self.casts), 'cast')}: {len(weights):,} of "
+                f"parameters ({cached:,} kept in its cache), {others:,} of other values; they "
+                f"write {bytes_text(sum(cast.nbytes for cast in self.casts))}."
+            )
         outputs = [
-            f"{place + ' ' if place else ''}{short_name(dtype)} {shape}"
+            f"{place} {short_name(dtype)} {shape}".lstrip()
             for place, (dtype, shape) in self.outputs.items()
         ]
         if outputs:
-            facts.append(f"Output: {listed(outputs, 6)}.")
+            yield f"Output: {listed(outputs, 6)}."
         if self.loss_dtype is not None:
-            facts.append(f"Loss: {short_name(self.loss_dtype)}.")
-        return facts
-
-    def _facts_on_autocast(self) -> list[str]:
-        weights = [cast for cast in self.casts if cast.is_of_parameter]
-        cached = sum(cast.cached for cast in weights)
-        written = bytes_text(sum(cast.nbytes for cast in self.casts))
-        return [
-            f"{100 * self.low_share:.1f} % of the work of matrix products and convolutions is "
-            f"done in {short_name(self.dtype)}.",
-            f"Autocast inserted {plural(len(self.casts), 'cast')}: {len(weights):,} of "
-            f"parameters ({cached:,} kept in its cache), {len(self.casts) - len(weights):,} of "
-            f"other values; they write {written}.",
-        ]
+            yield f"Loss: {short_name(self.loss_dtype)}."
 
 
 @dataclass(frozen=True)
@@ -105,13 +101,12 @@ class _Line:
 
     def cells(self, total: int) -> list[str]:
         """The cells of the table; `total` is the work of the whole model."""
-        work = sum(row.flops for row in self.rows)
         outputs = self.rows[-1].out_dtypes if self.rows else ()
         return [
             self.label,
             self.kind,
             f"{self.times * len(self.rows):,}",
-            share_text(self.times * work, total),
+            share_text(self.times * work_of(self.rows), total),
             self._mix([row.dtype for row in self.rows if row.flops]),
             self._mix([row.dtype for row in self.rows if not row.flops]),
             f"{self.times * len(self.casts):,}" if self.casts else "-",
@@ -130,24 +125,18 @@ class _Outline:
 
     def __init__(self, result: Xray):
         self._classes = result.classes
-        self._rows: dict[str, list[OpRecord]] = defaultdict(list)
-        self._casts: dict[str, list[Cast]] = defaultdict(list)
-        for row in result.rows:
-            self._rows[row.module].append(row)
-        for cast in result.casts:
-            self._casts[cast.module].append(cast)
-        self._seen = list(dict.fromkeys([*self._rows, *self._casts]))
-        order = {name: number for number, name in enumerate(result.classes)}
+        self._own: dict[str, tuple[list[Any], list[Any]]] = {}  # ops and casts in a module's code
+        for record in (*result.rows, *result.casts):
+            own = self._own.setdefault(record.module, ([], []))
+            own[isinstance(record, Cast)].append(record)
         inside: dict[str, set[str]] = defaultdict(set)  # module: its parts that ran
-        for module in self._seen:
+        for module in self._own:
             while module and module != LOSS:
                 parent = module.rpartition(".")[0]
                 inside[parent].add(module)
                 module = parent
-        self._parts = {
-            module: sorted(parts, key=lambda name: order.get(name, len(order)))
-            for module, parts in inside.items()
-        }
+        # In the model's order.
+        self._parts = {m: [n for n in result.classes if n in parts] for m, parts in inside.items()}
         # To find modules alike, it is asked for the same ones again and again.
         self._below = functools.cache(self._lines_below)
 
@@ -167,21 +156,19 @@ class _Outline:
             at_top = line.label in ("", " itself")
             label = f"the model{line.label}" if at_top else line.label
             lines.append(dataclasses.replace(line, label=label))
-        if LOSS in self._seen:
-            lines.append(_Line(LOSS, "loss_fn", self._rows[LOSS], self._casts[LOSS]))
+        if LOSS in self._own:
+            lines.append(_Line(LOSS, "loss_fn", *self._own[LOSS]))
         return lines
 
     def _lines_below(self, module: str, depth: int) -> tuple[_Line, ...]:
         """The lines of a module, without its name: its own, and its parts' down to a depth."""
         kind, parts = self._classes.get(module, ""), self._parts.get(module, [])
         if not depth or not parts:
-            inside = [m for m in self._seen if m == module or m.startswith(f"{module}.")]
-            rows = [row for m in inside for row in self._rows[m]]
-            casts = [cast for m in inside for cast in self._casts[m]]
+            inside = [m for m in self._own if m == module or m.startswith(f"{module}.")]
+            rows = [row for m in inside for row in self._own[m][0]]
+            casts = [cast for m in inside for cast in self._own[m][1]]
             return (_Line("", kind, rows, casts),)
-        lines = []
-        if module in self._seen:
-            lines.append(_Line(" itself", kind, self._rows[module], self._casts[module]))
+        lines = [_Line(" itself", kind, *self._own[module])] if module in self._own else []
 
         def form(part: str) -> tuple[str, list[list[str]]]:
             """``blocks.`` of ``blocks.3``, and what its lines say."""
@@ -229,20 +216,17 @@ class Comparison(Printed):
                 for (called, a, b), modules in groups.items()
             ],
             caption=f"{self.a.model}: {self.names[0]} against {self.names[1]}",
-            facts=self._facts(),
+            facts=list(self._facts()),
             right=(1,),
         )
 
-    def _facts(self) -> list[str]:
+    def _facts(self) -> Iterator[str]:
         total = len(self.a.rows) + sum(left is None for left, _ in self.different)
-        facts = [f"{len(self.different):,} of {total:,} ops differ."]
+        yield f"{len(self.different):,} of {total:,} ops differ."
         for name, x in zip(self.names, (self.a, self.b), strict=True):
-            outputs = ", ".join(dict.fromkeys(short_name(dtype) for dtype in x.output_dtypes))
-            facts.append(
-                f"{name}: {100 * x.low_share:.1f} % of the work in low precision, "
-                f"{plural(len(x.casts), 'cast')}, output {outputs or 'none'}."
-            )
-        return facts
+            outputs = ", ".join(dict.fromkeys(map(short_name, x.output_dtypes))) or "none"
+            low = f"{100 * x.low_share:.1f} % of the work in low precision"
+            yield f"{name}: {low}, {plural(len(x.casts), 'cast')}, output {outputs}."
 
 
 def _flow(row: OpRecord | None) -> str:
