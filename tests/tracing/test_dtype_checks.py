@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from amp_lab import xray
 from amp_lab.tracing.fake_device import absent_device, fake_mode
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -94,3 +96,32 @@ def test_a_cpu_takes_no_wide_data_with_low_weights():
         norm(torch.ones(4, 4), torch.ones(4, 4, dtype=BF16))
     with pytest.raises(RuntimeError, match="native_batch_norm takes tensors of one dtype"):
         run_on_fakes(norm, "cpu")
+
+
+ACTIVATIONS = "ReLU GELU SiLU Sigmoid Tanh ReLU6 Hardswish Hardsigmoid LeakyReLU ELU Mish GLU"
+LAYERS = [
+    *(getattr(nn, name)() for name in ACTIVATIONS.split()),
+    nn.Softmax(-1), nn.LogSoftmax(-1), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4), nn.LayerNorm(8),
+    nn.Linear(8, 4), nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveMaxPool2d(1),
+    nn.AdaptiveAvgPool2d(1), nn.ReflectionPad2d(1), nn.Upsample(scale_factor=2),
+    nn.Upsample(scale_factor=2, mode="bilinear"), nn.PixelShuffle(2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8], ids=str)
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_what_is_no_float_is_taken_by_a_fake_as_by_a_kernel(layer, dtype):
+    x = torch.ones(2, 4, 8, 8).to(dtype)
+
+    def refused(run) -> bool:
+        try:
+            return bool(getattr(run(), "raised", ""))
+        except (RuntimeError, NotImplementedError):  # a TraceError is one
+            return True
+
+    def real() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(x)
+
+    traced = refused(lambda: xray(layer, x, device_type="cpu", dtype=torch.bfloat16))
+    assert traced is refused(real)

@@ -10,8 +10,7 @@ from amp_lab.device import describe_device
 from amp_lab.errors import TraceError
 from amp_lab.precision import Precision
 from amp_lab.report import bytes_text
-from amp_lab.tracing.largest_batch import BatchedInputs
-from amp_lab.tracing.memory import memory_table, parse_bytes
+from amp_lab.tracing.memory import BatchedInputs, memory_table, parse_bytes
 from amp_lab.tracing.xray import xray
 from amp_lab.tracing.xray_result import Xray
 

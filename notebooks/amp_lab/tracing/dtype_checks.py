@@ -1,4 +1,4 @@
-"""What real kernels refuse and fake tensors let through: tensors of different dtypes in one op."""
+"""What real kernels refuse and fake tensors let through: dtypes that differ, or are not floats."""
 
 from typing import Any
 
@@ -17,6 +17,14 @@ _ALIKE_AT = {
 _ALIKE = {name: places for places, names in _ALIKE_AT.items() for name in names.split()}
 # Refused on a CPU alone: fp32 data with weights and statistics in low precision.
 _WIDE_DATA = {"native_batch_norm": (0, 1, 2), "native_layer_norm": (0, 2, 3)}
+# Ops that take floating-point tensors alone, and those that take integers too, but no bools.
+_OF_FLOATS = (
+    "gelu silu mish hardswish hardsigmoid glu _softmax _log_softmax adaptive_max_pool2d "
+    "adaptive_max_pool3d upsample_nearest1d upsample_nearest2d upsample_nearest3d "
+    "upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d"
+)
+_OF_NO_BOOLS = "relu max_pool2d_with_indices avg_pool2d reflection_pad2d"
+_FLOATS, _NO_BOOLS = frozenset(_OF_FLOATS.split()), frozenset(_OF_NO_BOOLS.split())
 
 
 class StrictFakeMode(FakeTensorMode):
@@ -28,8 +36,14 @@ class StrictFakeMode(FakeTensorMode):
 
 
 def check_dtypes(func: OpOverload, args: tuple) -> None:
-    """Raise `RuntimeError` if an op gets tensors whose dtypes its kernels do not take together."""
+    """Raise `RuntimeError` if an op gets tensors of dtypes that its kernels do not take."""
     name = func._schema.name.removeprefix("aten::")
+    plain, first = name.rstrip("_"), args[0] if args else None
+    if plain in _FLOATS | _NO_BOOLS and isinstance(first, torch.Tensor):
+        of_pixels = first.dtype is torch.uint8 and plain.startswith("upsample")
+        fits = first.is_floating_point() or first.is_complex() or of_pixels
+        if not fits and (plain in _FLOATS or first.dtype is torch.bool):
+            raise RuntimeError(f"{name} takes no tensor of {first.dtype}")
     if name in _ALIKE:
         require_alike(name, [args[place] for place in _ALIKE[name] if place < len(args)])
     elif name in _WIDE_DATA:
