@@ -34,7 +34,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from amp_lab import Precision, compare, forecast_memory, plots, xray
+from amp_lab import Precision, advise, compare, forecast_memory, plots, xray
 from amp_lab.bench import ConvModel, FusedStep, count_step, measure_ceilings, quantized_sine
 from amp_lab.cli import main as amp_lab_command
 from amp_lab.device import describe_device, matrix_product, recommend_precision
@@ -55,6 +55,7 @@ config = {
         "steps": 1,  # in a row, to be timed
         "sizes": (16, 32, 64),
         "widths": (16, 64, 256),
+        "minutes": 0.25,
     },
     "full": {
         "size": 512,
@@ -62,6 +63,7 @@ config = {
         "steps": 3,
         "sizes": (32, 128, 512),
         "widths": (16, 64, 256),
+        "minutes": 1.0,
     },
 }[scale]
 recommended = recommend_precision(device)
@@ -637,6 +639,37 @@ assert climbed.trusted == (rung in ladder.steps)
 assert amp_lab_command(["bench", "--list"]) == 0
 
 # %% [markdown]
+# ## Let the computer climb
+#
+# For a model of your own, `advise` does what this notebook did by hand, on a copy. It forecasts the
+# memory in each precision, trains the model for some steps and holds losses and gradients against
+# FP32's, times in turns what is sound, and ends with the lines to write. On the command line that is
+# `amp-lab advise`, and takes about two minutes. Here it gets a small ConvModel and less time.
+
+# %% tags=["nbval-ignore-output"]
+small, wanted = quantized_sine(64, device)
+advice = advise(
+    ConvModel(64).to(device),
+    small,
+    loss_fn=partial(nn.functional.mse_loss, target=wanted),
+    device=device,
+    minutes=config["minutes"],
+)
+advice
+
+# %% [markdown]
+# Read the last column first. One recipe for training and one for inference are *recommended*: the
+# first that surely beat the simpler ones by enough to be worth a change to your program. The others
+# say why they are not: too slow, unlike FP32, or not tried, since the time was up. What does not learn
+# as FP32 does is never recommended, however fast it is. The program below the table ran before it was
+# printed, with your model in place of `model`.
+
+# %%
+assert advice.recommended is not None
+assert {best.verdict for best in advice.chosen.values()} == {"recommended"}
+assert all(candidate.verdict for candidate in advice.candidates)
+
+# %% [markdown]
 # ## Summary
 #
 # - Count first. FLOPs at the measured rate give the time that no rung can beat; bytes at the
@@ -645,6 +678,7 @@ assert amp_lab_command(["bench", "--list"]) == 0
 #   part is the promise, the second often decides.
 # - Channels last, a fused optimizer, no reading of the loss, `torch.compile`: each is one line, and
 #   each pays on some devices and not on others. Measure in turns, on yours.
+# - `advise` climbs with a model of yours, and never to a rung that does not learn as FP32 does.
 # - AMP can lose where there is nothing to multiply, where the ops are small, and in a format that
 #   the hardware does not have.
 #
