@@ -116,10 +116,9 @@ def migrate_file(path: Path, write: bool = False) -> Result:
     """Migrate one file; the result holds the error if that cannot be done."""
     try:
         return _migrate(path, write)
-    except OptionError as error:
-        return Result(path, error=f"{path}: {error}; left as it was")
-    except OSError as error:
-        return Result(path, error=f"{path}: {error.strerror or error}; left as it was")
+    except (OptionError, OSError) as error:
+        why = getattr(error, "strerror", None) or error
+        return Result(path, error=f"{path}: {why}; left as it was")
 
 
 def _migrate(path: Path, write: bool) -> Result:
@@ -152,10 +151,8 @@ def _write(path: Path, old: bytes, new: bytes, status: os.stat_result) -> None:
 
 
 def _diff(name: str, old: str, new: str) -> str:
-    before, after = (re.split(r"\r\n?|\n", text) for text in (old, new))
-    for lines in (before, after):
-        if not lines[-1]:
-            del lines[-1]  # what follows the end of the last line
+    ends = re.compile(r"\r\n?")
+    before, after = (ends.sub("\n", text).removesuffix("\n").split("\n") for text in (old, new))
     diff = difflib.unified_diff(before, after, name, name, lineterm="")
     return "".join(f"{line}\n" for line in diff)
 
