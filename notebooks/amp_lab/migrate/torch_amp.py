@@ -9,7 +9,6 @@ in a file that turns the cache off.
 """
 
 import functools
-import itertools
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -18,13 +17,13 @@ from typing import TypeGuard
 
 import libcst as cst
 
+from amp_lab.migrate.amp_names import NAMED, NEW, OLD, OLD_MODULES
 from amp_lab.migrate.nodes import (
     aliases_of,
     arguments,
     assignments,
     dotted,
     is_false,
-    is_star,
     literal,
     module_of,
     name_called,
@@ -34,27 +33,8 @@ from amp_lab.migrate.rewriter import Edit, Rewriter
 from amp_lab.migrate.torch_name import TorchName
 from amp_lab.migrate.version_guards import is_guarded
 
-TRIGGERS = ("autocast", "GradScaler", "torch custom_fwd", "torch custom_bwd")
-TRIGGERS += ("torch cuda.amp", "torch cpu.amp")
-OLD_MODULES = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
-_HOMES = {
-    "autocast": "autocast_mode",
-    "custom_fwd": "autocast_mode",
-    "custom_bwd": "autocast_mode",
-    "GradScaler": "grad_scaler",
-}
-OLD = {  # old dotted name: today's name, device
-    ".".join(parts): (name, device)
-    for module, device in OLD_MODULES.items()
-    for name, home in _HOMES.items()
-    if device == "cuda" or not name.startswith("custom")  # torch.cpu.amp never had those
-    for parts in ((module, name), (module, home, name))
-}
+TRIGGERS = (*NAMED, "torch cuda.amp", "torch cpu.amp")
 _BELOW_OLD = tuple(f"{name}." for name in OLD)  # such as autocast.__init__
-_TODAY = {
-    "autocast": {"torch.autocast", "torch.amp.autocast"},
-    "GradScaler": {"torch.amp.GradScaler"},
-}
 _DTYPES = {"cuda": "float16", "cpu": "bfloat16"}
 _ATOMS = cst.Name | cst.Attribute | cst.Call | cst.Subscript | cst.Dict
 _AUTOCAST_ARGUMENTS = ("enabled", "dtype", "cache_enabled")
@@ -84,7 +64,7 @@ class Rule(Rewriter):
         """Whether something in the file may turn the cache of casts off."""
         tree = self.tree
         is_set = any(use.parts[-1] == "set_autocast_cache_enabled" for use in tree.uses)
-        return is_set or any("cache_enabled" in arguments(call) for call in tree.calls)
+        return is_set or any("cache_enabled" in arguments(call.args) for call in tree.calls)
 
     @functools.cached_property
     def takes_dtype(self) -> bool:
@@ -92,9 +72,9 @@ class Rule(Rewriter):
         tree = self.tree
         if any(use.parts[-1].startswith("get_autocast_") for use in tree.uses):
             return True
-        for call in tree.calls:
-            if tree.scope_of[call].origin(call.func) in _TODAY["autocast"]:
-                given = arguments(call)
+        for call, scope in tree.calls.items():
+            if NEW.get(scope.origin(call.func) or "") == "autocast":
+                given = arguments(call.args)
                 is_by_place = sum(arg.keyword is None for arg in call.args) > 1
                 if not is_by_place and "dtype" not in given and not is_false(given.get("enabled")):
                     return True
@@ -152,7 +132,7 @@ class Rule(Rewriter):
         """What a call may replace, given as one string, or as a module and a string."""
         names = []
         for value in (arg.value for arg in call.args[:2]):
-            origin = self.tree.scope_of[call].origin(value)
+            origin = self.tree.calls[call].origin(value)
             names.append(literal(value) or origin or "")
         return *names[:1], ".".join(filter(None, names))
 
@@ -263,7 +243,7 @@ class Rule(Rewriter):
             return
         # for another device
         others = {old for old, new in OLD.items() if new[0] == name and new[1] != device}
-        others.update(_TODAY[name])
+        others |= {new for new, today in NEW.items() if today == name}
         if any(use.origins & others for use in self.tree.uses):
             asked = "device" if name == "autocast" else "_device"
             one = f"torch.amp.{name} is one class for all devices"
@@ -315,22 +295,26 @@ class Rule(Rewriter):
     def _plan_autocast(
         self, device: str, args: Sequence[cst.Arg], use: Use
     ) -> tuple[str, list[Edit]]:
-        """What to put after the device, and the edits of the arguments."""
-        given = self._autocast_arguments(device, args)
+        """What to put after the device, and the edits of the arguments. Raises `ByHand`."""
+        by_place = [arg for arg in args if arg.star != "**" and arg.keyword is None]
+        if len(by_place) > len(_AUTOCAST_ARGUMENTS) or any(arg.star for arg in by_place):
+            raise ByHand(
+                "its positional arguments changed their order: write torch.amp.autocast("
+                f'"{device}", enabled=…, dtype=…, cache_enabled=…)'
+            )
         edits = []
-        for keyword, arg in given.items():
-            if arg.keyword is None:  # the order of today's is another
-                start, end = self.tree.span(arg)
-                is_bare = isinstance(arg.value, cst.NamedExpr) and not arg.value.lpar
-                edits.append(Edit(start, start, f"{keyword}={'(' if is_bare else ''}"))
-                edits += [Edit(end, end, ")")] * is_bare
-        defaults = self._autocast_defaults(device, given, use)
+        for keyword, arg in zip(_AUTOCAST_ARGUMENTS, by_place, strict=False):
+            start, end = self.tree.span(arg)
+            is_bare = isinstance(arg.value, cst.NamedExpr) and not arg.value.lpar
+            edits.append(Edit(start, start, f"{keyword}={'(' if is_bare else ''}"))
+            edits += [Edit(end, end, ")")] * is_bare
+        defaults = self._autocast_defaults(device, arguments(args, _AUTOCAST_ARGUMENTS), use)
         mappings = [arg for arg in args if arg.star == "**"]
-        if not mappings:
+        if not mappings or not defaults:
             return "".join(f", {key}={value}" for key, value in defaults.items()), edits
-        if len(mappings) > 1 and defaults:
+        if len(mappings) > 1:
             raise ByHand(f'it is called with two **: write torch.amp.autocast("{device}", …)')
-        return "", edits + (self._put_into_mapping(mappings[0], defaults) if defaults else [])
+        return "", edits + self._put_into_mapping(mappings[0], defaults)
 
     def _put_into_mapping(self, arg: cst.Arg, defaults: dict[str, str]) -> list[Edit]:
         """Put defaults before what ``**`` brings, which may hold them too, and then counts."""
@@ -341,26 +325,12 @@ class Rule(Rewriter):
         before, after = ("**(", ")}") if is_bare else ("**", "}")
         return [Edit(start, start, "{" + listed + before), Edit(end, end, after)]
 
-    @staticmethod
-    def _autocast_arguments(device: str, args: Sequence[cst.Arg]) -> dict[str, cst.Arg]:
-        """The arguments of a call of the old autocast by their names. Raises `ByHand`."""
-        given: dict[str, cst.Arg] = {}
-        for arg in args:
-            if arg.star == "*" or (not arg.star and not arg.keyword and len(given) == 3):
-                raise ByHand(
-                    "its positional arguments changed their order: write torch.amp.autocast("
-                    f'"{device}", enabled=…, dtype=…, cache_enabled=…)'
-                )
-            if arg.keyword is not None:
-                given[arg.keyword.value] = arg
-            elif not arg.star:
-                given[_AUTOCAST_ARGUMENTS[len(given)]] = arg
-        return given
-
-    def _autocast_defaults(self, device: str, given: dict[str, cst.Arg], use: Use) -> dict:
+    def _autocast_defaults(
+        self, device: str, given: dict[str, cst.BaseExpression], use: Use
+    ) -> dict[str, str]:
         """The defaults of the old autocast that are to be written out. Raises `ByHand`."""
         defaults = {}
-        is_idle = "enabled" in given and is_false(given["enabled"].value)
+        is_idle = is_false(given.get("enabled"))
         if "dtype" not in given and (not is_idle or self.takes_dtype):
             torch = self.torch.at(use)
             if torch is None:
@@ -394,7 +364,7 @@ class Rule(Rewriter):
             self.say(nodes[0], "by hand", stays)
             return
         statement = self.tree.parents[aliases[0]]
-        if (statement, scope) in self.tree.imports:
+        if self.tree.imports.get(statement) is scope:
             self.torch.offer(scope, statement)
         planned = self._plan_uses(uses)
         if len(planned) < len(uses) or self.tree.count_uses(name, scope) > len(uses):
@@ -432,16 +402,15 @@ class Rule(Rewriter):
         self.insert(start, line + ("; " if indent is None else self.tree.newline + indent))
 
     def _rewrite_imports(self) -> None:
-        for node, _ in self.tree.imports:
-            module = module_of(node)
+        for star, module in self.tree.stars.items():
+            if module.startswith(tuple(OLD_MODULES)) and not is_guarded(self.tree, star):
+                what = "import the names that are used from torch.amp, and give each call its"
+                self.say(star, "by hand", f"from {module} import *: {what} device")
+        for node in self.tree.imports:
             if isinstance(node, cst.Import):
                 self._rewrite_import(node)
-            elif is_star(node):
-                if module.startswith(tuple(OLD_MODULES)) and not is_guarded(self.tree, node):
-                    what = "import the names that are used from torch.amp, and give each call its"
-                    self.say(node, "by hand", f"from {module} import *: {what} device")
-            elif self.moved[node]:
-                self._rewrite_import_from(node)
+            elif isinstance(node, cst.ImportFrom) and self.moved[node]:
+                self._rewrite_import_from(node, self.moved[node])
 
     def _rewrite_import(self, node: cst.Import) -> None:
         for alias in node.names:
@@ -452,20 +421,21 @@ class Rule(Rewriter):
             elif alias in self.moved[node]:
                 self.replace(alias.name, "torch.amp")
 
-    def _rewrite_import_from(self, node: cst.ImportFrom) -> None:
-        tree, aliases, moved = self.tree, aliases_of(node), self.moved[node]
+    def _rewrite_import_from(self, node: cst.ImportFrom, moved: list[cst.ImportAlias]) -> None:
+        tree, aliases = self.tree, aliases_of(node)
         assert node.module is not None  # what is moved comes from a module of torch
         new = "torch" if module_of(node) in ("torch.cuda", "torch.cpu") else "torch.amp"
         if len(moved) == len(aliases):
             self.replace(node.module, new)
             return
-        spans = [self._alias_span(alias) for alias in aliases]
-        is_moved = [alias in moved for alias in aliases]
-        texts = [tree.text[slice(*span)] for span in itertools.compress(spans, is_moved)]
-        self._put_before(node, f"from {new} import {', '.join(texts)}")
+        spans = [tree.span(alias) for alias in aliases]
+        gone = [i for i, alias in enumerate(aliases) if alias in moved]
+        names = ", ".join(tree.text[slice(*spans[i])] for i in gone)
+        self._put_before(node, f"from {new} import {names}")
         has_comments = "#" in tree.text[slice(*tree.span(node))]
-        last_kept = max(i for i, is_gone in enumerate(is_moved) if not is_gone)
-        for i, (start, end) in itertools.compress(enumerate(spans), is_moved):
+        last_kept = max({*range(len(aliases))} - {*gone})
+        for i in gone:
+            start, end = spans[i]
             if has_comments:  # which stay where they are, in their brackets
                 rest = tree.text[end:].lstrip().removeprefix(",")  # the comma goes with the name
                 end = len(tree.text) - len(rest)
@@ -474,7 +444,3 @@ class Rule(Rewriter):
             else:
                 start = spans[i - 1][1]
             self.edits.append(Edit(start, end, ""))
-
-    def _alias_span(self, alias: cst.ImportAlias) -> tuple[int, int]:
-        last = alias.name if alias.asname is None else alias.asname.name
-        return self.tree.span(alias.name)[0], self.tree.span(last)[1]
