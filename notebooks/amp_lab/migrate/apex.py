@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import libcst as cst
 
-from amp_lab.migrate.nodes import aliases_of, arguments, bound_name, module_of
+from amp_lab.migrate import nodes
 from amp_lab.migrate.python_tree import Scope, Tree, Use
 from amp_lab.migrate.rewriter import Rewriter
 from amp_lab.migrate.version_guards import is_guarded
@@ -134,7 +134,7 @@ class Rule(Rewriter):
             if _is_apex(module):
                 self._mark(star, f"import the names that are used: {_longest(ADVICE, module)}")
         for node, scope in self.tree.imports.items():
-            if isinstance(node, cst.ImportFrom) and _is_apex(module_of(node)):
+            if isinstance(node, cst.ImportFrom) and _is_apex(nodes.module_of(node)):
                 self._rewrite_import(node, scope)
         self._put_marks()  # last: one statement may have several
 
@@ -162,14 +162,14 @@ class Rule(Rewriter):
             return False
         if not call.args or any(arg.star for arg in call.args):
             return False
-        given = arguments(call.args)
+        given = nodes.arguments(call.args)
         return len(call.args) - len(given) <= equal.positional and given.keys() <= {*equal.keywords}
 
     def _rewrite_to(self, use: Use, old: str, name: str) -> None:
         call, equal = self.tree.call_of(use.node), EQUALS[old]
         assert call is not None  # asked before the use was taken on
         self.replace(use.node, name)
-        given = arguments(call.args)
+        given = nodes.arguments(call.args)
         for key, value in equal.added:
             if key not in given:
                 self.insert(self.tree.span(call.args[-1])[1], f", {key}={value}")
@@ -184,8 +184,8 @@ class Rule(Rewriter):
 
     def _rewrite_import(self, node: cst.ImportFrom, scope: Scope) -> None:
         """Replace an import if each name in it can be, else mark the uses that could have been."""
-        olds = {alias: self.tree.imported[alias] or "" for alias in aliases_of(node)}
-        count = {alias: self.tree.count_uses(bound_name(alias), scope) for alias in olds}
+        olds = {alias: self.tree.imported[alias] or "" for alias in nodes.aliases_of(node)}
+        count = {alias: self.tree.count_uses(nodes.bound_name(alias), scope) for alias in olds}
         if self._can_be_torch(node, olds, count):
             self._import_from_torch(node, olds)
             return

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 
 import libcst as cst
 
+from amp_lab.migrate import nodes
 from amp_lab.migrate.amp_names import NEW, OLD, OLD_MODULES
-from amp_lab.migrate.nodes import arguments, assignments, children, dotted, is_false, leaves
 from amp_lab.migrate.python_tree import Scope, Tree
 
 # Each class with the place of `enabled` among its arguments: those of old had no device before it.
@@ -118,10 +118,10 @@ class CodeReader:
                         if self._is_off(arm):
                             self.disabled.add(parts[-1])
 
-    def origin(self, node: cst.CSTNode | None, scope: Scope | None) -> str | None:
+    def origin(self, node: cst.CSTNode | None, scope: Scope) -> str | None:
         """The dotted name that an expression stands for, also after ``amp = torch.cuda.amp``."""
-        parts = dotted(node)
-        if parts is None or scope is None:
+        parts = nodes.dotted(node)
+        if parts is None:
             return None
         bound = scope.find(parts[0])
         if bound is None and parts[0] not in ("torch", "apex"):
@@ -135,7 +135,7 @@ class CodeReader:
 
     def _read(self, node: cst.CSTNode, place: Place, unit: Unit) -> None:
         """Note what happens in a node, in the order in which it runs."""
-        for target, value in assignments(node):
+        for target, value in nodes.assignments(node):
             scaler = self._scaler_in(value)
             if scaler is not None:
                 unit.scaled_names[self.key(target)] = scaler
@@ -159,9 +159,9 @@ class CodeReader:
             switch = self._switches(part.item, scope)
             return place if switch is None else dataclasses.replace(place, autocast=switch)
         if isinstance(part, cst.If):
-            if leaves(part.body):
+            if nodes.leaves(part.body):
                 return place.in_arm(part, 1)
-            if isinstance(part.orelse, cst.Else) and leaves(part.orelse.body):
+            if isinstance(part.orelse, cst.Else) and nodes.leaves(part.orelse.body):
                 return place.in_arm(part, 0)
         return place
 
@@ -178,14 +178,14 @@ class CodeReader:
         """Whether a call has ``enabled=False``, by keyword or as the argument at its place."""
         made = self._class_of(call) or ""
         names = [""] * SCALERS.get(made, AUTOCASTS.get(made, 0)) + ["enabled"]
-        return is_false(arguments(call.args, names).get("enabled"))
+        return nodes.is_false(nodes.arguments(call.args, names).get("enabled"))
 
     def _class_of(self, call: cst.Call) -> str | None:
         return self.origin(call.func, self.tree.calls[call])
 
     def key(self, node: cst.CSTNode) -> str:
         """An expression as its dotted name, or its code if it is none."""
-        parts = dotted(node)
+        parts = nodes.dotted(node)
         return ".".join(parts) if parts else self.tree.code(node).strip()
 
     def _kind(self, call: cst.Call, unit: Unit) -> tuple[str, str, str]:
@@ -222,12 +222,12 @@ class CodeReader:
 
     @staticmethod
     def _is_loss(receiver: cst.BaseExpression, call: cst.Call) -> bool:
-        parts = dotted(receiver)
+        parts = nodes.dotted(receiver)
         is_given = any(arg.keyword is None for arg in call.args)
         if is_given and not _NAMED_LOSS.search((parts or ("",))[-1]):
             return False  # engine.backward(loss), flow.backward(x)
         if parts is None:  # super().backward, a.get_model().backward
-            return not isinstance(receiver, cst.Call) or dotted(receiver.func) != ("super",)
+            return not nodes.is_call_of(receiver, "super")
         if parts[-1][:1].isupper():  # MyFunction.backward(ctx, gradient)
             return False
         return parts[0] not in _NO_LOSS if len(parts) == 1 else "loss" in parts[-1].lower()
@@ -285,7 +285,7 @@ def _parts_to_read(node: cst.CSTNode) -> Iterable[cst.CSTNode]:
         return ()
     if isinstance(node, cst.Match):
         return node.cases
-    return (node.body,) if isinstance(node, _BODY_ALONE) else children(node)
+    return (node.body,) if isinstance(node, _BODY_ALONE) else nodes.children(node)
 
 
 def _arms(node: cst.CSTNode) -> list[cst.CSTNode | None]:

@@ -239,19 +239,17 @@ def _migrate_notebook(path: Path, data: bytes) -> _Migrated:
         lines.append(finding._replace(line=finding.line - line_of[at], cell=cells[at].number))
     raw_edits, changes = [], []
     for cell in cells:
-        new = _migrate_cell(cell, edits)
+        end = cell.start + len(cell.text)
+        own = [
+            Edit(edit.start - cell.start, min(edit.end, end) - cell.start, edit.text)
+            for edit in edits
+            if cell.start <= edit.start <= end
+        ]
+        new = apply(cell.text, own)
         if new != cell.text:
             raw_edits.append(_in_json(text, cell, new))
             changes.append((f" (cell {cell.number})", cell.text, new))
     return apply(text, raw_edits).encode(), lines, changes
-
-
-def _migrate_cell(cell: _Cell, edits: list[Edit]) -> str:
-    size, own = len(cell.text), []
-    for start, end, new in edits:
-        if cell.start <= start <= cell.start + size:
-            own.append(Edit(start - cell.start, min(end - cell.start, size), new))
-    return apply(cell.text, own)
 
 
 def _read_notebook(data: bytes) -> tuple[str, list[_Cell]]:

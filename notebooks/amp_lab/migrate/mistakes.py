@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import libcst as cst
 
+from amp_lab.migrate import nodes
 from amp_lab.migrate.code_reader import CodeReader, Event, last_part, of_kind
-from amp_lab.migrate.nodes import assignments, dotted
 from amp_lab.migrate.rewriter import Rewriter
 
 TRIGGERS = ("autocast", "GradScaler", "torch .scale(")  # a scaler may be passed to a function
@@ -55,13 +55,13 @@ def _may_be_unscaled(code: CodeReader, scaled: Event, clip: Event) -> bool:
             return True
         if event.kind == "call" and _may_unscale(code, event.node, scaled.of):
             return True
-    for plain in of_kind("backward", clip.unit.events):
-        if not plain.place.excludes(clip.place) and not plain.place.excludes(scaled.place):
-            return True
+    plain = [event.place for event in of_kind("backward", clip.unit.events)]
+    if not all(at.excludes(clip.place) or at.excludes(scaled.place) for at in plain):
+        return True
     text = code.text_between(scaled, clip)
-    if "get_scale" in code.tree.code(clip.unit.scope.node) or _is_passed_on(scaled.of, text):
-        return True  # divided by hand, here or by what is given the scaler
-    return bool(_UNSCALES.search(text))
+    # divided by hand, here or by what is given the scaler
+    is_divided = "get_scale" in code.tree.code(clip.unit.scope.node)
+    return is_divided or _is_passed_on(scaled.of, text) or bool(_UNSCALES.search(text))
 
 
 def _is_passed_on(scaler: str, text: str) -> bool:
@@ -70,7 +70,7 @@ def _is_passed_on(scaler: str, text: str) -> bool:
 
 def _may_unscale(code: CodeReader, call: cst.Call, scaler: str) -> bool:
     """Whether a call may lead to `scaler.unscale_`, though it is not given the scaler."""
-    parts = dotted(call.func) or ()
+    parts = nodes.dotted(call.func) or ()
     function = code.functions.get(parts[-1]) if parts else None
     if function is not None:
         return "unscale" in code.tree.code(function)
@@ -81,7 +81,7 @@ def _may_unscale(code: CodeReader, call: cst.Call, scaler: str) -> bool:
 
 def _is_given(call: cst.Call, name: str) -> bool:
     """Whether a name by itself is an argument of a call."""
-    return any(dotted(arg.value) == (name,) for arg in call.args)
+    return any(nodes.dotted(arg.value) == (name,) for arg in call.args)
 
 
 def _stepped_beside(code: CodeReader) -> Found:
@@ -184,27 +184,30 @@ def _lacks_scaler(code: CodeReader, call: cst.Call, saved: cst.CSTNode, names: l
 
 def _dict_saved(code: CodeReader, call: cst.Call) -> cst.CSTNode | None:
     """The dict, written out, that ``torch.save`` is given, or that a name was given once."""
-    scope = code.tree.calls[call]
-    if not call.args or code.origin(call.func, scope) != "torch.save":
+    if not call.args or not _saves(code, call):
         return None
     node = call.args[0].value
     if isinstance(node, cst.Name):
-        binding = scope.only(node.value)
-        # a key may be added later
+        binding = code.tree.calls[call].only(node.value)
+        # a key may be added later, also by another call that is given the dict
         changed = re.search(rf"\b{node.value}\s*(\[|\.|\|=)", code.tree.text)
-        if binding is None or changed or _is_handed_on(code, node.value):
+        others = (c for c in code.tree.calls if _is_given(c, node.value) and not _saves(code, c))
+        if binding is None or changed or any(others):
             return None
         node = binding.value
     return node if _is_whole_dict(node) else None
 
 
+def _saves(code: CodeReader, call: cst.Call) -> bool:
+    return code.origin(call.func, code.tree.calls[call]) == "torch.save"
+
+
 def _is_whole_dict(node: cst.CSTNode | None) -> bool:
     """Whether all keys of a dict can be read off its source."""
-    if isinstance(node, cst.Call) and dotted(node.func) == ("dict",):
+    if nodes.is_call_of(node, "dict"):
         return bool(node.args) and all(arg.keyword for arg in node.args)
-    if not isinstance(node, cst.Dict):
-        return False
-    return not any(isinstance(element, cst.StarredDictElement) for element in node.elements)
+    is_dict = isinstance(node, cst.Dict)
+    return is_dict and all(isinstance(element, cst.DictElement) for element in node.elements)
 
 
 # What leaves the file.
@@ -221,7 +224,7 @@ def _escapes(code: CodeReader, name: str) -> bool:
 
 def _hands_on_self(code: CodeReader, call: cst.Call) -> bool:
     """Whether a call gives the object away, or is of a method from a class of another file."""
-    parts = dotted(call.func) or ()
+    parts = nodes.dotted(call.func) or ()
     # what gets the object may update its scaler
     if _is_given(call, "self") and parts != ("super",):
         return True
@@ -233,14 +236,8 @@ def _hands_on_self(code: CodeReader, call: cst.Call) -> bool:
 def _stays(code: CodeReader, node: cst.CSTNode, name: str) -> bool:
     """Whether a use of a scaler leaves it in this file, and by its name."""
     parent = code.tree.parents[node]
-    given = [last_part(code.key(target)) for target, _ in assignments(parent)]
+    given = [last_part(code.key(target)) for target, _ in nodes.assignments(parent)]
     return isinstance(parent, _KEEPS) or (given != [] and {*given} == {name})
-
-
-def _is_handed_on(code: CodeReader, name: str) -> bool:
-    """Whether a call other than ``torch.save`` is given a dict, which it may add to."""
-    given = ((call, scope) for call, scope in code.tree.calls.items() if _is_given(call, name))
-    return any(code.origin(call.func, scope) != "torch.save" for call, scope in given)
 
 
 _RULES = (_clipped_scaled, _stepped_beside, _backward_in_autocast, _never_updated, _saved_without)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
+from typing import TypeGuard
 
 import libcst as cst
 
@@ -50,6 +51,12 @@ def dotted(node: cst.CSTNode | None) -> tuple[str, ...] | None:
 def name_called(call: cst.Call) -> str:
     """The last part of the name of what is called; empty if it has none."""
     return (dotted(call.func) or ("",))[-1]
+
+
+def is_call_of(node: cst.CSTNode | None, *names: str) -> TypeGuard[cst.Call]:
+    """Whether it is a call of something that has one of these names, without a dot."""
+    func = node.func if isinstance(node, cst.Call) else None
+    return isinstance(func, cst.Name) and func.value in names
 
 
 def arguments(args: Sequence[cst.Arg], names: Sequence[str] = ()) -> dict[str, cst.BaseExpression]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import libcst as cst
 
+from amp_lab.migrate import nodes
 from amp_lab.migrate.amp_names import HOMES, NAMED
-from amp_lab.migrate.nodes import arguments, dotted
 from amp_lab.migrate.python_tree import Use
 from amp_lab.migrate.rewriter import Rewriter
 
@@ -54,7 +54,7 @@ class Rule(Rewriter):
         if call is None:
             parent = self.tree.parents[use.node]
             return name.startswith("custom") and isinstance(parent, cst.Decorator)
-        if arguments(call.args).keys() & {"device", "device_type"}:
+        if nodes.arguments(call.args).keys() & {"device", "device_type"}:
             return False
         by_place = bool(call.args) and call.args[0].keyword is None
         if name.startswith("custom") or not by_place:
@@ -65,7 +65,7 @@ class Rule(Rewriter):
         """The files that a use may be of something in, as far as they are there, with its name."""
         bindings = use.scope.bound(use.parts[0])
         for star in self.tree.stars if use.parts[-1] in HOMES and not bindings else ():
-            for home in _files(path, len(star.relative), dotted(star.module) or ()):
+            for home in _files(path, len(star.relative), nodes.dotted(star.module) or ()):
                 yield home, ".".join(use.parts)  # only a star can bring it
         for alias in (binding.node for binding in bindings):
             if not isinstance(alias, cst.ImportAlias):
@@ -79,7 +79,7 @@ class Rule(Rewriter):
         node, dots, module = self.tree.parents[alias], 0, ()
         named = tuple(alias.evaluated_name.split("."))
         if isinstance(node, cst.ImportFrom):
-            dots, module = len(node.relative), dotted(node.module) or ()
+            dots, module = len(node.relative), nodes.dotted(node.module) or ()
         elif alias.asname is None:
             named = named[:1]  # import a.b binds a alone
         whole = (*module, *named, *use.parts[1:])

@@ -15,17 +15,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import libcst as cst
 from libcst.metadata import CodePosition, CodeRange, MetadataWrapper, PositionProvider
 
-from amp_lab.migrate.nodes import (
-    aliases_of,
-    assignments,
-    below,
-    bound_name,
-    children,
-    dotted,
-    literal,
-    module_of,
-    name_called,
-)
+from amp_lab.migrate import nodes
 
 _Answer = TypeVar("_Answer")
 _Node = cst.CSTNode | None
@@ -56,6 +46,10 @@ class Scope:
         self.kind, self.node, self.parent = kind, node, parent
         self.bindings: dict[str, list[Binding]] = {}
         self.elsewhere: dict[str, Scope] = {}  # global and nonlocal
+
+    def bind(self, name: str, binding: Binding) -> None:
+        """Give a name one more binding, here or where global and nonlocal move it."""
+        self.elsewhere.get(name, self).bindings.setdefault(name, []).append(binding)
 
     def outwards(self) -> "Iterator[Scope]":
         """This scope, and those around it."""
@@ -95,7 +89,7 @@ class Scope:
 
     def origin(self, node: cst.CSTNode | None) -> str | None:
         """The dotted name that an expression stands for, if that is certain."""
-        parts = dotted(node)
+        parts = nodes.dotted(node)
         found = self.origins(parts) if parts is not None else set()
         return found.pop() if len(found) == 1 else None  # two meanings are none that is certain
 
@@ -117,8 +111,8 @@ def _is_import_of_torch(value: cst.CSTNode | None) -> bool:
     """Whether it is a call such as ``pytest.importorskip("torch")``."""
     if not isinstance(value, cst.Call) or not value.args:
         return False
-    is_torch = literal(value.args[0].value) == "torch"
-    return is_torch and name_called(value) in ("importorskip", "import_module", "__import__")
+    is_torch = nodes.literal(value.args[0].value) == "torch"
+    return is_torch and nodes.name_called(value) in ("importorskip", "import_module", "__import__")
 
 
 _IN_A_TYPE = cst.Subscript | cst.SubscriptElement | cst.Index | cst.Tuple | cst.List | cst.Element
@@ -143,7 +137,7 @@ class Tree:
         self.assigned: defaultdict[tuple[str, ...], list[cst.CSTNode]] = defaultdict(list)
         self.answers: dict[tuple, Any] = {}  # see `answered_once`
         self.scopes = [Scope("module", self.module)]
-        self._visit_parts(children(self.module), self.scopes[0])
+        self._visit(self.module, self.scopes[0])
 
     # Walking.
 
@@ -152,7 +146,7 @@ class Tree:
         if visit is not None:
             visit(self, node, scope)
         else:
-            self._visit_parts(children(node), scope)
+            self._visit_parts(nodes.children(node), scope)
 
     def _visit_parts(self, parts: Iterable[_Node], scope: Scope, but: _Node = None) -> None:
         for part in parts:
@@ -163,17 +157,13 @@ class Tree:
         self.scopes.append(Scope(kind, node, scope))
         return self.scopes[-1]
 
-    def _bind(self, scope: Scope, name: str, binding: Binding) -> None:
-        scope = scope.elsewhere.get(name, scope)  # global and nonlocal move it
-        scope.bindings.setdefault(name, []).append(binding)
-
     def _bind_target(
         self, target: cst.CSTNode, scope: Scope, source: _Node = None, is_part: bool = False
     ) -> None:
         if isinstance(target, cst.Name):
             value = None if is_part else source
             origin = "torch" if _is_import_of_torch(value) else None  # as tests import it
-            self._bind(scope, target.value, Binding(origin, target, value, source))
+            scope.bind(target.value, Binding(origin, target, value, source))
         elif isinstance(target, cst.Tuple | cst.List):
             for element in target.elements:  # which part of the source it gets is not known
                 self._bind_target(element.value, scope, source, is_part=True)
@@ -181,7 +171,7 @@ class Tree:
             self._visit(target, scope)  # an attribute or an item: nothing new is bound
 
     def _visit_dotted(self, node: cst.Name | cst.Attribute, scope: Scope) -> None:
-        parts = dotted(node)
+        parts = nodes.dotted(node)
         if parts is not None:  # as a whole: its parts are no uses of their own
             self.uses.append(Use(node, parts, scope))
         elif isinstance(node, cst.Attribute):
@@ -189,22 +179,22 @@ class Tree:
 
     def _visit_call(self, node: cst.Call, scope: Scope) -> None:
         self.calls[node] = scope
-        self._visit_parts(children(node), scope)
+        self._visit_parts(nodes.children(node), scope)
 
     def _visit_function(self, node: cst.FunctionDef | cst.Lambda, scope: Scope) -> None:
         if isinstance(node, cst.FunctionDef):
-            self._bind(scope, node.name.value, Binding(None, node))
+            scope.bind(node.name.value, Binding(None, node))
             self._visit_parts((*node.decorators, node.returns), scope)
         inner = self._new_scope("function", node, scope)
-        for param in children(node.params):
+        for param in nodes.children(node.params):
             if isinstance(param, cst.Param):
-                self._bind(inner, param.name.value, Binding(None, param))
+                inner.bind(param.name.value, Binding(None, param))
                 # these are evaluated outside the function
                 self._visit_parts((param.annotation, param.default), scope)
         self._visit(node.body, inner)
 
     def _visit_class(self, node: cst.ClassDef, scope: Scope) -> None:
-        self._bind(scope, node.name.value, Binding(None, node))
+        scope.bind(node.name.value, Binding(None, node))
         self._visit_parts((*node.decorators, *node.bases, *node.keywords), scope)
         # methods do not see its names
         self._visit(node.body, self._new_scope("class", node, scope))
@@ -212,17 +202,17 @@ class Tree:
     def _visit_comprehension(self, node: cst.BaseComp, scope: Scope) -> None:
         inner = self._new_scope("comprehension", node, scope)
         self._visit(node.for_in, inner)  # it binds what the element before it uses
-        self._visit_parts(children(node), inner, but=node.for_in)
+        self._visit_parts(nodes.children(node), inner, but=node.for_in)
 
     def _visit_for(self, node: cst.For | cst.CompFor, scope: Scope) -> None:
         self._bind_target(node.target, scope)  # before the element, which uses it
-        self._visit_parts(children(node), scope, but=node.target)
+        self._visit_parts(nodes.children(node), scope, but=node.target)
 
     def _visit_assign(
         self, node: cst.Assign | cst.AnnAssign | cst.AugAssign | cst.NamedExpr, scope: Scope
     ) -> None:
-        for target, value in assignments(node):
-            if parts := dotted(target):
+        for target, value in nodes.assignments(node):
+            if parts := nodes.dotted(target):
                 self.assigned[parts].append(value)
         # The value is read before any target is bound.
         annotation = node.annotation if isinstance(node, cst.AnnAssign) else None
@@ -235,8 +225,8 @@ class Tree:
 
     def _visit_match_name(self, node: cst.MatchAs | cst.MatchStar, scope: Scope) -> None:
         if node.name is not None:
-            self._bind(scope, node.name.value, Binding(None, node))
-        self._visit_parts(children(node), scope, but=node.name)
+            scope.bind(node.name.value, Binding(None, node))
+        self._visit_parts(nodes.children(node), scope, but=node.name)
 
     def _visit_elsewhere(self, node: cst.Global | cst.Nonlocal, scope: Scope) -> None:
         for item in node.names:
@@ -249,22 +239,22 @@ class Tree:
     def _visit_import(self, node: cst.Import | cst.ImportFrom, scope: Scope) -> None:
         self.imports[node] = scope
         if isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar):
-            self.stars[node] = module_of(node)
-        for alias in aliases_of(node):
-            name, origin = bound_name(alias), alias.evaluated_name
+            self.stars[node] = nodes.module_of(node)
+        for alias in nodes.aliases_of(node):
+            name, origin = nodes.bound_name(alias), alias.evaluated_name
             if isinstance(node, cst.ImportFrom):
-                origin = None if node.relative else f"{module_of(node)}.{origin}"
+                origin = None if node.relative else f"{nodes.module_of(node)}.{origin}"
             elif alias.asname is None:
                 origin = name
             self.imported[alias] = origin
-            self._bind(scope, name, Binding(origin, alias))
+            scope.bind(name, Binding(origin, alias))
 
     # Asking.
 
     @functools.cached_property
     def parents(self) -> dict[cst.CSTNode, cst.CSTNode]:
         """The node of which each node is a part."""
-        return {child: node for node in below(self.module) for child in children(node)}
+        return {child: node for node in nodes.below(self.module) for child in nodes.children(node)}
 
     def ancestors(self, node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
         """Each node above, with the one of its children through which it was reached."""
@@ -293,9 +283,9 @@ class Tree:
             if isinstance(parent, cst.MatchClass):
                 return parent.cls is child
             if isinstance(parent, cst.Comparison):  # type(x) is …
-                return isinstance(parent.left, cst.Call) and dotted(parent.left.func) == ("type",)
+                return nodes.is_call_of(parent.left, "type")
             if isinstance(parent, cst.Call):
-                is_check = dotted(parent.func) in (("isinstance",), ("issubclass",))
+                is_check = nodes.is_call_of(parent, "isinstance", "issubclass")
                 return is_check and len(parent.args) == 2 and parent.args[1] is child
             if not isinstance(parent, _IN_A_TYPE):
                 return False
@@ -303,10 +293,8 @@ class Tree:
 
     def statement(self, node: cst.CSTNode) -> cst.CSTNode:
         """The statement, simple line or compound, that a node is in."""
-        for parent, child in self.ancestors(node):
-            if isinstance(parent, cst.Module | cst.IndentedBlock):
-                return child
-        return node
+        blocks = cst.Module | cst.IndentedBlock
+        return next(child for above, child in self.ancestors(node) if isinstance(above, blocks))
 
     def code(self, node: cst.CSTNode) -> str:
         """The text of a node."""

@@ -11,23 +11,14 @@ in a file that turns the cache off.
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
 import libcst as cst
 
+from amp_lab.migrate import nodes
 from amp_lab.migrate.amp_names import NAMED, NEW, OLD, OLD_MODULES
-from amp_lab.migrate.nodes import (
-    aliases_of,
-    arguments,
-    assignments,
-    dotted,
-    is_false,
-    literal,
-    module_of,
-    name_called,
-)
 from amp_lab.migrate.python_tree import Binding, Scope, Tree, Use
 from amp_lab.migrate.rewriter import Edit, Rewriter
 from amp_lab.migrate.torch_name import TorchName
@@ -64,7 +55,7 @@ class Rule(Rewriter):
         """Whether something in the file may turn the cache of casts off."""
         tree = self.tree
         is_set = any(use.parts[-1] == "set_autocast_cache_enabled" for use in tree.uses)
-        return is_set or any("cache_enabled" in arguments(call.args) for call in tree.calls)
+        return is_set or any("cache_enabled" in nodes.arguments(call.args) for call in tree.calls)
 
     @functools.cached_property
     def takes_dtype(self) -> bool:
@@ -73,11 +64,12 @@ class Rule(Rewriter):
         if any(use.parts[-1].startswith("get_autocast_") for use in tree.uses):
             return True
         for call, scope in tree.calls.items():
-            if NEW.get(scope.origin(call.func) or "") == "autocast":
-                given = arguments(call.args)
-                is_by_place = sum(arg.keyword is None for arg in call.args) > 1
-                if not is_by_place and "dtype" not in given and not is_false(given.get("enabled")):
-                    return True
+            given = nodes.arguments(call.args)
+            is_by_place = sum(arg.keyword is None for arg in call.args) > 1
+            if NEW.get(scope.origin(call.func) or "") != "autocast" or is_by_place:
+                continue
+            if "dtype" not in given and not nodes.is_false(given.get("enabled")):
+                return True
         return False
 
     def run(self) -> None:
@@ -117,32 +109,32 @@ class Rule(Rewriter):
 
     def _find_replaced(self) -> dict[cst.CSTNode, str]:
         """Where an old name of torch is given another value, and which one."""
-        found: dict[cst.CSTNode, str] = {}
-        for use in self.tree.uses:
-            is_target = isinstance(self.tree.parents[use.node], cst.AssignTarget | cst.Del)
-            for old in OLD.keys() & use.origins if is_target and len(use.parts) > 1 else ():
-                found[use.node] = old
+        is_target = (cst.AssignTarget, cst.Del)
+        found: list[tuple[cst.CSTNode, Iterable[str | None]]] = [
+            (use.node, use.origins)
+            for use in self.tree.uses
+            if len(use.parts) > 1 and isinstance(self.tree.parents[use.node], is_target)
+        ]
         for call in self.tree.calls:
-            if name_called(call) in ("patch", "object", "setattr", "delattr"):
-                for old in OLD.keys() & self._patched(call):
-                    found[call] = old
-        return found
+            if nodes.name_called(call) in ("patch", "object", "setattr", "delattr"):
+                found.append((call, self._patched(call)))
+        return {node: name for node, names in found for name in names if name in OLD}
 
     def _patched(self, call: cst.Call) -> tuple[str, ...]:
         """What a call may replace, given as one string, or as a module and a string."""
         names = []
         for value in (arg.value for arg in call.args[:2]):
             origin = self.tree.calls[call].origin(value)
-            names.append(literal(value) or origin or "")
+            names.append(nodes.literal(value) or origin or "")
         return *names[:1], ".".join(filter(None, names))
 
     def _say_ambiguous(self, use: Use, bindings: list[Binding]) -> None:
-        name, nodes = use.parts[0], [binding.node for binding in bindings]
-        self.handled.update(nodes)  # so that the group of this name is not rewritten either
-        if any(is_guarded(self.tree, node) for node in (use.node, *nodes)):
+        name, bound = use.parts[0], [binding.node for binding in bindings]
+        self.handled.update(bound)  # so that the group of this name is not rewritten either
+        if any(is_guarded(self.tree, node) for node in (use.node, *bound)):
             self._say_versioned(name, bindings)
             return
-        lines = ", ".join(map(str, sorted(set(map(self.tree.line, nodes)))))
+        lines = ", ".join(map(str, sorted(set(map(self.tree.line, bound)))))
         what = "give them different names, then use torch.amp with its device"
         self.say(
             use.node, "by hand", f"{name} is bound to different things (lines {lines}): {what}"
@@ -254,7 +246,7 @@ class Rule(Rewriter):
         name, device = OLD[old]
         if use.scope.origin(call.func) != "functools.partial" or call.args[0].value is not use.node:
             return False
-        targets = [dotted(target) for target, _ in assignments(self.tree.parents[call])]
+        targets = [nodes.dotted(target) for target, _ in nodes.assignments(self.tree.parents[call])]
         parts = targets[0] if len(targets) == 1 else None
         if name != "autocast" or (parts and self._is_called_by_keyword(parts[-1])):
             return True
@@ -308,7 +300,7 @@ class Rule(Rewriter):
             is_bare = isinstance(arg.value, cst.NamedExpr) and not arg.value.lpar
             edits.append(Edit(start, start, f"{keyword}={'(' if is_bare else ''}"))
             edits += [Edit(end, end, ")")] * is_bare
-        defaults = self._autocast_defaults(device, arguments(args, _AUTOCAST_ARGUMENTS), use)
+        defaults = self._autocast_defaults(device, nodes.arguments(args, _AUTOCAST_ARGUMENTS), use)
         mappings = [arg for arg in args if arg.star == "**"]
         if not mappings or not defaults:
             return "".join(f", {key}={value}" for key, value in defaults.items()), edits
@@ -330,7 +322,7 @@ class Rule(Rewriter):
     ) -> dict[str, str]:
         """The defaults of the old autocast that are to be written out. Raises `ByHand`."""
         defaults = {}
-        is_idle = is_false(given.get("enabled"))
+        is_idle = nodes.is_false(given.get("enabled"))
         if "dtype" not in given and (not is_idle or self.takes_dtype):
             torch = self.torch.at(use)
             if torch is None:
@@ -353,15 +345,15 @@ class Rule(Rewriter):
     def _rewrite_group(
         self, scope: Scope, name: str, bindings: list[Binding], uses: list[tuple[Use, str]]
     ) -> None:
-        nodes = [binding.node for binding in bindings]
-        aliases = [node for node in nodes if isinstance(node, cst.ImportAlias)]
-        if self.handled.intersection(nodes):
+        bound = [binding.node for binding in bindings]
+        aliases = [node for node in bound if isinstance(node, cst.ImportAlias)]
+        if self.handled.intersection(bound):
             return
-        if any(is_guarded(self.tree, node) for node in nodes):
+        if any(is_guarded(self.tree, node) for node in bound):
             self._say_versioned(name, bindings)
             return
         if stays := self._why_stays(scope, name, bindings, uses):
-            self.say(nodes[0], "by hand", stays)
+            self.say(bound[0], "by hand", stays)
             return
         statement = self.tree.parents[aliases[0]]
         if self.tree.imports.get(statement) is scope:
@@ -422,9 +414,9 @@ class Rule(Rewriter):
                 self.replace(alias.name, "torch.amp")
 
     def _rewrite_import_from(self, node: cst.ImportFrom, moved: list[cst.ImportAlias]) -> None:
-        tree, aliases = self.tree, aliases_of(node)
+        tree, aliases = self.tree, nodes.aliases_of(node)
         assert node.module is not None  # what is moved comes from a module of torch
-        new = "torch" if module_of(node) in ("torch.cuda", "torch.cpu") else "torch.amp"
+        new = "torch" if nodes.module_of(node) in ("torch.cuda", "torch.cpu") else "torch.amp"
         if len(moved) == len(aliases):
             self.replace(node.module, new)
             return

@@ -24,12 +24,10 @@ class TorchName:
             if self._is_torch(name, use):
                 return name
         bound = use.scope.find("torch")
-        for scope in use.scope.outwards():
-            if scope in self.brings and bound in (None, scope):
+        for scope in use.scope.outwards() if bound is None else (bound,):
+            if scope in self.brings:
                 self.needed.add(scope)
                 return "torch"
-            if scope is bound:
-                break
         return None
 
     @staticmethod

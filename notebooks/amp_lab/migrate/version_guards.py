@@ -9,17 +9,8 @@ from collections.abc import Iterable, Iterator
 
 import libcst as cst
 
+from amp_lab.migrate import nodes
 from amp_lab.migrate.amp_names import NEW
-from amp_lab.migrate.nodes import (
-    arguments,
-    below,
-    children,
-    dotted,
-    last_statement,
-    leaves,
-    literal,
-    name_called,
-)
 from amp_lab.migrate.python_tree import Binding, Tree, Use, answered_once
 
 _NAMED_AFTER_TORCH = re.compile(  # TORCH_GE_2_4, is_torch_version, torch_at_least, PT24
@@ -53,7 +44,7 @@ def _(parent: cst.If | cst.IfExp, child, node, tree) -> bool:
         return False
     arms = [arm for arm in (parent.body, parent.orelse) if arm is not None and arm is not child]
     block = tree.parents[parent]
-    if not arms and isinstance(block, cst.Module | cst.IndentedBlock) and leaves(parent.body):
+    if not arms and isinstance(block, cst.Module | cst.IndentedBlock) and nodes.leaves(parent.body):
         arms = block.body[block.body.index(parent) + 1 :]  # they are its else
     return _asks_for_torch(tree, parent.test) or any(_is_newer(tree, arm, node) for arm in arms)
 
@@ -66,7 +57,7 @@ def _(parent: cst.While | cst.BooleanOperation, child, node, tree) -> bool:
 
 @_decides.register
 def _(parent: cst.Call, child, node, tree) -> bool:
-    return dotted(parent.func) in (("hasattr",), ("getattr",)) and child is parent.args[0]
+    return nodes.is_call_of(parent, "hasattr", "getattr") and child is parent.args[0]
 
 
 @_decides.register
@@ -74,7 +65,7 @@ def _(parent: cst.ExceptHandler, child, node, tree) -> bool:
     header, tried = tree.code(parent), tree.parents[parent].body
     if not _FALLBACK.search(header):  # it is for errors of another kind
         return False
-    imports = (isinstance(part, cst.Import | cst.ImportFrom) for part in below(tried))
+    imports = (isinstance(part, cst.Import | cst.ImportFrom) for part in nodes.below(tried))
     return bool(_new_uses(tree, tried)) or bool(_MISSING.search(header) and any(imports))
 
 
@@ -91,9 +82,9 @@ def _(parent: cst.Module | cst.IndentedBlock, child, node, tree) -> bool:
 
 def _leaves_by_version(tree: Tree, statement: cst.CSTNode, node: cst.CSTNode) -> bool:
     """Whether a statement ends a block for some versions, so that what follows is for others."""
-    if not isinstance(statement, cst.If | cst.Try | cst.With) or not leaves(statement.body):
+    if not isinstance(statement, cst.If | cst.Try | cst.With) or not nodes.leaves(statement.body):
         return False
-    if isinstance(last_statement(statement.body), cst.Raise):
+    if isinstance(nodes.last_statement(statement.body), cst.Raise):
         return False  # it is for what this file cannot run with
     # only suppress goes on after an error
     if isinstance(statement, cst.With) and "suppress" not in tree.code(statement.items[0]):
@@ -123,7 +114,7 @@ def _below_but_in_dicts(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """A node and its parts; a version among the values of a dict is there to be logged."""
     if not isinstance(node, cst.Dict):
         yield node
-        for child in children(node):
+        for child in nodes.children(node):
             yield from _below_but_in_dicts(child)
 
 
@@ -165,30 +156,30 @@ def _looks_up(tree: Tree, call: cst.Call) -> bool:
     """Whether a call asks for a name of torch's mixed precision, or for torch's version."""
     if not call.args:
         return False
-    name, thing = name_called(call), call.args[0].value
-    first, *rest = [literal(arg.value) for arg in call.args]
+    name, thing = nodes.name_called(call), call.args[0].value
+    first, *rest = [nodes.literal(arg.value) for arg in call.args]
     if name in ("version", "distribution", "get_distribution"):
         return first == "torch"  # importlib.metadata.version("torch")
     if name in ("find_spec", "import_module"):
         return bool(re.match(r"torch\..*amp", first or ""))
     if name not in ("hasattr", "getattr", "signature", "getfullargspec", "dir", "vars"):
         return False
-    uses = _uses_among(tree, below(thing))
+    uses = _uses_among(tree, nodes.below(thing))
     names = [o for use in uses for o in use.origins if o and o.startswith("torch")]
     if names and name in ("hasattr", "getattr") and rest and rest[0] is not None:
         names = [rest[0]]  # of something of torch
     return any(map(_OF_AMP.search, names))
 
 
-def _uses_among(tree: Tree, nodes: Iterable[cst.CSTNode]) -> list[Use]:
-    return [tree.use_at[node] for node in nodes if node in tree.use_at]
+def _uses_among(tree: Tree, parts: Iterable[cst.CSTNode]) -> list[Use]:
+    return [tree.use_at[node] for node in parts if node in tree.use_at]
 
 
 @answered_once
 def _new_uses(tree: Tree, node: cst.CSTNode) -> list[tuple[Use | None, str]]:
     """Each use or import of today's names below a node; None for an import."""
     found: list[tuple[Use | None, str]] = []
-    for part in below(node):
+    for part in nodes.below(node):
         use = tree.use_at.get(part)  # an attribute, such as torch.amp.GradScaler
         origins = {tree.imported.get(part)} if use is None else use.origins
         found += [(use, name) for new, name in NEW.items() if new in origins]
@@ -214,7 +205,7 @@ def _is_newer(tree: Tree, arm: cst.CSTNode, node: cst.CSTNode) -> bool:
 
 def _is_for_cuda(tree: Tree, new: Use, name: str) -> bool:
     call = tree.call_of(new.node)
-    given = arguments(call.args, ("device",)) if call is not None else {}
-    device = literal(given.get("device", given.get("device_type")))
+    given = nodes.arguments(call.args, ("device",)) if call is not None else {}
+    device = nodes.literal(given.get("device", given.get("device_type")))
     # None: a variable
     return name != "autocast" and (device is None or device.partition(":")[0] == "cuda")
