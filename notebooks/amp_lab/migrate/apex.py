@@ -130,9 +130,7 @@ class Rule(Rewriter):
             found = sorted(o for o in use.origins if o and o.startswith("apex."))
             if found and not self._rewrite(use, found[0]):
                 self._mark_use(use, found[0])
-        for star, module in self.tree.stars.items():
-            if _is_apex(module):
-                self._mark(star, f"import the names that are used: {_longest(ADVICE, module)}")
+        self._mark_stars()
         for node, scope in self.tree.imports.items():
             if isinstance(node, cst.ImportFrom) and _is_apex(nodes.module_of(node)):
                 self._rewrite_import(node, scope)
@@ -224,6 +222,11 @@ class Rule(Rewriter):
                 self._rewrite_to(use, old, local + dot + rest)
 
     # What is not.
+
+    def _mark_stars(self) -> None:
+        for star, module in self.tree.stars.items():
+            if _is_apex(module):
+                self._mark(star, f"import the names that are used: {_longest(ADVICE, module)}")
 
     def _mark_use(self, use: Use, old: str) -> None:
         where = f' (notebook 13, "{_longest(SECTIONS, old)}")'

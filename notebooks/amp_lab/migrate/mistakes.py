@@ -61,7 +61,7 @@ def _may_be_unscaled(code: CodeReader, scaled: Event, clip: Event) -> bool:
     text = code.text_between(scaled, clip)
     # divided by hand, here or by what is given the scaler
     is_divided = "get_scale" in code.tree.code(clip.unit.scope.node)
-    return is_divided or _is_passed_on(scaled.of, text) or bool(_UNSCALES.search(text))
+    return any((is_divided, _is_passed_on(scaled.of, text), _UNSCALES.search(text)))
 
 
 def _is_passed_on(scaler: str, text: str) -> bool:
@@ -189,10 +189,9 @@ def _dict_saved(code: CodeReader, call: cst.Call) -> cst.CSTNode | None:
     node = call.args[0].value
     if isinstance(node, cst.Name):
         binding = code.tree.calls[call].only(node.value)
-        # a key may be added later, also by another call that is given the dict
+        # a key may be added later
         changed = re.search(rf"\b{node.value}\s*(\[|\.|\|=)", code.tree.text)
-        others = (c for c in code.tree.calls if _is_given(c, node.value) and not _saves(code, c))
-        if binding is None or changed or any(others):
+        if binding is None or changed or _is_handed_on(code, node.value):
             return None
         node = binding.value
     return node if _is_whole_dict(node) else None
@@ -238,6 +237,11 @@ def _stays(code: CodeReader, node: cst.CSTNode, name: str) -> bool:
     parent = code.tree.parents[node]
     given = [last_part(code.key(target)) for target, _ in nodes.assignments(parent)]
     return isinstance(parent, _KEEPS) or (given != [] and {*given} == {name})
+
+
+def _is_handed_on(code: CodeReader, name: str) -> bool:
+    """Whether a call other than ``torch.save`` is given a dict, which it may add to."""
+    return not all(_saves(code, call) for call in code.tree.calls if _is_given(call, name))
 
 
 _RULES = (_clipped_scaled, _stepped_beside, _backward_in_autocast, _never_updated, _saved_without)

@@ -64,14 +64,18 @@ class Rule(Rewriter):
     def _sources(self, use: Use, path: Path) -> Iterator[tuple[Path, str]]:
         """The files that a use may be of something in, as far as they are there, with its name."""
         bindings = use.scope.bound(use.parts[0])
-        for star in self.tree.stars if use.parts[-1] in HOMES and not bindings else ():
-            for home in _files(path, len(star.relative), nodes.dotted(star.module) or ()):
-                yield home, ".".join(use.parts)  # only a star can bring it
+        if use.parts[-1] in HOMES and not bindings:  # only a star can bring it
+            yield from self._sources_of_stars(use, path)
         for alias in (binding.node for binding in bindings):
             if not isinstance(alias, cst.ImportAlias):
                 continue
             if (use.parts[-1] if len(use.parts) > 1 else alias.evaluated_name) in HOMES:
                 yield from self._sources_of_import(use, alias, path)
+
+    def _sources_of_stars(self, use: Use, path: Path) -> Iterator[tuple[Path, str]]:
+        for star in self.tree.stars:
+            for home in _files(path, len(star.relative), nodes.dotted(star.module) or ()):
+                yield home, ".".join(use.parts)
 
     def _sources_of_import(
         self, use: Use, alias: cst.ImportAlias, path: Path

@@ -288,6 +288,17 @@ class Rule(Rewriter):
         self, device: str, args: Sequence[cst.Arg], use: Use
     ) -> tuple[str, list[Edit]]:
         """What to put after the device, and the edits of the arguments. Raises `ByHand`."""
+        edits = self._name_arguments(device, args)
+        defaults = self._autocast_defaults(device, nodes.arguments(args, _AUTOCAST_ARGUMENTS), use)
+        mappings = [arg for arg in args if arg.star == "**"]
+        if not mappings or not defaults:
+            return "".join(f", {key}={value}" for key, value in defaults.items()), edits
+        if len(mappings) > 1:
+            raise ByHand(f'it is called with two **: write torch.amp.autocast("{device}", …)')
+        return "", edits + self._put_into_mapping(mappings[0], defaults)
+
+    def _name_arguments(self, device: str, args: Sequence[cst.Arg]) -> list[Edit]:
+        """Give names to arguments by position, whose order is another now. Raises `ByHand`."""
         by_place = [arg for arg in args if arg.star != "**" and arg.keyword is None]
         if len(by_place) > len(_AUTOCAST_ARGUMENTS) or any(arg.star for arg in by_place):
             raise ByHand(
@@ -300,13 +311,7 @@ class Rule(Rewriter):
             is_bare = isinstance(arg.value, cst.NamedExpr) and not arg.value.lpar
             edits.append(Edit(start, start, f"{keyword}={'(' if is_bare else ''}"))
             edits += [Edit(end, end, ")")] * is_bare
-        defaults = self._autocast_defaults(device, nodes.arguments(args, _AUTOCAST_ARGUMENTS), use)
-        mappings = [arg for arg in args if arg.star == "**"]
-        if not mappings or not defaults:
-            return "".join(f", {key}={value}" for key, value in defaults.items()), edits
-        if len(mappings) > 1:
-            raise ByHand(f'it is called with two **: write torch.amp.autocast("{device}", …)')
-        return "", edits + self._put_into_mapping(mappings[0], defaults)
+        return edits
 
     def _put_into_mapping(self, arg: cst.Arg, defaults: dict[str, str]) -> list[Edit]:
         """Put defaults before what ``**`` brings, which may hold them too, and then counts."""

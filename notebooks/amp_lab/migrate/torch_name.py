@@ -46,6 +46,9 @@ class TorchName:
         if bound is None:  # a star import may bring it: other code takes that as given too
             same = (other for other in self.tree.uses if other.parts[0] == name)
             return any(other.scope.find(name) is None for other in same)
+        return self._is_only_torch(bound, name, use)
+
+    def _is_only_torch(self, bound: Scope, name: str, use: Use) -> bool:
         bindings = [binding for binding in bound.bindings[name] if not binding.is_none]
         if self._is_deleted(name) or any(binding.origin != "torch" for binding in bindings):
             return False

@@ -162,12 +162,15 @@ def _looks_up(tree: Tree, call: cst.Call) -> bool:
         return first == "torch"  # importlib.metadata.version("torch")
     if name in ("find_spec", "import_module"):
         return bool(re.match(r"torch\..*amp", first or ""))
-    if name not in ("hasattr", "getattr", "signature", "getfullargspec", "dir", "vars"):
-        return False
-    uses = _uses_among(tree, nodes.below(thing))
+    is_lookup = name in ("hasattr", "getattr", "signature", "getfullargspec", "dir", "vars")
+    asked = rest[0] if name in ("hasattr", "getattr") and rest else None
+    return is_lookup and _is_about_amp(_uses_among(tree, nodes.below(thing)), asked)
+
+
+def _is_about_amp(uses: list[Use], asked: str | None) -> bool:
     names = [o for use in uses for o in use.origins if o and o.startswith("torch")]
-    if names and name in ("hasattr", "getattr") and rest and rest[0] is not None:
-        names = [rest[0]]  # of something of torch
+    if names and asked is not None:
+        names = [asked]  # of something of torch
     return any(map(_OF_AMP.search, names))
 
 
