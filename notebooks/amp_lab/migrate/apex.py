@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import libcst as cst
 
-from amp_lab.migrate.nodes import aliases_of, arguments, bound_name, is_star, module_of
+from amp_lab.migrate import nodes
 from amp_lab.migrate.python_tree import Scope, Tree, Use
 from amp_lab.migrate.rewriter import Rewriter
 from amp_lab.migrate.version_guards import is_guarded
@@ -130,29 +130,20 @@ class Rule(Rewriter):
             found = sorted(o for o in use.origins if o and o.startswith("apex."))
             if found and not self._rewrite(use, found[0]):
                 self._mark_use(use, found[0])
-        for node, scope in self.tree.imports:
-            module = module_of(node)
-            if module.partition(".")[0] != "apex":
-                continue
-            if is_star(node):
-                self._mark(node, f"import the names that are used: {_longest(ADVICE, module)}")
-            elif isinstance(node, cst.ImportFrom):
-                self._rewrite_import(node, module, scope)
+        self._mark_stars()
+        for node, scope in self.tree.imports.items():
+            if isinstance(node, cst.ImportFrom) and _is_apex(nodes.module_of(node)):
+                self._rewrite_import(node, scope)
         self._put_marks()  # last: one statement may have several
 
     # What is certain.
-
-    def _call(self, use: Use) -> cst.Call | None:
-        # In an f-string a quote or a comment of ours might end the string.
-        is_in_string = self.tree.is_in(use.node, cst.FormattedString)
-        return None if is_in_string else self.tree.call_of(use.node)
 
     def _rewrite(self, use: Use, old: str) -> bool:
         """Rewrite a use, or leave it to its import, if that is certain."""
         binding = use.scope.only(use.parts[0])
         if binding is None or is_guarded(self.tree, use.node):
             return False
-        if old not in EQUALS or self._plain_call(use, old) is None:
+        if old not in EQUALS or not self._is_plain_call(use, EQUALS[old]):
             return False
         if len(use.parts) == 1:  # its import has to change with it, so that decides
             self.imported[binding.node].append(use)
@@ -161,21 +152,22 @@ class Rule(Rewriter):
         self.spelled[binding.node] += is_done
         return is_done
 
-    def _plain_call(self, use: Use, old: str) -> cst.Call | None:
-        """Its call, if the arguments mean the same to the new one."""
-        call = self._call(use)
-        if call is None or not call.args or any(arg.star for arg in call.args):
-            return None
-        given = [arg.keyword.value for arg in call.args if arg.keyword is not None]
-        equal = EQUALS[old]
-        is_short = len(call.args) - len(given) <= equal.positional
-        return call if is_short and set(given) <= set(equal.keywords) else None
+    def _is_plain_call(self, use: Use, equal: Equal) -> bool:
+        """Whether a use is a call whose arguments mean the same to the new name."""
+        call = self.tree.call_of(use.node)
+        # In an f-string a quote or a comment of ours might end the string.
+        if call is None or self.tree.is_in(use.node, cst.FormattedString):
+            return False
+        if not call.args or any(arg.star for arg in call.args):
+            return False
+        given = nodes.arguments(call.args)
+        return len(call.args) - len(given) <= equal.positional and given.keys() <= {*equal.keywords}
 
     def _rewrite_to(self, use: Use, old: str, name: str) -> None:
-        call, equal = self._plain_call(use, old), EQUALS[old]
+        call, equal = self.tree.call_of(use.node), EQUALS[old]
         assert call is not None  # asked before the use was taken on
-        given = arguments(call)
         self.replace(use.node, name)
+        given = nodes.arguments(call.args)
         for key, value in equal.added:
             if key not in given:
                 self.insert(self.tree.span(call.args[-1])[1], f", {key}={value}")
@@ -188,10 +180,10 @@ class Rule(Rewriter):
         self._rewrite_to(use, old, f"{EQUALS[old].module}.{EQUALS[old].name}")
         return True
 
-    def _rewrite_import(self, node: cst.ImportFrom, module: str, scope: Scope) -> None:
+    def _rewrite_import(self, node: cst.ImportFrom, scope: Scope) -> None:
         """Replace an import if each name in it can be, else mark the uses that could have been."""
-        olds = {alias: f"{module}.{alias.evaluated_name}" for alias in aliases_of(node)}
-        count = {alias: self.tree.count_uses(bound_name(alias), scope) for alias in olds}
+        olds = {alias: self.tree.imported[alias] or "" for alias in nodes.aliases_of(node)}
+        count = {alias: self.tree.count_uses(nodes.bound_name(alias), scope) for alias in olds}
         if self._can_be_torch(node, olds, count):
             self._import_from_torch(node, olds)
             return
@@ -231,6 +223,11 @@ class Rule(Rewriter):
 
     # What is not.
 
+    def _mark_stars(self) -> None:
+        for star, module in self.tree.stars.items():
+            if _is_apex(module):
+                self._mark(star, f"import the names that are used: {_longest(ADVICE, module)}")
+
     def _mark_use(self, use: Use, old: str) -> None:
         where = f' (notebook 13, "{_longest(SECTIONS, old)}")'
         self._mark(use.node, _longest(ADVICE, old), where)
@@ -252,6 +249,10 @@ class Rule(Rewriter):
             for advice in dict.fromkeys(pieces):
                 if advice not in there:
                     self.insert(start, f"{MARK}{advice}{self.tree.newline}{indent}")
+
+
+def _is_apex(module: str) -> bool:
+    return module.partition(".")[0] == "apex"
 
 
 def _longest(table: dict[str, str], name: str) -> str:

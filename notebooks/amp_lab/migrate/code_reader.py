@@ -7,27 +7,20 @@ a rule can ask what surely runs before what.
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Iterable
 
 import libcst as cst
 
-from amp_lab.migrate.nodes import (
-    arguments,
-    assignments,
-    children,
-    dotted,
-    is_false,
-    is_star,
-    leaves,
-    module_of,
-)
+from amp_lab.migrate import nodes
+from amp_lab.migrate.amp_names import NEW, OLD, OLD_MODULES
 from amp_lab.migrate.python_tree import Scope, Tree
-from amp_lab.migrate.torch_amp import OLD, OLD_MODULES
 
-SCALERS = {name for name, (new, _) in OLD.items() if new == "GradScaler"}
-SCALERS |= {"torch.amp.GradScaler", "torch.amp.grad_scaler.GradScaler"}
-AUTOCASTS = {name for name, (new, _) in OLD.items() if new == "autocast"}
-AUTOCASTS |= {"torch.autocast", "torch.amp.autocast", "torch.amp.autocast_mode.autocast"}
+# Each class with the place of `enabled` among its arguments: those of old had no device before it.
+SCALERS = {origin: 4 for origin, (name, _) in OLD.items() if name == "GradScaler"}
+SCALERS |= {"torch.amp.GradScaler": 5, "torch.amp.grad_scaler.GradScaler": 5}
+AUTOCASTS = {origin: 0 for origin, (name, _) in OLD.items() if name == "autocast"}
+AUTOCASTS |= {origin: 2 for origin, name in NEW.items() if name == "autocast"}
+AUTOCASTS |= {"torch.amp.autocast_mode.autocast": 2}
 CLIPS = {
     f"torch.nn.utils.{module}{name}"
     for module in ("", "clip_grad.")
@@ -67,24 +60,26 @@ class Event:
     """
     node: cst.Call
     place: Place
+    unit: "Unit"
     order: int
-    of: str = ""
+    """Its number among the events of its unit."""
+    of: str
     """The scaler, or the optimizer of a plain step."""
-    optimizer: str = ""
+    optimizer: str
 
 
 @dataclasses.dataclass(eq=False)
 class Unit:
     """The module, or a function, and what happens in it."""
 
-    node: cst.Module | cst.FunctionDef
     scope: Scope
     events: list[Event] = dataclasses.field(default_factory=list)
     scaled_names: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def all(self, kind: str) -> list[Event]:
-        """The events of a kind, in their order."""
-        return [event for event in self.events if event.kind == kind]
+
+def of_kind(kind: str, events: Iterable[Event]) -> list[Event]:
+    """The events of a kind, in their order."""
+    return [event for event in events if event.kind == kind]
 
 
 def last_part(key: str) -> str:
@@ -93,43 +88,40 @@ def last_part(key: str) -> str:
 
 
 class CodeReader:
-    """The units of a file, the module first, and what is made and stepped in them."""
+    """The events of a file, those of the module first, and what is made and stepped in them."""
 
     def __init__(self, tree: Tree):
         self.tree = tree
-        self.units: list[Unit] = []
-        self.scopes = {id(scope.node): scope for scope in tree.scopes}
-        stars = {module_of(node) for node, _ in tree.imports if is_star(node)}
-        self.star = min(stars & {*OLD_MODULES, "torch.amp"}, default=None)
+        self.star = min({*tree.stars.values()} & {*OLD_MODULES, "torch.amp"}, default=None)
         self.disabled: set[str] = set()  # scalers that are made with enabled=False
         self.made: defaultdict[str, set[str]] = defaultdict(set)  # by the last part of the name
         self._find_scalers()
         # What a scaler steps is an optimizer, whatever it is called: where each is bound.
         self.stepped: defaultdict[str, set[Scope | None]] = defaultdict(set)
-        self._read_unit(tree.module, Place())  # it reads every function that it meets as well
-        self.events = [event for unit in self.units for event in unit.events]
-        nodes = [unit.node for unit in self.units]
-        self.functions = {n.name.value: n for n in nodes if isinstance(n, cst.FunctionDef)}
+        scopes = {scope.node: scope for scope in tree.scopes}
+        self.functions = {n.name.value: n for n in scopes if isinstance(n, cst.FunctionDef)}
+        self._units = {
+            node: Unit(scope)
+            for node, scope in scopes.items()
+            if isinstance(node, cst.Module | cst.FunctionDef)
+        }
+        self._read(tree.module, Place(), self._units[tree.module])
+        self.events = [event for unit in self._units.values() for event in unit.events]
 
     def _find_scalers(self) -> None:
         for parts, values in self.tree.assigned.items():
             for value in values:
                 # GradScaler() if fp16 else None
-                arms = (value.body, value.orelse) if isinstance(value, cst.IfExp) else (value,)
-                calls = [arm for arm in arms if isinstance(arm, cst.Call)]
-                self._note_scaler(".".join(parts), calls)
+                for arm in (value.body, value.orelse) if isinstance(value, cst.IfExp) else (value,):
+                    if isinstance(arm, cst.Call) and self._class_of(arm) in SCALERS:
+                        self.made[parts[-1]].add(".".join(parts))
+                        if self._is_off(arm):
+                            self.disabled.add(parts[-1])
 
-    def _note_scaler(self, key: str, calls: list[cst.Call]) -> None:
-        made = [c for c in calls if self.origin(c.func, self.tree.scope_of[c]) in SCALERS]
-        if made:
-            self.made[last_part(key)].add(key)
-            if any(self._is_off(call, 4, 5) for call in made):
-                self.disabled.add(last_part(key))
-
-    def origin(self, node: cst.CSTNode | None, scope: Scope | None) -> str | None:
+    def origin(self, node: cst.CSTNode | None, scope: Scope) -> str | None:
         """The dotted name that an expression stands for, also after ``amp = torch.cuda.amp``."""
-        parts = dotted(node)
-        if parts is None or scope is None:
+        parts = nodes.dotted(node)
+        if parts is None:
             return None
         bound = scope.find(parts[0])
         if bound is None and parts[0] not in ("torch", "apex"):
@@ -141,96 +133,59 @@ class CodeReader:
                 return ".".join((whole, *parts[1:]))
         return scope.origin(node)
 
-    def _read_unit(self, node: cst.Module | cst.FunctionDef, place: Place) -> None:
-        unit = Unit(node, self.scopes[id(node)])
-        self.units.append(unit)
-        self._read_block(node if isinstance(node, cst.Module) else node.body, place, unit)
-
-    def _read_block(self, block: cst.Module | cst.BaseSuite, place: Place, unit: Unit) -> None:
-        for statement in block.body:
-            self._read_statement(statement, place, unit)
-            if isinstance(statement, cst.If):  # what follows is not reached through such a branch
-                if leaves(statement.body):
-                    place = place.in_arm(statement, 1)
-                elif isinstance(statement.orelse, cst.Else) and leaves(statement.orelse.body):
-                    place = place.in_arm(statement, 0)
-
-    def _read_statement(self, node: cst.CSTNode, place: Place, unit: Unit) -> None:
-        read = _STATEMENTS.get(type(node), CodeReader._read_expression)
-        read(self, node, place, unit)
-
-    def _read_function(self, node: cst.FunctionDef, place: Place, unit: Unit) -> None:
-        calls = [self._autocast_of(item.decorator, unit.scope) for item in node.decorators]
-        is_on = any(call is not None and not self._is_off(call, 0, 2) for call in calls)
-        self._read_unit(node, Place(autocast=is_on))  # it runs elsewhere than where it stands
-
-    def _read_class(self, node: cst.ClassDef, place: Place, unit: Unit) -> None:
-        self._read_block(node.body, place, unit)
-
-    def _read_if(self, node: cst.If, place: Place, unit: Unit) -> None:
-        self._read_expression(node.test, place, unit)
-        self._read_block(node.body, place.in_arm(node, 0), unit)
-        if isinstance(node.orelse, cst.If):
-            self._read_statement(node.orelse, place.in_arm(node, 1), unit)
-        elif node.orelse is not None:
-            self._read_block(node.orelse.body, place.in_arm(node, 1), unit)
-
-    def _read_loop(self, node: cst.For | cst.While, place: Place, unit: Unit) -> None:
-        head = node.iter if isinstance(node, cst.For) else node.test
-        self._read_expression(head, place, unit)
-        self._read_block(node.body, dataclasses.replace(place, loops=(*place.loops, node)), unit)
-        if node.orelse is not None:
-            self._read_block(node.orelse.body, place, unit)
-
-    def _read_with(self, node: cst.With, place: Place, unit: Unit) -> None:
-        for item in node.items:
-            self._read_expression(item.item, place, unit)
-            call = self._autocast_of(item.item, unit.scope)
-            if call is not None:
-                place = dataclasses.replace(place, autocast=not self._is_off(call, 0, 2))
-        self._read_block(node.body, place, unit)
-
-    def _read_arms(self, node: cst.Try | cst.TryStar | cst.Match, place: Place, unit: Unit) -> None:
-        arms = node.cases if isinstance(node, cst.Match) else (node, *node.handlers)
-        for number, arm in enumerate(arms):  # a handler runs in place of the rest
-            self._read_block(arm.body, place.in_arm(node, number), unit)
-        for part in () if isinstance(node, cst.Match) else (node.orelse, node.finalbody):
-            if part is not None:
-                self._read_block(part.body, place, unit)
-
-    def _autocast_of(self, node: cst.CSTNode | None, scope: Scope | None) -> cst.Call | None:
-        """The call of autocast that an expression is, or that a name was given once."""
-        if isinstance(node, cst.Name) and scope is not None:
-            binding = scope.only(node.value)
-            node = binding.value if binding is not None else None
-        is_call = isinstance(node, cst.Call) and self.origin(node.func, scope) in AUTOCASTS
-        return node if is_call else None
-
-    def _is_off(self, call: cst.Call, old_place: int, new_place: int) -> bool:
-        """Whether a call has ``enabled=False``, by keyword or as the argument at its place."""
-        is_old = self.origin(call.func, self.tree.scope_of[call]) in OLD
-        # the old classes had no device before it
-        names = [""] * (old_place if is_old else new_place) + ["enabled"]
-        return is_false(arguments(call, names).get("enabled"))
-
-    def _read_expression(self, node: cst.CSTNode, place: Place, unit: Unit) -> None:
-        if isinstance(node, cst.Lambda):
-            return
-        for target, value in assignments(node):
+    def _read(self, node: cst.CSTNode, place: Place, unit: Unit) -> None:
+        """Note what happens in a node, in the order in which it runs."""
+        for target, value in nodes.assignments(node):
             scaler = self._scaler_in(value)
             if scaler is not None:
                 unit.scaled_names[self.key(target)] = scaler
-        for child in children(node):
-            self._read_expression(child, place, unit)
+        for part in _parts_to_read(node):
+            if isinstance(part, cst.FunctionDef):  # it runs elsewhere than where it stands
+                is_on = any(self._switches(each.decorator, unit.scope) for each in part.decorators)
+                self._read(part.body, Place(autocast=is_on), self._units[part])
+            else:
+                self._read(part, _place_of(part, node, place), unit)
+            place = self._place_after(part, place, unit.scope)
         if isinstance(node, cst.Call):
-            kind, *names = self._kind(node, unit)
-            unit.events.append(Event(kind, node, place, len(unit.events), *names))
+            kind, scaler, optimizer = self._kind(node, unit)
+            order = len(unit.events)
+            unit.events.append(Event(kind, node, place, unit, order, scaler, optimizer))
             if kind in ("scaler step", "unscale"):
-                self.stepped[names[1]].add(unit.scope.find(names[1]))
+                self.stepped[optimizer].add(unit.scope.find(optimizer))
+
+    def _place_after(self, part: cst.CSTNode, place: Place, scope: Scope) -> Place:
+        """The place of what follows a part, which may turn autocast on, or leave the block."""
+        if isinstance(part, cst.WithItem):
+            switch = self._switches(part.item, scope)
+            return place if switch is None else dataclasses.replace(place, autocast=switch)
+        if isinstance(part, cst.If):
+            if nodes.leaves(part.body):
+                return place.in_arm(part, 1)
+            if isinstance(part.orelse, cst.Else) and nodes.leaves(part.orelse.body):
+                return place.in_arm(part, 0)
+        return place
+
+    def _switches(self, node: cst.CSTNode | None, scope: Scope) -> bool | None:
+        """Whether autocast is turned on or off, or None, by a call or what a name was given."""
+        if isinstance(node, cst.Name):
+            binding = scope.only(node.value)
+            node = binding.value if binding is not None else None
+        if not isinstance(node, cst.Call) or self.origin(node.func, scope) not in AUTOCASTS:
+            return None
+        return not self._is_off(node)
+
+    def _is_off(self, call: cst.Call) -> bool:
+        """Whether a call has ``enabled=False``, by keyword or as the argument at its place."""
+        made = self._class_of(call) or ""
+        names = [""] * SCALERS.get(made, AUTOCASTS.get(made, 0)) + ["enabled"]
+        return nodes.is_false(nodes.arguments(call.args, names).get("enabled"))
+
+    def _class_of(self, call: cst.Call) -> str | None:
+        return self.origin(call.func, self.tree.calls[call])
 
     def key(self, node: cst.CSTNode) -> str:
         """An expression as its dotted name, or its code if it is none."""
-        parts = dotted(node)
+        parts = nodes.dotted(node)
         return ".".join(parts) if parts else self.tree.code(node).strip()
 
     def _kind(self, call: cst.Call, unit: Unit) -> tuple[str, str, str]:
@@ -267,12 +222,12 @@ class CodeReader:
 
     @staticmethod
     def _is_loss(receiver: cst.BaseExpression, call: cst.Call) -> bool:
-        parts = dotted(receiver)
+        parts = nodes.dotted(receiver)
         is_given = any(arg.keyword is None for arg in call.args)
         if is_given and not _NAMED_LOSS.search((parts or ("",))[-1]):
             return False  # engine.backward(loss), flow.backward(x)
         if parts is None:  # super().backward, a.get_model().backward
-            return not isinstance(receiver, cst.Call) or dotted(receiver.func) != ("super",)
+            return not nodes.is_call_of(receiver, "super")
         if parts[-1][:1].isupper():  # MyFunction.backward(ctx, gradient)
             return False
         return parts[0] not in _NO_LOSS if len(parts) == 1 else "loss" in parts[-1].lower()
@@ -306,9 +261,9 @@ class CodeReader:
         own = [arm for arm in place.arms if arm not in other.arms]
         return [(self.tree.code(n.test) if isinstance(n, cst.If) else "", i) for n, i in own]
 
-    def scaled_before(self, unit: Unit, event: Event) -> Event | None:
+    def scaled_before(self, event: Event) -> Event | None:
         """The last scaled backward before an event that is on a way to it, in its loops."""
-        before = [e for e in unit.events[: event.order] if e.kind == "scaled"]
+        before = of_kind("scaled", event.unit.events[: event.order])
         scaled = next((e for e in reversed(before) if not e.place.excludes(event.place)), None)
         if scaled is None or last_part(scaled.of) in self.disabled:
             return None
@@ -316,19 +271,37 @@ class CodeReader:
         pairs = zip(scaled.place.loops, event.place.loops, strict=False)
         if any(a is not b for a, b in pairs) or not self.both_run(scaled, event):
             return None
-        later = [e for e in unit.events[scaled.order : event.order] if e.kind == "backward"]
+        later = of_kind("backward", event.unit.events[scaled.order : event.order])
         # What is clipped or stepped may be the gradients of a plain backward in between.
         return scaled if all(e.place.excludes(scaled.place) for e in later) else None
 
 
-_STATEMENTS: dict[type[cst.CSTNode], Callable[..., None]] = {
-    cst.FunctionDef: CodeReader._read_function,
-    cst.ClassDef: CodeReader._read_class,
-    cst.If: CodeReader._read_if,
-    cst.For: CodeReader._read_loop,
-    cst.While: CodeReader._read_loop,
-    cst.With: CodeReader._read_with,
-    cst.Try: CodeReader._read_arms,
-    cst.TryStar: CodeReader._read_arms,
-    cst.Match: CodeReader._read_arms,
-}
+_BODY_ALONE = cst.ClassDef | cst.ExceptHandler | cst.ExceptStarHandler | cst.MatchCase
+
+
+def _parts_to_read(node: cst.CSTNode) -> Iterable[cst.CSTNode]:
+    """What of a node runs in its turn; a lambda runs later, if at all."""
+    if isinstance(node, cst.Lambda):
+        return ()
+    if isinstance(node, cst.Match):
+        return node.cases
+    return (node.body,) if isinstance(node, _BODY_ALONE) else nodes.children(node)
+
+
+def _arms(node: cst.CSTNode) -> list[cst.CSTNode | None]:
+    """The parts of a statement that exclude each other; a handler runs in place of the rest."""
+    if isinstance(node, cst.If):
+        return [node.body, node.orelse]
+    if isinstance(node, cst.Try | cst.TryStar):
+        return [node.body, *node.handlers]
+    return [*node.cases] if isinstance(node, cst.Match) else []
+
+
+def _place_of(part: cst.CSTNode, node: cst.CSTNode, place: Place) -> Place:
+    """The place of a part of a node that has a place itself."""
+    arms = _arms(node)
+    if part in arms:
+        return place.in_arm(node, arms.index(part))
+    if isinstance(node, cst.For | cst.While) and part is node.body:
+        return dataclasses.replace(place, loops=(*place.loops, node))
+    return place

@@ -116,10 +116,9 @@ def migrate_file(path: Path, write: bool = False) -> Result:
     """Migrate one file; the result holds the error if that cannot be done."""
     try:
         return _migrate(path, write)
-    except OptionError as error:
-        return Result(path, error=f"{path}: {error}; left as it was")
-    except OSError as error:
-        return Result(path, error=f"{path}: {error.strerror or error}; left as it was")
+    except (OptionError, OSError) as error:
+        why = getattr(error, "strerror", None) or error
+        return Result(path, error=f"{path}: {why}; left as it was")
 
 
 def _migrate(path: Path, write: bool) -> Result:
@@ -152,10 +151,8 @@ def _write(path: Path, old: bytes, new: bytes, status: os.stat_result) -> None:
 
 
 def _diff(name: str, old: str, new: str) -> str:
-    before, after = (re.split(r"\r\n?|\n", text) for text in (old, new))
-    for lines in (before, after):
-        if not lines[-1]:
-            del lines[-1]  # what follows the end of the last line
+    ends = re.compile(r"\r\n?")
+    before, after = (ends.sub("\n", text).removesuffix("\n").split("\n") for text in (old, new))
     diff = difflib.unified_diff(before, after, name, name, lineterm="")
     return "".join(f"{line}\n" for line in diff)
 
@@ -242,19 +239,17 @@ def _migrate_notebook(path: Path, data: bytes) -> _Migrated:
         lines.append(finding._replace(line=finding.line - line_of[at], cell=cells[at].number))
     raw_edits, changes = [], []
     for cell in cells:
-        new = _migrate_cell(cell, edits)
+        end = cell.start + len(cell.text)
+        own = [
+            Edit(edit.start - cell.start, min(edit.end, end) - cell.start, edit.text)
+            for edit in edits
+            if cell.start <= edit.start <= end
+        ]
+        new = apply(cell.text, own)
         if new != cell.text:
             raw_edits.append(_in_json(text, cell, new))
             changes.append((f" (cell {cell.number})", cell.text, new))
     return apply(text, raw_edits).encode(), lines, changes
-
-
-def _migrate_cell(cell: _Cell, edits: list[Edit]) -> str:
-    size, own = len(cell.text), []
-    for start, end, new in edits:
-        if cell.start <= start <= cell.start + size:
-            own.append(Edit(start - cell.start, min(end - cell.start, size), new))
-    return apply(cell.text, own)
 
 
 def _read_notebook(data: bytes) -> tuple[str, list[_Cell]]:

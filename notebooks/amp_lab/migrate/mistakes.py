@@ -5,14 +5,13 @@ seems to be missing, or conditions may exclude each other, nothing is said. Each
 nodes that are wrong, and what to do; `_RULES` lists them.
 """
 
-import itertools
 import re
 from collections.abc import Iterator
 
 import libcst as cst
 
-from amp_lab.migrate.code_reader import CodeReader, Event, Unit, last_part
-from amp_lab.migrate.nodes import assignments, dotted
+from amp_lab.migrate import nodes
+from amp_lab.migrate.code_reader import CodeReader, Event, last_part, of_kind
 from amp_lab.migrate.rewriter import Rewriter
 
 TRIGGERS = ("autocast", "GradScaler", "torch .scale(")  # a scaler may be passed to a function
@@ -26,49 +25,43 @@ class Rule(Rewriter):
     """The mistakes in one file."""
 
     def run(self) -> None:
-        """Ask each rule about each unit, if the file has anything of mixed precision."""
+        """Ask each rule, if the file has anything of mixed precision."""
         about = ("autocast", "GradScaler", "scale")
         if not any(use.parts[-1] in about for use in self.tree.uses):
             return
         # reading costs as much as parsing, so it comes after that question
         code = CodeReader(self.tree)
-        found = [rule(code, unit) for rule in _RULES for unit in code.units]
-        found += [rule(code) for rule in _FILE_RULES]
-        for node, message in itertools.chain(*found):
-            self.say(node, "mistake", message)
+        for rule in _RULES:
+            for node, message in rule(code):
+                self.say(node, "mistake", message)
 
 
-def _clipped_scaled(code: CodeReader, unit: Unit) -> Found:
-    for clip in unit.all("clip"):
-        scaled = code.scaled_before(unit, clip)
-        step = _step_after(unit, clip, scaled) if scaled is not None else None
-        if scaled is None or step is None or _may_be_unscaled(code, unit, scaled, clip):
+def _clipped_scaled(code: CodeReader) -> Found:
+    for clip in of_kind("clip", code.events):
+        scaled = code.scaled_before(clip)
+        if scaled is None or _may_be_unscaled(code, scaled, clip):
             continue
-        if code.both_run(clip, step) or code.both_run(scaled, step):
-            what = f"call {scaled.of}.unscale_({step.optimizer}) before"
+        later = of_kind("scaler step", clip.unit.events[clip.order :])
+        steps = [e for e in later if e.of == scaled.of and not e.place.excludes(clip.place)]
+        if steps and (code.both_run(clip, steps[0]) or code.both_run(scaled, steps[0])):
+            what = f"call {scaled.of}.unscale_({steps[0].optimizer}) before"
             yield clip.node, f"scaled gradients are clipped: {what}"
 
 
-def _step_after(unit: Unit, clip: Event, scaled: Event) -> Event | None:
-    """The first step of the scaler that may follow."""
-    later = (e for e in unit.events[clip.order :] if e.kind == "scaler step")
-    return next((e for e in later if e.of == scaled.of and not e.place.excludes(clip.place)), None)
-
-
-def _may_be_unscaled(code: CodeReader, unit: Unit, scaled: Event, clip: Event) -> bool:
+def _may_be_unscaled(code: CodeReader, scaled: Event, clip: Event) -> bool:
     """Whether the gradients may not be scaled any more, or be those of another network."""
-    for event in unit.events[scaled.order + 1 : clip.order]:
+    for event in clip.unit.events[scaled.order + 1 : clip.order]:
         if event.kind in ("scaler step", "unscale"):
             return True
         if event.kind == "call" and _may_unscale(code, event.node, scaled.of):
             return True
-    for plain in unit.all("backward"):
-        if not plain.place.excludes(clip.place) and not plain.place.excludes(scaled.place):
-            return True
+    plain = [event.place for event in of_kind("backward", clip.unit.events)]
+    if not all(at.excludes(clip.place) or at.excludes(scaled.place) for at in plain):
+        return True
     text = code.text_between(scaled, clip)
-    if "get_scale" in code.tree.code(unit.node) or _is_passed_on(scaled.of, text):
-        return True  # divided by hand, here or by what is given the scaler
-    return bool(_UNSCALES.search(text))
+    # divided by hand, here or by what is given the scaler
+    is_divided = "get_scale" in code.tree.code(clip.unit.scope.node)
+    return any((is_divided, _is_passed_on(scaled.of, text), _UNSCALES.search(text)))
 
 
 def _is_passed_on(scaler: str, text: str) -> bool:
@@ -77,33 +70,38 @@ def _is_passed_on(scaler: str, text: str) -> bool:
 
 def _may_unscale(code: CodeReader, call: cst.Call, scaler: str) -> bool:
     """Whether a call may lead to `scaler.unscale_`, though it is not given the scaler."""
-    parts = dotted(call.func)
+    parts = nodes.dotted(call.func) or ()
     function = code.functions.get(parts[-1]) if parts else None
     if function is not None:
         return "unscale" in code.tree.code(function)
-    if any(dotted(arg.value) == ("self",) for arg in call.args):
+    if _is_given(call, "self"):
         return scaler.startswith("self.")
-    return parts is not None and len(parts) == 2 and parts[0] == scaler.partition(".")[0]
+    return len(parts) == 2 and parts[0] == scaler.partition(".")[0]
 
 
-def _stepped_beside(code: CodeReader, unit: Unit) -> Found:
-    for step in unit.all("step"):
+def _is_given(call: cst.Call, name: str) -> bool:
+    """Whether a name by itself is an argument of a call."""
+    return any(nodes.dotted(arg.value) == (name,) for arg in call.args)
+
+
+def _stepped_beside(code: CodeReader) -> Found:
+    for step in of_kind("step", code.events):
         is_step = code.is_optimizer(step.of) and "sched" not in step.of.lower()
-        scaled = code.scaled_before(unit, step) if is_step else None
-        message = _wrong_with_step(code, unit, scaled, step) if scaled is not None else None
+        scaled = code.scaled_before(step) if is_step else None
+        message = _wrong_with_step(code, scaled, step) if scaled is not None else None
         if message is not None:
             yield step.node, message
 
 
-def _wrong_with_step(code: CodeReader, unit: Unit, scaled: Event, step: Event) -> str | None:
-    between = unit.events[scaled.order + 1 : step.order]
+def _wrong_with_step(code: CodeReader, scaled: Event, step: Event) -> str | None:
+    between = step.unit.events[scaled.order + 1 : step.order]
     done = {e.kind: e for e in between if e.optimizer == step.of}  # the last of each kind
     by_scaler = done.get("scaler step")
     if by_scaler is not None:
-        is_twice = _steps_twice(code, by_scaler, step, between)
+        is_twice = _steps_twice(code, by_scaler, step)
         advice = f"{by_scaler.of}.step({step.of}) has stepped it: delete {step.of}.step()"
         return advice if is_twice else None
-    if not _steps_past(code, unit, scaled, step, "unscale" in done):
+    if not _steps_past(code, scaled, step, "unscale" in done):
         return None
     rest = "" if "unscale" in done else ", and unscale them"
     return (
@@ -112,19 +110,17 @@ def _wrong_with_step(code: CodeReader, unit: Unit, scaled: Event, step: Event) -
     )
 
 
-def _steps_twice(code: CodeReader, by_scaler: Event, step: Event, between: list[Event]) -> bool:
-    calls = (e.node.func for e in between if e.kind == "call" and e.order > by_scaler.order)
-    if any("zero_grad" in code.tree.code(func) for func in calls):
+def _steps_twice(code: CodeReader, by_scaler: Event, step: Event) -> bool:
+    calls = of_kind("call", step.unit.events[by_scaler.order : step.order])
+    if any("zero_grad" in code.tree.code(call.node.func) for call in calls):
         return False  # and gradients anew, by something that is not seen
     # else other batches may lie between
     return step.place.loops == by_scaler.place.loops and code.both_run(by_scaler, step)
 
 
-def _steps_past(
-    code: CodeReader, unit: Unit, scaled: Event, step: Event, is_unscaled: bool
-) -> bool:
+def _steps_past(code: CodeReader, scaled: Event, step: Event, is_unscaled: bool) -> bool:
     """Whether scaled gradients are surely stepped with, and by the optimizer alone."""
-    by_scaler = unit.all("scaler step")
+    by_scaler = of_kind("scaler step", step.unit.events)
     same = [e for e in by_scaler if e.optimizer == step.of]
     if by_scaler and not same:
         return False  # it may be the optimizer of another network
@@ -136,8 +132,8 @@ def _steps_past(
     return not _is_passed_on(scaled.of, text) and not re.search(r"get_scale|\.grad\b", text)
 
 
-def _backward_in_autocast(code: CodeReader, unit: Unit) -> Found:
-    for event in unit.events:
+def _backward_in_autocast(code: CodeReader) -> Found:
+    for event in code.events:
         if event.kind in ("scaled", "backward") and event.place.autocast:
             yield event.node, "backward runs inside autocast: end the block after the loss"
 
@@ -175,7 +171,7 @@ def _saved_without(code: CodeReader) -> Found:
 
 def _lacks_scaler(code: CodeReader, call: cst.Call, saved: cst.CSTNode, names: list[str]) -> bool:
     """Whether what is saved holds an optimizer that a scaler steps, and not the scaler."""
-    text, scope = code.tree.code(saved), code.tree.scope_of[call]
+    text, scope = code.tree.code(saved), code.tree.calls[call]
     if any(name in text for name in names):
         return False
     owners = re.findall(r"([\w.]+)\.state_dict\(\)", text)  # what else is saved needs no scaler
@@ -188,12 +184,11 @@ def _lacks_scaler(code: CodeReader, call: cst.Call, saved: cst.CSTNode, names: l
 
 def _dict_saved(code: CodeReader, call: cst.Call) -> cst.CSTNode | None:
     """The dict, written out, that ``torch.save`` is given, or that a name was given once."""
-    scope = code.tree.scope_of[call]
-    if not call.args or code.origin(call.func, scope) != "torch.save":
+    if not call.args or not _saves(code, call):
         return None
     node = call.args[0].value
     if isinstance(node, cst.Name):
-        binding = scope.only(node.value)
+        binding = code.tree.calls[call].only(node.value)
         # a key may be added later
         changed = re.search(rf"\b{node.value}\s*(\[|\.|\|=)", code.tree.text)
         if binding is None or changed or _is_handed_on(code, node.value):
@@ -202,13 +197,16 @@ def _dict_saved(code: CodeReader, call: cst.Call) -> cst.CSTNode | None:
     return node if _is_whole_dict(node) else None
 
 
+def _saves(code: CodeReader, call: cst.Call) -> bool:
+    return code.origin(call.func, code.tree.calls[call]) == "torch.save"
+
+
 def _is_whole_dict(node: cst.CSTNode | None) -> bool:
     """Whether all keys of a dict can be read off its source."""
-    if isinstance(node, cst.Call) and dotted(node.func) == ("dict",):
+    if nodes.is_call_of(node, "dict"):
         return bool(node.args) and all(arg.keyword for arg in node.args)
-    if not isinstance(node, cst.Dict):
-        return False
-    return not any(isinstance(element, cst.StarredDictElement) for element in node.elements)
+    is_dict = isinstance(node, cst.Dict)
+    return is_dict and all(isinstance(element, cst.DictElement) for element in node.elements)
 
 
 # What leaves the file.
@@ -225,9 +223,9 @@ def _escapes(code: CodeReader, name: str) -> bool:
 
 def _hands_on_self(code: CodeReader, call: cst.Call) -> bool:
     """Whether a call gives the object away, or is of a method from a class of another file."""
-    parts = dotted(call.func) or ()
+    parts = nodes.dotted(call.func) or ()
     # what gets the object may update its scaler
-    if any(dotted(arg.value) == ("self",) for arg in call.args) and parts != ("super",):
+    if _is_given(call, "self") and parts != ("super",):
         return True
     if len(parts) != 2 or parts[0] != "self":
         return False
@@ -237,19 +235,13 @@ def _hands_on_self(code: CodeReader, call: cst.Call) -> bool:
 def _stays(code: CodeReader, node: cst.CSTNode, name: str) -> bool:
     """Whether a use of a scaler leaves it in this file, and by its name."""
     parent = code.tree.parents[node]
-    given = [last_part(code.key(target)) for target, _ in assignments(parent)]
+    given = [last_part(code.key(target)) for target, _ in nodes.assignments(parent)]
     return isinstance(parent, _KEEPS) or (given != [] and {*given} == {name})
 
 
 def _is_handed_on(code: CodeReader, name: str) -> bool:
     """Whether a call other than ``torch.save`` is given a dict, which it may add to."""
-    given = [c for c in code.tree.calls if any(dotted(arg.value) == (name,) for arg in c.args)]
-    return any(code.origin(c.func, code.tree.scope_of[c]) != "torch.save" for c in given)
+    return not all(_saves(code, call) for call in code.tree.calls if _is_given(call, name))
 
 
-_RULES = (
-    _clipped_scaled,
-    _stepped_beside,
-    _backward_in_autocast,
-)
-_FILE_RULES = (_never_updated, _saved_without)
+_RULES = (_clipped_scaled, _stepped_beside, _backward_in_autocast, _never_updated, _saved_without)

@@ -16,8 +16,9 @@ _NOT_CODE += ("has_",)
 
 @functools.cache
 def _fields(kind: type) -> tuple[str, ...]:
-    names = (field.name for field in dataclasses.fields(kind))
-    return tuple(name for name in names if not name.startswith(_NOT_CODE))
+    names = [field.name for field in dataclasses.fields(kind)]
+    # The keyword of an argument is a name, but no use of one.
+    return tuple(name for name in names if not name.startswith(_NOT_CODE) and name != "keyword")
 
 
 def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
@@ -52,10 +53,16 @@ def name_called(call: cst.Call) -> str:
     return (dotted(call.func) or ("",))[-1]
 
 
-def arguments(call: cst.Call, names: Sequence[str] = ()) -> dict[str, cst.BaseExpression]:
+def is_call_of(node: cst.CSTNode | None, *names: str) -> TypeGuard[cst.Call]:
+    """Whether it is a call of something that has one of these names, without a dot."""
+    func = node.func if isinstance(node, cst.Call) else None
+    return isinstance(func, cst.Name) and func.value in names
+
+
+def arguments(args: Sequence[cst.Arg], names: Sequence[str] = ()) -> dict[str, cst.BaseExpression]:
     """The arguments of a call by name, those by position named after `names`; none of a star."""
     given = {}
-    for position, arg in enumerate(call.args):
+    for position, arg in enumerate(args):
         if arg.star == "*":
             names = ()  # it may hold any number, so the positions after it are not known
         elif arg.keyword is not None:
@@ -70,11 +77,6 @@ def module_of(node: cst.Import | cst.ImportFrom) -> str:
     if isinstance(node, cst.Import) or node.relative:
         return ""
     return ".".join(dotted(node.module) or ())
-
-
-def is_star(node: cst.CSTNode) -> TypeGuard[cst.ImportFrom]:
-    """Whether it is a ``from … import *``."""
-    return isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar)
 
 
 def aliases_of(node: cst.Import | cst.ImportFrom) -> Sequence[cst.ImportAlias]:
@@ -114,9 +116,13 @@ def assignments(node: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, cst.Bas
                 yield name.value, value.value
 
 
+def last_statement(block: cst.CSTNode) -> cst.CSTNode:
+    """The statement that a block ends with; several may share its line."""
+    assert isinstance(block, cst.BaseSuite)
+    last = block.body[-1]
+    return last.body[-1] if isinstance(last, cst.SimpleStatementLine) else last
+
+
 def leaves(block: cst.CSTNode) -> bool:
     """Whether what stands after a block is not reached through it."""
-    last = block.body[-1] if isinstance(block, cst.BaseSuite) and block.body else None
-    if isinstance(last, cst.SimpleStatementLine):  # several may share the line
-        last = last.body[-1]
-    return isinstance(last, cst.Return | cst.Raise | cst.Continue | cst.Break)
+    return isinstance(last_statement(block), cst.Return | cst.Raise | cst.Continue | cst.Break)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import libcst as cst
 
-from amp_lab.migrate.nodes import arguments, dotted, is_star
+from amp_lab.migrate import nodes
+from amp_lab.migrate.amp_names import HOMES, NAMED
 from amp_lab.migrate.python_tree import Use
 from amp_lab.migrate.rewriter import Rewriter
 
-TRIGGERS = ("autocast", "GradScaler", "torch custom_fwd", "torch custom_bwd")
+TRIGGERS = NAMED
 _UP = 3  # folders above a file's own in which an absolute import is looked for
-_NAMES = ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
 _IMPORTS = re.compile(
     r"^([ \t]*)from +torch(?:\.(cuda|cpu))?(?:\.amp)?(?:\.\w+)? +import +(?:\(([^)]*)\)|([^\n]*))",
     re.MULTILINE,
@@ -31,34 +31,30 @@ class Rule(Rewriter):
     def run(self) -> None:
         """Look at each use of a name that a file beside this one may have from torch."""
         read: dict[Path, dict[str, str]] = {}
-        if self.path is None:
-            return
         for use in self.tree.uses:
-            for home, name in self._sources(use, self.path):
+            for home, name in self._sources(use, self.path) if self.path else ():
                 if home not in read:
                     read[home] = _devices(home)
-                if name in read[home] and self._lacks_device(use, name, read[home][name]):
-                    file = "/".join(home.parts[-2:]) if home.stem == "__init__" else home.name
-                    what = f"{'.'.join(use.parts)} comes from {file}, which has it from torch.amp"
-                    device, advice = (
-                        read[home][name] or "cuda",
-                        'give it "{}" first, and the rest by keyword',
-                    )
-                    if name.startswith("custom"):
-                        advice = 'give it device_type="{}"'
-                    self.say(
-                        use.node, "by hand", f"{what} once it is migrated: {advice.format(device)}"
-                    )
+                device = read[home].get(name)
+                if device is not None and self._lacks_device(use, name, device):
+                    self._say_device(use, home, name, device or "cuda")
                     break
+
+    def _say_device(self, use: Use, home: Path, name: str, device: str) -> None:
+        file = "/".join(home.parts[-2:]) if home.stem == "__init__" else home.name
+        advice = f'give it "{device}" first, and the rest by keyword'
+        if name.startswith("custom"):
+            advice = f'give it device_type="{device}"'
+        what = f"{'.'.join(use.parts)} comes from {file}, which has it from torch.amp"
+        self.say(use.node, "by hand", f"{what} once it is migrated: {advice}")
 
     def _lacks_device(self, use: Use, name: str, device: str) -> bool:
         """Whether a use would not do what it did, with what torch.amp has by that name."""
         name, call = name.rpartition(".")[2], self.tree.call_of(use.node)
         if call is None:
-            return name.startswith("custom") and isinstance(
-                self.tree.parents[use.node], cst.Decorator
-            )
-        if arguments(call).keys() & {"device", "device_type"}:
+            parent = self.tree.parents[use.node]
+            return name.startswith("custom") and isinstance(parent, cst.Decorator)
+        if nodes.arguments(call.args).keys() & {"device", "device_type"}:
             return False
         by_place = bool(call.args) and call.args[0].keyword is None
         if name.startswith("custom") or not by_place:
@@ -68,17 +64,17 @@ class Rule(Rewriter):
     def _sources(self, use: Use, path: Path) -> Iterator[tuple[Path, str]]:
         """The files that a use may be of something in, as far as they are there, with its name."""
         bindings = use.scope.bound(use.parts[0])
-        if use.parts[-1] in _NAMES and not bindings:  # only a star can bring it
+        if use.parts[-1] in HOMES and not bindings:  # only a star can bring it
             yield from self._sources_of_stars(use, path)
         for alias in (binding.node for binding in bindings):
             if not isinstance(alias, cst.ImportAlias):
                 continue
-            if (use.parts[-1] if len(use.parts) > 1 else alias.evaluated_name) in _NAMES:
+            if (use.parts[-1] if len(use.parts) > 1 else alias.evaluated_name) in HOMES:
                 yield from self._sources_of_import(use, alias, path)
 
     def _sources_of_stars(self, use: Use, path: Path) -> Iterator[tuple[Path, str]]:
-        for star in (node for node, _ in self.tree.imports if is_star(node)):
-            for home in _files(path, len(star.relative), dotted(star.module) or ()):
+        for star in self.tree.stars:
+            for home in _files(path, len(star.relative), nodes.dotted(star.module) or ()):
                 yield home, ".".join(use.parts)
 
     def _sources_of_import(
@@ -87,7 +83,7 @@ class Rule(Rewriter):
         node, dots, module = self.tree.parents[alias], 0, ()
         named = tuple(alias.evaluated_name.split("."))
         if isinstance(node, cst.ImportFrom):
-            dots, module = len(node.relative), dotted(node.module) or ()
+            dots, module = len(node.relative), nodes.dotted(node.module) or ()
         elif alias.asname is None:
             named = named[:1]  # import a.b binds a alone
         whole = (*module, *named, *use.parts[1:])
@@ -123,8 +119,7 @@ def _devices(path: Path) -> dict[str, str]:
         if indent and _NEWER.search(text):
             continue
         names = re.findall(r"\w+(?:\s+as\s+\w+)?", re.sub(r"#.*", "", bracketed or plain))
-        for name in {*names} & {*_NAMES}:
-            found[name] = device
+        found.update({name: device for name in names if name in HOMES})
         if "amp" in names and device:  # the module
-            found.update({f"amp.{name}": device for name in _NAMES})
+            found.update({f"amp.{name}": device for name in HOMES})
     return found

@@ -8,25 +8,17 @@ import dataclasses
 import functools
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 
 import libcst as cst
 from libcst.metadata import CodePosition, CodeRange, MetadataWrapper, PositionProvider
 
-from amp_lab.migrate.nodes import (
-    aliases_of,
-    assignments,
-    below,
-    bound_name,
-    children,
-    dotted,
-    literal,
-    module_of,
-    name_called,
-)
+from amp_lab.migrate import nodes
 
 _Answer = TypeVar("_Answer")
+_Node = cst.CSTNode | None
 
 
 @dataclasses.dataclass(eq=False)
@@ -38,8 +30,8 @@ class Binding:
 
     origin: str | None
     node: cst.CSTNode
-    value: cst.CSTNode | None = None
-    source: cst.CSTNode | None = None
+    value: _Node = None
+    source: _Node = None
 
     @property
     def is_none(self) -> bool:
@@ -50,10 +42,14 @@ class Binding:
 class Scope:
     """The names bound in a module, class, function or comprehension."""
 
-    def __init__(self, kind: str, parent: "Scope | None" = None, node: cst.CSTNode | None = None):
-        self.kind, self.parent, self.node = kind, parent, node
+    def __init__(self, kind: str, node: cst.CSTNode, parent: "Scope | None" = None):
+        self.kind, self.node, self.parent = kind, node, parent
         self.bindings: dict[str, list[Binding]] = {}
         self.elsewhere: dict[str, Scope] = {}  # global and nonlocal
+
+    def bind(self, name: str, binding: Binding) -> None:
+        """Give a name one more binding, here or where global and nonlocal move it."""
+        self.elsewhere.get(name, self).bindings.setdefault(name, []).append(binding)
 
     def outwards(self) -> "Iterator[Scope]":
         """This scope, and those around it."""
@@ -88,13 +84,12 @@ class Scope:
         if not bindings:  # a module that some star import brings
             return {".".join(parts)} if parts[0] in ("torch", "apex") else {None}
         if len(parts) > 1 and any(b.origin == "torch" for b in bindings):
-            # that one has no attribute to be used
             bindings = [b for b in bindings if not b.is_none]
         return {b.origin and ".".join((b.origin, *parts[1:])) for b in bindings}
 
     def origin(self, node: cst.CSTNode | None) -> str | None:
         """The dotted name that an expression stands for, if that is certain."""
-        parts = dotted(node)
+        parts = nodes.dotted(node)
         found = self.origins(parts) if parts is not None else set()
         return found.pop() if len(found) == 1 else None  # two meanings are none that is certain
 
@@ -116,8 +111,8 @@ def _is_import_of_torch(value: cst.CSTNode | None) -> bool:
     """Whether it is a call such as ``pytest.importorskip("torch")``."""
     if not isinstance(value, cst.Call) or not value.args:
         return False
-    is_torch = literal(value.args[0].value) == "torch"
-    return is_torch and name_called(value) in ("importorskip", "import_module", "__import__")
+    is_torch = nodes.literal(value.args[0].value) == "torch"
+    return is_torch and nodes.name_called(value) in ("importorskip", "import_module", "__import__")
 
 
 _IN_A_TYPE = cst.Subscript | cst.SubscriptElement | cst.Index | cst.Tuple | cst.List | cst.Element
@@ -133,133 +128,105 @@ class Tree:
     def __init__(self, text: str):
         self.text = text
         self.module = cst.parse_module(text)
-        self.parents: dict[cst.CSTNode, cst.CSTNode] = {}
         self.uses: list[Use] = []
-        self.imports: list[tuple[cst.Import | cst.ImportFrom, Scope]] = []
-        self.scope_of: dict[cst.CSTNode, Scope] = {}  # of each call
-        self.calls: list[cst.Call] = []
+        self.calls: dict[cst.Call, Scope] = {}  # in order, each with its scope
+        self.imports: dict[cst.CSTNode, Scope] = {}
+        self.stars: dict[cst.ImportFrom, str] = {}  # from which module each brings all names
+        self.imported: dict[cst.CSTNode, str | None] = {}  # what an alias binds
+        # What is assigned to each name and attribute of the file, whichever its scope.
+        self.assigned: defaultdict[tuple[str, ...], list[cst.CSTNode]] = defaultdict(list)
         self.answers: dict[tuple, Any] = {}  # see `answered_once`
-        self.scopes = [Scope("module", node=self.module)]
-        self._visit_children(self.module, self.scopes[0])
+        self.scopes = [Scope("module", self.module)]
+        self._visit(self.module, self.scopes[0])
 
     # Walking.
 
-    def _visit(self, node: cst.CSTNode, parent: cst.CSTNode, scope: Scope) -> None:
-        self.parents[node] = parent
-        visit = _VISITORS.get(type(node), Tree._visit_children)
-        visit(self, node, scope)
+    def _visit(self, node: cst.CSTNode, scope: Scope) -> None:
+        visit = _VISITORS.get(type(node))
+        if visit is not None:
+            visit(self, node, scope)
+        else:
+            self._visit_parts(nodes.children(node), scope)
 
-    def _visit_children(self, node: cst.CSTNode, scope: Scope) -> None:
-        for child in children(node):
-            self._visit(child, node, scope)
+    def _visit_parts(self, parts: Iterable[_Node], scope: Scope, but: _Node = None) -> None:
+        for part in parts:
+            if part is not None and part is not but:
+                self._visit(part, scope)
 
-    def _new_scope(self, kind: str, scope: Scope, node: cst.CSTNode) -> Scope:
-        self.scopes.append(Scope(kind, scope, node))
+    def _new_scope(self, kind: str, node: cst.CSTNode, scope: Scope) -> Scope:
+        self.scopes.append(Scope(kind, node, scope))
         return self.scopes[-1]
 
-    def _bind(self, scope: Scope, name: str, binding: Binding) -> None:
-        scope = scope.elsewhere.get(name, scope)  # global and nonlocal move it
-        scope.bindings.setdefault(name, []).append(binding)
-
     def _bind_target(
-        self,
-        target: cst.CSTNode,
-        parent: cst.CSTNode,
-        scope: Scope,
-        value: cst.CSTNode | None = None,
-        source: cst.CSTNode | None = None,
+        self, target: cst.CSTNode, scope: Scope, source: _Node = None, is_part: bool = False
     ) -> None:
-        self.parents[target] = parent
-        source = source or value
         if isinstance(target, cst.Name):
+            value = None if is_part else source
             origin = "torch" if _is_import_of_torch(value) else None  # as tests import it
-            self._bind(scope, target.value, Binding(origin, target, value, source))
+            scope.bind(target.value, Binding(origin, target, value, source))
         elif isinstance(target, cst.Tuple | cst.List):
-            for element in target.elements:
-                self.parents[element] = target
-                # which part is not known
-                self._bind_target(element.value, element, scope, source=source)
-        elif isinstance(target, cst.StarredElement):
-            self._bind_target(target.value, target, scope, source=source)
+            for element in target.elements:  # which part of the source it gets is not known
+                self._bind_target(element.value, scope, source, is_part=True)
         else:
-            self._visit(target, parent, scope)  # an attribute or an item: nothing new is bound
+            self._visit(target, scope)  # an attribute or an item: nothing new is bound
 
-    def _visit_name(self, node: cst.Name, scope: Scope) -> None:
-        self.uses.append(Use(node, (node.value,), scope))
-
-    def _visit_attribute(self, node: cst.Attribute, scope: Scope) -> None:
-        parts = dotted(node)
-        if parts is None:
-            self._visit(node.value, node, scope)
-            return
-        self.uses.append(Use(node, parts, scope))  # as a whole: its parts are no uses of their own
+    def _visit_dotted(self, node: cst.Name | cst.Attribute, scope: Scope) -> None:
+        parts = nodes.dotted(node)
+        if parts is not None:  # as a whole: its parts are no uses of their own
+            self.uses.append(Use(node, parts, scope))
+        elif isinstance(node, cst.Attribute):
+            self._visit(node.value, scope)
 
     def _visit_call(self, node: cst.Call, scope: Scope) -> None:
-        self.calls.append(node)
-        self.scope_of[node] = scope
-        self._visit_children(node, scope)
-
-    def _visit_arg(self, node: cst.Arg, scope: Scope) -> None:
-        self._visit(node.value, node, scope)
+        self.calls[node] = scope
+        self._visit_parts(nodes.children(node), scope)
 
     def _visit_function(self, node: cst.FunctionDef | cst.Lambda, scope: Scope) -> None:
         if isinstance(node, cst.FunctionDef):
-            self._bind(scope, node.name.value, Binding(None, node))
-            for part in (*node.decorators, node.returns):
-                if part is not None:
-                    self._visit(part, node, scope)
-        inner = self._new_scope("function", scope, node)
-        self.parents[node.params] = node
-        for param in children(node.params):
+            scope.bind(node.name.value, Binding(None, node))
+            self._visit_parts((*node.decorators, node.returns), scope)
+        inner = self._new_scope("function", node, scope)
+        for param in nodes.children(node.params):
             if isinstance(param, cst.Param):
-                self.parents[param] = node.params
-                self._bind(inner, param.name.value, Binding(None, param))
-                for part in (param.annotation, param.default):
-                    if part is not None:
-                        self._visit(part, param, scope)  # it is evaluated outside the function
-        self._visit(node.body, node, inner)
+                inner.bind(param.name.value, Binding(None, param))
+                # these are evaluated outside the function
+                self._visit_parts((param.annotation, param.default), scope)
+        self._visit(node.body, inner)
 
     def _visit_class(self, node: cst.ClassDef, scope: Scope) -> None:
-        self._bind(scope, node.name.value, Binding(None, node))
-        for part in (*node.decorators, *node.bases, *node.keywords):
-            self._visit(part, node, scope)
+        scope.bind(node.name.value, Binding(None, node))
+        self._visit_parts((*node.decorators, *node.bases, *node.keywords), scope)
         # methods do not see its names
-        self._visit(node.body, node, self._new_scope("class", scope, node))
-
-    def _visit_but(self, done: cst.CSTNode, node: cst.CSTNode, scope: Scope) -> None:
-        for child in children(node):
-            if child is not done:
-                self._visit(child, node, scope)
+        self._visit(node.body, self._new_scope("class", node, scope))
 
     def _visit_comprehension(self, node: cst.BaseComp, scope: Scope) -> None:
-        inner = self._new_scope("comprehension", scope, node)
-        self._visit(node.for_in, node, inner)  # it binds what the element before it uses
-        self._visit_but(node.for_in, node, inner)
+        inner = self._new_scope("comprehension", node, scope)
+        self._visit(node.for_in, inner)  # it binds what the element before it uses
+        self._visit_parts(nodes.children(node), inner, but=node.for_in)
 
     def _visit_for(self, node: cst.For | cst.CompFor, scope: Scope) -> None:
-        self._bind_target(node.target, node, scope)  # before the element, which uses it
-        self._visit_but(node.target, node, scope)
+        self._bind_target(node.target, scope)  # before the element, which uses it
+        self._visit_parts(nodes.children(node), scope, but=node.target)
 
-    def _visit_assign(self, node: cst.Assign, scope: Scope) -> None:
-        self._visit(node.value, node, scope)
-        for target in node.targets:  # the value is read before any target is bound
-            self.parents[target] = node
-            self._bind_target(target.target, target, scope, node.value)
-
-    def _visit_other_assign(
-        self, node: cst.AnnAssign | cst.AugAssign | cst.NamedExpr, scope: Scope
+    def _visit_assign(
+        self, node: cst.Assign | cst.AnnAssign | cst.AugAssign | cst.NamedExpr, scope: Scope
     ) -> None:
-        self._visit_but(node.target, node, scope)
-        self._bind_target(node.target, node, scope, node.value)
+        for target, value in nodes.assignments(node):
+            if parts := nodes.dotted(target):
+                self.assigned[parts].append(value)
+        # The value is read before any target is bound.
+        annotation = node.annotation if isinstance(node, cst.AnnAssign) else None
+        self._visit_parts((annotation, node.value), scope)
+        for each in node.targets if isinstance(node, cst.Assign) else (node,):
+            self._bind_target(each.target, scope, node.value)
 
     def _visit_as_name(self, node: cst.AsName, scope: Scope) -> None:
-        self._bind_target(node.name, node, scope)
+        self._bind_target(node.name, scope)
 
     def _visit_match_name(self, node: cst.MatchAs | cst.MatchStar, scope: Scope) -> None:
         if node.name is not None:
-            self._bind(scope, node.name.value, Binding(None, node))
-        if isinstance(node, cst.MatchAs) and node.pattern is not None:
-            self._visit(node.pattern, node, scope)
+            scope.bind(node.name.value, Binding(None, node))
+        self._visit_parts(nodes.children(node), scope, but=node.name)
 
     def _visit_elsewhere(self, node: cst.Global | cst.Nonlocal, scope: Scope) -> None:
         for item in node.names:
@@ -270,17 +237,24 @@ class Tree:
             scope.elsewhere[name] = home
 
     def _visit_import(self, node: cst.Import | cst.ImportFrom, scope: Scope) -> None:
-        self.imports.append((node, scope))
-        for alias in aliases_of(node):
-            self.parents[alias] = node
-            name, origin = bound_name(alias), alias.evaluated_name
+        self.imports[node] = scope
+        if isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar):
+            self.stars[node] = nodes.module_of(node)
+        for alias in nodes.aliases_of(node):
+            name, origin = nodes.bound_name(alias), alias.evaluated_name
             if isinstance(node, cst.ImportFrom):
-                origin = None if node.relative else f"{module_of(node)}.{origin}"
+                origin = None if node.relative else f"{nodes.module_of(node)}.{origin}"
             elif alias.asname is None:
                 origin = name
-            self._bind(scope, name, Binding(origin, alias))
+            self.imported[alias] = origin
+            scope.bind(name, Binding(origin, alias))
 
     # Asking.
+
+    @functools.cached_property
+    def parents(self) -> dict[cst.CSTNode, cst.CSTNode]:
+        """The node of which each node is a part."""
+        return {child: node for node in nodes.below(self.module) for child in nodes.children(node)}
 
     def ancestors(self, node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
         """Each node above, with the one of its children through which it was reached."""
@@ -309,9 +283,9 @@ class Tree:
             if isinstance(parent, cst.MatchClass):
                 return parent.cls is child
             if isinstance(parent, cst.Comparison):  # type(x) is …
-                return isinstance(parent.left, cst.Call) and dotted(parent.left.func) == ("type",)
+                return nodes.is_call_of(parent.left, "type")
             if isinstance(parent, cst.Call):
-                is_check = dotted(parent.func) in (("isinstance",), ("issubclass",))
+                is_check = nodes.is_call_of(parent, "isinstance", "issubclass")
                 return is_check and len(parent.args) == 2 and parent.args[1] is child
             if not isinstance(parent, _IN_A_TYPE):
                 return False
@@ -319,10 +293,8 @@ class Tree:
 
     def statement(self, node: cst.CSTNode) -> cst.CSTNode:
         """The statement, simple line or compound, that a node is in."""
-        for parent, child in self.ancestors(node):
-            if isinstance(parent, cst.Module | cst.IndentedBlock):
-                return child
-        return node
+        blocks = cst.Module | cst.IndentedBlock
+        return next(child for above, child in self.ancestors(node) if isinstance(above, blocks))
 
     def code(self, node: cst.CSTNode) -> str:
         """The text of a node."""
@@ -332,20 +304,6 @@ class Tree:
     def use_at(self) -> dict[cst.CSTNode, Use]:
         """The use of a name that a node is."""
         return {use.node: use for use in self.uses}
-
-    @functools.cached_property
-    def assigned(self) -> dict[tuple[str, ...], list[cst.CSTNode]]:
-        """What is assigned to each name and attribute of the file, whichever its scope."""
-        found: dict[tuple[str, ...], list[cst.CSTNode]] = {}
-        for node in below(self.module):
-            for target, value in assignments(node):
-                if parts := dotted(target):
-                    found.setdefault(parts, []).append(value)
-        return found
-
-    def uses_below(self, node: cst.CSTNode) -> list[Use]:
-        """The uses of names in a part of the tree."""
-        return [self.use_at[part] for part in below(node) if part in self.use_at]
 
     def count_uses(self, name: str, scope: Scope) -> int:
         """How often a name is used, as it is seen from a scope."""
@@ -410,16 +368,13 @@ def answered_once(ask: Callable[..., _Answer]) -> Callable[..., _Answer]:
 _VISITORS: dict[type[cst.CSTNode], Callable[..., None]] = {
     kind: visit
     for visit, *kinds in (
-        (Tree._visit_name, cst.Name),
-        (Tree._visit_attribute, cst.Attribute),
+        (Tree._visit_dotted, cst.Name, cst.Attribute),
         (Tree._visit_call, cst.Call),
-        (Tree._visit_arg, cst.Arg),
         (Tree._visit_function, cst.FunctionDef, cst.Lambda),
         (Tree._visit_class, cst.ClassDef),
         (Tree._visit_comprehension, cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp),
         (Tree._visit_for, cst.For, cst.CompFor),
-        (Tree._visit_assign, cst.Assign),
-        (Tree._visit_other_assign, cst.AnnAssign, cst.AugAssign, cst.NamedExpr),
+        (Tree._visit_assign, cst.Assign, cst.AnnAssign, cst.AugAssign, cst.NamedExpr),
         (Tree._visit_as_name, cst.AsName),
         (Tree._visit_match_name, cst.MatchAs, cst.MatchStar),
         (Tree._visit_elsewhere, cst.Global, cst.Nonlocal),

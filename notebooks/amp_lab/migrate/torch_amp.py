@@ -9,52 +9,23 @@ in a file that turns the cache off.
 """
 
 import functools
-import itertools
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeGuard
 
 import libcst as cst
 
-from amp_lab.migrate.nodes import (
-    aliases_of,
-    arguments,
-    assignments,
-    dotted,
-    is_false,
-    is_star,
-    literal,
-    module_of,
-    name_called,
-)
+from amp_lab.migrate import nodes
+from amp_lab.migrate.amp_names import NAMED, NEW, OLD, OLD_MODULES
 from amp_lab.migrate.python_tree import Binding, Scope, Tree, Use
 from amp_lab.migrate.rewriter import Edit, Rewriter
 from amp_lab.migrate.torch_name import TorchName
 from amp_lab.migrate.version_guards import is_guarded
 
-TRIGGERS = ("autocast", "GradScaler", "torch custom_fwd", "torch custom_bwd")
-TRIGGERS += ("torch cuda.amp", "torch cpu.amp")
-OLD_MODULES = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
-_HOMES = {
-    "autocast": "autocast_mode",
-    "custom_fwd": "autocast_mode",
-    "custom_bwd": "autocast_mode",
-    "GradScaler": "grad_scaler",
-}
-OLD = {  # old dotted name: today's name, device
-    ".".join(parts): (name, device)
-    for module, device in OLD_MODULES.items()
-    for name, home in _HOMES.items()
-    if device == "cuda" or not name.startswith("custom")  # torch.cpu.amp never had those
-    for parts in ((module, name), (module, home, name))
-}
+TRIGGERS = (*NAMED, "torch cuda.amp", "torch cpu.amp")
 _BELOW_OLD = tuple(f"{name}." for name in OLD)  # such as autocast.__init__
-_TODAY = {
-    "autocast": {"torch.autocast", "torch.amp.autocast"},
-    "GradScaler": {"torch.amp.GradScaler"},
-}
 _DTYPES = {"cuda": "float16", "cpu": "bfloat16"}
 _ATOMS = cst.Name | cst.Attribute | cst.Call | cst.Subscript | cst.Dict
 _AUTOCAST_ARGUMENTS = ("enabled", "dtype", "cache_enabled")
@@ -84,7 +55,7 @@ class Rule(Rewriter):
         """Whether something in the file may turn the cache of casts off."""
         tree = self.tree
         is_set = any(use.parts[-1] == "set_autocast_cache_enabled" for use in tree.uses)
-        return is_set or any("cache_enabled" in arguments(call) for call in tree.calls)
+        return is_set or any("cache_enabled" in nodes.arguments(call.args) for call in tree.calls)
 
     @functools.cached_property
     def takes_dtype(self) -> bool:
@@ -92,12 +63,13 @@ class Rule(Rewriter):
         tree = self.tree
         if any(use.parts[-1].startswith("get_autocast_") for use in tree.uses):
             return True
-        for call in tree.calls:
-            if tree.scope_of[call].origin(call.func) in _TODAY["autocast"]:
-                given = arguments(call)
-                is_by_place = sum(arg.keyword is None for arg in call.args) > 1
-                if not is_by_place and "dtype" not in given and not is_false(given.get("enabled")):
-                    return True
+        for call, scope in tree.calls.items():
+            given = nodes.arguments(call.args)
+            is_by_place = sum(arg.keyword is None for arg in call.args) > 1
+            if NEW.get(scope.origin(call.func) or "") != "autocast" or is_by_place:
+                continue
+            if "dtype" not in given and not nodes.is_false(given.get("enabled")):
+                return True
         return False
 
     def run(self) -> None:
@@ -137,32 +109,32 @@ class Rule(Rewriter):
 
     def _find_replaced(self) -> dict[cst.CSTNode, str]:
         """Where an old name of torch is given another value, and which one."""
-        found: dict[cst.CSTNode, str] = {}
-        for use in self.tree.uses:
-            is_target = isinstance(self.tree.parents[use.node], cst.AssignTarget | cst.Del)
-            for old in OLD.keys() & use.origins if is_target and len(use.parts) > 1 else ():
-                found[use.node] = old
+        is_target = (cst.AssignTarget, cst.Del)
+        found: list[tuple[cst.CSTNode, Iterable[str | None]]] = [
+            (use.node, use.origins)
+            for use in self.tree.uses
+            if len(use.parts) > 1 and isinstance(self.tree.parents[use.node], is_target)
+        ]
         for call in self.tree.calls:
-            if name_called(call) in ("patch", "object", "setattr", "delattr"):
-                for old in OLD.keys() & self._patched(call):
-                    found[call] = old
-        return found
+            if nodes.name_called(call) in ("patch", "object", "setattr", "delattr"):
+                found.append((call, self._patched(call)))
+        return {node: name for node, names in found for name in names if name in OLD}
 
     def _patched(self, call: cst.Call) -> tuple[str, ...]:
         """What a call may replace, given as one string, or as a module and a string."""
         names = []
         for value in (arg.value for arg in call.args[:2]):
-            origin = self.tree.scope_of[call].origin(value)
-            names.append(literal(value) or origin or "")
+            origin = self.tree.calls[call].origin(value)
+            names.append(nodes.literal(value) or origin or "")
         return *names[:1], ".".join(filter(None, names))
 
     def _say_ambiguous(self, use: Use, bindings: list[Binding]) -> None:
-        name, nodes = use.parts[0], [binding.node for binding in bindings]
-        self.handled.update(nodes)  # so that the group of this name is not rewritten either
-        if any(is_guarded(self.tree, node) for node in (use.node, *nodes)):
+        name, bound = use.parts[0], [binding.node for binding in bindings]
+        self.handled.update(bound)  # so that the group of this name is not rewritten either
+        if any(is_guarded(self.tree, node) for node in (use.node, *bound)):
             self._say_versioned(name, bindings)
             return
-        lines = ", ".join(map(str, sorted(set(map(self.tree.line, nodes)))))
+        lines = ", ".join(map(str, sorted(set(map(self.tree.line, bound)))))
         what = "give them different names, then use torch.amp with its device"
         self.say(
             use.node, "by hand", f"{name} is bound to different things (lines {lines}): {what}"
@@ -263,7 +235,7 @@ class Rule(Rewriter):
             return
         # for another device
         others = {old for old, new in OLD.items() if new[0] == name and new[1] != device}
-        others.update(_TODAY[name])
+        others |= {new for new, today in NEW.items() if today == name}
         if any(use.origins & others for use in self.tree.uses):
             asked = "device" if name == "autocast" else "_device"
             one = f"torch.amp.{name} is one class for all devices"
@@ -274,7 +246,7 @@ class Rule(Rewriter):
         name, device = OLD[old]
         if use.scope.origin(call.func) != "functools.partial" or call.args[0].value is not use.node:
             return False
-        targets = [dotted(target) for target, _ in assignments(self.tree.parents[call])]
+        targets = [nodes.dotted(target) for target, _ in nodes.assignments(self.tree.parents[call])]
         parts = targets[0] if len(targets) == 1 else None
         if name != "autocast" or (parts and self._is_called_by_keyword(parts[-1])):
             return True
@@ -315,22 +287,31 @@ class Rule(Rewriter):
     def _plan_autocast(
         self, device: str, args: Sequence[cst.Arg], use: Use
     ) -> tuple[str, list[Edit]]:
-        """What to put after the device, and the edits of the arguments."""
-        given = self._autocast_arguments(device, args)
-        edits = []
-        for keyword, arg in given.items():
-            if arg.keyword is None:  # the order of today's is another
-                start, end = self.tree.span(arg)
-                is_bare = isinstance(arg.value, cst.NamedExpr) and not arg.value.lpar
-                edits.append(Edit(start, start, f"{keyword}={'(' if is_bare else ''}"))
-                edits += [Edit(end, end, ")")] * is_bare
-        defaults = self._autocast_defaults(device, given, use)
+        """What to put after the device, and the edits of the arguments. Raises `ByHand`."""
+        edits = self._name_arguments(device, args)
+        defaults = self._autocast_defaults(device, nodes.arguments(args, _AUTOCAST_ARGUMENTS), use)
         mappings = [arg for arg in args if arg.star == "**"]
-        if not mappings:
+        if not mappings or not defaults:
             return "".join(f", {key}={value}" for key, value in defaults.items()), edits
-        if len(mappings) > 1 and defaults:
+        if len(mappings) > 1:
             raise ByHand(f'it is called with two **: write torch.amp.autocast("{device}", …)')
-        return "", edits + (self._put_into_mapping(mappings[0], defaults) if defaults else [])
+        return "", edits + self._put_into_mapping(mappings[0], defaults)
+
+    def _name_arguments(self, device: str, args: Sequence[cst.Arg]) -> list[Edit]:
+        """Give names to arguments by position, whose order is another now. Raises `ByHand`."""
+        by_place = [arg for arg in args if arg.star != "**" and arg.keyword is None]
+        if len(by_place) > len(_AUTOCAST_ARGUMENTS) or any(arg.star for arg in by_place):
+            raise ByHand(
+                "its positional arguments changed their order: write torch.amp.autocast("
+                f'"{device}", enabled=…, dtype=…, cache_enabled=…)'
+            )
+        edits = []
+        for keyword, arg in zip(_AUTOCAST_ARGUMENTS, by_place, strict=False):
+            start, end = self.tree.span(arg)
+            is_bare = isinstance(arg.value, cst.NamedExpr) and not arg.value.lpar
+            edits.append(Edit(start, start, f"{keyword}={'(' if is_bare else ''}"))
+            edits += [Edit(end, end, ")")] * is_bare
+        return edits
 
     def _put_into_mapping(self, arg: cst.Arg, defaults: dict[str, str]) -> list[Edit]:
         """Put defaults before what ``**`` brings, which may hold them too, and then counts."""
@@ -341,26 +322,12 @@ class Rule(Rewriter):
         before, after = ("**(", ")}") if is_bare else ("**", "}")
         return [Edit(start, start, "{" + listed + before), Edit(end, end, after)]
 
-    @staticmethod
-    def _autocast_arguments(device: str, args: Sequence[cst.Arg]) -> dict[str, cst.Arg]:
-        """The arguments of a call of the old autocast by their names. Raises `ByHand`."""
-        given: dict[str, cst.Arg] = {}
-        for arg in args:
-            if arg.star == "*" or (not arg.star and not arg.keyword and len(given) == 3):
-                raise ByHand(
-                    "its positional arguments changed their order: write torch.amp.autocast("
-                    f'"{device}", enabled=…, dtype=…, cache_enabled=…)'
-                )
-            if arg.keyword is not None:
-                given[arg.keyword.value] = arg
-            elif not arg.star:
-                given[_AUTOCAST_ARGUMENTS[len(given)]] = arg
-        return given
-
-    def _autocast_defaults(self, device: str, given: dict[str, cst.Arg], use: Use) -> dict:
+    def _autocast_defaults(
+        self, device: str, given: dict[str, cst.BaseExpression], use: Use
+    ) -> dict[str, str]:
         """The defaults of the old autocast that are to be written out. Raises `ByHand`."""
         defaults = {}
-        is_idle = "enabled" in given and is_false(given["enabled"].value)
+        is_idle = nodes.is_false(given.get("enabled"))
         if "dtype" not in given and (not is_idle or self.takes_dtype):
             torch = self.torch.at(use)
             if torch is None:
@@ -383,18 +350,18 @@ class Rule(Rewriter):
     def _rewrite_group(
         self, scope: Scope, name: str, bindings: list[Binding], uses: list[tuple[Use, str]]
     ) -> None:
-        nodes = [binding.node for binding in bindings]
-        aliases = [node for node in nodes if isinstance(node, cst.ImportAlias)]
-        if self.handled.intersection(nodes):
+        bound = [binding.node for binding in bindings]
+        aliases = [node for node in bound if isinstance(node, cst.ImportAlias)]
+        if self.handled.intersection(bound):
             return
-        if any(is_guarded(self.tree, node) for node in nodes):
+        if any(is_guarded(self.tree, node) for node in bound):
             self._say_versioned(name, bindings)
             return
         if stays := self._why_stays(scope, name, bindings, uses):
-            self.say(nodes[0], "by hand", stays)
+            self.say(bound[0], "by hand", stays)
             return
         statement = self.tree.parents[aliases[0]]
-        if (statement, scope) in self.tree.imports:
+        if self.tree.imports.get(statement) is scope:
             self.torch.offer(scope, statement)
         planned = self._plan_uses(uses)
         if len(planned) < len(uses) or self.tree.count_uses(name, scope) > len(uses):
@@ -432,16 +399,15 @@ class Rule(Rewriter):
         self.insert(start, line + ("; " if indent is None else self.tree.newline + indent))
 
     def _rewrite_imports(self) -> None:
-        for node, _ in self.tree.imports:
-            module = module_of(node)
+        for star, module in self.tree.stars.items():
+            if module.startswith(tuple(OLD_MODULES)) and not is_guarded(self.tree, star):
+                what = "import the names that are used from torch.amp, and give each call its"
+                self.say(star, "by hand", f"from {module} import *: {what} device")
+        for node in self.tree.imports:
             if isinstance(node, cst.Import):
                 self._rewrite_import(node)
-            elif is_star(node):
-                if module.startswith(tuple(OLD_MODULES)) and not is_guarded(self.tree, node):
-                    what = "import the names that are used from torch.amp, and give each call its"
-                    self.say(node, "by hand", f"from {module} import *: {what} device")
-            elif self.moved[node]:
-                self._rewrite_import_from(node)
+            elif isinstance(node, cst.ImportFrom) and self.moved[node]:
+                self._rewrite_import_from(node, self.moved[node])
 
     def _rewrite_import(self, node: cst.Import) -> None:
         for alias in node.names:
@@ -452,20 +418,21 @@ class Rule(Rewriter):
             elif alias in self.moved[node]:
                 self.replace(alias.name, "torch.amp")
 
-    def _rewrite_import_from(self, node: cst.ImportFrom) -> None:
-        tree, aliases, moved = self.tree, aliases_of(node), self.moved[node]
+    def _rewrite_import_from(self, node: cst.ImportFrom, moved: list[cst.ImportAlias]) -> None:
+        tree, aliases = self.tree, nodes.aliases_of(node)
         assert node.module is not None  # what is moved comes from a module of torch
-        new = "torch" if module_of(node) in ("torch.cuda", "torch.cpu") else "torch.amp"
+        new = "torch" if nodes.module_of(node) in ("torch.cuda", "torch.cpu") else "torch.amp"
         if len(moved) == len(aliases):
             self.replace(node.module, new)
             return
-        spans = [self._alias_span(alias) for alias in aliases]
-        is_moved = [alias in moved for alias in aliases]
-        texts = [tree.text[slice(*span)] for span in itertools.compress(spans, is_moved)]
-        self._put_before(node, f"from {new} import {', '.join(texts)}")
+        spans = [tree.span(alias) for alias in aliases]
+        gone = [i for i, alias in enumerate(aliases) if alias in moved]
+        names = ", ".join(tree.text[slice(*spans[i])] for i in gone)
+        self._put_before(node, f"from {new} import {names}")
         has_comments = "#" in tree.text[slice(*tree.span(node))]
-        last_kept = max(i for i, is_gone in enumerate(is_moved) if not is_gone)
-        for i, (start, end) in itertools.compress(enumerate(spans), is_moved):
+        last_kept = max({*range(len(aliases))} - {*gone})
+        for i in gone:
+            start, end = spans[i]
             if has_comments:  # which stay where they are, in their brackets
                 rest = tree.text[end:].lstrip().removeprefix(",")  # the comma goes with the name
                 end = len(tree.text) - len(rest)
@@ -474,7 +441,3 @@ class Rule(Rewriter):
             else:
                 start = spans[i - 1][1]
             self.edits.append(Edit(start, end, ""))
-
-    def _alias_span(self, alias: cst.ImportAlias) -> tuple[int, int]:
-        last = alias.name if alias.asname is None else alias.asname.name
-        return self.tree.span(alias.name)[0], self.tree.span(last)[1]

@@ -24,12 +24,10 @@ class TorchName:
             if self._is_torch(name, use):
                 return name
         bound = use.scope.find("torch")
-        for scope in use.scope.outwards():
-            if scope in self.brings and bound in (None, scope):
+        for scope in use.scope.outwards() if bound is None else (bound,):
+            if scope in self.brings:
                 self.needed.add(scope)
                 return "torch"
-            if scope is bound:
-                break
         return None
 
     @staticmethod
@@ -41,16 +39,16 @@ class TorchName:
                     yield name
 
     def _is_torch(self, name: str, use: Use) -> bool:
-        bound = use.scope.find(name)
-        if bound is None:  # a star import may bring it: other code takes that as given too
-            same = (other for other in self.tree.uses if other.parts[0] == name)
-            return name == use.parts[0] or any(other.scope.find(name) is None for other in same)
-        return self._is_only_torch(bound, name, use)
-
-    def _is_only_torch(self, bound: Scope, name: str, use: Use) -> bool:
         # Its own spelling was understood as torch's already, whatever else may bind that name.
         if name == use.parts[0] and "torch" in use.scope.origins((name,)):
             return True
+        bound = use.scope.find(name)
+        if bound is None:  # a star import may bring it: other code takes that as given too
+            same = (other for other in self.tree.uses if other.parts[0] == name)
+            return any(other.scope.find(name) is None for other in same)
+        return self._is_only_torch(bound, name, use)
+
+    def _is_only_torch(self, bound: Scope, name: str, use: Use) -> bool:
         bindings = [binding for binding in bound.bindings[name] if not binding.is_none]
         if self._is_deleted(name) or any(binding.origin != "torch" for binding in bindings):
             return False

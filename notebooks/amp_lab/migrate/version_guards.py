@@ -3,22 +3,14 @@
 Such code stays as it is: the branch for an old torch needs the old names.
 """
 
+import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 
 import libcst as cst
 
-from amp_lab.migrate.nodes import (
-    aliases_of,
-    arguments,
-    below,
-    children,
-    dotted,
-    leaves,
-    literal,
-    module_of,
-    name_called,
-)
+from amp_lab.migrate import nodes
+from amp_lab.migrate.amp_names import NEW
 from amp_lab.migrate.python_tree import Binding, Tree, Use, answered_once
 
 _NAMED_AFTER_TORCH = re.compile(  # TORCH_GE_2_4, is_torch_version, torch_at_least, PT24
@@ -28,10 +20,6 @@ _NAMED_AFTER_TORCH = re.compile(  # TORCH_GE_2_4, is_torch_version, torch_at_lea
 )
 _VERSIONS = re.compile(r"torch\.(?:__version__|torch_version|version\.(?!cuda|hip))")
 _OF_AMP = re.compile(r"(?i)amp|autocast|scaler|custom_(?:fwd|bwd)")
-_NEW = {
-    f"torch.amp.{name}": name for name in ("autocast", "GradScaler", "custom_fwd", "custom_bwd")
-}
-_NEW["torch.autocast"] = "autocast"
 _FALLBACK = re.compile(
     r"except\s*(:|.*\b(ImportError|ModuleNotFoundError|AttributeError|TypeError|NameError|Exception)\b)"
 )
@@ -41,74 +29,62 @@ _FURTHEST = 3  # assignments that a name in a test is followed through
 
 def is_guarded(tree: Tree, node: cst.CSTNode) -> bool:
     """Whether a test of torch's version, or a try of its new names, decides if a node runs."""
-    for parent, child in tree.ancestors(node):
-        guards = _GUARDS.get(type(parent))
-        if guards is not None and guards(tree, parent, child, node):
-            return True
+    return any(_decides(parent, child, node, tree) for parent, child in tree.ancestors(node))
+
+
+@functools.singledispatch
+def _decides(parent: cst.CSTNode, child: cst.CSTNode, node: cst.CSTNode, tree: Tree) -> bool:
+    """Whether `parent` decides by version if `node`, which is in `child`, runs."""
     return False
 
 
-# Each of these tells whether `parent` decides by version if `node`, which is in `child`, runs.
-
-
-def _if_guards(tree: Tree, parent: cst.If | cst.IfExp, child: cst.CSTNode, node) -> bool:
+@_decides.register
+def _(parent: cst.If | cst.IfExp, child, node, tree) -> bool:
     if child is parent.test:
         return False
-    arms: list[cst.CSTNode] = [
-        arm for arm in (parent.body, parent.orelse) if arm is not None and arm is not child
-    ]
+    arms = [arm for arm in (parent.body, parent.orelse) if arm is not None and arm is not child]
     block = tree.parents[parent]
-    if not arms and isinstance(block, cst.Module | cst.IndentedBlock) and leaves(parent.body):
-        arms = list(block.body[block.body.index(parent) + 1 :])  # they are its else
+    if not arms and isinstance(block, cst.Module | cst.IndentedBlock) and nodes.leaves(parent.body):
+        arms = block.body[block.body.index(parent) + 1 :]  # they are its else
     return _asks_for_torch(tree, parent.test) or any(_is_newer(tree, arm, node) for arm in arms)
 
 
-def _test_guards(tree: Tree, parent: cst.While | cst.BooleanOperation, child, node) -> bool:
+@_decides.register
+def _(parent: cst.While | cst.BooleanOperation, child, node, tree) -> bool:
     test = parent.test if isinstance(parent, cst.While) else parent.left
     return child is not test and _asks_for_torch(tree, test)
 
 
-def _call_guards(tree: Tree, parent: cst.Call, child: cst.CSTNode, node) -> bool:
-    return dotted(parent.func) in (("hasattr",), ("getattr",)) and child is parent.args[0]
+@_decides.register
+def _(parent: cst.Call, child, node, tree) -> bool:
+    return nodes.is_call_of(parent, "hasattr", "getattr") and child is parent.args[0]
 
 
-def _handler_guards(tree: Tree, parent: cst.ExceptHandler, child: cst.CSTNode, node) -> bool:
-    header, tried = tree.code(parent), tree.parents[parent]
-    assert isinstance(tried, cst.Try)
+@_decides.register
+def _(parent: cst.ExceptHandler, child, node, tree) -> bool:
+    header, tried = tree.code(parent), tree.parents[parent].body
     if not _FALLBACK.search(header):  # it is for errors of another kind
         return False
-    imports = (isinstance(part, cst.Import | cst.ImportFrom) for part in below(tried.body))
-    return bool(_new_uses(tree, tried.body)) or bool(_MISSING.search(header) and any(imports))
+    imports = (isinstance(part, cst.Import | cst.ImportFrom) for part in nodes.below(tried))
+    return bool(_new_uses(tree, tried)) or bool(_MISSING.search(header) and any(imports))
 
 
-def _try_guards(tree: Tree, parent: cst.Try, child: cst.CSTNode, node) -> bool:
+@_decides.register
+def _(parent: cst.Try, child, node, tree) -> bool:
     return child is parent.body and any(_new_uses(tree, handler) for handler in parent.handlers)
 
 
-def _block_guards(tree: Tree, parent: cst.Module | cst.IndentedBlock, child, node) -> bool:
+@_decides.register
+def _(parent: cst.Module | cst.IndentedBlock, child, node, tree) -> bool:
     earlier = parent.body[: parent.body.index(child)]
     return any(_leaves_by_version(tree, statement, node) for statement in earlier)
 
 
-_GUARDS: dict[type, Callable[..., bool]] = {
-    cst.If: _if_guards,
-    cst.IfExp: _if_guards,
-    cst.While: _test_guards,
-    cst.Call: _call_guards,
-    cst.BooleanOperation: _test_guards,
-    cst.ExceptHandler: _handler_guards,
-    cst.Try: _try_guards,
-    cst.Module: _block_guards,
-    cst.IndentedBlock: _block_guards,
-}
-
-
 def _leaves_by_version(tree: Tree, statement: cst.CSTNode, node: cst.CSTNode) -> bool:
     """Whether a statement ends a block for some versions, so that what follows is for others."""
-    if not isinstance(statement, cst.If | cst.Try | cst.With) or not leaves(statement.body):
+    if not isinstance(statement, cst.If | cst.Try | cst.With) or not nodes.leaves(statement.body):
         return False
-    last = statement.body.body[-1]
-    if isinstance(last.body[-1] if isinstance(last, cst.SimpleStatementLine) else last, cst.Raise):
+    if isinstance(nodes.last_statement(statement.body), cst.Raise):
         return False  # it is for what this file cannot run with
     # only suppress goes on after an error
     if isinstance(statement, cst.With) and "suppress" not in tree.code(statement.items[0]):
@@ -123,8 +99,7 @@ def _asks_for_torch(tree: Tree, test: cst.BaseExpression, depth: int = 0) -> boo
     parts = list(_below_but_in_dicts(test))
     if any(isinstance(node, cst.Call) and _looks_up(tree, node) for node in parts):
         return True
-    uses = [tree.use_at[node] for node in parts if node in tree.use_at]
-    return any(_is_of_version(tree, use, depth) for use in uses)
+    return any(_is_of_version(tree, use, depth) for use in _uses_among(tree, parts))
 
 
 def _is_of_version(tree: Tree, use: Use, depth: int) -> bool:
@@ -139,7 +114,7 @@ def _below_but_in_dicts(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """A node and its parts; a version among the values of a dict is there to be logged."""
     if not isinstance(node, cst.Dict):
         yield node
-        for child in children(node):
+        for child in nodes.children(node):
             yield from _below_but_in_dicts(child)
 
 
@@ -179,17 +154,17 @@ def _chooses_version(tree: Tree, node: cst.CSTNode, is_flag: bool) -> bool:
 
 def _looks_up(tree: Tree, call: cst.Call) -> bool:
     """Whether a call asks for a name of torch's mixed precision, or for torch's version."""
-    name = name_called(call)
     if not call.args:
         return False
-    first, *rest = [literal(arg.value) for arg in call.args]
+    name, thing = nodes.name_called(call), call.args[0].value
+    first, *rest = [nodes.literal(arg.value) for arg in call.args]
     if name in ("version", "distribution", "get_distribution"):
         return first == "torch"  # importlib.metadata.version("torch")
     if name in ("find_spec", "import_module"):
         return bool(re.match(r"torch\..*amp", first or ""))
     is_lookup = name in ("hasattr", "getattr", "signature", "getfullargspec", "dir", "vars")
     asked = rest[0] if name in ("hasattr", "getattr") and rest else None
-    return is_lookup and _is_about_amp(tree.uses_below(call.args[0].value), asked)
+    return is_lookup and _is_about_amp(_uses_among(tree, nodes.below(thing)), asked)
 
 
 def _is_about_amp(uses: list[Use], asked: str | None) -> bool:
@@ -199,16 +174,18 @@ def _is_about_amp(uses: list[Use], asked: str | None) -> bool:
     return any(map(_OF_AMP.search, names))
 
 
+def _uses_among(tree: Tree, parts: Iterable[cst.CSTNode]) -> list[Use]:
+    return [tree.use_at[node] for node in parts if node in tree.use_at]
+
+
 @answered_once
 def _new_uses(tree: Tree, node: cst.CSTNode) -> list[tuple[Use | None, str]]:
     """Each use or import of today's names below a node; None for an import."""
     found: list[tuple[Use | None, str]] = []
-    for use in tree.uses_below(node):  # an attribute, such as torch.amp.GradScaler
-        found += [(use, _NEW[origin]) for origin in use.origins if origin in _NEW]
-    for part in below(node):
-        if isinstance(part, cst.ImportFrom):
-            names = [f"{module_of(part)}.{alias.evaluated_name}" for alias in aliases_of(part)]
-            found += [(None, _NEW[name]) for name in names if name in _NEW]
+    for part in nodes.below(node):
+        use = tree.use_at.get(part)  # an attribute, such as torch.amp.GradScaler
+        origins = {tree.imported.get(part)} if use is None else use.origins
+        found += [(use, name) for new, name in NEW.items() if new in origins]
     return found
 
 
@@ -231,7 +208,7 @@ def _is_newer(tree: Tree, arm: cst.CSTNode, node: cst.CSTNode) -> bool:
 
 def _is_for_cuda(tree: Tree, new: Use, name: str) -> bool:
     call = tree.call_of(new.node)
-    given = arguments(call, ("device",)) if call is not None else {}
-    device = literal(given.get("device", given.get("device_type")))
+    given = nodes.arguments(call.args, ("device",)) if call is not None else {}
+    device = nodes.literal(given.get("device", given.get("device_type")))
     # None: a variable
     return name != "autocast" and (device is None or device.partition(":")[0] == "cuda")

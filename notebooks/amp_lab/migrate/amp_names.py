@@ -1,0 +1,19 @@
+"""The names of torch's mixed precision: those of old, each with its device, and today's."""
+
+HOMES = {  # each name, and the submodule of `amp` in which it is defined
+    "autocast": "autocast_mode",
+    "custom_fwd": "autocast_mode",
+    "custom_bwd": "autocast_mode",
+    "GradScaler": "grad_scaler",
+}
+OLD_MODULES = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
+OLD = {  # old dotted name: today's name, device
+    ".".join(parts): (name, device)
+    for module, device in OLD_MODULES.items()
+    for name, home in HOMES.items()
+    if device == "cuda" or not name.startswith("custom")  # torch.cpu.amp never had those
+    for parts in ((module, name), (module, home, name))
+}
+NEW = {f"torch.amp.{name}": name for name in HOMES} | {"torch.autocast": "autocast"}
+NAMED = ("autocast", "GradScaler", "torch custom_fwd", "torch custom_bwd")
+"""The triggers of a rule about these names: a file that has one of them has one of these texts."""
