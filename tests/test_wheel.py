@@ -132,12 +132,16 @@ def test_nothing_else_is_there(theirs):
     assert Path(where).is_relative_to(theirs / "venv")
 
 
+QUICKLY = ["--device", "cpu", "--minutes", "0.1"]
+
+
 @pytest.mark.parametrize(
     ("command", "said"),
     [
         (["xray", "my_models:TwoTower", *INPUTS], "TwoTower on cuda, autocast fp16"),
         (["memory", "my_models:TwoTower", *INPUTS, "--memory", "1GiB"], "largest batch in 1 GiB"),
         (["diff", "my_models:TwoTower", *INPUTS, "--precision", "bf16"], "They part nowhere"),
+        (["advise", "my_models:TwoTower", *INPUTS, *QUICKLY], "\nThe lines to write for training "),
         (["doctor", "--device", "cpu"], "\nUse "),
         (["ops", "--device", "mps"], "scaled_dot_product_attention"),
     ],

@@ -406,3 +406,40 @@ def test_lines_of_a_notebook_may_be_joined(tmp_path, form, joined):
     assert migrate("--write", path) == 0
     assert path.read_bytes() == made(PARTS_NEW)
     assert migrate("--check", path) == 0
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "x = " + "1 + " * 20_000 + "1",
+        "x = a" + ".b" * 20_000,
+        "x = " + "not " * 20_000 + "a",
+        "x = " + "(" * 5_000 + "1" + ")" * 5_000,
+        "x = f" + "(1, 2)" * 20_000,
+        "if a:\n    pass\n" + "elif a:\n    pass\n" * 5_000,
+    ],
+    ids=lambda code: code[:12],
+)
+def test_code_that_would_end_the_process_is_refused_and_the_rest_is_done(tmp_path, code):
+    old = "from torch.cuda.amp import autocast\n"
+    (tmp_path / "deep.py").write_text(f"{old}{code}\n")
+    (tmp_path / "old.py").write_text(f"{old}autocast()\n")
+    deep, other = files.migrate_paths([tmp_path], write=True)
+    assert deep.error.endswith("is nested too deeply; left as it was")
+    assert other.written
+
+
+def test_a_table_of_any_length_is_not_deep(tmp_path):
+    old = "from torch.cuda.amp import autocast\nautocast()\n"
+    (tmp_path / "table.py").write_text(f"{old}x = [{'1, ' * 10_000}]\n")
+    assert [result.error for result in files.migrate_paths([tmp_path])] == [None]
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="a device that never ends")
+def test_what_never_ends_is_not_read(tmp_path):
+    (tmp_path / "zero.py").symlink_to("/dev/zero")
+    with open(tmp_path / "huge.py", "wb") as file:
+        file.truncate(40 * 2**30)  # of blocks that are nowhere
+    huge, zero = sorted(files.migrate_paths([tmp_path]), key=lambda result: result.path)
+    assert "has more than 67108864 bytes" in huge.error
+    assert "no regular file" in zero.error

@@ -25,6 +25,10 @@ from amp_lab.migrate.rules import edits_and_findings, is_triggered, parse_quietl
 
 MAX_BYTES = 1 << 19
 """Of Python in one file: for twice as much, the tree and its positions took 620 MB."""
+_MOST_BYTES = 1 << 26
+"""Of any file that is read: a notebook may be large by its pictures."""
+_MOST_TOKENS, _MOST_BRACKETS, _MOST_ELIFS = 2_000, 100, 500
+_OPENING, _CLOSING = "([{", ")]}"
 _ENDINGS = (".py", ".pyi", ".pyw", ".ipynb")
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
 _WORTH_PROCESSES = 60  # files; below it, starting a process takes longer than it saves
@@ -107,9 +111,9 @@ def _is_skipped(folder: Path) -> bool:
 
 def has_names(path: Path) -> bool:
     """Whether a file has any text that triggers a rule; most files are only read."""
-    if path.is_fifo():  # reading would wait for something to write to it
+    if path.is_fifo():  # nothing to be told of: it is no file of code
         return False
-    return is_triggered(path.read_bytes())
+    return is_triggered(files.read_regular(path, _MOST_BYTES))
 
 
 def migrate_file(path: Path, write: bool = False) -> Result:
@@ -127,7 +131,7 @@ def _migrate(path: Path, write: bool) -> Result:
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise OptionError("is no file")
-    data = path.read_bytes()
+    data = files.read_regular(path, _MOST_BYTES)
     migrate = _migrate_notebook if path.suffix == ".ipynb" else _migrate_python
     new, lines, before_and_after = migrate(path, data)
     result = Result(path, lines)
@@ -187,9 +191,29 @@ def _migrate_python(path: Path, data: bytes) -> _Migrated:
     return new.encode(encoding), findings, [("", text, new)]
 
 
+def _check_depth(text: str) -> None:
+    """Raise `OptionError` for code that a parser would follow so deep that the process ends.
+
+    Each operator of a long sum, or name of a long chain, is a level of the tree; items of a list
+    and arguments, which commas part, are not. Python itself takes 200 brackets within each other.
+    """
+    tokens = brackets = elifs = 0
+    try:
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            string = token.string
+            tokens = 0 if string == "," or token.type == tokenize.NEWLINE else tokens + 1
+            brackets += (string in _OPENING) - (string in _CLOSING) if len(string) == 1 else 0
+            elifs += string == "elif"
+            if tokens > _MOST_TOKENS or brackets > _MOST_BRACKETS or elifs > _MOST_ELIFS:
+                raise OptionError(f"line {token.start[0]} is nested too deeply")
+    except (tokenize.TokenError, SyntaxError):  # no Python, of which its parser tells
+        return
+
+
 def _edits_and_findings(
     text: str, path: Path, why_no_python: Callable[[cst.ParserSyntaxError], str]
 ) -> tuple[list[Edit], list[Finding]]:
+    _check_depth(text)
     try:
         return edits_and_findings(text, path)
     except cst.ParserSyntaxError as error:
