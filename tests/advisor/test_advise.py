@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import io
+import itertools
 import json
 
 import pytest
@@ -67,12 +68,16 @@ def mlp() -> nn.Module:
 def planted(monkeypatch):
     """Advice with planted times: twelve rounds, alike but for 1 %. It is too short to compile."""
 
-    def advice(model, *inputs, seconds=FAST, reason="", memory=None, report=REPORT):
+    def advice(model, *inputs, seconds=FAST, reason="", memory=None, report=REPORT, drift=1.0):
+        calls = itertools.count()
+
         def timing(functions, **settings):
             assert settings["budget_s"] > 0
+            plain = drift ** next(calls)  # fp32 is faster from comparison to comparison
             rounds = [1 + 0.01 * (i % 2) for i in range(12)]
             took = {
-                n: next((s for p, s in seconds.items() if n.startswith(p)), 1.0) for n in functions
+                n: next((s for p, s in seconds.items() if n.startswith(p)), plain)
+                for n in functions
             }
             return Comparison({n: tuple(s * r for r in rounds) for n, s in took.items()}, 0, reason)
 
@@ -168,6 +173,15 @@ def test_a_busy_machine_keeps_the_simplest(planted):
     assert advice.recommended.name == "fp32"
     assert "the machine was busy" in advice.recommended.reason
     assert "too busy to tell" in str(advice)
+
+
+def test_what_lost_stays_behind_what_beat_it_when_the_machine_changes(planted):
+    advice = planted(Cnn(), torch.randn(2, 3, 8, 8), drift=0.9)
+    for use, best in advice.chosen.items():
+        timed = [c for c in advice.candidates if c.recipe.use == use and c.speedup]
+        assert len(timed) > 4
+        assert all(c.speedup.median <= 1.06 * best.speedup.median for c in timed)
+        assert all(c.time_s.median >= 0.94 * best.time_s.median for c in timed)
 
 
 def test_layouts_and_fused_kernels_are_tried_where_there_are_convolutions(planted):

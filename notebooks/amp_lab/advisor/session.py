@@ -207,6 +207,7 @@ class _Contest:
         if not new:
             return
         self._first, best = self._first or new[0], self.best or new[0]
+        before = replace(best)
         budget_s = max(_HEAT * self.seconds, 1.0)
         timed = compare(self._steps, device=self.case.device, budget_s=budget_s, warmup=0)
         for candidate in new:
@@ -222,9 +223,25 @@ class _Contest:
                 candidate.verdict = busy or ("slower" if slower else "not worth its changes")
             if candidate not in (self._first, best):
                 del self._steps[name]  # and its copy of the model
+        if timed.trusted:
+            self._move_others(before, [*timed.samples_s])
         self.best, best.verdict = best, "recommended"
         if busy and best is self._first:
             best.reason = f"the simplest, since {busy}"
+
+    def _move_others(self, before: Candidate, names: list[str]) -> None:
+        """Put those that lost in earlier heats behind what beat them, which was timed again now.
+
+        `before` is the best until now as it was; a minute later the machine may be faster.
+        """
+        now = next(c for c in self.found if c.recipe == before.recipe)
+        if not (before.speedup and before.time_s and now.speedup and now.time_s):
+            return
+        faster = now.speedup.median / before.speedup.median
+        longer = now.time_s.median / before.time_s.median
+        for c in self.found:
+            if c.speedup and c.time_s and c.name not in names:
+                c.speedup, c.time_s = c.speedup.times(faster), c.time_s.times(longer)
 
     def _entered(self, recipe: Recipe) -> Candidate:
         """A recipe that was checked; it has a verdict if it is not to be timed."""
