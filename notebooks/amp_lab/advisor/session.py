@@ -235,13 +235,13 @@ class _Contest:
         `before` is the best until now as it was; a minute later the machine may be faster.
         """
         now = next(c for c in self.found if c.recipe == before.recipe)
-        if not (before.speedup and before.time_s and now.speedup and now.time_s):
+        first = self._first.time_s if self._first else None
+        if not (before.speedup and now.speedup and first):
             return
-        faster = now.speedup.median / before.speedup.median
-        longer = now.time_s.median / before.time_s.median
         for c in self.found:
-            if c.speedup and c.time_s and c.name not in names:
-                c.speedup, c.time_s = c.speedup.times(faster), c.time_s.times(longer)
+            if c.speedup and c.name not in names:
+                c.speedup = c.speedup.times(now.speedup.median / before.speedup.median)
+                c.time_s = first.times(1 / c.speedup.median)
 
     def _entered(self, recipe: Recipe) -> Candidate:
         """A recipe that was checked; it has a verdict if it is not to be timed."""
