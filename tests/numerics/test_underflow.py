@@ -1,5 +1,6 @@
 """gradient_underflow, counted against real casts."""
 
+import json
 import math
 
 import matplotlib as mpl
@@ -299,3 +300,13 @@ def test_scales_are_powers_of_two(scale):
 
 def test_errors_are_of_the_package():
     assert issubclass(NumericsError, AmpLabError)
+
+
+def test_as_json_it_has_the_counts_of_every_row():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    report = gradient_underflow(model, 1e-8 * model(torch.randn(3, 4)).square().mean())
+    content = json.loads(report.to_json())
+    assert [row["values"] for row in content["rows"]] == [row.values for row in report.rows]
+    assert content["parameters"]["lost at 1"] == report.parameters.zero_in_fp16(1.0) > 0
+    assert content["outputs"]["smallest_scale"] == report.outputs.smallest_scale

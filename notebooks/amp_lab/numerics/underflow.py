@@ -72,6 +72,16 @@ class UnderflowReport(Printed):
             right=range(2, len(head)),
         )
 
+    def _contents(self) -> dict[str, Any]:
+        names = ("layer", "what", "values", "zero", "nonfinite", "smallest_scale", "largest_scale")
+
+        def plain(count: GradientCount) -> dict[str, Any]:
+            by_scale = {f"lost at {scale:g}": count.zero_in_fp16(scale) for scale in self.scales}
+            return {name: getattr(count, name) for name in names} | by_scale
+
+        counts = {"outputs": plain(self.outputs), "parameters": plain(self.parameters)}
+        return vars(self) | counts | {"rows": [*map(plain, self.rows)]}
+
     def plot(self):
         """The exponents of all gradient values against fp16's range, one panel for each scale."""
         from amp_lab import plots  # matplotlib only where a figure is drawn
