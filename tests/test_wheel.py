@@ -134,7 +134,7 @@ def test_nothing_else_is_there(theirs):
     assert Path(where).is_relative_to(theirs / "venv")
 
 
-QUICKLY = ["--device", "cpu", "--minutes", "0.2"]
+QUICKLY = ["--device", "cpu", "--minutes", "0.1"]
 
 
 @pytest.mark.parametrize(
