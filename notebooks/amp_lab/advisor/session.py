@@ -110,7 +110,7 @@ def measured(case: Case, look: Outlook, seconds: float, beginning: str = "") -> 
     watch += [f"Nothing can be recommended for {use}." for use in contests if use not in chosen]
     for precision in {best.recipe.precision for best in chosen.values() if best.recipe.autocasts}:
         watch += look.xrays[precision].advice if precision in look.xrays else []
-    title = f"{type(case.model).__name__} on {case.device} ({report.name})"
+    title = f"{type(case.model).__name__} on {report.name}, {case.device}"
     found = [c for contest in reversed(contests.values()) for c in contest.ranked()]
     return Advice(title, found, chosen, programs, watch)
 
