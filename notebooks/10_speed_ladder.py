@@ -662,8 +662,8 @@ advice
 # Read the last column first. One recipe for training and one for inference are *recommended*: the
 # first that surely beat the simpler ones by enough to be worth a change to your program. The others
 # say why they are not: too slow, unlike FP32, or not tried, since the time was up. What does not learn
-# as FP32 does is never recommended, however fast it is. The program below the table ran before it was
-# printed, with your model in place of `model`.
+# as FP32 does is never recommended, however fast it is. The lines below the table are the very lines
+# that were timed here.
 
 # %%
 assert {best.verdict for best in advice.chosen.values()} == {"recommended"}
