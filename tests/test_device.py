@@ -257,7 +257,7 @@ def test_a_device_that_torch_cannot_use_is_said(monkeypatch):
 
     monkeypatch.setattr(torch, "ones", fail)
     with pytest.raises(DeviceError, match=r"torch cannot use it: no kernel image is available$"):
-        device_module._describe.__wrapped__(CPU)
+        device_module._describe.__wrapped__(CPU, "CPU")
 
 
 def test_report_of_this_cpu():
@@ -271,6 +271,23 @@ def test_report_of_this_cpu():
     assert all(report.speedup(p) >= 1.25 for p in report.accelerated)
     assert recommend_precision("cpu") is report.recommended
     assert describe_device(CPU) is report  # measured once
+
+
+def test_with_other_threads_a_device_is_described_anew(monkeypatch):
+    measured = []
+    monkeypatch.setattr(
+        device_module, "_matmul_rates", lambda _: measured.append(1) or (rates(), True)
+    )
+    device_module._describe.cache_clear()
+    threads = torch.get_num_threads()
+    try:
+        for wanted in (1, 2, 2):
+            torch.set_num_threads(wanted)
+            assert f"{wanted} threads" in describe_device("cpu").backend
+    finally:
+        torch.set_num_threads(threads)
+        device_module._describe.cache_clear()
+    assert len(measured) == 2
 
 
 def test_report_of_a_device_that_is_not_there():

@@ -97,7 +97,7 @@ def _devices_here() -> str:
 
 
 @functools.cache
-def _describe(device: torch.device) -> DeviceReport:
+def _describe(device: torch.device, driven_by: str) -> DeviceReport:
     try:
         torch.ones(2, device=device).sum().item()
     except RuntimeError as error:  # a GPU that this torch has no kernels for, or a broken driver
@@ -108,7 +108,7 @@ def _describe(device: torch.device) -> DeviceReport:
     return DeviceReport(
         device=device,
         name=device_name(device),
-        backend=backend_name(device),
+        backend=driven_by,
         memory_bytes=memory_bytes(device),
         rates=rates,
         trusted=trusted,
@@ -121,9 +121,10 @@ def describe_device(device: torch.device | str) -> DeviceReport:
     """Name, memory and measured matrix-product rates of a device, and which precision to use there.
 
     Takes up to a few seconds the first time, for the measurement; later calls for the same device
-    return the same report. Raises `DeviceError` if the device is not there.
+    and number of threads return the same report. Raises `DeviceError` if the device is not there.
     """
-    return _describe(pick_device(str(device)))
+    chosen = pick_device(str(device))
+    return _describe(chosen, backend_name(chosen))
 
 
 def recommend_precision(device: torch.device | str) -> Precision:
