@@ -34,6 +34,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_lab import plots
 from amp_lab.notebook import start
+from exercises.grad_scaler import (
+    check_clipped_step,
+    check_resumed,
+    check_scale_after,
+    check_smallest_scale,
+)
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 plots.use_style()
@@ -458,18 +464,135 @@ for dtype in (torch.float16, torch.bfloat16):
 #
 # ## Exercises
 #
-# 1. In the AMP step, use `init_scale=1` and multiply the output by 2^-13 twice, inside the block.
-#    Which gradients vanish? From which scale on does the gradient of the bias survive, and from
-#    which that of the weight?
-# 2. In the picture, set `growth_interval` to 2 and to 100. How many steps are skipped, and what
-#    does the final loss say about it?
-# 3. Call `scaler.update()` before `scaler.step(optimizer)`, and read the message. Why could the
-#    scaler not do what you meant?
-# 4. Give `HandScaler` an `unscale_` method of its own, so that gradients can be clipped between
-#    `backward` and `step`, and let the comparison with `GradScaler` pass with clipping on both
-#    sides.
-# 5. Save `scaler.state_dict()` after 250 steps, go on from it with a new scaler, and show that the
-#    remaining scales are the same. What is lost without it?
+# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
+# not, why. A hint and a solution are folded away below each.
+#
+# ### 1. Which scale saves this gradient?
+#
+# A gradient is 2^-26. What is the smallest power of two that keeps it from becoming zero in fp16?
+
+# %%
+smallest_scale = ...
+check_smallest_scale(smallest_scale)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# The smallest positive number of fp16 is 2^-24. What becomes of a number that lies exactly halfway
+# between 0 and it?
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# smallest_scale = 4
+# ```
+#
+# 2^-26 times 4 is 2^-24, which fp16 has. With a scale of 2 the product is 2^-25, halfway between 0
+# and 2^-24, and rounding to even makes it 0.
+#
+# </details>
+#
+# ### 2. Where does the scale end?
+#
+# A scaler starts at 1024 with a growth interval of 3. Of ten steps, the second and the eighth
+# overflow. Work out on paper what the scale is after the tenth.
+
+# %%
+scale_at_the_end = ...
+check_scale_after(scale_at_the_end)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Write two columns, the scale and the number of good steps in a row. Both a fall and a rise set the
+# second one back to zero.
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# scale_at_the_end = 512
+# ```
+#
+# Step 2 halves 1024 to 512. Steps 3, 4 and 5 are good, so the scale doubles to 1024. Steps 6 and 7
+# are good, which is one too few, and step 8 halves it to 512 again. Steps 9 and 10 are good.
+#
+# </details>
+#
+# ### 3. Clip, with a scaler
+#
+# Complete `clipped_step`, so that the norm of the gradients is at most 1 when the optimizer sees
+# them. The check compares the weights with those of an fp32 step that clips.
+
+
+# %%
+def clipped_step(loss, model, optimizer, scaler):
+    return ...  # backward, clip to a norm of 1, step, update
+
+
+check_clipped_step(clipped_step)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# After `backward` the gradients are multiplied by the scale. Which of the scaler's methods undoes
+# that before `step` does?
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# def clipped_step(loss, model, optimizer, scaler):
+#     scaler.scale(loss).backward()
+#     scaler.unscale_(optimizer)
+#     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+#     scaler.step(optimizer)
+#     scaler.update()
+# ```
+#
+# Without `unscale_` the norm is 1024 times too large, so that clipping shrinks the gradients to
+# almost nothing.
+#
+# </details>
+#
+# ### 4. Go on after an interruption
+#
+# A run was stopped, and `state` is what `scaler.state_dict()` gave. Return a scaler that goes on as
+# if nothing had happened.
+
+
+# %%
+def resumed_scaler(state):
+    return ...
+
+
+check_resumed(resumed_scaler)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `print(scaler.state_dict())` shows what there is besides the scale.
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# def resumed_scaler(state):
+#     scaler = torch.amp.GradScaler(device.type)
+#     scaler.load_state_dict(state)
+#     return scaler
+# ```
+#
+# A scaler that only gets the old scale (`init_scale=state["scale"]`) would count its good steps from
+# zero. Without any state it starts at 65536, and may have to skip a few steps until it has found its
+# value again.
+#
+# </details>
 #
 # ## Further reading
 #

@@ -1,0 +1,43 @@
+"""For each check: wrong answers in place of the stub, and words of the line that each gets."""
+
+WRONG_ANSWERS = {
+    "check_smallest_scale": [
+        ("smallest_scale = 2", "still rounds to 0"),
+        ("smallest_scale = 65536", "go lower"),
+        ("smallest_scale = 3", "a power of two"),
+    ],
+    "check_scale_after": [
+        ("scale_at_the_end = 1024", "Count the good steps"),
+        ("scale_at_the_end = 256", "the counter of good steps"),
+    ],
+    "check_clipped_step": [
+        (
+            """
+def clipped_step(loss, model, optimizer, scaler):
+    scaler.scale(loss).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+            "still multiplied by the scale",
+        ),
+        (
+            """
+def clipped_step(loss, model, optimizer, scaler):
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.update()
+""",
+            "only after the optimizer",
+        ),
+    ],
+    "check_resumed": [
+        ("def resumed_scaler(state):\n    return torch.amp.GradScaler('cpu')", "had come to 512"),
+        (
+            "def resumed_scaler(state):\n"
+            "    return torch.amp.GradScaler('cpu', init_scale=state['scale'])",
+            "growth interval is lost",
+        ),
+    ],
+}
