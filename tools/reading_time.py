@@ -17,7 +17,7 @@ LINK = re.compile(r"\]\([^)]*\)")
 
 
 def minutes(source: Path) -> float:
-    """Minutes that the text and code of a notebook take, without exercises and optional sections."""
+    """Minutes for text and code of a notebook, without exercises and optional sections."""
     words, lines, counts = 0, 0, True
     for cell in build_pairs.read_source(source).cells:
         if cell.cell_type == "code":
