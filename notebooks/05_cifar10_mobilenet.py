@@ -42,12 +42,6 @@ from amp_lab.checkpoint import random_states, restore_random_states
 from amp_lab.data import batches, load_dataset
 from amp_lab.errors import CheckpointError
 from amp_lab.notebook import start
-from exercises.image_classification import (
-    check_mended_loop,
-    check_needed_difference,
-    check_speedups,
-    check_superfluous,
-)
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 plots.use_style()
@@ -808,7 +802,16 @@ for size, values in intensity.items():
 #
 # Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
 # not, why. A hint and a solution are folded away below each.
-#
+
+# %%
+from exercises.image_classification import (
+    check_mended_loop,
+    check_needed_difference,
+    check_speedups,
+    check_superfluous,
+)
+
+# %% [markdown]
 # ### 1. Which difference counts?
 #
 # Two precisions are tested on 900 images, and FP32 classifies 90 % of them right. Its seeds differ by
