@@ -103,7 +103,8 @@ config = {
 
 # %%
 inputs, target = quantized_sine(config["size"], device)  # (1, 2, H, W), (1, 1, H, W)
-_ = plots.picture_problem(inputs, target)
+pictures = {"input: x": inputs[:, :1], "input: y": inputs[:, 1:], "target": target}
+_ = plots.side_by_side(pictures)
 assert target.unique().numel() == 4
 
 # %% [markdown]

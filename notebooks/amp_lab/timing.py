@@ -168,7 +168,7 @@ class Comparison:
     reason: str
     """Why the result is not to be trusted; empty if it is."""
     apart: bool = False
-    """Whether the cores shared no cache, as they had before in this process: some ratios differ."""
+    """Whether the cores shared no cache, as they did before in this process: some ratios differ."""
 
     @property
     def trusted(self) -> bool:
@@ -220,9 +220,8 @@ class Comparison:
 
     def remarks(self) -> list[str]:
         """What has to be said beside the figures: nothing, if all went well."""
-        said = [f"not trusted: {self.reason}"] if self.reason else []
         apart = "cores apart: the host of this machine has moved them, and some ratios differ"
-        return [*said, apart] if self.apart else said
+        return [f"not trusted: {self.reason}"] * bool(self.reason) + [apart] * self.apart
 
 
 def compare(
@@ -329,7 +328,7 @@ _LEAST_S = 0.7  # a neighbour on the host comes and goes in tenths of a second
 _TURN_S = 5e-3
 _FLOOR = 0.02
 _SLOWER = 1.5  # the calibration product against its usual time: more is another program
-_APART = 3.0  # an exchange between threads against the fastest: more is another cache
+_APART = 3.0  # an exchange between threads against the fastest: the host has moved the cores
 _WAITED = 0.03  # of a round's time, in which a thread was ready and another program had its core
 
 
@@ -425,11 +424,7 @@ class _Watch:
             self.nearest_s[threads] = min(self.nearest_s.get(threads, best), best)
 
     def exchange(self) -> None:
-        """Let each thread read what another one wrote: slow where they share no cache.
-
-        The host of a virtual machine moves its cores, for seconds at a time, to places that do not.
-        Some ops then take twice as long, and others no longer than before.
-        """
+        """Let threads read what others wrote: slow, as some ops are then, where caches differ."""
         for _ in range(3):
             self.passed_on = self.passed_on.flip(0)
 
@@ -452,9 +447,8 @@ class _Watch:
     def _moved(self) -> bool:
         """Whether the cores lay elsewhere in this round than in most."""
         usual_s = statistics.median(self.exchanges_s or [0.0])
-        return any(
-            max(one, usual_s) > _APART * min(one, usual_s) for one in self.exchanges_s[self.first :]
-        )
+        latest = self.exchanges_s[self.first :] or [usual_s]
+        return max(latest) > _APART * usual_s or usual_s > _APART * min(latest)
 
     def lay_apart(self) -> bool:
         """Whether the cores mostly lay farther apart than at other times in this process."""

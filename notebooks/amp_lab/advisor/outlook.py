@@ -50,12 +50,11 @@ def first_look(case: Case, memory: int | str | None = None) -> Outlook:
     kind, is_here = case.device.type, backend(case.device).is_available()
     own = describe_device(case.device).memory_bytes if is_here else None
     look = Outlook(own if memory is None else parse_bytes(memory))
+    options: dict[str, Any] = {"device_type": kind, "loss_fn": case.loss_fn, **case.kwargs}
     try:
         for precision in (Precision.BF16, Precision.FP16):
-            settings: dict[str, Any] = {"dtype": precision.dtype, "loss_fn": case.loss_fn}
-            look.xrays[precision] = xray(
-                case.model, *case.args, device_type=kind, **settings, **case.kwargs
-            )
+            seen = xray(case.model, *case.args, dtype=precision.dtype, **options)
+            look.xrays[precision] = seen
         for use in case.uses:
             _forecast(case, use, look)
     except TraceError as error:

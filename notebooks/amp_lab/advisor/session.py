@@ -72,11 +72,8 @@ def measured(case: Case, look: Outlook, seconds: float, beginning: str = "") -> 
 
     `beginning` makes model and inputs in a program of its own, which is run before it is shown.
     """
-    end, kind, report = (
-        time.perf_counter() + seconds,
-        case.device.type,
-        describe_device(case.device),
-    )
+    end, kind = time.perf_counter() + seconds, case.device.type
+    report = describe_device(case.device)
     devices = [] if kind == "cpu" else [torch.accelerator.current_device_index()]
     kept = torch.random.fork_rng(devices, device_type="cuda" if kind == "cpu" else kind)
     stages = tqdm(total=4, unit="stage", leave=False, disable=None)  # None: but on a terminal

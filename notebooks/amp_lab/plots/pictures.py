@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -20,11 +19,6 @@ def side_by_side(pictures: Mapping[str, Tensor]) -> Figure:
     return figure
 
 
-def picture_problem(inputs: Tensor, target: Tensor) -> Figure:
-    """The inputs (1, 2, H, W) and the target (1, 1, H, W) of the quantized-sine problem."""
-    return side_by_side({"input: x": inputs[:, :1], "input: y": inputs[:, 1:], "target": target})
-
-
 def augmentation_grid(rows: Mapping[str, Sequence[Tensor]]) -> Figure:
     """Images {title: [(3, H, W) in epoch 0, …]} with values in [0, 1], a row for each title."""
     columns = len(next(iter(rows.values())))
@@ -32,30 +26,12 @@ def augmentation_grid(rows: Mapping[str, Sequence[Tensor]]) -> Figure:
     figure, axes = style.subplots(len(rows), columns, size=size, squeeze=False)
     for line, (title, images) in zip(axes, rows.items(), strict=True):
         for ax, image in zip(line, images, strict=True):
-            _show(ax, image.clip(0, 1))
+            # In 16 levels a channel: noise in all 256 would fill a notebook's file.
+            levels = (image.clip(0, 1) * 15).round() / 15
+            ax.imshow(levels.permute(1, 2, 0).numpy(), interpolation="nearest")
             ax.set(xticks=[], yticks=[])
             ax.spines[:].set_visible(False)
         line[0].set_ylabel(title, fontsize=9)
     for epoch, ax in enumerate(axes[0]):
         ax.set_title(f"epoch {epoch}", fontsize=11)
     return figure
-
-
-def class_pictures(images: Sequence[Tensor], names: Sequence[str]) -> Figure:
-    """One picture (3, H, W) of any range of values for each class, with its name."""
-    rows = 2
-    columns = -(-len(images) // rows)
-    figure, axes = style.subplots(rows, columns, size=(1.3 * columns, 1.6 * rows))
-    for ax in axes.flat:  # the last one may stay without a picture
-        ax.set_axis_off()
-    for ax, image, name in zip(axes.flat, images, names, strict=False):
-        low, high = image.min(), image.max()
-        _show(ax, (image - low) / (high - low))  # normalised images are not in [0, 1]
-        ax.set_title(name, fontsize=11)
-    return figure
-
-
-def _show(ax: Axes, image: Tensor) -> None:
-    """Draw (3, H, W) in 16 levels a channel: noise in all 256 would fill a notebook's file."""
-    levels = (image * 15).round() / 15
-    ax.imshow(levels.permute(1, 2, 0).numpy(), interpolation="nearest")

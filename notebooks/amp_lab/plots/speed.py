@@ -9,8 +9,6 @@ from amp_lab.plots import style
 from amp_lab.plots.style import COLOURS, Look, Values
 from amp_lab.timing import Comparison, Estimate, Ratio
 
-Rates = Mapping[str, Mapping[int, float]]
-
 
 def time_and_memory(
     times: Comparison,
@@ -124,24 +122,6 @@ def speedup_over_size(sizes: Sequence[int], speedups: Mapping[str, Sequence[Rati
     ax.set_ylim(bottom=0)  # a small speed-up shall look small
     x_label = "height and width of the images (pixels)"
     return style.label(ax, x_label, "speed-up", legend="lower right")
-
-
-def rate_over_size(panels: Mapping[str, Rates], multiple: int) -> Figure:
-    """`panels[what][precision][size]` is a rate; drawn over its line's median, multiples marked."""
-    figure, axes = style.subplots(1, len(panels), size=(8.5, 2.9), sharey=True)
-    for ax, (what, rates) in zip(axes, panels.items(), strict=True):
-        curves = {}
-        for precision, found in rates.items():
-            median = sorted(found.values())[len(found) // 2]  # an outlier does not move it
-            curves[precision] = {size: rate / median for size, rate in found.items()}
-        style.lines(ax, curves, markers="oo", markersize=4)
-        ax.set_xticks([size for size in found if size % multiple == 0])
-        ax.grid(axis="x", color=style.STRONG_GRID)
-        ax.set_xlabel(what)
-    axes[0].set_ylabel("rate / median rate")
-    axes[0].set_ylim(bottom=0)
-    axes[0].legend(loc="lower left")
-    return figure
 
 
 def flops_per_byte(panels: Mapping[str, Sequence[tuple[str, float]]]) -> Figure:
