@@ -514,6 +514,7 @@ class LivePeak(TorchDispatchMode):
         return result
 
 
+# %%
 def peak_of(task, passes=2, graph=True):
     """MiB at the worst moment, for 512x512 pixels and 256 channels in fp32."""
     with FakeTensorMode(), LivePeak() as live, torch.set_grad_enabled(graph):
