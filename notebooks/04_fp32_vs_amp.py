@@ -44,12 +44,7 @@ from amp_lab import Precision, compare, describe_device, measure, plots
 from amp_lab.bench import ConvModel, quantized_sine
 from amp_lab.notebook import start
 from amp_lab.timing import Rounds
-from exercises.fp32_vs_amp import (
-    check_memory_share,
-    check_paired,
-    check_seconds_of,
-    check_speedup,
-)
+from exercises.fp32_vs_amp import check_memory_share, check_paired, check_seconds_of, check_speedup
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 plots.use_style()
