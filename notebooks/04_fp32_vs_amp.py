@@ -44,12 +44,7 @@ from amp_lab import Precision, compare, describe_device, measure, plots
 from amp_lab.bench import ConvModel, quantized_sine
 from amp_lab.notebook import start
 from amp_lab.timing import Rounds
-from exercises.fp32_vs_amp import (
-    check_memory_share,
-    check_paired,
-    check_seconds_of,
-    check_speedup,
-)
+from exercises.fp32_vs_amp import check_memory_share, check_paired, check_seconds_of, check_speedup
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 plots.use_style()
@@ -515,6 +510,7 @@ class LivePeak(TorchDispatchMode):
         return result
 
 
+# %%
 def peak_of(task, passes=2, graph=True):
     """MiB at the worst moment, for 512x512 pixels and 256 channels in fp32."""
     with FakeTensorMode(), LivePeak() as live, torch.set_grad_enabled(graph):
