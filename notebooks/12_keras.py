@@ -24,9 +24,6 @@
 # 03](03_grad_scaler_step_by_step.ipynb) for the scaler. Keras and TensorFlow come with `pdm run lab`;
 # no GPU is needed, and nothing is downloaded. It takes about a minute and a half. (TensorFlow comes as
 # its build for CPUs. On a GPU, only what runs on torch uses it.)
-#
-# The subject is that of the second half of a widely shared notebook, *Mixed Precision Training
-# (PyTorch, TF2.X)*.
 
 # %% [markdown]
 # A process has one Keras backend, which the environment names before Keras is imported. Here it is
@@ -44,7 +41,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from amp_lab import load_dataset, op_table, plots
+from amp_lab import load_dataset, plots
 from amp_lab.notebook import run_on_backends, start
 
 device, scale = start("keras", "tensorflow")  # AMP_LAB_DEVICE, AMP_LAB_SCALE override the choice
@@ -70,6 +67,21 @@ def dtype_of(x):
 
 
 # %% [markdown]
+# ## The idea in five lines
+#
+# Before you run this: a layer gets the policy `mixed_float16`. Which dtype will its weights have, and
+# which its output?
+
+# %%
+dense = layers.Dense(3, dtype="mixed_float16")
+result = dense(ops.ones((2, 4)))
+print(f"weights {dense.kernel.dtype}, output {dtype_of(result)}")
+assert (dense.kernel.dtype, dtype_of(result)) == ("float32", "float16")
+
+# %% [markdown]
+# It computes in float16 and keeps its weights in float32. There is no block around the call as with
+# autocast: the layer itself knows, and that is the idea of Keras.
+#
 # ## A policy names two dtypes
 #
 # A `DTypePolicy` says in what dtype a layer computes, and in what dtype it keeps its variables, the
@@ -109,16 +121,6 @@ assert layer.dtype_policy.name == "mixed_bfloat16"
 assert layers.Dense(3).compute_dtype == "float16"
 
 # %% [markdown]
-# A layer casts the floating-point inputs of its call, and its weights where it reads them. Integers
-# stay as they are, and `autocast=False` switches the cast of inputs off.
-
-# %%
-same = layers.Identity()
-assert dtype_of(same(x)) == "float16"
-assert dtype_of(same(torch.arange(3).numpy())) == "int64"
-assert dtype_of(layers.Identity(autocast=False)(x)) == "float32"
-
-# %% [markdown]
 # ## Layers, not ops
 #
 # Autocast decides for each op: a matrix product in float16, a sum in float32. A policy decides for
@@ -151,19 +153,12 @@ assert ops.all(ops.isinf(Energy()(far)))
 assert ops.all(ops.isfinite(Energy(dtype="float32")(far)))
 
 # %% [markdown]
-# Autocast for CUDA would have done that by itself, as its table of ops says:
-
-# %%
-rules = {rule.op: rule.policy for rule in op_table("cuda")}
-print({op: rules[op] for op in ("pow", "sum", "softmax", "linear")})
-assert rules["pow"] == "fp32"
-assert rules["sum"] == rules["softmax"] == "fp32_set_opt_dtype"
-assert rules["linear"] == "lower_precision"
-
-# %% [markdown]
+# In float16 the sums are infinite, in float32 they are in the millions. Autocast for CUDA would have
+# computed the square in float32 by itself ([notebook 02](02_autocast_dtypes.ipynb) has its table).
+#
 # ## Keep the last layer in float32
 #
-# So a softmax or a sigmoid under `mixed_float16` returns float16, and the loss reads probabilities in
+# A softmax or a sigmoid under `mixed_float16` returns float16, and the loss reads probabilities in
 # it. Just below 1, the numbers of float16 are 2⁻¹¹ apart: a probability of 0.9998 becomes 1, and there is
 # nothing left to learn. Take a yes-or-no answer with a logit of 8.5, once right and once wrong:
 
@@ -225,7 +220,7 @@ print(found)
 assert [name for name, kind in found.items() if kind != "Adam"] == ["mixed_float16"]
 
 # %% [markdown]
-# Two ways to end without a loss scale. One is to ask for it, with `auto_scale_loss=False`. The other
+# There are two ways to end without a loss scale. One is to ask for it, with `auto_scale_loss=False`. The other
 # happens by accident: if the policy is given to the layers, the model itself has the global one.
 
 # %%
@@ -250,15 +245,9 @@ assert torch.amp.GradScaler("cpu").get_growth_interval() == by_layer.optimizer.d
 
 # %% [markdown]
 # Clipping belongs to the optimizer inside, which gets gradients that are divided by the scale already.
-# The wrapper refuses it. So Keras spares you the `unscale_` that is so easily forgotten in torch:
+# So Keras spares you the `unscale_` that is so easily forgotten in torch:
 
 # %%
-try:
-    Scaled(keras.optimizers.SGD(1.0), clipnorm=1.0)
-except ValueError as error:
-    print(error)
-else:
-    raise AssertionError("the wrapper took clipnorm")
 clipping = Scaled(keras.optimizers.SGD(1.0, clipnorm=1.0), initial_scale=1024)
 weight = keras.Variable([0.0, 0.0], dtype="float32")
 clipping.apply([ops.multiply(clipping.initial_scale, [3.0, 4.0])], [weight])
@@ -360,7 +349,8 @@ assert all(
 )
 
 # %% [markdown]
-# The loss over the epochs, one picture for each backend: in both, the three lines fall nearly as one.
+# The picture shows the loss over the epochs, with a panel for each backend. In both, the three lines
+# fall nearly as one.
 
 # %% tags=["nbval-ignore-output"]
 SHORT = {"float32": "fp32", "mixed_bfloat16": "bf16", "mixed_float16": "fp16"}
@@ -405,7 +395,7 @@ for backend, policies in fitted.items():
 # %% [markdown]
 # A policy makes a network faster only where the hardware has fast arithmetic for it, and only in
 # layers with enough of it: [notebook 05](05_cifar10_mobilenet.ipynb) shows for MobileNetV2 which
-# layers lose, and whether sizes in multiples of 8 matter on your device.
+# layers lose.
 #
 # ## Write the step
 #
@@ -483,7 +473,7 @@ def new_optimizer(policy, scale, growth):
 
 
 # %% [markdown]
-# The training, again for both backends. (The processes do not know that this one has turned TF32 off.)
+# The training, again for both backends.
 
 
 # %%
@@ -527,9 +517,9 @@ for backend, policies in trained.items():
 
 # %% [markdown]
 # Every halving is a skipped step: the weights stayed as they were, and `iterations` did not count. So
-# a learning-rate schedule, which reads `iterations`, waits too; nobody has to think of it, as one has
-# to in torch. The picture has the scale before each step, in stairs down to where it fits and up again,
-# with a cross on each skipped step.
+# a learning-rate schedule, which reads `iterations`, waits too, and you need not think of it as you do
+# in torch. In the picture below, the scale goes down in stairs from 2^24 to 2^16, where it fits, and up
+# again after five good steps. A cross marks each of the eight skipped steps.
 
 # %%
 for backend, policies in trained.items():
@@ -544,7 +534,9 @@ for backend, policies in trained.items():
         assert torch.equal(kernels[i], kernels[i + 1]) == (i in skipped)
     assert 0 < len(skipped) < given["steps"] / 2
     assert scales[-1] > min(scales)  # and it has doubled again
-_ = plots.scale_over_time(scales[:-1], skipped)
+ax = plots.scale_over_time(scales[:-1], skipped)
+ax.set_xticks(range(0, given["steps"], 2))
+_ = ax.legend(loc="upper right")
 
 # %% [markdown]
 # ## The same in plain torch AMP
@@ -603,12 +595,10 @@ def train_twin(dtype, device, weights, x, y, steps, scale, growth, **_):
 
 
 # %% [markdown]
-# How close should they be? In float32 each backend sums in an order of its own; what that makes of
-# twenty steps gets eight of the 24 bits. In bfloat16 and float16, whose numbers have 8 and 11 bits,
-# each layer rounds its result, and where a library rounds (before or after it adds the bias) is its
-# own choice. One rounding is allowed, 2⁻⁸ and 2⁻¹¹. Each is held against a twin on the device that it
-# ran on, up to the first step that only one of them skips: near the limit of fp16 a last bit decides.
-# On the CPU that made these outputs there is no such step.
+# How close should they be? In float32 each backend sums in an order of its own, and what that makes of
+# twenty steps gets eight of the 24 bits. In bfloat16 and float16 a library may round before or after it
+# adds the bias, so one rounding is allowed, 2⁻⁸ and 2⁻¹¹. Each run is held against a twin on its own
+# device, up to the first step that only one of them skips. On this CPU there is no such step.
 
 # %%
 DTYPES = {
@@ -651,21 +641,13 @@ for policy, dtype in DTYPES.items():
 
 # %% [markdown]
 # Outputs, losses, and on this CPU every single decision about the loss scale are those of
-# `torch.autocast` and `torch.amp.GradScaler`. Is the limit tight enough to tell? In bfloat16 instead of
-# float32, the losses are outside it:
-
-# %%
-for policies in trained.values():
-    losses = {name: policies[name]["losses"] for name in DTYPES}
-    assert distance(losses["mixed_bfloat16"], losses["float32"]) > LIMITS["float32"]
-    assert distance(losses["mixed_float16"], losses["float32"]) > LIMITS["mixed_float16"]
-
-# %% [markdown]
-# ## Two mistakes in a step of your own
+# `torch.autocast` and `torch.amp.GradScaler`.
 #
-# **Dividing twice.** In TensorFlow 2.x one called `get_unscaled_gradients` before `apply_gradients`.
-# Today `apply` divides. Who still divides by hand gives it gradients that are not scaled, as does who
-# forgets `scale_loss`. Nothing complains:
+# ## A mistake in a step of your own
+#
+# In TensorFlow 2.x one called `get_unscaled_gradients` before `apply_gradients`.
+# Today `apply` divides. If you still divide by hand, or forget `scale_loss`, `apply` gets gradients
+# that are not scaled, and nothing complains:
 
 # %%
 gradient = ops.convert_to_tensor([0.5])
@@ -683,27 +665,7 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
 # With SGD each step is 2¹⁵ times too short, and the loss stands still. Adam divides by the size of the
 # gradient, so it hides the mistake, until gradients come near its epsilon.
 #
-# **A fixed scale without a check.** `loss_scale_factor` of any optimizer multiplies and divides, but
-# nothing looks for inf. One overflow ends the training:
-
-# %%
-fixed = keras.optimizers.SGD(1.0, loss_scale_factor=1024.0)
-weight = keras.Variable([1.0, 1.0], dtype="float32")
-fixed.apply([ops.convert_to_tensor([float("inf"), 1024.0])], [weight])
-print("fixed scale:", [float(w) for w in ops.convert_to_numpy(weight.value)])
-assert ops.any(ops.isinf(weight.value))
-
-# %% [markdown]
-# And a `LossScaleOptimizer` around it, such as `compile` adds, takes the factor away without a word.
-# Whoever wants it has to say `auto_scale_loss=False` too:
-
-# %%
-Scaled(fixed)
-print("factor:", fixed.loss_scale_factor)
-assert fixed.loss_scale_factor is None
-
-# %% [markdown]
-# ## Save and resume
+# ## Save and resume (optional)
 #
 # The scale is state, like the moments of Adam. `model.save` keeps both. Three steps, save, three more;
 # then load and do the last three again. (`load_model` looks a class up by its name in its module, and
@@ -745,7 +707,7 @@ for backend, (went_on, again, saved, loaded) in resumed.items():
     assert went_on == again if device.type == "cpu" else distance(again, went_on) < 2.0**-9
 
 # %% [markdown]
-# ## The names of TensorFlow 2.x
+# ## The names of TensorFlow 2.x (optional)
 #
 # | TensorFlow 2.x | Keras 3 |
 # |---|---|
@@ -791,17 +753,138 @@ for wrong in ({"dynamic": False}, {"loss_scale": "dynamic"}):
 # - The losses and every skipped step are those of plain torch AMP, on both backends.
 # - `model.save` keeps the scale, so a resumed run goes on to the bit on a CPU.
 #
+# Next, [notebook 13](13_from_apex.ipynb) brings old Apex scripts to `torch.amp`.
+#
 # ## Exercises
 #
-# 1. Set `KERAS_BACKEND=tensorflow` before you open this notebook, and run it again. What changes?
-# 2. Give `fit_in` the policy `bfloat16`, which keeps no master weights. How much does it learn, with a
-#    learning rate of 1e-4?
-# 3. Give the small net a wrong last layer: a softmax under the policy. How do the losses of the
-#    twenty steps differ?
-# 4. Put `torch.autocast` around a `keras.Model` whose policy is `float32`, on the torch backend. Which
-#    layers notice?
-# 5. Set `net.optimizer.dynamic_growth_steps` to 1. What share of steps is skipped in the long run, and
-#    why?
+# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if not,
+# why. A hint and a solution are folded away below each.
+
+# %%
+from exercises.keras_policies import (
+    check_compiled,
+    check_last_layer,
+    check_step_length,
+    check_variable_bytes,
+)
+
+# %% [markdown]
+# ### 1. What a policy keeps
+#
+# A layer has 1000 weights. How many bytes do they take under `mixed_float16`, and how many under `float16`?
+
+# %%
+sizes = ...  # two numbers in brackets
+check_variable_bytes(sizes)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Look up what each policy keeps in the table at the top. A number of float16 has two bytes.
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# sizes = (4000, 2000)
+# ```
+#
+# The mixed policy keeps its weights in float32. What it saves are activations.
+#
+# </details>
+#
+# ### 2. Divided once too often
+#
+# The scale is 1024 and the true gradient of a weight is 0.5. You unscale the gradient by hand, and then
+# give it to `apply` of a `LossScaleOptimizer` around SGD with a learning rate of 1. How far does the
+# weight move?
+
+# %%
+step_length = ...
+check_step_length(step_length)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `apply` cannot know that you have already divided.
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# step_length = 0.5 / 1024
+# ```
+#
+# Give `apply` the gradients of the scaled loss as they are.
+#
+# </details>
+#
+# ### 3. A safe last layer
+#
+# Complete `last_layer`: a layer for ten classes that is safe whatever the global policy is, for a loss
+# with `from_logits=True`.
+
+
+# %%
+def last_layer():
+    return ...
+
+
+check_last_layer(last_layer)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `dtype=` of a layer goes before the global policy.
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# def last_layer():
+#     return layers.Dense(10, dtype="float32")
+# ```
+#
+# A softmax would return probabilities, and the loss would take their logarithm a second time.
+#
+# </details>
+#
+# ### 4. Mend the missing loss scale
+#
+# This model has `mixed_float16` in its layers alone, and trains without a loss scale. Change the line so
+# that Adam gets one, and return the model.
+
+
+# %%
+def compile_scaled(model):
+    model.compile(keras.optimizers.Adam(), loss="mse")
+    return ...
+
+
+check_compiled(compile_scaled)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `compile` looks at the policy of the model. It leaves an optimizer that you have wrapped as it is.
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# def compile_scaled(model):
+#     inner = keras.optimizers.Adam()
+#     model.compile(keras.optimizers.LossScaleOptimizer(inner), loss="mse")
+#     return model
+# ```
+#
+# `auto_scale_loss=True`, the default, does not help, since it asks for the model's policy.
+#
+# </details>
 #
 # ## Further reading
 #

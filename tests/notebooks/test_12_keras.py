@@ -65,8 +65,9 @@ SECTIONS = {
     "Layers, not ops",
     "Keep the last layer in float32",
     "What compile adds",
-    "Two mistakes in a step of your own",
-    "The names of TensorFlow 2.x",
+    "A mistake in a step of your own",
+    "The idea in five lines",
+    "The names of TensorFlow 2.x (optional)",
 }
 
 
