@@ -120,11 +120,9 @@ from unittest import mock
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_lab import DeviceError, Precision, compare, describe_device, plots
@@ -138,6 +136,9 @@ plots.use_style()
 # The checks of the exercises at the end come from a module of their own:
 
 # %%
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
 from exercises.when_amp_breaks import (
     check_advance,
     check_diagnosis,

@@ -595,8 +595,7 @@ def overflow(config, x, y, engine, place):
         (gradient.to_local() if isinstance(gradient, DTensor) else gradient).fill_(torch.inf)
     with count_communication() as sent:
         scaler.unscale_(optimizer)
-    scaler.step(optimizer)
-    scaler.update()
+    scaler.step(optimizer), scaler.update()
     return scaler.get_scale() < 1024, [(call.kind, call.elements) for call in sent.calls]
 
 
