@@ -32,6 +32,7 @@ html_theme = "furo"
 html_title = "AMP Lab"
 html_baseurl = _ADDRESS
 html_css_files = ["site.css", "playground.css"]
+html_js_files = [("site.js", {"defer": "defer"})]
 html_copy_source = html_show_sourcelink = html_show_copyright = False
 html_permalinks_icon = "#"
 html_math_renderer = "mathml"
@@ -39,9 +40,7 @@ html_math_renderer = "mathml"
 html_show_search_summary = False
 html_theme_options = {"navigation_with_keys": True}
 add_module_names = False
-python_maximum_signature_line_length = 88
 python_display_short_literal_types = True
-maximum_signature_line_length = 88
 linkcheck_timeout = 20
 linkcheck_ignore = [r"http://(127\.0\.0\.1|localhost)"]
 
@@ -83,6 +82,24 @@ def _page(app, pagename, templatename, context, doctree) -> None:
     context["metatags"] = context.get("metatags", "") + "\n".join(lines)
 
 
+# What axe finds in the markup of Sphinx and furo, and what it should be.
+_REPAIRS = {
+    '<p class="caption" role="heading">': '<p class="caption" role="heading" aria-level="2">',
+    '<aside class="sidebar-drawer">': '<aside class="sidebar-drawer" aria-label="Pages">',
+    '<aside class="toc-drawer">': '<aside class="toc-drawer" aria-label="On this page">',
+    '<th class="head"><p></p></th>': '<td class="head"></td>',
+}
+
+
+def _repair(app, exception) -> None:
+    """Put the pages' markup right for those who hear it."""
+    for page in Path(app.outdir).rglob("*.html") if exception is None else ():
+        text = page.read_text(encoding="utf-8")
+        for found, right in _REPAIRS.items():
+            text = text.replace(found, right)
+        page.write_text(text, encoding="utf-8")
+
+
 def _sitemap(app, exception) -> None:
     """A sitemap, if the address is known: its entries have to be whole addresses."""
     if exception is not None or not _ADDRESS:
@@ -106,4 +123,5 @@ def setup(app) -> None:
 
     app.add_html_math_renderer("mathml", (inline, None), (display, None))
     app.connect("html-page-context", _page)
+    app.connect("build-finished", _repair)
     app.connect("build-finished", _sitemap)

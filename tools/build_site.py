@@ -1,4 +1,4 @@
-"""Render the site into build/site: `pdm run site [--serve [PORT]] [--address URL] [--linkcheck]`.
+"""Render the site into build/site: `pdm run site [--serve [PORT]]`.
 
 README, the notebooks with their committed outputs, the Markdown pages and the docstrings of the
 package become pages that need no server and ask no other host for anything. Nothing is executed. A
@@ -26,8 +26,7 @@ from urllib.parse import unquote
 import api_pages
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build"
-OUT, SOURCES = BUILD / "site", BUILD / "site-sources"
+OUT = ROOT / "build" / "site"
 SETTINGS = ROOT / "site"
 LINK = re.compile(r"(\]\()(?!https?:|mailto:)([^)\s#]*)(#[^)\s]*)?(?=[)\s])")
 HEADING = re.compile(r"^#{1,4} +(.+?) *#*$", re.MULTILINE)
@@ -206,14 +205,15 @@ def build(sources: Path, out: Path, *, builder: str = "html", address: str = "")
         shutil.rmtree(out, ignore_errors=True)
         for leftover in (new / ".buildinfo", new / "objects.inv"):
             leftover.unlink(missing_ok=True)
+        shutil.rmtree(new / "_sources", ignore_errors=True)
         (new / ".nojekyll").touch()  # or Pages would leave out _static
         new.rename(out)
     return code
 
 
-def serve(port: int) -> int:
+def serve(folder: Path, port: int) -> int:
     """Show the site on this machine until Ctrl-C."""
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(OUT))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
     try:
         server = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
     except (OSError, OverflowError) as error:
@@ -233,6 +233,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="site", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--serve", nargs="?", type=int, const=8000, metavar="PORT")
     parser.add_argument("--address", default="", metavar="URL", help="where it will stand")
+    parser.add_argument(
+        "--out", type=Path, default=OUT, metavar="FOLDER", help="replaced if it is there"
+    )
     parser.add_argument("--linkcheck", action="store_true", help="try links to other hosts")
     options = parser.parse_args(arguments)
     if options.address and not re.match(r"https?://\w", options.address):
@@ -245,19 +248,24 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     started = time.perf_counter()
     address = options.address and options.address.rstrip("/") + "/"
+    out = options.out.absolute()
+    if out.exists() and not (out / "searchindex.js").exists():
+        print(f"site: {out}: there is something else, which is not replaced", file=sys.stderr)
+        return 2
+    sources = out.with_name(f"{out.name}-sources")
     try:
-        gather(ROOT, SOURCES)
+        gather(ROOT, sources)
     except SiteError as error:
         print(f"site: {error}", file=sys.stderr)
         return 2
     builder = "linkcheck" if options.linkcheck else "html"
-    code = build(SOURCES, OUT, builder=builder, address=address)
+    code = build(sources, out, builder=builder, address=address)
     if code or options.linkcheck:
         return code
-    size = sum(file.stat().st_size for file in OUT.rglob("*") if file.is_file())
+    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     seconds = time.perf_counter() - started
-    print(f"build/site/index.html: {size / 1e6:.1f} MB in {seconds:.1f} s", flush=True)
-    return serve(options.serve) if options.serve is not None else 0
+    print(f"{out / 'index.html'}: {size / 1e6:.1f} MB in {seconds:.1f} s", flush=True)
+    return serve(out, options.serve) if options.serve is not None else 0
 
 
 if __name__ == "__main__":

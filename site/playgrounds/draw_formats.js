@@ -108,7 +108,7 @@ AmpPlayground.register("number_formats", (box) => {
     const { format, value } = state;
     if (result.pattern === null) return [el("p", {}, `${format.name} has no bits for this.`)];
     return [
-      el("h3", { class: "pg-title" }, `The bits of ${format.name}`),
+      el("p", { class: "pg-title" }, `The bits of ${format.name}`),
       bitButtons(result.pattern), el("p", { class: "pg-formula" }, formula(result)),
       neighbours(result), chances(value),
     ].filter(Boolean);

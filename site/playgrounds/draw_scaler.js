@@ -108,7 +108,7 @@ AmpPlayground.register("loss_scale", (box) => {
   });
   const steps = (count) => AmpPlayground.button(count === 1 ? "One step" : `${count} steps`, () => advance(count));
   box.append(
-    el("h3", { class: "pg-title" }, "The dynamic scaler"),
+    el("p", { class: "pg-title" }, "The dynamic scaler"),
     AmpPlayground.labelled("Good steps before the scale doubles", interval, "GradScaler's default is 2000; 10 shows more."),
     problem, steps(1), steps(10), steps(100), AmpPlayground.button("Start over", () => reset()), history, said,
   );
