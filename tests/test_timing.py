@@ -1,3 +1,4 @@
+import math
 import statistics
 import time
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 
 from amp_lab import compare, measure, timing
-from amp_lab.timing import Estimate, Measurement, Ratio
+from amp_lab.timing import Estimate, Measurement, Ratio, Rounds
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +139,9 @@ class Simulation:
     def was_disturbed(self):
         return self.is_disturbed(self.rounds)
 
+    def lay_apart(self):
+        return False
+
 
 TWO = {"one": lambda: 1.0, "other": lambda: 2.0}
 
@@ -155,6 +159,37 @@ def test_a_turn_is_long_enough_for_the_clock(monkeypatch):
     compared = compare(TWO, device="cpu")
     assert all(calls * work * 1e-5 >= 5e-3 for work, calls in machine.turns[-4:])
     assert compared.median_s("one") == pytest.approx(1e-5)
+
+
+def test_a_round_in_which_the_cores_were_moved_is_disturbed(monkeypatch):
+    """Some ops take twice as long when they share no cache, and others no longer."""
+    for name in ("_waited_s", "_stolen_s"):
+        monkeypatch.setattr(timing, name, lambda: 0.0)
+    monkeypatch.setattr(timing, "_SLOWER", math.inf)
+    watch = timing._Watch(torch.device("cpu"))
+    watch.exchanges_s = [1e-3] * 9
+    for seconds, moved in ((2e-3, False), (0.5e-3, False), (4e-3, True), (0.2e-3, True)):
+        watch.start_round()
+        watch.exchanges_s[-1] = seconds
+        assert watch.was_disturbed() is moved
+
+
+def test_it_is_said_if_the_cores_lay_apart_all_the_time(monkeypatch):
+    monkeypatch.setattr(timing._Watch, "nearest_s", {})
+    near, apart = (Rounds(torch.device("cpu")) for _ in range(2))
+    fastest = min(near.watch.exchanges_s + apart.watch.exchanges_s)
+    assert near.watch.nearest_s[torch.get_num_threads()] == fastest > 0
+    with near.next() as seconds:
+        seconds["one"] = 1.0
+    near.watch.exchanges_s = [1e-3] * 9
+    apart.watch.exchanges_s = [4e-3] * 9
+    apart.watch.nearest_s[torch.get_num_threads()] = 1e-3
+    apart.all = apart.quiet = near.all
+    assert not near.comparison(["one"]).apart
+    found = apart.comparison(["one"])
+    assert found.apart
+    assert found.to_json()["apart"]
+    assert str(found).endswith("some ratios differ")
 
 
 def test_disturbed_rounds_are_left_out_and_counted(monkeypatch):

@@ -17,6 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = ROOT / "notebooks"
 SETTINGS = ROOT / "tools" / "jupyterlab_settings"
+START = "notebooks/00_start_here.ipynb"  # what JupyterLab opens on
+# Not in the list of files: a notebook stands there once, as its .ipynb, which saves the .py too.
+HIDDEN = ("__pycache__", ".*", "*~", "[0-9][0-9]_*.py", "*.png")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,6 +55,9 @@ def main(argv: list[str] | None = None) -> int:
         "--ServerApp.allow_unauthenticated_access=False",
         f"--ServerApp.root_dir={ROOT}",
         f"--ContentsManager.preferred_dir={NOTEBOOKS}",
+        "--ServerApp.contents_manager_class=lab_contents.Contents",
+        *(f"--ContentsManager.hide_globs={pattern}" for pattern in HIDDEN),
+        f"--LabApp.default_url=/lab/tree/{START}",
         f"--LabApp.app_settings_dir={SETTINGS}",  # no questions about news, and no look-ups
         *rest,
     ]

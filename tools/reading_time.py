@@ -1,8 +1,8 @@
-"""How long a notebook takes to read, in minutes: `python tools/reading_time.py [NAME …]`.
+"""How long a notebook takes to read: `python tools/reading_time.py [NAME …]`.
 
 220 words a minute, and 4 s for a line of code; exercises, and sections that say "(optional)" in
-their heading, are left out. Lines are those of the whole source. The README's table has these
-minutes, and a test compares them.
+their heading, are left out. Lines are those of the whole source. `--write` puts the minutes into
+the README's table.
 """
 
 import argparse
@@ -14,6 +14,11 @@ import build_pairs
 WORDS_A_MINUTE, SECONDS_A_CODE_LINE = 220, 4
 WORD = re.compile(r"\w[\w'’.-]*")
 LINK = re.compile(r"\]\([^)]*\)")
+README = build_pairs.FOLDER.parent / "README.md"
+# A row of its table: | [title](notebooks/NAME.ipynb) | … | minutes to read | time to run |
+ROW = re.compile(
+    r"^(\| \[[^]]+\]\(notebooks/(\w+)\.ipynb\) \|.*\| )\d+ min( \|[^|]*\|)$", re.MULTILINE
+)
 
 
 def minutes(source: Path) -> float:
@@ -38,11 +43,24 @@ def _words(text: str) -> int:
     return len(WORD.findall(LINK.sub("]", text)))
 
 
+def with_minutes(readme: str) -> str:
+    """The README with the minutes of its table as they are."""
+
+    def row(match: re.Match[str]) -> str:
+        return f"{match[1]}{round(minutes(build_pairs.FOLDER / f'{match[2]}.py'))} min{match[3]}"
+
+    return ROW.sub(row, readme)
+
+
 def main() -> None:
-    """Print minutes and lines of the notebooks asked for."""
+    """Print minutes and lines of the notebooks asked for, or write the minutes into the README."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="e.g. 04 (default: all)")
-    for source in build_pairs.find(parser.parse_args().names):
+    parser.add_argument("--write", action="store_true", help="put them into the README's table")
+    options = parser.parse_args()
+    if options.write:
+        README.write_text(with_minutes(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for source in build_pairs.find(options.names):
         lines = len(source.read_text(encoding="utf-8").splitlines())
         print(f"{source.stem:<30} {minutes(source):4.0f} min {lines:6} lines")
 

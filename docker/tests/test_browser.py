@@ -83,15 +83,6 @@ def open_notebook(page: Page, address: str, file: str) -> None:
     expect(page.get_by_text("(ipykernel) | Idle")).to_be_visible(timeout=60_000)
 
 
-def open_source_as_notebook(page: Page, address: str, file: str) -> None:
-    """Open a `.py` of notebooks/ with a right click, Open With, Notebook."""
-    page.goto(f"{address}/lab/tree/notebooks?reset")
-    page.locator(f'.jp-DirListing-item[title*="{file}"]').click(button="right")
-    page.get_by_text("Open With", exact=True).hover()
-    page.locator(".lm-Menu-itemLabel").get_by_text("Notebook", exact=True).click()
-    page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=60_000)
-
-
 def run_all(page: Page) -> None:
     """Run all cells, and wait until the last has ended."""
     page.get_by_role("menuitem", name="Run", exact=True).click()
@@ -147,8 +138,40 @@ def test_a_readers_session(browser, session, request):
     assert "a remark of the reader" in pair.read_text()
     assert {path.stat().st_uid for path in (source, pair)} == {owner}
 
-    open_source_as_notebook(page, address, f"{NAME}.py")
-    expect(page.locator(".jp-Notebook")).to_contain_text("Follow a GradScaler step by step")
+    open_notebook(page, address, f"{NAME}.ipynb")
     expect(page.locator(".jp-Notebook")).to_contain_text("a remark of the reader")
-    expect(page.get_by_text("(ipykernel) | Idle")).to_be_visible(timeout=60_000)
     page.close()
+
+
+def test_it_opens_on_the_first_notebook_and_lists_each_once_with_its_whole_name(browser, session):
+    address, checkout, _ = session
+    page = browser.new_page(viewport={"width": 1440, "height": 900})
+    sign_in(page, address)
+    page.goto(f"{address}/")
+    expect(page.locator(".jp-Notebook")).to_contain_text("Train with AMP in five minutes")
+    expect(page.get_by_text("(ipykernel) | Idle")).to_be_visible(timeout=60_000)
+    listed = page.locator(".jp-DirListing-item .jp-DirListing-itemText")
+    notebooks = sorted(path.name for path in (checkout / "notebooks").glob("[0-9]*.ipynb"))
+    found = listed.all_inner_texts()
+    assert sorted(name for name in found if name.endswith((".ipynb", ".py"))) == notebooks
+    cut = "items => items.filter(i => i.scrollWidth > i.clientWidth).map(i => i.innerText)"
+    assert all(len(name) > 30 for name in listed.evaluate_all(cut))  # the list has a fixed width
+    page.close()
+
+
+def test_opening_a_notebook_and_saving_it_untouched_changes_nothing(browser, session):
+    address, checkout, _ = session
+    page = browser.new_page(viewport={"width": 1300, "height": 1200})
+    sign_in(page, address)
+    files = [checkout / "notebooks" / f"{NAME}.{kind}" for kind in ("py", "ipynb")]
+    before = [(file.read_bytes(), file.stat().st_mtime_ns) for file in files]
+    open_notebook(page, address, f"{NAME}.ipynb")
+    assert page.locator(".lm-TabBar-tab.jp-mod-dirty").count() == 0
+    page.locator(".jp-Notebook .jp-CodeCell .cm-content").first.click()
+    page.keyboard.press("Control+s")
+    end = time.monotonic() + 20
+    while files[1].stat().st_mtime_ns == before[1][1]:
+        assert time.monotonic() < end, "not saved"
+        time.sleep(0.3)
+    page.close()
+    assert [file.read_bytes() for file in files] == [content for content, _ in before]

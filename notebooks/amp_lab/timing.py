@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 import torch
@@ -167,6 +167,8 @@ class Comparison:
     """Rounds in which something else used the machine."""
     reason: str
     """Why the result is not to be trusted; empty if it is."""
+    apart: bool = False
+    """Whether the cores shared no cache, as they had before in this process: some ratios differ."""
 
     @property
     def trusted(self) -> bool:
@@ -204,6 +206,7 @@ class Comparison:
             "disturbed": self.disturbed,
             "trusted": self.trusted,
             "reason": self.reason,
+            "apart": self.apart,
         }
 
     def __str__(self) -> str:
@@ -217,7 +220,9 @@ class Comparison:
 
     def remarks(self) -> list[str]:
         """What has to be said beside the figures: nothing, if all went well."""
-        return [f"not trusted: {self.reason}"] if self.reason else []
+        said = [f"not trusted: {self.reason}"] if self.reason else []
+        apart = "cores apart: the host of this machine has moved them, and some ratios differ"
+        return [*said, apart] if self.apart else said
 
 
 def compare(
@@ -238,11 +243,12 @@ def compare(
     `warmup` calls of each, is not counted. The environment variable AMP_LAB_TIMING_S is an upper
     limit to every budget: tests set it, since they run side by side and find the machine busy.
 
-    Between the turns a fixed matrix product is timed, and the operating system is asked how long
-    threads of this process waited for a core and how much of it the host took away (Linux). A round
-    in which another program took part of the machine is left out. If fewer than twelve rounds
-    remain, or fewer than half, the result says that it is not trusted; a machine that was busy for
-    most of half the budget is not given the other half.
+    Between the turns a fixed matrix product is timed, on a CPU also how fast its threads read what
+    others wrote, and the operating system is asked how long threads of this process waited for a
+    core and how much of it the host took away (Linux). A round in which another program took part
+    of the machine, or its host moved the cores, is left out. If fewer than twelve rounds remain, or
+    fewer than half, the result says that it is not trusted; a machine that was busy for most of
+    half the budget is not given the other half.
 
     Raises `ValueError` for no functions, and whatever they raise.
     """
@@ -301,6 +307,7 @@ class Rounds:
             {name: tuple(one[name] for one in samples) for name in names},
             len(self.all) - len(self.quiet),
             reason,
+            self.watch.lay_apart(),
         )
 
 
@@ -322,6 +329,7 @@ _LEAST_S = 0.7  # a neighbour on the host comes and goes in tenths of a second
 _TURN_S = 5e-3
 _FLOOR = 0.02
 _SLOWER = 1.5  # the calibration product against its usual time: more is another program
+_APART = 3.0  # an exchange between threads against the fastest: more is another cache
 _WAITED = 0.03  # of a round's time, in which a thread was ready and another program had its core
 
 
@@ -389,12 +397,16 @@ def _why_not(quiet: int, rounds: int) -> str:
 
 
 class _Watch:
-    """Tells of each round whether something else used the machine."""
+    """Tells of each round whether something else used the machine, or moved its cores."""
+
+    nearest_s: ClassVar[dict[int, float]] = {}  # of an exchange between so many threads, so far
 
     def __init__(self, device: torch.device):
         self.device = device
         self.factor = torch.ones(192, 192, device=device)
+        self.passed_on = torch.ones(2**18)
         self.calibrations_s: list[float] = []
+        self.exchanges_s: list[float] = []
         self.start_round()
 
     def start_round(self) -> None:
@@ -407,9 +419,22 @@ class _Watch:
         """Time a product that uses all threads, as the functions do: about a millisecond."""
         seconds = min(_turn(lambda: self.factor @ self.factor, 4, self.device) for _ in range(2))
         self.calibrations_s.append(seconds)
+        if backend(self.device).is_host:
+            self.exchanges_s.append(min(_turn(self.exchange, 1, self.device) for _ in range(2)))
+            threads, best = torch.get_num_threads(), self.exchanges_s[-1]
+            self.nearest_s[threads] = min(self.nearest_s.get(threads, best), best)
+
+    def exchange(self) -> None:
+        """Let each thread read what another one wrote: slow where they share no cache.
+
+        The host of a virtual machine moves its cores, for seconds at a time, to places that do not.
+        Some ops then take twice as long, and others no longer than before.
+        """
+        for _ in range(3):
+            self.passed_on = self.passed_on.flip(0)
 
     def was_disturbed(self) -> bool:
-        """Whether this round was: its product was slow, or its threads or cores had to wait.
+        """Whether this round was: its product was slow, its threads or cores had to wait, or moved.
 
         The product is held against its usual time and not against its best. That one comes once in
         a hundred rounds, when a neighbour on the same core of the host sleeps; and what slows all
@@ -419,9 +444,22 @@ class _Watch:
         allowed_s = _WAITED * (time.perf_counter() - self.started)
         return (
             slowest_s > _SLOWER * statistics.median(self.calibrations_s)
+            or self._moved()
             or _waited_s() - self.waited_s > allowed_s
             or _stolen_s() - self.stolen_s > max(allowed_s, 0.02)  # counted in steps of 10 ms
         )
+
+    def _moved(self) -> bool:
+        """Whether the cores lay elsewhere in this round than in most."""
+        usual_s = statistics.median(self.exchanges_s or [0.0])
+        return any(
+            max(one, usual_s) > _APART * min(one, usual_s) for one in self.exchanges_s[self.first :]
+        )
+
+    def lay_apart(self) -> bool:
+        """Whether the cores mostly lay farther apart than at other times in this process."""
+        usual_s = statistics.median(self.exchanges_s or [0.0])
+        return usual_s > _APART * self.nearest_s.get(torch.get_num_threads(), math.inf)
 
 
 def _waited_s() -> float:

@@ -1,9 +1,10 @@
-"""Notebook 13: the toy Apex against torch, checkpoints, counts of ops, and the cell of the tool."""
+"""Notebook 13: the names of today, the toy Apex against torch, checkpoints, and the tool's cell."""
 
 import ast
 import builtins
 import functools
 import importlib.util
+import re
 import sys
 
 import pytest
@@ -14,9 +15,9 @@ from torch import nn
 import build_pairs
 
 SOURCE = build_pairs.FOLDER / "13_from_apex.py"
-SETTINGS = {"fp32", "names", "LEVELS", "WHITE", "BLACK", "SHORT", "SAME"}
+SETTINGS = {"fp32", "names", "LEVELS", "WHITE", "BLACK", "SAME", "Run"}
 CPU = torch.device("cpu")
-fp32, fp16, bf16 = torch.float32, torch.float16, torch.bfloat16
+fp32, fp16 = torch.float32, torch.float16
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 
@@ -49,6 +50,15 @@ def plain_losses(cells, steps):
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def test_each_name_of_today_is_there():
+    column = [line.split(" | ")[-1] for line in SOURCE.read_text().splitlines() if " | " in line]
+    named = {name for cell in column for name in re.findall(r"`torch\.([\w.]+)", cell)}
+    assert {"autocast", "amp.GradScaler", "nn.LayerNorm"} <= named
+    for name in named:
+        assert callable(functools.reduce(getattr, name.split("."), torch)), name
+    assert torch.optim.AdamW([nn.Parameter(torch.ones(1))]).defaults["weight_decay"] == 0.01
 
 
 def test_levels_train_as_torch_does(cells):
@@ -119,7 +129,8 @@ def test_the_loss_scale_is_that_of_grad_scaler_but_for_its_limit(cells):
     scale.scale = 2.0**24
     for _ in range(3):
         scale.update(False)
-    assert scale.scale == 2.0**24
+    assert scale.scale == 2.0**24  # where a GradScaler goes on
+    assert list(scale_of_torch([False] * 9, 1))[-1] == 2.0**25
     fixed = cells["LossScale"](128.0)
     assert [fixed.update(overflow) for overflow in (True, False)] == [False, False]
     assert fixed.scale == 128
@@ -142,8 +153,14 @@ def test_a_checkpoint_of_apex_goes_on_exactly(cells, tmp_path, use_masters, leve
     resumed = cells["resume"](use_masters)
     assert resumed.losses == whole.losses
     assert resumed.scale == whole.scale
-    for part in ("optimizer", "amp"):
-        assert cells["resume"](use_masters, [part]).losses != whole.losses
+    for part in ("optimizer", "amp"):  # each is needed
+        file = torch.load(cells["PATH"], weights_only=True)
+        fresh = cells["new_adam"](cells["new_model"]()).state_dict()
+        scaler = {"loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 0}}
+        torch.save(file | {part: fresh if part == "optimizer" else scaler}, tmp_path / part)
+        cells["PATH"] = tmp_path / part
+        assert cells["distance"](cells["resume"](use_masters).losses, whole.losses) > 0.1
+        cells["PATH"] = tmp_path / "apex.pt"
 
 
 def test_without_its_masters_a_checkpoint_of_o2_is_rounded(cells, tmp_path):
@@ -169,31 +186,6 @@ def test_the_state_of_a_scaler_is_translated(cells):
     assert cells["scaler_state"](old, number=1)["scale"] == 2
     with pytest.raises(KeyError, match="loss_scaler2"):
         cells["scaler_state"](old, number=2)
-
-
-def test_limits_of_the_scale(cells):
-    assert cells["scales_for"]([0.1] * 3, 1.0, 2.0**30) == [2.0**24, 2.0**25, 2.0**26]
-    assert cells["scales_for"]([0.1] * 3, 1.0, 2.0**25) == [2.0**24, 2.0**25, 2.0**25]
-    bad = [float("inf")] * 3
-    assert cells["scales_for"](bad, 2.0**21, 2.0**24) == [2.0**22, 2.0**21, 2.0**21]
-
-
-def test_casts_are_copies_between_two_dtypes(cells):
-    def copy(*kinds):
-        return {"name": "aten::copy_", "args": {"Input type": [*kinds, "Scalar"]}}
-
-    events = [
-        {"name": "process_name", "ph": "M"},
-        {"name": "aten::mm", "args": {"Input type": ["c10::BFloat16", "c10::BFloat16"]}},
-        copy("c10::BFloat16", "float"),
-        copy("float", "float"),
-        copy("float", "long int"),
-        {"name": "aten::empty", "args": {"Input type": []}},
-    ]
-    ops = cells["count_ops"](events)
-    assert ops["mm", "bf16"] == 1
-    assert ops["copy_", "fp32"] == 2
-    assert {key: n for key, n in ops.items() if key[0] == "cast"} == {("cast", "bf16"): 1}
 
 
 def guarded() -> list[ast.If]:
@@ -237,12 +229,3 @@ def test_nothing_outside_needs_what_the_migration_defines():
     assert (set().union(*(names_in(cell, ast.Store) for cell in cells)) & used) <= rebound
     everywhere = set().union(*(names_in(n, ast.Load) for n in tree().body if n not in cells))
     assert "migrate_source" not in everywhere
-
-
-def test_backward_inside_the_block_rounds_an_island(cells):
-    logs = {inside: cells["OpLog"]() for inside in (False, True)}
-    found = {inside: cells["island_gradient"](inside, 16, log) for inside, log in logs.items()}
-    assert logs[False].products() == ["fp32", "fp32", "bf16"]
-    assert logs[True].products() == ["bf16"] * 3
-    assert torch.equal(found[False], cells["island_gradient"](False, 16))
-    assert not torch.equal(found[False], found[True])

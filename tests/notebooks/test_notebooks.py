@@ -14,13 +14,16 @@ import nbformat
 import pytest
 
 import build_pairs
+import reading_time
 from conftest import cells_not_run
 
 pytestmark = pytest.mark.slow
 
 SOURCES = build_pairs.find()
 NAMES = [source.stem for source in SOURCES]
-MAX_BYTES = 250_000
+MAX_BYTES = 350_000
+MAX_MINUTES, MAX_LINES = 30, 1000  # of reading, and of the whole source
+TO_LOOK_THINGS_UP = "08_when_amp_breaks"  # and not to read from its beginning to its end
 MAX_CELL_LINES = 20
 SCRIPT_NEEDS = {"torch", "torchvision", "numpy", "matplotlib", "sklearn", "tqdm"} | {
     "amp_lab", "exercises",  # beside the notebooks
@@ -113,6 +116,38 @@ def test_frame(source):
     sections = re.findall(r"^## (.+)", text, re.MULTILINE)
     last = ["Summary", "Exercises", "Further reading"]
     assert sections[-3:] == last, f"end with the sections {last}, not {sections[-3:]}"
+
+
+@each_notebook
+def test_it_can_be_read_in_half_an_hour(source):
+    if source.stem == TO_LOOK_THINGS_UP:
+        pytest.skip("nobody reads it from its beginning to its end")
+    minutes, lines = reading_time.minutes(source), len(source.read_text().splitlines())
+    assert minutes <= MAX_MINUTES, f"{minutes:.0f} minutes: say less, or make a section optional"
+    assert lines <= MAX_LINES, f"{lines} lines: a notebook has at most {MAX_LINES}"
+
+
+def test_the_readme_says_how_long_they_take():
+    readme = reading_time.README.read_text(encoding="utf-8")
+    rows = {match[2] for match in reading_time.ROW.finditer(readme)}
+    assert rows == set(NAMES), f"the README's table has no row for {set(NAMES) ^ rows}"
+    assert reading_time.with_minutes(readme) == readme, "python tools/reading_time.py --write"
+
+
+@each_notebook
+def test_a_ratio_in_the_text_was_printed(source):
+    """Others come from a machine's run that no reader can see, or from one that is gone."""
+    pair = read_pair(source)
+    lesson = "\n".join(c.source for c in pair.cells if c.cell_type == "markdown")
+    printed = "\n".join(
+        str(output.get("text", "")) + str(output.get("data", {}).get("text/plain", ""))
+        for cell in pair.cells
+        if cell.cell_type == "code"
+        for output in cell.outputs
+    )
+    ratio = re.compile(r"(?<![\d.])\d+\.\d+x\b")
+    gone = set(ratio.findall(lesson)) - set(ratio.findall(printed)) - {"1.00x"}  # which is a line
+    assert not gone, f"no cell prints {gone}: quote what the pair shows today"
 
 
 @each_notebook

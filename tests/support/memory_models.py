@@ -73,3 +73,43 @@ class Meter(TorchDispatchMode):
         self.known[address] = weakref.ref(storage, end)
         self.live += size
         self.most = max(self.most, self.live)
+
+
+def loss_of(output):
+    leaves = pytree.tree_leaves(output)
+    return sum(t.square().mean() for t in leaves if isinstance(t, torch.Tensor) and t.grad_fn)
+
+
+def cpu_autocast(precision):
+    return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+
+
+def bytes_kept(model, precision, *args, **kwargs):
+    """Bytes of all storages that autograd saves in a real forward pass, but the model's own."""
+    own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
+    saved = []
+
+    def pack(tensor):
+        saved.append(tensor.detach())
+        return saved[-1]
+
+    with cpu_autocast(precision), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = loss_of(model(*args, **kwargs))
+    assert loss.grad_fn is not None
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
+    return sum(size for address, size in storages.items() if address not in own)
+
+
+def real_peaks(model, precision, *args, **kwargs):
+    """The most in use in the forward and backward pass, beyond what was there, and gradients."""
+    meter = Meter()
+    inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    for tensor in [*model.parameters(), *model.buffers(), *inputs]:
+        meter.see(tensor, count=False)
+    with meter:
+        with cpu_autocast(precision):
+            loss = loss_of(model(*args, **kwargs))
+        forward, meter.most = meter.most, meter.live
+        loss.backward()
+    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    return forward, meter.most, gradients

@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.utils.checkpoint
 import torchvision.models as tv
-from memory_models import Meter, OwnAttention, Two, images, vgg
+from memory_models import OwnAttention, Two, bytes_kept, images, loss_of, real_peaks, vgg
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from amp_lab import Precision, forecast_memory, largest_batch
 from amp_lab.errors import DeviceError, TraceError
@@ -96,45 +95,6 @@ MODELS = {
 }
 
 
-def loss_of(output):
-    leaves = pytree.tree_leaves(output)
-    return sum(t.square().mean() for t in leaves if t.grad_fn is not None)
-
-
-def cpu_autocast(precision):
-    return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
-
-
-def bytes_kept(model, inputs, precision):
-    """Bytes of all storages that autograd saves in a real forward pass, but the model's own."""
-    own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
-    saved = []
-
-    def pack(tensor):
-        saved.append(tensor.detach())
-        return saved[-1]
-
-    with cpu_autocast(precision), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = loss_of(model(inputs))
-    assert loss.grad_fn is not None
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
-    return sum(size for address, size in storages.items() if address not in own)
-
-
-def real_peaks(model, inputs, precision):
-    """The most in use in the forward and backward pass, beyond what was there, and gradients."""
-    meter = Meter()
-    for tensor in [*model.parameters(), *model.buffers(), inputs]:
-        meter.see(tensor, count=False)
-    with meter:
-        with cpu_autocast(precision):
-            loss = loss_of(model(inputs))
-        forward, meter.most = meter.most, meter.live
-        loss.backward()
-    gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-    return forward, meter.most, gradients
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_forecast_agrees_with_a_real_step_on_the_cpu(name, precision):
@@ -144,11 +104,11 @@ def test_forecast_agrees_with_a_real_step_on_the_cpu(name, precision):
     forecast = forecast_memory(
         model, inputs, device_type="cpu", precision=precision, optimizer="sgd", loss_fn=loss_of
     )
-    kept = bytes_kept(model, inputs, precision)
+    kept = bytes_kept(model, precision, inputs)
     # Equal to the byte but for the statistics of layer norms in bf16, whose dtype fakes get wrong.
     assert forecast.activations + forecast.cast_kept == pytest.approx(kept, rel=0.01)
 
-    forward, backward, gradients = real_peaks(model, inputs, precision)
+    forward, backward, gradients = real_peaks(model, precision, inputs)
     there = forecast.weights + forecast.buffers + inputs.nbytes
     assert forecast.phases["forward"] - there == pytest.approx(forward, rel=0.01)
     late = 0  # with torch 2.11, the output of tanh is still there when the function before it runs

@@ -25,7 +25,7 @@ from amp_lab.timing import compare
 _FROM_SIMPLE = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)
 _EMULATED = 0.25  # of fp32's rate in a matrix product: a step might take minutes
 _HOPELESS, _ROUNDS = 3, 24  # times fp32's step, if so many rounds do not fit into a comparison
-_WORTH = 0.95  # of the time of the best so far: more changes to a program have to save so much
+_WORTH = 0.97  # of the time of the best so far: more changes to a program have to save so much
 _CHECKS, _HEAT = 0.2, 0.08  # shares of the time
 _COMPILING = {TRAINING: 0.3, INFERENCE: 0.6}  # what must be left of it; inference comes first
 
@@ -201,7 +201,7 @@ class _Contest:
     def _heat(self, recipes: list[Recipe]) -> None:
         """Check recipes, the simplest first, and time them in turns with the first and the best.
 
-        One takes the place of the best only if it surely saves time that is worth its changes.
+        One takes the place of the best only if it surely saves time, and as much as is worth it.
         """
         new = [candidate for candidate in map(self._entered, recipes) if not candidate.verdict]
         if not new:
@@ -211,7 +211,8 @@ class _Contest:
         budget_s = max(_HEAT * self.seconds, 1.0)
         timed = compare(self._steps, device=self.case.device, budget_s=budget_s, warmup=0)
         for candidate in new:
-            if timed.ratio(candidate.name, best.name).is_below(_WORTH):
+            ratio = timed.ratio(candidate.name, best.name)
+            if ratio.is_below(1.0) and ratio.median <= _WORTH:
                 best = candidate
         busy = "" if timed.trusted else f"times cannot be trusted ({timed.reason})"
         for candidate in [c for c in self.found if c.name in timed.samples_s]:

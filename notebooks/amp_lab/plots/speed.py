@@ -12,12 +12,18 @@ from amp_lab.timing import Comparison, Estimate, Ratio
 Rates = Mapping[str, Mapping[int, float]]
 
 
-def time_and_memory(times: Comparison, mebibytes: Mapping[str, float], memory_label: str) -> Figure:
+def time_and_memory(
+    times: Comparison,
+    mebibytes: Mapping[str, float],
+    memory_label: str,
+    losses: Mapping[str, Values] | None = None,
+) -> Figure:
     """Bars of time and of memory {precision: MiB}, with their ratio to the first precision.
 
-    The names of the comparison are precisions.
+    The names of the comparison are precisions. Losses of each step are drawn beside them, if given.
     """
-    figure, (left, right) = style.subplots(1, 2, size=(8.0, 3.2))
+    panels = 3 if losses else 2
+    figure, (left, right, *rest) = style.subplots(1, panels, size=(4.0 * panels, 3.2))
     first, *_ = times.samples_s
     for name in times.samples_s:
         milliseconds = times.time_s(name).times(1e3)
@@ -35,6 +41,9 @@ def time_and_memory(times: Comparison, mebibytes: Mapping[str, float], memory_la
     right.set_ylabel(f"memory, {memory_label} (MiB)")
     left.margins(y=0.4)  # room for three lines above the highest bar
     right.margins(y=0.25)
+    for ax in rest:
+        style.lines(ax, losses or {}, first=1, linewidth=2)
+        style.label(ax, "step", "loss", legend="best").set_ylim(bottom=0)
     return figure
 
 

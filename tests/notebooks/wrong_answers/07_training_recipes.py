@@ -1,0 +1,55 @@
+"""For each check: wrong answers in place of the stub, and words of the line that each gets."""
+
+_GROUP = """
+def group_step(losses, model, optimizer, scaler):
+    for loss in losses:
+        scaler.scale(loss).backward()
+"""
+_END = "def end_of_step(optimizer, scaler, scheduler):\n    scaler.step(optimizer)\n"
+
+WRONG_ANSWERS = {
+    "check_lengths": [
+        ("lengths = (0.5, 0.0003)", "What does `step` still do"),
+        ("lengths = (6 / 1024, 0.0003)", "6 times 1024"),
+        ("lengths = (0.5 / 1024, 0.5 / 1024)", "does clipping change it"),
+        ("lengths = 0.5", "Two numbers"),
+    ],
+    "check_group_step": [
+        (
+            _GROUP + "    clip_grad_norm_(model.parameters(), 0.1)\n"
+            "    scaler.step(optimizer)\n    scaler.update()",
+            "still multiplied by it",
+        ),
+        (_GROUP + "    scaler.step(optimizer)\n    scaler.update()", "was not clipped"),
+        (
+            _GROUP + "        scaler.unscale_(optimizer)\n"
+            "        clip_grad_norm_(model.parameters(), 0.1)\n"
+            "    scaler.step(optimizer)\n    scaler.update()",
+            "has already been called",
+        ),
+        (
+            _GROUP + "        scaler.unscale_(optimizer)\n"
+            "        clip_grad_norm_(model.parameters(), 0.1)\n        scaler.update()\n"
+            "    scaler.step(optimizer)\n    scaler.update()",
+            "once too often",
+        ),
+    ],
+    "check_end_of_step": [
+        (
+            _END + "    scaler.update()\n    before = scaler.get_scale()\n"
+            "    if scaler.get_scale() >= before:\n        scheduler.step()",
+            "all six steps",
+        ),
+        (
+            _END + "    before = scaler.get_scale()\n    scaler.update()\n"
+            "    if scaler.get_scale() == before:\n        scheduler.step()",
+            "has *risen*",
+        ),
+        (_END + "    scheduler.step()", "since the last update"),
+    ],
+    "check_after_unscale": [
+        ("after_unscale = {'log', 'clamp', 'noise', 'freeze'}", "`freeze` ends with the same"),
+        ("after_unscale = {'clamp'}", "2 more"),
+        ("after_unscale = 'log'", "A set of names"),
+    ],
+}

@@ -1,0 +1,125 @@
+"""X-ray and forecast on 40 models of other libraries: each held against a real run on the CPU.
+
+They run weekly, where the libraries are installed: see CONTRIBUTING.
+"""
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+from library_models import MODELS, REFUSED
+from memory_models import bytes_kept, loss_of, real_peaks
+from torch.utils.flop_counter import FlopCounterMode
+
+from amp_lab import forecast_memory, xray
+from amp_lab.errors import TraceError
+
+LIBRARIES = ("timm", "transformers", "diffusers", "peft")
+missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+pytestmark = [
+    pytest.mark.weekly,
+    pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}"),
+    pytest.mark.filterwarnings("ignore"),  # theirs
+]
+WORKING = sorted(MODELS.keys() - REFUSED)
+# They look at the values of a mask, and make it in another way where there are none.
+OTHER_MASKS = ("BartForConditionalGeneration",)
+
+
+def products(found):
+    return [(row.module, row.op, row.flops, row.out_dtypes) for row in found.rows if row.flops]
+
+
+def test_there_are_forty():
+    assert len(MODELS) >= 40
+
+
+@pytest.fixture
+def built(request):
+    torch.manual_seed(0)
+    return MODELS[request.param]()
+
+
+@pytest.mark.parametrize("built", WORKING, indirect=True)
+def test_a_fake_trace_agrees_with_a_real_run(built):
+    model, args, kwargs = built
+    model.eval()  # dropout would draw other numbers
+    for dtype in (torch.float32, torch.bfloat16):
+        real, fake = (
+            xray(model, *args, device_type="cpu", dtype=dtype, real=real, **kwargs)
+            for real in (True, False)
+        )
+        if type(model).__name__ not in OTHER_MASKS:
+            assert fake.rows == real.rows
+        assert products(fake) == products(real)
+        assert fake.outputs == real.outputs
+        assert not fake.raised
+
+
+@pytest.mark.parametrize("built", WORKING, indirect=True)
+def test_flops_are_those_that_torch_counts(built):
+    model, args, kwargs = built
+    model.eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(*args, **kwargs)
+    rows = xray(model, *args, device_type="cpu", **kwargs).rows
+    found = sum(row.flops for row in rows if row.op != "_grouped_mm")  # which torch leaves out
+    assert found == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_flops_of_grouped_products_are_those_counted_by_hand():
+    torch.manual_seed(0)
+    model, args, kwargs = MODELS["mixtral"]()
+    rows = xray(model, *args, device_type="cpu", **kwargs).rows
+    layers, tokens, experts_a_token, width, hidden = 2, 2 * 16, 2, 64, 128
+    products = width * 2 * hidden + hidden * width  # gate and up in one, then down
+    found = sum(row.flops for row in rows if row.op == "_grouped_mm")
+    assert found == layers * 2 * tokens * experts_a_token * products
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("built", WORKING, indirect=True)
+def test_the_forecast_agrees_with_a_real_step(built, precision):
+    model, args, kwargs = built
+    model.eval()
+    forecast = forecast_memory(
+        *(model, *args),
+        device_type="cpu",
+        precision=precision,
+        optimizer="sgd",
+        loss_fn=loss_of,
+        **kwargs,
+    )
+    kept = bytes_kept(model, precision, *args, **kwargs)
+    assert forecast.activations + forecast.cast_kept == pytest.approx(kept, rel=0.01)
+    inputs = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)]
+    there = forecast.weights + forecast.buffers + sum(t.nbytes for t in inputs)
+    forward, backward, gradients = real_peaks(model, precision, *args, **kwargs)
+    assert forecast.gradients == gradients
+    assert forecast.phases["forward"] == pytest.approx(there + forward, rel=0.05)
+    assert forecast.phases["backward"] == pytest.approx(there + backward, rel=0.05)
+
+
+@pytest.mark.parametrize("built", WORKING, indirect=True)
+def test_the_model_is_as_it_was(built):
+    model, args, kwargs = built
+    model.eval()  # some drop layers at random, which fakes cannot follow
+    model(*args, **kwargs)  # some note in their config what they were first used for
+    before = copy.deepcopy(model.state_dict())
+    config = copy.deepcopy(getattr(model, "config", None))
+    xray(model, *args, device_type="cuda", **kwargs)
+    forecast_memory(model, *args, device_type="cuda", precision="bf16", **kwargs)
+    assert str(getattr(model, "config", None)) == str(config)
+    assert model.state_dict().keys() == before.keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("built", REFUSED, indirect=True)
+def test_what_cannot_be_traced_says_what_to_trace_instead(built, request):
+    model, args, kwargs = built
+    words = REFUSED[request.node.callspec.params["built"]]
+    with pytest.raises(TraceError, match=words):
+        xray(model, *args, device_type="cuda", **kwargs)

@@ -1,0 +1,37 @@
+"""How `tools/lab.py` reads and saves notebooks: opening and saving one untouched changes nothing.
+
+JupyterLab writes into a notebook what its kernel says of its language, with the version of Python.
+A notebook without it counts as changed as soon as it is open, and one with it differs from machine
+to machine. So it is there as long as a notebook is open, and not in the file. Jupytext adds the
+filters of metadata that stand in pyproject.toml, which need not be in each notebook.
+"""
+
+from typing import Any
+
+from ipykernel.ipkernel import IPythonKernel
+from jupyter_server.services.contents.largefilemanager import AsyncLargeFileManager
+
+FILTERS = {"cell_metadata_filter", "notebook_metadata_filter"}
+
+
+class Contents(AsyncLargeFileManager):
+    """Files as Jupyter's own manager has them, but for the language of notebooks."""
+
+    async def get(self, path: str, content: bool = True, *args: Any, **options: Any) -> dict:
+        """A file or a folder; a notebook with the language that its kernel will name."""
+        model = await super().get(path, content, *args, **options)
+        if content and model["type"] == "notebook":
+            metadata = model["content"]["metadata"]
+            metadata.setdefault("language_info", dict(IPythonKernel.language_info))
+        return model
+
+    async def save(self, model: dict, path: str = "") -> dict:
+        """Save a file, and a notebook without the language and Jupytext's filters."""
+        if model.get("type") == "notebook" and model.get("content"):
+            metadata = model["content"]["metadata"]
+            metadata.pop("language_info", None)
+            for name in FILTERS & metadata.get("jupytext", {}).keys():
+                del metadata["jupytext"][name]
+            if not metadata.get("jupytext", True):
+                del metadata["jupytext"]
+        return await super().save(model, path)
