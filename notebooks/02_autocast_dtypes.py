@@ -193,8 +193,8 @@ assert dtype_of(torch.prod, narrow) is torch.float32
 #   one type of device. (The `meta` device stands in for "another" here.)
 # - **float64 and integers** are not cast either.
 #
-# This has a drawback. Where autocast casts nothing, or only one of two inputs, a call may fail
-# whose ordinary spelling works. `error_of` shows how PyTorch then complains.
+# Where autocast casts nothing, or only one of two inputs, a call may fail whose ordinary spelling
+# works. `error_of` shows the message.
 
 
 # %%
@@ -315,8 +315,8 @@ print(f"careless {careless.dtype}, careful {careful.dtype}, back in the block {b
 assert (careless.dtype, careful.dtype, back.dtype) == (low, torch.float32, low)
 
 # %% [markdown]
-# Only the second one does. The island switches *casting* off and nothing more: an input in low
-# precision stays one, and the product is computed in it. **An island needs `.float()` on its
+# Only the second one does. The island switches *casting* off and nothing more, so a product of
+# inputs in low precision is computed in low precision. **An island needs `.float()` on its
 # inputs.** On the way back you need nothing, because autocast casts again.
 #
 # As a decorator, autocast wraps a whole function, which suits a `forward` that must work no matter

@@ -11,17 +11,17 @@
 #
 # **What you'll do.** Train the smallest network there is, one weight and one bias, for one step in
 # fp32 and for one step in mixed precision, and look at every number on the way. Then make the
-# gradients overflow on purpose, watch the scaler recover, and write a scaler of your own that does
-# the same as PyTorch's.
+# gradients overflow on purpose, see the scaler recover, and write a scaler of your own that does the
+# same as PyTorch's.
 #
 # **What you'll learn.**
 # - what `scale`, `unscale_`, `step` and `update` each do, in which order, and why;
-# - why a step is sometimes skipped, and that this is no error;
+# - why a step is sometimes skipped, and why that is no error;
 # - how the loss scale finds its value, and how to read its curve.
 #
-# **What you need.** [Notebook 01](01_number_formats.ipynb) for why small gradients vanish in fp16,
-# [notebook 02](02_autocast_dtypes.ipynb) for `torch.autocast`. No GPU: fp16 on a CPU is slow, but
-# on one weight nobody notices.
+# **What you need.** [Notebook 01](01_number_formats.ipynb) for why small gradients vanish in fp16, and
+# [notebook 02](02_autocast_dtypes.ipynb) for `torch.autocast`. You need no GPU: fp16 is slow on a CPU,
+# but you will not notice it on one weight.
 
 # %% tags=["nbval-ignore-output"]
 from collections import Counter
@@ -47,8 +47,9 @@ plots.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# A gradient of 2^-26 is too small for fp16, and becomes zero. Multiplied by 4096 before it is
-# rounded, it survives; divided by 4096 afterwards, in fp32, it is what it was.
+# A gradient of 2^-26 is too small for fp16. We send it through fp16 once as it is, and once multiplied
+# by 4096 before and divided by 4096 afterwards, in fp32. Before you run this: what will come out in
+# each case?
 
 # %%
 gradient = torch.tensor(2.0**-26)
@@ -59,16 +60,18 @@ assert lost == 0
 assert kept == gradient
 
 # %% [markdown]
-# Nobody can multiply the gradients *before* they are computed. But backpropagation is linear: if
-# the loss is 4096 times as large, so is every gradient. So the loss is scaled, which costs one
-# multiplication, and that number is the **loss scale**. `torch.amp.GradScaler` does this, undoes it
-# before the optimizer sees the gradients, and looks for a good scale while training.
+# As it is, the gradient becomes zero; scaled, it comes back exactly as it was.
+#
+# We cannot multiply the gradients *before* they are computed. But backpropagation is linear: if the
+# loss is 4096 times as large, so is every gradient. So we scale the loss, which costs one
+# multiplication, and that factor is the **loss scale**. `torch.amp.GradScaler` does this for us, undoes
+# it before the optimizer sees the gradients, and looks for a good scale while we train.
 #
 # ## The smallest network
 #
-# One linear layer with one input and one output has two parameters, so all of them can be printed.
-# The output itself serves as the loss. Everything is drawn on the CPU and then moved, so that the
-# numbers are the same on every device.
+# One linear layer with one input and one output has two parameters, so we can print all of them. The
+# output itself serves as the loss. Everything is drawn on the CPU and then moved, so that the numbers
+# are the same on every device.
 
 
 # %%
@@ -91,7 +94,8 @@ def show(stage, layer):
 
 
 # %% [markdown]
-# `check` asserts the values printed on this page, to half a unit of the fourth decimal.
+# The numbers in the text come from these cells, and `check` asserts them, to half a unit of the fourth
+# decimal.
 
 
 # %%
@@ -112,7 +116,7 @@ check(layer, -0.8939, -0.9002)
 # %% [markdown]
 # ## One step in FP32
 #
-# First the forward pass: weight times input plus bias.
+# We begin with the forward pass: weight times input plus bias.
 
 # %%
 output = layer(x)
@@ -121,8 +125,8 @@ assert output.dtype is torch.float32
 assert abs(output.item() - -0.8473) < 0.5e-4
 
 # %% [markdown]
-# The backward pass. The derivative of `weight * x + bias` is `x` for the weight, and 1 for the
-# bias.
+# Next comes the backward pass. The derivative of `weight * x + bias` is `x` for the weight, and 1 for
+# the bias, so we expect the gradients -0.0591 and 1.
 
 # %%
 output.backward()
@@ -130,7 +134,7 @@ show("after backward", layer)
 check(layer, -0.8939, -0.9002, [-0.0591, 1.0])
 
 # %% [markdown]
-# The optimizer subtracts each gradient, since the learning rate is 1.
+# The optimizer subtracts each gradient as it is, since the learning rate is 1.
 
 # %%
 optimizer.step()
@@ -139,13 +143,13 @@ show("after step", layer)
 check(layer, -0.8348, -1.9002)
 
 # %% [markdown]
-# That is all there is to an ordinary step: forward, backward, step. Now the same layer goes on, in
-# mixed precision.
+# The weight went from -0.8939 to -0.8348, and the bias from -0.9002 to -1.9002. That is all there is to
+# an ordinary step: forward, backward, step. Now we go on with the same layer in mixed precision.
 #
 # ## One step with autocast and GradScaler
 #
-# The scaler starts at 4096 here, to give numbers that can be followed; by default it starts at
-# 65536 (2^16). Lines that an fp32 loop does not have are marked `# AMP`.
+# Our scaler starts at 4096, so that the numbers are easy to follow; by default it starts at 65536
+# (2^16). Lines that an fp32 loop does not have are marked `# AMP`.
 
 # %%
 scaler = torch.amp.GradScaler(device.type, init_scale=4096)  # AMP: once, before the training loop
@@ -159,11 +163,11 @@ assert layer.weight.dtype is torch.float32
 assert abs(output.item() - -1.8506) < 0.5e-4
 
 # %% [markdown]
-# The output is fp16, because a linear layer runs in fp16 under autocast. The parameters are the
-# fp32 **master weights**: autocast used fp16 copies of them for this one call.
+# The output is fp16, because a linear layer runs in fp16 under autocast. The parameters are the fp32
+# **master weights**: autocast used fp16 copies of them for this one call.
 #
-# `scale` multiplies the loss by 4096, so `backward` leaves gradients that are 4096 times too large.
-# They pass through fp16 on the way, and arrive in fp32, the dtype of their parameters.
+# `scale` multiplies the loss by 4096. Before you run the next cell: what will the two gradients be
+# after `backward`?
 
 # %%
 scaler.scale(output).backward()  # AMP: was output.backward()
@@ -172,9 +176,12 @@ check(layer, -0.8348, -1.9002, [-242.25, 4096.0])
 assert layer.weight.grad.dtype is torch.float32
 
 # %% [markdown]
-# `unscale_` divides them again, in place, and notes whether any of them is infinite or NaN. A loop
-# that does not look at its gradients may leave this line out: `step` does it then. Whoever clips or
-# logs gradients needs it here, since before it they are 4096 times what they should be.
+# Both gradients are 4096 times too large, -242.25 and 4096. They passed through fp16 on the way, and
+# arrived in fp32, the dtype of their parameters.
+#
+# `unscale_` divides them again, in place, and notes whether any of them is infinite or NaN. If your
+# loop does not look at its gradients, you may leave this line out, because `step` does it then. If it
+# clips or logs gradients, you need it here, since before it they are 4096 times what they should be.
 
 # %%
 scaler.unscale_(optimizer)  # AMP: optional
@@ -182,15 +189,17 @@ show("after unscale_", layer)
 check(layer, -0.8348, -1.9002, [-0.0591, 1.0])
 
 # %% [markdown]
-# The gradients are those of the fp32 step, within the precision of fp16: the derivative for the
-# weight is the input, rounded to 11 significant bits.
+# The gradients are those of the fp32 step again, within the precision of fp16. To see what is left of
+# the difference we print more digits: the derivative for the weight is the input, rounded to the 11
+# significant bits of fp16.
 
 # %%
 print(f"in fp32 {x.item():.8f}, through fp16 {layer.weight.grad.item():.8f}")
 assert layer.weight.grad.item() == x.half().item()
 
 # %% [markdown]
-# `step` calls `optimizer.step()`, but only if `unscale_` found no infinity and no NaN. It did not.
+# Now `step` calls `optimizer.step()`, but only if `unscale_` found no infinity and no NaN. It found
+# none here, so the parameters move as they did in fp32.
 
 # %%
 scaler.step(optimizer)  # AMP: was optimizer.step()
@@ -198,9 +207,8 @@ show("after step", layer)
 check(layer, -0.7756, -2.9002, [-0.0591, 1.0])
 
 # %% [markdown]
-# `update` comes last in the iteration, after `step` has been called for every optimizer there is:
-# it adjusts the scale for the next one, and makes the scaler forget which optimizers it has
-# unscaled. Nothing overflowed, so it counts one good step, and leaves the scale as it is.
+# `update` comes last in the iteration, after `step` has been called for every optimizer. It adjusts the
+# scale for the next iteration, and makes the scaler forget which optimizers it has unscaled.
 
 # %%
 scaler.update()  # AMP
@@ -210,8 +218,10 @@ print(f"scale {scaler.get_scale():.0f}, good steps in a row {good_steps}")
 assert (scaler.get_scale(), good_steps) == (4096, 1)
 
 # %% [markdown]
-# The order is not a matter of taste. Unscaling twice would divide by 4096 twice, so the scaler
-# refuses until `update` has been called. The same holds for a second `step`.
+# Nothing overflowed, so `update` counted one good step and left the scale at 4096.
+#
+# You cannot change the order of these calls. Unscaling twice, for example, would divide by 4096 twice,
+# so the scaler refuses to do it until `update` has been called. The same holds for a second `step`.
 
 # %%
 scaler.scale(layer(x)).backward()
@@ -226,9 +236,9 @@ assert "unscale_() has already been called" in message
 # %% [markdown]
 # ## An overflow: the step is skipped, the scale halves
 #
-# The largest fp16 number is 65504. Here the loss is an fp16 tensor, and its gradient is the scale
-# itself, so a scale of 131072 (2^17) cannot be held: it becomes infinite. `train_step` is the whole
-# loop body from above, with a report.
+# The largest fp16 number is 65504. In our network the loss is an fp16 tensor, and its gradient is the
+# scale itself. So fp16 cannot hold a scale of 131072 (2^17), and it becomes infinite. `train_step` is
+# the whole loop body from above, with a report.
 
 
 # %%
@@ -245,6 +255,9 @@ def train_step(layer, x, optimizer, scaler):
     return scaler.get_scale() < before
 
 
+# %% [markdown]
+# We take four steps, beginning with that scale. How many of them do you expect to be skipped?
+
 # %%
 layer, x, optimizer = make()
 scaler = torch.amp.GradScaler(device.type, init_scale=2.0**17)
@@ -255,13 +268,14 @@ assert scaler.get_scale() == 2.0**15
 check(layer, -0.7756, -2.9002)
 
 # %% [markdown]
-# Two steps were skipped: the parameters did not move, although their gradients were infinite, and
-# the scale fell to 2^15, where training goes on. **A skipped step is how the scaler searches, not a
-# fault.** A few at the start and one now and then are normal. A scale that goes on falling is not:
-# then the gradients are bad at *any* scale, and the cause is elsewhere, often in the loss.
+# Two steps were skipped: the gradients were infinite, so the parameters did not move, and the scale
+# fell to 2^15, with which training goes on. **A skipped step is not a fault: it is how the scaler
+# searches.** A few skipped steps at the start and one now and then are normal. If the scale goes on
+# falling, the gradients are bad at *any* scale, and you will find the cause elsewhere, often in the
+# loss.
 #
-# What does a scaler cost? To find out, we note the ops that run while it works. (Notebook 02
-# explains how a `TorchDispatchMode` does that.)
+# What does a scaler cost? To find out, we note the ops that run while it works. ([Notebook
+# 02](02_autocast_dtypes.ipynb) explains how a `TorchDispatchMode` does that.)
 
 
 # %%
@@ -289,8 +303,8 @@ def cost_of_step(fused):
 
 
 # %% [markdown]
-# The first number is a pass over all gradients, the second a value that is read back from the
-# device, for which the CPU has to wait:
+# The first number that we print counts the passes over all gradients. The second counts the values that
+# are read back from the device, for each of which the CPU has to wait:
 
 # %%
 for fused in (False, True):
@@ -302,14 +316,15 @@ with OpNames() as ops:
 assert ops.counts["_local_scalar_dense"] == 1
 
 # %% [markdown]
-# So a scaler costs one pass over all gradients in each step and, with an ordinary optimizer, one
-# wait, because `step` has to read whether anything overflowed. A fused optimizer (`fused=True`)
-# gets that answer on the device and needs no wait. `get_scale()` always waits.
+# A scaler costs one pass over all gradients in each step. With an ordinary optimizer it also costs one
+# wait, because `step` has to read whether anything overflowed. A fused optimizer (`fused=True`) gets
+# that answer on the device and needs no wait. `get_scale()` always waits.
 #
 # ## Growth: after enough good steps, the scale doubles
 #
-# A scale that only fell would end too low. So after `growth_interval` good steps in a row (2000 by
-# default, 3 here) it doubles, to see whether there is room.
+# If the scale could only fall, one unlucky batch would leave it too low for good. So after
+# `growth_interval` good steps in a row (2000 by default, 3 here) it doubles, to see whether there is
+# room.
 
 # %%
 layer, x, optimizer = make()
@@ -321,11 +336,14 @@ for _ in range(7):
 assert scales == [4096] * 3 + [8192] * 3 + [16384]
 
 # %% [markdown]
+# As the report shows, the scale doubles after three good steps, from 4096 to 8192, and after three more
+# to 16384.
+#
 # ## The scale over a whole training run
 #
-# Both rules together make the scale climb until it touches the limit, fall by half, and climb
-# again. To see it in a picture, a layer of eight weights learns a noisy line, with a growth
-# interval of 10. The loss is in the block as well: autocast computes it in fp32 on every backend.
+# Both rules together make the scale climb until a gradient overflows, fall by half, and climb again. To
+# see this in a picture, we train a layer of eight weights on a noisy line, with a growth interval of
+# 10. The loss is in the block as well; autocast computes it in fp32 on every backend.
 
 # %%
 torch.manual_seed(0)
@@ -346,7 +364,7 @@ for _ in range(300):
     optimizer.zero_grad()
 
 # %% [markdown]
-# The scale halves in exactly those steps that were skipped, so they can be read from the list.
+# The scale halves in exactly those steps that were skipped, so we can read them from the list.
 
 # %%
 skipped = [step for step, (now, after) in enumerate(pairwise(scales)) if after < now]
@@ -357,15 +375,17 @@ assert 0 < len(skipped) < 0.1 * len(scales)
 assert loss.item() < 0.03
 
 # %% [markdown]
-# The picture shows the scale on a logarithmic axis over the steps. It climbs one stair every ten
-# steps, until a gradient overflows. There (a cross) the step is skipped, the scale halves, and the
-# climb begins again. The limit is no straight line, since every batch has its own largest gradient.
-# The few skipped steps cost nothing that matters: the loss ends at the level of the noise.
+# The picture shows the scale on a logarithmic axis over the steps. It climbs one stair every ten steps,
+# until a gradient overflows. There, at a cross, the step is skipped, the scale halves, and the climb
+# begins again. The crosses are not all at one height, since every batch has its own largest gradient.
+# In all, 15 of 300 steps were skipped, and they cost nothing that matters: the loss ends at 0.007, at
+# the level of the noise.
 #
 # ## A scaler written by hand
 #
-# All of this fits in 20 lines. PyTorch's own also serves several optimizers and devices at once,
-# catches calls in the wrong order, and reads its verdict from the device only once in a step.
+# All of this fits in 20 lines. PyTorch's own scaler can do more: it serves several optimizers and
+# devices at once, catches calls in the wrong order, and reads its verdict from the device only once in
+# a step.
 
 
 # %%
@@ -395,8 +415,8 @@ class HandScaler:
 
 
 # %% [markdown]
-# It is held against `GradScaler` for 500 steps of Adam on two copies of a network. In about one
-# step in ten, drawn at random, the loss is multiplied by infinity, so that both must skip it.
+# We compare it with `GradScaler` for 500 steps of Adam on two copies of a network. In about one step in
+# ten, drawn at random, we multiply the loss by infinity, so that both must skip it.
 
 
 # %%
@@ -419,8 +439,8 @@ def run(scaler, steps=500):
 
 
 # %% [markdown]
-# Every scale and every parameter must be equal after every step, to the last bit: the scales are
-# powers of two, so that scaling and unscaling round nothing.
+# Every scale and every parameter has to be equal after every step, to the last bit. We can ask for that
+# much because the scales are powers of two, so that scaling and unscaling round nothing.
 
 # %%
 theirs = run(torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=7))
@@ -435,10 +455,12 @@ print(f"scale between {min(values):g} and {max(values):g}")
 assert 30 < falls < 70  # one in ten of 500, give or take three standard deviations
 
 # %% [markdown]
+# All 500 steps are equal, 57 of them skipped.
+#
 # ## When there is nothing to scale
 #
-# bf16 has the range of fp32, so its gradients vanish only where those of fp32 would, and a scaler
-# has nothing to do. The same loop then serves both: a disabled scaler hands the loss through, and
+# bf16 has the range of fp32, so its gradients vanish only where those of fp32 would, and a scaler has
+# nothing to do. You can still write one loop for both: a disabled scaler hands the loss through, and
 # calls the optimizer.
 
 # %%
@@ -450,17 +472,25 @@ for dtype in (torch.float16, torch.bfloat16):
     assert scaled == (65536 if dtype is torch.float16 else 1)
 
 # %% [markdown]
+# The enabled scaler made 65536 of a loss of 1, and the disabled one left it alone.
+#
 # ## Summary
+#
+# We followed one step value by value, made gradients overflow, and wrote a scaler that agrees with
+# PyTorch's in every bit of 500 steps. This is what each line does:
 #
 # | line | what it does |
 # |---|---|
 # | `scaler.scale(loss).backward()` | multiplies the loss, and with it every gradient, by the scale |
-# | `scaler.unscale_(optimizer)` | divides the gradients in place, looks for inf and NaN; needed before clipping |
-# | `scaler.step(optimizer)` | unscales if that was not done; calls `optimizer.step()` unless something was not finite |
-# | `scaler.update()` | after a bad step: half the scale; after 2000 good ones in a row: twice |
+# | `scaler.unscale_(optimizer)` | divides the gradients in place and looks for inf and NaN; you need it before clipping |
+# | `scaler.step(optimizer)` | unscales if that was not done yet; calls `optimizer.step()` unless something was not finite |
+# | `scaler.update()` | halves the scale after a bad step, and doubles it after 2000 good ones in a row |
 #
-# A skipped step is the scaler's way of searching. One scaler lives as long as the training does,
-# and belongs in the checkpoint. Only fp16 needs one.
+# A skipped step is how the scaler searches for its value. One scaler lives as long as the training
+# does, and belongs in the checkpoint. Only fp16 needs one.
+#
+# In [notebook 04](04_fp32_vs_amp.ipynb) we train a whole network in each precision, and measure what
+# that buys in time and memory.
 #
 # ## Exercises
 #
@@ -525,7 +555,8 @@ check_scale_after(scale_at_the_end)
 # ### 3. Clip, with a scaler
 #
 # Complete `clipped_step`, so that the norm of the gradients is at most 1 when the optimizer sees
-# them. The check compares the weights with those of an fp32 step that clips.
+# them. The check compares the weights with those of an fp32 step that clips, and looks whether the
+# scaler has counted the step.
 
 
 # %%

@@ -607,7 +607,7 @@ print(f"later steps {known} ({low:.1f} to {high:.1f} ms)")
 assert not later.is_above(1e3 * first_step.median_s)  # the first does all that they do, and more
 
 # %% [markdown]
-# The first step took several times as long as a later one, so warm up before you measure.
+# The first step took longer than a later one, so warm up before you measure.
 #
 # **It compared one run with one run.** The article's loss fell from 0.0100 in FP32 to 0.0083 with
 # AMP, with no seed set. We put beside that how far the seeds of FP32 lie apart here, early in the

@@ -9,27 +9,27 @@
 # %% [markdown]
 # # Find out why AMP broke, and repair it
 #
-# **What you'll do.** Start from what you see: an error message, a warning, a NaN, or a run that is
-# no faster than before. Find it in one of the two tables, follow the link, and read how it comes
+# **What you'll do.** Start from what you see: an error message, a warning, a NaN, or a run that is no
+# faster than before. Find it in one of the two tables and follow the link. There you read how it comes
 # about, in a program of a few lines that does the same thing, and what to do about it.
 #
 # **What you'll learn.**
-# - to recognise 36 failures that people really meet, and to reproduce each in a few lines;
+# - to recognise 41 failures that people really meet, and to reproduce most of them in a few lines;
 # - why each happens, so that you recognise its relatives too;
 # - the repair, run and checked, and how to notice the trouble before it costs a night.
 #
-# **What you need.** Nothing, if you came with a message. To read from beginning to end, which takes
-# half an hour, have [notebook 02](02_autocast_dtypes.ipynb) and [notebook
-# 03](03_grad_scaler_step_by_step.ipynb) behind you. No GPU.
+# **What you need.** Nothing, if you came with a message. This is a page for looking things up, and you
+# need not read it from beginning to end. If you do, have [notebook 02](02_autocast_dtypes.ipynb) and
+# [notebook 03](03_grad_scaler_step_by_step.ipynb) behind you. You need no GPU.
 #
 # ## Look up what you see
 #
-# **A message.** Search this page for yours (Ctrl+F), or find it here. Every message in the table was
-# produced by the code of its section, on tiny tensors: on the CPU or, where only the rules of CUDA
-# produce it (sections 22 and 23), on fake CUDA tensors. The one of section 25 comes from older
-# versions, and is provoked here from another tensor; for the one of section 36 PyTorch is told that
-# there is a card, and an old one. Dtypes may be the other way round in yours, and say `BFloat16`
-# where this page has `Half`.
+# **A message.** Search this page for yours (Ctrl+F), or find it in the table. The code of each section
+# produces its messages on tiny tensors, on the CPU or, in sections 21 to 23, on fake CUDA tensors. Three
+# messages that only a GPU gives are quoted from PyTorch's source, and the table says so. The message of
+# section 25 comes from older versions, and is provoked here from another tensor. For section 36 we tell
+# PyTorch that there is a card, and an old one. Your message may have the dtypes the other way round, or say
+# `BFloat16` where this page has `Half`.
 #
 # | message | section |
 # |---|---|
@@ -37,10 +37,12 @@
 # | `Function 'MulBackward0' returned nan values in its 0th output.` | [section&nbsp;8](#8-Anomaly-detection-stops-at-a-harmless-overflow) |
 # | `Attempting to unscale FP16 gradients.` | [section&nbsp;9](#9-The-parameters-are-fp16) |
 # | `unscale_() has already been called on this optimizer since the last update().` | [section&nbsp;10](#10-Gradients-are-unscaled-twice) |
+# | `"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16'` | [section&nbsp;9](#9-The-parameters-are-fp16), quoted |
 # | `No inf checks were recorded for this optimizer.` | [section&nbsp;11](#11-An-optimizer-has-no-gradients) |
 # | `step() has already been called since the last update().` | [section&nbsp;12](#12-Scaler-methods-are-called-in-the-wrong-order) |
 # | `unscale_() is being called after step().` | [section&nbsp;12](#12-Scaler-methods-are-called-in-the-wrong-order) |
 # | `No inf checks were recorded prior to update.` | [section&nbsp;12](#12-Scaler-methods-are-called-in-the-wrong-order) |
+# | `Attempted unscale_ but _scale is None.` | [section&nbsp;12](#12-Scaler-methods-are-called-in-the-wrong-order) |
 # | `Attempted step but _scale is None.` | [section&nbsp;12](#12-Scaler-methods-are-called-in-the-wrong-order) |
 # | `Closure use is not currently supported if GradScaler is enabled.` | [section&nbsp;13](#13-The-optimizer-needs-a-closure) |
 # | ``Detected call of `lr_scheduler.step()` before `optimizer.step()`.`` | [section&nbsp;14](#14-The-scheduler-warns-that-it-came-before-the-optimizer) |
@@ -70,8 +72,15 @@
 # | `Current CUDA Device does not support bfloat16. Please switch dtype to float16.` | [section&nbsp;36](#36-Autocast-refuses-the-device-or-its-dtype) |
 # | `User specified an unsupported autocast device_type` | [section&nbsp;36](#36-Autocast-refuses-the-device-or-its-dtype) |
 # | `unsupported scalarType` | [section&nbsp;36](#36-Autocast-refuses-the-device-or-its-dtype) |
+# | `you have used mix of the legacy and new APIs to set the TF32 status for cublas matmul.` | [section&nbsp;37](#37-TF32-is-set-in-the-old-and-in-the-new-way) |
+# | `cuFFT only supports dimensions whose sizes are powers of two when computing in half precision` | [section&nbsp;38](#38-An-FFT-is-refused-in-half-precision), quoted |
+# | `Unsupported dtype Half` | [section&nbsp;38](#38-An-FFT-is-refused-in-half-precision) |
+# | `Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.` | [section&nbsp;39](#39-MPS-has-no-float64), quoted |
+# | `SyncBatchNorm layers only work with GPU modules` | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step) |
+# | `Expected to have finished reduction in the prior iteration before starting a new one.` | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step) |
+# | `Attempted to inline function marked as skipped` | [section&nbsp;41](#41-The-scaler-is-inside-a-compiled-function) |
 #
-# **No message.** Then something is wrong with what comes out.
+# **No message.** Then you look for what is wrong with the result.
 #
 # | symptom | section |
 # |---|---|
@@ -86,16 +95,22 @@
 # | parameters are NaN after one step of Adam | [section&nbsp;29](#29-Half-precision-weights-stop-moving) |
 # | fine on short inputs, bad on long ones | [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
 # | other results with `torch.compile` | [section&nbsp;27](#27-A-compiled-model-has-other-gradients) |
+# | a compiled model is no faster | [notebook 10](10_speed_ladder.ipynb) |
+# | fp32 results differ between two GPUs | [section&nbsp;37](#37-TF32-is-set-in-the-old-and-in-the-new-way) |
+# | the ranks of a distributed run drift apart, or skip different steps | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step), [notebook 11](11_scale_out.ipynb) |
+# | a model in Keras is NaN, or no faster | [notebook 12](12_keras.ipynb) |
 # | a step is no faster, or slower | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off), [section&nbsp;32](#32-A-thread-runs-without-autocast-or-in-another-dtype), [section&nbsp;33](#33-Autocast-makes-the-model-no-faster) |
 # | no less memory is used, or more | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off), [section&nbsp;34](#34-The-memory-is-not-halved) |
 #
 # ## Set up
 #
-# The failing programs run on the CPU whatever device you have; on a GPU a message may be worded
-# differently. fp16 is slow on many CPUs, so everything is tiny. Where a failure belongs to the GPU, the section says so.
+# The failing programs run on the CPU whatever device you have, and on a GPU a message may be worded differently. fp16
+# is slow on many CPUs, so everything is tiny. If a failure belongs to the GPU, its section says so.
 
 # %% tags=["nbval-ignore-output"]
+import inspect
 import math
+import re
 import threading
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -103,10 +118,13 @@ from functools import partial
 from itertools import pairwise
 from unittest import mock
 
+import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_lab import DeviceError, Precision, compare, describe_device, plots
@@ -115,6 +133,17 @@ from amp_lab.numerics import ScaleLog, find_nonfinite, gradient_underflow
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 plots.use_style()
+
+# %% [markdown]
+# The checks of the exercises at the end come from a module of their own:
+
+# %%
+from exercises.when_amp_breaks import (
+    check_advance,
+    check_diagnosis,
+    check_largest_value,
+    check_masked,
+)
 
 # %% [markdown]
 # Two helpers return messages as text, so that they can be printed and checked: one for a call that
@@ -160,7 +189,7 @@ def cuda_rules(dtype=torch.float16):
 
 
 # %% [markdown]
-# And the last makes a model with its optimizer, the same every time.
+# The last helper makes a model with its optimizer, the same every time.
 
 
 # %%
@@ -174,6 +203,12 @@ def make(*layers, lr=0.1):
     return model, torch.optim.SGD(model.parameters(), lr=lr)
 
 
+# %% [markdown]
+# ## The idea in five lines
+#
+# Before you run this: what does PyTorch say when an fp16 tensor meets a layer with fp32 weights?
+
+# %%
 model, _ = make()
 x = torch.tensor([[1.0, 2.0]])  # (1, 2), the input of most programs below
 message = message_of(lambda: model(x.half()))
@@ -181,7 +216,8 @@ print(message)
 assert "mat1 and mat2 must have the same dtype, but got Half and Float" in message
 
 # %% [markdown]
-# There is the first one. Paste it into the search of this page, and you land in section 18.
+# That is a message as you might meet it. If you search this page for it, you land in section 18, and every
+# section there is made like this demo: a tiny program, its message, the reason, and the repair.
 #
 # ## Numbers leave the range of fp16
 #
@@ -630,8 +666,9 @@ assert "Attempting to unscale FP16 gradients." in message
 # **Why.** A gradient has the dtype of its parameter. Divided by the scale *in fp16* it would vanish
 # again, which the scale was there to prevent. And fp16 weights cannot take small updates anyway. On
 # the CPU, bf16 parameters are not refused, and fail in the way of section 29. On CUDA the scaler has
-# no kernel for bf16 gradients, and the same step raises another error, `not implemented for
-# 'BFloat16'` ([issue 127176](https://github.com/pytorch/pytorch/issues/127176)).
+# no kernel for bf16 gradients, and the same step raises another error,
+# `"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16'`
+# ([issue 127176](https://github.com/pytorch/pytorch/issues/127176)).
 #
 # **The fix.** Parameters stay fp32; autocast makes the fp16 copies. `.float()` undoes a `.half()`.
 
@@ -746,6 +783,7 @@ assert two_parts(step_both=False) == [False, True]
 # - `unscale_() is being called after step().`
 # - `No inf checks were recorded prior to update.`
 # - `Attempted step but _scale is None.`
+# - `Attempted unscale_ but _scale is None.`
 #
 # **The smallest program that does it.** After one backward pass, the calls named on the left.
 
@@ -766,6 +804,7 @@ messages = {
     "step, unscale_": message_of(lambda: call("step", "unscale_")),
     "update": message_of(lambda: call("update")),
     "step without scale": message_of(lambda: call("step", scaled=False)).split("  ")[0],
+    "unscale_, the same": message_of(lambda: call("unscale_", scaled=False)).split("  ")[0],
 }
 for names, message in messages.items():
     print(f"{names:<20}{message}")
@@ -775,6 +814,7 @@ assert "step() has already been called since the last update()." in messages["st
 assert "unscale_() is being called after step()." in messages["step, unscale_"]
 assert "No inf checks were recorded prior to update." in messages["update"]
 assert "Attempted step but _scale is None." in messages["step without scale"]
+assert "Attempted unscale_ but _scale is None." in messages["unscale_, the same"]
 once_more = nn.Parameter(torch.zeros(1))
 once_more.grad = torch.ones(1)
 plain_sgd = torch.optim.SGD([once_more], lr=1.0)
@@ -1751,12 +1791,20 @@ assert found == (torch.float32, torch.bfloat16)
 
 # %% [markdown]
 # **Why.** Both autocast's switch and its dtype belong to a thread, and a new thread has the defaults.
-# `nn.DataParallel` has a thread for each GPU, and enters autocast again in each, but leaves out the
-# dtype, as `enter_again()` does: what was to be bf16 runs in fp16 there ([notebook
-# 11](11_scale_out.ipynb) reads its source).
-#
+# `nn.DataParallel` has a thread for each GPU. It enters autocast again in each, but leaves out the dtype, as
+# `enter_again()` does, so that what was to be bf16 runs in fp16 there. Its source shows it:
+
+# %%
+source = inspect.getsource(nn.parallel.parallel_apply)
+(block,) = re.findall(r"autocast\([^)]*enabled=autocast_enabled[^)]*\)", source)
+print(block)
+assert "dtype" not in block
+assert torch.get_autocast_dtype("cuda") is torch.float16
+
+# %% [markdown]
 # **The fix.** Autocast with its dtype in the function that the thread runs, or as a decorator of
-# `forward`. In place of `DataParallel`, use DDP, which has processes (notebook 11).
+# `forward`. In place of `DataParallel`, use DDP, which has processes ([notebook
+# 11](11_scale_out.ipynb)).
 
 # %%
 assert in_a_thread(lambda: enter_again(dtype=torch.float16)) is torch.float16
@@ -1986,31 +2034,374 @@ assert not torch.amp.is_autocast_available("hip")
 # device is fast in, before the first run does; and run the model once on `meta` in a unit test.
 
 # %% [markdown]
+# ## Hardware, several devices and the compiler
+#
+# The messages of this part depend on where a model runs, or on what runs it.
+
+# %% [markdown]
+# ### 37 TF32 is set in the old and in the new way
+#
+# **What you see.** A message that ends with
+# `you have used mix of the legacy and new APIs to set the TF32 status for cublas matmul.`
+# It may come from code that only reads the setting, such as `torch.compile`. Or you see no message, and fp32
+# results that differ between two GPUs from the third digit on.
+#
+# **The smallest program that does it.** One line sets TF32 by the old name, another by the new one, as it
+# happens when a library and your script each have their own. The third line reads it.
+
+
+# %%
+def read_tf32_after_both():
+    """Set TF32 in the old and in the new way, and read it; leaves it off."""
+    matmul = torch.backends.cuda.matmul
+    try:
+        matmul.allow_tf32 = True
+        matmul.fp32_precision = "ieee"
+        return matmul.allow_tf32
+    finally:
+        matmul.allow_tf32 = False
+
+
+message = message_of(read_tf32_after_both)
+print(message)
+assert (
+    "you have used mix of the legacy and new APIs to set the TF32 status for cublas matmul"
+    in message
+)
+
+# %% [markdown]
+# **Why.** NVIDIA's GPUs since Ampere can round the inputs of fp32 products to TF32, which has the range of fp32 and
+# 11 significant bits. PyTorch has two sets of names for that switch, and refuses to answer when they contradict each
+# other.
+#
+# **The fix.** Use one way everywhere. The new one is `fp32_precision`, with the values `"ieee"` and `"tf32"`.
+
+# %%
+torch.backends.cuda.matmul.fp32_precision = "ieee"
+assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+torch.backends.cuda.matmul.allow_tf32 = False  # as it was
+assert not torch.backends.cuda.matmul.allow_tf32
+
+# %% [markdown]
+# **Notice it earlier.** Search your code and your libraries for `allow_tf32` and for
+# `set_float32_matmul_precision`, and print what is set when a run starts.
+
+# %% [markdown]
+# ### 38 An FFT is refused in half precision
+#
+# **What you see.** One of
+# - `cuFFT only supports dimensions whose sizes are powers of two when computing in half precision`, on CUDA
+# - `Unsupported dtype Half`, on the CPU
+#
+# **The smallest program that does it.** The spectrum of 100 fp16 numbers. A GPU runs the same line, if one is
+# here [*(not yet seen on a GPU)*](../data/results/README.md "notebooks").
+
+# %%
+signal = torch.ones(100)
+message = message_of(lambda: torch.fft.rfft(signal.half()))
+print(message)
+assert message == "Unsupported dtype Half"
+if torch.cuda.is_available():
+    on_cuda = message_of(lambda: torch.fft.rfft(signal.half().cuda()))
+    assert "cuFFT only supports dimensions whose sizes are powers of two" in on_cuda
+
+# %% [markdown]
+# **Why.** On CUDA no transform is on autocast's list, so it gets whatever the layer before it returned. cuFFT has
+# kernels in half precision for powers of two alone, and 100 is none. On the CPU there are none at all, but there
+# autocast casts for the transform.
+#
+# **The fix.** `.float()` in front of the transform. On CUDA you can also pad to a power of two.
+
+# %%
+assert torch.fft.rfft(signal.half().float()).dtype is torch.complex64
+with torch.autocast("cpu", dtype=torch.float16):
+    assert torch.fft.rfft(signal.half()).dtype is torch.complex64
+listed = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+assert not any("fft" in op for op in listed)
+
+# %% [markdown]
+# **Notice it earlier.** Search the model for `torch.fft` and `stft`, and put them into an fp32 island.
+
+# %% [markdown]
+# ### 39 MPS has no float64
+#
+# **What you see.** On a Mac,
+# `Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.`
+# It goes on with `Please use float32 instead.` We quote it from [PyTorch's
+# source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/EmptyTensor.cpp).
+#
+# **The smallest program that does it.** A NumPy array, on its way to the device. Nobody asked for float64, but
+# that is NumPy's default.
+
+# %%
+weights = torch.from_numpy(np.ones(3))
+print(weights.dtype)
+assert weights.dtype is torch.float64
+if torch.backends.mps.is_available():
+    assert "the MPS framework doesn't support float64" in message_of(lambda: weights.to("mps"))
+
+# %% [markdown]
+# **Why.** Apple's framework has no kernels for float64. Class weights, targets of a regression and schedules that
+# are computed with NumPy are the usual places where it slips in.
+#
+# **The fix.** Convert to fp32 on the host, before the tensor travels.
+
+
+# %%
+def to_fp32_device(tensor, device):
+    """The tensor on the device, and in fp32 if it was float64."""
+    return (tensor.float() if tensor.dtype is torch.float64 else tensor).to(device)
+
+
+assert to_fp32_device(weights, device).dtype is torch.float32
+assert to_fp32_device(torch.tensor([1]), device).dtype is torch.int64
+
+# %% [markdown]
+# **Notice it earlier.** Assert in the data set that no tensor is float64; that check runs on any machine.
+
+# %% [markdown]
+# ### 40 DDP refuses the model or its step
+#
+# **What you see.** One of
+# - `SyncBatchNorm layers only work with GPU modules`
+# - `Expected to have finished reduction in the prior iteration before starting a new one.`
+#
+# Or you see no message, and the ranks drift apart: their losses, or the steps that their scalers skip, differ.
+#
+# **The smallest program that does it.** A process group of one process is enough. The first model has synchronised
+# batch normalisation and is on the CPU. The second has a layer that its forward pass does not use.
+
+
+# %%
+@contextmanager
+def group_of_one():
+    """Inside: a process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Unused(nn.Module):
+    """Two layers, of which only the first one is used."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+# %% [markdown]
+# The second model fails in its second step:
+
+
+# %%
+def two_steps(**options):
+    model = DistributedDataParallel(Unused(), **options)
+    for _ in range(2):
+        model(x).sum().backward()
+
+
+with group_of_one():
+    norms = nn.SyncBatchNorm.convert_sync_batchnorm(
+        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    )
+    messages = message_of(lambda: DistributedDataParallel(norms)), message_of(two_steps)
+print(*[message.partition(" This error")[0] for message in messages], sep="\n")
+assert "SyncBatchNorm layers only work with GPU modules" in messages[0]
+assert (
+    "Expected to have finished reduction in the prior iteration before starting a new one."
+    in messages[1]
+)
+
+# %% [markdown]
+# **Why.** The kernels of `SyncBatchNorm` exist for GPUs only. And DDP waits until each parameter has a gradient
+# before it averages; one that never gets any leaves it waiting. Ranks drift apart without a message when a gradient
+# changes after the average, or when the scaler looks before it: [notebook 11](11_scale_out.ipynb) shows both.
+#
+# **The fix.** Test with plain batch normalisation on a CPU. Take unused layers out, or say
+# `find_unused_parameters=True`, which costs a walk through the graph in each step.
+
+# %%
+with group_of_one():
+    two_steps(find_unused_parameters=True)
+assert not dist.is_initialized()
+
+# %% [markdown]
+# **Notice it earlier.** Run two steps in a process group of one, as here, in a unit test.
+
+# %% [markdown]
+# ### 41 The scaler is inside a compiled function
+#
+# **What you see.** With `fullgraph=True`,
+# `Attempted to inline function marked as skipped`
+# Without it there is no message, but the graph breaks in each step.
+#
+# **The smallest program that does it.** A compiled function that scales the loss.
+
+# %%
+scaler = torch.amp.GradScaler("cpu")
+whole = torch.compile(lambda h: scaler.scale(h.sum()), backend="aot_eager", fullgraph=True)
+message = message_of(lambda: whole(x))
+print(message.splitlines()[0])
+assert "Attempted to inline function marked as skipped" in message
+
+# %% [markdown]
+# **Why.** A scaler keeps its state in Python, so the compiler has been told not to look into its methods.
+#
+# **The fix.** Compile the model, or the function that computes the loss, autocast included. Leave `scale`, `step`
+# and `update` outside.
+
+# %%
+loss_of = torch.compile(lambda h: h.sum(), backend="aot_eager", fullgraph=True)
+assert scaler.scale(loss_of(x)) == 3 * scaler.get_scale()
+
+# %% [markdown]
+# **Notice it earlier.** Compile with `fullgraph=True` once, in a test, and read what it says.
+
+# %% [markdown]
 # ## Summary
 #
-# Thirty-six failures, and five questions that find most of them:
+# We looked at 41 failures. Five questions find most of them:
 #
-# 1. **Are the parameters fp32?** If not, nothing else helps (9, 29).
+# 1. **Are the parameters fp32?** If they are not, nothing else helps (9, 29).
 # 2. **Does each forward pass have a block of its own, with its dtype, and end it with `.float()`?**
 #    (18, 19, 24 to 28, 32)
-# 3. **Is the order `scale`, `backward`, `unscale_`, clip, `step`, `update`, once per step?**
-#    (10 to 16)
-# 4. **Does it go away in bf16?** Then fp16's range is the cause, and an island will do (1 to 6, 22).
-# 5. **Does the scale stay above 1, with a skipped step now and then?** If it only falls: the loss
-#    (2), or a forward pass that overflows (1, 7). If it only climbs: nothing to scale (28).
+# 3. **Is the order `scale`, `backward`, `unscale_`, clip, `step`, `update`, once per step?** (10 to 16)
+# 4. **Does it go away in bf16?** Then fp16's range is the cause, and an island is the repair (1 to 6, 22).
+# 5. **Does the scale stay above 1, with a skipped step now and then?** If it only falls, look at the loss (2) or
+#    for a forward pass that overflows (1, 7). If it only climbs, there is nothing to scale (28).
+#
+# Next: [notebook 09](09_xray_your_model.ipynb) shows the dtype of every op before a run.
 #
 # ## Exercises
 #
-# 1. In section 6, replace `mean` by `sum`. For two equal inputs, from which value on does it overflow
-#    now? Find out by reasoning, and check with a program.
-# 2. In section 2, put 1e-8 under the root in place of 1e-4. That is enough there. Why would it not be
-#    if the square were an fp16 tensor?
-# 3. Section 7 repairs the statistics afterwards. Write a step that puts the buffers back as they were
-#    whenever the scaler skips, and show with the four batches that evaluation stays finite.
-# 4. Call the L-BFGS of section 13 with `scaler.step(optimizer, closure)`, by position. What does the
-#    first update move the weights by? Compare with fp32.
-# 5. Plant one of these failures in the network of [notebook 04](04_fp32_vs_amp.ipynb), and let
-#    somebody else find it with the tables at the top.
+# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
+# not, why. A hint and a solution are folded away below each.
+#
+# ### 1. Where does a sum of squares end?
+#
+# In section 6, replace `mean` by `sum`. For two equal inputs, what is the largest whole number whose two squares
+# still add up to a finite number in fp16?
+
+# %%
+largest_value = ...
+check_largest_value(largest_value)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# The sum has to stay below 65520, which is the first number that rounds to infinity. What is half of that, and what
+# is its root?
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# largest_value = 180
+# ```
+#
+# The root of 32760 is 180.997. The squares of 181 round up to 32768 each, and their sum, 65536, is infinite.
+#
+# </details>
+#
+# ### 2. Which section is it?
+#
+# Three colleagues ask for help. The first says: "My loss is 5.1042 in every step, to the last digit." The second
+# says: "`clip_grad_norm_` returns about 80,000 in each step, and the model hardly learns." The third says: "The
+# training loss is good, and since last night evaluation gives NaN for every image." Write down the numbers of the
+# three sections.
+
+# %%
+sections = ...
+check_diagnosis(sections)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Start from the second table at the top, and read "What you see" in each section that comes into question.
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# sections = (26, 15, 7)
+# ```
+#
+# The casts of the weights come from the cache of an outer block; clipping meets gradients that are still scaled;
+# and one bad batch has ruined the buffers of batch normalisation.
+#
+# </details>
+#
+# ### 3. Mask scores in any dtype
+#
+# Complete `mask_scores`. Where `mask` is True a score is hidden. It must work in fp16, bf16 and fp32, and a row that
+# is hidden everywhere must not become NaN in the softmax.
+
+
+# %%
+def mask_scores(scores, mask):
+    return ...
+
+
+check_masked(mask_scores)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Section 4 has two ways that fail and one that does not. Which number do you fill in, and where do you get it?
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# def mask_scores(scores, mask):
+#     return scores.masked_fill(mask, torch.finfo(scores.dtype).min)
+# ```
+#
+# Filling differs from adding: the lowest number plus a negative score would be minus infinity again.
+#
+# </details>
+#
+# ### 4. Keep the schedule with the training
+#
+# `advance` is called after `scaler.step(optimizer)`. It should update the scaler, and move the scheduler one step
+# only if the optimizer was not skipped.
+
+
+# %%
+def advance(scaler, scheduler):
+    return ...
+
+
+check_advance(advance)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `update` changes the scale in one direction after a skipped step. What does it do after most good ones?
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# def advance(scaler, scheduler):
+#     before = scaler.get_scale()
+#     scaler.update()
+#     if scaler.get_scale() >= before:
+#         scheduler.step()
+# ```
+#
+# The scale falls if and only if the step was skipped. After a good step it stays, or doubles.
+#
+# </details>
 #
 # ## Further reading
 #

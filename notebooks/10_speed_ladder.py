@@ -10,8 +10,8 @@
 # # Climb from FP32 to the limit of your hardware
 #
 # **What you'll do.** Take the training step of [notebook 04](04_fp32_vs_amp.ipynb) and make it
-# faster, one change at a time: predict what the change will give, make it, measure it, and find out
-# why it gave more or less. Beside every figure stands the limit of your device, measured too.
+# faster, one change at a time. We predict what each change will give, make it, measure it, and find
+# out why it gave more or less. Beside every figure stands the limit of your device, measured too.
 #
 # **What you'll learn.**
 # - how to count what a step has to do, and how long that takes at least;
@@ -28,7 +28,6 @@
 # %% tags=["nbval-ignore-output"]
 from functools import partial
 from itertools import takewhile
-from unittest import mock
 
 import torch
 from torch import nn
@@ -39,13 +38,43 @@ from amp_lab.bench import ConvModel, FusedStep, count_step, measure_ceilings, qu
 from amp_lab.cli import main as amp_lab_command
 from amp_lab.device import describe_device, matrix_product, recommend_precision
 from amp_lab.notebook import start
+from exercises.speed_ladder import (
+    check_layer_flops,
+    check_least_ms,
+    check_pays_from,
+    check_to_channels_last,
+)
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 plots.use_style()
 
 # %% [markdown]
-# The low precision to climb in is the one that `amp-lab doctor` recommends here; where it
-# recommends none, bf16 shows what that costs.
+# ## The idea in five lines
+#
+# A step computes, and it moves data. Take a device that does 200 GFLOP/s and reads or writes 30 GB
+# a second, a matrix product and a ReLU, both on matrices of 1024 x 1024 fp32 numbers. Before you run
+# this: which of the two gains from hardware that computes twice as fast?
+
+# %%
+side = 1024
+for name, operations, numbers in (
+    ("product", 2 * side**3, 3 * side**2),
+    ("ReLU", side**2, 2 * side**2),
+):
+    compute_ms, move_ms = 1e3 * operations / 200e9, 1e3 * 4 * numbers / 30e9
+    print(f"{name:<8} computes for {compute_ms:6.3f} ms and moves data for {move_ms:.3f} ms")
+    assert (compute_ms > move_ms) == (name == "product")
+
+# %% [markdown]
+# Only the product does. It computes for 10.737 ms and moves data for 0.419 ms, while the ReLU
+# computes for 0.005 ms and moves data for 0.280 ms. A lower precision helps both, but in different
+# ways: it multiplies faster where the hardware can, and it halves the bytes. We now find out how much
+# each of these is worth on your device.
+#
+# ## The settings
+#
+# We climb in the low precision that `amp-lab doctor` recommends here. Where it recommends none, we
+# use bf16, and see what that costs.
 
 # %% tags=["nbval-ignore-output"]
 config = {
@@ -72,11 +101,11 @@ assert low.dtype.itemsize == 2
 # %% [markdown]
 # ## The limit: what can this device do?
 #
-# A step multiplies matrices and moves data. Both have a highest rate, which can be measured: that
-# of one large matrix product, in each precision, and that of memory: a copy or a sum, whichever is
-# faster. What fits in a cache is read faster, so there is a rate for each size. All of it is measured
-# in turns with a small product that shows whether something else was using the machine: if it was,
-# `limits.trusted` says so, and nothing below is concluded from these figures.
+# Computing and moving data both have a highest rate, and we can measure it: with one large matrix
+# product in each precision, and with a copy or a sum, whichever is faster. What fits in a cache is
+# read faster, so there is a rate for each size. In between we time a small product, which shows
+# whether something else was using the machine. If it was, `limits.trusted` is false, and we conclude
+# nothing from these figures below.
 
 # %% tags=["nbval-ignore-output"]
 limits = measure_ceilings(device)
@@ -91,6 +120,10 @@ assert all(limits.flops_per_s[p] >= rate for p, rate in doctor.items() if rate i
 assert not limits.trusted or min(limits.stream_bytes_per_s.values()) > 1e8  # a disk is faster
 
 # %% [markdown]
+# On the machine that made this page, bf16 multiplies more than twice as fast as fp32, and fp16, which
+# this CPU emulates, about a hundred times as slowly. On a GPU with tensor cores expect fp16 and bf16
+# to be alike.
+#
 # ## The work: what must a step do?
 #
 # The ConvModel learns a picture from its coordinates. Its 1x1 convolutions multiply, for each of
@@ -106,8 +139,9 @@ flops = 2 * pixels * (3 * sum(weights) - weights[0])
 print(f"{pixels:,} pixels, {sum(weights):,} weights: {flops / 1e9:.2f} GFLOP a step")
 
 # %% [markdown]
-# torch can count too, by watching the ops of a real step. Here is the recipe as one finds it
-# everywhere; the loss is read after every step, to be printed, for which a GPU's host [has to
+# That makes 12.94 GFLOP for a step at the quick scale. PyTorch can count too, by watching the ops of
+# a real step. Here is the recipe as you find it in most tutorials. It reads the loss after every step
+# in order to print it, for which a GPU's host [has to
 # wait](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization).
 
 
@@ -119,7 +153,7 @@ def new_model():
     return model, torch.optim.Adam(model.parameters(), lr=1e-3)
 
 
-def recipe(inputs=inputs, target=target):
+def recipe(inputs, target):
     """The plain recipe; returns a function that does one step and returns the loss."""
     model, optimizer = new_model()
 
@@ -134,11 +168,13 @@ def recipe(inputs=inputs, target=target):
 
 
 with FlopCounterMode(display=False) as counter:
-    recipe()()
+    recipe(inputs, target)()
 print(f"counted by torch: {counter.get_total_flops() / 1e9:.2f} GFLOP")
 assert counter.get_total_flops() == flops
 
 # %% [markdown]
+# Both counts agree.
+#
 # ## Predict
 #
 # If the step did nothing but multiply matrices at the measured rate, it would take:
@@ -152,12 +188,13 @@ print(f"so the low precision promises {promise:.2f}x")
 assert not limits.trusted or promise > 1 or low != recommended  # the doctor says the same
 
 # %% [markdown]
-# Write down what you expect: how much of that promise will the change to AMP alone keep?
+# So the matrix products promise a little more than a factor of two here. Before you go on, write down
+# how much of that promise you expect the change to AMP alone to keep.
 #
 # ## Climb
 #
-# Each rung is a function that makes a step, as `recipe` does. Before it is timed, a rung has to prove
-# that it computes the same: the losses of its first five steps are held against those of FP32.
+# Each rung is a function that makes a step, as `recipe` does. Before we time a rung, it has to prove
+# that it computes the same: we compare the losses of its first five steps with those of FP32.
 # `float32_mode` switches TF32 off for FP32, which an NVIDIA GPU may otherwise use, and does nothing
 # for AMP.
 
@@ -181,8 +218,8 @@ class Ladder:
 
 
 # %% [markdown]
-# The rungs take turns, so that a machine that slows down in the meantime slows all of them. `compare`
-# does that: it pairs the times of each round, gives every ratio with an interval, and leaves out the
+# The rungs take turns, so that a machine that slows down in the meantime slows all of them down.
+# `compare` does that: it pairs the times of each round, gives every ratio with an interval, and leaves out the
 # rounds in which another program used the machine. On a GPU we time three steps in a row, since the
 # device must be free to begin the next step before the host has seen the end of the last.
 
@@ -204,16 +241,16 @@ def climb(ladder):
 
 
 # %% [markdown]
-# **The ground: FP32**, as the recipe has it.
+# **The ground: FP32.** We start with the recipe as it is.
 
 # %%
 ladder = Ladder()
-assert ladder.add("recipe", Precision.FP32, recipe()) == 0
+assert ladder.add("recipe", Precision.FP32, recipe(inputs, target)) == 0
 assert ladder.losses["recipe"][-1] < ladder.losses["recipe"][0]  # it learns
 
 # %% [markdown]
-# **Rung 1: AMP.** Autocast around the forward pass, and in fp16 a scaler. From here on each rung
-# keeps what the one below it has, so the step takes its parts as arguments.
+# **Rung 1: AMP.** We put autocast around the forward pass and, in fp16, use a scaler. From here on
+# each rung keeps what the one below it has, so the step takes its parts as arguments.
 
 
 # %%
@@ -238,8 +275,8 @@ assert off > 0  # it rounds, unlike FP32
 
 # %% [markdown]
 # **Rung 2: channels last.** An image is stored channel by channel, N, C, H, W. A 1x1 convolution is
-# a matrix product over the channels of each pixel, so it wants those side by side: N, H, W, C. The
-# shape of the tensor stays; only its strides change.
+# a matrix product over the channels of each pixel, so it is faster if those lie side by side, in the
+# order N, H, W, C. The shape of the tensor stays the same; only its strides change.
 
 # %%
 model, optimizer = new_model()
@@ -252,9 +289,9 @@ assert inputs_last.stride()[1] == 1  # from one channel to the next
 # %% [markdown]
 # **Rung 3: a fused optimizer, and no waiting.** `fused=True` updates all weights in one kernel. With
 # a scaler, that kernel also unscales the gradients and decides whether to skip the step; the check
-# for overflow still takes a pass of its own. And the loss is no longer read after each step: it stays
-# on the device until someone looks. On a CPU, which has nothing to wait for, the second part does
-# nothing.
+# for overflow still takes a pass of its own, as [notebook 03](03_grad_scaler_step_by_step.ipynb)
+# counts. We also stop reading the loss after each step, so that it stays on the device until we look
+# at it. On a CPU, which has nothing to wait for, this second part does nothing.
 
 
 # %%
@@ -268,22 +305,6 @@ def new_fused_model():
 parts = *new_fused_model(), inputs_last, target
 off = ladder.add("fused Adam, no waiting", low, amp_step(*parts, read_loss=False))
 assert off > 0  # it rounds, unlike FP32
-
-# %% [markdown]
-# Is the check for overflow really still there? We count its calls in one step of the scaler, and
-# look at a gradient before and after:
-
-# %%
-model, optimizer = new_fused_model()
-scaler = torch.amp.GradScaler(device.type)
-scaler.scale(model(inputs_last[..., :8, :8]).square().mean()).backward()
-gradient, check = model[0].weight.grad, "_amp_foreach_non_finite_check_and_unscale_"
-before = gradient.clone()
-with mock.patch.object(torch, check, wraps=getattr(torch, check)) as calls:
-    scaler.step(optimizer)
-assert calls.call_count == 1  # a pass over the gradients
-assert calls.call_args.args[2] == 1  # that divides by nothing
-assert torch.allclose(gradient, before / 65536)  # the optimizer's kernel did
 
 # %% [markdown]
 # **Rung 4: torch.compile.** Convolution, normalisation and ReLU each read their input from memory
@@ -300,12 +321,12 @@ print(f"the losses of five steps differ by {off:.1e} from FP32's")
 assert off > 0  # it rounds, unlike FP32
 
 # %% [markdown]
-# **Rung 5: by hand.** What a compiler may not do is change the computation. Batch normalisation
-# needs the mean of a whole layer before the next layer may begin, so a step takes five passes over
-# the pixels. `FusedStep` makes just these five, as its source shows, which is worth reading:
-# `amp_lab/bench/fused_convmodel.py`, some 200 lines. On a CPU it works on a block of pixels at a
-# time, small enough for the cache; it computes the first layer anew where it is needed instead of
-# storing it; and of all activations it keeps two. It scales no gradients, so it computes in bf16.
+# **Rung 5: by hand.** A compiler may not change the computation, but we may. Batch normalisation
+# needs the mean of a whole layer before the next layer can begin, so a step takes five passes over
+# the pixels. `FusedStep` makes just these five; its source, `amp_lab/bench/fused_convmodel.py`, has
+# some 200 lines and is worth reading. On a CPU it works on a block of pixels at a time that is small
+# enough for the cache. It computes the first layer again instead of storing it, and keeps only two of
+# all activations. It scales no gradients, so it computes in bf16.
 
 # %% tags=["nbval-ignore-output"]
 model, optimizer = new_fused_model()
@@ -324,8 +345,8 @@ print(f"the losses of five steps differ by {off:.1e} from FP32's")
 assert off > 0  # it rounds, unlike FP32
 
 # %% [markdown]
-# Now all of them, in turns. The speed-up is how many times as fast as the recipe a rung is, with the
-# interval in which it lies.
+# Now we time all of them in turns. The speed-up says how many times as fast as the recipe a rung is,
+# with the interval in which it lies. Which rung do you expect to bring the largest gain?
 
 # %% tags=["nbval-ignore-output"]
 climbed = climb(ladder)
@@ -342,28 +363,32 @@ for remark in climbed.remarks():
     print(remark)
 
 # %% [markdown]
-# As a picture: each bar is the time of a step with its interval, the black tick is where the matrix
-# products alone would end. No bar may end left of its tick, which the cell above asserts with a tenth
-# to spare for the measurement of the limit.
+# In the picture each bar is the time of a step with its interval, and the black tick is where the
+# matrix products alone would end. No bar may end to the left of its tick, and the cell above asserts
+# that, with a tenth to spare for the measurement of the limit.
 
 # %% tags=["nbval-ignore-output"]
 _ = plots.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})
 
 # %% [markdown]
-# Compare with what you wrote down: how much of the promise did AMP alone keep, and which rung brought
-# the rest nearer? The sections below explain what a rung can change.
+# On this CPU, AMP alone keeps most of its promise but not all of it, and channels last, a change of
+# one line, brings as much again. What comes above makes hardly a difference here. On a GPU expect the
+# fused optimizer and the compiler to do more, since there each small kernel and each wait costs time.
+# The next section explains what a rung can change.
 #
 # ## Explain: bytes, not FLOPs
 #
-# `count_step` watches every op of an eager step, and adds up what it reads and writes. Between two
-# matrix products there are normalisation, ReLU and their gradients. They compute next to nothing,
-# but each reads and writes all of the pixels.
+# `count_step` watches every op of an eager step and adds up what it reads and writes. Between two
+# matrix products there are normalisation, ReLU and their gradients. They compute next to nothing, but
+# each of them reads and writes all of the pixels, as the ReLU in our five lines did.
 
 # %% tags=["nbval-ignore-output"]
 counts = {}
 for precision in (Precision.FP32, low):
     model, optimizer = new_model()
-    step = amp_step(model, optimizer, inputs, target) if precision is low else recipe()
+    step = recipe(inputs, target)
+    if precision is low:
+        step = amp_step(model, optimizer, inputs, target)
     with precision.float32_mode(device.type):
         counts[precision] = count_step(step, model, inputs, training=True)
     moved = counts[precision].moved_bytes
@@ -372,7 +397,7 @@ assert counts[low].flops == flops
 assert counts[low].moved_bytes < counts["fp32"].moved_bytes
 
 # %% [markdown]
-# The step by hand stores two activations and one gradient of P x 256 values in two bytes each.
+# The FP32 step moves 732 MiB, and AMP halves that to 373 MiB. The step by hand stores two activations and one gradient of P x 256 values in two bytes each.
 # According to its source it writes each once, and reads the first activation three times, the second
 # twice and the gradient once. On a CPU that is all, as long as its blocks stay in the cache. On a GPU
 # it takes all pixels as one block, which no cache holds, so that what passes from one kernel to the
@@ -384,9 +409,9 @@ print(f"by hand: {moved_by_hand / 2**20:,.0f} MiB, {flops / moved_by_hand:.0f} F
 assert 5 * moved_by_hand < counts[low].moved_bytes
 
 # %% [markdown]
-# That also explains how a ladder can gain more than the matrix products promise: the rungs save bytes
-# as well as time in products. A step that is nothing but products and bytes gains at most the larger of
-# the two ratios, so this is what no rung may exceed:
+# Only 72 MiB are left. That explains how a ladder can gain more than the matrix products promise: the
+# rungs save bytes as well as time in products. A step that consists of products and moved bytes alone
+# gains at most the larger of the two ratios, so no rung may exceed that:
 
 # %% tags=["nbval-ignore-output"]
 fewer_bytes = counts["fp32"].moved_bytes / moved_by_hand
@@ -396,10 +421,10 @@ print(f"the highest rung reaches {speedups['by hand']}")
 assert not limits.trusted or not any(s.is_above(1.1 * most) for s in speedups.values())
 
 # %% [markdown]
-# The **roofline** puts both limits into one picture. To the right, upwards: FLOPs for each byte
-# moved, and FLOP/s achieved. Under the slope, moving the data takes longer; under the flat part,
-# the arithmetic. A lower precision raises the flat part, and does nothing for the slope: a step
-# that is under the slope gains only what the smaller tensors save.
+# The **roofline** puts both limits into one picture. The horizontal axis shows how many FLOPs there
+# are for each byte moved, the vertical axis the FLOP/s achieved. Under the slope, moving the data
+# takes longer; under the flat part, the arithmetic does. A lower precision raises the flat part and
+# does nothing for the slope, so a step under the slope gains only what the smaller tensors save.
 
 # %% tags=["nbval-ignore-output"]
 moved_bytes = {
@@ -420,15 +445,16 @@ assert points[0][2] < points[1][2] < points[2][2]  # each moves less than the on
 _ = plots.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
-# The slope is that of memory; a point may lie above it where the data fits in a cache, which is the
-# aim of working in blocks; how far above, the rate of a copy that fits there limits, which the cell
-# asserts. A point far below both limits wastes time in other ways, as a rule with
-# threads that wait for each other, calls from Python, or arithmetic that is no matrix product.
+# The three points move up and to the right as the step moves fewer bytes. The slope is that of memory.
+# A point may lie above it if the data fits in a cache, which is the aim of working in blocks; the cell
+# asserts that it does not exceed the rate of a copy in the cache. A point far below both limits
+# wastes time in other ways, as a rule with threads that wait for each other, calls from Python, or
+# arithmetic that is no matrix product.
 #
 # ## Where AMP loses
 #
-# What we conclude from a measurement goes by its interval. If all of it lies above 1, AMP pays; if all
-# of it lies below, AMP costs. Otherwise we saw no difference, or the machine was too busy to tell.
+# We judge a measurement by its interval. If all of it lies above 1, AMP pays; if all of it lies below,
+# AMP costs. Otherwise we saw no difference, or the machine was too busy to tell.
 
 
 # %%
@@ -443,7 +469,7 @@ def verdict(speedup):
 
 # %% [markdown]
 # **No matrix products.** Autocast has a list of ops that it runs in the low precision. A model
-# without any of them gains nothing, and pays for what autocast does at each call.
+# without any of them gains nothing, and may pay for what autocast does at each call.
 
 # %% tags=["nbval-ignore-output"]
 gate = nn.Sequential(nn.LayerNorm(1024), nn.GELU(), nn.LayerNorm(1024), nn.Softmax(-1)).to(device)
@@ -465,8 +491,11 @@ assert gate_in(True).dtype is torch.float32  # autocast has cast nothing down
 assert not gated.ratio("fp32", "AMP").is_above(1.1)  # so there is nothing to gain
 
 # %% [markdown]
-# **Many small ops.** Fifty layers of 32 x 32: each computes for less time than it takes to call it,
-# and under autocast every call comes with casts, which are counted here. A GPU would be waiting for
+# The interval includes 1 or comes close to it: there is nothing to gain.
+#
+# **Many small ops.** Here are fifty layers of 32 x 32. Each of them computes for less time than it takes
+# to call it, and under autocast every call comes with casts, which we count. Before you run this: will
+# AMP be faster or slower? A GPU would be waiting for
 # the host [*(not yet seen on a GPU)*](../data/results/README.md "small-ops").
 
 # %% tags=["nbval-ignore-output"]
@@ -489,9 +518,11 @@ assert casts >= 2 * 50  # of weights and biases; inputs and outputs stay low in 
 assert not limits.trusted or not speedup.is_above(1.1 * max(1, promise))
 
 # %% [markdown]
-# **A format that the hardware does not have.** fp16 on many CPUs is emulated, and then it is not
-# slower by a little. The product is small for that reason. Some CPUs do have it, and run it at the
-# rate of fp32, which is no reason to use it either.
+# AMP made this network about three times as slow here, with 101 casts for 50 products.
+#
+# **A format that the hardware does not have.** Many CPUs emulate fp16, and then it is slower by far,
+# which is why the product is small here. Some CPUs do have it and run it at the rate of fp32, which
+# is no reason to use it either.
 
 # %% tags=["nbval-ignore-output"]
 products = {p: matrix_product(device, Precision(p), 128) for p in ("fp32", "fp16", "bf16")}
@@ -504,14 +535,15 @@ for name in products.samples_s:
     assert emulated or not limits.trusted or not rate.is_above(1.1 * limit), name
 
 # %% [markdown]
-# Each line has the time of a product, and how many times as fast as in fp32 it is. Such a small product
-# stays far below the limit of a device, which the cell above asserts for the formats that it has.
+# Each line has the time of a product, and how many times as fast as in fp32 it is. In fp16 it took
+# more than ten times as long on this CPU. So small a product does not reach the limit of a device, and
+# even bf16 does not pay here.
 #
 # ## From which size on does AMP pay?
 #
-# Forward and backward pass with channels last, in FP32 and with AMP, while the picture, the batch or
-# the network grows. The time is measured; the memory, of a whole training step with Adam, is the
-# forecast of notebook 09.
+# We let the picture, the batch or the network grow, and time forward and backward pass with channels
+# last, in FP32 and with AMP. The memory of a whole training step with Adam is the forecast of
+# [notebook 09](09_xray_your_model.ipynb). Which of the three do you expect to help AMP most?
 
 
 # %%
@@ -566,24 +598,11 @@ assert all(0 < share < 1.2 for _, _, shares in growth.values() for share in shar
 _ = plots.growth(growth)
 
 # %% [markdown]
-# Above the line at 1 AMP pays, below it costs, and where a bar of uncertainty crosses the line nobody
-# can say. Memory behaves better: the more of it is activations, the nearer AMP comes to half.
-#
-# How far can we trust these intervals? One problem stands in two of the panels, pictures of 32 pixels
-# in 64 channels, and was measured twice. The two have to agree. And AMP saves time in two ways, by the
-# faster products and by moving half the bytes, which may then even fit into a cache: so it gains
-# neither more than the products promise, nor more than twice what the fastest cache gains over memory.
-
-# %% tags=["nbval-ignore-output"]
-(sizes, by_size, _), _, (widths, by_width, _) = growth.values()
-one, other = by_size[sizes.index(32)], by_width[widths.index(64)]
-print(f"the same problem twice: {one} and {other}")
-if one.trusted and other.trusted:  # a tenth for a machine that is slower a minute later
-    assert one.interval[0] < 1.1 * other.interval[1]
-    assert other.interval[0] < 1.1 * one.interval[1]
-cached = max(limits.stream_bytes_per_s.values()) / limits.memory_bytes_per_s
-most = 1.1 * max(promise, 2 * cached)
-assert not limits.trusted or not any(s.is_above(most) for s in by_size + by_width)
+# The upper row of the picture shows the speed-up by AMP, the lower row its share of FP32's memory.
+# Above the line at 1 AMP pays, below it AMP costs, and where a bar of uncertainty crosses the line
+# nobody can say. Here AMP gains with every kind of growth, and most with the width, since the work of
+# a product grows with the square of it. Memory comes near half (the line in the lower row) the more
+# of it is activations:
 
 # %%
 for what in ("picture (pixels along an edge)", "batch (pictures)"):
@@ -592,12 +611,44 @@ for what in ("picture (pixels along an edge)", "batch (pictures)"):
     assert shares[-1] < 0.7
 
 # %% [markdown]
+# ## Let the computer climb
 #
-# ## What to do on your machine
+# For a model of your own, `advise` does what this notebook did by hand, on a copy. It forecasts the
+# memory in each precision, trains the model for some steps and holds losses and gradients against
+# FP32's, times in turns what is sound, and ends with the lines to write. On the command line that is
+# `amp-lab advise`, and takes about two minutes. Here it gets a small ConvModel and less time.
+
+# %% tags=["nbval-ignore-output"]
+small, wanted = quantized_sine(64, device)
+
+
+def loss_of(output):
+    """The loss of any number of pictures, since larger batches are forecast too."""
+    return nn.functional.mse_loss(output, wanted.expand_as(output))
+
+
+minutes = {"quick": 0.25, "full": 1.0}[scale]
+advice = advise(ConvModel(64).to(device), small, loss_fn=loss_of, device=device, minutes=minutes)
+assert advice.recommended is not None  # fp32 at the least
+advice
+
+# %% [markdown]
+# Read the last column first. One recipe for training and one for inference are *recommended*: they
+# are the first that surely beat the simpler ones by enough to be worth a change to your program. The
+# others say why they are not: too slow, unlike FP32, or not tried because the time was up. A recipe
+# that does not learn as FP32 does is never recommended, however fast it is. The lines below the table
+# are the very lines that were timed here.
+
+# %%
+assert {best.verdict for best in advice.chosen.values()} == {"recommended"}
+assert all(candidate.verdict for candidate in advice.candidates)
+
+# %% [markdown]
+# ## What to do on your machine (optional)
 #
-# From the ladder, computed: the rung to climb to is the lowest that takes at most 1.1 times as long
-# as the fastest, as far as its interval can tell, since each comes with all below it. And AMP pays
-# from the size on from which all larger ones gain for certain.
+# We can now compute some advice. Each rung comes with all below it, so climb to the lowest one that
+# may take at most 1.1 times as long as the fastest, as far as its interval can tell. And AMP pays
+# from a size on if it gains for certain at this size and at all larger ones.
 
 
 # %%
@@ -628,7 +679,8 @@ for what, (values, gains, _) in growth.items():
 assert climbed.trusted == (rung in ladder.steps)
 
 # %% [markdown]
-# For other models there is a command. `amp-lab bench` climbs the same rungs with MobileNetV2,
+# On this CPU the advice is to stop at channels last. For other models there is a command: `amp-lab
+# bench` climbs the same rungs with MobileNetV2,
 # ResNet-50, a language model and matrix products of awkward shapes, holds every rung's losses
 # against FP32's, and writes a table, a picture and a file. `--quick` takes fewer rounds;
 # `--compare FILE` puts your machine beside [recorded ones](../data/results/README.md).
@@ -637,63 +689,150 @@ assert climbed.trusted == (rung in ladder.steps)
 assert amp_lab_command(["bench", "--list"]) == 0
 
 # %% [markdown]
-# ## Let the computer climb
-#
-# For a model of your own, `advise` does what this notebook did by hand, on a copy. It forecasts the
-# memory in each precision, trains the model for some steps and holds losses and gradients against
-# FP32's, times in turns what is sound, and ends with the lines to write. On the command line that is
-# `amp-lab advise`, and takes about two minutes. Here it gets a small ConvModel and less time.
-
-# %% tags=["nbval-ignore-output"]
-small, wanted = quantized_sine(64, device)
-
-
-def loss_of(output):
-    """The loss of any number of pictures, since larger batches are forecast too."""
-    return nn.functional.mse_loss(output, wanted.expand_as(output))
-
-
-minutes = {"quick": 0.25, "full": 1.0}[scale]
-advice = advise(ConvModel(64).to(device), small, loss_fn=loss_of, device=device, minutes=minutes)
-assert advice.recommended is not None  # fp32 at the least
-advice
-
-# %% [markdown]
-# Read the last column first. One recipe for training and one for inference are *recommended*: the
-# first that surely beat the simpler ones by enough to be worth a change to your program. The others
-# say why they are not: too slow, unlike FP32, or not tried, since the time was up. What does not learn
-# as FP32 does is never recommended, however fast it is. The lines below the table are the very lines
-# that were timed here.
-
-# %%
-assert {best.verdict for best in advice.chosen.values()} == {"recommended"}
-assert all(candidate.verdict for candidate in advice.candidates)
-
-# %% [markdown]
 # ## Summary
 #
 # - Count first. FLOPs at the measured rate give the time that no rung can beat; bytes at the
 #   measured rate say why you are not there yet.
-# - A lower precision speeds up matrix products, and halves what the rest has to move. The first
-#   part is the promise, the second often decides.
-# - Channels last, a fused optimizer, no reading of the loss, `torch.compile`: each is one line, and
-#   each pays on some devices and not on others. Measure in turns, on yours.
-# - `advise` climbs with a model of yours, and never to a rung that does not learn as FP32 does.
-# - AMP can lose where there is nothing to multiply, where the ops are small, and in a format that
+# - A lower precision speeds up matrix products and halves what the rest has to move. The first
+#   part is the promise, and the second often decides.
+# - Channels last, a fused optimizer, not reading the loss, `torch.compile`: each is one line, and
+#   each pays on some devices and not on others. Measure them in turns, on yours.
+# - AMP loses where there is nothing to multiply, where the ops are small, and in a format that
 #   the hardware does not have.
+# - `advise` climbs with a model of yours, and never to a rung that does not learn as FP32 does.
+#
+# Next, [notebook 11](11_scale_out.ipynb) takes the same step to several devices.
 #
 # ## Exercises
 #
-# 1. Compile with `mode="max-autotune"`. How long does it take, and after how many steps has it paid
-#    for itself?
-# 2. Set `hidden` to 255. Which rungs suffer, and does the compiler help?
-# 3. Write the inference ladder: fold each batch normalisation into the convolution before it
-#    (`torch.nn.utils.fusion.fuse_conv_bn_eval`), and convert the weights once instead of using
-#    autocast. Compare with `amp-lab bench --workload convmodel-inference`.
-# 4. `FusedStep` computes the first layer twice. Store it instead. Is it faster or slower, and what
-#    does the count of bytes say?
-# 5. On a GPU, profile the recipe with `torch.profiler` before and after rung 3. Where did the gaps
-#    go?
+# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
+# not, why. A hint and a solution are folded away below each.
+#
+# ### 1. Count the FLOPs of a layer
+#
+# A 1x1 convolution from 64 to 128 channels works on one picture of 32 x 32 pixels. It is not the first
+# layer. How many FLOPs does it take for forward and backward pass together?
+
+# %%
+layer_flops = ...
+check_layer_flops(layer_flops)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# The forward pass has one matrix product, and the backward pass two. How many FLOPs does each take for
+# a weight and a pixel?
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# layer_flops = 3 * 2 * (32 * 32) * (64 * 128)
+# ```
+#
+# These are 50,331,648: three products, with a multiplication and an addition for each of 1,024
+# pixels and 8,192 weights.
+#
+# </details>
+#
+# ### 2. Draw the roof
+#
+# Complete the function: how many milliseconds does a step take at least that computes `flops` and
+# moves `nbytes`, on a device with these rates? It may compute and move data at the same time.
+
+
+# %%
+def least_ms(flops, nbytes, flops_per_s, bytes_per_s):
+    return ...
+
+
+check_least_ms(least_ms)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Work out the time for each alone, as in the five lines at the top. Which of the two has to be over
+# before the step can be over?
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# def least_ms(flops, nbytes, flops_per_s, bytes_per_s):
+#     return 1e3 * max(flops / flops_per_s, nbytes / bytes_per_s)
+# ```
+#
+# Both have to be over, so the slower one sets the limit.
+#
+# </details>
+#
+# ### 3. Mend the memory format
+#
+# This function should bring a model and its images into channels last, but the speed stays as it
+# was. Find the mistake and write the function as it should be.
+#
+# ```python
+# def to_channels_last(model, images):
+#     model.to(memory_format=torch.channels_last)
+#     images.to(memory_format=torch.channels_last)
+#     return model, images
+# ```
+
+
+# %%
+def to_channels_last(model, images):
+    return ...  # a model and images
+
+
+check_to_channels_last(to_channels_last)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# A module's `to` changes the module. Does a tensor's `to` change the tensor?
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# def to_channels_last(model, images):
+#     model.to(memory_format=torch.channels_last)
+#     return model, images.to(memory_format=torch.channels_last)
+# ```
+#
+# A tensor's `to` returns a new tensor, which the function above threw away.
+#
+# </details>
+#
+# ### 4. From which size on does AMP pay?
+#
+# You have measured the speed-up by AMP for pictures of four sizes, and got these intervals: 16 pixels
+# 1.02x to 1.10x, 32 pixels 0.96x to 1.08x, 64 pixels 1.05x to 1.20x, 128 pixels 1.30x to 1.50x. Choose
+# the size from which on AMP pays for certain.
+
+# %%
+pays_from = ...
+check_pays_from(pays_from)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Begin with the largest size and go down as long as an interval lies above 1.
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# pays_from = 64
+# ```
+#
+# The interval of 32 pixels includes 1. That of 16 pixels does not, but "from 16 on" would include 32.
+#
+# </details>
 #
 # ## Further reading
 #

@@ -440,15 +440,13 @@ def log_softmax_on_cuda(convert):
         return F.cross_entropy(convert(logits), first_class)
 
     rows = xray(nn.Linear(4, 10), torch.ones(8, 4), dtype=fp16, loss_fn=loss).rows
-    return [names[row.out_dtypes[0]] for row in rows if row.op == "_log_softmax"]
+    (found,) = [row.out_dtypes[0] for row in rows if row.op == "_log_softmax"]
+    return names[found]
 
 
-moved, as_in_o1 = (
-    log_softmax_on_cuda(lambda logits: logits),
-    log_softmax_on_cuda(torch.Tensor.float),
-)
-print(f"log-softmax returns {moved}; with logits.float() {as_in_o1}")
-assert (moved, as_in_o1) == (["fp16"], ["fp32"])
+found = log_softmax_on_cuda(lambda logits: logits), log_softmax_on_cuda(torch.Tensor.float)
+print("log-softmax returns {}; with logits.float() {}".format(*found))
+assert found == ("fp16", "fp32")
 
 # %% [markdown]
 # So write `F.cross_entropy(logits.float(), targets)` when you move a classifier from O1.

@@ -65,15 +65,15 @@ def check_scale_after(scale: float) -> str:
     return "Scales after each step: " + ", ".join(f"{value:g}" for value in history) + "."
 
 
-def _clipped_with(step: Callable[..., Any], scale: float) -> list[torch.Tensor]:
-    """The parameters after a step that should clip the gradients to a norm of 1."""
+def _clipped_with(step: Callable[..., Any], scale: float) -> tuple[list[torch.Tensor], int]:
+    """The parameters after a step that should clip to a norm of 1, and the good steps counted."""
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     loss = 10 * model(torch.randn(8, 4)).square().mean()
     call(step, loss, model, optimizer, scaler)
-    return [p.detach() for p in model.parameters()]
+    return [p.detach() for p in model.parameters()], scaler.state_dict()["_growth_tracker"]
 
 
 @exercise
@@ -87,8 +87,8 @@ def check_clipped_step(step: Callable[..., Any]) -> str:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-    right, start = _clipped_with(plain, 1.0), _clipped_with(lambda *_: None, 1.0)
-    found = _clipped_with(step, 2.0**10)
+    (right, _), (start, _) = _clipped_with(plain, 1.0), _clipped_with(lambda *_: None, 1.0)
+    found, good_steps = _clipped_with(step, 2.0**10)
     need(
         not all(torch.equal(a, b) for a, b in zip(found, start, strict=True)),
         "The weights did not move at all: has every one of backward, step and update been called?",
@@ -111,6 +111,11 @@ def check_clipped_step(step: Callable[..., Any]) -> str:
         need(
             torch.allclose(a, b, atol=1e-6), "The weights differ from those of a clipped fp32 step."
         )
+    need(
+        good_steps == 1,
+        "The weights are right, but the scaler has not counted a good step: either `update` is "
+        "missing, or the scaler was not used at all.",
+    )
     return "With a scale of 1024 the weights are those of the clipped fp32 step."
 
 
@@ -123,12 +128,13 @@ def check_resumed(resume: Callable[..., Any]) -> str:
     new = call(resume, state)
     need(
         isinstance(new, torch.amp.GradScaler),
-        f"`resume` has to return a GradScaler; this is {type(new).__name__}.",
+        f"`resumed_scaler` has to return a GradScaler; this is of type {type(new).__name__}.",
     )
+    need(new.is_enabled(), "The new scaler is disabled, so it has no scale to go on with.")
     found = new.state_dict()
     need(
-        found.get("scale") == 2.0**9,
-        f"The new scaler's scale is {found.get('scale'):g} where the old one had come to 512.",
+        found["scale"] == 2.0**9,
+        f"The new scaler's scale is {found['scale']:g} where the old one had come to 512.",
     )
     need(
         found["_growth_tracker"] == 4 and found["growth_interval"] == 5,

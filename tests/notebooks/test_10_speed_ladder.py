@@ -29,9 +29,13 @@ def notebook() -> dict:
     )
 
 
+def plain(notebook):
+    return notebook["recipe"](notebook["inputs"], notebook["target"])
+
+
 def test_all_rungs_are_timed_so_many_steps_at_a_time(notebook):
     ladder = notebook["Ladder"]()
-    assert ladder.add("ground", Precision.FP32, notebook["recipe"]()) == 0
+    assert ladder.add("ground", Precision.FP32, plain(notebook)) == 0
     amp = notebook["amp_step"](*notebook["new_model"](), notebook["inputs"], notebook["target"])
     assert 0 < ladder.add("AMP", Precision.BF16, amp) < 0.06
     called = []
@@ -90,7 +94,7 @@ def test_a_verdict_goes_by_the_interval(notebook):
 
 
 def wrong_target(notebook):
-    return notebook["recipe"](target=1 - notebook["target"])
+    return notebook["recipe"](notebook["inputs"], 1 - notebook["target"])
 
 
 def no_step(notebook):
@@ -104,7 +108,7 @@ def not_a_number(notebook):
 @pytest.mark.parametrize("rung", [wrong_target, no_step, not_a_number])
 def test_a_rung_that_computes_something_else_is_refused(notebook, rung):
     ladder = notebook["Ladder"]()
-    ladder.add("ground", Precision.FP32, notebook["recipe"]())
+    ladder.add("ground", Precision.FP32, plain(notebook))
     with pytest.raises(AssertionError, match="wrong"):
         ladder.add("wrong", Precision.FP32, rung(notebook))
     assert list(ladder.steps) == ["ground"]

@@ -9,7 +9,6 @@ from definitions import check_marks, definitions
 from torch.utils.data import TensorDataset
 
 import build_pairs
-from amp_lab import Comparison
 
 SOURCE = build_pairs.FOLDER / "11_scale_out.py"
 CPU = torch.device("cpu")
@@ -60,23 +59,11 @@ def test_every_set_up_can_be_tried(toy_data):
     cells = notebook()
     sizes = [p.numel() for p in cells["new_model"](TOY).parameters()]
     for engine, compute, reduce in cells["SETUPS"].values():
-        found, step = cells["try_setup"](TOY, *toy_data[:8], engine, compute, reduce)
+        found = cells["try_setup"](TOY, *toy_data[:8], engine, compute, reduce)
         assert sum(found["sent"].values()) == 0  # to nobody
         # FSDP2 copies then, DDP asks its backend all the same.
         assert set(found["sent"]) == ({("all_reduce", reduce)} if engine == "DDP" else set())
         assert sum(found["memory"].values()) == 16 * sum(sizes)
-        step()  # once more, as it will be timed
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_steps_take_turns_a_fixed_number_of_times():
-    order = []
-    steps = {name: functools.partial(order.append, name) for name in "ab"}
-    fields = notebook()["time_in_turns"](steps, CPU, rounds=3)
-    assert "".join(order) == "abbaab"
-    times = Comparison(**fields)
-    assert not times.trusted  # twelve rounds are needed
-    assert {name: len(found) for name, found in times.samples_s.items()} == {"a": 3, "b": 3}
 
 
 @pytest.mark.usefixtures("one_rank", "one_thread_and_seed")

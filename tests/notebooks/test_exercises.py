@@ -68,6 +68,12 @@ each_exercise = pytest.mark.parametrize(
 )
 
 
+def test_every_notebook_has_exercises():
+    counts = {s.stem: sum(e.source == s for e in ALL) for s in build_pairs.find()}
+    short = {name for name, count in counts.items() if count < (2 if name[:2] == "00" else 4)}
+    assert not short, f"write exercises that answer for {short}"
+
+
 @each_exercise
 def test_an_untouched_stub_is_said_to_be_one(exercise, capsys):
     exercise.run(exercise.stub.rpartition("\n")[0])

@@ -103,9 +103,9 @@ def growth(panels: Mapping[str, tuple[Sequence[int], Sequence[Ratio], Values]]) 
             ax.axhline(level, color="black", linewidth=1)
         style.log2_axis(lower, ticks=values)
         lower.set_xlabel(what)
-    for row in axes:
-        highest = max(ax.dataLim.ymax for ax in row)
-        row[0].set_ylim(0, 1.1 * highest)  # the others of the row share it
+    for row, level in zip(axes, (1, 0.5), strict=True):  # each row around its level
+        ends = [end for ax in row for end in ax.dataLim.intervaly]
+        row[0].set_ylim(min(0.85 * level, 0.95 * min(ends)), 1.05 * max(ends))  # rows share it
     axes[0, 0].set_ylabel("speed-up by AMP")
     axes[1, 0].set_ylabel("memory, share of FP32")
     return figure

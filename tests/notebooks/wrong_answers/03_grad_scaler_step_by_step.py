@@ -31,6 +31,25 @@ def clipped_step(loss, model, optimizer, scaler):
 """,
             "only after the optimizer",
         ),
+        (
+            """
+def clipped_step(loss, model, optimizer, scaler):
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+""",
+            "has not counted a good step",
+        ),
+        (
+            """
+def clipped_step(loss, model, optimizer, scaler):
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+""",
+            "was not used at all",
+        ),
     ],
     "check_resumed": [
         ("def resumed_scaler(state):\n    return torch.amp.GradScaler('cpu')", "had come to 512"),
@@ -38,6 +57,10 @@ def clipped_step(loss, model, optimizer, scaler):
             "def resumed_scaler(state):\n"
             "    return torch.amp.GradScaler('cpu', init_scale=state['scale'])",
             "growth interval is lost",
+        ),
+        (
+            "def resumed_scaler(state):\n    return torch.amp.GradScaler('cpu', enabled=False)",
+            "is disabled",
         ),
     ],
 }

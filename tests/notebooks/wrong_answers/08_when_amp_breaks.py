@@ -1,0 +1,64 @@
+"""For each check: wrong answers in place of the stub, and words of the line that each gets."""
+
+WRONG_ANSWERS = {
+    "check_largest_value": [
+        ("largest_value = 255", "infinite in fp16"),
+        ("largest_value = 181", "infinite in fp16"),
+        ("largest_value = 128", "Go higher"),
+    ],
+    "check_diagnosis": [
+        ("sections = (3, 15, 7)", "have to change in each step"),
+        ("sections = (26, 16, 7)", "multiplies the gradients"),
+        ("sections = (26, 15, 1)", "evaluation read"),
+    ],
+    "check_masked": [
+        (
+            """
+def mask_scores(scores, mask):
+    return scores.masked_fill(mask, -torch.inf)
+""",
+            "minus infinity",
+        ),
+        (
+            """
+def mask_scores(scores, mask):
+    return scores.masked_fill(mask, -1e9)
+""",
+            "without overflow",
+        ),
+        (
+            """
+def mask_scores(scores, mask):
+    return scores * ~mask
+""",
+            "still gets",
+        ),
+    ],
+    "check_advance": [
+        (
+            """
+def advance(scaler, scheduler):
+    scaler.update()
+    scheduler.step()
+""",
+            "in every step",
+        ),
+        (
+            """
+def advance(scaler, scheduler):
+    before = scaler.get_scale()
+    scaler.update()
+    if scaler.get_scale() > before:
+        scheduler.step()
+""",
+            "only when the scale rose",
+        ),
+        (
+            """
+def advance(scaler, scheduler):
+    scheduler.step()
+""",
+            "belongs into the function",
+        ),
+    ],
+}
