@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CODE = re.compile(r"(?<!`)`([A-Za-z_.]+)(\(\))?`(?!`)")
+SENTENCE = re.compile(r"(.+?(?:\?|(?=[.:](?: |$))))[.:]?(?: (.*))?$")
 # What the ground has to say: it is no room, and has no door.
 GROUND = "What every room builds on: precisions, devices, timing, and errors."
 Definition = ast.ClassDef | ast.FunctionDef
@@ -41,10 +42,12 @@ def pages(package: Path) -> dict[str, str]:
     for room in sorted(by_room, key=lambda room: (room != "ground", room)):
         named = sorted(by_room[room], key=lambda entry: entry.name.rpartition(".")[2].lower())
         text = GROUND if room == "ground" else _door(package / room)
-        title, rest = f"`{room}/`: {_first_sentence(text)}", text.partition("\n\n")[2]
+        found = SENTENCE.match(" ".join(text.partition("\n\n")[0].split()))
+        title, rest = (f"`{room}/`: {found[1]}", found[2] or "") if found else (room, text)
+        rest = rest[:1].upper() + rest[1:] + "\n\n" + text.partition("\n\n")[2]
         if room == "ground":
-            title = "The ground: precisions, devices, timing, errors"
-        body = [f"# {title}", _paragraphs(rest, links)]
+            title, rest = "The ground: precisions, devices, timing, errors", text
+        body = [f"# {title}", _paragraphs(rest.strip(), links)]
         body += [_entry(entry, links) for entry in named]
         made[f"{room}.md"] = "\n\n".join(filter(None, body)) + "\n"
         rows = [f"| {{py:obj}}`{e.name}` | {_summary(e.node, links)} |" for e in named]
