@@ -71,7 +71,8 @@ def public_names(package: Path) -> list[Entry]:
         source = tuple(_path(package, where).read_text(encoding="utf-8").splitlines())
         found.setdefault((where, origin), Entry(name, room, node, source))
 
-    for name, module in _literal(package / "__init__.py", "_EXPORTS").items():
+    exports = _literal(package / "__init__.py", "_EXPORTS") or {}
+    for name, module in exports.items():
         add(f"amp_lab.{name}", module, name)
     for door in sorted(package.glob("*/__init__.py")):
         room = door.parent.name
