@@ -135,7 +135,7 @@ def setting_problem() -> str | None:
     if not os.environ.get("AMP_LAB_DEVICE") and not os.environ.get("AMP_LAB_SCALE"):
         return None  # the usual case, which need not load torch
     if importlib.util.find_spec("torch") is None:
-        return "torch is not installed; run `pdm run sync`, or on AMD see the README"
+        return "torch is not installed; run `pdm run sync`, or on AMD see docs/hardware.md"
     from amp_lab.device import pick_device
     from amp_lab.errors import AmpLabError
     from amp_lab.notebook import pick_scale

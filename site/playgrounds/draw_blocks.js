@@ -1,0 +1,102 @@
+/* The playground of block scaling: what each way of scaling keeps of a row of values. */
+"use strict";
+
+AmpPlayground.register("block_scaling", (box) => {
+  const { el, svg, text, percent, power } = AmpPlayground;
+  const COLUMNS = 64;
+  const state = { preset: "outlier", size: 8, row: null };
+
+  /* Four rows, like neurons of a layer; the first is the one that is drawn. */
+  function rows() {
+    const random = AmpPlayground.random(11);
+    const normal = () => Math.sqrt(-2 * Math.log(1 - random())) * Math.cos(2 * Math.PI * random());
+    const made = Array.from({ length: 4 }, () => Array.from({ length: COLUMNS }, () => Math.fround(normal())));
+    const factor = 2 ** state.size;
+    if (state.preset === "outlier") made[0][20] = Math.fround(factor);
+    if (state.preset === "other") made[1] = made[1].map((value) => Math.fround(value * factor));
+    if (state.preset === "decay") made[0] = made[0].map((value, i) => Math.fround(value * 2 ** ((-state.size * i) / COLUMNS)));
+    if (state.preset === "typed") return [state.row];
+    return made;
+  }
+
+  const presets = [
+    ["normal", "normally distributed"], ["outlier", "one outlier in the row"],
+    ["other", "another row is large"], ["decay", "shrinking along the row"], ["typed", "my own"],
+  ];
+  const chooser = AmpPlayground.select(presets, state.preset, (preset) => {
+    state.preset = preset;
+    own.hidden = preset !== "typed";
+    if (preset === "typed") read();
+    else ((problem.textContent = ""), show());
+  });
+  const size = AmpPlayground.slider({
+    min: 0, max: 16, value: state.size, text: (value) => `${power(value)} = ${(2 ** value).toLocaleString("en")}`,
+    oninput: (value) => ((state.size = value), state.preset === "typed" || show()),
+  });
+  const typed = el("textarea", { spellcheck: "false", oninput: () => read() });
+  typed.value = "0.5, -1.2, 3, 0.01, 100, -0.2, 0.7, 0.003";
+  const own = AmpPlayground.labelled("Your values", typed, "Up to 256 numbers, with commas or blanks between.");
+  own.hidden = true;
+  const problem = el("p", { class: "pg-problem", role: "status", "aria-live": "polite" });
+  const results = el("div");
+  const status = AmpPlayground.status();
+  const sized = AmpPlayground.labelled("How much larger, or how far it shrinks", size.input);
+  sized.append(size.said);
+  box.append(
+    el("div", { class: "pg-row" }, AmpPlayground.labelled("Values", chooser), sized), own, problem, results,
+    el("p", { class: "pg-legend" }, "Outline: the value, on a scale of powers of two. Filled: what is kept of it. Red: it became zero."),
+    status,
+  );
+
+  function read() {
+    const { values, error } = AmpBlocks.parse(typed.value);
+    problem.textContent = error ?? "";
+    if (error) return typed.setAttribute("aria-invalid", "true");
+    typed.removeAttribute("aria-invalid");
+    state.row = values;
+    return show();
+  }
+
+  function strip(before, after, label) {
+    const low = -14;
+    const most = Math.max(...before.map(Math.abs), 2 ** low * 2);
+    const top = Math.log2(most);
+    const height = (value) => (value === 0 ? 0 : Math.max(2, (40 * (Math.log2(Math.abs(value)) - low)) / (top - low)));
+    const width = 600 / before.length;
+    const parts = before.flatMap((value, i) => {
+      const place = { x: i * width + 0.5, width: Math.max(width - 1, 0.5) };
+      const lost = value !== 0 && after[i] === 0;
+      const outline = { ...place, y: 42 - height(value), height: height(value) };
+      const kept = { ...place, y: 42 - height(after[i]), height: height(after[i]) };
+      return lost
+        ? [svg("rect", { ...outline, class: "pg-bar-lost" })]
+        : [svg("rect", { ...kept, class: "pg-bar" }), svg("rect", { ...outline, class: "pg-outline" })];
+    });
+    return svg("svg", { viewBox: "0 0 600 44", role: "img", "aria-label": label }, parts);
+  }
+
+  const decibels = (value) => (value === Infinity ? "exact" : Number.isNaN(value) ? "–" : `${value.toFixed(1)} dB`);
+
+  function show() {
+    const all = rows();
+    const before = all[0];
+    const compared = AmpBlocks.SCHEMES.map((scheme) => {
+      const { rows: made, bits } = AmpBlocks.apply(scheme, all);
+      return { scheme, bits, after: made[0], ...AmpBlocks.loss(before, made[0]) };
+    });
+    const lines = compared.map(({ scheme, bits, sqnr, zeros, after }) => ({
+      cells: [
+        scheme.name, text(bits, 3), decibels(sqnr), percent(zeros),
+        strip(before, after, `${scheme.name}: ${percent(zeros)} of the row became zero`),
+      ],
+    }));
+    const heads = ["scheme", "bits a value", "signal to noise", "became zero", "the row"];
+    results.replaceChildren(AmpPlayground.table(`A row of ${before.length} values in five schemes`, heads, lines));
+    const best = compared.reduce((a, b) => (b.sqnr > a.sqnr ? b : a));
+    const worst = compared.reduce((a, b) => (b.zeros > a.zeros ? b : a));
+    const most = worst.zeros ? ` ${worst.scheme.name}: ${percent(worst.zeros)} became zero, the most.` : "";
+    status.textContent = `${best.scheme.name} keeps the most: ${decibels(best.sqnr)}.${most}`;
+  }
+
+  show();
+});

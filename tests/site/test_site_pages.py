@@ -1,0 +1,282 @@
+"""The rendered site: its pages in a browser, and what stops a build."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from site_pages import ROOT, chromium, needs_sphinx, run_build
+
+import build_site
+from conftest import WEEKLY
+
+pytestmark = pytest.mark.slow
+PLAY = "site/playgrounds"
+PLAYGROUNDS = ("number_formats", "loss_scale", "block_scaling", "memory")
+LOOKED_AT = ["index.html", "api/checkpoint.html"]
+LOOKED_AT += [f"{PLAY}/{name}.html" for name in PLAYGROUNDS]
+ELSEWHERE = re.compile(r'<(?:script|link rel="(?!canonical)|img)[^>]* (?:src|href)="(?:https?:)?//')
+MAX_FIRST_PAGE, MAX_SITE = 300_000, 25_000_000
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The whole site, in which no warning came up."""
+    needs_sphinx()
+    out = tmp_path_factory.mktemp("built") / "site"
+    done = run_build("--out", out, "--address", "https://example.org/amp-lab")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def visit(browser, site) -> Callable:
+    """Opens a page from its file; what it logs and asks for must be nothing."""
+    faults: list[str] = []
+    pages = []
+
+    def opened(name: str, **options):
+        page = browser.new_page(**options)
+        pages.append(page)
+        page.on("pageerror", lambda error: faults.append(f"{name}: {error}"))
+        page.on("request", lambda request: outside(name, request.url))
+        page.on("console", lambda message: logged(name, message))
+        page.goto((site / name).as_uri())
+        return page
+
+    def outside(name: str, url: str) -> None:
+        if not url.startswith(("file:", "data:")):
+            faults.append(f"{name} asks for {url}")
+
+    def logged(name: str, message) -> None:
+        if message.type in ("error", "warning"):
+            faults.append(f"{name}: {message.text}")
+
+    yield opened
+    for page in pages:
+        page.close()
+    assert faults == []
+
+
+def names(site: Path) -> list[str]:
+    return sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html"))
+
+
+def test_every_page_opens_without_an_error_or_a_request(visit, site):
+    page = visit("index.html")
+    pages = names(site)
+    assert len(pages) > 30
+    for name in pages:
+        page.goto((site / name).as_uri())
+        if name not in ("search.html", "genindex.html"):
+            assert page.locator("h1").count() == 1, name
+
+
+def test_the_site_is_small_and_whole(site):
+    files = [file for file in site.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) < MAX_SITE
+    first = (site / "index.html").read_text(encoding="utf-8")
+    used = re.findall(r'(?:href|src)="((?:_static/)[^"?]+)', first)
+    assert sum((site / name).stat().st_size for name in [*used, "index.html"]) < MAX_FIRST_PAGE
+    for notebook in (ROOT / "notebooks").glob("[0-9]*.ipynb"):
+        assert (site / "notebooks" / f"{notebook.stem}.html").exists()
+        assert f'href="notebooks/{notebook.stem}.html"' in first  # the left bar
+    for file in files:
+        if file.suffix == ".html":
+            text = file.read_text(encoding="utf-8")
+            assert not ELSEWHERE.search(text), file
+
+
+def test_an_address_makes_a_sitemap_and_whole_links_to_the_picture(site):
+    sitemap = (site / "sitemap.xml").read_text(encoding="utf-8")
+    assert "<loc>https://example.org/amp-lab/api/tracing.html</loc>" in sitemap
+    text = (site / "api" / "tracing.html").read_text(encoding="utf-8")
+    picture = "https://example.org/amp-lab/_static/opengraph.png"
+    assert f'<meta property="og:image" content="{picture}">' in text
+    assert (site / "_static" / "opengraph.png").stat().st_size > 5000
+
+
+def test_search_works_from_a_file(visit):
+    page = visit(["search.html", "q=underflow"][0])
+    page.goto(f"{page.url}?q=underflow")
+    page.wait_for_selector("ul.search li a")
+    assert "01_number_formats.html" in " ".join(
+        page.locator("ul.search li a").evaluate_all("links => links.map((a) => a.href)")
+    )
+
+
+def test_the_api_pages_have_signatures_examples_and_links(site):
+    text = (site / "api" / "tracing.html").read_text(encoding="utf-8")
+    assert 'id="amp_lab.forecast_memory"' in text
+    assert 'href="#amp_lab.MemoryForecast"' in text
+    assert "<code>" not in re.findall(r"<h1>.*?</h1>", text, re.DOTALL)[0].replace("code class", "")
+    numerics = (site / "api" / "numerics.html").read_text(encoding="utf-8")
+    assert "highlight" in numerics  # ScaleLog's example
+
+
+def test_from_the_first_page_to_0_1_in_e4m3_in_three_clicks(visit):
+    page = visit("index.html", viewport={"width": 1300, "height": 900})
+    page.get_by_role("link", name="Play with number formats").first.click()
+    row = page.get_by_role("row").filter(has=page.get_by_label("E4M3"))
+    assert "0.1015625" in row.inner_text()
+
+
+def test_a_number_is_taken_apart_by_keyboard_alone(visit):
+    page = visit(f"{PLAY}/number_formats.html")
+    field = page.get_by_label("Your number")
+    field.fill("70000")
+    status = page.locator(".pg-status")
+    assert status.inner_text() == "In E4M3, 70000 becomes 448, which is 99.4 % off (saturates)."
+    field.press("Tab")  # to the roundings
+    page.keyboard.press("Tab")  # to the table, which can be scrolled
+    page.keyboard.press("Tab")  # to the chosen format
+    page.keyboard.press("ArrowUp")  # E5M2
+    assert status.inner_text() == "In E5M2, 70000 becomes inf (overflows)."
+    for _ in range(3):
+        page.keyboard.press("ArrowUp")
+    assert status.inner_text().startswith("In tf32, 70000 becomes 70016")
+    page.keyboard.press("Tab")  # to the bits, of which one is a tab stop
+    assert page.evaluate("document.activeElement.ariaLabel") == "sign bit 18, is 0"
+    page.keyboard.press("Enter")
+    assert status.inner_text().startswith("In tf32, -70016 becomes -70016, exactly")
+    assert field.input_value().startswith("0x")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.ariaLabel").startswith("exponent bit 17")
+
+
+@pytest.mark.parametrize("typed", ["½", "1" * 2**20, "", "0x", "one", "<b>1</b>", "1e", "0,1"])
+def test_what_cannot_be_read_is_said_in_a_line(visit, typed):
+    page = visit(f"{PLAY}/number_formats.html")
+    field = page.get_by_label("Your number")
+    field.evaluate(
+        "(field, text) => { field.value = text; field.dispatchEvent(new Event('input')); }", typed
+    )
+    line = page.locator(".pg-problem").inner_text()
+    assert 20 < len(line) < 140
+    assert field.get_attribute("aria-invalid") == "true"
+    assert "becomes 0.1015625" in page.locator(".pg-status").inner_text()  # as it was
+    field.fill("0.2")
+    assert field.get_attribute("aria-invalid") is None
+    assert page.locator(".pg-problem").inner_text() == ""
+
+
+def test_stochastic_rounding_is_right_in_the_mean(visit):
+    page = visit(f"{PLAY}/number_formats.html")
+    page.get_by_label("stochastic").check()
+    page.get_by_label("Your number").fill("0.1")
+    said = page.locator(".pg p", has_text="The mean of 10,000 draws is").inner_text()
+    mean = float(re.search(r"draws is ([\d.]+\d)", said)[1])
+    assert abs(mean - 0.1) < 0.0002  # five standard errors of a step of 0.0078
+
+
+def test_the_scaler_finds_its_place(visit):
+    page = visit(f"{PLAY}/loss_scale.html")
+    status, said = page.locator(".pg-status").all()
+    assert "Many vanish: raise the scale." in status.inner_text()
+    slider = page.get_by_role("slider", name="Loss scale")
+    slider.focus()
+    for _ in range(16):
+        page.keyboard.press("ArrowRight")
+    assert slider.get_attribute("aria-valuetext") == "2¹⁶ = 65,536"
+    assert "This scale does." in status.inner_text()
+    page.get_by_role("button", name="100 steps").click()
+    assert re.search(r"Step 100: .* [1-9]\d* skipped in all|the step is skipped", said.inner_text())
+    page.get_by_label("Good steps before").fill("0")
+    assert "whole number from 1 to 2000" in page.locator(".pg-problem").inner_text()
+
+
+def test_blocks_and_memory_answer_what_is_typed(visit):
+    page = visit(f"{PLAY}/block_scaling.html")
+    page.get_by_label("Values", exact=True).select_option("typed")
+    assert "MXFP4, one scale for 32: 87.5 % became zero" in page.locator(".pg-status").inner_text()
+    page.get_by_label("Your values").fill("1, two")
+    assert "“two” is no number" in page.locator(".pg-problem").inner_text()
+    page = visit(f"{PLAY}/memory.html")
+    page.get_by_label("Parameters").fill("1B")
+    assert "fp32 or tf32: 14.9 GiB" in page.locator(".pg-status").inner_text()
+    page.get_by_label("Sharded over the processes").select_option("fsdp")
+    assert "fp32 or tf32: 1.86 GiB" in page.locator(".pg-status").inner_text()
+    page.get_by_label("Parameters").fill("many")
+    assert "“many” is no number" in page.locator(".pg-problem").inner_text()
+
+
+def test_playgrounds_stand_in_the_notebooks_that_teach_them(visit):
+    page = visit("notebooks/01_number_formats.html")
+    assert page.locator("#play-with-number-formats .pg-status").inner_text().startswith("In E4M3")
+
+
+def test_without_javascript_there_is_a_table(visit):
+    page = visit(f"{PLAY}/number_formats.html", java_script_enabled=False)
+    assert "0.1015625" in page.locator(".playground table").inner_text()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_keeps_people_out(visit, site, scheme):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is missing")
+    page, faults = visit("index.html", color_scheme=scheme), []
+    options = {"preload": False}  # it would ask for the style sheets once more
+    looked_at = names(site) if WEEKLY else LOOKED_AT
+    if scheme == "dark" and not WEEKLY:  # of which all but the colours is the same
+        options["runOnly"], looked_at = ["color-contrast"], LOOKED_AT[1:3]
+    for name in looked_at:
+        page.goto((site / name).as_uri())
+        for fault in axe.Axe().run(page, options=options).response["violations"]:
+            faults.append((name, fault["id"], [node["html"][:200] for node in fault["nodes"]][:3]))
+    assert faults == []
+
+
+def small_root(folder: Path, readme: str) -> Path:
+    """A repository with a first page alone."""
+    (folder / "site").mkdir()
+    (folder / "notebooks" / "amp_lab").mkdir(parents=True)
+    (folder / "README.md").write_text(readme)
+    (folder / "notebooks" / "amp_lab" / "__init__.py").write_text('"""Doc."""\n_EXPORTS = {}\n')
+    toml = '[[section]]\ncaption = "A"\npages = ["api/index.md"]\n[playgrounds]\n'
+    (folder / "site" / "contents.toml").write_text(toml)
+    return folder
+
+
+def test_a_link_that_leads_nowhere_fails_the_build(tmp_path):
+    needs_sphinx()
+    links = ["docs/gone.md", "notebooks/99_gone.ipynb", "#no-such-section"]
+    root = small_root(tmp_path, "# Title\n" + "".join(f"\n[this]({link})\n" for link in links))
+    build_site.gather(root, tmp_path / "sources")
+    program = (
+        "import sys, build_site; from pathlib import Path;"
+        "sys.exit(build_site.build(Path('sources'), Path('out').absolute()))"
+    )
+    settings = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT / "tools")}}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, **settings, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert done.stderr.count("cross-reference target not found") == len(links)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_page_in_no_section_is_named(tmp_path):
+    root = small_root(tmp_path, "# Title\n")
+    (root / "docs").mkdir()
+    (root / "docs" / "new.md").write_text("# New\n")
+    with pytest.raises(build_site.SiteError, match=r"docs/new.md is in no section"):
+        build_site.gather(root, tmp_path / "sources")
+
+
+def test_nothing_else_is_replaced_and_a_wrong_address_is_refused(tmp_path):
+    if importlib.util.find_spec("sphinx") is None:
+        pytest.skip("the group 'site' is not installed")
+    (tmp_path / "thesis.txt").write_text("mine")
+    done = run_build("--out", tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert (tmp_path / "thesis.txt").exists()
+    done = run_build("--address", "example.org")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)

@@ -1,0 +1,218 @@
+"""The pages of the site about the package: one a room, from docstrings, with nothing imported.
+
+The source is parsed, so that no page needs torch, and docstrings are read as Markdown, which they
+nearly are: text indented by four is code, and what is in backticks is code too. A public name in
+backticks becomes a link.
+"""
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+CODE = re.compile(r"(?<!`)`([A-Za-z_.]+)(\(\))?`(?!`)")
+SENTENCE = re.compile(r"(.+?(?:\?|(?=[.:](?: |$))))[.:]?(?: (.*))?$")
+# What the ground has to say: it is no room, and has no door.
+GROUND = "What every room builds on: precisions, devices, timing, and errors."
+Definition = ast.ClassDef | ast.FunctionDef
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A public name: how people import it, and where it is defined."""
+
+    name: str  # amp_lab.xray
+    room: str  # tracing, or ground
+    node: Definition
+    source: tuple[str, ...]  # lines of its module
+
+
+def pages(package: Path) -> dict[str, str]:
+    """The pages by their file names: `index.md`, and one for each room that has public names."""
+    entries = public_names(package)
+    links = {entry.name.rpartition(".")[2]: entry.name for entry in entries}
+    links |= {entry.name: entry.name for entry in entries}
+    by_room: dict[str, list[Entry]] = {}
+    for entry in entries:
+        by_room.setdefault(entry.room, []).append(entry)
+    made = {}
+    overview = ["# What `amp_lab` has", _paragraphs(_door(package), links)]
+    for room in sorted(by_room, key=lambda room: (room != "ground", room)):
+        named = sorted(by_room[room], key=lambda entry: entry.name.rpartition(".")[2].lower())
+        text = GROUND if room == "ground" else _door(package / room)
+        found = SENTENCE.match(" ".join(text.partition("\n\n")[0].split()))
+        title, rest = (f"`{room}/`: {found[1]}", found[2] or "") if found else (room, text)
+        rest = rest[:1].upper() + rest[1:] + "\n\n" + text.partition("\n\n")[2]
+        if room == "ground":
+            title, rest = "The ground: precisions, devices, timing, errors", text
+        body = [f"# {title}", _paragraphs(rest.strip(), links)]
+        body += [_entry(entry, links) for entry in named]
+        made[f"{room}.md"] = "\n\n".join(filter(None, body)) + "\n"
+        rows = [f"| {{py:obj}}`{e.name}` | {_summary(e.node, links)} |" for e in named]
+        overview += [f"## [{room}]({room}.md)", "\n".join(["| name | |", "|---|---|", *rows])]
+    tree = "\n".join(room.removesuffix(".md") for room in sorted(made))
+    overview.append(f"```{{toctree}}\n:hidden:\n\n{tree}\n```")
+    made["index.md"] = "\n\n".join(overview) + "\n"
+    return made
+
+
+def public_names(package: Path) -> list[Entry]:
+    """What `amp_lab` exports, and what the doors of its rooms export besides."""
+    found: dict[tuple[str, str], Entry] = {}
+
+    def add(name: str, module: str, origin: str) -> None:
+        defined = _definition(package, module, origin)
+        if defined is None:
+            return
+        where, node = defined
+        room = where.partition(".")[0] if (package / where.partition(".")[0]).is_dir() else "ground"
+        source = tuple(_path(package, where).read_text(encoding="utf-8").splitlines())
+        found.setdefault((where, origin), Entry(name, room, node, source))
+
+    exports = _literal(package / "__init__.py", "_EXPORTS") or {}
+    for name, module in exports.items():
+        add(f"amp_lab.{name}", module, name)
+    for door in sorted(package.glob("*/__init__.py")):
+        room = door.parent.name
+        if room == "plots":
+            for module, name in _figures(door.parent):
+                add(f"amp_lab.plots.{name}", module, name)
+        for name in _literal(door, "__all__") or ():
+            add(f"amp_lab.{room}.{name}", room, name)
+    return list(found.values())
+
+
+def _figures(plots: Path) -> Iterator[tuple[str, str]]:
+    """Module and name of each figure: the door exports all that is public, and of `style` this."""
+    for file in sorted(plots.glob("[a-z]*.py")):
+        names = [node.name for node in _tree(file).body if isinstance(node, ast.FunctionDef)]
+        for name in names:
+            if file.stem == "style" and name not in ("image", "save", "use_style"):
+                continue
+            if not name.startswith("_"):
+                yield f"plots.{file.stem}", name
+
+
+@functools.cache
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _path(package: Path, module: str) -> Path:
+    path = package.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def _literal(file: Path, name: str):
+    """The value of an assignment of plain values at a module's top; None if there is none."""
+    for node in _tree(file).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return ast.literal_eval(node.value)
+    return None
+
+
+def _definition(package: Path, module: str, name: str) -> tuple[str, Definition] | None:
+    """The module that defines a name, and the definition; None for what is no class or function."""
+    for node in ast.walk(_tree(_path(package, module))):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return module, node
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("amp_lab"):
+            for alias in node.names:
+                if name == (alias.asname or alias.name):
+                    origin = (node.module or "").removeprefix("amp_lab").lstrip(".")
+                    return _definition(package, origin, alias.name)
+    return None
+
+
+def _door(folder: Path) -> str:
+    return ast.get_docstring(_tree(folder / "__init__.py")) or ""
+
+
+def _first_sentence(text: str) -> str:
+    return " ".join(text.partition("\n\n")[0].split()).rstrip(".")
+
+
+def _summary(node: Definition, links: dict[str, str]) -> str:
+    return _paragraphs(_first_sentence(ast.get_docstring(node) or ""), links).replace("|", "\\|")
+
+
+def _paragraphs(text: str, links: dict[str, str]) -> str:
+    """A docstring as Markdown: public names become links, and examples are marked as code."""
+
+    def linked(match: re.Match[str]) -> str:
+        if match[1] not in links:
+            return match[0]
+        return f"{{py:obj}}`{match[1]}{match[2] or ''} <{links[match[1]]}>`"
+
+    lines = []
+    for line in text.splitlines():
+        lines.append(line if line.startswith("    ") else CODE.sub(linked, line))
+    return "\n".join(lines)
+
+
+def _entry(entry: Entry, links: dict[str, str]) -> str:
+    doc = _paragraphs(ast.get_docstring(entry.node) or "", links)
+    if isinstance(entry.node, ast.FunctionDef):
+        return _directive(5, "function", f"{entry.name}{_signature(entry.node)}", doc)
+    parts = [doc, *_members(entry, links)]
+    heading = f"{entry.name}{_class_signature(entry.node)}"
+    return _directive(5, "class", heading, "\n\n".join(filter(None, parts)))
+
+
+def _directive(ticks: int, kind: str, heading: str, body: str, option: str = "") -> str:
+    fence = "`" * ticks
+    return f"{fence}{{py:{kind}}} {heading}\n{option}\n{body}\n{fence}"
+
+
+def _signature(node: ast.FunctionDef, skip: int = 0) -> str:
+    arguments = ast.parse(f"def f({ast.unparse(node.args)}): ...").body[0]
+    assert isinstance(arguments, ast.FunctionDef)
+    args = arguments.args
+    args.args = args.args[skip:]
+    args.defaults = args.defaults[-len(args.args) :] if args.args else []
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    return " ".join(f"({ast.unparse(args)}){returns}".replace("'", '"').split())
+
+
+def _class_signature(node: ast.ClassDef) -> str:
+    """What a class is made with, where people make it themselves; else nothing."""
+    for part in node.body:
+        if isinstance(part, ast.FunctionDef) and part.name == "__init__":
+            return _signature(part, skip=1).partition(" ->")[0]
+    return ""
+
+
+def _members(entry: Entry, links: dict[str, str]) -> Iterator[str]:
+    """Public fields, properties and methods that have something said about them."""
+    node = entry.node
+    for part, after in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
+            said = _comment(entry.source[part.lineno - 1]) or _text_of(after)
+            if not part.target.id.startswith("_"):
+                kind = f":type: {ast.unparse(part.annotation)}\n"
+                yield _directive(4, "attribute", part.target.id, _paragraphs(said, links), kind)
+        elif isinstance(part, ast.FunctionDef) and not part.name.startswith("_"):
+            doc = ast.get_docstring(part)
+            if doc is None:
+                continue
+            marks = [ast.unparse(mark) for mark in part.decorator_list]
+            if "property" in marks or "functools.cached_property" in marks:
+                kind = f":type: {ast.unparse(part.returns)}\n" if part.returns else ""
+                yield _directive(4, "property", part.name, _paragraphs(doc, links), kind)
+                continue
+            skip = 0 if "staticmethod" in marks else 1
+            option = ":classmethod:\n" if "classmethod" in marks else ""
+            heading = f"{part.name}{_signature(part, skip)}"
+            yield _directive(4, "method", heading, _paragraphs(doc, links), option)
+
+
+def _comment(line: str) -> str:
+    return line.partition("  # ")[2].strip()
+
+
+def _text_of(node: ast.stmt | None) -> str:
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return " ".join(str(node.value.value).split())
+    return ""

@@ -1,0 +1,272 @@
+"""Render the site into build/site: `pdm run site [--serve [PORT]]`.
+
+README, the notebooks with their committed outputs, the Markdown pages and the docstrings of the
+package become pages that need no server and ask no other host for anything. Nothing is executed. A
+link inside the project that leads nowhere is an error.
+
+The sources are gathered in build/site-sources, where each has the path that it has in the
+repository, so that links from one to another are the same; README.md is the first page there.
+"""
+
+import argparse
+import functools
+import http.server
+import importlib.util
+import json
+import os
+import re
+import shutil
+import sys
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import api_pages
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "build" / "site"
+SETTINGS = ROOT / "site"
+LINK = re.compile(r"(\]\()(?!https?:|mailto:)([^)\s#]*)(#[^)\s]*)?(?=[)\s])")
+HEADING = re.compile(r"^#{1,4} +(.+?) *#*$", re.MULTILINE)
+FENCE = re.compile(r"^ *(```+|~~~+).*?^ *\1 *$", re.MULTILINE | re.DOTALL)
+PLAYGROUND = re.compile(r'<div class="playground".*?^</div>$', re.MULTILINE | re.DOTALL)
+SUMMARY = re.compile(r"^## Summary", re.MULTILINE)
+
+
+class SiteError(Exception):
+    """Something in the sources that has to be put right."""
+
+
+def anchor(heading: str) -> str:
+    """The anchor that Jupyter makes of a heading; Sphinx calls this by its name."""
+    return heading.replace(" ", "-")
+
+
+def github_anchor(heading: str) -> str:
+    """The anchor that code hosts make of a heading, which the Markdown pages link to."""
+    text = re.sub(r"[^\w\- ]", "", heading.lower())
+    return text.replace(" ", "-")
+
+
+def sections(root: Path) -> list[tuple[str, list[str]]]:
+    """The left bar: of each section its caption, and its pages as paths in the repository.
+
+    Raises `SiteError` for a page that is in none.
+    """
+    settings = tomllib.loads((root / "site" / "contents.toml").read_text(encoding="utf-8"))
+    listed = []
+    for section in settings["section"]:
+        found: list[str] = []
+        for pattern in section["pages"]:
+            found += [pattern] if pattern == "api/index.md" else _matching(root, pattern)
+        if found:
+            listed.append((section["caption"], found))
+    known = {page for _, pages in listed for page in pages}
+    for pattern in ("notebooks/[0-9]*.ipynb", "docs/*.md", "*.md", "site/playgrounds/*.md"):
+        for page in _matching(root, pattern):
+            if page not in known and page != "README.md":
+                raise SiteError(f"{page} is in no section: add it to site/contents.toml")
+    return listed
+
+
+def _matching(root: Path, pattern: str) -> list[str]:
+    return sorted(path.relative_to(root).as_posix() for path in root.glob(pattern))
+
+
+def gather(root: Path, sources: Path) -> None:
+    """Put the sources of the site into the folder `sources`, which is emptied first."""
+    shutil.rmtree(sources, ignore_errors=True)
+    bar = sections(root)
+    pages = ["README.md", *(page for _, listed in bar for page in listed)]
+    written = [page for page in pages if page != "api/index.md"]
+    stage = _Stage(root, sources, set(written))
+    for page in written:
+        stage.add(page)
+    for name, text in api_pages.pages(root / "notebooks" / "amp_lab").items():
+        _write(sources / "api" / name, text)
+    stage.finish_first_page(bar)
+    for pattern in ("site/playgrounds/*.js", "site/playgrounds/*.css", "site/static/*"):
+        for file in root.glob(pattern):
+            _write(sources / "_static" / file.name, file.read_bytes())
+
+
+class _Stage:
+    """Pages on their way into the folder of sources, their links fitted to it."""
+
+    def __init__(self, root: Path, sources: Path, pages: set[str]):
+        self.root, self.sources, self.pages = root, sources, pages
+        settings = tomllib.loads((root / "site" / "contents.toml").read_text(encoding="utf-8"))
+        self.playgrounds = {
+            notebook: name
+            for name, pattern in settings["playgrounds"].items()
+            for notebook in _matching(root, pattern)
+        }
+
+    def add(self, page: str) -> None:
+        text = (self.root / page).read_text(encoding="utf-8")
+        if page.endswith(".ipynb"):
+            self._add_notebook(page, json.loads(text))
+        else:
+            to = "index.md" if page == "README.md" else page
+            _write(self.sources / to, self._with_links(page, text))
+
+    def _add_notebook(self, page: str, notebook: dict[str, Any]) -> None:
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "markdown":
+                cell["source"] = self._with_links(page, "".join(cell["source"]))
+        name = self.playgrounds.get(page)
+        if name is not None:
+            self._insert(page, notebook, name)
+        _write(self.sources / page, json.dumps(notebook))
+
+    def _insert(self, page: str, notebook: dict[str, Any], name: str) -> None:
+        """Put the playground called `name` before the summary of a notebook."""
+        whole = (self.root / "site" / "playgrounds" / f"{name}.md").read_text(encoding="utf-8")
+        title = HEADING.search(whole)
+        found = PLAYGROUND.search(whole)
+        if title is None or found is None:
+            raise SiteError(f'site/playgrounds/{name}.md: no title, or no <div class="playground">')
+        new = f"## {title[1]}\n\n{found[0]}\n\n## Summary"
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "markdown" and SUMMARY.search(cell["source"]):
+                cell["source"] = SUMMARY.sub(lambda _: new, cell["source"], count=1)
+                return
+        raise SiteError(f"{page}: no section `## Summary`, before which its playground would stand")
+
+    def _with_links(self, page: str, text: str) -> str:
+        """The text with its links as they have to be among the sources; linked files are added."""
+
+        def fitted(match: re.Match[str]) -> str:
+            target, fragment = unquote(match[2]), match[3] or ""
+            path = (self.root / page).parent / target if target else self.root / page
+            path = Path(os.path.normpath(path))
+            if not path.is_relative_to(self.root):
+                return match[0]
+            to = path.relative_to(self.root).as_posix()
+            if fragment and to.endswith(".md") and path.is_file():
+                fragment = "#" + _jupyter_anchor(path, fragment[1:])
+            if path.is_file() and to not in self.pages:
+                _write(self.sources / to, path.read_bytes())
+            if to == "README.md" and target:
+                up = len(Path(page).parts) - 1
+                return f"{match[1]}{'../' * up}index.md{fragment}"
+            return f"{match[1]}{match[2]}{fragment}"
+
+        return LINK.sub(fitted, text)
+
+    def finish_first_page(self, bar: list[tuple[str, list[str]]]) -> None:
+        """Add the left bar to the first page; README's table has the notebooks' short titles."""
+        first = self.sources / "index.md"
+        text = first.read_text(encoding="utf-8")
+        rows = re.findall(r"\| \[([^]]+)\]\((notebooks/\w+\.ipynb)\)", text)
+        titled = {page: f"{title} <{_bare(page)}>" for title, page in rows}
+        for caption, pages in bar:
+            entries = "\n".join(titled.get(page) or _bare(page) for page in pages)
+            text += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n"
+        _write(first, text)
+
+
+def _bare(page: str) -> str:
+    """A page's name for Sphinx: its path from the top, without the ending."""
+    return "/" + page.rpartition(".")[0]
+
+
+def _jupyter_anchor(path: Path, fragment: str) -> str:
+    """The anchor of the heading of a Markdown page that code hosts call `fragment`."""
+    text = FENCE.sub("", path.read_text(encoding="utf-8"))
+    for heading in HEADING.findall(text):
+        plain = re.sub(r"\[([^]]*)\]\([^)]*\)|[`*]", r"\1", heading)
+        if github_anchor(plain) == fragment:
+            return anchor(plain)
+    return fragment  # Sphinx says where it stands
+
+
+def _write(path: Path, content: str | bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def build(sources: Path, out: Path, *, builder: str = "html", address: str = "") -> int:
+    """Run Sphinx on what was gathered; return its exit code. `out` is replaced when all is well."""
+    from sphinx.cmd.build import build_main
+
+    os.environ["AMP_LAB_SITE_ADDRESS"] = address
+    new, trees = out.with_name(f"{out.name}-new"), out.with_name(f"{out.name}-doctrees")
+    shutil.rmtree(new, ignore_errors=True)
+    strict = ["--fail-on-warning"] if builder == "html" else []
+    options = ["--quiet", "--fresh-env", "--jobs", "auto", "--builder", builder, *strict]
+    folders = ["--doctree-dir", trees, "--conf-dir", SETTINGS, sources, new]
+    static = ["--define", f"html_static_path={sources / '_static'}"]
+    code = build_main([*options, *static, *map(str, folders)])
+    shutil.rmtree(trees, ignore_errors=True)
+    if code == 0 and builder == "html":
+        shutil.rmtree(out, ignore_errors=True)
+        for leftover in (new / ".buildinfo", new / "objects.inv"):
+            leftover.unlink(missing_ok=True)
+        shutil.rmtree(new / "_sources", ignore_errors=True)
+        (new / ".nojekyll").touch()  # or Pages would leave out _static
+        new.rename(out)
+    return code
+
+
+def serve(folder: Path, port: int) -> int:
+    """Show the site on this machine until Ctrl-C."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    try:
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", port), handler)
+    except (OSError, OverflowError) as error:
+        print(f"site: port {port} cannot be used ({error}): give another", file=sys.stderr)
+        return 2
+    with server:
+        print(f"http://127.0.0.1:{port}/  (Ctrl-C stops it)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Build the site, and show it if asked to; return the exit code."""
+    parser = argparse.ArgumentParser(prog="site", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--serve", nargs="?", type=int, const=8000, metavar="PORT")
+    parser.add_argument("--address", default="", metavar="URL", help="where it will stand")
+    parser.add_argument(
+        "--out", type=Path, default=OUT, metavar="FOLDER", help="replaced if it is there"
+    )
+    parser.add_argument("--linkcheck", action="store_true", help="try links to other hosts")
+    options = parser.parse_args(arguments)
+    if options.address and not re.match(r"https?://\w", options.address):
+        print(f"site: --address {options.address}: give it whole, with https://", file=sys.stderr)
+        return 2
+    missing = [name for name in ("sphinx", "myst_nb", "furo") if not importlib.util.find_spec(name)]
+    if missing:
+        said = f"{', '.join(missing)} not installed: run `pdm run sync`"
+        print(f"site: {said}", file=sys.stderr)
+        return 2
+    started = time.perf_counter()
+    address = options.address and options.address.rstrip("/") + "/"
+    out = options.out.absolute()
+    if out.exists() and not (out / "searchindex.js").exists():
+        print(f"site: {out}: there is something else, which is not replaced", file=sys.stderr)
+        return 2
+    sources = out.with_name(f"{out.name}-sources")
+    try:
+        gather(ROOT, sources)
+    except SiteError as error:
+        print(f"site: {error}", file=sys.stderr)
+        return 2
+    builder = "linkcheck" if options.linkcheck else "html"
+    code = build(sources, out, builder=builder, address=address)
+    if code or options.linkcheck:
+        return code
+    size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
+    seconds = time.perf_counter() - started
+    print(f"{out / 'index.html'}: {size / 1e6:.1f} MB in {seconds:.1f} s", flush=True)
+    return serve(out, options.serve) if options.serve is not None else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
