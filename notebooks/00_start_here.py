@@ -42,7 +42,8 @@ plots.use_style()
 # ## The idea in five lines
 #
 # PyTorch computes in fp32 unless you say otherwise: every number takes 32 bits. Inside a
-# `torch.autocast` block, ops that stand it, such as matrix products, take numbers of 16 bits instead.
+# `torch.autocast` block, ops that can do with less, such as matrix products, take numbers of 16
+# bits instead.
 
 # %%
 x, weight = torch.ones(64, 64, device=device), torch.ones(64, 64, device=device)
@@ -54,15 +55,15 @@ assert half.dtype is torch.bfloat16
 assert 2 * half.nbytes == full.nbytes
 
 # %% [markdown]
-# The result has half the bytes, although `x` and `weight` are what they were. Half the bytes means
-# half the memory, half the time to move them, and hardware that has units for 16-bit products
-# multiplies them several times as fast. That is all AMP is about. The rest is care about what gets
-# lost when a number has fewer bits.
+# The result has half the bytes, although `x` and `weight` are what they were. Half the bytes take
+# half the memory and half the time to move. As a rule of thumb, hardware with units for 16-bit
+# products also multiplies them several times as fast. That is all AMP is about. The rest is care
+# about what gets lost when a number has fewer bits.
 #
 # ## A network and some data
 #
-# Handwritten digits, 8 by 8 pixels each, that come with scikit-learn, and a network of three linear
-# layers. It is wider than the task needs, so that there is something to speed up.
+# We take the handwritten digits that come with scikit-learn, 8 by 8 pixels each, and a network of
+# three linear layers. It is wider than the task needs, so that there is something to speed up.
 
 # %%
 digits = load_digits()
@@ -132,9 +133,11 @@ def train_amp(model, optimizer, batches, dtype, scaler):
 # - **`torch.autocast`** picks the precision of each op in its block: 16 bits for matrix products and
 #   convolutions, fp32 for what needs it, such as the cross-entropy. The weights stay in fp32.
 #   [Notebook 02](02_autocast_dtypes.ipynb) shows which op gets what.
-# - **The scaler** is there for fp16 alone. In fp16 a small gradient becomes zero, so the scaler
-#   multiplies the loss, and with it all gradients, by a large number, and divides them again before
-#   the optimizer uses them. [Notebook 03](03_grad_scaler_step_by_step.ipynb) follows it step by step.
+# - **The scaler** is there for fp16 alone. In fp16 a gradient smaller than about 3e-8 becomes zero.
+#   So `scale` multiplies the loss, and with it all gradients, by a large number, and `step` divides
+#   them again before the optimizer uses them. `update` adjusts that number for the next step. For
+#   bf16 we make the scaler with `enabled=False`, and then its calls change nothing. [Notebook
+#   03](03_grad_scaler_step_by_step.ipynb) follows it step by step.
 #
 # There are two 16-bit formats to choose from. **bf16** has the range of fp32 and needs no scaler;
 # **fp16** is more precise, but overflows above 65504. As a rule of thumb, take bf16 wherever the
@@ -149,13 +152,15 @@ scaler = torch.amp.GradScaler(device.type, enabled=(precision is Precision.FP16)
 assert scaler.is_enabled() == (precision is Precision.FP16)
 
 # %% [markdown]
-# If that line recommends fp32, this device has no fast 16-bit products, as many CPUs have none. AMP
-# then runs all the same, but do not expect it to be faster.
+# If that line recommends fp32, either this device has no fast 16-bit products, as is the case for
+# many CPUs, or the machine was too busy to measure them. AMP runs in either case, but on a device
+# without such products do not expect it to be faster.
 #
 # ## What does it buy?
 #
-# Before you run the next cells: the AMP run stores numbers with three digits where fp32 has seven.
-# How much worse do you think its loss will be after ten epochs?
+# Before you run the next cells: the AMP run stores activations with two to three decimal digits
+# (three in fp16), where fp32 has seven. How much worse do you think its loss will be after ten
+# epochs?
 
 # %%
 fp32_model, fp32_optimizer = new_network()
@@ -170,8 +175,9 @@ assert all(loss < 0.2 * first for loss in last.values())  # both have learned
 assert abs(last[str(precision)] - last["fp32"]) < 0.02 * first  # and the same
 
 # %% [markdown]
-# Next, the time of a step, in turns, so that whatever else your machine does meets both alike; and
-# the memory that a step needs at its peak, which the package forecasts from the shapes.
+# Next we measure the time of a step. The two loops take turns, so that whatever else your machine
+# does affects both alike. We also look at the memory that the forward pass keeps for the backward
+# pass, which the package forecasts from the shapes.
 
 # %% tags=["nbval-ignore-output"]
 step_fp32 = partial(train_fp32, fp32_model, fp32_optimizer, batches[:1])
@@ -195,11 +201,11 @@ print(
 assert memory[str(precision)] < memory["fp32"]
 
 # %% [markdown]
-# The picture has three parts. On the left is the time of one step, with a thin line for how sure the
-# measurement is; in the middle the memory that the forward pass keeps for the backward pass; on the
-# right the loss over the 70 steps, where the two curves lie on top of each other. Three digits were
-# enough to learn from: the steps of training are noisy anyway, and the weights themselves were kept
-# in fp32 all along.
+# The picture has three parts. On the left is the time of one step, with a thin line for how sure
+# the measurement is; in the middle the memory that the forward pass keeps for the backward pass; on
+# the right the loss over the 70 steps, where the two curves lie on top of each other. Two or three
+# digits were enough to learn from: the steps of training are noisy anyway, and the weights
+# themselves were kept in fp32 all along.
 #
 # On the machine that made the outputs you see here, two CPU cores with bf16 instructions, AMP made a
 # step faster. Yours may differ in both directions: GPUs from NVIDIA's Volta and AMD's CDNA on gain
@@ -266,13 +272,26 @@ check_needs_scaler(needs_scaler)
 #     return dtype is torch.float16
 # ```
 #
-# bf16 has the exponent of fp32, so what vanishes in bf16 would have vanished in fp32 too.
+# bf16 has the exponent of fp32, so its smallest normal number is the same, and a gradient that
+# vanishes in bf16 lies at the very end of fp32's range too.
 #
 # </details>
 #
 # ### 2. Turn a loop into an AMP loop
 #
-# Somebody put the whole step into the autocast block. Write it as it should be, with a scaler.
+# Somebody put the whole step into the autocast block:
+#
+# ```python
+# def amp_step(model, optimizer, scaler, images, labels):
+#     with torch.autocast(device.type, dtype=torch.bfloat16):
+#         optimizer.zero_grad()
+#         loss = nn.functional.cross_entropy(model(images), labels)
+#         loss.backward()
+#         optimizer.step()
+#     return loss.detach()
+# ```
+#
+# Write it as it should be, and use the scaler, so that the same step would also work in fp16.
 
 
 # %%

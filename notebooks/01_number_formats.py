@@ -171,8 +171,9 @@ tf32 = Limits(fp32.normal * 2**-10, fp32.normal, (2 - 2**-10) * 2.0**127, 2**-10
 LIMITS = {"fp32": fp32, "tf32": tf32} | {name: limits(FORMATS[name]) for name in list(FORMATS)[1:]}
 
 # %% [markdown]
-# A row of the table gives the smallest number, the normal range, and eps as a power of two. Each
-# row is checked: the smallest number must be the one of whose bits only the last is set.
+# A row of the table gives the smallest number, the normal range, and eps as a power of two. The
+# cell checks each row: if we set only the last bit of the mantissa and no other, we must get the
+# smallest number.
 
 # %%
 for name, it in LIMITS.items():
@@ -295,8 +296,8 @@ assert torch.tensor(fp32.largest).bfloat16() == math.inf  # bf16 ends 0.4 % befo
 # trouble with the range here, but look at its values: with 8 significant bits, the first three
 # numbers have all become 65536.
 #
-# Infinity rarely stays alone. The next subtraction, or product with zero, turns it into NaN, and
-# NaN spreads to everything that is computed with it.
+# Infinity rarely stays alone. Subtract one infinity from another, or multiply infinity by zero, and
+# you get NaN, which spreads to everything that is computed with it.
 
 # %%
 inf = torch.tensor(70000.0).half()
@@ -436,9 +437,9 @@ assert abs(scaled / expected - 1) < fp16.eps  # fp16 rounds once, by eps/2 at mo
 # ### 3. Products added up in fp32, against swamping in sums
 #
 # A matrix product is a long sum of products. The product of two fp16 numbers, with 11 significant
-# bits each, fits exactly into the 24 bits of fp32, so nothing is lost in multiplying. All the loss
-# comes from adding up, and this is where the precision has to be spent. We add up 8192 products in
-# fp16 and in fp32.
+# bits each, fits exactly into the 24 bits of fp32, so nothing is lost in multiplying. Precision is
+# lost only in adding up, so that is the part to do in fp32. We add up 8192 products in fp16 and in
+# fp32.
 
 # %%
 torch.manual_seed(0)
@@ -474,8 +475,9 @@ assert not torch.backends.cuda.matmul.allow_fp16_accumulation
 # same way, with 16 bits coming in, fp32 inside, and 16 bits going out. Two switches loosen this on
 # CUDA, and the cell asserts their defaults: `allow_fp16_reduced_precision_reduction`, which is on,
 # lets *partial* sums be combined in fp16, and `allow_fp16_accumulation`, which is off, adds up in
-# fp16 altogether. Sums over a whole tensor, norms, softmax and losses are long sums too, which is
-# why autocast on CUDA runs them in fp32 ([notebook 02](02_autocast_dtypes.ipynb) lists which).
+# fp16 altogether. Sums over a whole tensor, layer norms, softmax and losses are long sums too,
+# which is why autocast on CUDA runs them in fp32 ([notebook 02](02_autocast_dtypes.ipynb) shows how
+# to ask for any op).
 #
 # ## The gradients of a real network
 #
@@ -504,8 +506,8 @@ def train(model, steps=200, batch_size=256):
 
 # %% [markdown]
 # Under autocast, the gradients with respect to the *activations* pass through fp16 in the backward
-# pass, and hand on to the layers below whatever they have lost. So those are what we look at.
-# `retain_grad` keeps them for the output of every layer.
+# pass, and whatever is lost in one layer is missing in all layers below it. So we look at those
+# gradients. `retain_grad` keeps them for the output of every layer.
 
 
 # %%
@@ -564,12 +566,12 @@ _ = plots.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 # nearly all of the normal range unused. Scaling by 2^16 (below) moves all of them 16 places to the
 # right and changes nothing else.
 #
-# The last column of the table is the length of the error, relative to the length of all gradients
-# together. It stays below a tenth of a percent even at scale 1, since the gradients that vanish are
-# the smallest ones. So a network like this may well train without a scale. But a weight that gets
-# *only* small gradients learns nothing then, and what becomes zero in one layer is lost for all
-# layers below. The paper reports an object detector that diverged in fp16 without loss scaling, and
-# did as well as in fp32 with a scale of 8.
+# The last column printed above the picture is the error: the norm of all differences, divided by
+# the norm of all gradients. It stays below a tenth of a percent even at scale 1, since the
+# gradients that vanish are the smallest ones. So a network like this may well train without a
+# scale. But a weight that gets *only* small gradients learns nothing then, and what becomes zero in
+# one layer is lost for all layers below. The paper reports an object detector that diverged in fp16
+# without loss scaling, and did as well as in fp32 with a scale of 8.
 #
 # ### Why they are so small
 #
@@ -597,9 +599,9 @@ for stage, grads in (("untrained", untrained), ("trained", trained)):
 assert medians["trained", "mean"] < medians["untrained", "mean"] - 10
 
 # %% [markdown]
-# The mean costs ten powers of two. Training cost more than that here, and it goes on to cost more
-# the longer it lasts. That is why a loss scale is not chosen once and for all, but adjusted while
-# training.
+# The mean costs ten powers of two. Training cost about seventeen more here, from 2^-13.3 to
+# 2^-30.0, and the longer it lasts, the more it costs. That is why a loss scale is not chosen once
+# and for all, but adjusted while training.
 #
 # ## FP8 overflows in two ways (optional)
 #
@@ -677,7 +679,7 @@ for name, use in USES.items():
 # |---|---|---|---|
 # | overflow | a number is too large and becomes infinite, then NaN (in E4M3: 448 or NaN) | fp16, fp8 | bf16, or fp32 for that op |
 # | underflow | a number is too small, loses bits and then becomes zero | fp16, fp8 | loss scaling, or bf16 |
-# | swamping | a small number is lost when it is added to a large one | bf16 most, then fp16 | fp32 master weights and fp32 sums |
+# | swamping | a small number is lost when it is added to a large one | bf16 more than fp16, and fp8 most of all | fp32 master weights and fp32 sums |
 #
 # Mixed precision puts the remedies together: weights and sums in fp32, products in 16 bits, and a
 # loss scale for fp16. In our network fp16 without a scale lost more than a third of the gradients,
@@ -769,8 +771,8 @@ check_length(length)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# 300 times 300 is 90000, which is more than 65504. So the overflow happens in the very first op,
-# and the cast has to come before it.
+# 300 times 300 is 90000, which is more than 65504. In which op does the first infinity appear, and
+# which dtype does that op compute in?
 #
 # </details>
 #
@@ -790,7 +792,7 @@ check_length(length)
 # ### 4. Find the largest scale
 #
 # Complete `largest_scale`: the largest power of two by which you can multiply these fp32 gradients
-# so that none of them overflows when they are rounded to fp16.
+# so that none of them overflows when they are rounded to fp16. It may be smaller than 1.
 
 
 # %%

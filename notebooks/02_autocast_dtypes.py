@@ -45,8 +45,9 @@ _ = torch.manual_seed(0)
 # %% [markdown]
 # ## The idea in five lines
 #
-# We take two column vectors in fp32 and do two things with them under autocast: a matrix product
-# and a sum. Before you run this: which dtype does each of the two results have?
+# We take two column vectors in fp32 and do three things with them under autocast: a matrix product,
+# an addition, and `torch.outer`. Before you run this: which dtype does each of the three results
+# have?
 #
 # The dtype that autocast lowers to is called `low` on this page. Here it is the backend's default,
 # which is bf16 on a CPU and fp16 on a GPU. In your own code, write out the one you mean.
@@ -62,8 +63,8 @@ assert total.dtype is outer.dtype is torch.float32
 
 # %% [markdown]
 # We called `.to()` nowhere, and yet the product is in low precision. A matrix product is where low
-# precision pays, so autocast casts its inputs on the way in. For a sum, the cast would be as much
-# work as the sum itself, so autocast leaves it alone.
+# precision pays, so autocast casts its inputs on the way in. For an addition, the cast would be
+# about as much work as the addition itself, so autocast leaves it alone.
 #
 # The third result has the same values as the first, but it stayed fp32. Autocast decides for each
 # *op*, not for each formula, and `torch.outer` is a multiplication inside and not a matrix product.
@@ -109,7 +110,7 @@ assert all(parameter.dtype is torch.float32 for parameter in steps["linear"].par
 #
 # The last assert holds everywhere: **the parameters stay fp32.** Autocast hands low-precision
 # *copies* of them to the op. So do not call `.half()` or `.bfloat16()` on a model that you train
-# under autocast.
+# under autocast: its fp32 weights, which small updates need, would be gone.
 #
 # ## Four things that can happen to an op
 #
@@ -118,8 +119,8 @@ assert all(parameter.dtype is torch.float32 for parameter in steps["linear"].par
 # | policy | what autocast does | typical ops |
 # |---|---|---|
 # | lower precision | casts the inputs to `low` | `linear`, `conv2d`, `matmul`, attention |
-# | fp32 | casts the inputs to fp32, or asks for an fp32 result | losses; on a GPU also `exp`, `softmax` and norms |
-# | promote | casts the inputs to fp32 if one of them is fp32, otherwise to `low` | a few ops that would refuse mixed inputs |
+# | fp32 | casts the inputs to fp32, or asks for an fp32 result | losses; on a GPU also `exp`, `softmax` and `layer_norm` |
+# | promote | casts the inputs to fp32 if one of them is fp32, otherwise to `low` | a few ops that combine tensors, such as `index_copy` and `cat` on a CPU |
 # | (not on the list) | nothing, so the op runs in the dtype that comes in | `relu`, `add`, `mean`, pooling |
 #
 # *Promote* is rare, and has a section of its own at the end. For the other three we call one op
@@ -296,8 +297,8 @@ assert outside.dtypes("mm") == [["fp32"] * 2]
 assert within.dtypes("mm") == [[SHORT[low]] * 2]
 
 # %% [markdown]
-# Outside the block its gradient comes from an fp32 product, as intended. Inside it comes from one
-# in low precision.
+# Outside the block its gradient comes from an fp32 product, as intended. Inside the block it comes
+# from a product in low precision, and no error or warning says so.
 #
 # ## Nest it, disable it
 #
@@ -479,7 +480,8 @@ for (name, function), dtype in zip(variants.items(), (low, torch.float32), stric
 #
 # Each backend has its own list of ops, and PyTorch can read them out, with or without the device.
 # (The leading underscore says that this function is not public. Use it to look, not to build on.)
-# Before you run this: how many ops of about 110 do you think CPU and CUDA have in common?
+# Each of the two lists has about 110 ops. Before you run this: how many of them do you think CPU
+# and CUDA have in common?
 
 
 # %%
@@ -592,9 +594,11 @@ assert grid["cuda"]["binary_cross_entropy"] == grid["xpu"]["binary_cross_entropy
 # column stays low where CUDA goes to fp32. Note also `mean`, which stays low on CUDA, unlike `sum`,
 # and `batch_norm`, which goes to fp32 on MPS alone.
 #
-# `binary_cross_entropy` is an error on CUDA. Its gradient can be too large for fp16, and a cast to
-# fp32 would not help, since on the way back the gradient has to pass through fp16 again. So
-# autocast refuses it whatever the dtype of its inputs. The message goes on to say what to use
+# `binary_cross_entropy` is an error on CUDA. [PyTorch gives the
+# reason](https://docs.pytorch.org/docs/stable/amp.html): its gradient can be too large for fp16,
+# and a cast to fp32 would not help, since on the way back the gradient has to pass through fp16
+# again. So autocast on CUDA refuses it whatever the dtype of its inputs, and XPU's does the same.
+# The CPU computes it in fp32, and MPS leaves it in fp16. The message goes on to say what to use
 # instead: `binary_cross_entropy_with_logits`, which takes the values from before the sigmoid.
 
 # %%
@@ -622,8 +626,10 @@ for name, op in OPS.items():
 # %% [markdown]
 # Read it row by row. If both columns have the same low dtype, the op lowers the precision. If both
 # are fp32, it runs in fp32, or one of its inputs was fp32. If what goes in comes out, the op is not
-# on the list of this device. [Notebook 09](09_xray_your_model.ipynb) does the same for a whole
-# model.
+# on the list of this device. On the CPU of this page, `linear`, `matmul` and `conv2d` lower the
+# precision, the three losses run in fp32, and the ops from `relu` to `batch_norm` return what they
+# were given, except `add fp32`, one of whose inputs is always fp32. [Notebook
+# 09](09_xray_your_model.ipynb) does the same for a whole model.
 #
 # ## Autocast for a device that is not there (optional)
 #
@@ -721,7 +727,8 @@ assert "Unexpected floating ScalarType in at::autocast::prioritize" in message
 #   weight inside it.
 # - Custom functions need `custom_fwd` and `custom_bwd`.
 # - Autocast for a device that is not there does nothing, so take its name from `device.type`.
-# - CPU and CUDA share only 39 of their ops. `policy_of` shows what CUDA would do.
+# - CPU and CUDA share only 39 of the more than 110 ops on each of their lists. `policy_of` shows
+#   what CUDA would do.
 #
 # Next: [notebook 03](03_grad_scaler_step_by_step.ipynb) follows a `GradScaler` through a training
 # step, which fp16 needs besides autocast.

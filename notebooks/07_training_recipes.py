@@ -20,8 +20,9 @@
 # - how each omission shows itself, since most of them raise no error.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for `torch.autocast` and [notebook
-# 03](03_grad_scaler_step_by_step.ipynb) for `GradScaler`. You need no GPU. Every recipe stands on
-# its own: run the cells up to the first one, and then go to the one that you need.
+# 03](03_grad_scaler_step_by_step.ipynb) for `GradScaler`. You need no GPU. Run the cells up to the
+# first recipe, and then go to the one that you need. ("Compile" and "Load" also need `error_of`,
+# which is defined in the recipe on checkpoints.)
 #
 # | what the loop does | recipe |
 # |---|---|
@@ -117,9 +118,9 @@ def train_plain(model, optimizer):
 
 
 # %% [markdown]
-# And this is the same loop with AMP. A line marked `# AMP` is new; where it replaces another one, the
-# comment says which. We enable the scaler for fp16 alone. For bf16 its methods do nothing, so that
-# one function serves both.
+# And this is the same loop with AMP. A line marked `# AMP` is new; where it replaces another one,
+# the comment says which. We enable the scaler for fp16 alone. For bf16 it is disabled: `scale`
+# returns the loss unchanged, and `step` only calls `optimizer.step()`. So one function serves both.
 
 
 # %%
@@ -337,8 +338,9 @@ print(f"the weight moves by {-weight.item():.1e}, and should move by 3")
 assert -weight.item() < 1e-4
 
 # %% [markdown]
-# It moves by 3.1e-05. Each `unscale_` divided all that had been added up so far, and `step` divided
-# once more.
+# It moves by 3.1e-05. The second `unscale_` divided the first gradient again, and `step` divided
+# both once more, so what is left is 2 / 65,536. If you call `unscale_`, do it once per group, right
+# before `step`.
 #
 # ## Penalise gradients
 #
@@ -584,8 +586,10 @@ assert torch.equal(
 
 # %% [markdown]
 # **Without `use_reentrant=False`** you get the older kind of checkpoint, with a warning that asks
-# you to choose. It cuts the graph if no *input* requires a gradient, which is so for a batch of data.
-# Then the parameters inside get no gradient, and the scaler complains in words that do not lead to
+# you to choose. It cuts the graph if no *input* requires a gradient, which is so for a batch of
+# data. Then the parameters inside get no gradient. If your optimizer has other parameters too, you
+# see no error at all: the checkpointed part just never learns. Only an optimizer that has nothing
+# but such parameters, as in the next cell, makes the scaler complain, in words that do not lead to
 # the cause. `error_of` returns the text of an error that we expect.
 
 
@@ -610,7 +614,8 @@ assert all(p.grad is None for p in body.parameters())
 assert "No inf checks were recorded for this optimizer" in message
 
 # %% [markdown]
-# "No inf checks were recorded" means that the optimizer has no gradients to look at.
+# "No inf checks were recorded" means that the scaler found no gradient in this optimizer. With
+# `use_reentrant=False` the gradients are there.
 #
 # ## Compile the model
 #
@@ -634,8 +639,8 @@ check_same(
 )
 
 # %% [markdown]
-# With AMP we change nothing in it, as the result shows. The compiler sees the autocast block around
-# the call, and puts the casts into its graphs.
+# With AMP we change nothing in it: the compiled model passes the same check as the plain one. The
+# compiler sees the autocast block around the call, and puts the casts into its graphs.
 #
 # **Without the same autocast block in every call** the model is compiled again, since compiled code
 # is made for one state of autocast. If you forget the block in evaluation, you pay that time, and
@@ -694,8 +699,10 @@ print(f"the second step is {ratio:.1f} times as long as it should be")
 assert math.isclose(ratio, 2, rel_tol=1e-3)
 
 # %% [markdown]
-# The second step was twice as long as it should be. It was taken although the first was skipped: if
-# one without the other does harm, use one optimizer with two parameter groups instead.
+# The second step was twice as long as it should be, because gradients that were multiplied by
+# 65,536 were divided by 32,768. Notice also that the second optimizer stepped although the first
+# was skipped. If that does harm in your training, use one optimizer with two parameter groups,
+# which steps as a whole or not at all.
 #
 # ### Write an autograd function
 #
@@ -823,7 +830,7 @@ assert message == "ValueError: Attempting to unscale FP16 gradients."
 # | [Average](#Average-the-weights) | nothing; keep the average in fp32 | in half precision it never moves |
 # | [Checkpoint](#Checkpoint-activations) | nothing; `use_reentrant=False` | parameters get no gradient |
 # | [Compile](#Compile-the-model) | nothing; always the same autocast state | the model is compiled again |
-# | [Several](#Use-several-losses-and-optimizers) | one scaler, one `update` at the end | a step is twice too long |
+# | [Several](#Use-several-losses-and-optimizers) | one scaler, one `update` at the end | a step is twice as long as it should be |
 # | [Function](#Write-an-autograd-function) | `custom_fwd` and `custom_bwd` | dtypes differ in the backward pass |
 # | [Optimizer](#Choose-the-optimizer) | nothing; always `scaler.step` | Adam hides it until the first overflow |
 # | [Evaluate](#Evaluate-during-training) | an autocast block of its own | the weights are stale |
@@ -862,9 +869,9 @@ check_lengths(lengths)
 # lengths = (0.5 / 1024, 0.0003)
 # ```
 #
-# The first is 6144 when it is clipped to 0.5, and is then divided by 1024. The second is 0.3072, which
-# is below the limit, so that it comes through unharmed. The mistake does the more harm, the larger
-# the gradients are.
+# The first is 6144 when it is clipped to 0.5, and is then divided by 1024. The second is 0.3072,
+# which is below the limit, so that it comes through unharmed. So large gradients, which clipping
+# was meant to keep at 0.5, are made far too small, and small ones pass unchanged.
 #
 # </details>
 #

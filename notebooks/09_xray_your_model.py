@@ -328,10 +328,10 @@ for (name, backend), result in found.items():
     print(f"{name:<12}{backend:<9}{counts}")
 
 # %% [markdown]
-# The last column is the share of the arithmetic of matrix products and convolutions that runs in low
-# precision, which is where AMP's speed comes from. It is 100 % in eleven rows. On MPS the LSTM stays
-# in fp32 altogether. The ResNet stands out on MPS as well: it needs 165 casts there, and only 57 on
-# CUDA.
+# The last column is the share of the arithmetic of matrix products and convolutions that runs in
+# low precision, which is, as a rule of thumb, where most of AMP's speed comes from. It is 100 % in
+# eleven rows. On MPS the LSTM stays in fp32 altogether. The ResNet stands out on MPS as well: it
+# needs 165 casts there, and only 57 on CUDA.
 
 # %%
 shares = {key: result.low_share for key, result in found.items()}
@@ -383,8 +383,9 @@ _ = plots.dtypes_by_model(grid)
 # - **`_log_softmax`** in the loss is in fp16 on CUDA and MPS, and in fp32 on the CPU. We find out why
 #   in a moment.
 #
-# One row that you might have expected is missing. On a CPU `layer_norm` is on no list, as our first
-# network showed. Here it is fp32 all the same, because the residual stream that it gets is fp32.
+# You might have expected `layer_norm` to differ as well, because on a CPU it is on no list, as our
+# first network showed. Here it is fp32 all the same, because the residual stream that it gets is
+# fp32.
 
 # %%
 resnet, gpt = grid["ResNet-50"], grid["GPT"]
@@ -436,7 +437,9 @@ assert policy_of["cuda"]["nll_loss"] == "fp32"
 
 # %% [markdown]
 # `batch_norm` is in the table of MPS alone. `lstm_cell`, one step of an LSTM, is in that table too,
-# but `_lstm_mps`, which runs a whole sequence, is not: that is why the LSTM stayed in fp32 there.
+# but `_lstm_mps`, the op that runs a whole sequence on MPS, is not: that is why the LSTM stayed in
+# fp32 there. The other backends run a sequence with ops of their own, so the `-` of the CPU under
+# `lstm_cell` does not contradict the 100 % above.
 #
 # ## The surprise in cross-entropy
 #
@@ -501,8 +504,10 @@ for backend in tables:
 # %% [markdown]
 # How much is at stake? The loss of an untrained language model is about the logarithm of its
 # vocabulary, here 10.8. Between 8 and 16, neighbouring fp16 numbers are $2^{-7}$ apart and bf16
-# numbers $2^{-4}$, and rounding errs by up to half of that in the loss of each token. We check it
-# with real tensors on the CPU, without autocast, so that the logits alone set the dtype:
+# numbers $2^{-4}$, and rounding errs by up to half of that in the loss of each token: by 0.004 in
+# fp16, and by 0.03 in bf16. We check with real tensors on the CPU, without autocast so that the
+# logits alone set the dtype, that the largest error of 64 tokens is of this size, and that the
+# error of their mean is less than half as large:
 
 # %%
 vocabulary = 50304
@@ -517,8 +522,9 @@ for dtype, spacing in ((torch.float16, 2**-7), (torch.bfloat16, 2**-4)):
     assert in_the_mean < error / 2
 
 # %% [markdown]
-# A mean over many tokens hides most of this. A loss that you compare token by token, or that becomes
-# a perplexity or a ratio of probabilities, shows it.
+# Both assertions hold. A mean over many tokens hides part of the error, since errors up and down
+# cancel. You see it if you compare losses token by token, or turn them into a ratio of
+# probabilities.
 #
 # ## Will it fit?
 #
@@ -679,8 +685,9 @@ assert apart > 1e-3
 assert rounding is None
 
 # %% [markdown]
-# It names none, because every op is as wrong as bf16 makes it and no more. Now we plant a mistake
-# that is made in real ports of models, a different epsilon in one of the layer norms:
+# The logits differ by 0.01, and it names no op, because no single op adds more error than bf16
+# rounding explains. Now we plant a mistake that is made in real ports of models, a different
+# epsilon in one of the layer norms:
 
 # %% tags=["nbval-ignore-output"]
 changed = copy.deepcopy(small_gpt)
@@ -697,10 +704,12 @@ assert planted.op == "native_layer_norm"
 assert planted.module == "blocks.2.norm1"
 
 # %% [markdown]
-# These logits differ by much less than autocast's did, and yet the mistake is found, with the module
-# and the value. A threshold on the output would have called the first pair wrong and the second one
-# right. The same works for a model and its compiled form, for two batch sizes and for two devices,
-# and from a terminal as `amp-lab diff`.
+# These logits differ by 1.1e-05, where autocast's differed by 0.01, and yet the mistake is found,
+# with the module and the value. The two numbers in the report say why: repeated in fp64, the two
+# norms differ by 2.23e-05 of the result, and rounding would explain at most 1e-10. A threshold on
+# the output would have called the first pair wrong and the second one right. The same works for a
+# model and its compiled form, for two batch sizes and for two devices, and from a terminal as
+# `amp-lab diff`.
 #
 # ## Hold the forecast against the truth (optional)
 #
@@ -749,10 +758,11 @@ for name, (model, inputs) in small_zoo.items():
         assert abs(ratio - 1) < 0.02  # kernels may differ in small buffers of their own
 
 # %% [markdown]
-# Forecast and count agree to within the 2 % that the cell allows. There is a surprise as well: here
-# bf16 keeps *more* than fp32 for the ResNet-18 and for the ViT, 26.03 MiB against 6.97 for the first.
-# Their inputs are so small that the weights outweigh the activations, and autograd keeps a bf16 copy
-# of each weight that the backward pass needs.
+# The forecast is 100.00 % of the count in all eight lines, where the cell would allow 2 % more or
+# less. There is a surprise as well: here bf16 keeps *more* than fp32 for the ResNet-18 and for the
+# ViT, 26.03 MiB against 6.97 for the first. In fp32 the backward pass uses the model's own weights,
+# which are there anyway and are not counted. In bf16 autograd keeps a bf16 copy of each weight that
+# it needs, and with inputs as small as these the copies outweigh what the activations save.
 
 # %%
 for name in small_zoo:
@@ -781,8 +791,9 @@ assert not forecast.caveats
 #   `batch_norm` is fp32, and an LSTM stays in fp32 on MPS.
 # - `F.cross_entropy` on fp16 logits rounds its `log_softmax` to fp16 on CUDA, XPU and MPS, and still
 #   returns fp32. Give it `logits.float()`.
-# - AMP nearly halves the activations and nothing else, and copies of weights come on top. A ResNet-50
-#   fits with almost twice the batch. A 7B transformer at batch 1 keeps its peak of 125 GiB.
+# - AMP nearly halves the activations and makes none of the other parts smaller, and its copies of
+#   the weights come on top. A ResNet-50 fits with almost twice the batch. A 7B transformer at batch
+#   1 keeps its peak of 125 GiB.
 # - When two runs differ, `first_difference` names the first op that rounding does not explain, or
 #   none if there is no such op.
 #

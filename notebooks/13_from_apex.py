@@ -9,9 +9,10 @@
 # %% [markdown]
 # # Move from Apex to torch.amp
 #
-# **What you'll do.** Train a small network at each of NVIDIA Apex's four optimization levels, with a
-# toy Apex that runs anywhere, beside what does the same today. Then move old code to `torch.amp`, by
-# hand and with `amp-lab migrate`, and continue a training from a checkpoint that Apex wrote.
+# **What you'll do.** Train a small network at each of NVIDIA Apex's four optimization levels, using
+# a toy Apex that runs anywhere, and compare each training with what you would write today. Then
+# move old code to `torch.amp`, by hand and with `amp-lab migrate`, and continue a training from a
+# checkpoint that Apex wrote.
 #
 # **What you'll learn.**
 # - what O0, O1, O2 and O3 did to weights, activations, gradients and optimizer, and at what cost;
@@ -472,8 +473,10 @@ rounded.load_state_dict({k: v.half() for k, v in new_model().state_dict().items(
 check_close(train_today(fp16, model=rounded), runs["O2"])
 
 # %% [markdown]
-# O2 is therefore autocast with the weights cast once a step instead of once a forward pass, and
-# there is no reason to rebuild it.
+# For this network O2 is therefore autocast with the weights cast once a step instead of once a
+# forward pass. In other models there is one more difference: O2 had no lists of ops, so a softmax
+# inside the model ran in fp16, where autocast on CUDA runs it in fp32. Neither is a reason to
+# rebuild O2.
 #
 # ### O3: everything in fp16
 #
@@ -492,9 +495,9 @@ for dtype in (fp32, fp16):
     assert abs(weight.item() - (0.99 if dtype is fp32 else 1)) < 1e-5
 
 # %% [markdown]
-# In fp32 the weight arrives at 0.99. In fp16 it has not moved at all, because each update is less
-# than half the spacing of fp16 below 1, and is rounded away ([notebook 01](01_number_formats.ipynb)
-# calls that swamping).
+# In fp32 the weight arrives at 0.99. In fp16 it has not moved at all: below 1 the fp16 numbers are
+# 2^-11, or 0.0005, apart, and an update of 0.0001 is less than half of that, so it is rounded away
+# ([notebook 01](01_number_formats.ipynb) calls that swamping).
 #
 # The second is what Adam makes of small gradients. It divides by the root of an average of their
 # squares, plus 1e-8, and a new square enters that average with a weight of 0.001. For a gradient of
@@ -598,7 +601,7 @@ assert distance(ours, theirs) <= SAME
 # |---|---|
 # | `delay_unscale=True`, to accumulate | `scale(loss).backward()` as often as you like, then one `step` |
 # | `num_losses=2`, `loss_id=1` | one scaler for all losses; with several optimizers, a `step` for each, then one `update` |
-# | `loss_scale=128.0` | `scaler.update(128.0)` in place of `update()` |
+# | `loss_scale=128.0` | `init_scale=128.0`, and `scaler.update(128.0)` in place of `update()`; an overflow still skips the step |
 # | `min_loss_scale`, `max_loss_scale` | `scaler.update(limit)` after `update()` when `get_scale()` is beyond it |
 # | `keep_batchnorm_fp32` | nothing: its weights and statistics are fp32, and stay so |
 # | `cast_model_outputs` | `.float()` on the output, after the block |
@@ -663,8 +666,8 @@ print(f"GradScaler(1024.0) has the scale {got.get_scale():.0f}")
 assert (asked.get_scale(), got.get_scale()) == (1024, 65536)
 
 # %% [markdown]
-# The initial scale was taken for a device and forgotten, so the scaler begins at 65536. If you pass
-# these arguments by keyword, this cannot happen.
+# The scaler begins at 65536, because 1024.0 was taken for the device, and the initial scale kept
+# its default. If you pass these arguments by keyword, this cannot happen.
 #
 # Your own autograd functions change too: `torch.amp.custom_fwd` and `custom_bwd` want a
 # `device_type` ([notebook 02](02_autocast_dtypes.ipynb) has an example).
@@ -873,7 +876,8 @@ check_momentum_bytes(o2_bytes, autocast_bytes)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# At O2 five things are held for each parameter: two in fp16, and three in fp32.
+# Which parts does the bar of O2 have in the picture above, and which dtype does the table of dtypes
+# give for each? Put momentum in the place of Adam's state.
 #
 # </details>
 #

@@ -109,8 +109,8 @@ def all_recipes(use: str, advice: Advice, recommended: Recipe, has_images: bool)
             continue
         for channels_last in (False, True) if has_images else (False,):
             for compiled in (False, True):
-                changes: dict[str, bool] = {"channels_last": channels_last, "compiled": compiled}
-                found.add(replace(candidate.recipe, fused=use == TRAINING, **changes))
+                recipe = replace(candidate.recipe, channels_last=channels_last, compiled=compiled)
+                found.add(replace(recipe, fused=use == TRAINING))
     return sorted(found, key=str)
 
 

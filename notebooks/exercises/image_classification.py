@@ -72,7 +72,7 @@ def check_speedups(speedups: Sequence[float]) -> str:
     )
 
 
-def _tiny() -> tuple[nn.Module, torch.optim.Optimizer, list[list[tuple[torch.Tensor, ...]]]]:
+def _tiny() -> tuple[nn.Linear, torch.optim.SGD, list[list[tuple[torch.Tensor, torch.Tensor]]]]:
     """A network, SGD for it, and two epochs of three batches, the very first with an infinity."""
     torch.manual_seed(0)
     model = nn.Linear(6, 3)

@@ -88,7 +88,9 @@ class _Watched:
         self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=dtype is torch.float16)
-        self.dtype, self.inputs, self.outputs, self.in_backward = dtype, None, None, False
+        self.dtype, self.in_backward = dtype, False
+        self.inputs: torch.dtype | None = None
+        self.outputs: torch.dtype | None = None
         self.model.register_forward_hook(self._note)
 
     def _note(self, _: nn.Module, args: tuple, output: torch.Tensor) -> None:

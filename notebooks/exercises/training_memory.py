@@ -54,24 +54,25 @@ def check_largest_batch(images: int) -> str:
 def check_head_mode(head_mode: Callable[..., Any]) -> str:
     """The modes of a small network with a batch normalisation and the head `fc`."""
     torch.manual_seed(0)
+    norm, head = nn.BatchNorm1d(4), nn.Sequential(nn.Dropout(), nn.Linear(4, 2))
     model = nn.Sequential()
-    model.add_module("norm", nn.BatchNorm1d(4))
-    model.add_module("fc", nn.Sequential(nn.Dropout(), nn.Linear(4, 2)))
+    model.add_module("norm", norm)
+    model.add_module("fc", head)
     model.train()
     returned = call(head_mode, model)
     need(
         returned is model,
         f"Return the model that was given; this is {type(returned).__name__}.",
     )
-    before = model.norm.running_mean.clone()
+    before = norm.state_dict()["running_mean"].clone()
     model(torch.randn(8, 4))
     need(
-        torch.equal(model.norm.running_mean, before),
+        torch.equal(norm.state_dict()["running_mean"], before),
         "A running average of the backbone has moved: its batch normalisation is still in training "
         "mode, whatever `requires_grad` says.",
     )
     need(
-        all(module.training for module in model.fc.modules()),
+        all(module.training for module in head.modules()),
         "The backbone is quiet, but the head is not in training mode, so that its dropout does "
         "nothing.",
     )
