@@ -168,7 +168,7 @@ class Comparison:
     reason: str
     """Why the result is not to be trusted; empty if it is."""
     apart: bool = False
-    """Whether the cores shared no cache, as they did before in this process: some ratios differ."""
+    """Whether the cores were moved, or lay apart: some ratios depend on where they are."""
 
     @property
     def trusted(self) -> bool:
@@ -220,7 +220,7 @@ class Comparison:
 
     def remarks(self) -> list[str]:
         """What has to be said beside the figures: nothing, if all went well."""
-        apart = "cores apart: the host of this machine has moved them, and some ratios differ"
+        apart = "cores apart: the host of this machine moves them, and some ratios depend on it"
         return [f"not trusted: {self.reason}"] * bool(self.reason) + [apart] * self.apart
 
 
@@ -245,9 +245,9 @@ def compare(
     Between the turns a fixed matrix product is timed, on a CPU also how fast its threads read what
     others wrote, and the operating system is asked how long threads of this process waited for a
     core and how much of it the host took away (Linux). A round in which another program took part
-    of the machine, or its host moved the cores, is left out. If fewer than twelve rounds remain, or
-    fewer than half, the result says that it is not trusted; a machine that was busy for most of
-    half the budget is not given the other half.
+    of the machine is left out, and one in which its host moved the cores if twelve others remain.
+    If fewer than twelve rounds were undisturbed, or fewer than half, the result says that it is not
+    trusted; a machine that was busy for most of half the budget is not given the other half.
 
     Raises `ValueError` for no functions, and whatever they raise.
     """
@@ -266,10 +266,10 @@ def compare(
         if spent_s > budget_s / 2 and 4 * len(rounds.quiet) < len(rounds.all):
             break
         _round(functions, calls, rounds)
-        if len(rounds.quiet) >= checked_at and spent_s > min(_LEAST_S, budget_s / 4):
+        if len(rounds.still) >= checked_at and spent_s > min(_LEAST_S, budget_s / 4):
             # An interval takes a thousand draws, so it is not computed after every round.
-            checked_at += max(1, len(rounds.quiet) // 4)
-            if _narrow_enough(rounds.quiet, precision):
+            checked_at += max(1, len(rounds.still) // 4)
+            if _narrow_enough(rounds.still, precision):
                 break
     return rounds.comparison(list(functions))
 
@@ -286,6 +286,7 @@ class Rounds:
         """Seconds of a call by name, a dictionary a round."""
         self.quiet: list[dict[str, float]] = []
         """Those of them that nothing disturbed."""
+        self.still: list[dict[str, float]] = []  # and their cores lay where they mostly did
 
     @contextlib.contextmanager
     def next(self) -> Iterator[dict[str, float]]:
@@ -297,16 +298,19 @@ class Rounds:
         self.all.append(seconds)
         if not self.watch.was_disturbed():
             self.quiet.append(seconds)
+            if not self.watch.was_moved():
+                self.still.append(seconds)
 
     def comparison(self, names: list[str]) -> Comparison:
         """What the rounds say of these functions, each of which was timed in every round."""
         reason = _why_not(len(self.quiet), len(self.all))
-        samples = self.all if reason else self.quiet
+        is_still = len(self.still) >= _FEWEST_ROUNDS  # if not, the interval has to be wider
+        samples = self.all if reason else self.still if is_still else self.quiet
         return Comparison(
             {name: tuple(one[name] for one in samples) for name in names},
-            len(self.all) - len(self.quiet),
+            len(self.all) - len(self.still if is_still else self.quiet),
             reason,
-            self.watch.lay_apart(),
+            self.watch.lay_apart() or not is_still,
         )
 
 
@@ -429,7 +433,7 @@ class _Watch:
             self.passed_on = self.passed_on.flip(0)
 
     def was_disturbed(self) -> bool:
-        """Whether this round was: its product was slow, its threads or cores had to wait, or moved.
+        """Whether this round was: its product was slow, or its threads or cores had to wait.
 
         The product is held against its usual time and not against its best. That one comes once in
         a hundred rounds, when a neighbour on the same core of the host sleeps; and what slows all
@@ -439,12 +443,11 @@ class _Watch:
         allowed_s = _WAITED * (time.perf_counter() - self.started)
         return (
             slowest_s > _SLOWER * statistics.median(self.calibrations_s)
-            or self._moved()
             or _waited_s() - self.waited_s > allowed_s
             or _stolen_s() - self.stolen_s > max(allowed_s, 0.02)  # counted in steps of 10 ms
         )
 
-    def _moved(self) -> bool:
+    def was_moved(self) -> bool:
         """Whether the cores lay elsewhere in this round than in most."""
         usual_s = statistics.median(self.exchanges_s or [0.0])
         latest = self.exchanges_s[self.first :] or [usual_s]

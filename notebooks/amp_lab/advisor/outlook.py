@@ -53,8 +53,7 @@ def first_look(case: Case, memory: int | str | None = None) -> Outlook:
     options: dict[str, Any] = {"device_type": kind, "loss_fn": case.loss_fn, **case.kwargs}
     try:
         for precision in (Precision.BF16, Precision.FP16):
-            seen = xray(case.model, *case.args, dtype=precision.dtype, **options)
-            look.xrays[precision] = seen
+            look.xrays[precision] = xray(case.model, *case.args, dtype=precision.dtype, **options)
         for use in case.uses:
             _forecast(case, use, look)
     except TraceError as error:
