@@ -242,12 +242,12 @@ def compare(
     `warmup` calls of each, is not counted. The environment variable AMP_LAB_TIMING_S is an upper
     limit to every budget: tests set it, since they run side by side and find the machine busy.
 
-    Between the turns a fixed matrix product is timed, on a CPU also how fast its threads read what
+    Between the turns a fixed matrix product is timed, on a CPU also how fast threads read what
     others wrote, and the operating system is asked how long threads of this process waited for a
     core and how much of it the host took away (Linux). A round in which another program took part
-    of the machine is left out, and one in which its host moved the cores if twelve others remain.
-    If fewer than twelve rounds were undisturbed, or fewer than half, the result says that it is not
-    trusted; a machine that was busy for most of half the budget is not given the other half.
+    of the machine is left out, as is one in which the host moved the cores if twelve others remain.
+    With fewer than twelve undisturbed rounds, or fewer than half, the result is not trusted; after
+    being busy for most of half the budget, a machine is not given the other half.
 
     Raises `ValueError` for no functions, and whatever they raise.
     """
