@@ -189,8 +189,7 @@ class Comparison:
         return Estimate(*_estimate(np.array(self.samples_s[name])), self.trusted)
 
     def ratio(self, name: str, to: str) -> Ratio:
-        """Time of `name` over time of `to`: above 1, `name` is the slower one, and `to` as many
-        times as fast.
+        """Time of `name` over time of `to`: above 1, `to` is as many times as fast.
 
         The median of the ratios within each round, with a bootstrap interval (Efron and Tibshirani
         1993, percentile method, seeded). Raises `KeyError` for a name that was not compared.
