@@ -237,7 +237,7 @@ def climb(ladder):
         return run
 
     functions = {name: timed(*rung) for name, rung in ladder.steps.items()}
-    return compare(functions, device=device, budget_s=8)
+    return compare(functions, device=device, budget_s=16)
 
 
 # %% [markdown]
