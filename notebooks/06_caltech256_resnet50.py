@@ -341,7 +341,7 @@ print(step_times)
 assert step_times.rounds > 1
 
 # %% [markdown]
-# Each line ends with the speed-up over FP32 and its interval. Here bf16 is well over one and a half times
+# Each line ends with the speed-up over FP32 and its interval. Here bf16 is more than one and a half times
 # as fast. *Too busy to tell* means that something else ran on the machine: stop it, and run the cell again.
 #
 # An epoch also reads, decodes and augments images on the CPU, in every precision alike. If reading a batch

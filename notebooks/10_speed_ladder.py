@@ -121,7 +121,7 @@ assert not limits.trusted or min(limits.stream_bytes_per_s.values()) > 1e8  # a 
 
 # %% [markdown]
 # On the machine that made this page, bf16 multiplies more than twice as fast as fp32, and fp16, which
-# this CPU emulates, about a hundred times as slowly. On a GPU with tensor cores expect fp16 and bf16
+# this CPU emulates, some sixty times as slowly. On a GPU with tensor cores expect fp16 and bf16
 # to be alike.
 #
 # ## The work: what must a step do?
