@@ -14,7 +14,7 @@ FP32, BF16 = Precision.FP32, Precision.BF16
 FLOPS = 10**9
 # A device that does 100 GFLOP/s in fp32 and 400 in bf16: a step of 1 GFLOP takes 10 and 2.5 ms.
 REPORT = SimpleNamespace(rates={FP32: 1e11, BF16: 4e11}, trusted=True, speedup=lambda _: 4.0)
-NAMES = ("04_fp32_vs_amp", "05_cifar10_mobilenet", "06_caltech256_resnet50")
+LATER = ("05_cifar10_mobilenet", "06_caltech256_resnet50")  # which look at the gain alone
 
 
 def compared(fp32_ms: float, bf16_ms: float, reason: str = "") -> Comparison:
@@ -22,19 +22,31 @@ def compared(fp32_ms: float, bf16_ms: float, reason: str = "") -> Comparison:
     return Comparison({FP32: (fp32_ms / 1e3,) * 12, BF16: (bf16_ms / 1e3,) * 12}, 0, reason)
 
 
-@pytest.fixture(scope="module", params=NAMES)
-def is_possible(request):
-    """The notebook's function of that name, called alike for all three."""
+def function_of(name: str):
+    """The notebook's `is_possible`, for both precisions at once."""
     given = {"device": torch.device("cpu"), "amp": BF16, "both": (FP32, BF16)}
-    notebook = definitions(build_pairs.FOLDER / f"{request.param}.py", **given)
+    notebook = definitions(build_pairs.FOLDER / f"{name}.py", **given)
+    more = () if name in LATER else (FLOPS,)
 
     def call(times: Comparison, report: SimpleNamespace = REPORT) -> bool:
         notebook["report"] = report
-        if request.param == NAMES[1]:
-            return notebook["is_possible"](times, FLOPS)
-        return all(notebook["is_possible"](times, p, FLOPS) for p in (FP32, BF16))
+        return all(notebook["is_possible"](times, p, *more) for p in (FP32, BF16))
 
     return call
+
+
+@pytest.fixture(scope="module")
+def is_possible():
+    return function_of("04_fp32_vs_amp")
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_gain_that_no_device_has_is_noticed(name):
+    is_possible = function_of(name)
+    assert is_possible(compared(20, 6))
+    assert is_possible(compared(20, 40))  # slower is always possible
+    assert not is_possible(compared(100, 10))  # 10x as fast, and arithmetic gains 4x
+    assert is_possible(compared(100, 10, reason="the machine was busy"))  # nothing is claimed
 
 
 @pytest.mark.parametrize(
