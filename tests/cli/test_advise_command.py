@@ -7,6 +7,7 @@ import pytest
 from amp_lab.advisor import session
 from amp_lab.cli import main
 from amp_lab.timing import Comparison
+from conftest import WEEKLY
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +51,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS if WEEKLY else ["inputs", "a batch", "all in one"])
 def test_the_program_that_it_prints_is_whole(models, capsys, way):
     fast = ("--device", "cpu", "--minutes", "0.2", "--format", "json")
     assert main(["advise", *WAYS[way], *fast]) == 0
