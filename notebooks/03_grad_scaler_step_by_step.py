@@ -179,9 +179,9 @@ assert layer.weight.grad.dtype is torch.float32
 # Both gradients are 4096 times too large, -242.25 and 4096. They passed through fp16 on the way, and
 # arrived in fp32, the dtype of their parameters.
 #
-# `unscale_` divides them again, in place, and notes whether any of them is infinite or NaN. If your
-# loop does not look at its gradients, you may leave this line out, because `step` does it then. If it
-# clips or logs gradients, you need it here, since before it they are 4096 times what they should be.
+# `unscale_` divides them by the scale, in place, and notes whether any of them is infinite or NaN.
+# If your loop does not look at its gradients, you may leave this line out, because `step` does it
+# then. If it clips or logs gradients, you need it here: until now they are 4096 times too large.
 
 # %%
 scaler.unscale_(optimizer)  # AMP: optional
@@ -198,8 +198,8 @@ print(f"in fp32 {x.item():.8f}, through fp16 {layer.weight.grad.item():.8f}")
 assert layer.weight.grad.item() == x.half().item()
 
 # %% [markdown]
-# Now `step` calls `optimizer.step()`, but only if `unscale_` found no infinity and no NaN. It found
-# none here, so the parameters move as they did in fp32.
+# The two differ from the sixth decimal on. Now `step` calls `optimizer.step()`, but only if
+# `unscale_` found no infinity and no NaN. It found none, so the parameters move as in fp32.
 
 # %%
 scaler.step(optimizer)  # AMP: was optimizer.step()
@@ -220,8 +220,8 @@ assert (scaler.get_scale(), good_steps) == (4096, 1)
 # %% [markdown]
 # Nothing overflowed, so `update` counted one good step and left the scale at 4096.
 #
-# You cannot change the order of these calls. Unscaling twice, for example, would divide by 4096 twice,
-# so the scaler refuses to do it until `update` has been called. The same holds for a second `step`.
+# Keep to this order. Unscaling twice, for example, would divide by 4096 twice, so the scaler
+# refuses it until `update` has been called. [Notebook 08](08_when_amp_breaks.ipynb) has the others.
 
 # %%
 scaler.scale(layer(x)).backward()
@@ -236,9 +236,9 @@ assert "unscale_() has already been called" in message
 # %% [markdown]
 # ## An overflow: the step is skipped, the scale halves
 #
-# The largest fp16 number is 65504. In our network the loss is an fp16 tensor, and its gradient is the
-# scale itself. So fp16 cannot hold a scale of 131072 (2^17), and it becomes infinite. `train_step` is
-# the whole loop body from above, with a report.
+# The largest fp16 number is 65504. In our network the loss is an fp16 tensor, and its gradient is
+# the scale itself. A scale of 131072 (2^17) does not fit into fp16, so this gradient becomes
+# infinite. `train_step` is the whole loop body from above, with a report.
 
 
 # %%
@@ -268,11 +268,11 @@ assert scaler.get_scale() == 2.0**15
 check(layer, -0.7756, -2.9002)
 
 # %% [markdown]
-# Two steps were skipped: the gradients were infinite, so the parameters did not move, and the scale
-# fell to 2^15, with which training goes on. **A skipped step is not a fault: it is how the scaler
-# searches.** A few skipped steps at the start and one now and then are normal. If the scale goes on
-# falling, the gradients are bad at *any* scale, and you will find the cause elsewhere, often in the
-# loss.
+# Two steps were skipped, because 2^17 and 2^16 are both above 65504. The gradients were infinite,
+# so the parameters did not move, and the scale fell to 2^15, with which training goes on.
+# **A skipped step is not a fault: it is how the scaler searches.** As a rule of thumb, a few at the
+# start and one now and then are normal. If the scale goes on falling, the gradients are bad at
+# *any* scale: see [notebook 08](08_when_amp_breaks.ipynb), section 2.
 #
 # What does a scaler cost? To find out, we note the ops that run while it works. ([Notebook
 # 02](02_autocast_dtypes.ipynb) explains how a `TorchDispatchMode` does that.)
@@ -336,14 +336,14 @@ for _ in range(7):
 assert scales == [4096] * 3 + [8192] * 3 + [16384]
 
 # %% [markdown]
-# As the report shows, the scale doubles after three good steps, from 4096 to 8192, and after three more
-# to 16384.
+# The report shows the scale double after three good steps, to 8192, and after six, to 16384.
 #
 # ## The scale over a whole training run
 #
-# Both rules together make the scale climb until a gradient overflows, fall by half, and climb again. To
-# see this in a picture, we train a layer of eight weights on a noisy line, with a growth interval of
-# 10. The loss is in the block as well; autocast computes it in fp32 on every backend.
+# Both rules together make the scale climb until a gradient overflows, fall by half, and climb
+# again. To see this in a picture, we fit eight weights to noisy data, with a growth interval of 10.
+# The loss is in the block as well. Autocast computes it in fp32, so here the scale may exceed
+# 65504: only the gradients behind it have to fit into fp16.
 
 # %%
 torch.manual_seed(0)
@@ -367,7 +367,8 @@ for _ in range(300):
 # The scale halves in exactly those steps that were skipped, so we can read them from the list.
 
 # %%
-skipped = [step for step, (now, after) in enumerate(pairwise(scales)) if after < now]
+after_each = pairwise([*scales, scaler.get_scale()])
+skipped = [step for step, (now, after) in enumerate(after_each) if after < now]
 _ = plots.scale_over_time(scales, skipped)
 print(f"{len(skipped)} of {len(scales)} steps skipped")
 print(f"final loss {loss.item():.3f}; the noise alone gives {0.1**2:.3f}")
@@ -375,11 +376,11 @@ assert 0 < len(skipped) < 0.1 * len(scales)
 assert loss.item() < 0.03
 
 # %% [markdown]
-# The picture shows the scale on a logarithmic axis over the steps. It climbs one stair every ten steps,
-# until a gradient overflows. There, at a cross, the step is skipped, the scale halves, and the climb
-# begins again. The crosses are not all at one height, since every batch has its own largest gradient.
-# In all, 15 of 300 steps were skipped, and they cost nothing that matters: the loss ends at 0.007, at
-# the level of the noise.
+# The scale climbs one stair every ten steps, from 2^8 to 2^19, until a gradient overflows. There,
+# at a cross, the step is skipped, the scale halves, and the climb begins again. Some crosses are at
+# 2^19 and some at 2^20, since every batch has its own largest gradient. In all, 15 of 300 steps
+# were skipped, and the loss still ends at 0.007, at the level of the noise. With the default, 2000,
+# it is at most one step in 2000 in the long run, since a rise has to make up for every fall.
 #
 # ## A scaler written by hand
 #
@@ -459,9 +460,9 @@ assert 30 < falls < 70  # one in ten of 500, give or take three standard deviati
 #
 # ## When there is nothing to scale
 #
-# bf16 has the range of fp32, so its gradients vanish only where those of fp32 would, and a scaler has
-# nothing to do. You can still write one loop for both: a disabled scaler hands the loss through, and
-# calls the optimizer.
+# bf16 has the exponents of fp32, so gradients do not vanish for want of range, and a scaler has
+# nothing to do. You can still write one loop for both: a disabled scaler returns the loss as it is,
+# and its `step` only calls the optimizer.
 
 # %%
 for dtype in (torch.float16, torch.bfloat16):
@@ -585,8 +586,8 @@ check_clipped_step(clipped_step)
 #     scaler.update()
 # ```
 #
-# Without `unscale_` the norm is 1024 times too large, so that clipping shrinks the gradients to
-# almost nothing.
+# Without `unscale_` the norm is 1024 times too large (the scale in the check is 1024), so that
+# clipping shrinks the gradients to almost nothing.
 #
 # </details>
 #
@@ -606,7 +607,7 @@ check_resumed(resumed_scaler)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `print(scaler.state_dict())` shows what there is besides the scale.
+# `print(torch.amp.GradScaler(device.type).state_dict())` shows what there is besides the scale.
 #
 # </details>
 #

@@ -17,7 +17,7 @@
 # - which lines of a training loop AMP changes, and which it does not;
 # - how to tell whether reduced precision costs accuracy: by comparing with the spread between
 #   seeds;
-# - how to measure time and memory so that the figures mean something, and how easily they do not.
+# - how to measure time and memory so that the numbers mean something, and what makes them mislead.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for `torch.autocast`, [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for `GradScaler`. It runs on a CPU in about a minute. On a
@@ -70,10 +70,10 @@ assert output.dtype is torch.bfloat16
 assert layer.weight.dtype is layer.weight.grad.dtype is torch.float32
 
 # %% [markdown]
-# Only the output is. It takes half the memory, and the product behind it is the kind of work for
-# which many devices have faster units in 16 bits. The weight and its gradient stay fp32, so that
-# training can go on as before. So we expect AMP to save time, to save memory, and to learn the
-# same. This notebook measures all three.
+# Only the output is in bf16. It takes half the memory, and many devices compute the matrix product
+# behind it faster in 16 bits. The weight and its gradient stay fp32, so that training can go on as
+# before. So we expect AMP to save time, to save memory, and to learn the same. This notebook
+# measures all three.
 #
 # ## The problem: a picture, from its coordinates
 #
@@ -105,8 +105,8 @@ assert target.unique().numel() == 4
 # %% [markdown]
 # On the left and in the middle you see the two inputs: x grows from black to white to the right,
 # and y downwards. On the right is the target, which has diamonds in four greys, four across and two
-# down. The inputs are smooth and the target has sharp edges, which makes the problem harder than it
-# looks.
+# down. The inputs are smooth and the target has sharp edges. We shall see whether the network can
+# draw those.
 #
 # The network's convolutions have 1x1 kernels, so each is a matrix product over the channels of
 # every pixel. As a rule of thumb, that is the kind of work that reduced precision speeds up most.
@@ -197,6 +197,8 @@ if not report.trusted:
 assert all(report.rates[precision] for precision in precisions)  # each can be had here
 
 # %% [markdown]
+# On this page that leaves FP32 and bf16, so the scaler stays disabled here.
+#
 # The name FP32 needs care. PyTorch lets a recent NVIDIA GPU [run fp32 convolutions in
 # TF32](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices)
 # unless you tell it not to, and a speed-up over that is no speed-up over FP32. So
@@ -260,9 +262,9 @@ print(f"from seed to seed, fp32 differs by {spread:.5f}")
 # in bf16. On your device the numbers will be others, but read them in the same way: a difference
 # that is smaller than the spread may be chance.
 #
-# It is not proven to be zero, though. Both precisions start each seed from the same weights, so you
-# can compare the seeds in pairs, and with many pairs a small but steady difference shows. The third
-# exercise does this.
+# That does not prove the difference to be zero. Both precisions start each seed from the same
+# weights, so you can compare the seeds in pairs, and with many pairs a small but steady difference
+# shows. The third exercise does this.
 #
 # ## What they drew
 #
@@ -289,16 +291,17 @@ for name, picture in pictures.items():
 
 # %% [markdown]
 # On the left is the target, and beside it what each precision drew. Both networks learned the
-# picture: every diamond is in its place, and nearly every pixel is nearest to its own level (95% of
-# them). What they have not learned are the sharp edges, which both blur. To see where exactly they
-# differ, we subtract the pictures, and draw the differences three times as bright, so that white is
-# a whole level.
+# picture: every diamond is in its place, and 95% of the pixels are nearest to their own level.
+# Neither learned the sharp edges: both blur them. To see where exactly they differ, we subtract the
+# pictures and draw the differences three times as bright, so that 1.0 on the scale, white, is a
+# difference of a whole level.
 
 # %% tags=["nbval-ignore-output"]
 differences = {f"{name} and target": (p - target).abs() for name, p in pictures.items()}
 for name in list(pictures)[1:]:
     differences[f"{name} and fp32"] = (pictures[name] - pictures["fp32"]).abs()
-_ = plots.side_by_side({name: 3 * d.clamp(max=1 / 3) for name, d in differences.items()})
+brighter = {name: 3 * d.clamp(max=1 / 3) for name, d in differences.items()}
+_ = plots.side_by_side(brighter, "difference (levels)")
 for name, difference in differences.items():
     print(f"{name}: {difference.mean():.3f} on average, where a level is {1 / 3:.3f}")
     assert difference.mean() < 1 / 6  # half a level
@@ -306,10 +309,10 @@ between = [difference.mean() for name, difference in differences.items() if "tar
 assert all(one < differences["fp32 and target"].mean() for one in between)
 
 # %% [markdown]
-# Black means no difference. The first two pictures show the same rings: each network is off where the
-# target jumps from one level to the next, by 0.08 on average. The last picture, bf16 against fp32,
-# is nearly black, since these two differ by 0.023 only. Two runs that round differently drift apart,
-# and so no pixel is quite the same, but they are much nearer to each other than to the target.
+# Black means no difference. The first two pictures show the same rings: each network is off most
+# where the target jumps from one level to the next, and by 0.08 on average over the picture. The
+# last one, bf16 against fp32, is nearly black, since these two differ by only 0.023. Two runs that
+# round differently drift apart, but they stay much nearer to each other than to the target.
 #
 # ## Time of a training step
 #
@@ -320,8 +323,8 @@ assert all(one < differences["fp32 and target"].mean() for one in between)
 # that it is not to be trusted. From the ratios within each round come the median and, in brackets,
 # an interval that holds the true one in 95 of 100 cases.
 #
-# No clock is beyond doubt. So we also count the arithmetic of a step, and ask whether the device
-# can do that much in the time.
+# A measured time can still be wrong. So we also count the arithmetic of a step, and check whether
+# the device can do that much in the time.
 
 
 # %%
@@ -378,10 +381,10 @@ assert device.type == "cpu" or not fastest.is_below(1)
 
 # %% [markdown]
 # Each line has the time of a step, and then the speed-up over FP32 with its interval. On the two
-# cores of this page, which have instructions for bf16, a step took less than half the time. On your
-# device it may be more or less: if the interval lies above 1x, AMP is faster there, and if it holds
-# 1x, this measurement cannot tell them apart. *Too busy to tell* means that something else kept the
-# machine busy. Stop it and run the cell again.
+# CPU cores used here, a step took less than half the time. On your device, AMP is faster if the
+# interval lies above 1x and slower if it lies below. If it contains 1x, this measurement cannot
+# tell. *Too busy to tell* means that something else kept the machine busy. Stop it and run the cell
+# again.
 #
 # ## Memory of a training step
 #
@@ -430,10 +433,10 @@ for precision in precisions:
         assert 0.45 < share < 0.75  # the activations are half as wide
 
 # %% [markdown]
-# With bf16 the step keeps 52% of what it keeps in fp32, since activations are half as wide and
-# nearly all of it. (On Apple's MPS autocast runs batch normalisation in fp32, so that more is kept,
-# not less.) The peak also holds the weights, their gradients and the state of Adam, which stay
-# fp32. Here they are little, but in a large model with a small batch they are most of the memory.
+# With bf16 the step keeps 52% of what it keeps in fp32: nearly all of it is activations, which are
+# half as wide. (Autocast on Apple's MPS runs batch normalisation in fp32, as notebook 02 shows, so
+# there more is kept.) The peak also holds the weights, their gradients and the state of Adam, which
+# stay fp32. They are little here, but most of the memory in a large model with a small batch.
 #
 # The picture has both, with the time on the left.
 
@@ -463,14 +466,14 @@ assert inference_flops < 0.5 * training_flops  # the backward pass is most of a 
 
 # %% [markdown]
 # You read the table like the one for training. Here bf16 was faster as well, but it gained less
-# than in training. The weights are cast anew in every pass, and there is no backward pass,
-# which is most of the arithmetic of a step: 0.6 of 1.8 GFLOP are left. So inference may gain less
-# than training, or nothing at all.
+# than in training. One likely reason: without the backward pass only 0.6 of 1.8 GFLOP are left,
+# while the forward pass casts as much as before, so that casts weigh more. Do not take the gain in
+# training for that in inference: measure both.
 #
 # ## How not to measure
 #
 # The article that this problem comes from reports the figures below, from an AMD GPU that it does
-# not name. It calls the first of them a speed-up of 46 %.
+# not name. It calls the gain in training a speed-up of 46 %.
 
 # %%
 article = {"training": (13.98, 7.50, 2061, 1035), "inference": (4.24, 2.87, 3338, 1676)}
@@ -489,8 +492,8 @@ assert article["inference"][2] > article["training"][2]
 # stored its activations for a backward pass. That alone is less than a training step needs. But the
 # loop wrote `outputs = model(inputs)`, and the old `outputs` keep their graph alive until the new
 # ones are there, so that two graphs exist at once. We can count all of this at the article's own
-# size with fake tensors, which have a shape but no data ([notebook
-# 06](06_caltech256_resnet50.ipynb) explains both tools).
+# size with fake tensors, which have a shape but no data, and a mode that sees every op ([notebook
+# 06](06_caltech256_resnet50.ipynb) explains both).
 
 
 # %%
@@ -541,15 +544,15 @@ assert no_graph < 0.3 * trained < one_graph < trained < two_graphs
 
 # %% [markdown]
 # Both of the article's figures come out to within ten MiB. One graph would have needed less than
-# training, and with `no_grad` or `inference_mode` a quarter would have been enough: 516 MiB.
+# training, and with `no_grad` or `inference_mode` a quarter of it is enough: 516 MiB.
 #
 # **It stopped the clock too early.** Work on a GPU runs after the call that asked for it has
 # returned. If you read the clock before you synchronise, you time how fast the CPU queues work
 # [*(not yet seen on a GPU)*](../data/results/README.md "clock-too-early"). On a CPU
-# both are the same. (FP32 shows it best: with fp16 the scaler waits for the device in every step
-# anyway.)
+# it makes no difference. (We time FP32, because with fp16 the scaler waits for the device in every
+# step anyway.)
 #
-# `compare` always waits, so for a clock that does not we write the loop ourselves. `Rounds` is the
+# `compare` always waits, so we write a loop of our own for the clock that does not. `Rounds` is the
 # part of `compare` that watches the machine.
 
 
@@ -586,9 +589,8 @@ assert not hidden.is_below(0.9)
 assert device.type != "cpu" or not hidden.is_above(1.1)
 
 # %% [markdown]
-# On a CPU the interval in the second line holds 1x, as it should. If it is well above 1x on your
-# device, that is the speed-up which the hurried clock would report for nothing at all, since it is
-# the same step.
+# On a CPU the interval in the second line contains 1x, as it should. If it is well above 1x on your
+# device, the hurried clock reports a speed-up where there is none, since both time the same step.
 #
 # **It counted the first step.** The first steps load kernels, choose algorithms and allocate
 # memory. In the article FP32 always ran first and paid for all of it, which makes AMP look better
@@ -642,8 +644,8 @@ for precision in precisions[1:]:
 # %% [markdown]
 # - A step took less than half the time and kept 52% of the memory, and the losses differed by less
 #   than those of two seeds do.
-# - To see whether reduced precision costs accuracy, compare the losses of several seeds, in pairs.
-#   With three seeds you only see a loss of accuracy that is larger than the spread between them.
+# - To see whether reduced precision costs accuracy, compare the losses of several seeds. Without
+#   pairs you only see a difference that is larger than their spread; many pairs show smaller ones.
 # - To measure time, synchronise, warm up, repeat, take turns and give an interval, and say what the
 #   baseline is: FP32, or TF32? If the machine was busy, say that it was.
 # - Weights, gradients and optimizer state stay fp32, so memory falls towards half only where
@@ -669,8 +671,7 @@ check_speedup(speedup)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Say the step took 100 ms in FP32. How long does it take with AMP, and what is the old time divided
-# by the new one?
+# Say the step took 100 ms in FP32. How long does it take with AMP?
 #
 # </details>
 #
@@ -696,8 +697,8 @@ check_speedup(speedup)
 #     return time.perf_counter() - started
 # ```
 #
-# It is wrong in two cases: when the device still has work from before, and when it has not finished
-# in time. Repair both.
+# It is wrong in two cases: when the device still has work from before, and when the step itself is
+# still running as the clock is read. Repair both.
 
 
 # %%
@@ -710,7 +711,7 @@ check_seconds_of(seconds_of)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Call `wait` twice. What has to be true of the device at the moment when you read the clock?
+# What has to be true of the device at each of the two moments when you read the clock?
 #
 # </details>
 #

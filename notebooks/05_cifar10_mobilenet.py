@@ -67,15 +67,15 @@ assert logits.dtype is torch.bfloat16
 assert loss.dtype is weight.dtype is weight.grad.dtype is torch.float32
 
 # %% [markdown]
-# Only the logits are, together with the activations that led to them. The loss is fp32 because we
-# asked for it with `float()`. The weights and their gradients stay fp32 as well, so the optimizer does
-# not notice that anything has changed, and this is why a few lines of the loop are enough.
+# Only the logits are bf16, like the activations before them. The loss is fp32 because we asked for
+# it with `float()`. The weights and their gradients stay fp32 as well, so the optimizer does not
+# notice that anything has changed, and this is why a few lines of the loop are enough.
 #
 # ## Settings and data
 #
-# The full scale is that of the source: the whole network, and batches of 128. The quick scale takes a
-# network with a third of the channels and fewer blocks, which two CPU cores can train six times while
-# you read on.
+# The full scale is that of the notebook named above: the whole network, and batches of 128. The
+# quick scale takes a network with a third of the channels and fewer blocks, which two CPU cores can
+# train six times while you read on.
 
 # %%
 DOWNLOAD = False  # True: fetch CIFAR-10 (170 MB) into data/ if it is not there
@@ -161,8 +161,8 @@ def train_epoch_fp32(model, loader, optimizer, scheduler):
 # %% [markdown]
 # ## The same loop with AMP
 #
-# The marked lines are new or changed, and nothing else is. The forward pass and the loss go under
-# autocast, and the scaler takes over `backward` and `step`.
+# Only the marked lines are new or changed, and the function takes two more arguments. The forward
+# pass and the loss go under autocast, and the scaler takes over `backward` and `step`.
 #
 # Both autocast and `GradScaler` take `enabled=` and do nothing when it is false. We enable autocast
 # for fp16 and bf16 and the scaler for fp16 alone, so that one loop serves every precision. With two
@@ -281,15 +281,15 @@ assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  
 # %% [markdown]
 # The training loss is on the left, and on the right the accuracy on images that were not trained on.
 # Each line is the mean over three seeds, and the band around it reaches from the lowest seed to the
-# highest. In the run above the loss curves of FP32 and bf16 lie on each other. While the accuracy
-# climbs, two seeds of one precision differ far more than the two precisions do.
+# highest. In the run above the loss curves of FP32 and bf16 nearly coincide. While the accuracy
+# climbs, two seeds of one precision differ far more than the means of the two precisions do.
 #
 # ## Has accuracy been kept?
 #
-# Two things make accuracies differ that have nothing to do with precision. Seeds differ among
-# themselves, and a test set of $n$ images knows an accuracy $p$ only to within about $\sqrt{p (1 -
-# p) / n}$, its standard error. As a rough yardstick we add both together: a difference counts if it is
-# larger than the spread of the seeds plus two standard errors.
+# Two things that have nothing to do with precision make accuracies differ. Seeds differ among
+# themselves, and $n$ test images show an accuracy $p$ only to within about $\sqrt{p (1 - p) / n}$,
+# its standard error. As a rough yardstick we add both together: a difference counts if it is larger
+# than the spread of the seeds plus two standard errors.
 
 # %% tags=["nbval-ignore-output"]
 final = {precision: accuracy[:, -1] for precision, accuracy in accuracies.items()}  # (seeds,) each
@@ -336,10 +336,10 @@ def new_step(dtype, size, prepare=lambda model: None):
 
 
 # %% [markdown]
-# FP32 is compared with the fastest of the precisions that need autocast. `compare` takes turns and
-# watches whether the machine is busy, as [notebook
-# 04](04_fp32_vs_amp.ipynb#Time-of-a-training-step) explains. `in_mode` keeps TF32 off in FP32, as in
-# training, and `is_possible` checks each result against what the device can gain at most.
+# We compare FP32 with the fastest of the precisions that need autocast. As in [notebook
+# 04](04_fp32_vs_amp.ipynb#Time-of-a-training-step), `compare` takes turns and watches whether the
+# machine is busy, `in_mode` keeps TF32 off in FP32, and `is_possible` checks that no speed-up is
+# larger than the device can give.
 
 # %%
 amp = next((p for p in fit_for if p.dtype is not torch.float32), Precision.BF16)
@@ -358,15 +358,15 @@ def in_mode(precision, function):
 
 
 def is_possible(times, name):
-    """Whether so much can be gained over FP32: the ratio of the rates, or 2 by half the bytes."""
+    """Whether the device can gain so much over FP32: by its rates, or 2x from half the bytes."""
     gain = times.ratio(Precision.FP32, name)
-    limit = 1.5 * max(2, report.speedup(amp))  # a convolution may gain more than the product
+    limit = 1.5 * max(2, report.speedup(amp))  # with islands too; a convolution may gain more
     return gain.median <= limit or not (gain.trusted and report.trusted)
 
 
 # %% [markdown]
-# Now the steps, at one size after the other, until each speed-up is known to 5 %. Before you run this:
-# at which size do you expect autocast to help most?
+# Now we time the steps, each size for six seconds, or until its speed-up is known to 5 %. Before
+# you run this: at which size do you expect autocast to help most?
 
 # %% tags=["nbval-ignore-output"]
 step_times = {}
@@ -380,17 +380,17 @@ for p in both:  # 25 times as many pixels or more take longer
     assert not small.time_s(p).is_above(large.time_s(p).interval[1]) or not large.trusted
 
 # %% [markdown]
-# The number beside each time of autocast is its speed-up over FP32, with its interval. Only an interval
-# that lies wholly above or below 1x says that one of the two is faster. On the CPU of this run bf16
-# *costs* time on small images, and on large ones it is hardly faster than FP32. Your device may draw the
-# line elsewhere. If a line says that the machine was too busy, stop what else runs there, and run the
-# cell again.
+# The number beside each time of autocast is its speed-up over FP32, with its interval. Only an
+# interval wholly above or below 1x says that one of the two is faster. On this CPU bf16 *costs*
+# time on small images, and even at 160 pixels it is hardly faster than FP32. Your device may draw
+# the line elsewhere. *Cores apart* is said of a virtual machine whose host moves its cores. If a
+# line says that the machine was busy, stop what else runs there, and run the cell again.
 #
 # ## Find the layers to blame
 #
 # MobileNetV2 alternates two kinds of convolution. A *pointwise* one has 1x1 kernels and is a matrix
 # product over the channels. A *depthwise* one has 3x3 kernels, each of which sees a single channel. A
-# hook notes the shapes of every layer; on the meta device that costs nothing.
+# hook notes the shapes of every convolution; on the meta device this computes nothing.
 
 
 # %%
@@ -442,8 +442,8 @@ def all_layers(name, size, dtype):
 
 
 # %% [markdown]
-# At 64 pixels, all layers of a kind together. Depthwise layers with stride 2 are only four of the 52
-# convolutions. Before you run this: how much of the time can they take?
+# We time all layers of a kind together, at 64 pixels. Only four of the 52 convolutions are
+# depthwise with stride 2. Before you run this: how much of the time can they take?
 
 # %% tags=["nbval-ignore-output"]
 kinds = ("first", "pointwise", "depthwise", "depthwise, stride 2")
@@ -453,18 +453,21 @@ for name in kinds:
     kind_times[name] = compare(calls, device=device, budget_s=2)
 _ = plots.time_by_kind(kind_times)
 assert all(is_possible(times, amp) for times in kind_times.values())
-assert [kind(layer) for layer, _, _ in convolutions(64)].count("depthwise, stride 2") == 4
+found = [kind(layer) for layer, _, _ in convolutions(64)]
+assert (len(found), found.count("depthwise, stride 2")) == (52, 4)
 
 # %% [markdown]
 # The picture has a pair of bars for each kind of layer: FP32 on the left, and beside it, hatched,
-# autocast with its speed-up above the bar. The thin lines are the intervals, and grey bars say that the
-# machine was too busy. On this CPU the pointwise layers gain a little from bf16, while the four depthwise
-# layers with stride 2 take several times as long and lose far more than all the others gain.
+# autocast with its speed-up above the bar. The thin lines are the intervals, and grey bars say that
+# the machine was too busy. On this CPU the pointwise layers gain a little from bf16 and the
+# depthwise ones lose. The four with stride 2 take several times as long, and lose far more than all
+# others gain. On another device, look for a kind whose second bar is much the higher one.
 #
-# The reason is a missing kernel. oneDNN computes convolutions on a CPU, and `ONEDNN_VERBOSE=1` in the
-# environment makes it print the kernel of every call. On a CPU with AVX-512 and bf16 we read `jit_dw`, a
-# kernel made for depthwise layers, for the gradient of the input at stride 1, and `brgconv_strided`, a
-# general one, at stride 2. On another device, look for a kind whose second bar is much the higher one.
+# At stride 2 a kernel is missing. oneDNN computes convolutions on a CPU, and
+# [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html) makes it print
+# the kernel of every call. On a CPU with AVX-512 and bf16 it computed the gradient of the input at
+# stride 1 with `jit_dw`, a kernel made for depthwise layers, but at stride 2 with
+# `brgconv_strided`, a general one.
 #
 # ## Leave those layers in FP32
 #
@@ -499,8 +502,8 @@ def make_islands(model):
 
 
 # %% [markdown]
-# What does that buy? The step with islands takes turns with a step in FP32 and with one in
-# plain autocast, at each size, so that we can hold it against both:
+# What does that buy? At each size, the step with islands takes turns with a step in FP32 and with
+# one in plain autocast, so that we can compare it with both:
 
 # %% tags=["nbval-ignore-output"]
 print("kept in fp32:", " and ".join(losers) or "nothing, since nothing is known to have lost")
@@ -508,7 +511,7 @@ labels = (f"{amp} with islands, over plain {amp}", f"{amp} with islands, over fp
 speedups = {label: [] for label in labels}
 for size in step_sizes:
     steps = {p: in_mode(p, new_step(p.dtype, size)) for p in both}
-    steps["islands"] = new_step(amp.dtype, size, make_islands)
+    steps["islands"] = in_mode(Precision.FP32, new_step(amp.dtype, size, make_islands))
     times = compare(steps, device=device, precision=0.05, budget_s=8)
     for label, name in zip(labels, (amp, Precision.FP32), strict=True):
         speedups[label].append(times.ratio(name, "islands"))
@@ -517,14 +520,14 @@ for size in step_sizes:
 _ = plots.speedup_over_size(step_sizes, speedups)
 
 # %% [markdown]
-# The picture shows how many times as fast a step with islands is as the other two, against the size of
-# the images. The solid line compares it with plain autocast and lies well above 1 here at every size,
-# so five lines of code have paid. The dashed line compares it with FP32 and rises above 1 as the images
-# grow: now autocast is worth it on this CPU as well. On a device where nothing lost, the solid line lies
-# at 1, up to noise. Points in grey were measured while the machine was too busy.
+# The picture shows how many times as fast a step with islands is as the other two, against the size
+# of the images. The solid line compares it with plain autocast and lies above 1 here at every size,
+# so the islands have paid. The dashed line compares it with FP32: on small images it lies near 1,
+# so nothing is lost any more, and at 160 pixels well above 1, so that autocast is worth it there.
+# Where nothing lost, the solid line lies at 1, up to noise. Grey points are not to be trusted.
 #
-# The lesson is not about one layer of one library. A speed-up is the sum of many parts, a single bad
-# part can eat it up, and timing the layers by kind finds that part in a minute. [Notebook
+# The lesson is not about one layer of one library. One part of a network can lose what all the
+# others gain, and timing the layers by kind finds that part in a minute. [Notebook
 # 04](04_fp32_vs_amp.ipynb) has the other case, a network of large matrix products.
 #
 # ## Resume: to the last bit
@@ -577,9 +580,9 @@ print("loss scale at the start, in the middle, at the end:", scales)
 assert scales[0] > scales[1]  # it has skipped steps
 
 # %% [markdown]
-# The scaler came down from 2^24 to 262,144 before the run was saved, so it did skip steps. To resume,
-# we make everything anew, fill it from the file, and go on. The new network starts from another seed, so
-# that whatever is missing from the file cannot be right by accident.
+# The scaler came down from 2^24 to 262,144, which is 2^18, before the run was saved: it skipped six
+# of eight steps. To resume, we make everything anew, fill it from the file, and go on. The new
+# network starts from another seed, so nothing missing can be right by accident.
 
 
 # %%
@@ -607,7 +610,7 @@ assert resumed["scheduler"].state_dict() == whole["scheduler"].state_dict()
 print("bitwise equal: weights, optimizer, scaler, schedule")
 
 # %% [markdown]
-# Now the same with one of the states forgotten. Before you run this: which of the four will do no harm?
+# Now we forget one state at a time. Before you run this: which of the four can we do without?
 
 
 # %%
@@ -626,9 +629,9 @@ for name in ("optimizer", "scheduler", "scaler", "random"):
 assert distance(resumed) == 0
 
 # %% [markdown]
-# Each of them does harm: the weights end up to 0.03 away from where they should, and no error tells you.
-# Only the comparison shows it. A forgotten scaler starts again from its initial scale and skips steps
-# until it has found one that works. A forgotten optimizer starts Adam's averages from zero.
+# None of them: the weights end up to 0.03 away, without any error. A new scaler starts from its
+# initial scale and skips steps once more, a new optimizer starts Adam's averages from zero, a new
+# schedule warms up again, and from another random state dropout drops other values.
 #
 # `amp-lab train` is this loop as a command. It also saves in the middle of an epoch, goes on after being
 # killed, and draws its curves:
@@ -682,8 +685,8 @@ assert abs(right_move - 0.5) < 1e-3
 assert abs(wrong_move * 65_536 - 0.5) < 1e-3
 
 # %% [markdown]
-# Without `unscale_` clipping sees a norm of 59,241 in place of 0.90. It cuts every gradient to a norm
-# of 0.5, and the scaler divides what is left by 65,536, so the weights move by 7.6e-06. `max_norm` has
+# Without `unscale_`, clipping sees a norm of 59,241 in place of 0.90. It cuts this down to 0.5, and
+# then the scaler divides what is left by 65,536, so the weights move by 7.6e-06. `max_norm` has
 # lost its meaning, and its effect changes whenever the scale does.
 #
 # Adam divides by the size of the gradients. Before you run this: will the mistake show there?
@@ -696,10 +699,9 @@ print(f"AdamW: with unscale_ {right_move:.2f}, without {wrong_move:.2f}")
 assert abs(wrong_move / right_move - 1) < 0.02
 
 # %% [markdown]
-# It hides: the weights move by 6.00 and 5.94, because a factor common to all steps cancels out. The
-# loss falls and nothing looks wrong, but now *every* gradient is clipped, large or small, and the rare
-# huge one that clipping was meant for is not told from the others.
-# "
+# It hardly shows: the weights move by 6.00 and 5.94, because Adam cancels a factor that all
+# gradients share. The loss falls and nothing looks wrong, but now *every* gradient is clipped to
+# the same norm, large or small, and not just the rare huge one that clipping was meant for.
 #
 # ## Save: the whole file or none (optional)
 #
@@ -775,10 +777,10 @@ assert 590e6 < total < 610e6  # the paper counts 300 million products and sums a
 _ = plots.flops_per_byte({f"{size} pixels": values for size, values in intensity.items()})
 
 # %% [markdown]
-# The picture shows on a logarithmic axis how many FLOPs a layer does for each byte it moves. Depthwise
-# layers (triangles) lie at the bottom in both panels, those with stride 2 (black) the lowest. Pointwise
-# ones (circles) climb at 224 pixels, and come down at 32, where their maps have shrunk to a few pixels
-# and the weights make up most of the bytes. In numbers:
+# The picture shows on a logarithmic axis how many FLOPs a layer does for each byte it moves.
+# Depthwise layers (triangles) lie at the bottom in both panels, those with stride 2 (black) the
+# lowest. Pointwise ones (circles) climb at 224 pixels. At 32 the last of them fall again, where the
+# maps have shrunk to one pixel and most bytes are weights. The medians are:
 
 # %%
 for size, values in intensity.items():
@@ -790,10 +792,10 @@ for size, values in intensity.items():
     assert middle["depthwise"] < 2.5 < middle["pointwise"]
 
 # %% [markdown]
-# A depthwise layer does about 2 FLOPs for a byte at either size, a pointwise one 10 at 32 pixels and 26
-# at 224. A 16-bit number has half the bytes of an fp32 one, so memory traffic gets at most twice as
-# fast, while arithmetic may gain several times as much where the hardware has units for it. As a rule of
-# thumb, a layer with few FLOPs per byte waits for memory, or for its own start-up, and has little to win.
+# In batches of 8, a depthwise layer does about 2 FLOPs a byte at either size, a pointwise one 10.1
+# at 32 pixels and 26.5 at 224. A 16-bit number has half the bytes of an fp32 one, so memory traffic
+# gets at most twice as fast, while arithmetic may gain more on hardware with units for it. As a
+# rule of thumb, a layer with few FLOPs per byte waits for memory or its start-up and gains little.
 #
 # ## Summary
 #
@@ -824,9 +826,9 @@ from exercises.image_classification import (
 # %% [markdown]
 # ### 1. Which difference counts?
 #
-# Two precisions are tested on 900 images, and FP32 classifies 90 % of them right. Its seeds differ by
-# up to 0.5 points. By how many points may the other precision differ before we say that it does, by the
-# yardstick of this notebook?
+# Two precisions are tested on 900 images, and FP32 classifies 90 % of them right. The seeds of both
+# differ by up to 0.5 points. By the yardstick of this notebook, how many points must lie between
+# the two precisions before the difference counts?
 
 # %%
 needed_difference = ...  # in percentage points

@@ -145,8 +145,8 @@ print("pretrained weights" if weights else "random weights: the accuracy will me
 assert cached.name.startswith("resnet50-")
 
 # %% [markdown]
-# To freeze the backbone, we switch off gradients for all that is there. The new head, made afterwards, has
-# them switched on.
+# To freeze the backbone, we switch off the gradients of all its parameters. The new head is made
+# afterwards, so it has them switched on.
 
 
 # %%
@@ -169,8 +169,8 @@ print(f"{parameters:,} parameters, {trained:,} trained")
 assert trained == 2048 * 256 + 256 == 524_544  # as in the tutorial
 
 # %% [markdown]
-# Only 524,544 of 24 million. But frozen *parameters* are not a frozen *network*. Before you run the next
-# cell: which numbers inside the network will a forward pass in training mode change all the same?
+# We train 524,544 of 24 million. But frozen *parameters* are not a frozen *network*. Before you run
+# the next cell: which numbers inside the network will a forward pass in training mode still change?
 
 # %%
 before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -186,9 +186,9 @@ assert len(changed) == 3 * 53  # mean, variance and a counter, in each of 53 bat
 #
 # ## One step for every precision
 #
-# The marked lines are AMP. `enabled=` switches each part off where it is not needed, so there is no second
-# branch for FP32. The logits are made fp32 before the loss, because on CUDA the log-softmax within
-# `cross_entropy` would otherwise give its result in fp16 or bf16, with few digits.
+# The marked lines are AMP. `enabled=` switches off what is not needed, so FP32 needs no branch. The
+# logits become fp32 because [on CUDA](09_xray_your_model.ipynb#The-surprise-in-cross-entropy) the
+# log-softmax within `cross_entropy` returns few digits otherwise.
 
 
 # %%
@@ -206,8 +206,8 @@ def train_step(model, images, targets, optimizer, scaler, dtype):
 
 
 # %% [markdown]
-# The rest of the loop has no precision in it. Loss and accuracy are summed up on the device and read once
-# at the end, since a read in each step would make the CPU wait.
+# The rest of the loop is the same in every precision. We sum loss and accuracy on the device and
+# read them once at the end, since a read in each step would make the CPU wait.
 
 
 # %%
@@ -288,8 +288,8 @@ def train(precision):
 
 
 # %% [markdown]
-# On a GPU four precisions run, on a CPU FP32 and bf16, which need no special hardware (fp16 is very slow on
-# most CPUs). Batch size, images and first weights are the same, so nothing but the precision differs.
+# We compare up to four precisions on a GPU, and FP32 and bf16 on a CPU, since most are very slow in
+# fp16. Batch size, images and first weights are the same, so nothing but the precision differs.
 
 # %% tags=["nbval-ignore-output"]
 precisions = {
@@ -310,9 +310,9 @@ for precision in precisions:
     assert abs(result["accuracy"] - baseline["accuracy"]) <= 3 * 2**0.5 * error
 
 # %% [markdown]
-# The losses differ by less than a hundredth, which is rounding. The accuracy of 25 % says nothing about a
-# ResNet-50: with random weights and four classes of generated pictures it is chance. On the real test set
-# one image more is worth 0.03 points.
+# The two losses differ by less than 0.01, which is what rounding does. The accuracy of 25 % says
+# nothing about a ResNet-50: with random weights and four classes of generated pictures it is
+# chance. On the tutorial's test set, one image more is worth 0.03 points.
 #
 # ## Time: a step, and all around it
 #
@@ -335,7 +335,7 @@ def step_alone(precision, images, targets):
 
 
 def is_possible(times, name):
-    """Whether so much can be gained over FP32: the ratio of the rates, or 2 by half the bytes."""
+    """Whether the device can gain so much over FP32: by its rates, or 2x from half the bytes."""
     gain = times.ratio(Precision.FP32, name)
     limit = 1.5 * max(2, report.speedup(name))  # a convolution may gain more than the product
     return gain.median <= limit or not (gain.trusted and report.trusted)
@@ -367,15 +367,15 @@ assert round(100 / 2_978, 2) == 0.03  # what one test image is worth, in points
 # %% [markdown]
 # The accuracies, 83.1 % and 80.9 %, come from one run each, at different batch sizes, and AMP's had half as
 # many steps to learn in. The 2.2 points may be due to that, to chance, or to fp16; the table cannot tell.
-# Nor was much of a speed-up to be expected, since a GTX 1060 is older than [Tensor
+# A speed-up of only 1.10x is no surprise either, since a GTX 1060 is older than [Tensor
 # Cores](https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html), the units
-# that multiply fp16 matrices faster. What AMP gave that card was memory.
+# that multiply fp16 matrices faster. On that card AMP mostly made room for a larger batch.
 #
 # ## Where the memory of a step goes
 #
-# Why did FP32 at batch 512 not fit? We count. A dispatch mode sees each operation that PyTorch carries out,
-# and what it returns. Ours keeps a dictionary of the storages that exist, from which an entry vanishes when
-# its storage is freed, and remembers what was in it at the worst moment.
+# Why did FP32 at batch 512 not fit? Let us count the bytes. A dispatch mode sees each operation
+# that PyTorch carries out, and what it returns. Ours keeps a dictionary of all storages, from which
+# an entry vanishes when its storage is freed, and remembers the worst moment.
 
 
 # %%
@@ -442,7 +442,7 @@ with FakeTensorMode():
     assert (torch.ones(2**40) + 1).nbytes == 2**42
 
 # %% [markdown]
-# Can we trust the pretence? For a batch small enough to run, it must find what a real step needs.
+# Can we trust the pretence? On a batch small enough to run, it must count what real tensors take.
 
 # %% tags=["nbval-ignore-output"]
 for dtype in (torch.float32, torch.bfloat16):
@@ -470,10 +470,10 @@ assert gib["AMP, batch 512"] < 1.1 * gib["FP32, batch 256"]  # twice the batch, 
 assert 0.85 < gib["FP32, batch 512"] / 6 < 1
 
 # %% [markdown]
-# AMP needs 2.87 GiB for 512 images, little more than the 2.73 GiB of FP32 for 256. FP32 with 512 images
-# needs 5.36 GiB and leaves the card less than one. That has to do for what our count does not see: the CUDA
-# context, the scratch memory of convolutions, the gaps in the allocator, and often a desktop. The
-# tutorial's table says that the card ran out.
+# AMP needs 2.87 GiB for 512 images, little more than the 2.73 GiB of FP32 for 256. FP32 with 512
+# images needs 5.36 GiB, which leaves less than 1 GiB for what our count does not see: the CUDA
+# context, the scratch memory of convolutions, the gaps in the allocator, and often a desktop. That
+# was not enough, since the tutorial's table says that the card ran out.
 #
 # ## Why it is not quite half
 #
@@ -498,11 +498,11 @@ for name in ("FP32, batch 512", "AMP, batch 512"):
     assert Counter(shape for shape, _, _ in frozen[name].peak)[512, 256, 56, 56] == 3
 
 # %% [markdown]
-# The worst moment is in the first residual block, where three tensors of 256 maps are alive: the block's
-# own output, and its shortcut before and after batch normalisation. With AMP these maps are half as large,
-# while the images stay fp32, and so do the weights, which make up most of the rest. No other maps are there:
-# since nothing in a frozen backbone needs a gradient, they are freed as soon as the next layers have used
-# them.
+# The worst moment is in the first residual block, where three tensors of 256 maps are alive: the
+# block's own output, and its shortcut before and after batch normalisation. The 64 maps are the
+# block's input. With AMP all these maps take half the bytes, while the images and the weights,
+# which make up most of the rest, stay fp32. Earlier maps are gone: nothing in a frozen backbone
+# needs a gradient, so they are freed as soon as the next layers have used them.
 #
 # ## And if the backbone is trained?
 #
@@ -523,10 +523,10 @@ for name, live in unfrozen.items():
 assert all(live.peak_bytes > 3 * CARD for live in unfrozen.values())
 
 # %% [markdown]
-# They do not fit by far: 41.6 GiB become 21.7 GiB. With AMP images, weights and the two moments of AdamW
-# stay fp32. (There are no gradients among them, because when they come, the activations have begun to go.)
-# Copies of images and weights in bf16 come on top. The int64 are the places where max pooling found its
-# maxima, 8 bytes each in every precision.
+# They do not: AMP brings 41.6 GiB down to 21.7 GiB. Images, weights and the two moments of AdamW
+# stay fp32, and copies of images and weights in bf16 come on top. (Most gradients are not there
+# yet: memory peaks as the backward pass begins.) The int64 are the places where max pooling found
+# its maxima, 8 bytes each in every precision.
 
 # %%
 _ = plots.memory_by_dtype(
@@ -541,8 +541,8 @@ _ = plots.memory_by_dtype(
 #
 # ## The largest batch
 #
-# Memory grows in a straight line with the batch: from 256 to 512 by twice as much as from 128 to 256. So two
-# counts are enough to know the rest.
+# Memory grows in a straight line with the batch, as the next cell checks: from 256 to 512 by twice
+# as much as from 128 to 256. So two counts are enough to know the rest.
 
 # %%
 small, half, whole = (peak(size, torch.float32).peak_bytes for size in (128, 256, 512))
@@ -620,7 +620,7 @@ assert (loaded_loss, loaded_accuracy) == (loss, accuracy)
 # It does. To *go on* to the last bit takes some more, namely how far the run has come and every random
 # state; [notebook 05](05_cifar10_mobilenet.ipynb) shows that. All of it together is a command:
 #
-#     amp-lab train --dataset caltech256 --model resnet50 --freeze --pretrained \
+#     pdm run amp-lab train --dataset caltech256 --model resnet50 --freeze --pretrained \
 #         --precision bf16 --batch-size 512 --out runs/caltech
 #
 # It saves after each epoch and when it is told to stop, and with `--resume` it goes on.
@@ -666,8 +666,8 @@ for index in (0, len(data.train) // 2):
 _ = plots.augmentation_grid(rows)
 
 # %% [markdown]
-# A row of the picture is one image, a column an epoch. The thing shown stays what it is, while its place,
-# size, angle and side change. The corners that a turned image leaves empty are black.
+# A row of the picture is one image, a column an epoch. The thing shown stays the same, but its
+# place, size and angle change, and it may be mirrored. Turning leaves black corners.
 
 # %%
 workspace.cleanup()  # deletes the generated pictures and the checkpoint
@@ -677,9 +677,9 @@ assert not path.exists()
 # ## Run out of memory on purpose (optional)
 #
 # On a GPU we can do better than count, and really run out of memory. `set_per_process_memory_fraction`
-# limits PyTorch's allocator to 6 GiB, whatever the card has. By PyTorch's documents, a step that does not
-# fit raises `torch.OutOfMemoryError`, and when the function that raised it is left, its tensors are free
-# again.
+# limits PyTorch's allocator to 6 GiB, whatever the card has. By PyTorch's documentation, a step
+# that does not fit raises `torch.OutOfMemoryError`. Once the function that raised it is left, its
+# tensors are free again.
 
 
 # %%
@@ -714,7 +714,7 @@ def memory_limit(limit):
 
 
 # %% [markdown]
-# The experiment, on a GPU that PyTorch calls `cuda`, from NVIDIA or AMD:
+# Now we run the experiment, if there is a GPU that PyTorch calls `cuda`, from NVIDIA or AMD:
 
 # %% tags=["nbval-ignore-output"]
 found = {}
@@ -739,8 +739,8 @@ else:
 #
 # ## Summary
 #
-# One loop trained in every precision; `enabled=` decided what of AMP was on. What that gave, with the
-# memory of batch 512 as counted for images of 224x224:
+# One loop trained in every precision, and `enabled=` decided which parts of AMP were on. Here is
+# what that gave, with the memory that we counted for batch 512 at 224x224 pixels:
 
 # %% tags=["nbval-ignore-output"]
 for precision, result in results.items():
@@ -754,9 +754,9 @@ for precision, result in results.items():
 # - Freezing the backbone means that its activations need not be kept, and that saves far more memory than
 #   AMP does. Its running averages still move.
 # - AMP halves the activations; weights, optimizer state and images stay fp32.
-# - A batch that by counting all but fills the card may not fit: count, then leave room.
+# - A batch that by our count nearly fills the card may not fit, so leave room for the rest.
 # - Use one scaler for the whole run and none in evaluation, and save its state in the checkpoint.
-# - Twice the batch is half the steps. Compare accuracies at the same batch size.
+# - Twice the batch means half the steps, so compare accuracies at the same batch size.
 #
 # Next, [notebook 07](07_training_recipes.ipynb) clips, accumulates, averages and compiles under AMP.
 #

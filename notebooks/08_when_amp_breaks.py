@@ -9,27 +9,27 @@
 # %% [markdown]
 # # Find out why AMP broke, and repair it
 #
-# **What you'll do.** Start from what you see: an error message, a warning, a NaN, or a run that is no
-# faster than before. Find it in one of the two tables and follow the link. There you read how it comes
-# about, in a program of a few lines that does the same thing, and what to do about it.
+# **What you'll do.** Start from what you see: an error message, a warning, a NaN, or a run that is
+# no faster than before. Find it in one of the two tables and follow the link. Each section
+# reproduces the failure in a few lines, explains it, and repairs it.
 #
 # **What you'll learn.**
 # - to recognise 41 failures that people really meet, and to reproduce most of them in a few lines;
 # - why each happens, so that you recognise its relatives too;
-# - the repair, run and checked, and how to notice the trouble before it costs a night.
+# - how to repair each of them, and how to notice it before it costs you a night.
 #
-# **What you need.** Nothing, if you came with a message. This is a page for looking things up, and you
-# need not read it from beginning to end. If you do, have [notebook 02](02_autocast_dtypes.ipynb) and
-# [notebook 03](03_grad_scaler_step_by_step.ipynb) behind you. You need no GPU.
+# **What you need.** You need no GPU, and if you came with a message, nothing else either. This page
+# is for looking things up. To read it from beginning to end, start with
+# [notebook 02](02_autocast_dtypes.ipynb) and [notebook 03](03_grad_scaler_step_by_step.ipynb).
 #
 # ## Look up what you see
 #
-# **A message.** Search this page for yours (Ctrl+F), or find it in the table. The code of each section
-# produces its messages on tiny tensors, on the CPU or, in sections 21 to 23, on fake CUDA tensors. Three
-# messages that only a GPU gives are quoted from PyTorch's source, and the table says so. The message of
-# section 25 comes from older versions, and is provoked here from another tensor. For section 36 we tell
-# PyTorch that there is a card, and an old one. Your message may have the dtypes the other way round, or say
-# `BFloat16` where this page has `Half`.
+# **A message.** Search this page for yours (Ctrl+F), or find it in the table. Your message may have
+# the dtypes the other way round, or say `BFloat16` where this page has `Half`. The code of each
+# section produces its messages on tiny tensors, on the CPU or, in sections 21 to 23, on fake CUDA
+# tensors. Three that only a GPU gives are quoted from PyTorch's source, and the table says so.
+# Older versions gave the message of section 25, and in section 36 we make PyTorch believe that it
+# has an old card.
 #
 # | message | section |
 # |---|---|
@@ -80,32 +80,33 @@
 # | `Expected to have finished reduction in the prior iteration before starting a new one.` | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step) |
 # | `Attempted to inline function marked as skipped` | [section&nbsp;41](#41-The-scaler-is-inside-a-compiled-function) |
 #
-# **No message.** Then you look for what is wrong with the result.
+# **No message.** If nothing was raised, look for what is wrong with the result.
 #
 # | symptom | section |
 # |---|---|
 # | the loss is NaN, in the first step or later | [section&nbsp;1](#1-The-loss-is-NaN-because-an-activation-exceeds-65504), [section&nbsp;5](#5-NaN-because-an-epsilon-of-1e-8-is-zero-in-fp16), [section&nbsp;4](#4-A-mask-value-does-not-fit-into-fp16) |
-# | the loss scale falls and falls, or every step is skipped | [section&nbsp;2](#2-The-loss-scale-falls-towards-0) |
+# | the loss scale keeps falling, or every step is skipped | [section&nbsp;2](#2-The-loss-scale-falls-towards-0) |
 # | the loss scale grows without end | [section&nbsp;28](#28-The-scaler-runs-with-bf16-or-the-dtype-is-not-the-one-you-meant) |
-# | the loss does not fall, or no longer | [section&nbsp;3](#3-A-layer-does-not-learn-because-its-gradients-underflow), [section&nbsp;15](#15-Clipping-leaves-next-to-nothing-of-the-gradients), [section&nbsp;26](#26-The-loss-stands-still-because-the-whole-loop-is-in-one-block), [section&nbsp;29](#29-Half-precision-weights-stop-moving) |
+# | the loss does not fall, or stops falling | [section&nbsp;3](#3-A-layer-does-not-learn-because-its-gradients-underflow), [section&nbsp;15](#15-Clipping-leaves-next-to-nothing-of-the-gradients), [section&nbsp;26](#26-The-loss-stands-still-because-the-whole-loop-is-in-one-block), [section&nbsp;29](#29-Half-precision-weights-stop-moving) |
 # | some gradients are zero | [section&nbsp;3](#3-A-layer-does-not-learn-because-its-gradients-underflow), [section&nbsp;6](#6-A-norm-written-by-hand-overflows-above-256) |
 # | some gradients are `None` | [section&nbsp;11](#11-An-optimizer-has-no-gradients), [section&nbsp;25](#25-Weights-get-no-gradient-after-an-evaluation-pass) |
-# | a layer puts out nothing but zeros | [section&nbsp;6](#6-A-norm-written-by-hand-overflows-above-256) |
-# | training is fine, evaluation is NaN | [section&nbsp;7](#7-Training-is-fine-but-evaluation-is-NaN) |
+# | the output of a layer is all zeros | [section&nbsp;6](#6-A-norm-written-by-hand-overflows-above-256) |
+# | training works, but evaluation gives NaN | [section&nbsp;7](#7-Training-is-fine-but-evaluation-is-NaN) |
 # | parameters are NaN after one step of Adam | [section&nbsp;29](#29-Half-precision-weights-stop-moving) |
-# | fine on short inputs, bad on long ones | [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
-# | other results with `torch.compile` | [section&nbsp;27](#27-A-compiled-model-has-other-gradients) |
+# | results are good on short inputs and bad on long ones | [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
+# | `torch.compile` changes the results | [section&nbsp;27](#27-A-compiled-model-has-other-gradients) |
 # | a compiled model is no faster | [notebook 10](10_speed_ladder.ipynb) |
 # | fp32 results differ between two GPUs | [section&nbsp;37](#37-TF32-is-set-in-the-old-and-in-the-new-way) |
 # | the ranks of a distributed run drift apart, or skip different steps | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step), [notebook 11](11_scale_out.ipynb) |
-# | a model in Keras is NaN, or no faster | [notebook 12](12_keras.ipynb) |
-# | a step is no faster, or slower | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off), [section&nbsp;32](#32-A-thread-runs-without-autocast-or-in-another-dtype), [section&nbsp;33](#33-Autocast-makes-the-model-no-faster) |
-# | no less memory is used, or more | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off), [section&nbsp;34](#34-The-memory-is-not-halved) |
+# | a model in Keras gives NaN, or is no faster | [notebook 12](12_keras.ipynb) |
+# | a step is no faster than before, or even slower | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off), [section&nbsp;32](#32-A-thread-runs-without-autocast-or-in-another-dtype), [section&nbsp;33](#33-Autocast-makes-the-model-no-faster) |
+# | training uses as much memory as before, or more | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off), [section&nbsp;34](#34-The-memory-is-not-halved) |
 #
 # ## Set up
 #
-# The failing programs run on the CPU whatever device you have, and on a GPU a message may be worded differently. fp16
-# is slow on many CPUs, so everything is tiny. If a failure belongs to the GPU, its section says so.
+# The failing programs run on the CPU even if you have a GPU, where a message may be worded
+# differently. As a rule of thumb fp16 is slow on a CPU, so everything is tiny. If a failure belongs
+# to the GPU, its section says so.
 
 # %% tags=["nbval-ignore-output"]
 import inspect
@@ -170,8 +171,8 @@ def warnings_of(call):
 
 
 # %% [markdown]
-# The next applies the rules of CUDA's autocast without a GPU, to fake tensors, which have a device
-# and a dtype but no data ([notebook 02](02_autocast_dtypes.ipynb) explains it).
+# The next helper applies the rules of CUDA's autocast without a GPU, to fake tensors, which have a
+# device and a dtype but no data ([notebook 02](02_autocast_dtypes.ipynb) explains it).
 
 
 # %%
@@ -217,22 +218,22 @@ print(message)
 assert "mat1 and mat2 must have the same dtype, but got Half and Float" in message
 
 # %% [markdown]
-# That is a message as you might meet it. If you search this page for it, you land in section 18, and every
-# section there is made like this demo: a tiny program, its message, the reason, and the repair.
+# You might meet this message yourself. A search for it on this page leads to section 18. Every
+# section is made like this demo: a tiny program gives a message, and we explain and repair it.
 #
 # ## Numbers leave the range of fp16
 #
-# fp16 ends at 65504, and below 6e-8 there is only zero ([notebook 01](01_number_formats.ipynb)).
-# The failures of this part are values on the wrong side of one of these limits. Most of them do not
-# exist in bf16, which is the shortest repair of all where the hardware has it.
+# The largest number in fp16 is 65504, and the smallest above zero is 6e-8
+# ([notebook 01](01_number_formats.ipynb)). In this part, values cross one of these limits. bf16
+# avoids most of these failures, and is the shortest repair where the hardware has it.
 
 # %% [markdown]
 # ### 1 The loss is NaN because an activation exceeds 65504
 #
-# **What you see.** The loss is `nan`, in the first step or after thousands; in fp32 all is well.
+# **What you see.** The loss is `nan`, in the first step or after thousands. In fp32 all is well.
 #
-# **The smallest program that does it.** A layer with large weights, a normalisation after it, and a
-# loss. The same function computes it in any precision.
+# **The smallest program that does it.** We take a layer with large weights, normalise its output,
+# and compute a loss. The same function computes it in any precision.
 
 
 # %%
@@ -250,13 +251,13 @@ for dtype in (torch.float32, torch.float16):
 assert loss_in(torch.float16, model).isnan()
 
 # %% [markdown]
-# **Why.** The first layer gives 150,000 (30 times 5000), which is infinite in fp16. The mean of the
-# normalisation is then infinite too, and infinity minus infinity is NaN. Activations of large
-# trained transformers do get that large; [those of T5](https://github.com/huggingface/transformers/issues/5651)
-# are a well-known case.
+# **Why.** The first layer gives 150,000 (30 times 5000), which is infinite in fp16. The mean that
+# the normalisation takes is then infinite too, and infinity minus infinity is NaN. Activations of
+# large trained transformers do get that large;
+# [those of T5](https://github.com/huggingface/transformers/issues/5651) are a well-known case.
 #
-# **The fix.** bf16, which has the range of fp32; or an fp32 *island* around what overflows: autocast
-# off, and the inputs cast by hand.
+# **The fix.** Use bf16, which has the range of fp32. Or make an fp32 *island* of the part that
+# overflows: switch autocast off there, and cast the inputs by hand.
 
 
 # %%
@@ -278,11 +279,11 @@ torch.testing.assert_close(loss_in(torch.bfloat16, model), exact, rtol=0.05, ato
 torch.testing.assert_close(loss_in(torch.float16, repaired), exact, rtol=0.01, atol=0)  # 11 bits
 
 # %% [markdown]
-# **Notice it earlier.** `find_nonfinite` watches a step and names the place. Without it, switch off
-# the scaler and then autocast, one at a time. If the NaN goes with autocast, low precision is the
-# cause, but which side of it? Try bf16. If the NaN goes there too, it was the range of fp16. If it
-# comes in bf16, the spacing can be the cause: two numbers that differ in fp32 round to the same one,
-# and something is divided by their difference, as in `stretch`.
+# **Notice it earlier.** `find_nonfinite` watches a step and names the place, here `addmm` in the
+# first layer. Without it, switch off the scaler and then autocast, one at a time. If the NaN is
+# gone without autocast, low precision is the cause. Try bf16 next. If that helps, it was the range
+# of fp16. A NaN in bf16 can come from its spacing: two numbers that differ in fp32 round to the
+# same one, and something is divided by their difference, as in `stretch`.
 
 
 # %%
@@ -304,11 +305,11 @@ assert stretch(close.bfloat16()).isnan().all()
 # %% [markdown]
 # ### 2 The loss scale falls towards 0
 #
-# **What you see.** Every step is skipped, and the scale halves each time: 65536, 32768, and so on to
-# 0. The loss itself may look perfectly good.
+# **What you see.** Every step is skipped, and the scale halves each time, from 65536 down to 0. The
+# loss itself may look perfectly good.
 #
-# **The smallest program that does it.** A parameter that starts at exactly zero, and a loss with a
-# square root in it. `train` is an ordinary loop that notes the scale.
+# **The smallest program that does it.** A parameter starts at exactly zero, and the loss takes a
+# square root. `train` is an ordinary loop that notes the scale.
 
 
 # %%
@@ -339,11 +340,12 @@ assert scales[165:] == [0.0] * 5  # from where no doubling leads back
 
 # %% [markdown]
 # **Why.** The slope of the square root at 0 is infinite, and infinity times the inner slope, 0, is
-# NaN: at *any* scale. The scaler can only try a smaller scale, in vain, and at 0 it stays for good.
-# Anything else that makes a gradient NaN does the same: `log(0)`, 0/0, or a NaN in the data.
+# NaN at *any* scale. The scaler tries smaller scales in vain. After 166 steps the scale is 0, and
+# it stays there. Anything else that makes a gradient NaN does the same, such as `log(0)`, 0/0, or a
+# NaN in the data.
 #
-# **The fix.** Repair the loss, not the scaler. Here, something under the root that keeps it away
-# from 0.
+# **The fix.** Repair the loss and leave the scaler alone. Here we add a small number under the
+# root, which keeps it away from 0.
 
 
 # %%
@@ -358,11 +360,11 @@ assert learned.abs().max() < 0.2
 assert healthy == [2.0**16] * 19 + [2.0**17] * 20 + [2.0**18] * 20 + [2.0**19]
 
 # %% [markdown]
-# The picture has the scale after each of 60 steps on a logarithmic axis. The healthy one climbs in
-# stairs; the other falls step by step, and below 1, the dotted line, after 17 of them. A few
-# halvings at the start of a run are normal. A scale below 1 is not.
+# The picture shows the scale after each of 60 steps on a logarithmic axis. The healthy scale climbs
+# in stairs. The other halves in every step, and after 17 steps it is below 1, the dotted line. A
+# few halvings at the start of a run are normal, but a scale below 1 is not.
 #
-# **Notice it earlier.** Stop the run when `scaler.get_scale() < 1`; `ScaleLog` keeps the history.
+# **Notice it earlier.** Stop the run when `scaler.get_scale() < 1`. `ScaleLog` keeps the history:
 
 # %%
 scaler = torch.amp.GradScaler("cpu")
@@ -374,11 +376,11 @@ assert log.skipped == list(range(20))
 # %% [markdown]
 # ### 3 A layer does not learn because its gradients underflow
 #
-# **What you see.** No message. The loss falls slowly or not at all, and some gradients are exactly
-# zero.
+# **What you see.** There is no message. The loss falls slowly or not at all, and some gradients are
+# exactly zero.
 #
-# **The smallest program that does it.** fp16 without a scaler, and a loss with a small weight, which
-# is a mean over many outputs besides.
+# **The smallest program that does it.** We use fp16 without a scaler. The loss has a small weight
+# and is a mean over many outputs.
 
 
 # %%
@@ -398,9 +400,9 @@ assert lost.count_nonzero() == 0
 
 # %% [markdown]
 # **Why.** The gradient of each of the 16,384 outputs is 1e-4 / 16384 = 6e-9. That is less than half
-# of fp16's smallest number, 6e-8, so it is rounded to zero on its way back through the product.
+# of fp16's smallest number, 6e-8, so it becomes zero on its way back through the product.
 #
-# **The fix.** A scaler.
+# **The fix.** Use a scaler. The gradient is then the same as in exact arithmetic:
 
 # %%
 kept = gradient_of(weight, torch.amp.GradScaler("cpu"))
@@ -409,7 +411,8 @@ print(f"with a scaler {kept.mean():.3e}, in exact arithmetic {exact:.3e}")
 torch.testing.assert_close(kept, torch.full_like(kept, exact), rtol=2e-3, atol=0)  # 11 bits
 
 # %% [markdown]
-# **Notice it earlier.** `gradient_underflow` counts, layer by layer, what fp16 would lose.
+# **Notice it earlier.** `gradient_underflow` counts, layer by layer, what fp16 would lose. Here
+# that is every gradient of the outputs, and a scale of 8 is enough:
 
 # %%
 model, _ = make(nn.Linear(4, 64))
@@ -423,11 +426,13 @@ assert report.smallest_scale == 8
 # %% [markdown]
 # ### 4 A mask value does not fit into fp16
 #
-# **What you see.**
+# **What you see.** A call such as `masked_fill` raises
 # `value cannot be converted to type c10::Half without overflow`
-# (`type at::Half` in older versions). Or no message, and NaN where a whole row is masked.
+# (`type at::Half` in older versions). Or there is no message, and a row that is masked everywhere
+# is NaN.
 #
-# **The smallest program that does it.** Attention scores, and two customary ways to mask them.
+# **The smallest program that does it.** We mask attention scores in two customary ways: we fill in
+# -1e9, or we add it.
 
 # %%
 with torch.autocast("cpu", dtype=torch.float16):
@@ -441,13 +446,13 @@ print(added)
 assert added[0].isnan().all()
 
 # %% [markdown]
-# **Why.** -1e9 lies outside fp16. `masked_fill` checks its number and refuses. Arithmetic does not
-# check; it gives -inf, and a softmax over nothing but -inf is 0/0.
+# **Why.** -1e9 lies outside fp16. `masked_fill` checks its number and refuses it. Arithmetic does
+# not check: it gives -inf, and a softmax over nothing but -inf is 0/0.
 #
-# **The fix.** Fill in the lowest number of the dtype at hand; or use a boolean mask for
-# `F.scaled_dot_product_attention`, which never needs such a number. *Fill, do not add*: that number
-# plus a score of -16 or less rounds to -inf again, as does the sum of two such masks, and a row that
-# is masked everywhere is NaN as before.
+# **The fix.** Fill in the lowest number of the scores' dtype, or give a boolean mask to
+# `F.scaled_dot_product_attention`, which needs no such number. Do not *add* that number: with a
+# score of -16 or less the sum rounds to -inf again, and so does the sum of two such masks. A row
+# that is masked everywhere is then NaN as before.
 
 # %%
 lowest = torch.finfo(scores.dtype).min
@@ -461,14 +466,15 @@ query = scores[None]  # (1, 2, 2); for this mask, True means: not hidden
 assert F.scaled_dot_product_attention(query, query, query, attn_mask=~mask).isfinite().all()
 
 # %% [markdown]
-# **Notice it earlier.** Search the model's source for `1e9`, `1e10` and `1e20` before it runs.
+# **Notice it earlier.** Search the model's source for `1e9`, `1e10` and `1e20` before you run it.
 
 # %% [markdown]
 # ### 5 NaN because an epsilon of 1e-8 is zero in fp16
 #
-# **What you see.** NaN, often from padding or from an image that is all black.
+# **What you see.** Some values are NaN, often those of padding or of an image that is all black.
 #
-# **The smallest program that does it.** A row of zeros, divided by its own largest value.
+# **The smallest program that does it.** We divide each row by its own largest value, and one row is
+# all zeros.
 
 
 # %%
@@ -483,11 +489,12 @@ assert rescale(h.half())[1].isnan().all()
 assert torch.tensor(1e-8).half() == 0
 
 # %% [markdown]
-# **Why.** 1e-8 is less than half of the smallest fp16 number, so it *is* zero, and protects against
-# nothing. On the CPU even `F.normalize`, whose epsilon is 1e-12, is caught by this; on CUDA autocast
-# takes its norm in fp32. Adam's 1e-8 is the same trap once the parameters are fp16.
+# **Why.** 1e-8 is less than half of the smallest fp16 number, so it rounds to zero and protects
+# against nothing. On the CPU the same happens in `F.normalize`, whose epsilon is 1e-12; on CUDA
+# autocast takes its norm in fp32. Adam's 1e-8 is the same trap once the parameters are fp16.
 #
-# **The fix.** An epsilon that the dtype has, at least `torch.finfo(dtype).tiny`; or fp32.
+# **The fix.** Choose an epsilon that the dtype can hold, at least `torch.finfo(dtype).tiny`, or use
+# fp32.
 
 # %%
 assert F.normalize(h.half())[1].isnan().all()
@@ -500,15 +507,16 @@ for repaired in (rescale(h.half(), eps=1e-4), rescale(h.float()), F.normalize(h.
 assert torch.finfo(torch.float16).tiny < 1e-4
 
 # %% [markdown]
-# **Notice it earlier.** Feed the model one batch of zeros, and see whether its output is finite.
+# **Notice it earlier.** Feed the model one batch of zeros, and check that its output is finite.
 
 # %% [markdown]
 # ### 6 A norm written by hand overflows above 256
 #
-# **What you see.** No NaN, no message: the output of a layer is exactly zero, and no layer before it
-# learns.
+# **What you see.** There is no NaN and no message. The output of a layer is exactly zero, and no
+# layer before it learns.
 #
-# **The smallest program that does it.** Root-mean-square normalisation, as many models spell it out.
+# **The smallest program that does it.** We write root-mean-square normalisation out, as many models
+# do.
 
 
 # %%
@@ -522,11 +530,13 @@ with torch.autocast("cpu", dtype=torch.float16):
     assert rms_norm(h).count_nonzero() == 0
 
 # %% [markdown]
-# **Why.** 300 times 300 is 90,000, infinite in fp16. The root of the mean is infinite, and a number
-# divided by infinity is 0. A multiplication is on no list of autocast (`pow` is, on CUDA), so it
-# stays in fp16. Squares, variances and distances all overflow long before their inputs do.
+# **Why.** 300 times 300 is 90,000, which is infinite in fp16. The root of the mean is infinite too,
+# and a number divided by infinity is 0. A multiplication is on none of autocast's lists (`pow` is,
+# on CUDA), so it stays in fp16. Squares, variances and distances all overflow long before their
+# inputs do.
 #
-# **The fix.** The library's function, which computes in fp32 inside; or `.float()` on the way in.
+# **The fix.** Use the library's function, which computes in fp32 inside, or call `.float()` on the
+# input.
 
 # %%
 exact = rms_norm(150 * x)
@@ -539,15 +549,16 @@ with cuda_rules():
     assert ((fake * fake).dtype, fake.pow(2).dtype) == (torch.float16, torch.float32)
 
 # %% [markdown]
-# **Notice it earlier.** Look at the gradients of a step: a whole layer of exact zeros is no accident.
+# **Notice it earlier.** Look at the gradients of a step. If a whole layer has only zeros, find out
+# why.
 
 # %% [markdown]
 # ### 7 Training is fine but evaluation is NaN
 #
-# **What you see.** One bad batch, one skipped step, and training goes on as if nothing had happened.
-# Hours later `model.eval()` gives NaN for every input.
+# **What you see.** After one bad batch and one skipped step, training goes on as if nothing had
+# happened. Hours later `model.eval()` gives NaN for every input.
 #
-# **The smallest program that does it.** Batch normalisation, and one batch that overflows.
+# **The smallest program that does it.** A model has batch normalisation, and one batch overflows.
 
 
 # %%
@@ -563,7 +574,7 @@ def train_step(model, optimizer, scaler, batch):
 
 
 # %% [markdown]
-# One of the four batches holds values that fp16 cannot.
+# The second of the four batches has values that are too large for fp16.
 
 # %%
 model, optimizer = make(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
@@ -576,11 +587,12 @@ assert [math.isfinite(loss) for loss in losses] == [True, False, True, True]
 assert model(x).isnan()
 
 # %% [markdown]
-# **Why.** The scaler protects *parameters*: it skips the optimizer. The running mean and variance of
-# batch normalisation are *buffers*, and the forward pass has updated them before anyone looked.
-# Training does not use them, evaluation does.
+# **Why.** The scaler skips the optimizer, which protects only the *parameters*. The running mean
+# and variance of batch normalisation are *buffers*, and the forward pass has already updated them.
+# Training does not use them, but evaluation does.
 #
-# **The fix.** `update_bn` measures the statistics anew, on good batches. Then repair the overflow.
+# **The fix.** Let `update_bn` measure the statistics anew, on good batches. Then repair the
+# overflow.
 
 # %%
 assert all(parameter.isfinite().all() for parameter in model.parameters())
@@ -590,18 +602,19 @@ print("evaluation, output finite:", model.eval()(x).isfinite().item())
 assert model(x).isfinite()
 
 # %% [markdown]
-# **Notice it earlier.** Before each checkpoint: `all(b.isfinite().all() for b in model.buffers())`.
+# **Notice it earlier.** Before each checkpoint, check
+# `all(b.isfinite().all() for b in model.buffers())`.
 
 # %% [markdown]
 # ### 8 Anomaly detection stops at a harmless overflow
 #
-# **What you see.**
+# **What you see.** `backward` raises
 # `Function 'MulBackward0' returned nan values in its 0th output.`
-# It comes (with some other function's name) as soon as anomaly detection is switched on, in a run
-# that trains well without it.
+# (or names another function). It does so as soon as you switch on anomaly detection, in a run that
+# trains well without it.
 #
-# **The smallest program that does it.** A gradient that overflows at the present scale, and a mask
-# that multiplies it by 0.
+# **The smallest program that does it.** A gradient overflows at the present scale, and a mask
+# multiplies it by 0.
 
 
 # %%
@@ -620,33 +633,34 @@ print(message)
 assert "Function 'MulBackward0' returned nan values in its 0th output." in message
 
 # %% [markdown]
-# **Why.** An overflow is how the scaler searches ([notebook 03](03_grad_scaler_step_by_step.ipynb)):
-# infinity times 0 is NaN, the step would be skipped, and the scale halved. Anomaly detection knows
-# nothing of that, and raises first.
+# **Why.** Overflows are how the scaler finds its scale
+# ([notebook 03](03_grad_scaler_step_by_step.ipynb)). Infinity times 0 is NaN, and the scaler would
+# skip the step and halve the scale. Anomaly detection does not know that, and raises first.
 #
-# **The fix.** Hunt with a scale that does not overflow. What is NaN then is a real fault.
+# **The fix.** Use a scale that does not overflow. A NaN that you find then is a real fault.
 
 # %%
 calm = torch.amp.GradScaler("cpu", init_scale=1.0)  # or enabled=False, in bf16 or fp32
 assert masked_step(calm).tolist() == [0.0, 1.0]
 
 # %% [markdown]
-# **Notice it earlier.** If it is only the scaler at work, a halved scale ends it: look at `ScaleLog`.
+# **Notice it earlier.** If the NaN ends once `ScaleLog` shows a halved scale, it was only the
+# scaler at work.
 
 # %% [markdown]
 # ## The scaler raises or warns
 #
-# `GradScaler` refuses calls in an order in which it could not do what was meant. Each of its
-# messages is a hint at a line in the training loop; the repaired loops, at length, are in
-# [notebook 07](07_training_recipes.ipynb).
+# `GradScaler` refuses a call when it could not do what you meant. Each of its messages points to a
+# line in the training loop. [Notebook 07](07_training_recipes.ipynb) shows the repaired loops at
+# length.
 
 # %% [markdown]
 # ### 9 The parameters are fp16
 #
-# **What you see.**
+# **What you see.** `scaler.step` or `scaler.unscale_` raises
 # `Attempting to unscale FP16 gradients.`
 #
-# **The smallest program that does it.** A model converted with `.half()`, or loaded from a
+# **The smallest program that does it.** A model is converted with `.half()`, or loaded from a
 # checkpoint in half precision, and then trained with a scaler.
 
 
@@ -664,14 +678,15 @@ print(message)
 assert "Attempting to unscale FP16 gradients." in message
 
 # %% [markdown]
-# **Why.** A gradient has the dtype of its parameter. Divided by the scale *in fp16* it would vanish
-# again, which the scale was there to prevent. And fp16 weights cannot take small updates anyway. On
-# the CPU, bf16 parameters are not refused, and fail in the way of section 29. On CUDA the scaler has
-# no kernel for bf16 gradients, and the same step raises another error,
+# **Why.** A gradient has the dtype of its parameter. Divided by the scale *in fp16*, it would
+# vanish again, which the scale is there to prevent. Besides, fp16 weights cannot take small
+# updates. On the CPU, bf16 parameters are not refused, and fail as in section 29. On CUDA the
+# scaler has no kernel for bf16 gradients, and the same step raises another error,
 # `"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16'`
 # ([issue 127176](https://github.com/pytorch/pytorch/issues/127176)).
 #
-# **The fix.** Parameters stay fp32; autocast makes the fp16 copies. `.float()` undoes a `.half()`.
+# **The fix.** Keep the parameters in fp32, and let autocast make the fp16 copies. `.float()`
+# converts them back.
 
 # %%
 model, optimizer = make()
@@ -685,15 +700,17 @@ assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 step_with_parameters_in(torch.bfloat16)  # no message, on the CPU
 
 # %% [markdown]
-# **Notice it earlier.** `assert {p.dtype for p in model.parameters()} == {torch.float32}` at the top.
+# **Notice it earlier.** Put `assert {p.dtype for p in model.parameters()} == {torch.float32}` at
+# the top.
 
 # %% [markdown]
 # ### 10 Gradients are unscaled twice
 #
-# **What you see.**
+# **What you see.** `scaler.unscale_` raises
 # `unscale_() has already been called on this optimizer since the last update().`
 #
-# **The smallest program that does it.** Accumulation over two batches, with clipping after each.
+# **The smallest program that does it.** We accumulate over two batches, and clip after each of
+# them.
 
 
 # %%
@@ -717,10 +734,11 @@ assert "unscale_() has already been called on this optimizer since the last upda
 
 # %% [markdown]
 # **Why.** `unscale_` divides in place. After the first call, the second backward pass would add
-# *scaled* gradients to unscaled ones, and the second call would divide the first batch's part twice.
+# *scaled* gradients to unscaled ones, and the second call would divide the first batch's part
+# twice.
 #
-# **The fix.** Accumulate scaled gradients; unscale and clip once, before the step. Compared with
-# fp32:
+# **The fix.** Accumulate scaled gradients, and unscale and clip once, before the step. The weights
+# are then those of fp32:
 
 # %%
 model, optimizer = make()
@@ -731,16 +749,16 @@ optimizer.step()
 torch.testing.assert_close(accumulate(clip_each=False), model[0].weight.detach())
 
 # %% [markdown]
-# **Notice it earlier.** Keep `unscale_`, clipping, `step` and `update` in one block of the loop.
+# **Notice it earlier.** Keep `unscale_`, clipping, `step` and `update` together in the loop.
 
 # %% [markdown]
 # ### 11 An optimizer has no gradients
 #
-# **What you see.**
+# **What you see.** `scaler.step` raises
 # `No inf checks were recorded for this optimizer.`
 #
-# **The smallest program that does it.** Two parts with an optimizer each, only one of which got a
-# gradient: the other is frozen, or its turn comes in another step.
+# **The smallest program that does it.** Two parts have an optimizer each, but only one got a
+# gradient. The other is frozen, or its turn comes in another step.
 
 
 # %%
@@ -763,12 +781,12 @@ print(message)
 assert "No inf checks were recorded for this optimizer." in message
 
 # %% [markdown]
-# **Why.** `step` looks for infinities in the gradients of that optimizer, and there are none: every
-# `.grad` is `None`. Other ways to get there: `backward()` left out, a loss that was detached, an
-# optimizer that was built for another copy of the model.
+# **Why.** `step` looks for infinities in the gradients of that optimizer, but it has none: every
+# `.grad` is `None`. The same happens if you leave out `backward()`, detach the loss, or build the
+# optimizer for another copy of the model.
 #
-# **The fix.** If the part is meant to be frozen, do not step its optimizer. If not, find out where
-# the graph is cut.
+# **The fix.** If the part is meant to be frozen, do not step its optimizer. If it is not, find out
+# where the graph is cut.
 
 # %%
 assert two_parts(step_both=False) == [False, True]
@@ -779,14 +797,15 @@ assert two_parts(step_both=False) == [False, True]
 # %% [markdown]
 # ### 12 Scaler methods are called in the wrong order
 #
-# **What you see.** One of
+# **What you see.** The scaler raises one of these:
 # - `step() has already been called since the last update().`
 # - `unscale_() is being called after step().`
 # - `No inf checks were recorded prior to update.`
 # - `Attempted step but _scale is None.`
 # - `Attempted unscale_ but _scale is None.`
 #
-# **The smallest program that does it.** After one backward pass, the calls named on the left.
+# **The smallest program that does it.** After one backward pass, we make the calls named on the
+# left.
 
 
 # %%
@@ -823,11 +842,12 @@ plain_sgd.step(), plain_sgd.step()  # an optimizer itself does not refuse
 assert once_more.item() == -2
 
 # %% [markdown]
-# **Why.** `update` ends an iteration: it needs the verdict of at least one `step` or `unscale_`, and
-# makes the scaler forget it. A second step would apply the same gradients once more. And without
+# **Why.** `update` ends an iteration. It needs the result of at least one `step` or `unscale_`, and
+# makes the scaler forget it. A second `step` would apply the same gradients once more. Without
 # `scale(loss)` there is nothing to undo.
 #
-# **The fix.** One order, in every iteration. With several optimizers: `step` each, `update` once.
+# **The fix.** Use one order in every iteration: `unscale_` if you need it, `step`, `update`. With
+# several optimizers, call `step` for each and `update` once.
 
 # %%
 call("unscale_", "step", "update")  # unscale_ only for those who clip or log
@@ -835,15 +855,16 @@ call("step", "update")
 assert message_of(lambda: call("update", "step")) == messages["update"]
 
 # %% [markdown]
-# **Notice it earlier.** It is noticed: all of these raise in the first iteration.
+# **Notice it earlier.** You cannot miss it: all of these raise in the first iteration.
 
 # %% [markdown]
 # ### 13 The optimizer needs a closure
 #
-# **What you see.**
+# **What you see.** `scaler.step` raises
 # `Closure use is not currently supported if GradScaler is enabled.`
 #
-# **The smallest program that does it.** L-BFGS, which evaluates the loss several times in a step.
+# **The smallest program that does it.** L-BFGS needs a closure, since it evaluates the loss several
+# times in a step.
 
 
 # %%
@@ -870,7 +891,7 @@ def lbfgs(scaler, dtype, by_position=False):
 
 
 # %% [markdown]
-# With an enabled scaler:
+# An enabled scaler refuses the closure:
 
 
 # %%
@@ -880,11 +901,12 @@ assert "Closure use is not currently supported if GradScaler is enabled." in mes
 _ = lbfgs(torch.amp.GradScaler("cpu"), torch.float16, by_position=True)  # no message
 
 # %% [markdown]
-# **Why.** The closure runs `backward` inside the optimizer, where the scaler can neither unscale nor
-# look. It notices only a closure that is passed *by name*: `scaler.step(optimizer, closure)` is let
-# through, and trains on scaled gradients that nobody checks.
+# **Why.** The closure runs `backward` inside the optimizer, where the scaler can neither unscale
+# the gradients nor look at them. It notices only a closure that is passed *by name*. With
+# `scaler.step(optimizer, closure)` there is no message, and you train on scaled gradients that
+# nobody checks.
 #
-# **The fix.** bf16, or fp32, where the scaler is disabled and hands the closure on.
+# **The fix.** Use bf16 or fp32, and disable the scaler. It then hands the closure on.
 
 # %%
 before, after = lbfgs(torch.amp.GradScaler("cpu", enabled=False), torch.bfloat16)
@@ -892,15 +914,16 @@ print(f"loss {before:.1f} -> {after:.1f}")
 assert after < 0.01 * before
 
 # %% [markdown]
-# **Notice it earlier.** A `closure` in the loop and an enabled scaler do not go together: search.
+# **Notice it earlier.** Search your code for `closure`: it does not go together with an enabled
+# scaler.
 
 # %% [markdown]
 # ### 14 The scheduler warns that it came before the optimizer
 #
-# **What you see.**
+# **What you see.** The scheduler warns
 # ``Detected call of `lr_scheduler.step()` before `optimizer.step()`.``
 #
-# **The smallest program that does it.** The usual loop, in which the very first step is skipped.
+# **The smallest program that does it.** In the usual loop, the very first step is skipped.
 
 
 # %%
@@ -930,8 +953,8 @@ assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`." in me
 # **Why.** The order in the loop is right, but the scaler skipped `optimizer.step()` because of an
 # overflow, as it often does in the first steps. The schedule is then one step ahead of the training.
 #
-# **The fix.** `update` lowers the scale if and only if the step was skipped. So advance the schedule
-# only if it did not fall.
+# **The fix.** `update` lowers the scale if and only if the step was skipped. So advance the
+# schedule only if the scale did not fall.
 
 # %%
 assert warnings_of(lambda: schedule(only_if_stepped=True)) == ""
@@ -941,15 +964,15 @@ with warnings.catch_warnings():
     assert schedule(only_if_stepped=False) == [0.5, 0.25, 0.125]  # one step ahead
 
 # %% [markdown]
-# **Notice it earlier.** `ScaleLog` counts the skipped steps; each of them is one such case, though
-# the warning comes only once.
+# **Notice it earlier.** `ScaleLog` counts the skipped steps. Each puts the schedule one step ahead,
+# but PyTorch checks only at the scheduler's first call.
 
 # %% [markdown]
 # ### 15 Clipping leaves next to nothing of the gradients
 #
-# **What you see.** No message. With clipping the model hardly learns, without it does.
+# **What you see.** There is no message. The model learns without clipping, but hardly with it.
 #
-# **The smallest program that does it.** Clipping to a norm of 1, straight after `backward`.
+# **The smallest program that does it.** We clip to a norm of 1 straight after `backward`.
 
 
 # %%
@@ -973,11 +996,11 @@ print(f"norm before clipping {norm:.1e}, moved by {moved:.1e}")
 assert moved < 2e-5
 
 # %% [markdown]
-# **Why.** The gradients were still scaled by 65536. They were cut to a norm of 1 and *then* divided:
-# 1.5e-5 is left. Adam rescales its gradients and so hides most of it ([notebook
-# 05](05_cifar10_mobilenet.ipynb) shows how well), but *every* step is clipped.
+# **Why.** The gradients were still scaled by 65536 when they were cut to a norm of 1. They were
+# divided *afterwards*, so that only 1.5e-5 is left. Adam rescales its gradients and so hides most
+# of it ([notebook 05](05_cifar10_mobilenet.ipynb) shows how well), but *every* step is clipped.
 #
-# **The fix.** `scaler.unscale_(optimizer)` before clipping.
+# **The fix.** Call `scaler.unscale_(optimizer)` before you clip.
 
 # %%
 norm, moved = clipped_step(unscale=True)
@@ -985,15 +1008,16 @@ print(f"norm before clipping {norm:.1e}, moved by {moved:.1e}")
 assert abs(moved - 1) < 1e-3  # the full length that clipping allows
 
 # %% [markdown]
-# **Notice it earlier.** Log what `clip_grad_norm_` returns: the norm before clipping.
+# **Notice it earlier.** Log the norm that `clip_grad_norm_` returns: here it is 2.9e5 when it is
+# still scaled, and 4.5 when it is not.
 
 # %% [markdown]
 # ### 16 Clipping refuses a norm that is not finite
 #
-# **What you see.**
+# **What you see.** `clip_grad_norm_` raises
 # ``The total norm of order 2.0 for gradients from `parameters` is non-finite, so it cannot be clipped.``
 #
-# **The smallest program that does it.** Clipping told to be strict, in a step that overflows.
+# **The smallest program that does it.** We tell clipping to be strict, in a step that overflows.
 
 
 # %%
@@ -1019,24 +1043,25 @@ assert (
 
 # %% [markdown]
 # **Why.** Strict clipping is good practice in fp32, where an infinite gradient is a fault. With a
-# scaler, an overflow now and then is normal, and is dealt with in the next line.
+# scaler, an overflow now and then is normal, and `scaler.step` deals with it in the next line.
 #
-# **The fix.** `error_if_nonfinite=False`, the default. `unscale_` has taken note of the infinity, so
-# `step` skips.
+# **The fix.** Leave `error_if_nonfinite=False`, the default. `unscale_` has noted the infinity, so
+# `step` skips the optimizer.
 
 # %%
 assert overflowing_step(strict=False)
 
 # %% [markdown]
-# **Notice it earlier.** Count the norms that are not finite: they should be as many as skipped steps.
+# **Notice it earlier.** Count the norms that are not finite: there should be one for each skipped
+# step.
 
 # %% [markdown]
 # ### 17 The state of the scaler cannot be loaded
 #
-# **What you see.**
+# **What you see.** `scaler.load_state_dict` raises
 # `The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler.`
 #
-# **The smallest program that does it.** A checkpoint from a bf16 run, resumed in fp16.
+# **The smallest program that does it.** We load the checkpoint of a bf16 run into an fp16 run.
 
 # %%
 from_bf16 = torch.amp.GradScaler("cpu", enabled=False).state_dict()
@@ -1050,9 +1075,9 @@ assert (
 
 # %% [markdown]
 # **Why.** A disabled scaler has no state, and saves an empty dict. The other way round nothing is
-# raised: a disabled scaler ignores what it is told to load.
+# raised, because a disabled scaler ignores what it is told to load.
 #
-# **The fix.** Load what there is. A fresh scaler finds its scale in a few steps.
+# **The fix.** Load the state only if there is one. A fresh scaler finds its scale in a few steps.
 
 # %%
 for saved in (from_bf16, torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict()):
@@ -1066,13 +1091,13 @@ disabled.load_state_dict(saved)  # nothing is raised
 assert disabled.get_scale() == 1
 
 # %% [markdown]
-# **Notice it earlier.** Keep the precision in the checkpoint, and compare it when you resume.
+# **Notice it earlier.** Save the precision in the checkpoint, and compare it when you resume.
 
 # %% [markdown]
 # ## Dtypes do not match
 #
-# Autocast casts what enters the ops on its list, inside its block, on its device. The messages of
-# this part come from ops that are not on the list, or from just outside the block.
+# Autocast casts what enters the ops on its list, inside its block, on its device. Most messages
+# of this part come from ops that are not on the list, or from just outside the block.
 
 # %% [markdown]
 # ### 18 A half precision output leaves the block
@@ -1442,9 +1467,10 @@ assert torch.equal(gradient, x.expand(2, 2))  # right, in this version
 
 # %% [markdown]
 # **Why.** The pass without gradients put the weight's cast into autocast's cache; that cast had no
-# history, and older versions used it again for training. In 2.11 this is repaired: a cached cast has
-# its history even if it was made without gradients. What is left of the trap: the cache still holds
-# *values* (section 26), and the casts of the evaluation pass take up memory until the block ends.
+# history, and older versions used it again for training. In 2.11 this is
+# [repaired](https://github.com/pytorch/pytorch/pull/165068): a cached cast has its history even if
+# it was made without gradients. What is left of the trap: the cache still holds *values*
+# (section 26), and the casts of the evaluation pass take up memory until the block ends.
 #
 # **The fix.** A block of its own for evaluation, which works in every version.
 
@@ -1614,7 +1640,7 @@ for dtype in (torch.bfloat16, torch.float16):
 assert set(scales_in(torch.bfloat16, enabled=False)) == {1.0}
 
 # %% [markdown]
-# **Notice it earlier.** `ScaleLog`: where the scale never falls, there is nothing for it to do.
+# **Notice it earlier.** `ScaleLog` shows a scale that climbs on and on, as bf16's does above.
 
 # %% [markdown]
 # ### 29 Half precision weights stop moving
@@ -2044,8 +2070,9 @@ assert not torch.amp.is_autocast_available("hip")
 #
 # **What you see.** A message that ends with
 # `you have used mix of the legacy and new APIs to set the TF32 status for cublas matmul.`
-# It may come from code that only reads the setting, such as `torch.compile`. Or you see no message, and fp32
-# results that differ between two GPUs from the third digit on.
+# It may come from code that only reads the setting, such as
+# [`torch.compile`](https://github.com/pytorch/pytorch/issues/166387). Or you see no message, and
+# fp32 results that differ between two GPUs from the third digit on.
 #
 # **The smallest program that does it.** One line sets TF32 by the old name, another by the new one, as it
 # happens when a library and your script each have their own. The third line reads it.

@@ -438,8 +438,8 @@ assert policy_of["cuda"]["nll_loss"] == "fp32"
 # %% [markdown]
 # `batch_norm` is in the table of MPS alone. `lstm_cell`, one step of an LSTM, is in that table too,
 # but `_lstm_mps`, the op that runs a whole sequence on MPS, is not: that is why the LSTM stayed in
-# fp32 there. The other backends run a sequence with ops of their own, so the `-` of the CPU under
-# `lstm_cell` does not contradict the 100 % above.
+# fp32 there. The CPU [lists](https://docs.pytorch.org/docs/stable/amp.html) oneDNN's op for a
+# sequence instead, so its `-` under `lstm_cell` does not contradict the 100 % above.
 #
 # ## The surprise in cross-entropy
 #

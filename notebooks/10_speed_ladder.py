@@ -287,11 +287,13 @@ assert inputs_last.shape == inputs.shape
 assert inputs_last.stride()[1] == 1  # from one channel to the next
 
 # %% [markdown]
-# **Rung 3: a fused optimizer, and no waiting.** `fused=True` updates all weights in one kernel. With
-# a scaler, that kernel also unscales the gradients and decides whether to skip the step; the check
-# for overflow still takes a pass of its own, as [notebook 03](03_grad_scaler_step_by_step.ipynb)
-# counts. We also stop reading the loss after each step, so that it stays on the device until we look
-# at it. On a CPU, which has nothing to wait for, this second part does nothing.
+# **Rung 3: a fused optimizer, and no waiting.**
+# [`fused=True`](https://docs.pytorch.org/docs/stable/optim.html) updates all weights in one kernel.
+# With a scaler, that kernel also unscales the gradients and decides whether to skip the step; the
+# check for overflow still takes a pass of its own, as [notebook
+# 03](03_grad_scaler_step_by_step.ipynb) counts. We also stop reading the loss after each step, so
+# that it stays on the device until we look at it. On a CPU, which has nothing to wait for, this
+# second part does nothing.
 
 
 # %%
@@ -372,8 +374,9 @@ _ = plots.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": 
 
 # %% [markdown]
 # On this CPU, AMP alone keeps most of its promise but not all of it, and channels last, a change of
-# one line, brings as much again. What comes above makes hardly a difference here. On a GPU expect the
-# fused optimizer and the compiler to do more, since there each small kernel and each wait costs time.
+# one line, brings as much again. What comes above makes hardly a difference here. On a GPU, as a
+# rule of thumb, the fused optimizer and the compiler do more, since each small kernel and each wait
+# costs time there.
 # The next section explains what a rung can change.
 #
 # ## Explain: bytes, not FLOPs

@@ -94,7 +94,7 @@ assert 1e-3 < off[torch.bfloat16, 2] < off[torch.bfloat16, 64]
 #
 # ## The setting
 #
-# Every process needs a device of its own. With four GPUs we start one, two and four processes, and
+# Every process gets a GPU of its own. With four GPUs we start one, two and four processes, and
 # with two or three GPUs one and two. With fewer, the processes run on the CPU.
 
 # %%
@@ -673,8 +673,9 @@ for rank in decided:
 #
 # ## Save on four, go on with two (optional)
 #
-# `torch.distributed.checkpoint` (DCP) writes a folder, with a file from each rank and an index of where each
-# part of each tensor is. We train a model for three steps and save it with its optimizer.
+# [`torch.distributed.checkpoint`](https://docs.pytorch.org/docs/stable/distributed.checkpoint.html)
+# (DCP) writes a folder, with a file from each rank and an index of where each part of each tensor
+# is. We train a model for three steps and save it with its optimizer.
 
 
 # %%

@@ -10,24 +10,24 @@
 # # Train with dtype policies in Keras, on PyTorch and on TensorFlow
 #
 # **What you'll do.** Train MobileNetV2 with Keras 3 in float32, bfloat16 and float16, on the torch
-# and on the TensorFlow backend. Write a training step with a loss scale by hand for both. Then hold
-# Keras against plain `torch.amp`, step by step, from the same weights.
+# and on the TensorFlow backend. Write a training step with a loss scale by hand for both. Then
+# compare Keras with plain `torch.amp`, step by step, from the same weights.
 #
 # **What you'll learn.**
 # - which two dtypes a policy names, and how to set it for everything or for one layer;
-# - in what a policy differs from autocast, and why the last layer should stay in float32;
+# - how a policy differs from autocast, and why the last layer should stay in float32;
 # - when `compile` adds a loss scale by itself, and when it does not although you need one;
 # - what goes wrong in a `train_step` of your own;
-# - how to save the loss scale, and what the names of TensorFlow 2.x are today.
+# - how to save the loss scale, and what the names of TensorFlow 2.x have become.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast, and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for the scaler. Keras and TensorFlow come with `pdm run lab`;
-# no GPU is needed, and nothing is downloaded. It takes about a minute and a half. (TensorFlow comes as
-# its build for CPUs. On a GPU, only what runs on torch uses it.)
+# no GPU is needed, and nothing is downloaded. It takes a minute or two. (TensorFlow comes as its
+# build for CPUs, so only the torch backend uses a GPU.)
 
 # %% [markdown]
-# A process has one Keras backend, which the environment names before Keras is imported. Here it is
-# torch, unless you have chosen another. What both backends are to do runs in processes of their own.
+# A process has one Keras backend, which an environment variable names before Keras is imported.
+# Here it is torch, unless you have chosen another. To use both, we start a process for each.
 
 # %% tags=["nbval-ignore-output"]
 import itertools
@@ -52,7 +52,7 @@ torch.backends.cudnn.allow_tf32 = False  # float32 is to be float32, not TF32
 plots.use_style()
 
 # %% [markdown]
-# Only now may Keras be imported:
+# Now we can import Keras:
 
 # %%
 import keras
@@ -69,8 +69,8 @@ def dtype_of(x):
 # %% [markdown]
 # ## The idea in five lines
 #
-# Before you run this: a layer gets the policy `mixed_float16`. Which dtype will its weights have, and
-# which its output?
+# Guess before you run this: a layer gets the policy `mixed_float16`. Which dtype will its weights
+# have, and which its output?
 
 # %%
 dense = layers.Dense(3, dtype="mixed_float16")
@@ -79,13 +79,13 @@ print(f"weights {dense.kernel.dtype}, output {dtype_of(result)}")
 assert (dense.kernel.dtype, dtype_of(result)) == ("float32", "float16")
 
 # %% [markdown]
-# It computes in float16 and keeps its weights in float32. There is no block around the call as with
-# autocast: the layer itself knows, and that is the idea of Keras.
+# It computes in float16 and keeps its weights in float32. Autocast needs a block around the call.
+# In Keras, the layer itself knows its dtypes.
 #
 # ## A policy names two dtypes
 #
-# A `DTypePolicy` says in what dtype a layer computes, and in what dtype it keeps its variables, the
-# weights. They differ in the two mixed policies alone.
+# A `DTypePolicy` says in which dtype a layer computes, and in which it keeps its variables, such as
+# the weights. They differ only in the mixed policies:
 
 # %%
 POLICIES = ("float32", "mixed_bfloat16", "mixed_float16", "bfloat16", "float16")
@@ -95,11 +95,11 @@ for name in POLICIES:
     assert (policy.variable_dtype == "float32") == (name == "float32" or name.startswith("mixed"))
 
 # %% [markdown]
-# So the weights of a mixed policy are master weights: the optimizer adds to a float32 number. The
-# last two policies keep no such copy, and small updates are lost, as [notebook
+# So the weights of a mixed policy are master weights: the optimizer updates float32 numbers. The
+# last two policies keep no float32 weights, so they lose small updates, as [notebook
 # 01](01_number_formats.ipynb) shows.
 #
-# `set_dtype_policy` sets the policy of all layers made after it. `dtype=` sets that of one layer.
+# `set_dtype_policy` sets the policy of all layers that you make after it; `dtype=` sets it for one:
 
 # %%
 x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)).numpy()
@@ -112,8 +112,8 @@ assert dtype_of(layer(x)) == layer.compute_dtype == "bfloat16"
 assert layer.kernel.dtype == layer.dtype == layer.variable_dtype == "float32"
 
 # %% [markdown]
-# `layer.dtype` is the dtype of the variables, which is not what most people expect. A layer keeps the
-# policy that it was made with:
+# Note that `layer.dtype` is the dtype of the variables, not of the output. A layer keeps the policy
+# that it was made with:
 
 # %%
 keras.config.set_dtype_policy("mixed_float16")
@@ -123,9 +123,9 @@ assert layers.Dense(3).compute_dtype == "float16"
 # %% [markdown]
 # ## Layers, not ops
 #
-# Autocast decides for each op: a matrix product in float16, a sum in float32. A policy decides for
-# each layer, and all that is in its `call` follows. Keras's own layers know what needs more range:
-# batch normalisation takes these inputs, whose squares float16 cannot hold, in float32 inside.
+# Autocast decides for each op: on CUDA it runs a matrix product in float16 and a sum in float32. A
+# policy decides for a whole layer, with everything in its `call`. Keras's own layers know what
+# needs more range: batch normalisation computes the squares of these inputs in float32.
 
 # %%
 far = 1000 * torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).numpy()
@@ -135,7 +135,7 @@ assert dtype_of(normal) == "float16"
 assert ops.all(ops.isfinite(normal))
 
 # %% [markdown]
-# A layer of your own does only what it is told. This one overflows, until it is given float32:
+# A layer of your own has no such care built in. This one overflows unless you give it float32:
 
 
 # %%
@@ -153,14 +153,15 @@ assert ops.all(ops.isinf(Energy()(far)))
 assert ops.all(ops.isfinite(Energy(dtype="float32")(far)))
 
 # %% [markdown]
-# In float16 the sums are infinite, in float32 they are in the millions. Autocast for CUDA would have
-# computed the square in float32 by itself ([notebook 02](02_autocast_dtypes.ipynb) has its table).
+# In float16 the sums are infinite, and in float32 they are in the millions. Autocast for CUDA would
+# have computed both ops in float32 ([notebook 02](02_autocast_dtypes.ipynb) has its table).
 #
 # ## Keep the last layer in float32
 #
-# A softmax or a sigmoid under `mixed_float16` returns float16, and the loss reads probabilities in
-# it. Just below 1, the numbers of float16 are 2⁻¹¹ apart: a probability of 0.9998 becomes 1, and there is
-# nothing left to learn. Take a yes-or-no answer with a logit of 8.5, once right and once wrong:
+# A softmax or a sigmoid under `mixed_float16` gives the loss probabilities in float16. Just below
+# 1, the numbers of float16 are 2⁻¹¹ apart, so a probability of 0.9998 becomes 1, and there is
+# nothing left to learn. Take a yes-or-no answer with a logit of 8.5. First it is right, then it is
+# wrong:
 
 # %%
 from_probability = keras.losses.BinaryCrossentropy()
@@ -182,8 +183,8 @@ for case, target in (("right", 1.0), ("wrong", 0.0)):
     print(f"{case}: {shown}, exactly {exact[case]:.1e}")
 
 # %% [markdown]
-# In float16 the right answer looks more than a thousand times as good as it is, and the wrong one
-# nearly twice as bad. The safe way is a last layer without activation, in float32, and
+# In float16 the loss of the right answer is over a thousand times too small, and that of the wrong
+# one nearly twice too large. The safe way is a last layer without activation, in float32, and
 # `from_logits=True`:
 
 # %%
@@ -195,8 +196,8 @@ assert float(losses["wrong"]["sigmoid in float16"]) > 1.8 * exact["wrong"]
 # %% [markdown]
 # ## What compile adds
 #
-# float16 needs a loss scale. `compile` wraps the optimizer in a `LossScaleOptimizer` if the *model's*
-# policy is `mixed_float16`. `bfloat16` has the range of float32 and needs none.
+# float16 needs a loss scale, so `compile` wraps the optimizer in a `LossScaleOptimizer` if the
+# *model's* policy is `mixed_float16`. `bfloat16` has the range of float32 and needs none.
 
 
 # %%
@@ -220,8 +221,9 @@ print(found)
 assert [name for name, kind in found.items() if kind != "Adam"] == ["mixed_float16"]
 
 # %% [markdown]
-# There are two ways to end without a loss scale. One is to ask for it, with `auto_scale_loss=False`. The other
-# happens by accident: if the policy is given to the layers, the model itself has the global one.
+# There are two ways to end up without a loss scale. You can ask for it with
+# `auto_scale_loss=False`. Or it happens by accident: you give the policy to the layers, and the
+# model itself has the global one.
 
 # %%
 print("asked for:", optimizer_of(new_head(), auto_scale_loss=False))
@@ -232,7 +234,7 @@ assert by_layer.layers[0].compute_dtype == "float16"
 assert optimizer_of(by_layer) == optimizer_of(new_head(), auto_scale_loss=False) == "Adam"
 
 # %% [markdown]
-# The cure is to wrap it yourself. `compile` then leaves it as it is:
+# The cure is to wrap the optimizer yourself. `compile` then leaves it as it is:
 
 # %%
 Scaled = keras.optimizers.LossScaleOptimizer
@@ -244,8 +246,8 @@ assert by_layer.optimizer.initial_scale == 2**15
 assert torch.amp.GradScaler("cpu").get_growth_interval() == by_layer.optimizer.dynamic_growth_steps
 
 # %% [markdown]
-# Clipping belongs to the optimizer inside, which gets gradients that are divided by the scale already.
-# So Keras spares you the `unscale_` that is so easily forgotten in torch:
+# Clipping belongs to the inner optimizer, whose gradients are already divided by the scale. So you
+# need no `unscale_`. Here the gradient (3, 4) is clipped to length 1:
 
 # %%
 clipping = Scaled(keras.optimizers.SGD(1.0, clipnorm=1.0), initial_scale=1024)
@@ -257,8 +259,8 @@ print("after a step:", [round(float(w), 3) for w in ops.convert_to_numpy(weight.
 # %% [markdown]
 # ## Fit
 #
-# Now a real network, MobileNetV2, on handwritten digits enlarged to 32x32 pixels. Keras keeps images
-# with the channels last. The quick scale takes a third of the channels, and the first six blocks.
+# Now we train a real network, MobileNetV2, on handwritten digits enlarged to 32x32 pixels. Keras
+# keeps the channels last. The quick scale uses a third of the channels and the first six blocks.
 
 # %%
 config = {
@@ -273,7 +275,7 @@ assert images.shape[1:] == (32, 32, 3)
 
 
 # %% [markdown]
-# The network without its own last layer, and the one in float32 that we know to be needed:
+# We replace the network's own last layer by one in float32, as we have just learned:
 
 
 # %%
@@ -298,8 +300,8 @@ print(f"{model.count_params():,} numbers in {len(weights)} weights")
 assert all(weight.dtype is torch.float32 for weight in weights)
 
 # %% [markdown]
-# What both backends run: `fit` in each policy, from the same weights, over the same images in the
-# same order. It returns the loss of every epoch, and how long the epochs took.
+# Both backends run this function. It calls `fit` in each policy, from the same weights, over the
+# same images in the same order, and returns the loss and the time of every epoch.
 
 
 # %%
@@ -326,7 +328,7 @@ def fit_in(policies, weights, images, labels, config):
 
 # %% [markdown]
 # `run_on_backends` starts a process for each backend, gives it the source of these functions, and
-# brings back what they return:
+# brings back what `fit_in` returns:
 
 # %%
 fitted = run_on_backends(
@@ -349,8 +351,8 @@ assert all(
 )
 
 # %% [markdown]
-# The picture shows the loss over the epochs, with a panel for each backend. In both, the three lines
-# fall nearly as one.
+# The picture shows the loss over the epochs, with a panel for each backend. In both, the three
+# lines fall alike, with fp16 a little above the others.
 
 # %% tags=["nbval-ignore-output"]
 SHORT = {"float32": "fp32", "mixed_bfloat16": "bf16", "mixed_float16": "fp16"}
@@ -362,8 +364,8 @@ _ = plots.loss_by_backend(
 )
 
 # %% [markdown]
-# In figures, with the number of steps that were taken: float16 may skip some, where the loss scale is
-# too high.
+# Each loss falls at least 85% as far as in float32. float16 may skip steps for which the loss scale
+# is too high:
 
 # %% tags=["nbval-ignore-output"]
 for backend, policies in fitted.items():
@@ -378,9 +380,9 @@ for backend, policies in fitted.items():
         assert found["steps"] > 0.8 * full["steps"]
 
 # %% [markdown]
-# And the time of an epoch, against float32 on the same backend. The first epoch is left out: in it
-# TensorFlow [traces the step into a graph](https://www.tensorflow.org/guide/function). Compare within a backend, not across: on a CPU the two
-# processes run side by side and share the cores.
+# How long does an epoch take? We leave out the first one, in which TensorFlow [traces the step into
+# a graph](https://www.tensorflow.org/guide/function). Compare within a backend, not across: on a
+# CPU the two processes run side by side and share the cores.
 
 # %% tags=["nbval-ignore-output"]
 for backend, policies in fitted.items():
@@ -393,15 +395,15 @@ for backend, policies in fitted.items():
         assert len(found["seconds"]) == config["epochs"]
 
 # %% [markdown]
-# A policy makes a network faster only where the hardware has fast arithmetic for it, and only in
-# layers with enough of it: [notebook 05](05_cifar10_mobilenet.ipynb) shows for MobileNetV2 which
-# layers lose.
+# On this CPU, bfloat16 was slower than float32. A policy is faster only if the hardware has fast
+# arithmetic for it, and only in layers with enough of it: [notebook 05](05_cifar10_mobilenet.ipynb)
+# shows which layers of MobileNetV2 lose.
 #
 # ## Write the step
 #
-# With a loop of your own, three things become yours: multiply the loss by the scale, take the
-# gradients of *that*, and hand them to `apply`, which divides them, looks for inf and NaN, and then
-# steps or skips. In torch:
+# In a step of your own, you multiply the loss by the scale, take the gradients of *that*, and hand
+# them to `apply`. It skips the step if it finds inf or NaN; otherwise it divides by the scale and
+# steps. In torch, this looks as follows:
 
 
 # %%
@@ -417,7 +419,7 @@ def step_with_torch(self, data):
 
 
 # %% [markdown]
-# In TensorFlow the scaled loss must be made while the tape records:
+# In TensorFlow, scale the loss while the tape still records:
 
 
 # %%
@@ -434,8 +436,8 @@ def step_with_tensorflow(self, data):
 
 
 # %% [markdown]
-# Those lines serve every precision: without a `LossScaleOptimizer`, `scale_loss` returns the loss as it
-# is. A small network that takes these steps:
+# Both steps work in every precision: without a `LossScaleOptimizer`, `scale_loss` returns the loss
+# as it is. This small network uses them:
 
 
 # %%
@@ -459,8 +461,8 @@ def new_net():
 
 
 # %% [markdown]
-# An optimizer for it. The first scale will be far too high, so that there is something to be seen, and
-# it may double after five good steps.
+# It needs an optimizer. We will start the scale far too high, so that you see something, and let it
+# double after five good steps.
 
 
 # %%
@@ -473,7 +475,7 @@ def new_optimizer(policy, scale, growth):
 
 
 # %% [markdown]
-# The training, again for both backends.
+# This function trains it, again on both backends:
 
 
 # %%
@@ -497,7 +499,7 @@ def train_net(policies, weights, x, y, steps, scale, growth):
 
 
 # %% [markdown]
-# Run it on both:
+# Let us run it:
 
 # %%
 small = load_dataset("digits", image_size=8, augment=False)
@@ -516,10 +518,10 @@ for backend, policies in trained.items():
     print(backend, "scale after each step:", *scales)
 
 # %% [markdown]
-# Every halving is a skipped step: the weights stayed as they were, and `iterations` did not count. So
-# a learning-rate schedule, which reads `iterations`, waits too, and you need not think of it as you do
-# in torch. In the picture below, the scale goes down in stairs from 2^24 to 2^16, where it fits, and up
-# again after five good steps. A cross marks each of the eight skipped steps.
+# Every halving is a skipped step: the weights stay as they were, and `iterations` does not count
+# it. A learning-rate schedule reads `iterations`, so it waits too, which you must arrange yourself
+# in torch. In the picture, the scale goes down in stairs from 2^24 to 2^16, where it fits, and
+# doubles after every five good steps. A cross marks each of the eight skipped steps.
 
 # %%
 for backend, policies in trained.items():
@@ -541,9 +543,9 @@ _ = ax.legend(loc="upper right")
 # %% [markdown]
 # ## The same in plain torch AMP
 #
-# Is that the AMP of the other notebooks? The twin of the network in torch, with the weights of the
-# Keras model. Keras keeps convolution kernels as (H, W, in, out), matrices as (in, out), and flattens
-# with the channels last.
+# Is that the AMP of the other notebooks? We build a twin of the network in torch, with the weights
+# of the Keras model. Keras keeps convolution kernels as (H, W, in, out), matrices as (in, out), and
+# flattens with the channels last.
 
 
 # %%
@@ -567,7 +569,7 @@ class Twin(nn.Module):
 
 
 # %% [markdown]
-# And the loop of [notebook 04](04_fp32_vs_amp.ipynb), with the scaler started and grown as above:
+# It trains with the loop of [notebook 04](04_fp32_vs_amp.ipynb), the scaler set as above:
 
 # %%
 
@@ -595,10 +597,10 @@ def train_twin(dtype, device, weights, x, y, steps, scale, growth, **_):
 
 
 # %% [markdown]
-# How close should they be? In float32 each backend sums in an order of its own, and what that makes of
-# twenty steps gets eight of the 24 bits. In bfloat16 and float16 a library may round before or after it
-# adds the bias, so one rounding is allowed, 2⁻⁸ and 2⁻¹¹. Each run is held against a twin on its own
-# device, up to the first step that only one of them skips. On this CPU there is no such step.
+# How close should they be? In float32 each backend adds in its own order, and after twenty steps we
+# allow a difference in eight of the 24 bits. In bfloat16 and float16 a library may round before or
+# after it adds the bias, so we allow one rounding, 2⁻⁸ and 2⁻¹¹. We compare each run with a twin on
+# its own device, up to the first step that only one of them skips. On this CPU there is none.
 
 # %%
 DTYPES = {
@@ -622,7 +624,7 @@ def steps_alike(found, reference):
 
 
 # %% [markdown]
-# Each policy on each backend, beside its twin:
+# Now we compare each run with its twin:
 
 # %%
 places = {"torch": device, "tensorflow": torch.device("cpu")}  # where each of them ran
@@ -640,14 +642,13 @@ for policy, dtype in DTYPES.items():
         assert n == given["steps"] or (policy == "mixed_float16" and device.type != "cpu" and n > 6)
 
 # %% [markdown]
-# Outputs, losses, and on this CPU every single decision about the loss scale are those of
-# `torch.autocast` and `torch.amp.GradScaler`.
+# Within these limits, outputs and losses are those of `torch.autocast` and `torch.amp.GradScaler`.
+# On this CPU, so is every loss scale.
 #
 # ## A mistake in a step of your own
 #
-# In TensorFlow 2.x one called `get_unscaled_gradients` before `apply_gradients`.
-# Today `apply` divides. If you still divide by hand, or forget `scale_loss`, `apply` gets gradients
-# that are not scaled, and nothing complains:
+# Today `apply` divides. If you still divide by hand, as you did in TensorFlow 2.x, or if you forget
+# `scale_loss`, then `apply` gets gradients that are not scaled, and nothing complains:
 
 # %%
 gradient = ops.convert_to_tensor([0.5])
@@ -662,15 +663,14 @@ for kind, rate in ((keras.optimizers.SGD, 1.0), (keras.optimizers.Adam, 0.1)):
     assert abs(ratio / 2.0**15 - 1) < 0.01 if kind is keras.optimizers.SGD else 1 < ratio < 2
 
 # %% [markdown]
-# With SGD each step is 2¹⁵ times too short, and the loss stands still. Adam divides by the size of the
-# gradient, so it hides the mistake, until gradients come near its epsilon.
+# With SGD each step is 2¹⁵ times too short. Adam divides by the size of the gradient, so it hides
+# the mistake: it moves by 0.08 instead of 0.1, or less if gradients come near its epsilon.
 #
 # ## Save and resume (optional)
 #
-# The scale is state, like the moments of Adam. `model.save` keeps both. Three steps, save, three more;
-# then load and do the last three again. (`load_model` looks a class up by its name in its module, and
-# ours is made inside a function. So the layers go into a plain `Sequential`, which takes Keras's own
-# step.)
+# The scale is state, like the moments of Adam, and `model.save` keeps both. We take three steps,
+# save, and take three more; then we load the file and repeat the last three. (`load_model` does not
+# find a class that is made inside a function, so here we use a plain `Sequential`.)
 
 
 # %%
@@ -694,7 +694,8 @@ def resume(weights, x, y):
 
 
 # %% [markdown]
-# On a CPU the losses come out the same to the last bit:
+# On a CPU two steps are skipped, which lowers the scale to 65536, and the losses come out the same
+# to the last bit:
 
 # %%
 resumed = run_on_backends(
@@ -720,9 +721,9 @@ for backend, (went_on, again, saved, loaded) in resumed.items():
 # | `optimizer.get_scaled_loss(loss)` | `optimizer.scale_loss(loss)` |
 # | `optimizer.get_unscaled_gradients(g)`, then `apply_gradients(zip(g, w))` | `optimizer.apply(g, w)` or `apply_gradients`; both divide |
 # | `optimizer.loss_scale` | `optimizer.dynamic_scale`, once it is built |
-# | `tf.train.experimental.enable_mixed_precision_graph_rewrite(optimizer)` | set a policy |
+# | `tf.train.experimental.enable_mixed_precision_graph_rewrite(optimizer)` | [set a policy](https://www.tensorflow.org/versions/r2.5/api_docs/python/tf/train/experimental/enable_mixed_precision_graph_rewrite) |
 #
-# What the table says of Keras 3 can be asked of it:
+# We can check some of these rows:
 
 # %%
 assert keras.mixed_precision.set_global_policy is keras.config.set_dtype_policy
@@ -741,24 +742,24 @@ for wrong in ({"dynamic": False}, {"loss_scale": "dynamic"}):
 # %% [markdown]
 # ## Summary
 #
-# - A policy names the dtype that layers compute in, and the dtype that they keep their weights in.
-#   The mixed ones keep float32. It is set for all layers made after, or for one.
-# - It holds for whole layers, where autocast decides for each op. A layer of your own that sums or
+# - A policy names the dtypes in which layers compute and keep their weights. The mixed ones keep
+#   float32. You set a policy for all new layers, or for one.
+# - It holds for whole layers, while autocast decides for each op. A layer of your own that sums or
 #   squares may need `dtype="float32"`.
-# - Keep the last layer in float32, without activation, and take the loss `from_logits`.
-# - `compile` adds a loss scale if the model's policy is `mixed_float16`, and not if only its layers
-#   have it. Wrap the optimizer yourself then.
-# - In a step of your own, `scale_loss` multiplies and `apply` divides, checks, and steps or skips.
-#   Nothing else divides. Clipping belongs to the optimizer inside.
-# - The losses and every skipped step are those of plain torch AMP, on both backends.
+# - Keep the last layer in float32, without activation, and use a loss with `from_logits=True`.
+# - `compile` adds a loss scale if the model's policy is `mixed_float16`. If only its layers have
+#   that policy, wrap the optimizer yourself.
+# - In a step of your own, `scale_loss` multiplies, and `apply` checks, divides and steps, or skips.
+#   Do not divide by hand. Clipping belongs to the inner optimizer.
+# - On this CPU, both backends have the losses and skipped steps of plain torch AMP.
 # - `model.save` keeps the scale, so a resumed run goes on to the bit on a CPU.
 #
 # Next, [notebook 13](13_from_apex.ipynb) brings old Apex scripts to `torch.amp`.
 #
 # ## Exercises
 #
-# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if not,
-# why. A hint and a solution are folded away below each.
+# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
+# not, why. A hint and a solution are folded away below each.
 
 # %%
 from exercises.keras_policies import (
@@ -780,7 +781,7 @@ check_variable_bytes(sizes)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Look up what each policy keeps in the table at the top. A number of float16 has two bytes.
+# The list of policies at the top shows what each one keeps. A float16 number has two bytes.
 #
 # </details>
 #
@@ -790,15 +791,15 @@ check_variable_bytes(sizes)
 # sizes = (4000, 2000)
 # ```
 #
-# The mixed policy keeps its weights in float32. What it saves are activations.
+# The mixed policy keeps its weights in float32. It saves memory in the activations.
 #
 # </details>
 #
 # ### 2. Divided once too often
 #
-# The scale is 1024 and the true gradient of a weight is 0.5. You unscale the gradient by hand, and then
-# give it to `apply` of a `LossScaleOptimizer` around SGD with a learning rate of 1. How far does the
-# weight move?
+# The scale is 1024 and the true gradient of a weight is 0.5. You unscale the gradient by hand, and
+# then give it to `apply` of a `LossScaleOptimizer` around SGD with a learning rate of 1. How far
+# does the weight move?
 
 # %%
 step_length = ...
@@ -837,7 +838,7 @@ check_last_layer(last_layer)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# `dtype=` of a layer goes before the global policy.
+# A layer's own `dtype=` overrides the global policy.
 #
 # </details>
 #
@@ -848,14 +849,14 @@ check_last_layer(last_layer)
 #     return layers.Dense(10, dtype="float32")
 # ```
 #
-# A softmax would return probabilities, and the loss would take their logarithm a second time.
+# A softmax would return probabilities, and the loss would apply a second softmax to them.
 #
 # </details>
 #
 # ### 4. Mend the missing loss scale
 #
-# This model has `mixed_float16` in its layers alone, and trains without a loss scale. Change the line so
-# that Adam gets one, and return the model.
+# Only the layers of this model have `mixed_float16`, so it trains without a loss scale. Change the
+# line so that Adam gets one, and return the model.
 
 
 # %%
@@ -882,7 +883,7 @@ check_compiled(compile_scaled)
 #     return model
 # ```
 #
-# `auto_scale_loss=True`, the default, does not help, since it asks for the model's policy.
+# `auto_scale_loss=True`, the default, does not help, because it looks at the model's policy.
 #
 # </details>
 #

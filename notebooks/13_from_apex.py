@@ -650,8 +650,8 @@ assert (old, renamed, written_out) == (bf16, fp16, bf16)
 # %% [markdown]
 # Only renamed, the block computes in fp16 where it was bf16 before. So always write the dtype out.
 #
-# **The order of arguments.** A device was put in front of all the others, and `dtype` now comes
-# before `enabled`:
+# **The order of arguments.** [A device comes
+# first now](https://docs.pytorch.org/docs/stable/amp.html), and `dtype` before `enabled`:
 #
 # | old | new |
 # |---|---|

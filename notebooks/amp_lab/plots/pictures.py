@@ -8,14 +8,14 @@ from torch import Tensor
 from amp_lab.plots import style
 
 
-def side_by_side(pictures: Mapping[str, Tensor]) -> Figure:
-    """Pictures {title: (1, 1, H, W)} with values in [0, 1], on one grey scale."""
+def side_by_side(pictures: Mapping[str, Tensor], values: str = "brightness") -> Figure:
+    """Pictures {title: (1, 1, H, W)} with `values` in [0, 1], on one grey scale."""
     figure, axes = style.subplots(1, len(pictures), size=(2.6 * len(pictures) + 0.8, 3.0))
     for ax, (title, picture) in zip(axes, pictures.items(), strict=True):
         image = ax.imshow(picture[0, 0].cpu().numpy(), cmap="gray", vmin=0, vmax=1)  # one scale
         ax.set_title(title)
         ax.set_axis_off()
-    figure.colorbar(image, ax=axes, shrink=0.8, label="brightness")
+    figure.colorbar(image, ax=axes, shrink=0.8, label=values)
     return figure
 
 

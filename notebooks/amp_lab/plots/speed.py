@@ -119,7 +119,6 @@ def speedup_over_size(sizes: Sequence[int], speedups: Mapping[str, Sequence[Rati
         look: Look = {"color": COLOURS[style.precision_of(label)], "markerfacecolor": face}
         style.measured_line(ax, sizes, ratios, form, linewidth=2, label=label, **look)
     ax.set_xticks(sizes)
-    ax.set_ylim(bottom=0)  # a small speed-up shall look small
     x_label = "height and width of the images (pixels)"
     return style.label(ax, x_label, "speed-up", legend="lower right")
 
