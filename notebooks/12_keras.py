@@ -264,7 +264,7 @@ print("after a step:", [round(float(w), 3) for w in ops.convert_to_numpy(weight.
 
 # %%
 config = {
-    "quick": {"alpha": 0.35, "last": "block_5_add", "images": 256, "batch": 32, "epochs": 4},
+    "quick": {"alpha": 0.35, "last": "block_5_add", "images": 256, "batch": 32, "epochs": 5},
     "full": {"alpha": 1.0, "last": "out_relu", "images": 1438, "batch": 32, "epochs": 10},
 }[scale]
 digits = load_dataset("digits", image_size=32, augment=False)
