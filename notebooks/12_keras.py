@@ -395,9 +395,10 @@ for backend, policies in fitted.items():
         assert len(found["seconds"]) == config["epochs"]
 
 # %% [markdown]
-# On this CPU, bfloat16 was slower than float32. A policy is faster only if the hardware has fast
-# arithmetic for it, and only in layers with enough of it: [notebook 05](05_cifar10_mobilenet.ipynb)
-# shows which layers of MobileNetV2 lose.
+# These times are rough. In so small a network bfloat16 gained little or nothing on this CPU, and
+# float16, which it emulates, took several times as long with torch. A policy is faster only if the
+# hardware has fast arithmetic for it, and only in layers with enough of it: [notebook
+# 05](05_cifar10_mobilenet.ipynb) shows which layers of MobileNetV2 lose.
 #
 # ## Write the step
 #
