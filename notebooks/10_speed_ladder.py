@@ -219,7 +219,7 @@ class Ladder:
 
 # %% [markdown]
 # The rungs take turns, so that a machine that slows down in the meantime slows all of them down.
-# `compare` does that: it pairs the times of each round, gives every ratio with an interval, and leaves out the
+# `compare` pairs the times of each round, gives every ratio with an interval, and leaves out the
 # rounds in which another program used the machine. On a GPU we time three steps in a row, since the
 # device must be free to begin the next step before the host has seen the end of the last.
 
@@ -310,8 +310,8 @@ assert off > 0  # it rounds, unlike FP32
 
 # %% [markdown]
 # **Rung 4: torch.compile.** Convolution, normalisation and ReLU each read their input from memory
-# and write their output to it. The compiler turns what lies between two matrix products into one
-# kernel, and does the same for the backward pass.
+# and write their output to it. The compiler merges what lies between two matrix products into few
+# kernels, and does the same for the backward pass.
 
 # %% tags=["nbval-ignore-output"]
 model, optimizer = new_fused_model()
@@ -323,12 +323,12 @@ print(f"the losses of five steps differ by {off:.1e} from FP32's")
 assert off > 0  # it rounds, unlike FP32
 
 # %% [markdown]
-# **Rung 5: by hand.** A compiler may not change the computation, but we may. Batch normalisation
-# needs the mean of a whole layer before the next layer can begin, so a step takes five passes over
-# the pixels. `FusedStep` makes just these five; its source, `amp_lab/bench/fused_convmodel.py`, has
-# some 200 lines and is worth reading. On a CPU it works on a block of pixels at a time that is small
-# enough for the cache. It computes the first layer again instead of storing it, and keeps only two of
-# all activations. It scales no gradients, so it computes in bf16.
+# **Rung 5: by hand.** A compiler keeps the order of the layers, but we may rearrange them. Batch
+# normalisation needs the mean of a whole layer before the next layer can begin, so a step takes
+# five passes over the pixels. `FusedStep` makes just these five; its source,
+# `amp_lab/bench/fused_convmodel.py`, has some 200 lines. On a CPU it works on a block of pixels at
+# a time that is small enough for the cache. It computes the first layer again instead of storing
+# it, and keeps only two of all activations. It scales no gradients, so it computes in bf16.
 
 # %% tags=["nbval-ignore-output"]
 model, optimizer = new_fused_model()
@@ -374,16 +374,15 @@ _ = plots.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": 
 
 # %% [markdown]
 # On this CPU, AMP alone keeps most of its promise but not all of it, and channels last, a change of
-# one line, brings as much again. What comes above makes hardly a difference here. On a GPU, as a
-# rule of thumb, the fused optimizer and the compiler do more, since each small kernel and each wait
-# costs time there.
-# The next section explains what a rung can change.
+# two lines, brings nearly as much again. The rungs above it make hardly a difference here. On a
+# GPU, as a rule of thumb, the fused optimizer and the compiler do more, since each small kernel and
+# each wait costs time there.
 #
-# ## Explain: bytes, not FLOPs
+# ## Explain: count the bytes too
 #
 # `count_step` watches every op of an eager step and adds up what it reads and writes. Between two
-# matrix products there are normalisation, ReLU and their gradients. They compute next to nothing, but
-# each of them reads and writes all of the pixels, as the ReLU in our five lines did.
+# matrix products there are normalisation, ReLU and their gradients. They compute next to nothing,
+# but each of them reads and writes all of the pixels, as the ReLU in our five lines does.
 
 # %% tags=["nbval-ignore-output"]
 counts = {}
@@ -400,9 +399,9 @@ assert counts[low].flops == flops
 assert counts[low].moved_bytes < counts["fp32"].moved_bytes
 
 # %% [markdown]
-# The FP32 step moves 732 MiB, and AMP halves that to 373 MiB. The step by hand stores two activations and one gradient of P x 256 values in two bytes each.
-# According to its source it writes each once, and reads the first activation three times, the second
-# twice and the gradient once. On a CPU that is all, as long as its blocks stay in the cache. On a GPU
+# The FP32 step moves 732 MiB, and AMP halves that to 373 MiB. The step by hand stores two activations
+# and one gradient of P x 256 values in two bytes each. According to its source it writes each once,
+# and reads the first activation three times, the second twice and the gradient once. On a CPU that is all, as long as its blocks stay in the cache. On a GPU
 # it takes all pixels as one block, which no cache holds, so that what passes from one kernel to the
 # next is written and read as well.
 
@@ -412,9 +411,9 @@ print(f"by hand: {moved_by_hand / 2**20:,.0f} MiB, {flops / moved_by_hand:.0f} F
 assert 5 * moved_by_hand < counts[low].moved_bytes
 
 # %% [markdown]
-# Only 72 MiB are left. That explains how a ladder can gain more than the matrix products promise: the
-# rungs save bytes as well as time in products. A step that consists of products and moved bytes alone
-# gains at most the larger of the two ratios, so no rung may exceed that:
+# Only 72 MiB are left. So a ladder can gain more than the matrix products promise, because its
+# rungs save bytes as well as time in products. A step that consists of products and moved bytes
+# alone gains at most the larger of the two ratios, so no rung may exceed that:
 
 # %% tags=["nbval-ignore-output"]
 fewer_bytes = counts["fp32"].moved_bytes / moved_by_hand
@@ -436,10 +435,12 @@ moved_bytes = {
     "by hand": moved_by_hand,
 }
 points = []
-for precision, name, took, _, _ in bars:
+for precision, name, took, limit, _ in bars:
     if name in moved_bytes:
         rate = took.rate(1e3 * flops)  # FLOP/s
         points.append((name, precision, flops / moved_bytes[name], rate.median))
+        memory_ms = 1e3 * moved_bytes[name] / limits.memory_bytes_per_s
+        print(f"{name}: products {limit:.0f} ms, memory {memory_ms:.0f} ms, in all {took.median:.0f}")
         # A cache may feed it faster than memory: as fast as a copy of one of its activations.
         fastest = limits.stream_rate(2 * pixels * hidden) * flops / moved_bytes[name]
         assert not (limits.trusted and climbed.trusted) or rate.median < 1.1 * fastest
@@ -448,11 +449,14 @@ assert points[0][2] < points[1][2] < points[2][2]  # each moves less than the on
 _ = plots.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
-# The three points move up and to the right as the step moves fewer bytes. The slope is that of memory.
-# A point may lie above it if the data fits in a cache, which is the aim of working in blocks; the cell
-# asserts that it does not exceed the rate of a copy in the cache. A point far below both limits
-# wastes time in other ways, as a rule with threads that wait for each other, calls from Python, or
-# arithmetic that is no matrix product.
+# The three points move up and to the right as the step moves fewer bytes. Here all lie under the
+# flat part: the two cores compute so slowly that memory could bring all the bytes meanwhile. So the
+# bytes alone do not explain the ladder of this machine, where the layout brings most of its gain,
+# and the step by hand moves a tenth of the bytes without being faster. The slope is that of
+# memory. A point may lie above it if the data fits in a cache; the cell asserts that it does not
+# exceed the rate of a copy in the cache. A point far below both limits wastes time in other ways,
+# as a rule with threads that wait for each other, calls from Python, or arithmetic that is no
+# matrix product.
 #
 # ## Where AMP loses
 #
@@ -523,9 +527,9 @@ assert not limits.trusted or not speedup.is_above(1.1 * max(1, promise))
 # %% [markdown]
 # AMP made this network about three times as slow here, with 101 casts for 50 products.
 #
-# **A format that the hardware does not have.** Many CPUs emulate fp16, and then it is slower by far,
-# which is why the product is small here. Some CPUs do have it and run it at the rate of fp32, which
-# is no reason to use it either.
+# **A format that the hardware does not have.** Many CPUs emulate fp16, and then it is slower by
+# far, which is why the product is small here. If yours has it, the list of rates at the top shows
+# whether fp16 beats fp32.
 
 # %% tags=["nbval-ignore-output"]
 products = {p: matrix_product(device, Precision(p), 128) for p in ("fp32", "fp16", "bf16")}
@@ -539,8 +543,8 @@ for name in products.samples_s:
 
 # %% [markdown]
 # Each line has the time of a product, and how many times as fast as in fp32 it is. In fp16 it took
-# more than ten times as long on this CPU. So small a product does not reach the limit of a device, and
-# even bf16 does not pay here.
+# more than ten times as long on this CPU. A product as small as this does not reach the limit of
+# the device, and even bf16 does not pay here.
 #
 # ## From which size on does AMP pay?
 #
@@ -602,10 +606,10 @@ _ = plots.growth(growth)
 
 # %% [markdown]
 # The upper row of the picture shows the speed-up by AMP, the lower row its share of FP32's memory.
-# Above the line at 1 AMP pays, below it AMP costs, and where a bar of uncertainty crosses the line
-# nobody can say. Here AMP gains with every kind of growth, and most with the width, since the work of
-# a product grows with the square of it. Memory comes near half (the line in the lower row) the more
-# of it is activations:
+# Above the line at 1 AMP pays, below it AMP costs, and where an interval crosses the line we cannot
+# tell. Here AMP gains with every kind of growth, and most with the width, since the work of a
+# product grows with the square of it. At the largest width the share of memory is larger, since
+# the weights stay fp32. The more of it is activations, the nearer it comes to half:
 
 # %%
 for what in ("picture (pixels along an edge)", "batch (pictures)"):
@@ -698,8 +702,8 @@ assert amp_lab_command(["bench", "--list"]) == 0
 #   measured rate say why you are not there yet.
 # - A lower precision speeds up matrix products and halves what the rest has to move. The first
 #   part is the promise, and the second often decides.
-# - Channels last, a fused optimizer, not reading the loss, `torch.compile`: each is one line, and
-#   each pays on some devices and not on others. Measure them in turns, on yours.
+# - Channels last, a fused optimizer, not reading the loss, `torch.compile`: each is a line or two,
+#   and each pays on some devices and not on others. Measure them in turns, on yours.
 # - AMP loses where there is nothing to multiply, where the ops are small, and in a format that
 #   the hardware does not have.
 # - `advise` climbs with a model of yours, and never to a rung that does not learn as FP32 does.
@@ -823,7 +827,7 @@ check_pays_from(pays_from)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Begin with the largest size and go down as long as an interval lies above 1.
+# AMP has to gain at the size you choose and at all larger ones. What says that it gains?
 #
 # </details>
 #
