@@ -440,7 +440,9 @@ for precision, name, took, limit, _ in bars:
         rate = took.rate(1e3 * flops)  # FLOP/s
         points.append((name, precision, flops / moved_bytes[name], rate.median))
         memory_ms = 1e3 * moved_bytes[name] / limits.memory_bytes_per_s
-        print(f"{name}: products {limit:.0f} ms, memory {memory_ms:.0f} ms, in all {took.median:.0f}")
+        print(
+            f"{name}: products {limit:.0f} ms, memory {memory_ms:.0f} ms, in all {took.median:.0f}"
+        )
         # A cache may feed it faster than memory: as fast as a copy of one of its activations.
         fastest = limits.stream_rate(2 * pixels * hidden) * flops / moved_bytes[name]
         assert not (limits.trusted and climbed.trusted) or rate.median < 1.1 * fastest
