@@ -68,8 +68,7 @@ for name, operations, numbers in (
 # %% [markdown]
 # Only the product does. It computes for 10.737 ms and moves data for 0.419 ms, while the ReLU
 # computes for 0.005 ms and moves data for 0.280 ms. A lower precision helps both, but in different
-# ways: it multiplies faster where the hardware can, and it halves the bytes. We now find out how much
-# each of these is worth on your device.
+# ways: it multiplies faster where the hardware can, and it halves the bytes.
 #
 # ## The settings
 #
@@ -103,9 +102,8 @@ assert low.dtype.itemsize == 2
 #
 # Computing and moving data both have a highest rate, and we can measure it: with one large matrix
 # product in each precision, and with a copy or a sum, whichever is faster. What fits in a cache is
-# read faster, so there is a rate for each size. In between we time a small product, which shows
-# whether something else was using the machine. If it was, `limits.trusted` is false, and we conclude
-# nothing from these figures below.
+# read faster, so there is a rate for each size. If something else was using the machine,
+# `limits.trusted` is false, and we conclude nothing from these figures below.
 
 # %% tags=["nbval-ignore-output"]
 limits = measure_ceilings(device)
@@ -439,10 +437,8 @@ for precision, name, took, limit, _ in bars:
     if name in moved_bytes:
         rate = took.rate(1e3 * flops)  # FLOP/s
         points.append((name, precision, flops / moved_bytes[name], rate.median))
-        memory_ms = 1e3 * moved_bytes[name] / limits.memory_bytes_per_s
-        print(
-            f"{name}: products {limit:.0f} ms, memory {memory_ms:.0f} ms, in all {took.median:.0f}"
-        )
+        copied = 1e3 * moved_bytes[name] / limits.memory_bytes_per_s
+        print(f"{name}: products {limit:.0f} ms, memory {copied:.0f} ms, all {took.median:.0f} ms")
         # A cache may feed it faster than memory: as fast as a copy of one of its activations.
         fastest = limits.stream_rate(2 * pixels * hidden) * flops / moved_bytes[name]
         assert not (limits.trusted and climbed.trusted) or rate.median < 1.1 * fastest
@@ -452,18 +448,16 @@ _ = plots.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
 # The three points move up and to the right as the step moves fewer bytes. Here all lie under the
-# flat part: the two cores compute so slowly that memory could bring all the bytes meanwhile. So the
-# bytes alone do not explain the ladder of this machine, where the layout brings most of its gain,
-# and the step by hand moves a tenth of the bytes without being faster. The slope is that of
-# memory. A point may lie above it if the data fits in a cache; the cell asserts that it does not
-# exceed the rate of a copy in the cache. A point far below both limits wastes time in other ways,
-# as a rule with threads that wait for each other, calls from Python, or arithmetic that is no
-# matrix product.
+# flat part, so bytes alone do not explain the ladder of this machine: the layout brings most of its
+# gain, and the step by hand, with a tenth of the bytes, is no faster. The slope is that of memory.
+# A point may lie above it if the data fits in a cache; the cell asserts that it does not exceed the
+# rate of a copy in the cache. A point far below both limits wastes time otherwise, as a rule on
+# threads that wait, calls from Python, or arithmetic that is no matrix product.
 #
 # ## Where AMP loses
 #
-# We judge a measurement by its interval. If all of it lies above 1, AMP pays; if all of it lies below,
-# AMP costs. Otherwise we saw no difference, or the machine was too busy to tell.
+# We judge by the interval. If all of it lies above 1, AMP pays; if all of it lies below, AMP costs.
+# Otherwise we saw no difference, or the machine was too busy to tell.
 
 
 # %%

@@ -7,7 +7,9 @@ out for want of time, is timed in turns: each sound precision, as it is and in c
 there are convolutions, each of them eager and compiled, in training with fused AdamW besides. What
 learns, or answers, otherwise than fp32 is no candidate; `advise` itself and its tests judge that.
 "within" says whether the recommended one is surely not more than 5 % slower than the fastest, and
-"cannot tell" stands where the interval leaves that open.
+"cannot tell" stands where the interval leaves that open. A host may move a virtual machine's cores,
+which turns the ranking of some networks round; "the cores were moved" stands where an exchange
+between threads shows that advice and proof had different machines.
 """
 
 import functools
@@ -23,10 +25,11 @@ import gpt
 from amp_lab.advisor import Advice, Candidate, Case, advise
 from amp_lab.advisor.recipes import INFERENCE, TRAINING, Recipe, Step, loss_of
 from amp_lab.device import pick_device
-from amp_lab.timing import compare
+from amp_lab.timing import compare, measure
 from recording import parser, plain, record
 
 ENOUGH = 1.05  # of the time of the fastest
+MOVED = 2.0  # between the times of two exchanges: the cores lay elsewhere
 UNSOUND = ("unlike fp32", "raises", "does not fit", "emulated")
 Inputs = tuple[torch.Tensor, ...]
 
@@ -99,6 +102,17 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
 }
 
 
+def exchange_ms(device: torch.device) -> float:
+    """Time for threads to read a MiB that others wrote: it tells whether they share a cache."""
+    numbers = torch.ones(2**18, device=device)
+
+    def exchange() -> None:
+        nonlocal numbers
+        numbers = numbers.flip(0)
+
+    return 1e3 * measure(exchange, device=device, warmup=10, repeats=200).median_s
+
+
 def all_recipes(use: str, advice: Advice, recommended: Recipe, has_images: bool) -> list[Recipe]:
     """What might have been recommended: whatever is sound, with all that can be switched on."""
     seen = [c for c in advice.candidates if c.recipe.use == use]
@@ -114,8 +128,11 @@ def all_recipes(use: str, advice: Advice, recommended: Recipe, has_images: bool)
     return sorted(found, key=str)
 
 
-def at_length(case: Case, chosen: Candidate, advice: Advice, budget_s: float) -> dict[str, Any]:
-    """The recommended recipe in turns with all the others."""
+def at_length(
+    case: Case, chosen: Candidate, advice: Advice, budget_s: float, exchanges: list[float]
+) -> dict[str, Any]:
+    """The recommended recipe in turns with all the others; `exchanges` is of when it was chosen."""
+    exchanges = [*exchanges, exchange_ms(case.device)]
     has_images = any(isinstance(module, nn.Conv2d) for module in case.model.modules())
     use, found = chosen.recipe.use, {}
     for recipe in all_recipes(use, advice, chosen.recipe, has_images):
@@ -129,11 +146,15 @@ def at_length(case: Case, chosen: Candidate, advice: Advice, budget_s: float) ->
     ratio = timed.ratio(chosen.name, fastest)
     low, high = ratio.interval
     within = "yes" if high <= ENOUGH else "no" if low > ENOUGH else "cannot tell"
+    exchanges.append(exchange_ms(case.device))
+    if max(exchanges) > MOVED * min(exchanges):
+        within = "the cores were moved"
     return {
         "recommended": chosen.name,
         "fastest": fastest,
         "times as long as the fastest": plain(ratio),
         "within": within,
+        "exchange_ms": exchanges,
         "trusted": timed.trusted,
         "seconds": {name: timed.median_s(name) for name in found},
     }
@@ -146,7 +167,9 @@ def proof(minutes: float, budget_s: float, names: list[str]) -> Iterator[dict[st
         torch.manual_seed(0)
         build, batch = MODELS[name]
         model, inputs = build(), batch()
+        exchanges = [exchange_ms(device)]
         advice = advise(model, *inputs, device=device, minutes=minutes)
+        exchanges.append(exchange_ms(device))
         row: dict[str, Any] = {"model": name, "inputs": [list(x.shape) for x in inputs]}
         row["advice"] = {
             f"{c.recipe.use}: {c.name}": f"{c.verdict} {c.speedup or c.reason}".strip()
@@ -159,7 +182,7 @@ def proof(minutes: float, budget_s: float, names: list[str]) -> Iterator[dict[st
             case = Case(model, inputs, {}, None, device)
             loss = loss_of(model(*inputs))
             case = replace(case, loss_fn=eval(f"lambda output: {loss}"))
-            row[use] = at_length(case, advice.chosen[use], advice, budget_s)
+            row[use] = at_length(case, advice.chosen[use], advice, budget_s, exchanges)
         yield row
 
 
