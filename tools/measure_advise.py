@@ -29,7 +29,7 @@ from amp_lab.timing import compare, measure
 from recording import parser, plain, record
 
 ENOUGH = 1.05  # of the time of the fastest
-MOVED = 2.0  # between the times of two exchanges: the cores lay elsewhere
+MOVED = 3.0  # between the times of two exchanges: the cores lay elsewhere
 UNSOUND = ("unlike fp32", "raises", "does not fit", "emulated")
 Inputs = tuple[torch.Tensor, ...]
 
@@ -110,7 +110,7 @@ def exchange_ms(device: torch.device) -> float:
         nonlocal numbers
         numbers = numbers.flip(0)
 
-    return 1e3 * measure(exchange, device=device, warmup=10, repeats=200).median_s
+    return 1e3 * measure(exchange, device=device, warmup=200, repeats=200).median_s
 
 
 def all_recipes(use: str, advice: Advice, recommended: Recipe, has_images: bool) -> list[Recipe]:
