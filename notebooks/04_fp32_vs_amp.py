@@ -381,7 +381,7 @@ assert device.type == "cpu" or not fastest.is_below(1)
 
 # %% [markdown]
 # Each line has the time of a step, and then the speed-up over FP32 with its interval. On the two
-# CPU cores used here, a step took less than half the time. On your device, AMP is faster if the
+# CPU cores used here, a step took about half the time. On your device, AMP is faster if the
 # interval lies above 1x and slower if it lies below. If it contains 1x, this measurement cannot
 # tell. *Too busy to tell* means that something else kept the machine busy. Stop it and run the cell
 # again.
@@ -465,10 +465,9 @@ assert all(is_possible(inference, p, inference_flops) for p in precisions)
 assert inference_flops < 0.5 * training_flops  # the backward pass is most of a step
 
 # %% [markdown]
-# You read the table like the one for training. Here bf16 was faster as well, but it gained less
-# than in training. One likely reason: without the backward pass only 0.6 of 1.8 GFLOP are left,
-# while the forward pass casts as much as before, so that casts weigh more. Do not take the gain in
-# training for that in inference: measure both.
+# You read the table like the one for training. Here bf16 was faster as well. It may gain less than
+# in training, or more: without the backward pass only 0.6 of 1.8 GFLOP are left, while the forward
+# pass casts as much as before, so that casts weigh more. So measure both.
 #
 # ## How not to measure
 #
@@ -642,7 +641,7 @@ for precision in precisions[1:]:
     assert memory < 1 or precision is Precision.TF32 or device.type == "mps"
 
 # %% [markdown]
-# - A step took less than half the time and kept 52% of the memory, and the losses differed by less
+# - A step took about half the time and kept 52% of the memory, and the losses differed by less
 #   than those of two seeds do.
 # - To see whether reduced precision costs accuracy, compare the losses of several seeds. Without
 #   pairs you only see a difference that is larger than their spread; many pairs show smaller ones.

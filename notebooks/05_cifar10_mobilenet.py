@@ -382,7 +382,7 @@ for p in both:  # 25 times as many pixels or more take longer
 # %% [markdown]
 # The number beside each time of autocast is its speed-up over FP32, with its interval. Only an
 # interval wholly above or below 1x says that one of the two is faster. On this CPU bf16 *costs*
-# time on small images, and even at 160 pixels it is hardly faster than FP32. Your device may draw
+# time on small images, and at 160 pixels it is not clearly faster than FP32. Your device may draw
 # the line elsewhere. *Cores apart* is said of a virtual machine whose host moves its cores. If a
 # line says that the machine was busy, stop what else runs there, and run the cell again.
 #

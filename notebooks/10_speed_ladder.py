@@ -371,8 +371,8 @@ for remark in climbed.remarks():
 _ = plots.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})
 
 # %% [markdown]
-# On this CPU, AMP alone keeps most of its promise but not all of it, and channels last, a change of
-# two lines, brings nearly as much again. The rungs above it make hardly a difference here. On a
+# On this CPU, AMP alone keeps most of its promise but not all of it, and with channels last, a
+# change of two lines, a step is half as fast again. The rungs above make hardly a difference. On a
 # GPU, as a rule of thumb, the fused optimizer and the compiler do more, since each small kernel and
 # each wait costs time there.
 #
@@ -448,8 +448,8 @@ _ = plots.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
 # The three points move up and to the right as the step moves fewer bytes. Here all lie under the
-# flat part, so bytes alone do not explain the ladder of this machine: the layout brings most of its
-# gain, and the step by hand, with a tenth of the bytes, is no faster. The slope is that of memory.
+# flat part, so bytes alone do not explain the ladder of this machine: the step by hand, with a tenth
+# of the bytes, is hardly faster than channels last. The slope is that of memory.
 # A point may lie above it if the data fits in a cache; the cell asserts that it does not exceed the
 # rate of a copy in the cache. A point far below both limits wastes time otherwise, as a rule on
 # threads that wait, calls from Python, or arithmetic that is no matrix product.
@@ -521,7 +521,7 @@ assert casts >= 2 * 50  # of weights and biases; inputs and outputs stay low in 
 assert not limits.trusted or not speedup.is_above(1.1 * max(1, promise))
 
 # %% [markdown]
-# AMP made this network about three times as slow here, with 101 casts for 50 products.
+# AMP made this network more than twice as slow here, with 101 casts for 50 products.
 #
 # **A format that the hardware does not have.** Many CPUs emulate fp16, and then it is slower by
 # far, which is why the product is small here. If yours has it, the list of rates at the top shows
@@ -603,9 +603,8 @@ _ = plots.growth(growth)
 # %% [markdown]
 # The upper row of the picture shows the speed-up by AMP, the lower row its share of FP32's memory.
 # Above the line at 1 AMP pays, below it AMP costs, and where an interval crosses the line we cannot
-# tell. Here AMP gains with every kind of growth, and most with the width, since the work of a
-# product grows with the square of it. At the largest width the share of memory is larger, since
-# the weights stay fp32. The more of it is activations, the nearer it comes to half:
+# tell. Here AMP gains more with every kind of growth. At the largest width the share of memory is
+# larger, since the weights stay fp32. The more of it is activations, the nearer it comes to half:
 
 # %%
 for what in ("picture (pixels along an edge)", "batch (pictures)"):
