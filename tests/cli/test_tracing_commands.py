@@ -11,6 +11,7 @@ from amp_lab.cli import main
 pytestmark = pytest.mark.slow
 
 NET = "torchvision.models:squeezenet1_1"
+WIDE = ("torch.nn:Linear", "--with", "in_features=1000000", "--with", "out_features=1000000")
 INPUT = ("--input", "2,3,64,64")
 
 
@@ -213,6 +214,10 @@ def test_a_language_models_loss_is_missed_loudly(capsys):
         (("xray", NET, *INPUT, "--device", "tpu"), "device type 'tpu'"),
         (("xray", NET, *INPUT, "--dtype", "fp8"), "invalid choice: 'fp8'"),
         (("xray", NET, *INPUT, "--device", "xpu", "--real"), "xpu"),
+        (
+            ("xray", *WIDE, "--input", "8,1000000", "--device", "cpu", "--real"),
+            "a step needs about",
+        ),
         (("xray", NET, *INPUT, "--against", "tpu"), "device type 'tpu'"),
         (("xray", NET, *INPUT, "--against", "fp8"), "device type 'fp8'"),
         (("xray", NET, *INPUT, "--against", ""), "an empty text was given for against"),
