@@ -80,6 +80,8 @@ def test_as_json_and_drawn(capsys, tmp_path):
         (("net", "changed", "--compile"), "without B"),
         (("net", "--precision", "bf16", "--same-weights"), "for a second model"),
         (("net", "--device", "banana"), "is not a device"),
+        (("net", "changed", "--figure", "growth.txt"), "ending with .png or .svg"),
+        (("net", "changed", "--figure", "nowhere/growth.png"), "cannot be written"),
     ],
 )
 def test_what_cannot_be_is_one_line(capsys, arguments, said):
