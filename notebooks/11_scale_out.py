@@ -493,6 +493,7 @@ for n in counts[1:]:
     tries[n] = run_workers(*functions, processes=n, trainings=trainings, setups=SETUPS, **given)
     for engine in trainings:
         check_losses(f"{engine} on {n}", [rank["losses"][engine] for rank in tries[n]])
+    assert all(rank["losses"].keys() == trainings.keys() for rank in tries[n])
 setups = {n: tries[n][0]["setups"] for n in counts[1:]}
 
 # %% [markdown]

@@ -22,8 +22,7 @@
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast, and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for the scaler. Keras and TensorFlow come with `pdm run lab`;
-# no GPU is needed, and nothing is downloaded. It takes a minute or two. (TensorFlow comes as its
-# build for CPUs, so only the torch backend uses a GPU.)
+# no GPU is needed. (TensorFlow comes as its build for CPUs, so only the torch backend uses a GPU.)
 
 # %% [markdown]
 # A process has one Keras backend, which an environment variable names before Keras is imported.
@@ -395,10 +394,9 @@ for backend, policies in fitted.items():
         assert len(found["seconds"]) == config["epochs"]
 
 # %% [markdown]
-# These times are rough. In so small a network bfloat16 gained little or nothing on this CPU, and
-# float16, which it emulates, took several times as long with torch. A policy is faster only if the
-# hardware has fast arithmetic for it, and only in layers with enough of it: [notebook
-# 05](05_cifar10_mobilenet.ipynb) shows which layers of MobileNetV2 lose.
+# In so small a network bfloat16 gained little or nothing on this CPU, and float16, which it
+# emulates, took several times as long with torch. [Notebook 05](05_cifar10_mobilenet.ipynb) shows
+# which layers of MobileNetV2 lose.
 #
 # ## Write the step
 #
