@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from amp_lab.bench.limits import Ceilings, Count, count_step
+from amp_lab.bench.limits import Ceilings, count_step
 
 
 def test_count_of_a_linear_layer():
@@ -51,6 +51,6 @@ def test_what_fits_in_a_cache_may_be_copied_faster(nbytes, rate):
 
 
 def test_floor_is_the_longer_of_work_and_traffic():
-    assert Count(1000, 0, 40).floor_s(ceilings(), "fp32") == 10
-    assert Count(1000, 0, 4096).floor_s(ceilings(), "fp32") == 4096 / 5
-    assert Count(1000, 0, 40).floor_s(ceilings(), "tf32") is None
+    assert ceilings().floor_s("fp32", 1000, 40) == 10
+    assert ceilings().floor_s("fp32", 1000, 4096) == 4096 / 5
+    assert ceilings().floor_s("tf32", 1000, 40) is None

@@ -21,7 +21,7 @@ def results_of(*rows, **environment):
         for *key, speedup in rows
     ]  # fmt: skip
     about = {"device": "a toy", "torch": "2.15", "threads": 2, "date": "2026-01-01"} | environment
-    return Results(about, {"fp32": 1e12, "bf16": 4e12}, {64: 1e9}, True, made)
+    return Results({"fp32": 1e12, "bf16": 4e12}, {64: 1e9}, True, about, made)
 
 
 EAGER = ("convmodel", "8x8", "fp32", "eager", 1.0)

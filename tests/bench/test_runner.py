@@ -143,8 +143,8 @@ def test_a_rung_that_computes_something_else_has_failed(toy, monkeypatch, change
     assert [row.status for row in rows] == ["ok"] * 5 + ["failed"]
     assert "would pass" in rows[-1].reason
     assert rows[-1].samples_s == []
-    assert "would pass" in str(Results({"device": "d", "torch": "t", "threads": 1, "date": "x"},
-                                           {}, {64: 1.0}, True, rows))  # fmt: skip
+    about = {"device": "d", "torch": "t", "threads": 1, "date": "x"}
+    assert "would pass" in str(Results({}, {64: 1.0}, True, about, rows))
 
 
 def test_a_rung_that_raises_has_failed_and_the_run_goes_on(toy, monkeypatch):

@@ -22,13 +22,20 @@ _LARGEST = {"cpu": (2048, 2**29), "accelerator": (8192, 2**32)}
 _LONG_S = 0.02
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ceilings:
     """The highest rates that were measured on a device."""
 
     flops_per_s: dict[str, float | None]  # of a large product; None: the device lacks it
     stream_bytes_per_s: dict[int, float]  # of a copy or a sum, by the bytes read and written
-    trusted: bool  # whether the machine was quiet
+    trusted: bool  # whether they repeated; if not, the machine was busy
+
+    def floor_s(self, precision: str, flops: int | None, nbytes: int | None) -> float | None:
+        """Seconds that a step of so many FLOPs and bytes takes at least, if all else were free."""
+        rate = self.flops_per_s[precision]
+        if rate is None or flops is None or nbytes is None:
+            return None
+        return max(flops / rate, nbytes / self.stream_rate(nbytes))
 
     def stream_rate(self, nbytes: int) -> float:
         """The highest rate for so many bytes or more, since a cache may hold them."""
@@ -60,13 +67,6 @@ class Count:
     flops: int
     moved_bytes: int  # read and written by the ops of the plain eager step, from and to memory
     least_bytes: int  # inputs, weights and optimizer state, each once: no step can do without
-
-    def floor_s(self, ceilings: Ceilings, precision: str) -> float | None:
-        """Seconds that the step takes at least, if all else were free."""
-        rate = ceilings.flops_per_s[precision]
-        if rate is None:
-            return None
-        return max(self.flops / rate, self.least_bytes / ceilings.stream_rate(self.least_bytes))
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from amp_lab.bench.limits import Ceilings
 from amp_lab.errors import OptionError
 from amp_lab.files import read_json, require_types, write_whole
 from amp_lab.report import Printed, Table, flops_text, listed, plural, rate_text
@@ -103,13 +104,10 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 @dataclass(repr=False)
-class Results(Printed):
-    """All that one run found; `str` of it is made to be read."""
+class Results(Printed, Ceilings):
+    """All that one run found, the device's limits too; `str` of it is made to be read."""
 
     environment: dict[str, str | int | bool]  # the machine, the date, what was asked for
-    flops_per_s: dict[str, float | None]  # measured limit by precision; None: the device lacks it
-    stream_bytes_per_s: dict[int, float]  # measured limit of a copy, by bytes read and written
-    trusted: bool  # whether the ceilings repeated; if not, the machine was busy
     rows: list[Row]
     complete: bool = True  # false for a run that was stopped before its end
 
@@ -154,11 +152,6 @@ class Results(Printed):
         limits = {name: rate for name, rate in self.flops_per_s.items() if rate is not None}
         roofs = {name: rate for name, rate in limits.items() if name in used or not used}
         return roofs, self.memory_bytes_per_s, [(*what, *place) for what, place in points.items()]
-
-    @property
-    def memory_bytes_per_s(self) -> float:
-        """Bytes/s of what fits in no cache."""
-        return self.stream_bytes_per_s[max(self.stream_bytes_per_s)]
 
     def distrust_impossible(self) -> None:
         """Mark what is faster than this device: it is not trusted, nor a speed-up over it."""

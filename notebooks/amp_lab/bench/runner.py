@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from amp_lab.backends import backend
-from amp_lab.bench.limits import Ceilings, Count, count_step, measure_ceilings
+from amp_lab.bench.limits import Ceilings, count_step, measure_ceilings
 from amp_lab.bench.results import BASELINE, Results, Row, ratio
 from amp_lab.bench.rungs import EAGER, RUNGS, Case, Rung, Step, make_step, rungs_of
 from amp_lab.bench.workloads import WORKLOADS, workloads
@@ -111,16 +111,15 @@ def run_bench(
     report = describe_device(device)
     plan = _plan(device, _choose_precisions(report, precisions), names, rungs, quick)
     say("measuring the limits of the device")
-    ceilings = measure_ceilings(device)
-    results = _new_results(report, ceilings, quick, rounds or pace.most)
+    results = _new_results(report, measure_ceilings(device), quick, rounds or pace.most)
     try:
         for ladders in plan:
             say(ladders[0][0].workload.title)
-            _climb(ladders, results, ceilings, pace, after_round)
+            _climb(ladders, results, pace, after_round)
         results.complete = True
     except KeyboardInterrupt:  # what has no time yet is no result
         results.rows = [row for row in results.rows if row.status != "ok" or row.samples_s]
-    _raise_limits(results, ceilings)
+    _raise_limits(results)
     if results.complete:
         after_round(results)
     return results
@@ -185,14 +184,13 @@ def _new_results(report: DeviceReport, ceilings: Ceilings, quick: bool, rounds: 
         "rounds": rounds,
     }
     trusted = ceilings.trusted and report.trusted
-    rates = ceilings.flops_per_s, ceilings.stream_bytes_per_s  # shared: the run may raise them
-    return Results(environment, *rates, trusted, rows=[], complete=False)
+    rates = ceilings.flops_per_s, ceilings.stream_bytes_per_s
+    return Results(*rates, trusted, environment, rows=[], complete=False)
 
 
 def _climb(
     ladders: list[Ladder],
     results: Results,
-    ceilings: Ceilings,
     pace: _Pace,
     after_round: Callable[[Results], None],
 ) -> None:
@@ -200,7 +198,7 @@ def _climb(
     # A compiled function is compiled anew for each rung; torch stops at 8 of one source.
     limits = {"recompile_limit": 1000, "fail_on_recompile_limit_hit": True}
     with torch._dynamo.config.patch(limits):
-        ready = _prepare(ladders, results, ceilings)
+        ready = _prepare(ladders, results)
         timed, round_s = Rounds(ladders[0][0].device), 0.0
         while pace.goes_on(timed, round_s):
             started = time.perf_counter()
@@ -219,7 +217,7 @@ def _climb(
     gc.collect()
 
 
-def _prepare(ladders: list[Ladder], results: Results, ceilings: Ceilings) -> list[_Configuration]:
+def _prepare(ladders: list[Ladder], results: Results) -> list[_Configuration]:
     """The rungs that can be timed; each gets a row, whether it can or not."""
     ready: list[_Configuration] = []
     baseline = None  # fp32 eager, which comes first
@@ -232,13 +230,15 @@ def _prepare(ladders: list[Ladder], results: Results, ceilings: Ceilings) -> lis
             with _failure_told_in(row, case.device):
                 made = _first_calls(row, case, rung, baseline)
                 if rung is EAGER:
-                    count = _count(made)
+                    call, model, inputs = made.step.call, made.step.model, made.step.inputs
+                    with case.precision.float32_mode(case.device.type):
+                        count = count_step(call, model, inputs, training=workload.trains)
                     baseline = made if case.precision is Precision.FP32 else baseline
                 _judge(made, baseline)
                 if count is not None and rung.has_limit:
                     row.flops, row.moved_bytes = count.flops, count.moved_bytes
                     row.least_bytes = count.least_bytes
-                    row.floor_s = count.floor_s(ceilings, row.precision)
+                    row.floor_s = results.floor_s(row.precision, count.flops, count.least_bytes)
                 if row.status == "ok":
                     ready.append(made)
             if row.status == "not run" and rung is EAGER:
@@ -305,12 +305,6 @@ def _refuse_hopeless(seconds: float, baseline_s: float) -> None:
     if seconds > max(1.0, _HOPELESS * baseline_s):
         times = f"{seconds / baseline_s:.0f} times as long as in fp32"
         raise OptionError(f"a step takes {seconds:.3g} s, {times}")
-
-
-def _count(made: _Configuration) -> Count:
-    step, case = made.step, made.case
-    with case.precision.float32_mode(case.device.type):
-        return count_step(step.call, step.model, step.inputs, training=case.workload.trains)
 
 
 def _judge(made: _Configuration, baseline: _Configuration | None) -> None:
@@ -383,7 +377,7 @@ def _fill(rows: Sequence[Row], timed: Rounds) -> None:
             row.speedup, row.speedup_interval = speedup.median, [*speedup.interval]
 
 
-def _raise_limits(results: Results, ceilings: Ceilings) -> None:
+def _raise_limits(results: Results) -> None:
     """Take the highest rates of the whole run for the limits, and say them in each row.
 
     They are measured at its beginning; on a machine that others use too, a product may find it less
@@ -391,17 +385,13 @@ def _raise_limits(results: Results, ceilings: Ceilings) -> None:
     workloads, so that a wrong count would show.
     """
     results.distrust_impossible()
-    # What has a floor has counts, so none of these is really 0.
-    counted = [
-        (row, Count(row.flops or 0, row.moved_bytes or 0, row.least_bytes or 0))
-        for row in results.rows
-        if row.status == "ok" and row.floor_s is not None
-    ]
-    products = [pair for pair in counted if pair[0].workload == "product"]
-    for row, count in [pair for pair in products if not results.why_impossible(pair[0])]:
-        rates, took_s = ceilings.flops_per_s, row.median_s or math.inf
-        rates[row.precision] = max(rates[row.precision] or 0.0, count.flops / took_s)
-        ceilings.raise_stream_rate(count.least_bytes, count.least_bytes / took_s)
-    for row, count in counted:
-        row.floor_s = count.floor_s(ceilings, row.precision)
+    # What has a floor has rates and counts, so none of these is really 0.
+    counted = [row for row in results.rows if row.status == "ok" and row.floor_s is not None]
+    products = [row for row in counted if row.workload == "product"]
+    for row in [row for row in products if not results.why_impossible(row)]:
+        rates, nbytes = results.flops_per_s, row.least_bytes or 0
+        rates[row.precision] = max(rates[row.precision] or 0.0, row.flops_per_s or 0.0)
+        results.raise_stream_rate(nbytes, ratio(nbytes, row.median_s) or 0.0)
+    for row in counted:
+        row.floor_s = results.floor_s(row.precision, row.flops, row.least_bytes)
         row.share_of_limit = ratio(row.floor_s, row.median_s)
