@@ -129,8 +129,6 @@ def _migrate(path: Path, write: bool) -> Result:
     if path.is_symlink():
         raise OptionError("is a link: give the file itself")
     status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise OptionError("is no file")
     data = files.read_regular(path, _MOST_BYTES)
     migrate = _migrate_notebook if path.suffix == ".ipynb" else _migrate_python
     new, lines, before_and_after = migrate(path, data)
