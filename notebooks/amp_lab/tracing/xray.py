@@ -29,6 +29,8 @@ from amp_lab.tracing.records import place_of
 from amp_lab.tracing.tracer import Tracer, named_leaves, named_tensors
 from amp_lab.tracing.xray_result import Xray
 
+_Given = tuple[nn.Module, tuple, dict[str, Any]]  # the model, and what a call of it takes
+
 
 def xray(
     model: nn.Module,
@@ -90,7 +92,7 @@ def xray(
 
 
 def _on_fakes(
-    given: tuple, loss_fn: Callable | None, device_type: str, dtype: torch.dtype
+    given: _Given, loss_fn: Callable | None, device_type: str, dtype: torch.dtype
 ) -> Tracer:
     """One forward pass on fake tensors under autocast to `dtype`; torch.float32: without it."""
 
@@ -107,7 +109,7 @@ def _on_fakes(
 
 
 def _on_device(
-    given: tuple, loss_fn: Callable | None, device_type: str, dtype: torch.dtype
+    given: _Given, loss_fn: Callable | None, device_type: str, dtype: torch.dtype
 ) -> Tracer:
     """The same of a copy of the model, for real."""
     try:
@@ -116,7 +118,8 @@ def _on_device(
         raise TraceError(f"real=True runs a copy of the model: {first_line(error)}") from error
     model.to(device_type)  # the copy: the user's own model stays where it is
     inputs = tree_map_only(torch.Tensor, lambda t: t.to(device_type), inputs)
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
     run = ModelRun(model, parameters, buffers, *inputs, fake=lambda x: x, is_fake=False)
     # Dropout draws numbers: what the user draws next must not depend on this run.
     is_host = backend(device_type).is_host
