@@ -96,9 +96,10 @@ def test_autocast_state_is_set_and_restored(device_type, dtype):
 
 
 def test_autocast_inside_the_users_own_keeps_his():
-    with torch.autocast("cpu", dtype=torch.float16):
+    with torch.autocast("cpu", dtype=torch.float16, cache_enabled=False):
         inside = state()
         with autocast_on("cpu", torch.bfloat16):
+            assert torch.is_autocast_cache_enabled()
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
         assert state() == inside
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float16
