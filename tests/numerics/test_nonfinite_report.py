@@ -23,10 +23,10 @@ def test_the_report_has_what_one_needs():
     value = report.value
     assert (value.dtype, value.shape, value.values) == (torch.float32, (2, 3), 6)
     assert (value.nan, value.inf, value.neg_inf) == (2, 0, 2)
-    assert value.share == pytest.approx(4 / 6)
     assert value.low == value.high == pytest.approx(math.log(2))
     (given,) = report.inputs
-    assert (given.name, given.low, given.high, given.share) == ("self", -3.0, 2.0, 0.0)
+    assert (given.name, given.low, given.high) == ("self", -3.0, 2.0)
+    assert not given.kinds
     assert report.line.startswith("test_nonfinite_report.py:")
     assert "fault: return torch.log(x * torch.tensor" in report.line
     assert report.reached in ("the output of the model", "a single number outside the model")

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from amp_lab import xray
-from amp_lab.tracing.fake_device import absent_device, fake_mode
+from amp_lab.tracing.dtype_checks import StrictFakeMode
+from amp_lab.tracing.fake_device import absent_device
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -64,7 +65,7 @@ ALIKE_OR_PROMOTED = {
 
 
 def run_on_fakes(call, device_type):
-    with fake_mode(), absent_device(device_type):
+    with StrictFakeMode(), absent_device(device_type):
         return call(
             torch.empty(4, 4, device=device_type), torch.empty(4, 4, device=device_type, dtype=BF16)
         )

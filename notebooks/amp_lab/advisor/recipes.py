@@ -1,6 +1,7 @@
 """What can be tried: recipes for a step, as the very lines that are timed, checked and printed."""
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -78,10 +79,8 @@ def recipes(use: str, precisions: list[Precision]) -> list[Recipe]:
     """What to try first; the best then get what else can be switched on."""
     # fp16 weights cannot be trained: GradScaler refuses their gradients.
     cast = {Precision.BF16, Precision.FP16} if use == INFERENCE else {Precision.BF16}
-    both = [(Recipe(use, p), Recipe(use, p, cast=True)) for p in precisions]
-    return [
-        recipe for pair in both for recipe in pair if not recipe.cast or recipe.precision in cast
-    ]
+    pairs = itertools.product(precisions, (False, True))
+    return [Recipe(use, p, cast=casts) for p, casts in pairs if not casts or p in cast]
 
 
 def loss_of(output: Any) -> str | None:

@@ -20,7 +20,7 @@ from amp_lab.backends import BACKENDS, backend
 from amp_lab.device import describe_device, pick_device
 from amp_lab.errors import TraceError, with_type
 from amp_lab.precision import Precision
-from amp_lab.timing import compare
+from amp_lab.timing import Estimate, compare
 
 _FROM_SIMPLE = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)
 _EMULATED = 0.25  # of fp32's rate in a matrix product: a step might take minutes
@@ -204,7 +204,7 @@ class _Contest:
         if not new:
             return
         self._first, best = self._first or new[0], self.best or new[0]
-        before = replace(best)
+        last, before = best, best.speedup
         budget_s = max(_HEAT * self.seconds, 1.0)
         timed = compare(self._steps, device=self.case.device, budget_s=budget_s, warmup=0)
         for candidate in new:
@@ -221,24 +221,21 @@ class _Contest:
                 candidate.verdict = busy or ("slower" if slower else "not worth its changes")
             if candidate not in (self._first, best):
                 del self._steps[name]  # and its copy of the model
-        if timed.trusted:
-            self._move_others(before, [*timed.samples_s])
+        if timed.trusted and before and last.speedup:
+            change = last.speedup.median / before.median
+            self._move_others(change, timed.time_s(self._first.name), [*timed.samples_s])
         self.best, best.verdict = best, "recommended"
         if busy and best is self._first:
             best.reason = f"the simplest, since {busy}"
 
-    def _move_others(self, before: Candidate, names: list[str]) -> None:
+    def _move_others(self, change: float, first: Estimate, names: list[str]) -> None:
         """Put those that lost in earlier heats behind what beat them, which was timed again now.
 
-        `before` is the best until now as it was; a minute later the machine may be faster.
+        A minute later the machine may be faster: by `change` for the best until now.
         """
-        now = next(c for c in self.found if c.recipe == before.recipe)
-        first = self._first.time_s if self._first else None
-        if not (before.speedup and now.speedup and first):
-            return
         for c in self.found:
             if c.speedup and c.name not in names:
-                c.speedup = c.speedup.times(now.speedup.median / before.speedup.median)
+                c.speedup = c.speedup.times(change)
                 c.time_s = first.times(1 / c.speedup.median)
 
     def _entered(self, recipe: Recipe) -> Candidate:

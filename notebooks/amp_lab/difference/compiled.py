@@ -1,5 +1,6 @@
 """Eager against compiled, at the boundaries of modules: a compiled model has no ops to see."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -74,12 +75,10 @@ def _calls(modules: dict[str, nn.Module], inputs: tuple, kwargs: dict[str, Any])
     def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         found.setdefault(names[module], _copied((args, kwargs)))
 
-    handles = [module.register_forward_pre_hook(note, with_kwargs=True) for module in names]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for module in names:
+            hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
         record_run("A", functools.partial(modules[""], *inputs, **kwargs))
-    finally:
-        for handle in handles:
-            handle.remove()
     return found
 
 

@@ -50,9 +50,7 @@ def first_finding(both: Alignment) -> Difference | None:
     """The earliest of all kinds; at the same op, in the order of the kinds above."""
     kinds = [_functions(both), _precisions(both), _orders(both), _stabilities(both)]
     found = [finding for finding in (next(kind, None) for kind in kinds) if finding]
-    numbers: dict[OpRecord, int] = {}
-    for number, pair in enumerate(both.pairs):
-        numbers |= dict.fromkeys(pair.records, number)
+    numbers = {record: i for i, pair in enumerate(both.pairs) for record in pair.records}
     first = min(found, key=lambda finding: numbers[finding.op], default=None)
     return _difference(both, first, numbers[first.op]) if first else None
 

@@ -52,12 +52,9 @@ def float32_roundoff(op: str, device_type: str) -> float:
     """Unit roundoff of float32 arithmetic in this op: TF32's or bf16's where torch's mode is so."""
     library: Any = torch.backends.mkldnn if device_type == "cpu" else torch.backends.cudnn
     product: Any = library if device_type == "cpu" else torch.backends.cuda
-    if op in _PRODUCTS:
-        mode = product.matmul.fp32_precision
-    elif "convolution" in op:
+    mode = product.matmul.fp32_precision if op in _PRODUCTS else ""
+    if "convolution" in op:
         mode = library.conv.fp32_precision
-    else:
-        return FLOAT32_ROUNDOFF
     return {"tf32": 2.0**-11, "bf16": 2.0**-8}.get(mode, FLOAT32_ROUNDOFF)
 
 
@@ -93,9 +90,7 @@ def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 def rms(tensor: torch.Tensor) -> float:
     """Root mean square; 0 of no values."""
-    if not tensor.numel():
-        return 0.0
-    return float(torch.linalg.vector_norm(tensor)) / math.sqrt(tensor.numel())
+    return float(torch.linalg.vector_norm(tensor)) / math.sqrt(tensor.numel() or 1)
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:

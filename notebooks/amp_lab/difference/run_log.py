@@ -113,15 +113,13 @@ class _Watch(TorchDispatchMode):
     def modules(self) -> Iterator[None]:
         """Follow the calls of all modules; at the end, give buffers their values back."""
         before = hooks.register_module_forward_pre_hook(self._enter)
-        after = hooks.register_module_forward_hook(self._leave, always_call=True)
-        try:
-            yield
-        finally:
-            before.remove()
-            after.remove()
-            for module, name, buffer, value in self._kept:
-                buffer.copy_(value)
-                module._buffers[name] = buffer
+        with before, hooks.register_module_forward_hook(self._leave, always_call=True):
+            try:
+                yield
+            finally:
+                for module, name, buffer, value in self._kept:
+                    buffer.copy_(value)
+                    module._buffers[name] = buffer
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if module not in self._names:

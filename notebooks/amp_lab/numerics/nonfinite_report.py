@@ -33,7 +33,17 @@ class NonfiniteReport:
     @property
     def advice(self) -> str:
         """What to do about it: what the first of the rules says that fits."""
-        return _advise(self)
+        if self.phase == "before":
+            running = self.tensor == "buffer" and "running_" in self.name
+            return _BEFORE["statistics" if running else self.tensor]
+        # A mask, or an empty input, is the reason whatever the op, and in backward too.
+        if self.placed_by:
+            kernel = self.kernel or ""
+            is_softmax = "softmax" in kernel or "scaled_dot_product" in kernel
+            return _MASKED_SOFTMAX if is_softmax else _MASKED
+        if self.value.kinds == {"NaN"} and any(not summary.values for summary in self.inputs):
+            return "It was given no values: the mean of nothing is NaN. Skip empty batches."
+        return _on_backward(self) if self.phase == "backward" else _on_forward(self)
 
     @property
     def where(self) -> str:
@@ -150,21 +160,6 @@ _FORWARD = {
                 "are 0.",
     "to_copy": "The value does not fit the dtype it is cast to: clamp it first, or use bf16.",
 }  # fmt: skip
-
-
-def _advise(report: NonfiniteReport) -> str:
-    """What to do about it, by the first of the reasons that fits."""
-    if report.phase == "before":
-        running = report.tensor == "buffer" and "running_" in report.name
-        return _BEFORE["statistics" if running else report.tensor]
-    # A mask, or an empty input, is the reason whatever the op, and in backward too.
-    if report.placed_by:
-        kernel = report.kernel or ""
-        is_softmax = "softmax" in kernel or "scaled_dot_product" in kernel
-        return _MASKED_SOFTMAX if is_softmax else _MASKED
-    if report.value.kinds == {"NaN"} and any(not summary.values for summary in report.inputs):
-        return "It was given no values: the mean of nothing is NaN. Skip empty batches."
-    return _on_backward(report) if report.phase == "backward" else _on_forward(report)
 
 
 def _on_backward(report: NonfiniteReport) -> str:

@@ -26,11 +26,6 @@ class TensorSummary:
     neg_inf: int
 
     @property
-    def share(self) -> float:
-        """Share of its values that are not finite, from 0 to 1."""
-        return sum(self._counts().values()) / self.values if self.values else 0.0
-
-    @property
     def kinds(self) -> frozenset[str]:
         """Which of ``NaN``, ``inf`` and ``-inf`` it holds."""
         return frozenset(self._counts())

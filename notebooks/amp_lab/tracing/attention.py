@@ -55,15 +55,12 @@ def attention_of(device: Backend) -> Iterator[None]:
         require_alike(ATTENTION, list(call[:3]))
         return _kernel(call)(call) if device.fused_attention else call.in_plain_ops()
 
-    library = torch.library.Library("aten", "IMPL")  # what it registers goes when it is destroyed
-    try:
+    with torch.library._scoped_library("aten", "IMPL") as library:
         if not device.is_host:
             # In the dispatcher, which comes after autocast, and which also sees the calls inside of
             # nn.MultiheadAttention, as a mode for functions does not.
             library.impl(ATTENTION, run, f"Autograd{device.key}", allow_override=True)
         yield
-    finally:
-        library._destroy()
 
 
 def _kernel(call: Attention) -> Callable[[Attention], torch.Tensor]:

@@ -127,11 +127,8 @@ class _Walk:
         waiting[index] = waiting[index] + gradient if index in waiting else gradient
 
     def _accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """What the engine does at a leaf: take the gradient over if it may, else copy or add it."""
+        """What the engine does at a leaf, once in a walk: take the gradient over, or a copy."""
         if gradient is None:
-            return
-        if id(leaf) in self.leaves:
-            self.leaves[id(leaf)].add_(gradient)
             return
         # A gradient that is part of a larger storage would keep all of it.
         owns_it = gradient.untyped_storage().nbytes() == gradient.nbytes

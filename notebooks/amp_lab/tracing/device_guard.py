@@ -34,11 +34,9 @@ def idle_guard(row: Backend) -> Iterator[None]:
             f"device type {row.type!r}: torch {torch.__version__} on {sys.platform} cannot do "
             "without the device: take 'cuda' or 'cpu'"
         ) from None
-    if guards[place] is not None:  # this block is inside another one
-        yield
-        return
-    guards[place] = guards[meta]
+    before = guards[place]  # one, if this block is inside another
+    guards[place] = before or guards[meta]
     try:
         yield
     finally:
-        guards[place] = None  # as it was
+        guards[place] = before

@@ -28,7 +28,14 @@ _FLOATS, _NO_BOOLS = frozenset(_OF_FLOATS.split()), frozenset(_OF_NO_BOOLS.split
 
 
 class StrictFakeMode(FakeTensorMode):
-    """Fake tensors that refuse mixed dtypes where the kernels of a real device do."""
+    """A mode in which tensors, a module's own too, have no values and no memory.
+
+    An op that torch cannot run without values raises, and is never run for real on zeros; so does
+    one that gets tensors of different dtypes where the kernels of a device refuse them.
+    """
+
+    def __init__(self):
+        super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         check_dtypes(func, args)

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
@@ -71,28 +70,15 @@ def dtype_for(model: nn.Module, device_type: str) -> torch.dtype:
     return torch.float32 if dtypes == {low[0]} else low[0]
 
 
-def fake_mode() -> FakeTensorMode:
-    """A mode in which tensors, a module's own too, have no values and no memory.
-
-    An op that torch cannot run without values raises, and is never run for real on zeros; so does
-    one that gets tensors of different dtypes where the kernels of a device refuse them.
-    """
-    return StrictFakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-
-
 @contextmanager
 def autocast_on(
-    device_type: str,
-    dtype: torch.dtype | None = None,
-    *,
-    enabled: bool = True,
-    cache_enabled: bool = True,
+    device_type: str, dtype: torch.dtype | None = None, *, enabled: bool = True
 ) -> Iterator[None]:
     """`torch.autocast`, also for a device that is not there; `DeviceError` for a wrong dtype."""
     dtype = checked_dtype(device_type, dtype)
     # torch.autocast checks what the device can do when it is made, and switches itself off. The
     # dispatcher obeys the state that it sets alone, so that fake tensors are cast as real ones are.
-    block = torch.autocast(device_type, torch.float16, enabled=False, cache_enabled=cache_enabled)
+    block = torch.autocast(device_type, torch.float16, enabled=False, cache_enabled=True)
     block._enabled, block.fast_dtype = enabled, dtype
     with block:
         yield
@@ -226,12 +212,12 @@ class ModelRun:
 
 @contextmanager
 def on_fake_device(
-    model: nn.Module, args: tuple, kwargs: Mapping[str, Any], device_type: str, mode: FakeTensorMode
+    model: nn.Module, args: tuple, kwargs: Mapping[str, Any], device_type: str
 ) -> Iterator[ModelRun]:
     """The block in which `model` runs on fake tensors of `device_type`, wherever it really is.
 
-    In the block `mode` is on, and tensors made without a device are on `device_type`. The model's
-    own tensors are neither moved nor changed, and those that share memory do so as fakes too.
+    In the block tensors are fake ones, and those made without a device are on `device_type`. The
+    model's own are neither moved nor changed, and those that share memory do so as fakes too.
     Compute with its tensors inside alone: after it, torch looks for the device again.
 
     Raises `DeviceError` for an unknown device type, and `TraceError` for a model that has no fake
@@ -244,7 +230,7 @@ def on_fake_device(
     # A function mode closes torch's fast paths for attention: there is none where none is needed.
     same = torch.get_default_device().type == device.type
     with (
-        mode,
+        StrictFakeMode(),
         nullcontext() if same else device,
         absent_device(device_type),
         fused_gru_on_fakes(),

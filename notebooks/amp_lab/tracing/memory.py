@@ -48,8 +48,8 @@ class BatchedInputs:
         given = self.batch
 
         def sized(tensor: torch.Tensor) -> torch.Tensor:
-            first, rest = tuple(tensor.shape[:1]), tensor.shape[1:]
-            shape = (batch, *rest) if first == (given,) else (*first, *rest)
+            grows = tensor.shape[:1] == (given,)
+            shape = (batch, *tensor.shape[1:]) if grows else tensor.shape
             made = torch.empty(shape, dtype=tensor.dtype, device=device)
             return made.requires_grad_(tensor.requires_grad)
 

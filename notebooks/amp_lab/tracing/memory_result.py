@@ -1,23 +1,23 @@
 """A memory forecast, and several side by side: as text, as a table, as JSON and as a figure."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from amp_lab.precision import Precision
 from amp_lab.report import Printed, Table
 
-# What a line of the table says, and the attribute of `MemoryForecast` that it shows.
-_ROWS = {
-    "weights": "weights",
-    "buffers": "buffers",
-    "gradients": "gradients",
-    "optimizer state": "optimizer",
-    "activations kept for backward": "activations",
-    "weights cast by autocast": "cast_cache",
-    "weight casts alive at the peak": "cast_at_peak",
-    "temporaries at the peak": "temporaries",
-    "peak of the step": "peak",  # the first line below the rule
+# What a line of the table says, and what of a forecast it shows.
+_ROWS: dict[str, Callable[["MemoryForecast"], int]] = {
+    "weights": lambda f: f.weights,
+    "buffers": lambda f: f.buffers,
+    "gradients": lambda f: f.gradients,
+    "optimizer state": lambda f: f.optimizer,
+    "activations kept for backward": lambda f: f.activations,
+    "weights cast by autocast": lambda f: f.cast_cache,
+    "weight casts alive at the peak": lambda f: f.at_peak["cast_cache"],
+    "temporaries at the peak": lambda f: f.at_peak["temporaries"],
+    "peak of the step": lambda f: f.peak,  # the first line below the rule
 }
 
 
@@ -55,16 +55,6 @@ class MemoryForecast(Printed):
     def peak_phase(self) -> str:
         """The phase in which the peak is reached."""
         return max(self.phases, key=self.phases.__getitem__)
-
-    @property
-    def temporaries(self) -> int:
-        """What is in use at the peak and belongs to no other part."""
-        return self.at_peak["temporaries"]
-
-    @property
-    def cast_at_peak(self) -> int:
-        """Copies of weights in use at the peak, which mostly comes after the autocast block."""
-        return self.at_peak["cast_cache"]
 
     def _contents(self) -> dict[str, Any]:
         return {**vars(self), "peak": self.peak, "peak_phase": self.peak_phase}
@@ -122,8 +112,8 @@ class MemoryTable(Printed):
         large = max(f.peak for f in self.forecasts) >= 10 * 2**30
         unit, name = (2**30, "GiB") if large else (2**20, "MiB")
         *rows, peaks = [
-            [label, *(_in_unit(getattr(f, attribute), unit) for f in self.forecasts)]
-            for label, attribute in _ROWS.items()
+            [label, *(_in_unit(bytes_of(f), unit) for f in self.forecasts)]
+            for label, bytes_of in _ROWS.items()
         ]
         gradients = f"the gradients, {_in_unit(first.gradients, unit)} {name}"
         ddp = f"DDP adds buckets as large as {gradients}; none with gradient_as_bucket_view=True."

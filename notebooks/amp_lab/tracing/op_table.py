@@ -23,13 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from amp_lab.backends import backend
 from amp_lab.errors import AmpLabWarning, first_line
 from amp_lab.report import Printed, Table, short_name
-from amp_lab.tracing.fake_device import (
-    absent_device,
-    autocast_on,
-    checked_dtype,
-    errors_not_logged,
-    fake_mode,
-)
+from amp_lab.tracing.dtype_checks import StrictFakeMode
+from amp_lab.tracing.fake_device import absent_device, autocast_on, checked_dtype, errors_not_logged
 from amp_lab.tracing.op_samples import Sample, Sizes, sizes_to_try
 from amp_lab.tracing.ops_seen import tensors_in
 
@@ -272,7 +267,7 @@ class _Autocast:
 
     @contextmanager
     def _fakes(self) -> Iterator[None]:
-        with absent_device(self.device_type), fake_mode(), errors_not_logged():
+        with absent_device(self.device_type), StrictFakeMode(), errors_not_logged():
             yield
 
 

@@ -25,8 +25,6 @@ from amp_lab.tracing.fake_device import (
     NEEDS_VALUES,
     ModelRun,
     autocast_on,
-    checked_backend,
-    fake_mode,
     on_fake_device,
     remedy_for,
     require_model,
@@ -70,12 +68,11 @@ def training_steps(
     for precision in asked:
         if precision not in list(Precision):
             raise TraceError(f"precision {precision!r}: give one of {', '.join(Precision)}")
-    checked_backend(device_type)
     if optimizer not in OPTIMIZERS:
         raise TraceError(f"optimizer {optimizer!r}: give one of {', '.join(OPTIMIZERS)}")
     with (
         _same_every_time(),
-        on_fake_device(model, (), {}, device_type, fake_mode()) as run,
+        on_fake_device(model, (), {}, device_type) as run,
         torch.enable_grad(),
     ):
         yield [TrainingStep(run, device_type, Precision(p), optimizer, loss_fn) for p in asked]

@@ -2,8 +2,8 @@
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from amp_lab.tracing.fake_device import (
     checked_backend,
     checked_dtype,
     dtype_for,
-    fake_mode,
     on_fake_device,
     require_model,
     tip_for,
@@ -29,6 +28,8 @@ from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.records import place_of
 from amp_lab.tracing.tracer import Tracer, named_leaves, named_tensors
 from amp_lab.tracing.xray_result import Xray
+
+_Given = tuple[nn.Module, tuple, dict[str, Any]]  # the model, and what a call of it takes
 
 
 def xray(
@@ -63,14 +64,16 @@ def xray(
         _check_values(tensor, f"parameter {name!r}", real)
     dtype = dtype_for(model, device_type) if dtype is None else dtype
     off = dtype is torch.float32
-    low = checked_dtype(device_type, None if off else dtype)
+    if not off:
+        checked_dtype(device_type, dtype)
     _check_inputs(inputs, kwargs, real)
-    run = _Run(model, inputs, kwargs, loss_fn, device_type, real)
-    seen, raised = run.trace(torch.float32 if off else low), None
+    run = _on_device if real else _on_fakes
+    trace = functools.partial(run, (model, inputs, kwargs), loss_fn, device_type)
+    seen, raised = trace(dtype), None
     if seen.error is not None:
-        raised = run.explain(seen, seen.error)
+        raised = _explained(seen.error, seen.failed_at, model, (inputs, kwargs))
         # Only what runs without autocast is worth a table: else the model or its inputs are wrong.
-        if off or run.trace(torch.float32).error is not None:
+        if off or trace(torch.float32).error is not None:
             raise TraceError(raised) from seen.error
     return Xray(
         model=type(model).__name__,
@@ -88,62 +91,55 @@ def xray(
     )
 
 
-@dataclass(frozen=True)
-class _Run:
-    """What to run, and where."""
+def _on_fakes(
+    given: _Given, loss_fn: Callable | None, device_type: str, dtype: torch.dtype
+) -> Tracer:
+    """One forward pass on fake tensors under autocast to `dtype`; torch.float32: without it."""
 
-    model: nn.Module
-    inputs: tuple
-    kwargs: dict[str, Any]
-    loss_fn: Callable[[Any], torch.Tensor] | None
-    device_type: str
-    real: bool
+    def trace(default: contextlib.AbstractContextManager) -> Tracer:
+        with on_fake_device(*given, device_type) as run, default:
+            return Tracer(device_type, dtype, run).follow(loss_fn)
 
-    def trace(self, dtype: torch.dtype) -> Tracer:
-        """What one forward pass does under autocast to `dtype`; torch.float32: without it."""
-        if self.real:
-            return self._on_device(dtype)
-        seen = self._on_fakes(dtype, contextlib.nullcontext())
-        if isinstance(seen.error, RuntimeError) and "device" in str(seen.error):
-            # Some models count on tensors made without a device being on the CPU.
-            on_cpu = self._on_fakes(dtype, torch.device("cpu"))
-            return seen if on_cpu.error else on_cpu
-        return seen
+    seen = trace(contextlib.nullcontext())
+    if isinstance(seen.error, RuntimeError) and "device" in str(seen.error):
+        # Some models count on tensors made without a device being on the CPU.
+        on_cpu = trace(torch.device("cpu"))
+        return seen if on_cpu.error else on_cpu
+    return seen
 
-    def _on_fakes(self, dtype: torch.dtype, default: contextlib.AbstractContextManager) -> Tracer:
-        given = self.model, self.inputs, self.kwargs
-        with on_fake_device(*given, self.device_type, fake_mode()) as run, default:
-            return Tracer(self.device_type, dtype, run).follow(self.loss_fn)
 
-    def _on_device(self, dtype: torch.dtype) -> Tracer:
-        try:
-            model, *inputs = copy.deepcopy((self.model, self.inputs, self.kwargs))
-        except (RuntimeError, TypeError) as error:  # tensors of a graph, locks, open files
-            raise TraceError(f"real=True runs a copy of the model: {first_line(error)}") from error
-        model.to(self.device_type)  # the copy: the user's own model stays where it is
-        inputs = tree_map_only(torch.Tensor, lambda t: t.to(self.device_type), inputs)
-        parameters: dict[str, Any] = dict(model.named_parameters())
-        buffers = dict(model.named_buffers())
-        run = ModelRun(model, parameters, buffers, *inputs, fake=lambda x: x, is_fake=False)
-        # Dropout draws numbers: what the user draws next must not depend on this run.
-        is_host = backend(self.device_type).is_host
-        devices = [] if is_host else [torch.accelerator.current_device_index()]
-        with torch.random.fork_rng(devices, device_type="cuda" if is_host else self.device_type):
-            return Tracer(self.device_type, dtype, run).follow(self.loss_fn)
+def _on_device(
+    given: _Given, loss_fn: Callable | None, device_type: str, dtype: torch.dtype
+) -> Tracer:
+    """The same of a copy of the model, for real."""
+    try:
+        model, *inputs = copy.deepcopy(given)
+    except (RuntimeError, TypeError) as error:  # tensors of a graph, locks, open files
+        raise TraceError(f"real=True runs a copy of the model: {first_line(error)}") from error
+    model.to(device_type)  # the copy: the user's own model stays where it is
+    inputs = tree_map_only(torch.Tensor, lambda t: t.to(device_type), inputs)
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    run = ModelRun(model, parameters, buffers, *inputs, fake=lambda x: x, is_fake=False)
+    # Dropout draws numbers: what the user draws next must not depend on this run.
+    is_host = backend(device_type).is_host
+    devices = [] if is_host else [torch.accelerator.current_device_index()]
+    with torch.random.fork_rng(devices, device_type="cuda" if is_host else device_type):
+        return Tracer(device_type, dtype, run).follow(loss_fn)
 
-    def explain(self, seen: Tracer, error: Exception) -> str:
-        """The model's own error in a line, with the shapes that it was given."""
-        tensors = [tensor for _, tensor in named_tensors((self.inputs, self.kwargs))]
-        shapes = ", ".join(f"{tuple(t.shape)} {dtype_name(t.dtype)}" for t in tensors)
-        name, given, where = type(self.model).__name__, shapes or "of no tensor", ""
-        if seen.failed_at is not None:
-            module, op = seen.failed_at
-            where = f" in {place_of(module)} ({op})"
-        low = {p.dtype for p in self.model.parameters()} & set(LOWER_DTYPES)
-        wide = any(tensor.dtype is torch.float32 for tensor in tensors)
-        tip = f"; its weights are {dtype_name(low.pop())}: give such inputs" if low and wide else ""
-        tip += tip_for(self.model, "X-ray")
-        return f"{name} fails on input {given}{where}: {with_type(error)}{tip}"
+
+def _explained(
+    error: Exception, failed_at: tuple[str, str] | None, model: nn.Module, given: tuple
+) -> str:
+    """The model's own error in a line, with the shapes that it was given."""
+    tensors = [tensor for _, tensor in named_tensors(given)]
+    shapes = ", ".join(f"{tuple(t.shape)} {dtype_name(t.dtype)}" for t in tensors)
+    where = f" in {place_of(failed_at[0])} ({failed_at[1]})" if failed_at else ""
+    low = {p.dtype for p in model.parameters()} & set(LOWER_DTYPES)
+    wide = any(tensor.dtype is torch.float32 for tensor in tensors)
+    tip = f"; its weights are {dtype_name(low.pop())}: give such inputs" if low and wide else ""
+    on = f"{type(model).__name__} fails on input {shapes or 'of no tensor'}{where}"
+    return f"{on}: {with_type(error)}{tip}{tip_for(model, 'X-ray')}"
 
 
 def _check_inputs(inputs: tuple, kwargs: dict[str, Any], real: bool) -> None:
