@@ -39,10 +39,8 @@ def _highest(ids: torch.Tensor) -> int | None:
 class Observer:
     """Looks on while a model runs, on fakes too, where no kernel would notice such a mistake."""
 
-    def __init__(
-        self, model: nn.Module, args: tuple, kwargs: dict, below: Sequence[int | None] = ()
-    ):
-        """`below` has, for each input, what its values stay below, where they are not there."""
+    def __init__(self, model: nn.Module, args: tuple, kwargs: dict, below: Sequence[int | None]):
+        """`below` has, for each input, what its values stay below; nothing if they are there."""
         self._model = model
         self._inputs = named_inputs(model, args, kwargs)
         self._below = [*below] or [_highest(tensor) for _, tensor in self._inputs]
@@ -55,20 +53,15 @@ class Observer:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """The block in which each run of the model is looked at; no tensor is kept from ending."""
-        hooks = [
-            self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            self._model.register_forward_hook(self._end),
-        ]
-        for name, module in self._model.named_modules():
-            if isinstance(module, nn.Embedding):
-                hooks.append(
-                    module.register_forward_pre_hook(self._look_up(name, module.num_embeddings))
-                )
-        try:
+        with contextlib.ExitStack() as hooks:
+            begin = self._model.register_forward_pre_hook(self._begin, with_kwargs=True)
+            hooks.enter_context(begin)
+            hooks.enter_context(self._model.register_forward_hook(self._end))
+            for name, module in self._model.named_modules():
+                if isinstance(module, nn.Embedding):
+                    look_up = self._look_up(name, module.num_embeddings)
+                    hooks.enter_context(module.register_forward_pre_hook(look_up))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def watched_loss(self, loss_fn: Callable[[Any], Any], text: str) -> Callable[[Any], Any]:
         """The same loss, which must return one number."""
