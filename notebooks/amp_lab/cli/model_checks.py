@@ -47,8 +47,7 @@ class Observer:
         self._by_storage: dict[int | None, int] = {}  # and which of the inputs it is
         self.problem: str | None = None
         """The mistake in a line, which tells more than what torch says of it."""
-        self.outputs: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
-        """Name, dtype and shape of each tensor of the output."""
+        self._outputs: list[tuple[str, torch.Size]] = []  # name and shape, if floating-point
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -87,14 +86,13 @@ class Observer:
     @property
     def loss_left_out(self) -> str | None:
         """What to say if the loss would change the forecast: tokens go in, and logits come out."""
-        floating = [(name, shape) for name, dtype, shape in self.outputs if dtype.is_floating_point]
-        for name, shape in floating:
+        for name, shape in self._outputs:
             if not shape and name:
                 return (
                     f"the output has {name!r}: add --loss .{name}, or all of it is differentiated"
                 )
         rows = {m.num_embeddings for m in self._model.modules() if isinstance(m, nn.Embedding)}
-        for _, shape in floating:
+        for _, shape in self._outputs:
             if len(shape) > 2 and shape[-1] in rows:
                 return (
                     f"the output has logits of {shape[-1]:,} tokens and no loss is given, which "
@@ -129,7 +127,6 @@ class Observer:
         return check
 
     def _end(self, model: nn.Module, args: tuple, output: Any) -> None:
-        self.outputs = [
-            (name[1:], tensor.dtype, tuple(tensor.shape)) for name, tensor in named_tensors(output)
-        ]
+        tensors = named_tensors(output)
+        self._outputs = [(name[1:], t.shape) for name, t in tensors if t.is_floating_point()]
         self._by_storage = {}
