@@ -121,13 +121,12 @@ def bar(ax: Axes, at: Any, length: float, text: str, size: int = 9, **look: Any)
 
     It stands upright if its look has a ``width`` in place of a ``height``.
     """
-    if "width" in look:
-        drawn, place = ax.bar(at, length, **look), {"padding": 3}  # off the bar's edge
-    else:
-        drawn, place = ax.barh(at, length, **look), {"fontsize": size}
-        text = text and f" {text}"
-    if text:
-        ax.bar_label(drawn, [text], **place)
+    upright = "width" in look
+    drawn = ax.bar(at, length, **look) if upright else ax.barh(at, length, **look)
+    if text and upright:
+        ax.bar_label(drawn, [text], padding=3)  # off the bar's edge
+    elif text:
+        ax.bar_label(drawn, [f" {text}"], fontsize=size)
 
 
 def measured_bar(ax: Axes, at: Any, estimate: Estimate, text: str, **look: Any) -> None:
