@@ -3,6 +3,7 @@
 import functools
 import os
 import platform
+import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -194,23 +195,17 @@ def _recommend(rates: dict[Precision, float | None]) -> tuple[Precision, str]:
     bf16, fp16, tf32 = (
         _speedup(rates, p) for p in (Precision.BF16, Precision.FP16, Precision.TF32)
     )
+    rate = "its matrix product runs at {:.2f}x the rate of fp32"
     if bf16 >= ACCELERATED and bf16 >= 0.75 * fp16:
-        why = (
-            f"its matrix product runs at {bf16:.2f}x the rate of fp32, and it has the range of fp32"
-        )
+        why = f"{rate.format(bf16)}, and it has the range of fp32"
         return Precision.BF16, f"{why}, so gradients need no scaling"
     if fp16 >= ACCELERATED:
-        why = f"its matrix product runs at {fp16:.2f}x the rate of fp32, bf16's at {bf16:.2f}x"
+        why = f"{rate.format(fp16)}, bf16's at {bf16:.2f}x"
         return Precision.FP16, f"{why}; its range is small, so use a gradient scaler"
     if tf32 >= ACCELERATED:
-        return (
-            Precision.TF32,
-            f"its matrix product runs at {tf32:.2f}x the rate of fp32, and nothing else is faster",
-        )
-    return (
-        Precision.FP32,
-        f"nothing is measurably faster (bf16 {bf16:.2f}x, fp16 {fp16:.2f}x its rate)",
-    )
+        return Precision.TF32, f"{rate.format(tf32)}, and nothing else is faster"
+    why = f"nothing is measurably faster (bf16 {bf16:.2f}x, fp16 {fp16:.2f}x its rate)"
+    return Precision.FP32, why
 
 
 def device_name(device: torch.device) -> str:
@@ -227,12 +222,8 @@ def device_name(device: torch.device) -> str:
         cpuinfo = Path("/proc/cpuinfo").read_text()
     except OSError:  # not Linux
         return platform.processor() or platform.machine()
-    names = [
-        line.partition(":")[2].strip()
-        for line in cpuinfo.splitlines()
-        if line.startswith("model name")
-    ]
-    return names[0] if names else platform.machine()
+    found = re.search(r"^model name.*?:(.*)", cpuinfo, re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
 
 
 def backend_name(device: torch.device) -> str:

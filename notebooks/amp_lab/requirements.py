@@ -4,7 +4,6 @@
 one line, when it is missing.
 """
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,13 +62,10 @@ def needed_for(what: str) -> Iterator[None]:
         raise RequirementError(f"{what} needs {package}: {install}") from None
 
 
-def require(module: str, what: str) -> None:
-    """Raise `RequirementError` now, and not after minutes of work, if `module` is not installed."""
-    with needed_for(what):
-        if importlib.util.find_spec(module) is None:
-            raise ModuleNotFoundError(name=module)
-    if module == "matplotlib":  # whose settings, the user's, are read when it is imported
-        try:
+def require_matplotlib(what: str) -> None:
+    """Raise `RequirementError` now, and not after minutes of work, if nothing can be drawn."""
+    try:
+        with needed_for(what):
             import matplotlib  # noqa: F401
-        except (OSError, ValueError) as error:
-            raise RequirementError(f"matplotlib cannot be imported: {with_type(error)}") from error
+    except (OSError, ValueError) as error:  # of its settings, the user's, which it reads
+        raise RequirementError(f"matplotlib cannot be imported: {with_type(error)}") from error

@@ -89,10 +89,7 @@ def fused_gru_on_fakes() -> Iterator[None]:
         biases = [workspace.new_empty(3 * width) if has_bias else None for _ in range(2)]
         return *gates, gradient.new_empty(rows, width), *biases
 
-    library = torch.library.Library("aten", "IMPL")  # what it registers goes when it is destroyed
-    try:
+    with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl(cell, forward, "Meta")
         library.impl(f"{cell}_backward", backward, "Meta")
         yield
-    finally:
-        library._destroy()

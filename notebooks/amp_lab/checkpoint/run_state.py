@@ -8,7 +8,7 @@ shards               the folder beside the file, and the digests of what is in i
 """
 
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,15 +50,15 @@ def save_run(
                 shutil.rmtree(old, ignore_errors=True)  # one that cannot go does no harm
 
 
-def load_run(out: Path, config: dict, may_differ: Collection[str] = ()) -> dict | None:
-    """The state of a run with these settings, or None; `CheckpointError` for any other file."""
+def load_run(out: Path, config: dict) -> dict | None:
+    """The state of a run of these settings but `epochs`, or None; else a `CheckpointError`."""
     path = out / CHECKPOINT
     if not path.exists():
         return None
     state = load_checkpoint(path)
     saved = state.get("config")
     is_dict = isinstance(saved, dict) and saved
-    wanted = config | {name: saved.get(name) for name in may_differ} if is_dict else config
+    wanted = config | {"epochs": saved.get("epochs")} if is_dict else config
     # A setting that the checkpoint does not know of was added since.
     if not is_dict or not saved.items() <= wanted.items():
         raise CheckpointError(f"{path}: of another run than config.json beside it describes")

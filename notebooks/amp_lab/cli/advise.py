@@ -9,7 +9,7 @@ from amp_lab.cli.model_argument import GivenModel, add_model, given_model
 from amp_lab.cli.printing import require_output, show
 from amp_lab.cli.user_code import find, kept_in_bounds
 from amp_lab.errors import OptionError
-from amp_lab.requirements import require
+from amp_lab.requirements import require_matplotlib
 
 
 def add(commands) -> None:
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
     if not 0 < options.minutes <= 1440:
         raise OptionError(f"--minutes {options.minutes:g}: give minutes, above 0 and up to 1440")
     if options.html:  # now, and not after minutes
-        require("matplotlib", "advise --html")
+        require_matplotlib("advise --html")
         require_output(options.html)
     if options.absent and options.device:
         raise OptionError("--device is measured and --for is forecast: give one of them")

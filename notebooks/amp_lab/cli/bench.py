@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from amp_lab.cli.printing import FORMAT, require_output, show
 from amp_lab.errors import OptionError
-from amp_lab.requirements import require
+from amp_lab.requirements import require_matplotlib
 
 if TYPE_CHECKING:  # it loads torch, which takes seconds
     from amp_lab.bench.results import Results
@@ -77,7 +77,7 @@ def _measure(options: argparse.Namespace, out: Path) -> "Results":
     from amp_lab.device import pick_device
 
     # Now and not after minutes: where nothing can be drawn, or no result can or should be written.
-    require("matplotlib", "bench")
+    require_matplotlib("bench")
     for path in (out, *_pictures(out)):
         require_output(path)
     if out.exists():

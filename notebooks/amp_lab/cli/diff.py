@@ -87,23 +87,22 @@ def _compare(options: argparse.Namespace, given: Any, other: Any, sizes: Any) ->
     """Two runs of two models; of copies of one, the second as the options say."""
     from amp_lab.difference import compare_runs
 
-    place, precision = _device(options), options.precision
-    first, second = ("cpu", "fp32" if precision else None), (place, precision)
-    if options.other:
-        first = second
-    runs = []
-    pairs = zip((given.model, other), (first, second), sizes or (None, None), strict=True)
-    for model, (where, how), size in pairs:
-        runs.append(_run(model.eval() if sizes else model, given, where, how, size))
-    return compare_runs(*runs)
+    second = _device(options), options.precision
+    first = second if options.other else ("cpu", "fp32" if options.precision else None)
+    size, other_size = sizes or (None, None)
+    return compare_runs(
+        _run(given.model, given, *first, size), _run(other, given, *second, other_size)
+    )
 
 
 def _run(
     model: Any, given: Any, place: str, precision: str | None, size: int | None
 ) -> Callable[[], Any]:
-    """A run on a device, in a precision, on as many rows as asked."""
+    """A run on a device, in a precision; on as many rows as asked, and then in evaluation mode."""
     args, kwargs = _moved((given.args, given.kwargs), place, size)
     model = model.to(place)
+    if size is not None:
+        model.eval()
 
     def call():
         with _autocast(precision, place):

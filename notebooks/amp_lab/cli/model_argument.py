@@ -42,11 +42,10 @@ class GivenModel:
     """What a run of the model in the block of `given_model` has shown."""
 
 
-def add_model(command: argparse.ArgumentParser, *targets: str) -> None:
-    """Add the options that name a model, or several, its inputs, its loss and the format."""
+def add_model(command: argparse.ArgumentParser) -> None:
+    """Add the options that name a model, its inputs, its loss and the format."""
     option, several = command.add_argument, {"action": "append"}
-    for name in targets or ("target",):
-        option(name, metavar=FORM, help="returns the model when it is called; or FILE.py:CALLABLE")
+    target = "returns the model when it is called; or FILE.py:CALLABLE"
     argument = "an argument of the callable, such as n_layers=2; may be repeated"
     shapes = (
         "such as 8,3,224,224 (float32), 'int64:2,128<32000' (ids below 32000) or labels=int64:8 "
@@ -55,6 +54,7 @@ def add_model(command: argparse.ArgumentParser, *targets: str) -> None:
     batch = "returns the arguments instead: a tensor, a tuple, a dict, or (args, kwargs)"
     loss = "makes a loss of the output; or .NAME, which is an attribute of the output"
     limit = f"of the whole command, in case the model hangs (default: {_TIMEOUT_S})"
+    option("target", metavar=FORM, help=target)
     option("--with", **several, dest="arguments", metavar="NAME=VALUE", help=argument)
     option("--input", **several, metavar="[NAME=][DTYPE:]SIZES", help=shapes)
     option("--batch", metavar=FORM, help=batch)
@@ -177,10 +177,10 @@ def _parts(built: Any) -> tuple[Any, Any, Any]:
     if not isinstance(built, tuple) or not 1 <= len(built) <= 4:
         return built, (), None
     model, args, kwargs, loss_fn = (*built, *[None] * 3)[:4]
-    if kwargs is None:
-        return model, () if args is None else args, loss_fn
     args = () if args is None else args
-    return model, (args if isinstance(args, (tuple, list)) else (args,), kwargs), loss_fn
+    if kwargs is not None:
+        args = (args if isinstance(args, (tuple, list)) else (args,)), kwargs
+    return model, args, loss_fn
 
 
 def _loss(text: str) -> Callable[[Any], Any]:
@@ -218,12 +218,12 @@ def _check_there_are_inputs(given: GivenModel) -> None:
     )
 
 
-def _ids(model: "nn.Module", sizes: str = "2,128") -> str:
+def _ids(model: "nn.Module") -> str:
     """How token ids of this model are written."""
     from torch import nn
 
     rows = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-    return f"'int64:{sizes}<{rows[0] if rows else 32000}'"
+    return f"'int64:2,128<{rows[0] if rows else 32000}'"
 
 
 def _remedy(given: GivenModel, error: str) -> str:

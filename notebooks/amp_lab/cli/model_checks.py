@@ -39,36 +39,28 @@ def _highest(ids: torch.Tensor) -> int | None:
 class Observer:
     """Looks on while a model runs, on fakes too, where no kernel would notice such a mistake."""
 
-    def __init__(
-        self, model: nn.Module, args: tuple, kwargs: dict, below: Sequence[int | None] = ()
-    ):
-        """`below` has, for each input, what its values stay below, where they are not there."""
+    def __init__(self, model: nn.Module, args: tuple, kwargs: dict, below: Sequence[int | None]):
+        """`below` has, for each input, what its values stay below; nothing if they are there."""
         self._model = model
         self._inputs = named_inputs(model, args, kwargs)
         self._below = [*below] or [_highest(tensor) for _, tensor in self._inputs]
         self._by_storage: dict[int | None, int] = {}  # and which of the inputs it is
         self.problem: str | None = None
         """The mistake in a line, which tells more than what torch says of it."""
-        self.outputs: list[tuple[str, torch.dtype, tuple[int, ...]]] = []
-        """Name, dtype and shape of each tensor of the output."""
+        self._outputs: list[tuple[str, torch.Size]] = []  # name and shape, if floating-point
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """The block in which each run of the model is looked at; no tensor is kept from ending."""
-        hooks = [
-            self._model.register_forward_pre_hook(self._begin, with_kwargs=True),
-            self._model.register_forward_hook(self._end),
-        ]
-        for name, module in self._model.named_modules():
-            if isinstance(module, nn.Embedding):
-                hooks.append(
-                    module.register_forward_pre_hook(self._look_up(name, module.num_embeddings))
-                )
-        try:
+        with contextlib.ExitStack() as hooks:
+            begin = self._model.register_forward_pre_hook(self._begin, with_kwargs=True)
+            hooks.enter_context(begin)
+            hooks.enter_context(self._model.register_forward_hook(self._end))
+            for name, module in self._model.named_modules():
+                if isinstance(module, nn.Embedding):
+                    look_up = self._look_up(name, module.num_embeddings)
+                    hooks.enter_context(module.register_forward_pre_hook(look_up))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def watched_loss(self, loss_fn: Callable[[Any], Any], text: str) -> Callable[[Any], Any]:
         """The same loss, which must return one number."""
@@ -94,14 +86,13 @@ class Observer:
     @property
     def loss_left_out(self) -> str | None:
         """What to say if the loss would change the forecast: tokens go in, and logits come out."""
-        floating = [(name, shape) for name, dtype, shape in self.outputs if dtype.is_floating_point]
-        for name, shape in floating:
+        for name, shape in self._outputs:
             if not shape and name:
                 return (
                     f"the output has {name!r}: add --loss .{name}, or all of it is differentiated"
                 )
         rows = {m.num_embeddings for m in self._model.modules() if isinstance(m, nn.Embedding)}
-        for _, shape in floating:
+        for _, shape in self._outputs:
             if len(shape) > 2 and shape[-1] in rows:
                 return (
                     f"the output has logits of {shape[-1]:,} tokens and no loss is given, which "
@@ -136,7 +127,6 @@ class Observer:
         return check
 
     def _end(self, model: nn.Module, args: tuple, output: Any) -> None:
-        self.outputs = [
-            (name[1:], tensor.dtype, tuple(tensor.shape)) for name, tensor in named_tensors(output)
-        ]
+        tensors = named_tensors(output)
+        self._outputs = [(name[1:], t.shape) for name, t in tensors if t.is_floating_point()]
         self._by_storage = {}

@@ -8,7 +8,7 @@ import dataclasses
 from typing import get_args
 
 from amp_lab.cli.printing import drop_unprintable
-from amp_lab.requirements import require
+from amp_lab.requirements import require_matplotlib
 from amp_lab.training.train_options import TOGETHER, RunConfig, RunOptions
 
 
@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     """Train; return the exit code."""
     from amp_lab.training import run as runs
 
-    require("matplotlib", "train")  # which draws at the end
+    require_matplotlib("train")  # which draws at the end
 
     def say(line: str) -> None:
         try:

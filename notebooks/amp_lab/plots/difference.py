@@ -40,12 +40,12 @@ def error_growth(steps: Sequence[Any], parts_at: str | None = None) -> Figure:
     return figure
 
 
-def _name_modules(ax: Any, steps: Sequence[Any], most: int = 12) -> None:
-    """A tick where a module begins, as many as can be read."""
+def _name_modules(ax: Any, steps: Sequence[Any]) -> None:
+    """A tick where a module begins, up to a dozen."""
     shown: list[int] = []
     for n, step in enumerate(steps):
         begins = not n or step.module != steps[n - 1].module
-        if begins and (not shown or n - shown[-1] >= len(steps) / most):
+        if begins and (not shown or n - shown[-1] >= len(steps) / 12):
             shown.append(n)
     names = [steps[n].module or "(model)" for n in shown]
     ax.set_xticks(shown, names, rotation=30, ha="right", fontsize=9)

@@ -35,7 +35,7 @@ def time_and_memory(
     whole = next(iter(mebibytes.values()))
     for name, value in mebibytes.items():
         text = f"{value:.3g}" if value == whole else f"{value:.3g}\n{value / whole:.0%}"
-        style.bars(right, [name], [value], [text], **style.look_of(name, width=0.6))
+        style.bar(right, name, value, text, **style.look_of(name, width=0.6))
     right.set_ylabel(f"memory, {memory_label} (MiB)")
     left.margins(y=0.4)  # room for three lines above the highest bar
     right.margins(y=0.25)
@@ -157,7 +157,7 @@ def speed_ladder(
         for y, (precision, _, milliseconds, limit, text) in enumerate(rows):
             look = style.look_of(precision, height=0.75)
             if milliseconds is None:
-                style.bars(ax, [y], [0], [text], **look)
+                style.bar(ax, y, 0, text, **look)
             else:
                 style.measured_bar(ax, y, milliseconds, text, **look)
             if limit is not None:

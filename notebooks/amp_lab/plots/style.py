@@ -116,31 +116,20 @@ def part_looks(parts: Iterable[str], greys: Sequence[tuple[str, str]]) -> dict[s
     }
 
 
-def bars(
-    ax: Axes,
-    at: Sequence[Any],
-    sizes: Values,
-    texts: Sequence[str] = (),
-    size: int = 9,
-    **look: Any,
-) -> None:
-    """Lying bars at these places, with one of `texts`, of this font size, beyond the end of each.
+def bar(ax: Axes, at: Any, length: float, text: str, size: int = 9, **look: Any) -> None:
+    """A lying bar, with a text of this font size beyond its end.
 
-    They stand upright if their look has a ``width`` in place of a ``height``.
+    It stands upright if its look has a ``width`` in place of a ``height``.
     """
-    if "width" in look:
-        upright = ax.bar(at, sizes, **look)
-        if texts:
-            ax.bar_label(upright, texts, padding=3)  # off the bar's edge
-    else:
-        lying = ax.barh(at, sizes, **look)
-        if texts:
-            ax.bar_label(lying, [f" {text}" for text in texts], fontsize=size)
+    upright = "width" in look
+    drawn = ax.bar(at, length, **look) if upright else ax.barh(at, length, **look)
+    if text and upright:
+        ax.bar_label(drawn, [text], padding=3)  # off the bar's edge
+    elif text:
+        ax.bar_label(drawn, [f" {text}"], fontsize=size)
 
 
-def measured_bar(
-    ax: Axes, at: Any, estimate: Estimate, text: str = "", size: int = 9, **look: Any
-) -> None:
+def measured_bar(ax: Axes, at: Any, estimate: Estimate, text: str, **look: Any) -> None:
     """A bar as long as a measured value, with its interval; hatched in grey if not trusted.
 
     ``text`` is then `BUSY`; a text that is empty stays so.
@@ -151,7 +140,7 @@ def measured_bar(
         text = text and (BUSY.replace(" ", "\n", 1) if upright else BUSY)
     axis = "yerr" if upright else "xerr"
     look |= {axis: _errors([estimate]), "error_kw": {"ecolor": SECOND, "capsize": 3}}
-    bars(ax, [at], [estimate.median], [text] if text else (), size, **look)
+    bar(ax, at, estimate.median, text, **look)
 
 
 def measured_line(
@@ -191,9 +180,9 @@ def stacked(
     """Bars of (length, look), each from where the one before it ends; `total` formats the sum."""
     start = 0.0
     for i, (length, look) in enumerate(parts):
-        texts = [total.format(start + length)] if total and i == len(parts) - 1 else []
+        text = total.format(start + length) if i == len(parts) - 1 else ""
         side = "bottom" if "width" in look else "left"
-        bars(ax, [at], [length], texts, size, **look | {side: start})
+        bar(ax, at, length, text, size, **look | {side: start})
         start += length
 
 
@@ -272,8 +261,6 @@ def dtype_cells(
 def legend_beside(
     figure: Figure,
     loc: Literal["outside lower center", "outside right upper"],
-    *,
-    reverse: bool = False,
     **options: Any,
 ) -> None:
     """One legend outside of the axes; what several bars or axes share stands in it once."""
@@ -281,5 +268,4 @@ def legend_beside(
     for ax in figure.axes:
         for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    labels = list(reversed(handles)) if reverse else list(handles)
-    figure.legend([handles[label] for label in labels], labels, loc=loc, **options)
+    figure.legend(list(handles.values()), list(handles), loc=loc, **options)

@@ -203,7 +203,7 @@ class Run:
         if self._saved is not None and self._saved.config != self.config:
             run_folder.write_config(self.out, replace(self._saved, config=self.config))
             self._say(f"More epochs, {self.config.epochs} now: the learning rates are theirs.")
-        state = run_state.load_run(self.out, asdict(self.config), may_differ=("epochs",))
+        state = run_state.load_run(self.out, asdict(self.config))
         if state is None and (self.options.resume or self._saved is not None):
             self._say(f"Nothing was saved in {self.out} yet: starting from the beginning.")
         return state
