@@ -11,7 +11,7 @@ from amp_lab.cli.model_argument import add_model, given_model
 from amp_lab.cli.printing import require_output, show
 from amp_lab.cli.user_code import FORM, kept_in_bounds
 from amp_lab.errors import OptionError
-from amp_lab.requirements import require
+from amp_lab.requirements import require_matplotlib
 
 _VARIANTS = "--precision, --compile, --batch-sizes or --device"
 
@@ -73,7 +73,7 @@ def _check(options: argparse.Namespace) -> tuple[int, ...] | None:
     if options.figure:  # now, and not after both runs
         if not options.figure.endswith((".png", ".svg")):
             raise OptionError(f"--figure {options.figure!r}: give a name ending with .png or .svg")
-        require("matplotlib", "diff --figure")
+        require_matplotlib("diff --figure")
         require_output(options.figure)
     if options.same_weights and not options.other:
         raise OptionError("--same-weights is for a second model B")
