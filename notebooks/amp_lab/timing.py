@@ -175,6 +175,11 @@ class Comparison:
         """Whether enough rounds were undisturbed."""
         return not self.reason
 
+    @property
+    def rounds(self) -> int:
+        """How many rounds the samples are of."""
+        return len(next(iter(self.samples_s.values())))
+
     def median_s(self, name: str) -> float:
         """Median of one function's samples, in seconds."""
         return statistics.median(self.samples_s[name])
