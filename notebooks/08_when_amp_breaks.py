@@ -1096,19 +1096,19 @@ assert disabled.get_scale() == 1
 # %% [markdown]
 # ## Dtypes do not match
 #
-# Autocast casts what enters the ops on its list, inside its block, on its device. Most messages
-# of this part come from ops that are not on the list, or from just outside the block.
+# Autocast casts what enters the ops on its list, inside its block and on its device. Most messages
+# of this part come from ops that are not on the list, or from code just outside the block.
 
 # %% [markdown]
 # ### 18 A half precision output leaves the block
 #
-# **What you see.** One of these, with any two dtypes in either order:
+# **What you see.** An op raises one of these, with any two dtypes in either order:
 # - `mat1 and mat2 must have the same dtype, but got Half and Float`
 # - `expected m1 and m2 to have the same dtype, but got: c10::Half != float`
 # - `expected scalar type Float but found Half`
 # - `Input type (c10::Half) and bias type (float) should be the same`
 #
-# **The smallest program that does it.** The output of a block, used after its end.
+# **The smallest program that does it.** We use the output of a block after the block has ended.
 
 # %%
 model, _ = make()
@@ -1130,11 +1130,11 @@ assert "expected scalar type Float but found Half" in messages["bmm"]
 assert "Input type (c10::Half) and bias type (float) should be the same" in messages["conv2d"]
 
 # %% [markdown]
-# **Why.** At the end of the block autocast stops casting, but its results stay in low precision.
-# (Older versions say `expected mat1 and mat2 to have the same dtype`.) A model or an input that was
-# converted by hand does the same, with no autocast at all.
+# **Why.** Autocast stops casting at the end of the block, but the results of the block stay in low
+# precision. A model or an input that you converted by hand fails in the same way, with no autocast
+# at all. (Older versions say `expected mat1 and mat2 to have the same dtype`.)
 #
-# **The fix.** Move the line into the block, or turn what leaves it into fp32.
+# **The fix.** Move the line into the block, or convert what leaves the block to fp32.
 
 # %%
 with torch.autocast("cpu", dtype=torch.float16):
@@ -1148,12 +1148,12 @@ torch.testing.assert_close(inside.float(), outside, rtol=2e-3, atol=2e-3)  # 11 
 # %% [markdown]
 # ### 19 Writing into a buffer fails
 #
-# **What you see.** One of
+# **What you see.** The line that writes raises one of these:
 # - `Index put requires the source and destination dtypes match, got Float for the destination and Half for the source.`
 # - `index_add_(): self (Float) and source (Half) must have the same scalar type`
 # - `scatter(): Expected self.dtype to be equal to src.dtype`
 #
-# **The smallest program that does it.** Features are collected in a tensor that was made with
+# **The smallest program that does it.** We collect features in a tensor that was made with
 # `torch.zeros`, as detectors and graph networks do.
 
 
@@ -1183,9 +1183,9 @@ assert "scatter(): Expected self.dtype to be equal to src.dtype" in messages[2]
 
 # %% [markdown]
 # **Why.** Autocast leaves in-place operations alone, since it cannot change the dtype of a tensor
-# that exists. `torch.zeros` made it fp32, with autocast or without.
+# that already exists. `torch.zeros` makes that tensor in fp32, with or without autocast.
 #
-# **The fix.** Cast on the way in, or take the dtype of the buffer from what goes into it.
+# **The fix.** Cast the features when you write them, or make the buffer in their dtype.
 
 # %%
 collect(lambda buffer, i, f: buffer.__setitem__(i, f.to(buffer.dtype)))
@@ -1199,11 +1199,11 @@ assert h.new_zeros(4, 2).dtype is torch.float16
 # %% [markdown]
 # ### 20 A function of your own fails in backward
 #
-# **What you see.**
+# **What you see.** `backward()` raises
 # `expected scalar type Half but found Float`
-# or one of the messages of section 18, but in `backward()`.
+# or one of the messages of section 18.
 #
-# **The smallest program that does it.** A batched product as an `autograd.Function`.
+# **The smallest program that does it.** We write a batched product as an `autograd.Function`.
 
 
 # %%
@@ -1232,11 +1232,11 @@ print(message)
 assert "expected scalar type Half but found Float" in message
 
 # %% [markdown]
-# **Why.** `forward` ran inside the block, where autocast cast for it. `backward` runs outside, with
-# an fp16 gradient and fp32 tensors.
+# **Why.** `forward` runs inside the block, where autocast casts for the product. `backward` runs
+# outside, and meets an fp16 gradient and fp32 tensors.
 #
-# **The fix.** The two decorators of `torch.amp`. With `cast_inputs`, both directions compute in that
-# dtype and never see autocast; [notebook 02](02_autocast_dtypes.ipynb) shows the other variant.
+# **The fix.** Use the two decorators of `torch.amp`. With `cast_inputs`, both directions compute in
+# that dtype, without autocast. [Notebook 02](02_autocast_dtypes.ipynb) shows the other variant.
 
 
 # %%
@@ -1255,13 +1255,13 @@ assert torch.equal(backward_through(AmpProduct), torch.full((1, 2, 2), 2.0))
 # %% [markdown]
 # ### 21 Two dtypes are nested around one weight
 #
-# **What you see.** One of
+# **What you see.** An op raises one of these:
 # - `mat1 and mat2 must have the same dtype, but got BFloat16 and Half`
 # - `Unexpected floating ScalarType in at::autocast::prioritize`
 #
-# **The smallest program that does it.** An fp16 block, in it a bf16 block for a delicate part, and
-# one layer that is used in both. For the second message, a bf16 tensor in an fp16 block, handed to
-# an op that combines tensors: `cat` and `stack` on the CPU, `dot`, `addcmul` and others on CUDA.
+# **The smallest program that does it.** An fp16 block contains a bf16 block for a delicate part,
+# and one layer is used in both. For the second message, we pass a bf16 tensor in an fp16 block to
+# an op that combines tensors: `cat` or `stack` on the CPU, `dot`, `addcmul` and others on CUDA.
 
 
 # %%
@@ -1292,13 +1292,13 @@ assert on_cuda == promoted
 
 # %% [markdown]
 # **Why.** Autocast keeps the cast of a weight until the outermost block ends, and does not note its
-# dtype. The inner block casts the input to bf16, and finds an fp16 weight. The second message is
-# about the policy *promote* ([notebook 02](02_autocast_dtypes.ipynb)): it looks for the widest of
-# its inputs and knows fp32 and the dtype of the block only, even if all inputs are bf16. Such a
-# tensor often comes from a model whose weights are bf16, in a block that is fp16 by default.
+# dtype. So the inner block casts the input to bf16, but finds an fp16 weight. The second message is
+# about the policy *promote* ([notebook 02](02_autocast_dtypes.ipynb)). It looks for the widest of
+# the inputs, and knows only fp32 and the dtype of the block, even if all inputs are bf16. Such a
+# tensor often comes from a model with bf16 weights, in a block that is fp16 by default.
 #
-# **The fix.** An inner block without the cache. And one half precision for all: give the block the
-# dtype of the weights, or make the stranger fp32.
+# **The fix.** Switch the cache off in the inner block. For the second message, use one half
+# precision everywhere: give the block the dtype of the weights, or make the bf16 tensor fp32.
 
 # %%
 assert nested(cache_enabled=False).dtype is torch.bfloat16
@@ -1307,16 +1307,17 @@ with torch.autocast("cpu", dtype=torch.bfloat16):
     assert torch.cat([x.bfloat16(), x.bfloat16()]).dtype is torch.bfloat16
 
 # %% [markdown]
-# **Notice it earlier.** One dtype for the whole model; for a delicate part, fp32 (section 1).
+# **Notice it earlier.** Use one dtype for the whole model, and fp32 for a delicate part
+# (section 1).
 
 # %% [markdown]
 # ### 22 BCELoss is refused on a GPU
 #
-# **What you see.** On CUDA and ROCm, not on the CPU:
+# **What you see.** On CUDA and ROCm, but not on the CPU, the loss raises
 # `torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.`
 #
-# **The smallest program that does it.** It needs the rules of CUDA; where there is a GPU, it also
-# runs on that.
+# **The smallest program that does it.** The program needs the rules of CUDA. If you have a GPU, it
+# runs there as well.
 
 
 # %%
@@ -1338,13 +1339,15 @@ if torch.cuda.is_available():  # the real thing
         assert message in message_of(bce)
 
 # %% [markdown]
-# **Why.** The loss takes the logarithm of a probability p, whose gradient is 1/p: for a small p that
-# is more than fp16 holds. If p is fp16, its gradient has to be fp16 too, so a cast to fp32 in between
-# would not help. This is the reason that PyTorch's documents give. Besides, in fp16 a probability
-# close to 1 *is* 1. Autocast cannot see whether p ever was fp16, so it refuses fp32 inputs as well.
+# **Why.** The loss takes the logarithm of a probability p, and the gradient of that is 1/p. For a
+# small p this is more than fp16 can hold. If p is fp16, its gradient has to be fp16 too, so a cast
+# to fp32 in between would not help. This is the reason that PyTorch's documents give
+# ([notebook 02](02_autocast_dtypes.ipynb)). Besides, an fp16 probability close to 1 rounds to
+# exactly 1. Autocast cannot see whether p ever was fp16, so it refuses fp32 inputs as well. On the
+# CPU it computes the loss in fp32.
 #
-# **The fix.** Leave out the sigmoid, and give the logits to the loss that has it built in. It is
-# computed in fp32, and means the same.
+# **The fix.** Leave out the sigmoid, and give the logits to the loss that has it built in. That
+# loss has the same value, and autocast computes it in fp32.
 
 # %%
 with cuda_rules():
@@ -1360,18 +1363,18 @@ assert unlikely.grad.isfinite()
 assert unlikely.grad.half().isinf()  # its gradient is none that fp16 can hold
 
 # %% [markdown]
-# **Notice it earlier.** Test the loss under `cuda_rules` in a unit test; it runs without a GPU.
+# **Notice it earlier.** Test the loss under `cuda_rules` in a unit test, which needs no GPU.
 
 # %% [markdown]
 # ### 23 An op does not exist in half precision
 #
-# **What you see.** One of
+# **What you see.** An op raises one of these:
 # - `quantile() input tensor must be either float or double dtype`
 # - `linalg.inv: Low precision dtypes not supported. Got Half`
 # - `"lu_cpu" not implemented for 'Half'`, or any other name in the quotes.
 #
-# **The smallest program that does it.** A quantile under the rules of CUDA; an inverse and a
-# determinant of a matrix that is fp16 already.
+# **The smallest program that does it.** We take a quantile under the rules of CUDA, and the inverse
+# and the determinant of a matrix that is already fp16.
 
 # %%
 with cuda_rules():
@@ -1385,10 +1388,10 @@ assert "linalg.inv: Low precision dtypes not supported. Got Half" in inverse
 assert "\"lu_cpu\" not implemented for 'Half'" in determinant
 
 # %% [markdown]
-# **Why.** These ops have no half-precision kernel, and autocast does not help everywhere: on the CPU
-# it casts for the quantile and the inverse, on CUDA for neither.
+# **Why.** These ops have no half-precision kernel, and autocast does not help everywhere. On the
+# CPU it casts for the quantile and the inverse, but on CUDA it casts for neither.
 #
-# **The fix.** `.float()`, on the input of that one op.
+# **The fix.** Call `.float()` on the input of that one op.
 
 # %%
 with cuda_rules():
@@ -1407,10 +1410,10 @@ assert torch.linalg.det(torch.eye(2).half().float()) == 1
 # %% [markdown]
 # ### 24 NumPy does not know bf16
 #
-# **What you see.**
+# **What you see.** `.numpy()` raises
 # `Got unsupported ScalarType BFloat16`
 #
-# **The smallest program that does it.** A prediction, on its way to a plot or a metric.
+# **The smallest program that does it.** We turn a prediction into an array, for a plot or a metric.
 
 # %%
 model, _ = make()
@@ -1421,30 +1424,31 @@ print(message)
 assert "Got unsupported ScalarType BFloat16" in message
 
 # %% [markdown]
-# **Why.** NumPy has no such type. It does have fp16: then there is no message, and all that follows
-# is computed in fp16 without autocast to look after it.
+# **Why.** NumPy has no bf16. It does have fp16, so an fp16 prediction gives no message, and all
+# that follows is computed in fp16 without autocast to look after it.
 #
-# **The fix.** What leaves the block leaves it as fp32.
+# **The fix.** Convert what leaves the block to fp32.
 
 # %%
 assert prediction.float().numpy().dtype == "float32"
 assert (prediction.half().numpy() + 1).dtype == "float16"  # and so it goes on
 
 # %% [markdown]
-# **Notice it earlier.** As in section 18: let `forward` end with `.float()`.
+# **Notice it earlier.** As in section 18, let `forward` end with `.float()`.
 
 # %% [markdown]
 # ## Wrong without a message
 #
-# Everything runs, and the result is not what it should be.
+# In this part everything runs, but the result is not what it should be.
 
 # %% [markdown]
 # ### 25 Weights get no gradient after an evaluation pass
 #
-# **What you see.** In older versions of PyTorch, gradients that are `None`, or
+# **What you see.** In older versions, some gradients are `None`, or `backward()` raises
 # `element 0 of tensors does not require grad and does not have a grad_fn`
 #
-# **The smallest program that does it.** A pass without gradients and one with, in the same block.
+# **The smallest program that does it.** We run one pass without gradients and one with gradients,
+# in the same block.
 
 
 # %%
@@ -1466,13 +1470,13 @@ assert "element 0 of tensors does not require grad and does not have a grad_fn" 
 assert torch.equal(gradient, x.expand(2, 2))  # right, in this version
 
 # %% [markdown]
-# **Why.** The pass without gradients put the weight's cast into autocast's cache; that cast had no
-# history, and older versions used it again for training. In 2.11 this is
+# **Why.** The pass without gradients put the cast of the weight into autocast's cache. That cast
+# had no history, and older versions used it again for training. In 2.11 this is
 # [repaired](https://github.com/pytorch/pytorch/pull/165068): a cached cast has its history even if
-# it was made without gradients. What is left of the trap: the cache still holds *values*
-# (section 26), and the casts of the evaluation pass take up memory until the block ends.
+# it was made without gradients. But the cache still holds *values* (section 26), and the casts of
+# the evaluation pass take up memory until the block ends.
 #
-# **The fix.** A block of its own for evaluation, which works in every version.
+# **The fix.** Give the evaluation a block of its own, which works in every version.
 
 # %%
 model, _ = make()
@@ -1489,9 +1493,9 @@ assert torch.equal(model[0].weight.grad, x.expand(2, 2))
 # %% [markdown]
 # ### 26 The loss stands still because the whole loop is in one block
 #
-# **What you see.** Exactly the same loss in every step.
+# **What you see.** The loss is exactly the same in every step.
 #
-# **The smallest program that does it.** Autocast around the loop instead of the forward pass.
+# **The smallest program that does it.** We put a second autocast block around the whole loop.
 
 
 # %%
@@ -1515,11 +1519,12 @@ print("one block around the loop:", *[f"{loss:.1f}" for loss in stuck])
 assert stuck[0] == stuck[1] == stuck[2]
 
 # %% [markdown]
-# **Why.** The outermost block keeps the casts of the weights until it ends. The optimizer changed
-# the weights, and the casts do not notice. An outer block with `enabled=False` counts as well.
+# **Why.** The outermost block keeps the casts of the weights until it ends. The optimizer changes
+# the weights, but the forward pass still uses the old casts, so the loss is 0.3 in all three steps.
+# An outer block with `enabled=False` has the same effect.
 #
-# **The fix.** One block for each forward pass, and none around it. Trained weights that are changed
-# inside a block in another way (clipped, or replaced by averaged ones) go stale just so.
+# **The fix.** Use one block for each forward pass, and none around it. The casts also go stale if
+# you clip trained weights inside a block, or replace them by averaged ones.
 
 # %%
 learning = losses_of(nullcontext())
@@ -1529,15 +1534,15 @@ assert learning[2] < learning[1] < learning[0]
 assert losses_of(torch.autocast("cpu", enabled=False)) == stuck
 
 # %% [markdown]
-# **Notice it earlier.** Two equal losses in a row are a reason to stop and look.
+# **Notice it earlier.** Stop and look when two losses in a row are equal.
 
 # %% [markdown]
 # ### 27 A compiled model has other gradients
 #
-# **What you see.** With `torch.compile` the loss curve differs, or overflows, and the outputs are
-# the same.
+# **What you see.** With `torch.compile` the loss curve differs or overflows, although the outputs
+# are the same.
 #
-# **The smallest program that does it.** An fp32 island, compiled, and called inside a block. (The
+# **The smallest program that does it.** We compile an fp32 island, and call it inside a block. (The
 # backend `aot_eager` divides the work as the default does, and needs no C++ compiler.)
 
 
@@ -1564,11 +1569,11 @@ assert (gradients["eager"], gradients["compiled"]) == (torch.tensor(1.001).item(
 
 # %% [markdown]
 # **Why.** The compiler plans the backward pass together with the forward pass, and assumes that the
-# autocast that is on around the call will be on in `backward()` too. So the gradient of the island,
-# which is to be fp32, went through bf16.
+# autocast around the call is on in `backward()` too. So the island's gradient went through bf16 and
+# is 1.000, while in fp32 it is 1.001.
 #
 # **The fix.** Put the block *inside* the compiled function, where the compiler sees its end. Or set
-# `torch._functorch.config.backward_pass_autocast = "off"`, which is no public interface.
+# `torch._functorch.config.backward_pass_autocast = "off"`, which is not a public interface.
 
 
 # %%
@@ -1588,15 +1593,16 @@ with torch._functorch.config.patch(backward_pass_autocast="off"):
 assert gradient[0].item() == gradients["eager"]
 
 # %% [markdown]
-# **Notice it earlier.** Compare the gradients of one step, compiled and not, before the long run.
+# **Notice it earlier.** Before the long run, compare the gradients of one step, compiled and not
+# compiled.
 
 # %% [markdown]
 # ### 28 The scaler runs with bf16 or the dtype is not the one you meant
 #
-# **What you see.** A loss scale that grows without end; or overflows in a run that was to be bf16.
+# **What you see.** The loss scale grows without end, or a run that was meant to be bf16 overflows.
 #
-# **The smallest program that does it.** bf16 with a scaler, and a growth interval of 1 (2000 is the
-# default) so that it takes 150 steps.
+# **The smallest program that does it.** We use bf16 with a scaler. Its growth interval is 1 (2000
+# is the default), so that 150 steps are enough.
 
 
 # %%
@@ -1623,13 +1629,14 @@ assert max(pointless) > 2.0**120
 assert any(after < before for before, after in pairwise(pointless))
 
 # %% [markdown]
-# The picture has both scales over 150 steps. In fp16 the scale meets fp16's limit at once, and stays
-# there. In bf16 it climbs on a straight line to the end of fp32, and there it too skips steps.
+# The picture shows both scales over 150 steps on a logarithmic axis. In fp16 the scale meets fp16's
+# limit at once and stays there. In bf16 it climbs in a straight line for about 110 steps to the end
+# of fp32, where it too skips steps.
 #
-# **Why.** Two defaults meet. A scaler is enabled unless told otherwise, and in bf16 nothing stops it
-# before fp32 ends. And autocast without `dtype=` is fp16 on a GPU, but bf16 on a CPU.
+# **Why.** Two defaults meet here. A scaler is enabled unless you say otherwise, and in bf16 nothing
+# stops it before fp32 ends. Autocast without `dtype=` is fp16 on a GPU, but bf16 on a CPU.
 #
-# **The fix.** Say the dtype once, and let it decide about the scaler.
+# **The fix.** Name the dtype in one place, and let it decide whether the scaler is enabled.
 
 # %%
 assert torch.get_autocast_dtype("cuda") is torch.float16
@@ -1645,11 +1652,11 @@ assert set(scales_in(torch.bfloat16, enabled=False)) == {1.0}
 # %% [markdown]
 # ### 29 Half precision weights stop moving
 #
-# **What you see.** The loss falls, and then stays where it is; with fp32 weights it goes on. Or the
-# parameters are NaN after the first step of Adam.
+# **What you see.** The loss stops falling, while with fp32 weights it goes on. Or the parameters
+# are NaN after the first step of Adam.
 #
-# **The smallest program that does it.** Weights loaded from a bf16 checkpoint with `assign=True`, and
-# a hundred small updates.
+# **The smallest program that does it.** We load weights from a bf16 checkpoint with `assign=True`,
+# and make a hundred small updates.
 
 
 # %%
@@ -1671,9 +1678,10 @@ print(f"weights in {model[0].weight.dtype}: 1 -> {after_updates(model):.2f}")
 assert after_updates(model) == 1.0
 
 # %% [markdown]
-# **Why.** Just below 1 bf16 has steps of 2^-8, and less than half of one is rounded away. `assign=True`
-# took over the checkpoint's dtype. The state of an optimizer follows that of the parameters; in fp16
-# Adam's epsilon of 1e-8 is 0, and a weight whose gradient is 0 becomes 0/0:
+# **Why.** `assign=True` took over the dtype of the checkpoint. Just below 1, bf16 numbers are 2^-8
+# apart, and a change of less than half of that is rounded away. The state of an optimizer has the
+# dtype of the parameters. In fp16 Adam's epsilon of 1e-8 is 0, so a weight whose gradient is 0 is
+# changed by 0/0, which is NaN:
 
 # %%
 half = nn.Parameter(torch.ones(1).half())
@@ -1684,8 +1692,8 @@ assert adam.state[half]["exp_avg_sq"].dtype is torch.float16
 assert half.isnan().all()
 
 # %% [markdown]
-# **The fix.** fp32 weights. Without `assign`, loading copies into them; `.float()` repairs a model
-# that is in half precision already. Then make the optimizer.
+# **The fix.** Use fp32 weights. Without `assign`, loading copies into them, and `.float()` repairs
+# a model that is in half precision already. Make the optimizer after that.
 
 # %%
 model, _ = make()
@@ -1694,16 +1702,16 @@ print(f"weights in {model[0].weight.dtype}: 1 -> {after_updates(model):.2f}")
 assert abs(after_updates(model) - 0.9) < 1e-4
 
 # %% [markdown]
-# **Notice it earlier.** The assertion of section 9, right before the optimizer is made.
+# **Notice it earlier.** Use the assertion of section 9 right before you make the optimizer.
 
 # %% [markdown]
 # ### 30 Positions or counts are wrong beyond 256
 #
-# **What you see.** No message. A model that is good on short inputs fails on long ones; a count stops
-# at 256.
+# **What you see.** There is no message. A model that is good on short inputs fails on long ones, or
+# a count stops at 256.
 #
-# **The smallest program that does it.** The angles of rotary position embeddings, which are positions
-# times frequencies: a matrix product, so autocast lowers it.
+# **The smallest program that does it.** We compute the angles of rotary position embeddings, which
+# are positions times frequencies. That is a matrix product, so autocast lowers it.
 
 
 # %%
@@ -1719,12 +1727,12 @@ one = torch.ones((), dtype=torch.bfloat16)
 assert sum([one] * 1000, start=0 * one) == 256  # 256 + 1 is 256
 
 # %% [markdown]
-# **Why.** bf16 has 8 significant bits: it counts to 256, from there in steps of 2, from 512 in steps
-# of 4. (fp16 counts to 2048.) Neighbours get the same angle. This has happened in well-known models
-# (the last link of this page).
+# **Why.** bf16 has 8 significant bits. It counts in steps of 1 up to 256, of 2 up to 512, and then
+# of 4. (fp16 counts to 2048.) Neighbouring positions get the same angle, so 1024 positions have
+# only 513 angles. This has happened in well-known models (the last link of this page).
 #
-# **The fix.** An island, as in section 1. Indices, positions, counters and sums of losses are never
-# kept in half precision.
+# **The fix.** Make an island, as in section 1. Never keep indices, positions, counters or sums of
+# losses in half precision.
 
 # %%
 with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
@@ -1736,18 +1744,18 @@ with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=
 # %% [markdown]
 # ## Nothing breaks and nothing is gained
 #
-# The run goes through in plain fp32, or AMP is on and does not pay.
+# In this part the run finishes, but it is in plain fp32, or AMP is on and brings nothing.
 
 # %% [markdown]
 # ### 31 Autocast or the scaler is switched off
 #
-# **What you see.** Warnings, easily lost in a log:
+# **What you see.** One of these warnings appears, and is easily lost in a log:
 # - `CUDA is not available or torch_xla is imported. Disabling autocast.`
 # - `torch.cuda.amp.GradScaler is enabled, but CUDA is not available.`
 # - `In CPU autocast, but the target dtype is not supported. Disabling autocast.`
 #
-# **The smallest program that does it.** A script for a GPU, on a machine without one; and a dtype
-# that autocast does not know. (Where PyTorch finds a GPU, the first two do not warn.)
+# **The smallest program that does it.** A script for a GPU runs on a machine without one, or asks
+# for a dtype that autocast does not know. (Where PyTorch finds a GPU, the first two do not warn.)
 
 # %%
 warned = {
@@ -1767,11 +1775,11 @@ with mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", re
     assert not warnings_of(lambda: (torch.autocast("cuda"), torch.amp.GradScaler("cuda")))
 
 # %% [markdown]
-# **Why.** Each of them switches itself off and goes on in fp32. For `"xpu"` and `"mps"` there is not
-# even a warning ([notebook 02](02_autocast_dtypes.ipynb)).
+# **Why.** Autocast and the scaler switch themselves off, and the run goes on in fp32. For `"xpu"`
+# and `"mps"` there is not even a warning ([notebook 02](02_autocast_dtypes.ipynb)).
 #
-# **The fix.** Take the name from the device that the tensors are on, and refuse what is not there.
-# `Precision` of this collection's package raises.
+# **The fix.** Take the name from the device that the tensors are on, and refuse a device that is
+# not there. `Precision` of this collection's package raises an error.
 
 # %%
 with torch.autocast(x.device.type, dtype=torch.bfloat16):
@@ -1785,14 +1793,16 @@ except DeviceError:
 assert raised
 
 # %% [markdown]
-# **Notice it earlier.** `warnings.simplefilter("error")` in tests; print the dtype of one output.
+# **Notice it earlier.** Use `warnings.simplefilter("error")` in tests, and print the dtype of one
+# output.
 
 # %% [markdown]
 # ### 32 A thread runs without autocast or in another dtype
 #
-# **What you see.** fp32 speed, or the wrong half precision, in code that runs a model in threads.
+# **What you see.** Code that runs a model in threads is as slow as in fp32, or uses the wrong half
+# precision.
 #
-# **The smallest program that does it.** A thread started inside the block; and a thread that enters
+# **The smallest program that does it.** We start two threads inside a block. The second enters
 # autocast again, but does not say in which dtype.
 
 
@@ -1817,9 +1827,10 @@ print("in the thread:", *found)
 assert found == (torch.float32, torch.bfloat16)
 
 # %% [markdown]
-# **Why.** Both autocast's switch and its dtype belong to a thread, and a new thread has the defaults.
-# `nn.DataParallel` has a thread for each GPU. It enters autocast again in each, but leaves out the dtype, as
-# `enter_again()` does, so that what was to be bf16 runs in fp16 there. Its source shows it:
+# **Why.** Autocast's switch and its dtype both belong to a thread, and a new thread has the
+# defaults. `nn.DataParallel` has a thread for each GPU. It enters autocast again in each, but
+# leaves out the dtype, as `enter_again()` does. What was meant to be bf16 therefore runs in fp16
+# there. Its source shows it:
 
 # %%
 source = inspect.getsource(nn.parallel.parallel_apply)
@@ -1829,23 +1840,23 @@ assert "dtype" not in block
 assert torch.get_autocast_dtype("cuda") is torch.float16
 
 # %% [markdown]
-# **The fix.** Autocast with its dtype in the function that the thread runs, or as a decorator of
-# `forward`. In place of `DataParallel`, use DDP, which has processes ([notebook
-# 11](11_scale_out.ipynb)).
+# **The fix.** Enter autocast with its dtype in the function that the thread runs, or use it as a
+# decorator of `forward`. Replace `DataParallel` by DDP, which has processes
+# ([notebook 11](11_scale_out.ipynb)).
 
 # %%
 assert in_a_thread(lambda: enter_again(dtype=torch.float16)) is torch.float16
 
 # %% [markdown]
-# **Notice it earlier.** `assert torch.is_autocast_enabled(device.type)` inside `forward`.
+# **Notice it earlier.** Put `assert torch.is_autocast_enabled(device.type)` into `forward`.
 
 # %% [markdown]
 # ### 33 Autocast makes the model no faster
 #
-# **What you see.** The same time for a step as before, or a longer one.
+# **What you see.** A step takes as long as before, or longer.
 #
-# **The smallest program that does it.** A network of five small layers. `CountOps` counts the ops
-# that compute something; as a rule, each is at least one kernel to launch on a GPU.
+# **The smallest program that does it.** We use a network of five small layers. `CountOps` counts
+# the ops that compute something. As a rule of thumb, each launches at least one kernel on a GPU.
 
 
 # %%
@@ -1870,14 +1881,15 @@ print(f"fp32: {plain.ops} ops; autocast: {amp.ops} ops, {amp.casts} of them cast
 assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 
 # %% [markdown]
-# **Why.** Five weights, five biases and the input are cast, in every step. That is work too, and as a
-# rule it pays only if the products are large. Four other reasons: the hardware has no fast path for the dtype
-# (fp16 on most CPUs, bf16 on older GPUs); the data loader or the launching of kernels is the limit,
-# and not arithmetic; the "fp32" you compare with is really TF32; the clock was read before the GPU
-# had finished.
+# **Why.** Every step casts five weights, five biases and the input, so 5 ops became 16. As a rule
+# of thumb, this pays only if the products are large. There are four other reasons:
+# - The hardware has no fast path for the dtype (fp16 on most CPUs, bf16 on older GPUs).
+# - The limit is the data loader or the launching of kernels, and not arithmetic.
+# - The "fp32" you compare with is really TF32.
+# - The clock was read before the GPU had finished.
 #
-# **The fix.** Large products in a dtype that the device accelerates: `amp-lab doctor` on the command
-# line says which. Here the forward pass of the same layer, small and large:
+# **The fix.** Use large products in a dtype that the device accelerates; the command
+# `amp-lab doctor` says which. We time the forward pass of the same layer, small and large:
 
 
 # %% tags=["nbval-ignore-output"]
@@ -1899,20 +1911,20 @@ for width in (16, 512):
 assert forward(layer, batch, enabled=True).dtype is torch.bfloat16
 
 # %% [markdown]
-# Behind the time in bf16 stands the speed-up, with the interval in which it lies. Expect less than 1
-# for the small layer, whose casts cost more than its product. Whether the large one gains depends on
-# the hardware.
+# The last column is the speed-up, with its interval. Here the small layer was slower in bf16,
+# because its casts cost more than its product, and the large one was faster. Whether a large layer
+# gains depends on the hardware.
 #
-# **Notice it earlier.** Measure one step in each precision before the long run; [notebook
-# 04](04_fp32_vs_amp.ipynb) shows how.
+# **Notice it earlier.** Measure one step in each precision before the long run.
+# [Notebook 04](04_fp32_vs_amp.ipynb) shows how.
 
 # %% [markdown]
 # ### 34 The memory is not halved
 #
-# **What you see.** The same peak memory as in fp32, or more.
+# **What you see.** The peak memory is the same as in fp32, or higher.
 #
-# **The smallest program that does it.** Large weights, and a single example. `kept_bytes` adds up
-# what the forward pass keeps for the backward pass, beside the parameters.
+# **The smallest program that does it.** The weights are large, and the batch is a single example.
+# `kept_bytes` adds up what the forward pass keeps for the backward pass, beside the parameters.
 
 
 # %%
@@ -1940,12 +1952,14 @@ print(f"batch of 1: fp32 {single[0] / 1024:.0f} KiB, autocast {single[1] / 1024:
 assert single[1] > 50 * single[0]
 
 # %% [markdown]
-# **Why.** Autocast narrows *activations*. Weights, gradients and the two moments of Adam stay fp32,
-# 16 bytes for each parameter; and the casts of the weights, 2 bytes more, are kept for the backward
-# pass as well. With many weights and few activations, that is more and not less.
+# **Why.** Autocast narrows *activations*. The weights, the gradients and the two moments of Adam
+# stay fp32 and take 16 bytes for each parameter. The casts of the weights take 2 bytes more, and
+# are kept for the backward pass. With many weights and few activations, that is more than before:
+# 515 KiB here in place of 6.
 #
-# **The fix.** What AMP saves, it saves on a large batch, so make it larger. Against the rest, other
-# means help: gradient checkpointing, sharding, an optimizer with less state.
+# **The fix.** AMP saves memory on a large batch, so make the batch larger. With 2048 examples it
+# keeps 6.5 MiB in place of 12. Other means help with the rest: gradient checkpointing, sharding, or
+# an optimizer with less state.
 
 # %%
 batch = torch.ones(2048, 512)
@@ -1965,11 +1979,11 @@ assert sum(t.nbytes for t in always) == 16 * sum(p.numel() for p in wide.paramet
 # %% [markdown]
 # ### 35 Old names warn
 #
-# **What you see.**
+# **What you see.** One of these warnings appears:
 # - `` `torch.cuda.amp.autocast(args...)` is deprecated. ``
 # - `` `torch.cuda.amp.GradScaler(args...)` is deprecated. ``
 #
-# **The smallest program that does it.** The names that most tutorials still use.
+# **The smallest program that does it.** We use the old names, which many tutorials still have.
 
 # %%
 old_autocast = warnings_of(lambda: torch.cuda.amp.autocast(enabled=False))
@@ -1980,10 +1994,10 @@ assert "`torch.cuda.amp.GradScaler(args...)` is deprecated." in old_scaler
 
 # %% [markdown]
 # **Why.** The functions have moved to `torch.amp`, which serves every kind of device. The old names
-# still work, on CUDA and ROCm alone.
+# still work, but only on CUDA and ROCm.
 #
-# **The fix.** `torch.autocast("cuda", dtype=…)` and `torch.amp.GradScaler("cuda")`; notebook 13
-# migrates whole projects.
+# **The fix.** Write `torch.autocast("cuda", dtype=…)` and `torch.amp.GradScaler("cuda")`. Notebook
+# 13 migrates whole projects.
 
 # %%
 assert warnings_of(lambda: torch.autocast("cuda", dtype=torch.float16, enabled=False)) == ""
@@ -1996,15 +2010,15 @@ assert issubclass(torch.cuda.amp.autocast, torch.autocast)  # the same thing und
 # %% [markdown]
 # ### 36 Autocast refuses the device or its dtype
 #
-# **What you see.** One of these, from the line that makes the block:
+# **What you see.** The line that makes the block raises one of these:
 # - `Current CUDA Device does not support bfloat16. Please switch dtype to float16.`
 # - `User specified an unsupported autocast device_type 'meta'`, or another type in its place
 # - `unsupported scalarType`
 #
-# **The smallest program that does it.** bf16 on a card that has none. There may be no such card
-# here, so two functions answer as they would beside one; the rest is PyTorch's own. And a block that
-# takes the type from its input, which is on `meta`; and such a block without a dtype, the island of
-# section 1.
+# **The smallest program that does it.** We ask for bf16 on a card that has none. There may be no
+# such card here, so two functions answer as they would beside one; the rest is PyTorch's own. Then
+# a block takes the type from its input, which is on `meta`. The island of section 1 does so without
+# a dtype.
 
 
 # %%
@@ -2030,15 +2044,15 @@ assert no_autocast == "User specified an unsupported autocast device_type 'meta'
 assert no_dtype == "unsupported scalarType"  # there is no default to look up
 
 # %% [markdown]
-# **Why.** bf16 came to NVIDIA's GPUs with Ampere. On older ones, older versions of PyTorch refuse it;
-# today's only asks whether the card can hold a bf16 tensor, which may be emulated
+# **Why.** bf16 came to NVIDIA's GPUs with Ampere. Older versions of PyTorch refuse it on older
+# GPUs. Today's only asks whether the card can hold a bf16 tensor, which may be emulated
 # ([`is_bf16_supported`](https://docs.pytorch.org/docs/stable/generated/torch.cuda.is_bf16_supported.html)).
-# So that no message comes does not mean that bf16 pays. And `meta`, like some other types, has no
-# autocast and no dtype for it; even a block that switches it off is refused. On AMD's GPUs the type is `"cuda"`,
-# and `"hip"` is refused.
+# So bf16 may not pay even if there is no message. `meta`, like some other types, has no autocast
+# and no dtype for it, and even a block that switches autocast off is refused. On AMD's GPUs the
+# type is `"cuda"`, and `"hip"` is refused.
 #
-# **The fix.** fp16 with a scaler on such a card, as the message says. And ask before making a block
-# for a type that comes from a tensor.
+# **The fix.** Use fp16 with a scaler on such a card, as the message says. If the type comes from a
+# tensor, ask whether it has autocast before you make a block.
 
 # %%
 with card_without_bf16():
@@ -2057,25 +2071,26 @@ for inputs, layer in ((meta_x, on_meta), (x, nn.Linear(2, 2))):
 assert not torch.amp.is_autocast_available("hip")
 
 # %% [markdown]
-# **Notice it earlier.** `recommend_precision(device)` of this collection's package measures what a
-# device is fast in, before the first run does; and run the model once on `meta` in a unit test.
+# **Notice it earlier.** Before the first run, `recommend_precision(device)` of this collection's
+# package measures what a device is fast in. Also run the model once on `meta` in a unit test.
 
 # %% [markdown]
 # ## Hardware, several devices and the compiler
 #
-# The messages of this part depend on where a model runs, or on what runs it.
+# The messages of this part depend on the device, on the processes that share the work, or on the
+# compiler.
 
 # %% [markdown]
 # ### 37 TF32 is set in the old and in the new way
 #
-# **What you see.** A message that ends with
+# **What you see.** A message contains
 # `you have used mix of the legacy and new APIs to set the TF32 status for cublas matmul.`
 # It may come from code that only reads the setting, such as
-# [`torch.compile`](https://github.com/pytorch/pytorch/issues/166387). Or you see no message, and
-# fp32 results that differ between two GPUs from the third digit on.
+# [`torch.compile`](https://github.com/pytorch/pytorch/issues/166387). Or there is no message, and
+# fp32 results differ between two GPUs from the third digit on.
 #
-# **The smallest program that does it.** One line sets TF32 by the old name, another by the new one, as it
-# happens when a library and your script each have their own. The third line reads it.
+# **The smallest program that does it.** One line sets TF32 by the old name, another by the new one,
+# and the third reads it. This happens when a library and your script each have their own.
 
 
 # %%
@@ -2098,11 +2113,12 @@ assert (
 )
 
 # %% [markdown]
-# **Why.** NVIDIA's GPUs since Ampere can round the inputs of fp32 products to TF32, which has the range of fp32 and
-# 11 significant bits. PyTorch has two sets of names for that switch, and refuses to answer when they contradict each
-# other.
+# **Why.** Since Ampere, NVIDIA's GPUs can round the inputs of fp32 products to TF32, which has the
+# range of fp32 and 11 significant bits. PyTorch has two sets of names for that switch, and refuses
+# to answer when they contradict each other.
 #
-# **The fix.** Use one way everywhere. The new one is `fp32_precision`, with the values `"ieee"` and `"tf32"`.
+# **The fix.** Use one set of names everywhere. The new name is `fp32_precision`, with the values
+# `"ieee"` and `"tf32"`.
 
 # %%
 torch.backends.cuda.matmul.fp32_precision = "ieee"
@@ -2111,17 +2127,18 @@ torch.backends.cuda.matmul.allow_tf32 = False  # as it was
 assert not torch.backends.cuda.matmul.allow_tf32
 
 # %% [markdown]
-# **Notice it earlier.** Search your code and your libraries for `allow_tf32` and for
-# `set_float32_matmul_precision`, and print what is set when a run starts.
+# **Notice it earlier.** Search your code and your libraries for `allow_tf32` and
+# `set_float32_matmul_precision`, and print the setting when a run starts.
 
 # %% [markdown]
 # ### 38 An FFT is refused in half precision
 #
-# **What you see.** One of
+# **What you see.** The transform raises one of these:
 # - `cuFFT only supports dimensions whose sizes are powers of two when computing in half precision`, on CUDA
 # - `Unsupported dtype Half`, on the CPU
 #
-# **The smallest program that does it.** The spectrum of 100 fp16 numbers. A GPU runs the same line, if one is
+# **The smallest program that does it.** We take the spectrum of 100 fp16 numbers.
+# A GPU runs the same line, if one is
 # here [*(not yet seen on a GPU)*](../data/results/README.md "notebooks").
 
 # %%
@@ -2134,11 +2151,11 @@ if torch.cuda.is_available():
     assert "cuFFT only supports dimensions whose sizes are powers of two" in on_cuda
 
 # %% [markdown]
-# **Why.** On CUDA no transform is on autocast's list, so it gets whatever the layer before it returned. cuFFT has
-# kernels in half precision for powers of two alone, and 100 is none. On the CPU there are none at all, but there
-# autocast casts for the transform.
+# **Why.** On CUDA no transform is on autocast's list, so it gets whatever the layer before it
+# returned. cuFFT has half-precision kernels only for powers of two, and 100 is not one. The CPU has
+# none at all, but autocast casts for the transform there.
 #
-# **The fix.** `.float()` in front of the transform. On CUDA you can also pad to a power of two.
+# **The fix.** Call `.float()` before the transform. On CUDA you can also pad to a power of two.
 
 # %%
 assert torch.fft.rfft(signal.half().float()).dtype is torch.complex64
@@ -2148,18 +2165,19 @@ listed = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
 assert not any("fft" in op for op in listed)
 
 # %% [markdown]
-# **Notice it earlier.** Search the model for `torch.fft` and `stft`, and put them into an fp32 island.
+# **Notice it earlier.** Search the model for `torch.fft` and `stft`, and put these calls into an
+# fp32 island.
 
 # %% [markdown]
 # ### 39 MPS has no float64
 #
-# **What you see.** On a Mac,
+# **What you see.** On a Mac, moving a tensor to the device raises
 # `Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.`
-# It goes on with `Please use float32 instead.` We quote it from [PyTorch's
-# source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/EmptyTensor.cpp).
+# It goes on with `Please use float32 instead.` We quote it from PyTorch's
+# [source](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/mps/EmptyTensor.cpp).
 #
-# **The smallest program that does it.** A NumPy array, on its way to the device. Nobody asked for float64, but
-# that is NumPy's default.
+# **The smallest program that does it.** We send a NumPy array to the device. Nobody asked for
+# float64, but it is NumPy's default.
 
 # %%
 weights = torch.from_numpy(np.ones(3))
@@ -2169,10 +2187,10 @@ if torch.backends.mps.is_available():
     assert "the MPS framework doesn't support float64" in message_of(lambda: weights.to("mps"))
 
 # %% [markdown]
-# **Why.** Apple's framework has no kernels for float64. Class weights, targets of a regression and schedules that
-# are computed with NumPy are the usual places where it slips in.
+# **Why.** Apple's framework has no kernels for float64. It usually slips in with class weights,
+# targets of a regression, or schedules that are computed with NumPy.
 #
-# **The fix.** Convert to fp32 on the host, before the tensor travels.
+# **The fix.** Convert to fp32 on the host, before you move the tensor.
 
 
 # %%
@@ -2185,16 +2203,18 @@ assert to_fp32_device(weights, device).dtype is torch.float32
 assert to_fp32_device(torch.tensor([1]), device).dtype is torch.int64
 
 # %% [markdown]
-# **Notice it earlier.** Assert in the data set that no tensor is float64; that check runs on any machine.
+# **Notice it earlier.** Assert in the data set that no tensor is float64. That check runs on any
+# machine.
 
 # %% [markdown]
 # ### 40 DDP refuses the model or its step
 #
-# **What you see.** One of
+# **What you see.** DDP raises one of these:
 # - `SyncBatchNorm layers only work with GPU modules`
 # - `Expected to have finished reduction in the prior iteration before starting a new one.`
 #
-# Or you see no message, and the ranks drift apart: their losses, or the steps that their scalers skip, differ.
+# Or there is no message, but the ranks drift apart: their losses differ, or their scalers skip
+# different steps.
 #
 # **The smallest program that does it.** A process group of one process is enough. The first model has synchronised
 # batch normalisation and is on the CPU. The second has a layer that its forward pass does not use.
@@ -2246,11 +2266,12 @@ assert (
 )
 
 # %% [markdown]
-# **Why.** The kernels of `SyncBatchNorm` exist for GPUs only. And DDP waits until each parameter has a gradient
-# before it averages; one that never gets any leaves it waiting. Ranks drift apart without a message when a gradient
-# changes after the average, or when the scaler looks before it: [notebook 11](11_scale_out.ipynb) shows both.
+# **Why.** `SyncBatchNorm` has kernels for GPUs only. DDP waits until each parameter has a gradient
+# before it averages, so a parameter that never gets one leaves it waiting. Ranks drift apart
+# without a message when a gradient changes after the average, or when the scaler checks it before.
+# [Notebook 11](11_scale_out.ipynb) shows both.
 #
-# **The fix.** Test with plain batch normalisation on a CPU. Take unused layers out, or say
+# **The fix.** On a CPU, test with plain batch normalisation. Take unused layers out, or set
 # `find_unused_parameters=True`, which costs a walk through the graph in each step.
 
 # %%
@@ -2264,11 +2285,11 @@ assert not dist.is_initialized()
 # %% [markdown]
 # ### 41 The scaler is inside a compiled function
 #
-# **What you see.** With `fullgraph=True`,
+# **What you see.** With `fullgraph=True`, the compiled function raises
 # `Attempted to inline function marked as skipped`
 # Without it there is no message, but the graph breaks in each step.
 #
-# **The smallest program that does it.** A compiled function that scales the loss.
+# **The smallest program that does it.** We compile a function that scales the loss.
 
 # %%
 scaler = torch.amp.GradScaler("cpu")
@@ -2278,10 +2299,10 @@ print(message.splitlines()[0])
 assert "Attempted to inline function marked as skipped" in message
 
 # %% [markdown]
-# **Why.** A scaler keeps its state in Python, so the compiler has been told not to look into its methods.
+# **Why.** A scaler keeps its state in Python, so the compiler has been told to skip its methods.
 #
-# **The fix.** Compile the model, or the function that computes the loss, autocast included. Leave `scale`, `step`
-# and `update` outside.
+# **The fix.** Compile the model, or the function that computes the loss, including autocast. Leave
+# `scale`, `step` and `update` outside.
 
 # %%
 loss_of = torch.compile(lambda h: h.sum(), backend="aot_eager", fullgraph=True)
@@ -2300,8 +2321,9 @@ assert scaler.scale(loss_of(x)) == 3 * scaler.get_scale()
 #    (18, 19, 24 to 28, 32)
 # 3. **Is the order `scale`, `backward`, `unscale_`, clip, `step`, `update`, once per step?** (10 to 16)
 # 4. **Does it go away in bf16?** Then fp16's range is the cause, and an island is the repair (1 to 6, 22).
-# 5. **Does the scale stay above 1, with a skipped step now and then?** If it only falls, look at the loss (2) or
-#    for a forward pass that overflows (1, 7). If it only climbs, there is nothing to scale (28).
+# 5. **Does the scale stay above 1, with a skipped step now and then?** If it only falls, check the
+#    loss (2), and look for a forward pass that overflows (1, 7). If it only climbs, there is
+#    nothing to scale (28).
 #
 # Next: [notebook 09](09_xray_your_model.ipynb) shows the dtype of every op before a run.
 #
@@ -2322,8 +2344,8 @@ check_largest_value(largest_value)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The sum has to stay below 65520, which is the first number that rounds to infinity. What is half of that, and what
-# is its root?
+# The sum has to stay below 65520, which is the first number that rounds to infinity. How much is
+# left for each square?
 #
 # </details>
 #
@@ -2393,7 +2415,8 @@ check_masked(mask_scores)
 #     return scores.masked_fill(mask, torch.finfo(scores.dtype).min)
 # ```
 #
-# Filling differs from adding: the lowest number plus a negative score would be minus infinity again.
+# Filling differs from adding: in fp16, the lowest number plus a score of -16 or less is minus
+# infinity again.
 #
 # </details>
 #
