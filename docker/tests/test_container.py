@@ -94,7 +94,9 @@ def test_the_log_is_free_of_errors(lab):
 
 
 def test_the_log_has_an_address_to_click_with_the_port_outside(lab):
-    first = f"http://127.0.0.1:{lab.settings['AMP_LAB_PORT']}/lab/tree/notebooks/00_start_here.ipynb"
+    first = (
+        f"http://127.0.0.1:{lab.settings['AMP_LAB_PORT']}/lab/tree/notebooks/00_start_here.ipynb"
+    )
     assert f"{first}?token=" in lab.log()
 
 
