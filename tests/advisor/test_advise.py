@@ -159,6 +159,12 @@ def test_what_does_not_fit_is_not_tried(planted):
     assert "Nothing can be recommended for training." in advice.watch
 
 
+def test_what_the_machine_cannot_hold_is_not_begun(planted):
+    small = dataclasses.replace(REPORT, memory_bytes=1000)
+    with pytest.raises(TraceError, match=r"needs 15.1 KiB, and cpu has 1.0 KiB"):
+        planted(mlp(), torch.randn(8, 16), report=small)
+
+
 def test_a_precision_that_is_emulated_is_not_run(planted):
     report = dataclasses.replace(REPORT, rates=RATES | {Precision.FP16: 0.01})
     advice = planted(mlp(), torch.randn(8, 16), report=report)

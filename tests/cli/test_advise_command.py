@@ -31,6 +31,7 @@ def loss(output): return output.float().square().mean()
 @pytest.fixture
 def models(tmp_path, monkeypatch):
     (tmp_path / "my_nets.py").write_text(MODELS)
+    (tmp_path / "thesis.tex").write_text("years of work")
     monkeypatch.chdir(tmp_path)
 
     def timing(functions, **settings):  # no test depends on how fast this machine is
@@ -77,6 +78,9 @@ def test_for_a_device_that_is_not_here_it_forecasts(models, capsys):
         (("my_nets:mlp",), "add --input"),
         (("my_nets:mlp", "--input", "8,15"), "fails on input"),
         (("my_nets:mlp", *INPUT, "--memory", "24G"), "give bytes"),
+        (("my_nets:mlp", *INPUT, "--memory", "9" * 20 + "GiB"), "give from one byte to 2^62"),
+        (("my_nets:mlp", *INPUT, "--html", "thesis.tex"), "not made by amp-lab"),
+        (("my_nets:mlp", "--input", "9999999999,16", "--device", "cpu"), "a step needs about"),
         (("my_nets:mlp", *INPUT, "--device", "cpu", "--for", "cuda"), "give one of them"),
         (("my_nets:mlp", *INPUT, "--for", "banana"), "banana"),
         (("my_nets:mlp", *INPUT, "--device", "xpu"), "is not there"),

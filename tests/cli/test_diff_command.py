@@ -27,6 +27,7 @@ INPUT = ("--input", "4,6")
 @pytest.fixture(autouse=True)
 def models(tmp_path, monkeypatch):
     (tmp_path / "my_pair.py").write_text(MODELS)
+    (tmp_path / "photo.png").write_bytes(b"a photograph")
     monkeypatch.chdir(tmp_path)
 
 
@@ -64,7 +65,10 @@ def test_as_json_and_drawn(capsys, tmp_path):
     read = json.loads(printed(capsys, "my_pair.py:net", "my_pair.py:changed", *files))
     assert read["first"]["module"] == "1"
     assert read["matched"] == len(read["growth"]) == 4
+    for name in ("growth.png", "growth.svg", "growth.png", "growth.svg"):  # an own one is replaced
+        printed(capsys, "my_pair.py:net", "my_pair.py:changed", "--figure", name)
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "growth.svg").read_text().startswith("<?xml")
 
 
 @pytest.mark.parametrize(
@@ -82,6 +86,8 @@ def test_as_json_and_drawn(capsys, tmp_path):
         (("net", "--device", "banana"), "is not a device"),
         (("net", "changed", "--figure", "growth.txt"), "ending with .png or .svg"),
         (("net", "changed", "--figure", "nowhere/growth.png"), "cannot be written"),
+        (("net", "changed", "--figure", "photo.png"), "not made by amp-lab"),
+        (("net", "--batch-sizes", "4,99999999999"), "a step needs about"),
     ],
 )
 def test_what_cannot_be_is_one_line(capsys, arguments, said):

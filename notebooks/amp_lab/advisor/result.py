@@ -9,7 +9,7 @@ from typing import Any
 
 from amp_lab.advisor.recipes import Candidate
 from amp_lab.errors import OptionError
-from amp_lab.files import write_whole
+from amp_lab.files import MADE_BY, write_whole
 from amp_lab.report import Printed, Table, bytes_text
 
 
@@ -34,7 +34,8 @@ class Advice(Printed):
         Raises `OptionError` if that cannot be, and `RequirementError` without matplotlib.
         """
         style = "<style>body{font:16px sans-serif}td,th{padding:.2em .6em;text-align:left}</style>"
-        head = f'<!doctype html><meta charset="utf-8"><title>{html.escape(self.title)}</title>'
+        head = f'<!doctype html><meta charset="utf-8"><meta name="generator" content="{MADE_BY}">'
+        head += f"<title>{html.escape(self.title)}</title>"
         page = f"{head}{style}{self._repr_html_()}{self._picture()}\n"
         try:
             write_whole(Path(path), [page.encode()])

@@ -20,6 +20,7 @@ from amp_lab.backends import BACKENDS, backend
 from amp_lab.device import describe_device, pick_device
 from amp_lab.errors import TraceError, with_type
 from amp_lab.precision import Precision
+from amp_lab.report import bytes_text
 from amp_lab.timing import Estimate, compare
 
 _FROM_SIMPLE = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)
@@ -74,6 +75,10 @@ def measured(case: Case, look: Outlook, seconds: float, beginning: str = "") -> 
     """
     end, kind = time.perf_counter() + seconds, case.device.type
     report = describe_device(case.device)
+    needed = max(look.memory_of(Recipe(use))[0] or 0 for use in (TRAINING, INFERENCE))
+    if report.memory_bytes and needed > report.memory_bytes:  # the system would end this process
+        sizes = f"{bytes_text(needed)}, and {case.device} has {bytes_text(report.memory_bytes)}"
+        raise TraceError(f"fp32, which all is held against, needs {sizes}: give a smaller batch")
     devices = [] if kind == "cpu" else [torch.accelerator.current_device_index()]
     kept = torch.random.fork_rng(devices, device_type="cuda" if kind == "cpu" else kind)
     stages = tqdm(total=4, unit="stage", leave=False, disable=None)  # None: but on a terminal

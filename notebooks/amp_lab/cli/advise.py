@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from amp_lab.cli.memory_check import require_memory
 from amp_lab.cli.model_argument import GivenModel, add_model, given_model
 from amp_lab.cli.printing import require_output, show
 from amp_lab.cli.user_code import find, kept_in_bounds
@@ -48,6 +49,8 @@ def run(options: argparse.Namespace) -> None:
         raise OptionError("--device is measured and --for is forecast: give one of them")
     absent, end = options.absent, time.perf_counter() + 60 * options.minutes
     place = torch.device(checked_backend(absent)) if absent else pick_device(options.device)
+    if not absent:
+        require_memory(options, options.device, "fp32, which all is held against")
     with given_model(options, with_values=not absent) as given:
         case = Case(given.model, given.args, given.kwargs, given.loss_fn, place)
         look = first_look(case, options.memory)

@@ -78,7 +78,8 @@ def _measure(options: argparse.Namespace, out: Path) -> "Results":
 
     # Now and not after minutes: where nothing can be drawn, or no result can or should be written.
     require_matplotlib("bench")
-    for path in (out, *_pictures(out)):
+    require_output(out, ours=True)  # looked at below
+    for path in _pictures(out):
         require_output(path)
     if out.exists():
         try:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from amp_lab.cli.input_argument import parse_shape
+from amp_lab.cli.memory_check import require_memory
 from amp_lab.cli.model_argument import add_model, given_model
 from amp_lab.cli.printing import require_output, show
 from amp_lab.cli.user_code import FORM, kept_in_bounds
@@ -40,6 +41,8 @@ def add(commands) -> None:
 def run(options: argparse.Namespace) -> None:
     """Compare, print what was found, and draw it if asked."""
     sizes = _check(options)
+    place, most = options.device or "cpu", max(sizes) if sizes else None
+    require_memory(options, place, "the two runs", most)
     with given_model(options, with_values=True) as given:
         if options.other:
             with given_model(options, with_values=True, target=options.other) as other:

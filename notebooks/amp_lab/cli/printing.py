@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from amp_lab.errors import OptionError
-from amp_lab.files import require_writable
+from amp_lab.files import is_ours, require_writable
 
 FORMAT = {"choices": ("table", "markdown", "json"), "default": "table", "help": "default: table"}
 """Settings of the option ``--format``."""
@@ -60,9 +60,16 @@ def show_warning(command: str, message: Warning, *where: object) -> None:
         print(_in_one_line(f"amp-lab {command}: {message}"), file=sys.stderr)
 
 
-def require_output(path: str | os.PathLike) -> None:
-    """Raise `OptionError` now, and not after minutes, if a file could not be written."""
+def require_output(path: str | os.PathLike, ours: bool = False) -> None:
+    """Raise `OptionError` now, and not after minutes, if a file could not or should not be written.
+
+    One that is there should not, unless it is empty, or `ours`, or says so.
+    """
+    path = Path(path)
     try:
-        require_writable(Path(path))
+        require_writable(path)
+        theirs = path.exists() and path.stat().st_size and not (ours or is_ours(path))
     except OSError as error:
         raise OptionError(f"{path}: cannot be written ({error.strerror})") from error
+    if theirs:
+        raise OptionError(f"{path}: is there, and not made by amp-lab: give another name")

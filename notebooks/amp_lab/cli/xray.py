@@ -1,11 +1,11 @@
 """`amp-lab xray`: what autocast does to a model."""
 
 import argparse
-import contextlib
 
+from amp_lab.cli.memory_check import require_memory
 from amp_lab.cli.model_argument import DEVICE, add_model, dtype_of, given_model
 from amp_lab.cli.printing import show
-from amp_lab.errors import OptionError, TraceError
+from amp_lab.errors import OptionError
 
 _DTYPES = ("fp16", "bf16", "fp32")
 
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
     if options.against is not None:
         sides.append(_other_side(options.against, *sides[0]))
     if options.real:
-        _check_that_it_fits(options)
+        require_memory(options, options.device, "--real")
     with given_model(options, with_values=options.real) as given:
         found = [
             xray(
@@ -54,32 +54,6 @@ def run(options: argparse.Namespace) -> None:
         same = f"--against {options.against!r} is the same again"
         raise OptionError(f"{same}: give another device or dtype")
     show(found[0] if options.against is None else compare(*found), options.format)
-
-
-def _check_that_it_fits(options: argparse.Namespace) -> None:
-    """Raise `OptionError` before the system ends a process that takes more memory than there is."""
-    from amp_lab.device import memory_bytes, pick_device
-    from amp_lab.report import bytes_text
-    from amp_lab.tracing.memory import forecast_memory
-
-    device = pick_device(options.device)
-    there, needed = memory_bytes(device), 0
-    with (
-        contextlib.suppress(TraceError),  # what can only be run for real is run
-        given_model(options, with_values=False) as given,
-    ):
-        needed = forecast_memory(
-            given.model,
-            *given.args,
-            device_type=device.type,
-            precision="fp32",
-            optimizer="sgd",
-            loss_fn=given.loss_fn,
-            **given.kwargs,
-        ).peak
-    if there is not None and needed > there:
-        sizes = f"{bytes_text(needed)}, and {device} has {bytes_text(there)}"
-        raise OptionError(f"--real: a step needs about {sizes}; without --real nothing is computed")
 
 
 def _other_side(text: str, device: str, dtype: str | None) -> tuple[str, str | None]:

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from amp_lab.errors import OptionError
-from amp_lab.files import write_whole
+from amp_lab.files import MADE_BY, write_whole
 from amp_lab.timing import Estimate
 
 # One look per precision in every figure. The colours differ in lightness too, and bars are hatched,
@@ -76,7 +76,8 @@ def image(draw: Callable[..., Figure], *arguments: object, form: str = "png") ->
     use_style()
     token, picture = _new_figure.set(Figure), io.BytesIO()
     try:
-        draw(*arguments).savefig(picture, format=form, dpi=160)
+        by = {"Software" if form == "png" else "Creator": MADE_BY}
+        draw(*arguments).savefig(picture, format=form, dpi=160, metadata=by)
     finally:
         _new_figure.reset(token)
     return picture.getvalue()

@@ -189,15 +189,15 @@ def parse_bytes(text: str | int) -> int:
     """The number of bytes in ``"24GiB"`` (24 x 2^30), ``"24 GB"`` (24 x 10^9) or ``"512"``.
 
     Raises `TraceError` for anything else, for a bare ``"24G"`` (it does not say which of the two it
-    means), and for less than one byte.
+    means), and for less than one byte or more than 2^62.
     """
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", str(text).strip().lower())
     unit = _UNITS.get(match[2]) if match else None
     count = Fraction(match[1]) * unit if match and unit else None  # exact, unlike 1.1 * 10**9
     if count is None or (unit == 1 and count.denominator > 1):
         raise TraceError(f"memory {text!r}: give bytes, as 24GiB (24 x 2^30) or 24GB (24 x 10^9)")
-    if count < 1:
-        raise TraceError(f"memory {text!r}: give at least one byte")
+    if not 1 <= count <= 2**62:
+        raise TraceError(f"memory {text!r}: give from one byte to 2^62")
     return int(count)
 
 
