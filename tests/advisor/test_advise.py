@@ -159,6 +159,15 @@ def test_what_does_not_fit_is_not_tried(planted):
     assert "Nothing can be recommended for training." in advice.watch
 
 
+def test_a_loss_of_0_is_not_far_from_itself(planted):
+    model = mlp()
+    nn.init.zeros_(model[-1].weight)  # as the heads of vision transformers begin
+    nn.init.zeros_(model[-1].bias)
+    advice = planted(model, torch.randn(8, 16))
+    assert of(advice, "fp32").verdict == "slower"
+    assert advice.recommended.name == "bf16 autocast"
+
+
 def test_what_the_machine_cannot_hold_is_not_begun(planted):
     small = dataclasses.replace(REPORT, memory_bytes=1000)
     with pytest.raises(TraceError, match=r"needs 15.1 KiB, and cpu has 1.0 KiB"):

@@ -91,7 +91,7 @@ class Learning:
         if not off <= most:
             run.reason = f"its gradients may be {most:.0%} off at most"
         elif not self.learns:  # nothing to hold the fall against, so the first loss has to do
-            away = abs(run.losses[0] / (self._plain.losses[0] or 1.0) - 1)
+            away = abs(run.losses[0] - self._plain.losses[0]) / (abs(self._plain.losses[0]) or 1.0)
             run.reason = "" if away < 0.05 else f"its first loss is {away:.1%} off"
         else:  # noise excuses much, but never half of what was to be learnt
             learned, noisy = (_fall(c) / _fall(self._plain) for c in (run, self._noisy))
