@@ -16,7 +16,6 @@ from amp_lab.report import (
     Table,
     bytes_text,
     dtype_name,
-    flops_text,
     listed,
     percent,
     plural,
@@ -175,7 +174,11 @@ def test_shares_sizes_and_rates_have_the_digits_that_say_something():
     assert percent(0, 0) == "-"
     assert [share_text(n, 10_000) for n in (0, 4, 5, 10_000)] == ["-", "<0.1 %", "0.1 %", "100.0 %"]
     assert [bytes_text(n) for n in (512, 1536, 3 * 2**19)] == ["0.5 KiB", "1.5 KiB", "1.5 MiB"]
-    assert [flops_text(n) for n in (None, 1.234e9, 5e12)] == ["-", "1.23 GFLOP/s", "5 TFLOP/s"]
+    assert [rate_text(n, "FLOP/s") for n in (None, 1.234e9, 5e12)] == [
+        "-",
+        "1.23 GFLOP/s",
+        "5 TFLOP/s",
+    ]
     assert rate_text(2e6, "B/s") == "2 MB/s"
     assert rate_text(20, "B/s") == "20 B/s"
 

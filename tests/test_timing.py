@@ -296,15 +296,6 @@ def test_one_function_alone_has_a_time_and_its_interval(monkeypatch):
     assert compared.to_json()["trusted"]
 
 
-def test_a_machine_that_is_watched_is_quiet_or_says_why_not(monkeypatch):
-    monkeypatch.setattr(timing, "_waited_s", lambda: 0.0)
-    monkeypatch.setattr(timing, "_stolen_s", lambda: 0.0)
-    monkeypatch.setattr(timing, "_turn", lambda fn, calls, device: 1e-3)
-    assert timing.why_busy("cpu", seconds=0.01) == ""
-    monkeypatch.setattr(timing, "_waited_s", time.perf_counter)  # its threads wait all the time
-    assert "the machine was busy in" in timing.why_busy("cpu", seconds=0.01)
-
-
 def test_an_estimate_in_another_unit_and_as_a_rate():
     seconds = Estimate(2.0, (1.0, 4.0), trusted=False)
     assert seconds.times(1000) == Estimate(2000.0, (1000.0, 4000.0), trusted=False)

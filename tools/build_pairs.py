@@ -13,6 +13,7 @@ import io
 import os
 import re
 import sys
+import time
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -20,12 +21,13 @@ from typing import Any
 
 import jupytext
 import nbformat
+import torch
 from jupytext.config import load_jupytext_config
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from PIL import Image
 
-from amp_lab.timing import why_busy
+from amp_lab.timing import Rounds
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 TEMPLATE = Path(__file__).resolve().parent / "notebook_template.txt"
@@ -164,10 +166,20 @@ def check(sources: list[Path]) -> None:
             )
 
 
+def why_busy(seconds: float = 1.0) -> str:
+    """Why timings on this machine could not be trusted now; empty if it is quiet."""
+    rounds, end = Rounds(torch.device("cpu")), time.perf_counter() + seconds
+    while time.perf_counter() < end or len(rounds.all) < 12:
+        with rounds.next():
+            for _ in range(10):
+                rounds.watch.calibrate()
+    return rounds.comparison([]).reason
+
+
 def execute_quietly(source: Path, force: bool) -> nbformat.NotebookNode:
     """`execute` on a quiet machine; with a second try, since a neighbour may come and go."""
     for _ in range(2):
-        reason = "" if force else why_busy("cpu")
+        reason = "" if force else why_busy()
         if reason:
             continue
         notebook = execute(source)

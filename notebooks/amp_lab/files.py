@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from amp_lab.errors import AmpLabError, OptionError
+
 MADE_BY = "amp-lab"  # stands at the beginning of every picture and page of ours
 _MOST_JSON = 2**26  # bytes
 
@@ -35,12 +37,6 @@ def read_regular(path: Path, most: int | None = None) -> bytes:
 def _open_at_once(path: str, flags: int) -> int:
     """Open without waiting until somebody writes into a pipe."""
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
-def is_ours(path: Path) -> bool:
-    """Whether a picture or a page says that this package made it. Raises `OSError`."""
-    with open(path, "rb", opener=_open_at_once) as file:
-        return MADE_BY.encode() in file.read(4096)
 
 
 def read_json(path: Path) -> Any:
@@ -115,6 +111,16 @@ def write_whole(
         raise
     with contextlib.suppress(PermissionError):  # of a folder that may be written and not read
         sync_folder(path.parent)
+
+
+def save(
+    path: Path, parts: Iterable[bytes | memoryview], error: type[AmpLabError] = OptionError
+) -> None:
+    """`write_whole`, but raises such an `error`, which says in a line why it cannot be."""
+    try:
+        write_whole(path, parts)
+    except OSError as found:
+        raise error(f"{path}: cannot be written ({found.strerror})") from found
 
 
 def require_writable(path: Path) -> None:

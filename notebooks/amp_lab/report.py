@@ -172,11 +172,6 @@ def rate_text(per_second: float | None, unit: str) -> str:
     return f"{per_second:.3g} {unit}"
 
 
-def flops_text(per_second: float | None) -> str:
-    """A rate of arithmetic: ``1.23 TFLOP/s``."""
-    return rate_text(per_second, "FLOP/s")
-
-
 def plural(count: int, noun: str) -> str:
     """A count and what is counted: ``1 cast``, ``1,000 casts``."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")

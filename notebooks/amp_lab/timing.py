@@ -45,11 +45,9 @@ class Measurement:
 
     def __str__(self) -> str:
         unit, factor = _unit(self.median_s)
+        peak = "" if self.peak_bytes is None else f", peak {self.peak_bytes / 2**20:.0f} MiB"
         text = f"{self.median_s * factor:.3g} {unit} (IQR {self.iqr_s * factor:.2g} {unit}"
-        text += f", {len(self.samples_s)} repeats)"
-        return (
-            text if self.peak_bytes is None else f"{text}, peak {self.peak_bytes / 2**20:.0f} MiB"
-        )
+        return f"{text}, {len(self.samples_s)} repeats){peak}"
 
 
 def measure(
@@ -214,7 +212,7 @@ class Comparison:
         lines = []
         for name in self.samples_s:
             beside = "" if name == first else f"  {self.ratio(first, name)}"
-            lines.append(f"{name:<{width}}  {_time_text(self.median_s(name)):>8}{beside}")
+            lines.append(f"{name:<{width}}  {time_text(self.median_s(name)):>8}{beside}")
         return "\n".join([*lines, *self.remarks()])
 
     def remarks(self) -> list[str]:
@@ -311,19 +309,6 @@ class Rounds:
             reason,
             self.watch.lay_apart() or not is_still,
         )
-
-
-def why_busy(device: torch.device | str, seconds: float = 1.0) -> str:
-    """Why timings on this machine could not be trusted now; empty if it is quiet.
-
-    Watches for so many `seconds`, in which the machine does nothing but a calibration product.
-    """
-    rounds, end = Rounds(torch.device(device)), time.perf_counter() + seconds
-    while time.perf_counter() < end or len(rounds.all) < _FEWEST_ROUNDS:
-        with rounds.next():
-            for _ in range(10):
-                rounds.watch.calibrate()
-    return _why_not(len(rounds.quiet), len(rounds.all))
 
 
 _FEWEST_ROUNDS = 12
@@ -481,6 +466,7 @@ def _unit(seconds: float) -> tuple[str, float]:
     return ("s", 1.0) if seconds >= 1 else ("ms", 1e3)
 
 
-def _time_text(seconds: float) -> str:
+def time_text(seconds: float) -> str:
+    """Seconds with three digits, in s or ms."""
     unit, factor = _unit(seconds)
     return f"{seconds * factor:.3g} {unit}"

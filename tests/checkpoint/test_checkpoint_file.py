@@ -157,7 +157,7 @@ def test_missing_and_unreadable_files_are_said(tmp_path):
 
 
 def test_a_missing_folder_is_said(tmp_path):
-    with pytest.raises(CheckpointError, match=r"could not be saved .No such file"):
+    with pytest.raises(CheckpointError, match=r"cannot be written .No such file"):
         save_checkpoint(tmp_path / "none" / "checkpoint.pt", step=1)
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_lab.advisor.recipes import Candidate
-from amp_lab.errors import OptionError
-from amp_lab.files import MADE_BY, write_whole
+from amp_lab.files import MADE_BY, save
 from amp_lab.report import Printed, Table, bytes_text
 
 
@@ -37,10 +36,7 @@ class Advice(Printed):
         head = f'<!doctype html><meta charset="utf-8"><meta name="generator" content="{MADE_BY}">'
         head += f"<title>{html.escape(self.title)}</title>"
         page = f"{head}{style}{self._repr_html_()}{self._picture()}\n"
-        try:
-            write_whole(Path(path), [page.encode()])
-        except OSError as error:
-            raise OptionError(f"{path}: cannot be written ({error.strerror})") from error
+        save(Path(path), [page.encode()])
 
     def _picture(self) -> str:
         """The times as an image in HTML; empty if nothing was timed."""

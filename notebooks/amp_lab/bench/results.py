@@ -11,14 +11,13 @@ from typing import Any
 
 from amp_lab.bench.limits import Ceilings
 from amp_lab.errors import OptionError
-from amp_lab.files import read_json, require_types, write_whole
-from amp_lab.report import Printed, Table, flops_text, listed, plural, rate_text
-from amp_lab.timing import Comparison, Estimate, Ratio
+from amp_lab.files import read_json, require_types, save
+from amp_lab.report import Printed, Table, listed, plural, rate_text
+from amp_lab.timing import Comparison, Estimate, Ratio, time_text
 
 SCHEMA = "amp-lab bench 2"  # written into each file; another number means other fields
 STATES = ("ok", "failed", "out of memory", "not run")
 BASELINE = ("fp32", "eager")  # what all others of a workload are held against
-_UNITS = (("s", 1), ("ms", 1e3), ("us", 1e6))
 _ABOVE = 1.1  # of a measured limit: nothing is faster, so a time that says so is wrong
 
 
@@ -91,12 +90,12 @@ def _speedup(row: Row) -> str:
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "": lambda row: f"  {row.precision} {row.rung}" + (" ?" if not row.trusted else ""),
-    "time": lambda row: _duration(row.median_s),
+    "time": lambda row: time_text(row.median_s or 0),
     "spread": lambda row: _text(ratio(row.iqr_s, row.median_s), "{:.0%}"),
     "speed-up": _speedup,
     "per second": lambda row: f"{_figure(row.items_per_s)} {row.unit}",
     "memory": lambda row: _text(ratio(row.peak_bytes, 2**20), "{:,.0f} MiB"),
-    "FLOP/s": lambda row: flops_text(row.flops_per_s),
+    "FLOP/s": lambda row: rate_text(row.flops_per_s, "FLOP/s"),
     "of limit": lambda row: _text(row.share_of_limit, "{:.0%}"),
     "off fp32": lambda row: _text(row.error, "{:.1e}"),
     "learns": lambda row: _text(row.progress, "{:.0%}"),
@@ -117,10 +116,7 @@ class Results(Printed, Ceilings):
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the JSON, whole or not at all. Raises `OptionError` if that fails."""
-        try:
-            write_whole(Path(path), [self.to_json().encode() + b"\n"])
-        except OSError as error:
-            raise OptionError(f"{path}: cannot be written ({error.strerror})") from error
+        save(Path(path), [self.to_json().encode() + b"\n"])
 
     def ladder(self) -> dict[str, list[tuple]]:
         """For `plots.speed_ladder`: the rows by workload, with their state where it is not ok."""
@@ -168,7 +164,8 @@ class Results(Printed, Ceilings):
         """Which of its rates is above what was measured of this device; empty if none is."""
         rate, limit = row.flops_per_s, self.flops_per_s.get(row.precision)
         if rate is not None and limit is not None and rate > _ABOVE * limit:
-            return f"it computes {flops_text(rate)}, where the limit is {flops_text(limit)}"
+            rates = rate_text(rate, "FLOP/s"), rate_text(limit, "FLOP/s")
+            return "it computes {}, where the limit is {}".format(*rates)
         rate, limit = ratio(row.least_bytes, row.median_s), max(self.stream_bytes_per_s.values())
         if rate is not None and rate > _ABOVE * limit:
             rates = rate_text(rate, "B/s"), rate_text(limit, "B/s")
@@ -193,7 +190,7 @@ class Results(Printed, Ceilings):
 
     def _facts(self) -> list[str]:
         found = {name: value for name, value in self.flops_per_s.items() if value is not None}
-        rates = ", ".join(f"{name} {flops_text(value)}" for name, value in found.items())
+        rates = ", ".join(f"{name} {rate_text(value, 'FLOP/s')}" for name, value in found.items())
         memory = rate_text(self.memory_bytes_per_s, "B/s")
         facts = [
             f"The device's limits, measured: {rates}; memory {memory}.",
@@ -343,7 +340,7 @@ class Compared(Printed):
         for rows in self.common():
             cells = [f"  {rows[0].precision} {rows[0].rung}"]
             for row in rows:
-                cells += [_duration(row.median_s), _speedup(row)]
+                cells += [time_text(row.median_s or 0), _speedup(row)]
             lines.append((rows[0].title, cells))
         named = zip(self.names, self.results, strict=True)
         head = ["", *(cell for name in self.names for cell in (name, "speed-up"))]
@@ -355,14 +352,6 @@ class Compared(Printed):
 def ratio(part: float | None, whole: float | None) -> float | None:
     """The quotient of two figures; None where one of them is not known."""
     return None if part is None or whole is None else part / whole
-
-
-def _duration(seconds: float | None) -> str:
-    """Seconds with three digits, in s, ms or us."""
-    if seconds is None:
-        return "-"
-    unit, factor = next((u for u in _UNITS if seconds * u[1] >= 1), _UNITS[-1])
-    return f"{seconds * factor:.3g} {unit}"
 
 
 def _figure(value: float | None) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from amp_lab.errors import CheckpointError
-from amp_lab.files import read_regular, write_whole
+from amp_lab.files import read_regular, save
 
 # A checkpoint is an ordinary file of `torch.save`, which is a zip archive, whose comment (its very
 # last bytes) holds the format's version and the SHA-256 of all that stands before it. So plain
@@ -30,7 +30,6 @@ def save_checkpoint(path: str | os.PathLike, **state) -> None:
     Raises `CheckpointError` if it cannot be written (a full disk, no such folder, no permission),
     and leaves what was under `path` as it was; `TypeError` for a value that could not be read back.
     """
-    path = Path(path)
     states = {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in state.items()}
     buffer = io.BytesIO()  # a write that fails half-way inside torch.save would lose the reason
     torch.save(states, buffer)
@@ -41,11 +40,9 @@ def save_checkpoint(path: str | os.PathLike, **state) -> None:
     archive = buffer.getbuffer()
     checksum = hashlib.sha256(archive[:-2]).hexdigest().encode()
     comment = _COMMENT % (VERSION, checksum)
-    try:
-        # The last two bytes of the archive are the length of the comment: 0.
-        write_whole(path, [archive[:-2], len(comment).to_bytes(2, "little"), comment])
-    except OSError as error:
-        raise CheckpointError(f"{path}: could not be saved ({error.strerror})") from error
+    # The last two bytes of the archive are the length of the comment: 0.
+    parts = [archive[:-2], len(comment).to_bytes(2, "little"), comment]
+    save(Path(path), parts, CheckpointError)
 
 
 def load_checkpoint(path: str | os.PathLike) -> dict:

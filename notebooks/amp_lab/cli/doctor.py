@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> None:
 
     from amp_lab.device import describe_device, pick_device
     from amp_lab.precision import Precision
-    from amp_lab.report import flops_text
+    from amp_lab.report import rate_text
 
     report = describe_device(pick_device(options.device))
     size = report.memory_bytes
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> None:
         remark = "  accelerated" if precision in report.accelerated else ""
         if speedup < 0.5:  # emulated: a product then takes minutes in a real model
             remark = f"  {1 / speedup:.0f} times slower: avoid it here"
-        print(f"{precision:<11}{flops_text(rate):>16}{speedup:>14.3g}x{remark}")
+        print(f"{precision:<11}{rate_text(rate, 'FLOP/s'):>16}{speedup:>14.3g}x{remark}")
 
     if not report.trusted:  # a figure of a busy machine is shown as that
         print("\nThis machine is busy: the same product took 1.5 times as long in a second try.")

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from amp_lab.errors import OptionError
-from amp_lab.files import is_ours, require_writable
+from amp_lab.files import MADE_BY, read_regular, require_writable
 
 FORMAT = {"choices": ("table", "markdown", "json"), "default": "table", "help": "default: table"}
 """Settings of the option ``--format``."""
@@ -65,11 +65,10 @@ def require_output(path: str | os.PathLike, ours: bool = False) -> None:
 
     One that is there should not, unless it is empty, or `ours`, or says so.
     """
-    path = Path(path)
     try:
-        require_writable(path)
-        theirs = path.exists() and path.stat().st_size and not (ours or is_ours(path))
+        require_writable(Path(path))
+        first = b"" if ours or not os.path.exists(path) else read_regular(Path(path))[:4096]
     except OSError as error:
         raise OptionError(f"{path}: cannot be written ({error.strerror})") from error
-    if theirs:
+    if first and MADE_BY.encode() not in first:
         raise OptionError(f"{path}: is there, and not made by amp-lab: give another name")

@@ -14,8 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from amp_lab.errors import OptionError
-from amp_lab.files import MADE_BY, write_whole
+from amp_lab import files
 from amp_lab.timing import Estimate
 
 # One look per precision in every figure. The colours differ in lightness too, and bars are hatched,
@@ -76,7 +75,7 @@ def image(draw: Callable[..., Figure], *arguments: object, form: str = "png") ->
     use_style()
     token, picture = _new_figure.set(Figure), io.BytesIO()
     try:
-        by = {"Software" if form == "png" else "Creator": MADE_BY}
+        by = {"Software" if form == "png" else "Creator": files.MADE_BY}
         draw(*arguments).savefig(picture, format=form, dpi=160, metadata=by)
     finally:
         _new_figure.reset(token)
@@ -88,11 +87,8 @@ def save(path: str | PathLike[str], draw: Callable[..., Figure], *arguments: obj
 
     Raises `OptionError` if it cannot be written.
     """
-    try:
-        form = Path(path).suffix.removeprefix(".") or "png"
-        write_whole(Path(path), [image(draw, *arguments, form=form)])
-    except OSError as error:
-        raise OptionError(f"{path}: cannot be written ({error.strerror})") from error
+    form = Path(path).suffix.removeprefix(".") or "png"
+    files.save(Path(path), [image(draw, *arguments, form=form)])
 
 
 def subplots(

@@ -14,7 +14,7 @@ import filelock
 
 from amp_lab.checkpoint.run_state import CHECKPOINT
 from amp_lab.errors import RunError
-from amp_lab.files import read_json, write_whole
+from amp_lab.files import read_json, save
 from amp_lab.training.loop import EpochMetrics
 from amp_lab.training.train_options import RunConfig
 
@@ -73,7 +73,7 @@ def read_saved(out: Path, settings: dict, resume: bool) -> SavedRun | None:
 def write_config(out: Path, run: SavedRun) -> None:
     """Write the settings of a new run; raises `RunError` if that fails."""
     content = dataclasses.asdict(run) | {"started_by": _starter()}
-    _write(out / CONFIG, json.dumps(content, indent=2) + "\n")
+    save(out / CONFIG, [json.dumps(content, indent=2).encode() + b"\n"], RunError)
 
 
 def _starter() -> str | None:
@@ -88,14 +88,7 @@ def write_metrics(out: Path, epochs: list[EpochMetrics]) -> None:
     writer = csv.writer(text)
     writer.writerow(field.name for field in dataclasses.fields(EpochMetrics))
     writer.writerows(dataclasses.astuple(epoch) for epoch in epochs)
-    _write(out / METRICS, text.getvalue())
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_whole(path, [text.encode()])
-    except OSError as error:
-        raise RunError(f"{path}: cannot be written ({error.strerror})") from error
+    save(out / METRICS, [text.getvalue().encode()], RunError)
 
 
 def draw_curves(out: Path, epochs: list[EpochMetrics]) -> None:
