@@ -15,7 +15,7 @@ from typing import Any
 
 from amp_lab.errors import AmpLabError, OptionError
 
-MADE_BY = "amp-lab"  # stands at the beginning of every picture and page of ours
+MADE_BY = "made by amp-lab"  # stands at the beginning of every picture and page of ours
 _MOST_JSON = 2**26  # bytes
 
 

@@ -92,6 +92,16 @@ def test_a_file_of_something_else_is_not_overwritten(capsys, tmp_path):
     assert (tmp_path / "mine.json").read_text() == '{"notes": 1}'
 
 
+@pytest.mark.parametrize("name", ["mine.png", "mine-roofline.png", "mine-compared.png"])
+def test_a_picture_of_something_else_is_not_overwritten(capsys, tmp_path, name):
+    assert main([*ARGUMENTS, "--out", "old.json"]) == 0
+    capsys.readouterr()
+    (tmp_path / name).write_bytes(b"a photograph of amp-lab")
+    said = refused(capsys, "--out", "mine.json", "--compare", "old.json")
+    assert f"{name}: is there, and not made by amp-lab" in said
+    assert (tmp_path / name).read_bytes() == b"a photograph of amp-lab"
+
+
 def test_a_place_that_is_not_there_is_told_before_anything_is_timed(capsys):
     line = refused(capsys, "--out", "none/mine.json")
     assert "none/mine.json: cannot be written" in line

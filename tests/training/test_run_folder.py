@@ -23,7 +23,14 @@ def test_a_folder_that_cannot_be_made_is_refused(capsys):
 
 def test_a_checkpoint_without_a_run_is_not_overwritten(tmp_path, capsys):
     save_checkpoint(tmp_path / "checkpoint.pt", step=1)
-    assert "has a checkpoint but no config.json" in refused(capsys, arguments(tmp_path))
+    assert "has checkpoint.pt but no config.json" in refused(capsys, arguments(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "loss.png", "accuracy.png"])
+def test_files_of_others_are_not_overwritten(tmp_path, capsys, name):
+    (tmp_path / name).write_text("years of work")
+    assert f"has {name} but no config.json" in refused(capsys, arguments(tmp_path))
+    assert (tmp_path / name).read_text() == "years of work"
 
 
 @pytest.mark.parametrize(

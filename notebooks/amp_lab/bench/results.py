@@ -90,7 +90,7 @@ def _speedup(row: Row) -> str:
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "": lambda row: f"  {row.precision} {row.rung}" + (" ?" if not row.trusted else ""),
-    "time": lambda row: time_text(row.median_s or 0),
+    "time": lambda row: time_text(row.median_s or float("nan")),
     "spread": lambda row: _text(ratio(row.iqr_s, row.median_s), "{:.0%}"),
     "speed-up": _speedup,
     "per second": lambda row: f"{_figure(row.items_per_s)} {row.unit}",
@@ -272,9 +272,7 @@ def _check_values(results: Results) -> None:
     rates = results.stream_bytes_per_s
     if not rates or not all(str(size).isdigit() for size in rates):
         raise TypeError(f"'stream_bytes_per_s' is {rates!r}")
-    results.stream_bytes_per_s = {
-        int(size): rate for size, rate in rates.items()
-    }  # JSON's are text
+    results.stream_bytes_per_s = {int(size): rate for size, rate in rates.items()}  # JSON has text
 
 
 def _made(kind: type, values: object) -> Any:
@@ -340,7 +338,7 @@ class Compared(Printed):
         for rows in self.common():
             cells = [f"  {rows[0].precision} {rows[0].rung}"]
             for row in rows:
-                cells += [time_text(row.median_s or 0), _speedup(row)]
+                cells += [time_text(row.median_s or float("nan")), _speedup(row)]
             lines.append((rows[0].title, cells))
         named = zip(self.names, self.results, strict=True)
         head = ["", *(cell for name in self.names for cell in (name, "speed-up"))]

@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
         raise OptionError("--device is measured and --for is forecast: give one of them")
     absent, end = options.absent, time.perf_counter() + 60 * options.minutes
     place = torch.device(checked_backend(absent)) if absent else pick_device(options.device)
-    if not absent:
+    if not absent:  # before inputs have values; `measured` asks again, for AdamW's step
         require_memory(options, options.device, "fp32, which all is held against")
     with given_model(options, with_values=not absent) as given:
         case = Case(given.model, given.args, given.kwargs, given.loss_fn, place)

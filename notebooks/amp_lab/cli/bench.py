@@ -53,6 +53,8 @@ def run(options: argparse.Namespace) -> int:
         raise OptionError(f"--out {options.out!r}: give a name that ends with .json")
     # Before what takes minutes: a file that cannot be read would only be found after it.
     recorded = [bench.load_results(path) for path in options.compare or []]
+    if recorded:
+        require_output(_pictures(out)[2])
     results = _read(options) if options.results else _measure(options, out)
     show(results, options.format)  # before the pictures, which take seconds
     if not options.results:
@@ -79,7 +81,7 @@ def _measure(options: argparse.Namespace, out: Path) -> "Results":
     # Now and not after minutes: where nothing can be drawn, or no result can or should be written.
     require_matplotlib("bench")
     require_output(out, ours=True)  # looked at below
-    for path in _pictures(out):
+    for path in _pictures(out)[:2]:
         require_output(path)
     if out.exists():
         try:
@@ -102,14 +104,15 @@ def _measure(options: argparse.Namespace, out: Path) -> "Results":
     return results
 
 
-def _pictures(out: Path) -> tuple[Path, Path]:
-    return out.with_suffix(".png"), out.with_name(f"{out.stem}-roofline.png")
+def _pictures(out: Path) -> list[Path]:
+    names = ("", "-roofline", "-compared")
+    return [out.with_name(f"{out.stem}{name}.png") for name in names]
 
 
 def _draw(results: "Results", out: Path) -> None:
     from amp_lab import plots
 
-    ladder, roofline = _pictures(out)
+    ladder, roofline, _ = _pictures(out)
     plots.save(ladder, plots.speed_ladder, results.ladder())
     plots.save(roofline, plots.roofline, *results.roofline())
     print(f"\nWritten: {out}, {ladder}, {roofline}", file=sys.stderr)
@@ -124,6 +127,6 @@ def _compare(results: list["Results"], options: argparse.Namespace, out: Path) -
     compared = Compared(results, stems if len(set(stems)) == len(stems) else paths)
     print()
     show(compared, options.format)
-    picture = out.with_name(f"{out.stem}-compared.png")
+    picture = _pictures(out)[2]
     plots.save(picture, plots.best_speedups, compared.best_speedups())
     print(f"\nWritten: {picture}", file=sys.stderr)

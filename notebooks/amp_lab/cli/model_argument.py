@@ -164,9 +164,8 @@ def _built(target: str, arguments: dict[str, Any], with_values: bool) -> GivenMo
         kind = type(model).__name__
         raise OptionError(f"{target!r} returns a {kind}, not an nn.Module, or a tuple of one")
     if loss_fn is not None and not callable(loss_fn):
-        raise OptionError(
-            f"{target!r} returns a {type(loss_fn).__name__} as the loss: give a callable"
-        )
+        kind = type(loss_fn).__name__
+        raise OptionError(f"{target!r} returns a {kind} as the loss: give a callable")
     args, kwargs = arguments_in(inputs, repr(target))
     returned = len(built) if isinstance(built, tuple) else 0
     return GivenModel(model, args, kwargs, loss_fn, returned)

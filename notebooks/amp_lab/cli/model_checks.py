@@ -88,9 +88,8 @@ class Observer:
         """What to say if the loss would change the forecast: tokens go in, and logits come out."""
         for name, shape in self._outputs:
             if not shape and name:
-                return (
-                    f"the output has {name!r}: add --loss .{name}, or all of it is differentiated"
-                )
+                has = f"the output has {name!r}"
+                return f"{has}: add --loss .{name}, or all of it is differentiated"
         rows = {m.num_embeddings for m in self._model.modules() if isinstance(m, nn.Embedding)}
         for _, shape in self._outputs:
             if len(shape) > 2 and shape[-1] in rows:

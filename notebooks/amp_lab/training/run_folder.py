@@ -50,8 +50,9 @@ def read_saved(out: Path, settings: dict, resume: bool) -> SavedRun | None:
     """
     path = out / CONFIG
     if not path.exists():
-        if (out / CHECKPOINT).exists():
-            raise RunError(f"{out}: has a checkpoint but no {CONFIG}; choose another folder")
+        for name in (CHECKPOINT, METRICS, "loss.png", "accuracy.png"):  # nobody's are replaced
+            if (out / name).exists():
+                raise RunError(f"{out}: has {name} but no {CONFIG}; choose another folder")
         return None
     try:
         content = read_json(path)
