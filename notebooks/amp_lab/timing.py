@@ -363,8 +363,7 @@ def _bootstrap(values: np.ndarray) -> tuple[float, float, float]:
     end when the interval looks narrow, so its middle 95 % holds the truth less often than that.
     """
     draws = np.random.default_rng(0).integers(len(values), size=(1000, len(values)))
-    medians = np.median(values[draws], axis=1)
-    low, high = np.quantile(medians, [0.005, 0.995])
+    low, high = np.quantile(np.median(values[draws], axis=1), [0.005, 0.995])
     return float(np.median(values)), float(low), float(high)
 
 

@@ -208,6 +208,15 @@ def test_layouts_and_fused_kernels_are_tried_where_there_are_convolutions(plante
     assert "fused=True" in text
 
 
+def test_what_lost_may_win_compiled(planted):
+    seconds = {"bf16 autocast, channels-last": 0.6, "bf16 autocast": 0.4}
+    advice = planted(Cnn(), torch.randn(2, 3, 12, 12), seconds=seconds)
+    assert advice.recommended.name == "bf16 autocast"
+    compiled = {c.name for c in advice.candidates if c.recipe.compiled and c.recipe.use == TRAINING}
+    eager = ("bf16 autocast", "bf16 autocast, channels-last", "fp32, channels-last")
+    assert compiled == {f"{name}, torch.compile" for name in eager}
+
+
 def test_the_model_and_the_random_numbers_stay_as_they_are(planted):
     model = Cnn().train()
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()

@@ -178,13 +178,16 @@ class _Contest:
                 busy = "" if report.trusted else ", measured while the machine was busy"
                 verdict = "not tried" if busy else "emulated"
                 self.found.append(Candidate(Recipe(self.use, p), verdict, why + busy))
-        if any(isinstance(module, nn.Conv2d) for module in self.case.model.modules()):
-            timed = [c.recipe for c in self.found if c.speedup]
-            self._switch([replace(recipe, channels_last=True) for recipe in timed], 0.0)
+        convolves = any(isinstance(module, nn.Conv2d) for module in self.case.model.modules())
+        timed = [c.recipe for c in self.found if c.speedup and convolves]
+        self._switch([replace(recipe, channels_last=True) for recipe in timed], 0.0)
         if self.use == TRAINING and self.best:
             self._switch([replace(self.best.recipe, fused=True)], 0.0)
-        if self.best:
-            self._switch([replace(self.best.recipe, compiled=True)], _COMPILING[self.use])
+        if self.best:  # compiled, a layout or a precision may win that lost before
+            best, last = self.best.recipe, {"channels_last": convolves}
+            new = [best, replace(best, **last), Recipe(self.use, fused=best.fused, **last)]
+            for recipe in dict.fromkeys(new):
+                self._switch([replace(recipe, compiled=True)], _COMPILING[self.use])
 
     def _switch(self, recipes: list[Recipe], share: float) -> None:
         """Try what can be switched on, if that share of the time is left."""
@@ -217,8 +220,7 @@ class _Contest:
             if ratio.is_below(1.0) and ratio.median <= _WORTH:
                 best = candidate
         busy = "" if timed.trusted else f"times cannot be trusted ({timed.reason})"
-        for candidate in [c for c in self.found if c.name in timed.samples_s]:
-            name = candidate.name
+        for name, candidate in [(c.name, c) for c in self.found if c.name in timed.samples_s]:
             if timed.trusted or candidate.speedup is None:  # what was sure stays so
                 candidate.time_s = timed.time_s(name)
                 candidate.speedup = timed.ratio(self._first.name, name)

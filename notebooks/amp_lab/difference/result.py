@@ -37,7 +37,7 @@ class Difference(Printed):
             ["in B", f"{self.op_b or 'no such op'}, {short_name(self.dtype_b)}"],
         ]
         facts = ["\n".join(textwrap.wrap(self.reason, 98))]
-        return Table([self.kind, ""], rows, f"A and B part at {what}", facts)
+        return Table(["kind", self.kind], rows, f"A and B part at {what}", facts)
 
 
 @dataclass(frozen=True)

@@ -143,8 +143,7 @@ def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
             continue
         rules.setdefault(base, []).append(autocast.rule(op, policy, reason))
     table = [rule for base, group in rules.items() for rule in _merged(base, group)]
-    order = list(POLICIES)
-    table.sort(key=lambda rule: (order.index(rule.policy), rule.op))
+    table.sort(key=lambda rule: (list(POLICIES).index(rule.policy), rule.op))
     return OpTable(table, device_type, dtype, autocast.real)
 
 
