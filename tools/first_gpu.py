@@ -406,10 +406,12 @@ def _shares_of_the_limit(compared: Any, step: Callable[[], None]) -> Figures:
         step()
     limits = measure_ceilings(pick_device()).flops_per_s
     for name in compared.samples_s:
-        # By default convolutions may run in TF32, and matrix products in fp32.
-        possible = [
-            limits[one] or 0.0 for one in (("fp32", "tf32") if name == "default" else [name])
-        ]
+        # By default convolutions may run in TF32, and where there is none, TF32 is fp32.
+        names = ("fp32", "tf32") if name in ("default", "tf32") else (name,)
+        possible = [rate for one in names if (rate := limits[one]) is not None]
+        if not possible:
+            yield f"{name}, share of the limit", "not known", None
+            continue
         rate = counter.get_total_flops() / compared.median_s(name)
         share = rate / max(possible)
         yield f"{name}, share of the limit", round(share, 3), share < 1.1 or not compared.trusted
