@@ -28,6 +28,7 @@ myst_heading_slug_func = "build_site.anchor"
 myst_dmath_double_inline = True
 suppress_warnings = ["myst.header"]  # README's table of contents may skip a level
 
+templates_path = ["templates"]
 html_theme = "furo"
 html_title = "AMP Lab"
 html_baseurl = _ADDRESS
@@ -36,6 +37,7 @@ html_js_files = [("site.js", {"defer": "defer"})]
 html_copy_source = html_show_sourcelink = html_show_copyright = False
 html_permalinks_icon = "#"
 html_math_renderer = "mathml"
+html_use_index = False  # its search does better
 # A summary is fetched from the page that was found, which a browser refuses for file://.
 html_show_search_summary = False
 html_theme_options = {"navigation_with_keys": True}

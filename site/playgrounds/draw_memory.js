@@ -42,7 +42,7 @@ AmpPlayground.register("memory", (box) => {
     el("div", { class: "pg-row" },
       number("Batch of each process", "batch", "1", "", { least: 1, whole: true }),
       number("Activations of one sample, in MiB", "activations", "0",
-        "No formula has them: `amp-lab memory` forecasts them for your model.", { factor: 2 ** 20 })),
+        "No formula has them: the command amp-lab memory forecasts them for your model.", { factor: 2 ** 20 })),
     problem, results, status,
   );
 
