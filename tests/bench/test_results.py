@@ -16,7 +16,7 @@ def results_of(*rows, **environment):
         Row(*key, "ok", trusted=True, unit="images", items=2, samples_s=[0.5, 0.5], rounds=3,
             disturbed=1, median_s=0.5, iqr_s=0.0, speedup=speedup,
             speedup_interval=[speedup - 0.1, speedup + 0.2], items_per_s=4.0, flops=100,
-            flops_per_s=200.0, moved_bytes=50, bytes_per_s=100.0, least_bytes=10, floor_s=0.1,
+            flops_per_s=200.0, moved_bytes=50, least_bytes=10, floor_s=0.1,
             share_of_limit=0.2, error=0.0)
         for *key, speedup in rows
     ]  # fmt: skip

@@ -1,6 +1,7 @@
 """Notebook 10: a rung that computes something else is refused; its AMP step is the plain one."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,6 +92,14 @@ def test_a_verdict_goes_by_the_interval(notebook):
     found = [notebook["verdict"](speedup).partition("), ")[2] for speedup in (UP, DOWN, UNSURE)]
     assert found == ["AMP pays", "AMP costs", "no difference seen"]
     assert notebook["verdict"](BUSY) == str(BUSY)
+
+
+@pytest.mark.parametrize("speedup", [235.89, 14.86])  # as an early version of this notebook had
+def test_a_gain_that_no_device_has_is_noticed(notebook, speedup):
+    notebook |= {"promise": 8.2, "limits": SimpleNamespace(trusted=True)}
+    assert not notebook["is_possible"](gain(0.9 * speedup, 1.1 * speedup))
+    assert notebook["is_possible"](gain(0.9 * speedup, 1.1 * speedup, trusted=False))
+    assert notebook["is_possible"](gain(2.0, 2.4))
 
 
 def wrong_target(notebook):

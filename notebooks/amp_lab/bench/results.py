@@ -46,7 +46,6 @@ class Row:
     flops: int | None = None  # counted for one eager step
     flops_per_s: float | None = None
     moved_bytes: int | None = None  # what the ops of the eager step read and write, counted
-    bytes_per_s: float | None = None  # of `moved_bytes`: a rung that moves less may exceed any copy
     least_bytes: int | None = None
     floor_s: float | None = None  # the longer of FLOPs and least bytes at the measured limits
     share_of_limit: float | None = None  # `floor_s` over the median: 1 is as fast as the device can
@@ -136,14 +135,14 @@ class Results(Printed, Ceilings):
 
         Without what is not trusted.
         """
-        points: dict[tuple[str, str], tuple[float, float]] = {}
+        points: dict[tuple[str, str], tuple[float, Estimate]] = {}
         for row in self.rows:
-            intensity, rate = ratio(row.flops, row.moved_bytes), row.flops_per_s
+            intensity = ratio(row.flops, row.moved_bytes)
             other_fp32 = row.precision == BASELINE[0] and row.rung != BASELINE[1]
-            if not row.trusted or not intensity or not rate or other_fp32:
-                continue
-            what = row.workload, row.precision
-            points[what] = max(points.get(what, (0.0, 0.0)), (intensity, rate), key=lambda p: p[1])
+            if row.trusted and intensity and row.flops and not other_fp32:
+                what = row.workload, row.precision
+                place = intensity, row.milliseconds.rate(1e3 * row.flops)
+                points[what] = max(points.get(what, place), place, key=lambda p: p[1].median)
         used = {precision for _, precision in points}
         limits = {name: rate for name, rate in self.flops_per_s.items() if rate is not None}
         roofs = {name: rate for name, rate in limits.items() if name in used or not used}

@@ -370,7 +370,6 @@ def _fill(rows: Sequence[Row], timed: Rounds) -> None:
         row.samples_s, row.median_s, row.iqr_s = [*whole.samples_s], whole.median_s, whole.iqr_s
         row.items_per_s = row.items / whole.median_s
         row.flops_per_s = ratio(row.flops, row.median_s)
-        row.bytes_per_s = ratio(row.moved_bytes, row.median_s)
         row.share_of_limit = ratio(row.floor_s, row.median_s)
         if base in named:
             speedup = compared.ratio(base, name)

@@ -172,7 +172,9 @@ def speed_ladder(
 
 
 def roofline(
-    roofs: Mapping[str, float], bytes_per_s: float, points: Sequence[tuple[str, str, float, float]]
+    roofs: Mapping[str, float],
+    bytes_per_s: float,
+    points: Sequence[tuple[str, str, float, Estimate]],
 ) -> Figure:
     """FLOP/s against FLOPs per byte, both logarithmic, below the roofs of each precision.
 
@@ -188,7 +190,7 @@ def roofline(
     markers = dict(zip(dict.fromkeys(label for label, *_ in points), "osD^vP*X", strict=False))
     for label, precision, intensity, achieved in points:
         look: Look = {"color": COLOURS[precision], "markeredgecolor": "black", "markersize": 8}
-        ax.plot(intensity, achieved, markers[label], **look)
+        style.measured_line(ax, [intensity], [achieved], markers[label], **look)
     for label, marker in markers.items():  # the legend has them without a precision's colour
         ax.plot([], [], marker, color=style.STRONG_GRID, markeredgecolor="black", label=label)
     ax.set(xscale="log", yscale="log")
