@@ -633,8 +633,8 @@ assert (saturated | nan).all()  # which of the two depends on the version of tor
 
 # %% [markdown]
 # The torch that made this page *saturates*: everything that is too large becomes 448, infinity
-# included, so that **an overflow leaves no trace**. Older versions, such as 2.11, return NaN for
-# anything above 464. If your code should mean the same everywhere, clamp first. Better still,
+# included, so that **an overflow leaves no trace**. Up to 2.11 it was [NaN for anything above
+# 464](https://github.com/pytorch/pytorch/pull/178817). If your code should mean the same everywhere, clamp first. Better still,
 # choose a scale for each tensor so that nothing has to be clamped:
 
 # %%

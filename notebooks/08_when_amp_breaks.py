@@ -528,6 +528,9 @@ with torch.autocast("cpu", dtype=torch.float16):
     h = (150 * x) @ torch.eye(2)  # (1, 2): 150 and 300, in fp16
     print(rms_norm(h))
     assert rms_norm(h).count_nonzero() == 0
+    weight = torch.eye(2, requires_grad=True)
+    rms_norm((150 * x) @ weight).sum().backward()
+assert weight.grad.count_nonzero() == 0
 
 # %% [markdown]
 # **Why.** 300 times 300 is 90,000, which is infinite in fp16. The root of the mean is infinite too,
@@ -1356,6 +1359,8 @@ with cuda_rules():
 logits, target = torch.tensor([-2.0, 0.5, 20.0]), torch.tensor([0.0, 1.0, 1.0])
 expected = F.binary_cross_entropy(logits.sigmoid(), target)
 torch.testing.assert_close(F.binary_cross_entropy_with_logits(logits, target), expected)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    assert F.binary_cross_entropy(logits.sigmoid().bfloat16(), target).dtype is torch.float32
 assert torch.tensor(20.0).half().sigmoid() == 1  # the log of 1 minus this is minus infinity
 unlikely = torch.tensor([2.0**-24], requires_grad=True)  # a probability that fp16 can hold
 F.binary_cross_entropy(unlikely, torch.ones(1)).backward()
@@ -2087,7 +2092,7 @@ assert not torch.amp.is_autocast_available("hip")
 # `you have used mix of the legacy and new APIs to set the TF32 status for cublas matmul.`
 # It may come from code that only reads the setting, such as
 # [`torch.compile`](https://github.com/pytorch/pytorch/issues/166387). Or there is no message, and
-# fp32 results differ between two GPUs from the third digit on.
+# fp32 results of two GPUs differ by up to a thousandth.
 #
 # **The smallest program that does it.** One line sets TF32 by the old name, another by the new one,
 # and the third reads it. This happens when a library and your script each have their own.
@@ -2123,6 +2128,7 @@ assert (
 # %%
 torch.backends.cuda.matmul.fp32_precision = "ieee"
 assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+assert 2 * 2**-11 < 0.001  # two factors, each rounded to 11 bits, against fp32's 24
 torch.backends.cuda.matmul.allow_tf32 = False  # as it was
 assert not torch.backends.cuda.matmul.allow_tf32
 
@@ -2297,6 +2303,8 @@ whole = torch.compile(lambda h: scaler.scale(h.sum()), backend="aot_eager", full
 message = message_of(lambda: whole(x))
 print(message.splitlines()[0])
 assert "Attempted to inline function marked as skipped" in message
+broken = torch._dynamo.explain(lambda h: scaler.scale(h.sum()))(x)
+assert len(broken.break_reasons) == 1
 
 # %% [markdown]
 # **Why.** A scaler keeps its state in Python, so the compiler has been told to skip its methods.
@@ -2450,7 +2458,8 @@ check_advance(advance)
 #         scheduler.step()
 # ```
 #
-# The scale falls if and only if the step was skipped. After a good step it stays, or doubles.
+# The scale falls if and only if the step was skipped. After a good step it stays, or doubles. (A scale
+# that has fallen to 0 cannot fall any further, but by then training has ended.)
 #
 # </details>
 #

@@ -647,7 +647,8 @@ for rank in decided:
 
 # %% [markdown]
 # So a plain `GradScaler` is enough for both, and so is `clip_grad_norm_` after `unscale_`, which finds the norm of
-# the whole gradient with FSDP2 as well.
+# the whole gradient with FSDP2 as well ([PyTorch's own
+# test](https://github.com/pytorch/pytorch/blob/main/test/distributed/_composable/fsdp/test_fully_shard_clip_grad_norm_.py)).
 #
 # Some people average the gradients by hand and leave out DDP. Then the order matters: **average before the scaler
 # looks**, as DDP does. If `unscale_` comes first, the rank with the overflow skips, and the others get an infinite
@@ -669,8 +670,8 @@ for rank in decided:
 # torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 -m amp_lab train …
 # ```
 #
-# With `--max-restarts 3` torchrun starts all processes again when one is lost, up to three times, and the
-# training resumes from its last checkpoint by itself.
+# With `--max-restarts 3` [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html) starts all processes
+# again when one is lost, up to three times, and the training resumes from its last checkpoint by itself.
 #
 # ## Save on four, go on with two (optional)
 #
