@@ -74,6 +74,8 @@ def sign_in(page: Page, address: str) -> None:
     page.get_by_label("Password or token").fill(TOKEN)
     page.get_by_role("button", name="Log in", exact=True).click()
     page.wait_for_selector("#jp-main-dock-panel", timeout=60_000)
+    # Until then, what an earlier test had open may still be kept, and come back.
+    page.wait_for_url(lambda url: "reset" not in url, timeout=60_000)
 
 
 def open_notebook(page: Page, address: str, file: str) -> None:
