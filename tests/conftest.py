@@ -13,6 +13,9 @@ import build_pairs
 # What the committed outputs were made with.
 SETTINGS = {"AMP_LAB_DEVICE": "cpu", "AMP_LAB_SCALE": "quick"}
 
+# Read once, when a process imports Keras, whichever test does it first.
+os.environ["KERAS_BACKEND"] = "torch"
+
 WEEKLY = os.environ.get("AMP_LAB_WEEKLY") == "1"  # with every case, and not one of each kind
 
 needs_keras = pytest.mark.skipif(

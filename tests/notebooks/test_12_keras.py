@@ -94,9 +94,7 @@ def cells() -> list[nbformat.NotebookNode]:
 @pytest.fixture(scope="module")
 def on_both(cells) -> dict[str, dict]:
     """All that takes a Keras, in one process for each backend, since it takes long to start."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KERAS_BACKEND", "torch")  # of the Keras that `definitions` loads
-        names = definitions(SOURCE)
+    names = definitions(SOURCE)
     needed = [loaded_before_keras, steps_of_both]
     needed += [names[name] for name in ("new_net", "step_with_torch", "step_with_tensorflow")]
     given = {"x": torch.rand(16, 8, 8, 1), "y": torch.arange(16) % 10}

@@ -27,7 +27,6 @@ def peer(request, monkeypatch, tmp_path) -> str:
     if module and importlib.util.find_spec(module) is None:
         pytest.skip(f"no {module}: its dependency group is not installed")
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))  # where it writes its settings
-    monkeypatch.setenv("KERAS_BACKEND", "torch")  # set here, so that it is put back afterwards
     return request.param
 
 
