@@ -24,7 +24,7 @@ GROUND = (
 
 ROOMS = (
     "plots", "migrate", "data", "distributed", "checkpoint", "tracing", "numerics", "difference",
-    "advisor", "training", "bench", "notebook", "cli",
+    "advisor", "formats", "training", "bench", "notebook", "cli",
 )  # fmt: skip
 """From the lowest to the highest: a room may import those before it, and the ground."""
 

@@ -33,6 +33,7 @@ _EXPORTS = {  # public name: the module that defines it
     "largest_batch": "tracing.memory",
     "advise": "advisor",
     "first_difference": "difference",
+    "rehearse": "formats.rehearsal",
     "UnderflowReport": "numerics",
     "gradient_underflow": "numerics",
     "ScaleLog": "numerics",

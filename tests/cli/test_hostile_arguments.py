@@ -159,6 +159,12 @@ LINES = {
         TARGETS | ANYTHING, RIGHT_INPUT,
         options(**OF_MODEL, precision=ANYTHING, batch_sizes=ANYTHING, figure=FILES),
     ),
+    "rehearse": st.tuples(
+        TARGETS | ANYTHING, RIGHT_INPUT,
+        options(**{k: v for k, v in OF_MODEL.items() if k != "device"}, formats=ANYTHING,
+                steps=st.sampled_from(["0", "-1", "1e3", "x", ""]), seeds=NUMBERS,
+                figure=FILES, **{"for": ANYTHING}),
+    ),
     "advise": st.tuples(
         TARGETS | ANYTHING,
         options(**OF_MODEL, minutes=st.sampled_from(["0", "nan", "-1", "1e400", "x"]), html=FILES),

@@ -40,6 +40,12 @@ GROWTH = ([8, 16], [TWICE, TWICE], [1.0, 0.6])
 OPS = {"cpu": {"conv": "bf16", "relu": "error"}, "cuda": {"conv": "fp16", "relu": "fp32"}}
 RANKS = {n: {"weights": 8e6, "gradients": 8e6 / n, "Adam": 2e7 / n} for n in (1, 2)}
 ERRORS = [SimpleNamespace(module=m, op="mm", a=1e-7, b=1e-3, apart=0.0) for m in ("", "head")]
+LAYERS = [
+    SimpleNamespace(
+        layer=SimpleNamespace(name=name), format=form, left_out=out, decibels=db, worst=("", 28.0)
+    )
+    for name, form, out, db in (("up", "fp8", "", {"": 28.0}), ("up", "mxfp4", "small", {}))
+]
 HELD = {"fp32": {"weights": 4, "gradients": 4, "Adam": 8}, "O1": {"half": 2, "unscaled": 4}}
 
 FIGURES = {  # figure: its arguments, and what stands on its axes
@@ -50,6 +56,7 @@ FIGURES = {  # figure: its arguments, and what stands on its axes
     "dtype_track": (([("input", "fp32"), ("conv", "fp16")],), ["dtype", "forward pass"]),
     "dtypes_by_model": (({"CNN": OPS, "MLP": {"cpu": {"mm": "bf16"}}},), []),
     "error_growth": ((ERRORS, "head"), ["relative error", "module"]),
+    "errors_by_layer": ((LAYERS,), ["layer", "in dB"]),
     "exponents_against_fp16": ((EXPONENTS, (1.0, 256.0)), ["log2 of |gradient", "(%)"]),
     "flops_per_byte": (({"32": [("conv", 9.0)], "64": [("conv", 20.0)]},), ["FLOPs per byte"]),
     "gradient_norm_in_step": (({"backward": 9e4, "clip": 1.0}, ["backward"]), ["length", "stage"]),

@@ -37,7 +37,7 @@ class Learning:
         steps = seconds / 8 / max(self._plain.seconds, 1e-4)
         self._steps, self._noisy = max(3, min(_STEPS, int(steps))), Candidate(Recipe(TRAINING))
         self._gradients = self._run(self._plain)[1]
-        self._noise = _distance(self._run(self._noisy, noisy=True)[1], self._gradients)
+        self._noise = distance(self._run(self._noisy, noisy=True)[1], self._gradients)
         first = abs(self._plain.losses[0])
         self.learns = math.isfinite(first) and _fall(self._plain) > _LEARNS * first
 
@@ -86,7 +86,7 @@ class Learning:
             what = f"its loss is {run.losses[-1]}" if run.losses else "all its gradients overflow"
             run.reason = f"{what} in step {max(1, len(run.losses))}"
             return
-        off, most = _distance(gradients, self._gradients), min(0.9, 0.5 + 2 * self._noise)
+        off, most = distance(gradients, self._gradients), min(0.9, 0.5 + 2 * self._noise)
         run.against_fp32 = f"gradients {off:.1%} off"
         if not off <= most:
             run.reason = f"its gradients may be {most:.0%} off at most"
@@ -110,7 +110,7 @@ class Answers:
     def check(self, candidate: Candidate, scale: float) -> Step:
         """Infer with a recipe, which needs no loss scale, and note how far off it is."""
         step, most = Step(self._case, candidate.recipe), TOLERANCE[candidate.recipe.precision]
-        off = _distance(_floats(step()), self._right)
+        off = distance(_floats(step()), self._right)
         candidate.against_fp32 = f"output {off:.2%} off"
         candidate.reason = "" if off <= most else f"its output may be {most:.1%} off at most"
         candidate.seconds = measure(step, device=self._case.device, warmup=0, repeats=3).median_s
@@ -125,7 +125,7 @@ def _floats(output: object) -> list[Tensor]:
     return [tensor for _, tensor in named_tensors(output) if tensor.is_floating_point()]
 
 
-def _distance(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
+def distance(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
     """How far tensors are from the right ones, relative, in the Euclidean norm of them all."""
     whole = sum(float(b.double().square().sum()) for b in right)
     pairs = zip(found, right, strict=True)

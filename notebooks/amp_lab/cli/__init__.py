@@ -8,13 +8,25 @@ import functools
 import warnings
 
 from amp_lab import __version__
-from amp_lab.cli import advise, bench, diff, doctor, export, memory, migrate, ops, train, xray
+from amp_lab.cli import (
+    advise,
+    bench,
+    diff,
+    doctor,
+    export,
+    memory,
+    migrate,
+    ops,
+    rehearse,
+    train,
+    xray,
+)
 from amp_lab.cli.printing import drop_unprintable, flush, print_what_can_be, show_warning, tell
 from amp_lab.errors import AmpLabError, AmpLabWarning, OptionError, OtherRankError
 from amp_lab.requirements import needed_for, require_torch
 
 # torch takes seconds to load, so each `run` imports it, not these modules: --help answers at once.
-COMMANDS = (doctor, train, export, bench, ops, advise, xray, memory, diff, migrate)
+COMMANDS = (doctor, train, export, bench, ops, advise, xray, memory, diff, rehearse, migrate)
 
 
 class _Parser(argparse.ArgumentParser):

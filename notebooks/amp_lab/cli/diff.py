@@ -9,10 +9,9 @@ from typing import Any
 from amp_lab.cli.input_argument import parse_shape
 from amp_lab.cli.memory_check import require_memory
 from amp_lab.cli.model_argument import add_model, given_model
-from amp_lab.cli.printing import require_output, show
+from amp_lab.cli.printing import require_figure, show
 from amp_lab.cli.user_code import FORM, kept_in_bounds
 from amp_lab.errors import OptionError
-from amp_lab.requirements import require_matplotlib
 
 _VARIANTS = "--precision, --compile, --batch-sizes or --device"
 
@@ -74,10 +73,7 @@ def _check(options: argparse.Namespace) -> tuple[int, ...] | None:
     if options.compile and options.batch_sizes:
         raise OptionError("give --compile or --batch-sizes, not both")
     if options.figure:  # now, and not after both runs
-        if not options.figure.endswith((".png", ".svg")):
-            raise OptionError(f"--figure {options.figure!r}: give a name ending with .png or .svg")
-        require_matplotlib("diff --figure")
-        require_output(options.figure)
+        require_figure(options.figure, "diff --figure")
     if options.same_weights and not options.other:
         raise OptionError("--same-weights is for a second model B")
     sizes = parse_shape(options.batch_sizes) if options.batch_sizes else None

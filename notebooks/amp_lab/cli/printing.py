@@ -8,6 +8,7 @@ from pathlib import Path
 
 from amp_lab.errors import OptionError
 from amp_lab.files import MADE_BY, read_regular, require_writable
+from amp_lab.requirements import require_matplotlib
 
 FORMAT = {"choices": ("table", "markdown", "json"), "default": "table", "help": "default: table"}
 """Settings of the option ``--format``."""
@@ -58,6 +59,14 @@ def show_warning(command: str, message: Warning, *where: object) -> None:
     """Print a warning in a line, as `warnings.showwarning` would in two."""
     if os.environ.get("LOCAL_RANK", "0") == "0":  # the others have the same to say
         print(_in_one_line(f"amp-lab {command}: {message}"), file=sys.stderr)
+
+
+def require_figure(path: str, what: str) -> None:
+    """Raise an `AmpLabError` now, and not after minutes, if a picture cannot be written there."""
+    if not path.endswith((".png", ".svg")):
+        raise OptionError(f"--figure {path!r}: give a name ending with .png or .svg")
+    require_matplotlib(what)
+    require_output(path)
 
 
 def require_output(path: str | os.PathLike, ours: bool = False) -> None:

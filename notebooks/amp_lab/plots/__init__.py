@@ -9,6 +9,7 @@ from amp_lab import requirements
 with requirements.needed_for("drawing"):
     # Every public function of these files is a figure, and is exported without being listed here.
     from amp_lab.plots.difference import *  # noqa: F403
+    from amp_lab.plots.formats import *  # noqa: F403
     from amp_lab.plots.memory import *  # noqa: F403
     from amp_lab.plots.number_formats import *  # noqa: F403
     from amp_lab.plots.pictures import *  # noqa: F403

@@ -1,0 +1,108 @@
+"""The numbers of few bits, and how a value is rounded to them.
+
+Sources: the OCP specifications of 8-bit floating point (1.0) and of microscaling formats (1.0) for
+E4M3, E5M2, E3M2, E2M3, E2M1 and E8M0; Noune et al., arXiv 2206.02915, for the two "fnuz".
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from amp_lab.errors import NumericsError
+
+_FP32_BIAS, _FP32_MANTISSA_BITS = 127, 23
+_FP32_EXPONENT = 0x7F800000
+
+
+@dataclass(frozen=True)
+class Element:
+    """A number format of 16 bits or fewer; `largest` is its largest finite magnitude.
+
+    `mantissa_bits` are those stored, and `least_exponent` that of the smallest normal number, below
+    which the spacing stays the same down to zero. `int8` has one spacing throughout, 1, and so
+    nothing subnormal.
+    """
+
+    name: str
+    bits: int
+    mantissa_bits: int
+    least_exponent: int
+    largest: float
+    dtype: torch.dtype | None = None  # torch's own, where it has one
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest magnitude that has all mantissa bits."""
+        return self.smallest if self.dtype is torch.int8 else 2.0**self.least_exponent
+
+    @property
+    def smallest(self) -> float:
+        """The smallest magnitude above zero."""
+        return 2.0 ** (self.least_exponent - self.mantissa_bits)
+
+    @property
+    def overflow(self) -> float:
+        """From this magnitude on the next number would be as near, if there were one."""
+        return self.largest + 2.0 ** (self.largest_exponent - self.mantissa_bits - 1)
+
+    @property
+    def largest_exponent(self) -> int:
+        """The exponent of the largest number."""
+        return int(torch.frexp(torch.tensor(self.largest)).exponent) - 1
+
+    def round(self, values: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """The numbers of this format that are nearest to `values`, in fp32 and of their shape.
+
+        A value halfway between two goes to the even one; with a `generator` each goes to the number
+        above or below, to either with the probability that makes the mean right (stochastic
+        rounding). Magnitudes above `largest` become `largest`, infinite ones too; NaN stays NaN.
+        The generator has to be of the values' device.
+        """
+        return self.round_(values.to(torch.float32, copy=True), generator)
+
+    def round_(self, values: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """`round` in place, for values that are fp32."""
+        values.clamp_(-self.largest, self.largest)
+        # In fp32 the bits of the exponent alone are the power of two below a value.
+        least = (self.least_exponent + _FP32_BIAS) << _FP32_MANTISSA_BITS
+        power = (values.view(torch.int32) & _FP32_EXPONENT).clamp_(min=least).view(torch.float32)
+        spacing = power.mul_(2.0**-self.mantissa_bits)
+        values.div_(spacing)  # exact, for the spacing is a power of two
+        if generator is None:
+            return values.round_().mul_(spacing)
+        draws = torch.rand(values.shape, generator=generator, device=values.device)
+        above = draws < values - values.floor()
+        return values.floor_().add_(above).mul_(spacing)
+
+    def numbers(self) -> Tensor:
+        """All finite numbers of this format in rising order, in fp32, with one zero."""
+        reach = range(self.least_exponent, self.largest_exponent + 1)
+        steps = torch.arange(2 ** (self.mantissa_bits + 1))
+        found = torch.cat([steps * 2.0 ** (power - self.mantissa_bits) for power in reach])
+        found = found[found <= self.largest]
+        return torch.cat([-found, found]).unique()
+
+
+ELEMENTS = {
+    element.name: element
+    for element in (
+        Element("bf16", 16, 7, -126, torch.finfo(torch.bfloat16).max, torch.bfloat16),
+        Element("fp16", 16, 10, -14, 65504.0, torch.float16),
+        Element("e4m3", 8, 3, -6, 448.0, torch.float8_e4m3fn),
+        Element("e5m2", 8, 2, -14, 57344.0, torch.float8_e5m2),
+        Element("e4m3fnuz", 8, 3, -7, 240.0, torch.float8_e4m3fnuz),
+        Element("e5m2fnuz", 8, 2, -15, 57344.0, torch.float8_e5m2fnuz),
+        Element("e2m3", 6, 3, 0, 7.5),
+        Element("e3m2", 6, 2, -2, 28.0),
+        Element("e2m1", 4, 1, 0, 6.0),
+        Element("int8", 8, 6, 6, 127.0, torch.int8),
+    )
+}
+
+
+def element(name: str) -> Element:
+    """The element of a name; raises `NumericsError` if there is none."""
+    if name not in ELEMENTS:
+        raise NumericsError(f"element: {name!r} is none of {', '.join(ELEMENTS)}")
+    return ELEMENTS[name]

@@ -1,0 +1,170 @@
+"""What `rehearse` returns: a table by layer and format, and the lines that follow from it."""
+
+import html
+import math
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+from amp_lab.formats.interception import Layer
+from amp_lab.report import Printed, Table
+
+_MOST_OFF = 0.5  # of the gradients, in their norm
+_APART = 0.05  # of what bf16 learns may a loss be away from its own, whatever seeds say
+
+
+@dataclass
+class LayerReport:
+    """A layer in a format; `left_out` says why it had better stay in bf16, if it had."""
+
+    layer: Layer
+    rows: int  # that were multiplied, in all calls
+    format: str
+    decibels: dict[str, float] = field(default_factory=dict)
+    """Signal to quantisation noise (SQNR) of each of the three products."""
+    loss_change: float | None = None
+    """What the error of its output adds to the loss, to first order."""
+    shares: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Of ``input``, ``weight`` and ``gradient``: clipped, flushed to zero, subnormal, nonfinite."""
+    left_out: str = ""
+
+    @property
+    def worst(self) -> tuple[str, float]:
+        """The product with the most noise, and its SQNR in dB."""
+        return min(self.decibels.items(), key=lambda item: item[1])
+
+
+@dataclass
+class FormatReport:
+    """The whole model in a format, but for the layers that are left out."""
+
+    name: str
+    layers: int
+    left_out: int
+    loss_off: float = 0.0  # relative to fp32's
+    gradients_off: float = 0.0  # in their norm, relative to fp32's
+    losses: list[float] = field(default_factory=list)  # the last of each seed
+    learned: float = 0.0  # by so much the loss fell
+    gain: float | None = None  # over bf16 of the layers that are converted: a forecast
+    verdict: str = ""
+
+    def judge(self, bf16: "FormatReport") -> None:
+        """Give the verdict: ``holds``, or what speaks against it."""
+        self.verdict, most = "holds", max(_MOST_OFF, 1.5 * bf16.gradients_off)
+        if not self.layers:
+            self.verdict = "no layer is left"
+        elif not math.isfinite(self.loss_off):
+            self.verdict = "its loss is not finite"
+        elif not self.gradients_off <= most:
+            self.verdict = f"its gradients are {self.gradients_off:.0%} off"
+        elif self.losses:
+            apart = abs(statistics.mean(self.losses) - statistics.mean(bf16.losses))
+            spread = max(map(_spread, (self.losses, bf16.losses)))
+            if not apart <= max(2 * spread, _APART * abs(bf16.learned)):
+                self.verdict = "it does not learn as bf16 does"
+
+
+def _spread(losses: list[float]) -> float:
+    return statistics.stdev(losses) if len(losses) > 1 else 0.0
+
+
+@dataclass(frozen=True, repr=False)
+class Rehearsal(Printed):
+    """What becomes of a model below 16 bits; `str` of it is made to be read."""
+
+    title: str
+    layers: list[LayerReport]  # by layer in the order of a step, then by format
+    formats: list[FormatReport]  # bf16 first
+    recommended: str | None  # a format
+    program: str  # that converts the model with torchao
+    card: str | None
+    steps: int
+    watch: list[str]
+
+    def of(self, layer: str, form: str) -> LayerReport:
+        """The report of a layer in a format, by their names; raises `KeyError`."""
+        found = {(report.layer.name, report.format): report for report in self.layers}
+        return found[layer, form]
+
+    def _table(self) -> Table:
+        names = [report.name for report in self.formats]
+        by_layer: dict[Layer, list[LayerReport]] = {}
+        for report in self.layers:
+            by_layer.setdefault(report.layer, []).append(report)
+        rows = [_row(layer, reports) for layer, reports in by_layer.items()]
+        foot = [
+            [
+                "gradients of the model",
+                "",
+                *(f"{100 * r.gradients_off:.2g} %" for r in self.formats),
+            ],
+            ["loss of the model", "", *(f"{100 * r.loss_off:+.2g} %" for r in self.formats)],
+        ]
+        if self.steps:
+            last = [f"{statistics.mean(r.losses):.4g}" if r.losses else "-" for r in self.formats]
+            foot.append([f"loss after {self.steps} steps", "", *last])
+        if self.card:
+            gains = ["-" if r.gain is None else f"{r.gain:.2f}x" for r in self.formats]
+            foot.append([f"forecast for {self.card}", "", *gains])
+        foot.append(
+            ["layers", "", *(f"{r.layers} of {r.layers + r.left_out}" for r in self.formats)]
+        )
+        facts = [
+            "SQNR in dB of the worst of three products; with * a layer is better left in bf16.",
+            *(f"{r.name}: {r.verdict}." for r in self.formats[1:]),
+        ]
+        return Table(
+            ["layer", "inner x outer", *names],
+            rows,
+            caption=self.title,
+            facts=facts,
+            advice=[*self._reasons(), *self.watch],
+            foot=foot,
+            right=range(2, 2 + len(names)),
+        )
+
+    def _reasons(self) -> list[str]:
+        """Why layers are left out, one line for all that share it."""
+        shared: dict[tuple[str, str], list[str]] = {}
+        for report in self.layers:
+            if report.left_out:
+                shared.setdefault((report.layer.name, report.left_out), []).append(report.format)
+        by_reason: dict[tuple[str, str], list[str]] = {}
+        for (layer, reason), forms in shared.items():
+            by_reason.setdefault((", ".join(forms), reason), []).append(layer)
+        return [
+            f"{_some(layers)}: {reason} ({forms})." for (forms, reason), layers in by_reason.items()
+        ]
+
+    def _contents(self) -> dict[str, Any]:
+        layers = [vars(r) | {"layer": vars(r.layer)} for r in self.layers]
+        return vars(self) | {"layers": layers}
+
+    def __str__(self) -> str:
+        return super().__str__() + self._with_program("\n\n{}\n\n{}").rstrip()
+
+    def to_markdown(self) -> str:
+        """The table and the lines, in Markdown."""
+        return super().to_markdown() + self._with_program("\n\n{}\n\n```python\n{}```")
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() + self._with_program("<p>{}</p><pre>{}</pre>", html.escape)
+
+    def _with_program(self, form: str, escape: Any = str) -> str:
+        if not self.program:
+            return ""
+        return form.format(f"The lines for {self.recommended}, of torchao:", escape(self.program))
+
+
+def _row(layer: Layer, reports: list[LayerReport]) -> list[str]:
+    cells = []
+    for report in reports:
+        value = f"{report.worst[1]:.1f}" if report.decibels else "-"
+        cells.append(value + "*" * bool(report.left_out))
+    return [layer.name, f"{layer.inner} x {layer.outer}", *cells]
+
+
+def _some(names: list[str]) -> str:
+    return (
+        ", ".join(names) if len(names) < 5 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+    )

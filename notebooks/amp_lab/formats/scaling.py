@@ -1,0 +1,242 @@
+"""Tensors in the formats below 16 bits: which values share a scale, and what scale that is."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from amp_lab.errors import NumericsError
+from amp_lab.formats.elements import ELEMENTS, Element
+
+_LEAST_AMAX = 1e-12  # of torchao's float8: a tensor of zeros has a finite scale
+_E4M3 = ELEMENTS["e4m3"]
+_FP32_MANTISSA = 0x7FFFFF
+_PIECE = 2**16  # values
+_POWERS = ("floor", "ceil", "even", "rceil")
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a tensor is held below 16 bits: an element for each value, and scales that values share.
+
+    `block` is the rows and columns that share a scale, where a 0 stands for all of them: ``(0, 0)``
+    is a scale for the tensor, ``(1, 0)`` for each row, ``(1, 32)`` for 32 values that lie in line.
+    `scale` is what a scale is held in: ``fp32``, ``power2`` (fp32, but a power of two), ``e8m0``,
+    or ``e4m3``, whose scales have a scale of the tensor, in fp32, above them; ``none`` is a cast.
+
+    `power` says how an E8M0 scale comes from the largest magnitude of its block: ``rceil`` (of
+    Blackwell, where nothing is clipped), ``floor`` (the OCP's), ``ceil`` or ``even``.
+    """
+
+    name: str
+    element: Element
+    block: tuple[int, int]
+    scale: str = "fp32"
+    power: str = "rceil"
+
+    def __post_init__(self) -> None:
+        if self.power not in _POWERS:
+            raise NumericsError(f"Format: power {self.power!r} is none of {', '.join(_POWERS)}")
+
+    @property
+    def bits(self) -> float:
+        """Bits for each value, with its part of a block's scale; those of rows are not counted."""
+        values = math.prod(self.block)
+        return self.element.bits + (
+            (8 if self.scale in ("e4m3", "e8m0") else 32) / values if values else 0
+        )
+
+    @property
+    def multiple(self) -> int:
+        """What the sizes of a product have to be multiples of, for kernels of today's hardware."""
+        return 1 if self.scale == "none" else max(16, *self.block)
+
+
+FORMATS = {
+    made.name: made
+    for made in (
+        Format("bf16", ELEMENTS["bf16"], (0, 0), "none"),
+        Format("fp16", ELEMENTS["fp16"], (0, 0), "none"),
+        Format("fp8", ELEMENTS["e4m3"], (0, 0)),
+        Format("fp8-rowwise", ELEMENTS["e4m3"], (1, 0), "power2"),
+        Format("fp8-1x128", ELEMENTS["e4m3"], (1, 128)),
+        Format("fp8-128x128", ELEMENTS["e4m3"], (128, 128)),
+        Format("fp8-e5m2", ELEMENTS["e5m2"], (0, 0)),
+        Format("fp8-e4m3fnuz", ELEMENTS["e4m3fnuz"], (0, 0)),
+        Format("fp8-e5m2fnuz", ELEMENTS["e5m2fnuz"], (0, 0)),
+        Format("int8", ELEMENTS["int8"], (0, 0)),
+        Format("int8-rowwise", ELEMENTS["int8"], (1, 0)),
+        Format("mxfp8", ELEMENTS["e4m3"], (1, 32), "e8m0"),
+        Format("mxfp8-e5m2", ELEMENTS["e5m2"], (1, 32), "e8m0"),
+        Format("mxfp6-e2m3", ELEMENTS["e2m3"], (1, 32), "e8m0"),
+        Format("mxfp6-e3m2", ELEMENTS["e3m2"], (1, 32), "e8m0"),
+        Format("mxfp4", ELEMENTS["e2m1"], (1, 32), "e8m0"),
+        Format("nvfp4", ELEMENTS["e2m1"], (1, 16), "e4m3"),
+    )
+}
+
+
+@dataclass
+class Counts:
+    """What became of values that were quantised; what is counted adds up from call to call."""
+
+    values: int = 0
+    nonfinite: int = 0
+    clipped: int = 0  # beyond the largest number, by more than rounding explains
+    flushed: int = 0  # to zero
+    subnormal: int = 0
+
+    def add(self, values: Tensor, scaled: Tensor, rounded: Tensor, element: Element) -> None:
+        """Count values, as they were divided by their scale, and what they were rounded to."""
+        size, after, count = scaled.abs(), rounded.abs(), torch.count_nonzero
+        most, kept = float(size.max()), int(count(after))  # NaN is kept, and is the largest
+        whole = math.isfinite(most)
+        self.values += size.numel()
+        self.nonfinite += 0 if whole else size.numel() - int(count(values.isfinite()))
+        self.flushed += int(count(size)) - kept
+        if most >= element.overflow or not whole:
+            self.clipped += int(count((size >= element.overflow) & size.isfinite()))
+        self.subnormal += kept - int(count(after >= element.smallest_normal))
+        self.subnormal -= 0 if whole else int(count(after.isnan()))
+
+    def shares(self) -> dict[str, float]:
+        """Each of them as a share of the values."""
+        return {name: count / self.values for name, count in vars(self).items() if name != "values"}
+
+
+def quantize(
+    values: Tensor,
+    form: str | Format,
+    *,
+    amax: float | None = None,
+    generator: torch.Generator | None = None,
+    counts: Counts | None = None,
+) -> Tensor:
+    """`values` as they come back from a format: quantised and dequantised, in fp32, same shape.
+
+    `form` is a name of `FORMATS` or a `Format`. Rows are the last dimension; what stands before it
+    counts as one. `amax` takes the place of the largest magnitude where the whole tensor has a
+    scale, as delayed scaling does. With a `generator` elements, but not scales, are rounded
+    stochastically. `counts` is told what was clipped and flushed.
+
+    The result has no gradient. It is torchao's (float8, MXTensor, NVFP4Tensor), bit for bit; where
+    that divides zero by zero, for a tensor of zeros in NVFP4, it is zero. A NaN makes all that
+    share its scale NaN.
+
+    Raises `NumericsError` for a format that does not exist, values that are not floating or have
+    no dimension, and a size that is no multiple of the block's.
+    """
+    form = format_of(form)
+    if amax is not None and (form.block != (0, 0) or form.scale == "none"):
+        raise NumericsError(f"quantize: amax is for one scale of the whole tensor, not {form.name}")
+    if not values.is_floating_point() or not values.dim():
+        raise NumericsError("quantize: it takes a floating-point tensor of one dimension or more")
+    old = values.detach().float()
+    if not old.numel():
+        return old
+    if form.scale == "none":
+        rounded = old.to(form.element.dtype).float()
+        if counts:
+            counts.add(old, old, rounded, form.element)
+        return rounded
+    return _scaled(old, form, amax, generator, counts)
+
+
+def _scaled(
+    values: Tensor,
+    form: Format,
+    amax: float | None,
+    generator: torch.Generator | None,
+    counts: Counts | None,
+) -> Tensor:
+    blocks, count = _blocks(values, form), values.numel()
+    most = torch.cat([_largest(piece) for piece in _pieces(blocks, count)])
+    if form.block[0] == 0:
+        most = most.amax(0, keepdim=True)
+    if amax is not None:
+        most = torch.full_like(most, amax)
+    shared = [each.expand(len(blocks), -1, -1, -1) for each in _SCALES[form.scale](most, form)]
+    rounded = torch.empty_like(blocks)
+    pieces = [_pieces(each, count) for each in (blocks, rounded, *shared)]
+    for old, new, factor, scale in zip(*pieces, strict=True):
+        torch.mul(old, factor, out=new)
+        before = new.clone() if counts else new
+        form.element.round_(new, generator)
+        if counts:
+            counts.add(old, before, new, form.element)
+        new.mul_(scale) if form.scale in ("e4m3", "e8m0") else new.div_(scale)
+    return rounded.view(values.shape)
+
+
+def format_of(form: str | Format) -> Format:
+    """The format of a name; raises `NumericsError` if there is none."""
+    if isinstance(form, Format):
+        return form
+    if form not in FORMATS:
+        raise NumericsError(f"format: {form!r} is none of {', '.join(FORMATS)}")
+    return FORMATS[form]
+
+
+def _blocks(values: Tensor, form: Format) -> Tensor:
+    """The values as rows of blocks, rows in a block, columns of blocks, columns in a block.
+
+    Where the whole tensor has one scale, its rows are blocks all the same, so that it can be taken
+    in pieces.
+    """
+    rows, columns = values.numel() // values.shape[-1], values.shape[-1]
+    high, wide = form.block[0] or 1, form.block[1] or columns
+    if rows % high or columns % wide:
+        raise NumericsError(
+            f"quantize: {form.name} has blocks of {high}x{wide}, and {rows}x{columns} values, of "
+            f"the shape {tuple(values.shape)}, are no multiple of that"
+        )
+    return values.reshape(rows // high, high, columns // wide, wide)
+
+
+def _pieces(blocks: Tensor, values: int) -> tuple[Tensor, ...]:
+    """Some rows of blocks at a time, so that what is computed on the way stays in the cache."""
+    return blocks.split(max(1, _PIECE * len(blocks) // values))
+
+
+def _largest(blocks: Tensor) -> Tensor:
+    return blocks.abs().amax(3, keepdim=True).amax(1, keepdim=True)
+
+
+def _of_fp32(most: Tensor, form: Format) -> tuple[Tensor, Tensor]:
+    """As torchao's float8 has them: what is multiplied by is held, and what is divided by."""
+    factor = (form.element.largest / most.double().clamp(min=_LEAST_AMAX)).float()
+    if form.scale == "power2":
+        factor = factor.log2().floor().exp2()
+    return factor, factor
+
+
+def _of_e4m3(most: Tensor, form: Format) -> tuple[Tensor, Tensor]:
+    """The two levels of NVFP4: the largest block's scale is E4M3's largest number."""
+    whole = most.amax() / (_E4M3.largest * form.element.largest)
+    whole = torch.where(whole == 0, 1.0, whole)
+    own = most / form.element.largest / whole
+    own = _E4M3.round(own.clamp(_E4M3.smallest_normal, _E4M3.largest))
+    return (1.0 / whole) / own, own * whole
+
+
+def _of_e8m0(most: Tensor, form: Format) -> tuple[Tensor, Tensor]:
+    """Powers of two.
+
+    At the ends of the range the two are not each other's inverse, as in torchao: 2^-127 divides as
+    2^-126 does, or, with "rceil", as 1.
+    """
+    if form.power == "rceil":
+        exponent = (most / form.element.largest).log2().ceil().clamp(-127, 127)
+        return torch.where(exponent == -127, 1.0, torch.exp2(-exponent)), torch.exp2(exponent)
+    bits = most.view(torch.int32)
+    if form.power == "even":  # as if the magnitude had been rounded to the element's mantissa first
+        bits = bits + (1 << (22 - form.element.mantissa_bits))
+    exponent = (bits >> 23) - 127 - form.element.largest_exponent
+    if form.power == "ceil":
+        exponent = exponent + ((bits & _FP32_MANTISSA) > 0)
+    exponent = torch.where(most.isnan(), torch.nan, exponent.clamp(-127, 127).float())
+    return torch.exp2(-exponent.clamp(min=-126)), torch.exp2(exponent)
+
+
+_SCALES = {"fp32": _of_fp32, "power2": _of_fp32, "e4m3": _of_e4m3, "e8m0": _of_e8m0}

@@ -1,0 +1,97 @@
+"""The lines that convert a model with torchao to what was rehearsed."""
+
+import importlib.util
+import logging
+import warnings
+from collections.abc import Sequence
+
+from torch import nn
+
+from amp_lab.advisor.recipes import TRAINING, Case, Recipe, Step
+from amp_lab.errors import with_type
+
+_FLOAT8 = """\
+import dataclasses
+
+import torch
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+LEFT_OUT = {left_out}
+config = Float8LinearConfig.from_recipe_name("{recipe}")
+# A device that cannot multiply in FP8 rounds to it, and multiplies in the precision around.
+can = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+config = dataclasses.replace(config, emulate=not can)
+convert_to_float8_training(
+    model, config=config, module_filter_fn=lambda module, name: name not in LEFT_OUT
+)
+"""
+_MXFP8 = """\
+import torch
+from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig
+from torchao.quantization import quantize_
+from torchao.quantization.quantize_.common import KernelPreference
+
+LEFT_OUT = {left_out}
+# A device that cannot multiply in MXFP8 rounds to it, and multiplies in the precision around.
+can = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
+config = MXFP8TrainingOpConfig(
+    kernel_preference=KernelPreference.AUTO if can else KernelPreference.EMULATED,
+    out_dtype=next(model.parameters()).dtype,
+)
+quantize_(
+    model,
+    config,
+    # torchao 0.18 would drop a bias (pytorch/ao 4846).
+    lambda module, name: (
+        isinstance(module, torch.nn.Linear) and module.bias is None and name not in LEFT_OUT
+    ),
+)
+"""
+_NVFP4 = """\
+import torch
+from torchao.prototype.moe_training.nvfp4_training.nvfp4_training import NVFP4TrainingConfig
+from torchao.quantization import quantize_
+
+LEFT_OUT = {left_out}
+quantize_(
+    model,
+    NVFP4TrainingConfig(),
+    lambda module, name: isinstance(module, torch.nn.Linear) and name not in LEFT_OUT,
+)
+"""
+_CODE = {"fp8": _FLOAT8, "fp8-rowwise": _FLOAT8, "mxfp8": _MXFP8, "nvfp4": _NVFP4}
+_RECIPE = {"fp8": "tensorwise", "fp8-rowwise": "rowwise"}
+
+
+def lines(form: str, left_out: Sequence[str]) -> str:
+    """What converts ``model`` to a format; empty where torchao 0.18 cannot train in it."""
+    names = "{" + ", ".join(f'"{name}"' for name in left_out) + "}" if left_out else "set()"
+    return _CODE.get(form, "").format(left_out=names, recipe=_RECIPE.get(form))
+
+
+def converts(form: str, module: nn.Module | None) -> bool:
+    """Whether these lines convert a module."""
+    return type(module) is nn.Linear and (form != "mxfp8" or module.bias is None)
+
+
+def why_not_run(case: Case, form: str, code: str) -> str:
+    """Convert a copy of a model and take its gradients; empty if that went well."""
+    if not code:
+        return f"torchao has none for {form}"
+    if importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed"
+    if form == "nvfp4":
+        return "torchao trains in NVFP4 with kernels for Blackwell alone"
+    step = Step(case, Recipe(TRAINING))
+    assert case.loss_fn is not None
+    logging.disable(logging.WARNING)  # of what torchao's import makes torch say
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            exec(code, {"model": step.model})
+            case.loss_fn(step.model(*step.names["args"], **step.names["kwargs"])).backward()
+    except Exception as error:  # of torchao, or of a model that it cannot convert
+        return with_type(error)
+    finally:
+        logging.disable(logging.NOTSET)
+    return ""

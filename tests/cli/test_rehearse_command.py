@@ -1,0 +1,72 @@
+"""`amp-lab rehearse`: what it prints and draws, and what it refuses in one line."""
+
+import json
+
+import pytest
+
+from amp_lab.cli import main
+
+MODELS = """
+from torch import nn
+def net(): return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+def odd(): return nn.Linear(10, 10)
+def norm(): return nn.LayerNorm(32)
+"""
+INPUT = ("--input", "32,32")
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path, monkeypatch):
+    (tmp_path / "my_net.py").write_text(MODELS)
+    (tmp_path / "photo.png").write_bytes(b"a photograph")
+    monkeypatch.chdir(tmp_path)
+
+
+def printed(capsys, *arguments: str) -> str:
+    assert main(["rehearse", *arguments]) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    return said.out
+
+
+def test_it_prints_a_table_and_the_lines_and_draws_a_picture(capsys, tmp_path):
+    out = printed(capsys, "my_net.py:net", *INPUT, "--steps", "3", "--figure", "errors.png")
+    assert "Sequential, rehearsed on cpu" in out
+    assert "loss after 3 steps" in out
+    assert "convert_to_float8_training" in out
+    assert (tmp_path / "errors.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_formats_and_a_card_can_be_named(capsys):
+    more = ("--formats", "fp8-rowwise,mxfp4", "--for", "b200", "--format", "json")
+    found = json.loads(printed(capsys, "my_net.py:net", *INPUT, *more))
+    assert [report["name"] for report in found["formats"]] == ["bf16", "fp8-rowwise", "mxfp4"]
+    assert found["card"] == "b200"
+
+
+def test_a_layer_of_no_multiple_stays_in_16_bits(capsys):
+    out = printed(capsys, "my_net.py:odd", "--input", "4,10", "--formats", "mxfp8")
+    assert "Linear: 10 to 10: no multiple of 32 (mxfp8)." in out
+    assert "mxfp8: no layer is left." in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--formats", "fp9"), "format: 'fp9' is none of bf16"),
+        (("--formats", "fp8,"), "format: '' is none of bf16"),
+        (("--for", "h2000"), "card: 'h2000' is none of h100"),
+        (("--steps", "-1"), "--steps -1: give a number from 0"),
+        (("--seeds", "0"), "--seeds 0: give a number from 1"),
+        (("--figure", "a.txt"), "--figure 'a.txt': give a name ending with .png or .svg"),
+        (("--figure", "photo.png"), "photo.png: is there, and not made by amp-lab"),
+    ],
+)
+def test_what_is_wrong_is_one_line(arguments, said, capsys):
+    assert main(["rehearse", "my_net.py:net", *INPUT, *arguments]) == 2
+    assert capsys.readouterr().err.startswith(f"amp-lab rehearse: {said}")
+
+
+def test_a_model_without_products_is_told(capsys):
+    assert main(["rehearse", "my_net.py:norm", *INPUT]) == 2
+    assert "LayerNorm multiplies by no parameter" in capsys.readouterr().err

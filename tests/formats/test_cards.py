@@ -1,0 +1,49 @@
+"""The forecast for a card: torchao's roofline, number for number."""
+
+import math
+
+import pytest
+import torch
+
+from amp_lab.errors import OptionError
+from amp_lab.formats.cards import CARDS, card
+
+NAMES = {
+    "h100": "NVIDIA H100",
+    "b200": "NVIDIA B200",
+    "b300": "NVIDIA B300 SXM6 AC",
+    "gb200": "NVIDIA GB200",
+    "mi300x": "AMD Instinct MI300X",
+}
+SIZES = [(1024, 2048, 1024), (4096, 8192, 16384), (64, 64, 64), (100_000, 512, 128)]
+
+
+@pytest.mark.filterwarnings("ignore")  # of torchao's own
+@pytest.mark.parametrize("name", CARDS)
+def test_a_step_takes_as_long_as_torchaos_roofline_says(name):
+    roofline = pytest.importorskip("torchao.testing.training.roofline_utils")
+    specs = roofline.get_specs(NAMES[name])
+    for form in {"bf16", *CARDS[name].formats} - {"nvfp4"}:  # which it has not
+        kinds = {"bf16": torch.bfloat16, "mxfp4": torch.float4_e2m1fn_x2}
+        dtype = kinds.get(form, torch.float8_e4m3fn)
+        mx = {"mxfp8": "mxfp8_cublas", "mxfp4": "mxfp4_cutlass"}.get(form)
+        fp8 = {"fp8": "tensorwise", "fp8-rowwise": "rowwise"}.get(form)
+        for m, k, n in SIZES:
+            expected = roofline.get_gemm_time_sympy(m, k, n, dtype, fp8, mx, NAMES[name])
+            roles = [(m, k, "input"), (k, n, "weight"), (m, n, "grad_output")]
+            for high, wide, role in roles if form != "bf16" else ():
+                of_cast = roofline.get_tensor_memory_traffic_ovhd_s
+                expected += sum(of_cast(specs, high, wide, role, fp8, mx))
+            assert math.isclose(CARDS[name].step_s(form, m, k, n), float(expected), rel_tol=1e-9)
+
+
+def test_small_layers_lose_and_large_ones_gain():
+    assert card("H100").gain("fp8-rowwise", 1024, 2048, 1024) < 0.8
+    assert card("h100").gain("fp8-rowwise", 4096, 8192, 16384) > 1.3
+    for form in card("b200").formats:
+        assert card("b200").gain(form, 16384, 8192, 8192) > 1
+
+
+def test_an_unknown_card_is_told():
+    with pytest.raises(OptionError, match="'h2000' is none of h100, b200"):
+        card("h2000")

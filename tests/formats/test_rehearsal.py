@@ -1,0 +1,240 @@
+"""Models that are taken through formats below 16 bits."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from amp_lab import rehearse
+from amp_lab.advisor.recipes import TRAINING, Case, Recipe, Step
+from amp_lab.errors import NumericsError, OptionError, TraceError
+from amp_lab.formats import quantized_linear, torchao_code
+from amp_lab.formats.interception import intercepted
+
+FORMATS = ("fp8", "fp8-rowwise", "mxfp8", "mxfp4", "nvfp4")
+
+
+def mean_square(output):
+    return output.square().mean()
+
+
+def chain(*sizes):
+    torch.manual_seed(0)
+    layers = [nn.Linear(a, b) for a, b in itertools.pairwise(sizes)]
+    return nn.Sequential(*[part for layer in layers for part in (layer, nn.GELU())][:-1])
+
+
+class Attention(nn.Module):
+    """A transformer's block on tokens, with a head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.norm = nn.Embedding(64, 32), nn.LayerNorm(32)
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.up, self.down, self.head = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 64)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        x = self.head(x + self.down(F.gelu(self.up(x))))
+        return F.cross_entropy(x[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Residual(nn.Module):
+    """Layers without a bias, around which the input goes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(4)])
+
+    def forward(self, x):
+        for part in self.parts:
+            x = x + torch.tanh(part(x))
+        return x
+
+
+MODELS = {
+    "perceptron": (lambda: chain(64, 96, 96, 32), lambda: (torch.randn(64, 64),)),
+    "attention": (Attention, lambda: (torch.randint(0, 64, (4, 32)),)),
+    "residual": (Residual, lambda: (torch.randn(32, 64),)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torchao's own
+@pytest.mark.parametrize("form", ["fp8", "fp8-rowwise", "mxfp8"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_learns_as_under_torchaos_own_emulation(name, form):
+    pytest.importorskip("torchao")
+    make, inputs = MODELS[name]
+    torch.manual_seed(1)
+    loss_fn = None if name == "attention" else mean_square
+    model = make()
+    for module in model.modules():
+        if form == "mxfp8" and isinstance(module, nn.Linear):
+            module.bias = None  # torchao 0.18 drops it (pytorch/ao 4846)
+    case = Case(model, inputs(), {}, loss_fn or (lambda loss: loss))
+    ours, theirs = (Step(case, Recipe(TRAINING), lr=1e-3) for _ in range(2))
+    exec(torchao_code.lines(form, []), {"model": theirs.model})
+    theirs.names["optimizer"] = torch.optim.AdamW(theirs.model.parameters(), lr=1e-3)
+
+    def product(values, weight):
+        return quantized_linear(values, weight, form)
+
+    losses = []
+    for _ in range(10):
+        with intercepted(ours.model, lambda layer: product):
+            losses.append((float(ours()), float(theirs())))
+    assert losses[-1][0] < losses[0][0]
+    for found, expected in losses:
+        assert found == pytest.approx(expected, rel=1e-3)
+
+
+def verdicts(found):
+    return {report.name: report.verdict for report in found.formats}
+
+
+class Scaled(nn.Module):
+    """A layer whose inputs and outputs have sizes of their own, and count as much as each other."""
+
+    def __init__(self, of_input, of_output, weight=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(64, 64, bias=False)
+        self.of_input, self.of_output = of_input, of_output
+        with torch.no_grad():
+            self.layer.weight.mul_(weight)
+
+    def forward(self, values):
+        return (self.layer(values * self.of_input) * self.of_output).sin().sum()
+
+
+def test_outlier_channels_break_a_scale_that_they_share_and_no_block():
+    channels = torch.where(torch.arange(64) < 32, 1e6, 1.0)  # a block of them
+    model = Scaled(channels, 1.0, weight=1 / channels)
+    found = rehearse(model, torch.randn(256, 64), formats=FORMATS)
+    for form in ("fp8", "fp8-rowwise"):
+        assert found.of("layer", form).left_out.endswith("become 0")
+    assert found.of("layer", "fp8").decibels["forward"] < 10
+    for form in ("mxfp8", "mxfp4"):
+        assert not found.of("layer", form).left_out
+    assert found.recommended == "mxfp8"
+
+
+def test_tiny_gradients_are_named():
+    outputs = torch.where(torch.arange(64) < 32, 1.0, 1e-11)
+    found = rehearse(Scaled(1.0, outputs), torch.randn(256, 64), formats=FORMATS)
+    for form in ("fp8", "nvfp4"):
+        report = found.of("layer", form)
+        assert (
+            report.left_out
+            == f"{report.shares['gradient']['flushed']:.0%} of its gradient become 0"
+        )
+        assert report.shares["gradient"]["flushed"] >= 0.5
+    for form in ("fp8-rowwise", "mxfp8", "mxfp4"):
+        assert not found.of("layer", form).left_out
+
+
+def test_blocks_of_many_sizes_break_nvfp4_where_mx_holds():
+    sizes = torch.logspace(-4, 4, 8).repeat_interleave(32)[:, None]  # of blocks of samples
+    found = rehearse(Scaled(sizes, 1 / sizes), torch.randn(256, 64), formats=FORMATS[2:])
+    assert found.of("layer", "nvfp4").left_out.endswith("become 0")
+    for form in ("mxfp8", "mxfp4"):
+        assert not found.of("layer", form).left_out
+
+
+def test_layers_are_left_out_by_shape_place_and_size_and_the_others_are_converted():
+    model = chain(64, 128, 128, 128, 80)
+    found = rehearse(model, torch.randn(16, 64), formats=("fp8", "mxfp8"), loss_fn=mean_square)
+    assert found.of("0", "fp8").left_out == "the first layer, by custom"
+    assert found.of("6", "mxfp8").left_out == "128 to 80: no multiple of 32"
+    assert [r.layers for r in found.formats] == [4, 2, 2]
+    on_card = rehearse(model, torch.randn(16, 64), formats=("fp8", "mxfp8"), card="h100")
+    assert on_card.of("2", "fp8").left_out.startswith("too small to gain: a forecast of 0.")
+    assert verdicts(on_card) == {
+        "bf16": "holds",
+        "fp8": "no layer is left",
+        "mxfp8": "h100 does not multiply it",
+    }
+    assert on_card.recommended is None
+
+
+def test_training_beside_bf16_and_all_that_is_printed():
+    torch.manual_seed(1)
+    values = torch.randn(64, 64)
+    found = rehearse(chain(64, 64, 64, 64, 64), values, loss_fn=mean_square, steps=5, seeds=2)
+    assert found.recommended == "fp8-rowwise"
+    assert all(len(report.losses) == 2 for report in found.formats)
+    assert len({loss for report in found.formats for loss in report.losses}) == 12
+    text = str(found)
+    for words in ("loss after 5 steps", "fp8-rowwise: holds.", 'LEFT_OUT = {"0", "6"}', "SQNR"):
+        assert words in text
+    plain = json.loads(found.to_json())
+    assert plain["layers"][1]["layer"]["name"] == "0"
+    assert plain["layers"][1]["decibels"]["forward"] > 25
+    assert "```python" in found.to_markdown()
+    assert "<pre>" in found._repr_html_()
+
+
+def test_a_format_that_does_not_learn_as_bf16_does_is_told():
+    model = chain(64, 64, 64, 64, 64)
+    with torch.no_grad():
+        for layer in model[::2]:
+            layer.weight.mul_(40)  # rounding is chaos behind four of these
+    forms = ("mxfp8", "mxfp4")
+    found = rehearse(model, torch.randn(64, 64), loss_fn=mean_square, formats=forms, steps=20)
+    assert verdicts(found)["mxfp8"] == "holds"
+    assert verdicts(found)["mxfp4"] == "it does not learn as bf16 does"
+
+
+def test_the_model_is_untouched_and_two_rehearsals_are_the_same():
+    model, values = chain(32, 32, 32), torch.randn(32, 32)
+    before = {name: p.clone() for name, p in model.state_dict().items()}
+    first = rehearse(model, values, loss_fn=mean_square, formats=("mxfp4",), steps=3)
+    state = torch.random.get_rng_state()
+    again = rehearse(model, values, loss_fn=mean_square, formats=("mxfp4",), steps=3)
+    assert str(first) == str(again)
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(torch.equal(before[name], p) for name, p in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_convolutions_and_what_torchao_does_not_convert():
+    torch.manual_seed(0)
+    parts = [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)]
+    model = nn.Sequential(*parts, nn.Flatten(), nn.Linear(32 * 64, 16))
+    found = rehearse(model, torch.randn(4, 16, 8, 8), formats=("fp8",), loss_fn=mean_square)
+    assert found.of("2", "fp8").layer.kind == "convolution"
+    assert (
+        "torchao converts nn.Linear alone, and so leaves 2 of 3 layers in 16 bits." in found.watch
+    )
+
+
+def test_values_that_are_not_finite_are_kept_and_counted():
+    values = torch.randn(32, 64)
+    values[0, 0] = float("nan")
+    found = rehearse(chain(64, 64), values, loss_fn=mean_square, formats=("mxfp8",))
+    report = found.of("0", "mxfp8")
+    assert report.shares["input"]["nonfinite"] == pytest.approx(1 / (32 * 64))
+    assert report.left_out == "0.00049 of its input are not finite"
+
+
+def test_what_cannot_be_rehearsed_is_told_in_a_line():
+    values = torch.randn(4, 64)
+    with pytest.raises(NumericsError, match="'fp9' is none of"):
+        rehearse(chain(64, 64), values, formats=("fp9",))
+    with pytest.raises(OptionError, match="'a100' is none of h100"):
+        rehearse(chain(64, 64), values, card="a100")
+    with pytest.raises(NumericsError, match="LayerNorm multiplies by no parameter"):
+        rehearse(nn.LayerNorm(64), values)
+    with pytest.raises(NumericsError, match="ReLU has no weight"):
+        rehearse(nn.ReLU(), values)
+    with pytest.raises(TraceError, match=r"fails in an fp32 step: .*shapes"):
+        rehearse(chain(32, 64), values)
+    with pytest.raises(OptionError, match="-1 steps"):
+        rehearse(chain(64, 64), values, steps=-1)

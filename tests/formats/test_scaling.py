@@ -1,0 +1,196 @@
+"""Tensors in formats with shared scales: bit for bit what torchao makes of them."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from amp_lab.errors import NumericsError
+from amp_lab.formats import FORMATS, Counts, quantize
+from conftest import WEEKLY
+
+of_torchao = pytest.mark.filterwarnings("ignore")  # of its own
+ROWS = 19_532 if WEEKLY else 1024  # of 512: 10^7 values
+SPECIAL = [0.0, -0.0, 1e-45, 2.0**-127, 2.0**-126, 1e-38, 3e38, 448.0, 6.0, 5.0, -0.25, math.inf]
+MX = {
+    "mxfp8": torch.float8_e4m3fn,
+    "mxfp8-e5m2": torch.float8_e5m2,
+    "mxfp6-e2m3": "fp6_e2m3",
+    "mxfp6-e3m2": "fp6_e3m2",
+    "mxfp4": torch.float4_e2m1fn_x2,
+}
+FP8 = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8-rowwise": torch.float8_e4m3fn,
+    "fp8-e5m2": torch.float8_e5m2,
+    "fp8-e4m3fnuz": torch.float8_e4m3fnuz,
+    "fp8-e5m2fnuz": torch.float8_e5m2fnuz,
+}
+
+
+def kinds_of_values() -> dict[str, torch.Tensor]:
+    """Values of all magnitudes, any bits there are, and what is special, with NaN and without."""
+    draws = torch.Generator().manual_seed(0)
+    shape = ROWS, 512
+    magnitudes = torch.exp2(torch.randint(-40, 40, (ROWS, 1), generator=draws).float())
+    bits = torch.randint(-(2**31), 2**31, shape, generator=draws).to(torch.int32)
+    special = torch.tensor([*SPECIAL, math.nan])
+    any_of = special[torch.randint(13, (512, 512), generator=draws)]
+    finite = special[torch.randint(11, (512, 512), generator=draws)]
+    return {
+        "magnitudes": torch.randn(shape, generator=draws) * magnitudes,
+        "bits": bits.view(torch.float32),
+        "finite bits": bits.view(torch.float32).nan_to_num(0.0, 0.0, 0.0),
+        "special": any_of,
+        "special, finite": finite,
+    }
+
+
+VALUES = kinds_of_values()
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool(((found == expected) | (found.isnan() & expected.isnan())).all())
+
+
+@of_torchao
+@pytest.mark.parametrize("power", ["floor", "ceil", "even", "rceil"])
+@pytest.mark.parametrize("name", MX)
+def test_mx_is_torchaos(name, power):
+    torchao = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+
+    mode, form = torchao.ScaleCalculationMode[power.upper()], replace(FORMATS[name], power=power)
+    for kind, values in VALUES.items():
+        theirs = torchao.MXTensor.to_mx(values, MX[name], 32, mode)
+        assert same(quantize(values, form), theirs.dequantize(torch.float32)), kind
+
+
+@of_torchao
+def test_nvfp4_is_torchaos():
+    torchao = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+
+    for kind, values in VALUES.items():
+        scale = torchao.per_tensor_amax_to_scale(values.abs().amax())
+        theirs = torchao.NVFP4Tensor.to_nvfp4(values, per_tensor_scale=scale)
+        assert same(quantize(values, "nvfp4"), theirs.dequantize(torch.float32)), kind
+
+
+@of_torchao
+@pytest.mark.parametrize("name", FP8)
+def test_float8_is_torchaos(name):
+    torchao = pytest.importorskip("torchao.float8.float8_utils")
+    shared = torchao.ScalingGranularity["AXISWISE" if name == "fp8-rowwise" else "TENSORWISE"]
+    rowwise = {"axiswise_dim": -1, "round_scales_to_power_of_2": True}  # as its recipe has it
+    how = {"scaling_granularity": shared} | (rowwise if name == "fp8-rowwise" else {})
+    for kind, values in VALUES.items():
+        scale = torchao.tensor_to_scale(values, FP8[name], **how)
+        theirs = torchao.to_fp8_saturated(values * scale, FP8[name]).float() / scale
+        assert same(quantize(values, name), theirs), kind
+
+
+@pytest.mark.parametrize("name", [name for name, f in FORMATS.items() if f.scale != "none"])
+def test_each_block_has_a_scale_of_its_own(name):
+    """Beside a block a million times as large it keeps its digits, if they share no scale."""
+    form = FORMATS[name]
+    values = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    high, wide = form.block[0] or 256, form.block[1] or 256
+    alone = quantize(values, form)
+    louder = values.clone()
+    louder[-high:, -wide:] *= 2.0**12 if form.scale == "e4m3" else 2.0**20
+    if form.block == (0, 0):
+        assert quantize(torch.cat([values, values * 2.0**40]), form)[:256].count_nonzero() == 0
+        return
+    found = quantize(louder, form)
+    if form.scale == "e4m3":  # two levels: E4M3 reaches this far, with the digits that it has
+        assert bool((found[:-high] - values[:-high]).abs().max() < values.abs().max())
+    else:
+        kept = torch.ones_like(values, dtype=torch.bool)
+        kept[-high:, -wide:] = False
+        assert torch.equal(found[kept], alone[kept])
+
+
+def test_blocks_of_128_by_128_are_tensors_of_their_own():
+    values = torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
+    found = quantize(values, "fp8-128x128")
+    for row in range(0, 256, 128):
+        for column in range(0, 384, 128):
+            part = slice(row, row + 128), slice(column, column + 128)
+            assert torch.equal(found[part], quantize(values[part].contiguous(), "fp8"))
+
+
+def test_a_delayed_scale_clips_what_has_grown_since():
+    values = torch.tensor([1.0, 2.0, 100.0])
+    assert torch.equal(quantize(values, "fp8", amax=2.0), torch.tensor([1.0, 2.0, 2.0]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_zeros_stay_zeros_and_nothing_stays_nothing(name):
+    assert quantize(torch.zeros(128, 128), name).abs().sum() == 0
+    assert quantize(torch.zeros(0, 128), name).shape == (0, 128)
+
+
+def test_any_layout_and_dtype_gives_the_same_and_leaves_its_values_alone():
+    values = torch.randn(64, 32, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    before = values.clone()
+    found = quantize(values.transpose(0, 1), "nvfp4")
+    assert torch.equal(found, quantize(values.float().transpose(0, 1).contiguous(), "nvfp4"))
+    assert torch.equal(values, before)
+    assert (found.dtype, found.shape) == (torch.float32, (32, 64, 96))
+
+
+def test_stochastic_rounding_is_right_on_average():
+    values = torch.full((4096, 32), 0.3)
+    values[:, 0] = 6.0  # the largest of each block: the scale is 1
+    found = quantize(values, "mxfp4", generator=torch.Generator().manual_seed(0))
+    assert abs(found[:, 1:].mean() - 0.3) < 5 * 0.25 / (4096 * 31) ** 0.5
+    assert quantize(values, "mxfp4")[:, 1:].unique().tolist() == [0.5]
+
+
+def test_what_cannot_be_is_told_in_a_line():
+    values = torch.ones(4, 48)
+    with pytest.raises(NumericsError, match="'mxfp5' is none of bf16, "):
+        quantize(values, "mxfp5")
+    with pytest.raises(NumericsError, match=r"blocks of 1x32, and 4x48 values.* no multiple"):
+        quantize(values, "mxfp4")
+    with pytest.raises(NumericsError, match="power 'up' is none of floor"):
+        replace(FORMATS["mxfp4"], power="up")
+    with pytest.raises(NumericsError, match="amax is for one scale"):
+        quantize(torch.ones(32), "mxfp4", amax=1.0)
+    for wrong in (torch.ones(32, dtype=torch.int64), torch.tensor(1.0)):
+        with pytest.raises(NumericsError, match="floating-point tensor of one dimension"):
+            quantize(wrong, "mxfp4")
+
+
+def test_bits_for_a_value():
+    found = {name: FORMATS[name].bits for name in ("fp8", "mxfp8", "mxfp6-e2m3", "mxfp4", "nvfp4")}
+    expected = {"fp8": 8, "mxfp8": 8.25, "mxfp6-e2m3": 6.25, "mxfp4": 4.25, "nvfp4": 4.5}
+    assert found == expected
+
+
+def test_what_is_clipped_and_flushed_is_counted_and_adds_up():
+    counts = Counts()
+    values = torch.zeros(2, 32)
+    values[0, :5] = torch.tensor(
+        [6.0, 0.2, 0.5, 3.0, -1e-6]
+    )  # a scale of 1: 2 flushed, 1 subnormal
+    quantize(values, "mxfp4", counts=counts)
+    assert counts == Counts(values=64, flushed=2, subnormal=1)
+    values[1, :3] = torch.tensor([math.inf, math.nan, 1.0])
+    quantize(values, "bf16", counts=counts)
+    assert (counts.values, counts.nonfinite) == (128, 2)
+    floor = Counts()
+    quantize(torch.full((32,), 7.9), replace(FORMATS["mxfp4"], power="floor"), counts=floor)
+    assert floor.clipped == 32  # 7.9 becomes 6, as the OCP's scale has it
+    late = Counts()  # delayed scaling whose largest magnitude is that of an earlier step
+    quantize(torch.tensor([1.0, 4.0]), "fp8", amax=2.0, counts=late)
+    assert late.clipped == 1
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_the_formats_of_16_bits_are_casts(name, dtype):
+    values = torch.tensor([1e-8, 0.1, 65519.0, 65520.0, 3.4e38, -math.inf, math.nan])
+    counts = Counts()
+    assert same(quantize(values, name, counts=counts), values.to(dtype).float())
+    assert counts.clipped == {"bf16": 1, "fp16": 2}[name]
+    assert counts.nonfinite == 2
