@@ -134,7 +134,7 @@ assert dtype_of(normal) == "float16"
 assert ops.all(ops.isfinite(normal))
 
 # %% [markdown]
-# A layer of your own has no such care built in. This one overflows unless you give it float32:
+# A layer of your own has no such care: this one overflows unless you give it float32:
 
 
 # %%
@@ -152,14 +152,14 @@ assert ops.all(ops.isinf(Energy()(far)))
 assert ops.all(ops.isfinite(Energy(dtype="float32")(far)))
 
 # %% [markdown]
-# In float16 the sums are infinite, and in float32 they are in the millions. Autocast for CUDA would
+# In float16 the sums are infinite, in float32 in the millions. Autocast for CUDA would
 # have computed both ops in float32 ([notebook 02](02_autocast_dtypes.ipynb) has its table).
 #
 # ## Keep the last layer in float32
 #
-# A softmax or a sigmoid under `mixed_float16` gives the loss probabilities in float16. Just below
-# 1, the numbers of float16 are 2⁻¹¹ apart, so a probability of 0.9998 becomes 1, and there is
-# nothing left to learn. Take a yes-or-no answer with a logit of 8.5, once right and once wrong:
+# A softmax or a sigmoid under `mixed_float16` gives the loss probabilities in float16, whose numbers
+# just below 1 are 2⁻¹¹ apart: 0.9998 becomes 1, and nothing is left to learn. Take a logit of 8.5 for a
+# yes or no, once right and once wrong:
 
 # %%
 from_probability = keras.losses.BinaryCrossentropy()
@@ -181,9 +181,8 @@ for case, target in (("right", 1.0), ("wrong", 0.0)):
     print(f"{case}: {shown}, exactly {exact[case]:.1e}")
 
 # %% [markdown]
-# In float16 the loss of the right answer is over a thousand times too small, and that of the wrong
-# one nearly twice too large. The safe way is a last layer without activation, in float32, and
-# `from_logits=True`:
+# In float16 the loss of the right answer is over a thousand times too small, that of the wrong one
+# nearly twice too large. Safe is a last layer without activation, in float32, and `from_logits=True`:
 
 # %%
 for case, found in losses.items():
@@ -191,6 +190,7 @@ for case, found in losses.items():
     assert abs(float(found["sigmoid in float32"]) / exact[case] - 1) < 1e-2
 assert float(losses["right"]["sigmoid in float16"]) < exact["right"] / 1000
 assert float(losses["wrong"]["sigmoid in float16"]) > 1.8 * exact["wrong"]
+assert torch.tensor([0.9998, 1 - 2**-11, 1 - 2**-12]).half().tolist() == [1, 1 - 2**-11, 1]
 
 # %% [markdown]
 # ## What compile adds

@@ -282,6 +282,7 @@ def test_the_loss_of_an_output_is_its_own_or_its_mean_square():
     x = torch.ones(3, requires_grad=True) * 2
     assert loss_of({"loss": x.sum(), "logits": x}) == "output['loss']"
     assert loss_of((x, {"ids": torch.zeros(2)})) == "output[0].float().square().mean()"
+    assert loss_of(x.sum()) == "output"  # a model that returns its loss
     assert loss_of(torch.ones(3)) is None
 
 

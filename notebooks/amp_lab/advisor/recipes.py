@@ -91,7 +91,8 @@ def loss_of(output: Any) -> str | None:
     elif isinstance(output, (list, tuple)):
         parts = {f"output[{i}]": part for i, part in enumerate(output)}
     found = [p for p, t in parts.items() if isinstance(t, torch.Tensor) and t.requires_grad]
-    own = [place for place in found if "loss" in place and not parts[place].dim()]
+    scalars = [place for place in found if not parts[place].dim()]
+    own = [place for place in scalars if "loss" in place or place == "output"]
     return next(iter(own + [f"{place}.float().square().mean()" for place in found]), None)
 
 

@@ -26,7 +26,8 @@ def errors_by_layer(reports: Sequence[Any]) -> Figure:
         shown = [r for r in reports if r.format == form and r.decibels]
         at = [names.index(r.layer.name) for r in shown]
         values = [r.worst[1] for r in shown]
-        ax.plot(at, values, color=colour, linewidth=1, label=form)
+        ax.plot(at, values, color=colour, linewidth=1)
+        ax.plot([], [], marker=mark, color=colour, linewidth=1, markersize=5, label=form)
         for kept, fill in ((True, "white"), (False, colour)):
             part = [n for n, r in enumerate(shown) if bool(r.left_out) is kept]
             points = [at[n] for n in part], [values[n] for n in part]
