@@ -63,6 +63,7 @@ FIGURES = {  # figure: its arguments, and what stands on its axes
     "gradients_against_fp16": ((torch.randn(99) * 8 - 25, (1, 256)), ["log2 of |gradient", "num"]),
     "growth": ((dict.fromkeys("ab", GROWTH),), ["speed-up", "memory, share"]),
     "loss_and_accuracy": ((SEEDS, SEEDS), ["epoch", "loss (cross-entropy)", "accuracy"]),
+    "loss_by_format": (({"fp8": [[2.0] * 12, [1.0] * 12]},), ["step", "loss"]),
     "loss_by_backend": (({"torch": PAIR, "jax": PAIR},), ["epoch", "cross-entropy"]),
     "loss_curves": ((SEEDS,), ["epoch", "loss (mean squared error)"]),
     "loss_scales": (({"fp16": SCALES, "other": SCALES},), ["step", "loss scale"]),
@@ -77,6 +78,7 @@ FIGURES = {  # figure: its arguments, and what stands on its axes
     "scores_by_seed": ((PAIR,), ["(%)"]),
     "sent_bytes": (({"FSDP": SENT}, 4), ["4 ranks", "(KiB)"]),
     "side_by_side": (({"target": GREY, "fp32": GREY},), ["brightness"]),
+    "sqnr_by_format": (({"normal": {"fp8": 31.0}, "outlier": {"fp8": 9.0}},), ["format", "(dB)"]),
     "speed_ladder": (({"CNN": RUNGS},), ["(ms)"]),
     "speedup_over_size": (
         ([32, 64], {"bf16": [TWICE] * 2, "bf16, compiled": [TWICE] * 2}),
@@ -145,6 +147,7 @@ def test_what_was_measured_has_its_interval():
 NOT_TRUSTED = {  # figure: its arguments, and how often it says that the machine was busy
     "best_speedups": (({"a CPU": {"CNN": UNTOLD}},), 1),
     "growth": (({"batch": ([8, 16], [UNTOLD, UNTOLD], [1.0, 0.6])},), 1),
+    "sqnr_by_format": (({"normal": {"fp8": 31.0}, "outlier": {"fp8": 9.0}},), ["format", "(dB)"]),
     "speed_ladder": (({"CNN": [("fp32", "eager", replace(TOOK, trusted=False), 5.0, "1x")]},), 1),
     "speedup_over_size": (([32, 64], {"bf16": [TWICE, UNTOLD], "fp16": [UNTOLD, TWICE]}), 1),
     "throughput_over_batch": (({8: BUSY, 16: TIMES},), 2),

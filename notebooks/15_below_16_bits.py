@@ -1,0 +1,639 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Go below 16 bits with FP8, MX and NVFP4
+#
+# **What you'll do.** Round tensors to eight and four bits, first by hand and then with the scales
+# that today's GPUs use. Train a small GPT whose matrix products are rounded in that way, call
+# PyTorch's own FP8 product, and rehearse a model in each format.
+#
+# **What you'll learn.**
+# - what E4M3, E5M2 and E2M1 can hold, and why each of them needs a scale;
+# - what a scale for the tensor, for a row and for a block each protect from, and what MX and
+#   NVFP4 are;
+# - which layers to leave in 16 bits, and what no simulation can tell.
+#
+# **What you need.** [Notebook 01](01_number_formats.ipynb), which takes number formats apart. You
+# need no GPU: the numbers are the hardware's, bit for bit, and only its speed is missing.
+
+# %% tags=["nbval-ignore-output"]
+import argparse
+import functools
+import inspect
+from importlib.util import find_spec
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from amp_lab import plots, rehearse
+from amp_lab.formats import ELEMENTS, FORMATS, Format, hadamard, quantize
+from amp_lab.notebook import start
+from exercises.below_16_bits import (
+    check_bits,
+    check_block_scales,
+    check_left_out,
+    check_scale_of,
+)
+
+device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
+plots.use_style()
+
+# %% [markdown]
+# ## The idea in five lines
+#
+# E4M3 is the FP8 format of the forward pass: a sign, four bits of exponent and three of mantissa.
+# We round a gradient of an ordinary size to it, once as it is and once after a multiplication that
+# we undo. Before you run this: what becomes of it?
+
+# %%
+gradient = torch.tensor([1e-4, -3e-4, 2e-5])
+unscaled = gradient.to(torch.float8_e4m3fn).float()
+factor = 448 / gradient.abs().max()  # the largest value becomes the largest number of E4M3
+scaled = (gradient * factor).to(torch.float8_e4m3fn).float() / factor
+print("unscaled", unscaled.tolist(), " scaled", [f"{value:.3g}" for value in scaled.tolist()])
+assert not unscaled.any()
+assert (scaled / gradient - 1).abs().max() < 2**-4
+
+# %% [markdown]
+# As it is, the gradient becomes zero, since the smallest number of E4M3 is 2^-9. With a scale, all
+# three values arrive with an error of at most a sixteenth. In 16 bits, one loss scale serves a
+# whole model. Below 16 bits *every tensor* gets a scale of its own in every step, or even every 16
+# values, and the formats differ in how many values share one.
+#
+# ## The numbers
+#
+# These are all the elements that today's hardware multiplies. `ELEMENTS` has them with their
+# limits:
+
+# %%
+for name in ("fp16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "int8"):
+    element = ELEMENTS[name]
+    numbers = f"{len(element.numbers()):>6} numbers" if element.bits < 16 else ""
+    print(f"{name:<5}{element.bits:>3} bits  largest {element.largest:>7g}", end="  ")
+    print(f"smallest {element.smallest:<8.3g}{numbers}")
+halves = ELEMENTS["e2m1"].numbers()
+print("all of E2M1:", halves[halves >= 0].tolist())
+assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+# %% [markdown]
+# The name says how the bits are divided: E4M3 has 4 bits of exponent and 3 of mantissa. **E5M2**
+# reaches further and is coarser, which suits gradients. **E2M1**, the four-bit format of MXFP4 and
+# NVFP4, has the eight numbers of the last line, and their negatives.
+#
+# To round a value by hand, we find the power of two below it, which gives the spacing of the
+# numbers there, and round to a multiple of that spacing. Below the smallest normal number the
+# spacing stays as it is. What is too large becomes the largest number, as training libraries have
+# it (*saturation*).
+
+
+# %%
+def round_to(values, mantissa_bits, least_exponent, largest):
+    """The nearest numbers of a format; ties go to the even one."""
+    values = values.clamp(-largest, largest)
+    exponent = torch.frexp(values).exponent - 1  # of the power of two below
+    spacing = torch.exp2((exponent.clamp(min=least_exponent) - mantissa_bits).float())
+    return (values / spacing).round() * spacing
+
+
+torch.manual_seed(0)
+some = torch.randn(100_000) * torch.exp2(torch.randint(-12, 8, (100_000,)).float())
+by_hand = round_to(some, mantissa_bits=3, least_exponent=-6, largest=448)
+assert torch.equal(by_hand, some.clamp(-448, 448).to(torch.float8_e4m3fn).float())
+assert torch.equal(by_hand, ELEMENTS["e4m3"].round(some))
+e2m1 = round_to(some, mantissa_bits=1, least_exponent=0, largest=6)
+assert torch.equal(e2m1, ELEMENTS["e2m1"].round(some))
+
+# %% [markdown]
+# That is bit for bit what PyTorch's cast gives. PyTorch has no arithmetic for these dtypes: they
+# are for storage, and for the matrix product at the end of this notebook.
+#
+# ## Who shares a scale?
+#
+# `FORMATS` puts an element and its scales together. `quantize` rounds a tensor to one of them and
+# multiplies the scales back in, so that we see in fp32 what the hardware would have.
+#
+# | format | element | values that share a scale | the scale is |
+# |---|---|---|---|
+# | `fp8` | E4M3 | the whole tensor | fp32 |
+# | `fp8-rowwise` | E4M3 | a row | fp32, a power of two |
+# | `fp8-1x128` | E4M3 | 128 in a row | fp32 |
+# | `mxfp8`, `mxfp4` | E4M3, E2M1 | 32 in a row | E8M0: eight bits, a power of two |
+# | `nvfp4` | E2M1 | 16 in a row | E4M3, above which the tensor has one in fp32 |
+#
+# We measure the error as SQNR, the *signal to quantisation noise ratio* in decibels: 20 dB are an
+# error of 10 %, 40 dB of 1 %. One tensor has normally distributed values. The other is the same,
+# but one column is a million times as large: a caricature of the *outlier channels* of real
+# activations. Before you run this: which format suffers?
+
+
+# %%
+def sqnr(values, rounded):
+    """The signal to quantisation noise ratio in dB, over the values that are not outliers."""
+    kept = values.abs() < 100
+    noise = (values - rounded)[kept].square().mean()
+    return 10 * torch.log10(values[kept].square().mean() / noise).item()
+
+
+normal = torch.randn(128, 256)
+outliers = normal.clone()
+outliers[:, 100] *= 1e6  # one channel of 256
+NAMES = ("fp8", "fp8-rowwise", "fp8-1x128", "mxfp8", "mxfp4", "nvfp4")
+errors = {
+    kind: {name: sqnr(values, quantize(values, name)) for name in NAMES}
+    for kind, values in {"normal": normal, "one outlier channel": outliers}.items()
+}
+_ = plots.sqnr_by_format(errors)
+
+# %% [markdown]
+# The picture shows the SQNR of each format, with normal values and beside an outlier channel. (The
+# outliers themselves are left out of the count.) Among normal values nothing but the element
+# matters: about 31 dB in E4M3, and 19 or 20 in E2M1. The outlier channel ruins every scale that it
+# shares: the tensor's, and each row's too, because every row has one value of that channel. In
+# blocks it ruins only its own.
+
+# %%
+alone, beside = errors["normal"], errors["one outlier channel"]
+assert min(alone[name] for name in NAMES[:4]) > 29
+assert all(17 < alone[name] < 22 for name in ("mxfp4", "nvfp4"))
+assert max(beside["fp8"], beside["fp8-rowwise"]) < 15
+assert beside["fp8-1x128"] < beside["mxfp8"] < alone["mxfp8"]
+for name in NAMES:
+    print(f"{name:<12} {FORMATS[name].bits:>5.2f} bits a value, {alone[name]:.1f} dB")
+
+# %% [markdown]
+# The scales cost bits: NVFP4 stores one E4M3 number for 16 values, so each value takes 4.5 bits.
+# MXFP4 gets by with 4.25, but its scales are powers of two, so its values fill the range less well.
+#
+# ### When is the scale known?
+#
+# The largest value of a tensor is known only after the tensor is. **Current scaling** therefore
+# reads each tensor twice, and **delayed scaling** takes the largest value of earlier steps. That
+# saves a pass, but when values grow, they are clipped:
+
+# %%
+growing = [torch.randn(4096) * 1.5**step for step in range(6)]
+for before, now in pairwise(growing):
+    delayed = quantize(now, "fp8", amax=before.abs().max().item())
+    assert delayed.abs().max() < 1.01 * before.abs().max() < now.abs().max()
+    print(f"largest {now.abs().max():6.2f}, with the last step's scale {delayed.abs().max():6.2f}")
+
+# %% [markdown]
+# Each step loses its largest values. That is why delayed scaling keeps a history of several steps
+# and some room, and why most recipes of today scale currently.
+#
+# ## Train with rounded products
+#
+# A linear layer has three matrix products in a step: the output, the gradient of the input
+# (*dgrad*), and the gradient of the weight (*wgrad*). All three take rounded operands. Each operand
+# is rounded along the dimension that its product sums over, so the weight is rounded twice, once in
+# each direction. The sums, the weights that the optimizer updates, and all ops between the layers
+# stay in 16 or 32 bits.
+
+
+# %%
+class RoundedProduct(torch.autograd.Function):
+    """`x @ weight.T` of (rows, in) and (out, in), with operands rounded to a format."""
+
+    @staticmethod
+    def forward(ctx, x, weight, form):
+        ctx.save_for_backward(x, weight)
+        ctx.form = form
+        return quantize(x, form) @ quantize(weight, form).T
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x, weight), form = ctx.saved_tensors, ctx.form
+        dgrad = quantize(grad, form) @ quantize(weight.T, form).T  # sums over the outputs
+        wgrad = quantize(grad.T, form) @ quantize(x.T, form).T  # sums over the rows
+        return dgrad, wgrad, None
+
+
+class RoundedLinear(nn.Linear):
+    """A linear layer whose products are rounded to `form`."""
+
+    def __init__(self, form, *sizes):
+        super().__init__(*sizes)
+        self.form = form
+
+    def forward(self, x):
+        rows = RoundedProduct.apply(x.flatten(0, -2), self.weight, self.form)
+        return rows.unflatten(0, x.shape[:-1]) + self.bias
+
+
+# %% [markdown]
+# The model is a GPT of two blocks that predicts the next character of a text, and the text is the
+# source of Python's own `argparse`. The embedding and the last layer stay as they are.
+
+
+# %%
+class Block(nn.Module):
+    """Causal attention, then a network of two layers, both residual."""
+
+    def __init__(self, width, linear):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = linear(width, 3 * width), linear(width, width)
+        self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
+
+    def forward(self, x):  # (B, T, width)
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Characters (B, T) to logits (B, T, vocabulary)."""
+
+    def __init__(self, vocabulary, linear=nn.Linear, width=64, length=32):
+        super().__init__()
+        self.token, self.place = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.blocks = nn.Sequential(Block(width, linear), Block(width, linear))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary)
+
+    def forward(self, tokens):
+        x = self.token(tokens) + self.place.weight[: tokens.shape[1]]
+        return self.head(self.norm(self.blocks(x)))
+
+
+text = inspect.getsource(argparse)
+characters = sorted(set(text))
+tokens = torch.tensor([characters.index(c) for c in text], device=device)
+
+
+def train(form, seed, steps={"quick": 100, "full": 1000}[scale]):
+    """Losses of a training whose products are rounded to a format, or in fp32 without one."""
+    torch.manual_seed(seed)
+    linear = functools.partial(RoundedLinear, form) if form else nn.Linear
+    model = GPT(len(characters), linear).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses, draws = [], torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        starts = torch.randint(0, len(tokens) - 33, (8,), generator=draws)
+        batch = torch.stack([tokens[i : i + 33] for i in starts])  # (8, 33)
+        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# %% [markdown]
+# We train in fp32, in E4M3 without any scale, and in four formats with theirs, from three seeds
+# each. Before you run this: which of them will learn?
+
+# %%
+no_scale = Format("fp8, no scale", ELEMENTS["e4m3"], (0, 0), scale="none")
+runs = {"fp32": None, "fp8, no scale": no_scale}
+runs |= {name: FORMATS[name] for name in ("fp8", "mxfp8", "mxfp4", "nvfp4")}
+losses = {name: [train(form, seed) for seed in range(3)] for name, form in runs.items()}
+last = {  # the mean of the last 20 steps
+    name: [sum(run[-20:]) / 20 for run in of_seeds] for name, of_seeds in losses.items()
+}
+mean = {name: sum(values) / len(values) for name, values in last.items()}
+for name, values in last.items():
+    print(f"{name:<15} {mean[name]:.3f}   by seed", *(f"{value:.3f}" for value in values))
+_ = plots.loss_by_format(losses)
+
+# %% [markdown]
+# The picture shows the mean loss of the three seeds, smoothed over ten steps. Without a scale, the
+# gradients of a loss that is a mean over 256 characters are so small that E4M3 makes zero of nearly
+# all of them: the blocks do not learn, and only what lies around them does. With scales, every
+# format follows fp32 more closely than two seeds follow each other, even with four bits.
+
+# %%
+between_seeds = max(last["fp32"]) - min(last["fp32"])
+assert mean["fp8, no scale"] > mean["fp32"] + 0.1
+for name in ("fp8", "mxfp8", "mxfp4", "nvfp4"):
+    assert abs(mean[name] - mean["fp32"]) < max(between_seeds, 0.05)
+
+# %% [markdown]
+# Do not conclude that four bits are enough for your model. What survives a hundred steps of a tiny
+# GPT can still fail after a trillion tokens: errors that are alike in every step add up, and large
+# models have the outliers that this one lacks. Use it the other way round: **what fails here will
+# fail there.**
+#
+# ## Three remedies
+#
+# Recipes for four bits add three things. The first is a **random Hadamard transform**: both
+# operands of a product are mixed by the same orthogonal matrix, so the product stays the same, but
+# an outlier is spread over its block.
+
+# %%
+torch.manual_seed(0)
+left, right = torch.randn(64, 256), torch.randn(64, 256)
+left[:, ::32] *= 10  # an outlier in each block of 32
+exact = left @ right.T
+
+
+def product_error(left, right, form):
+    """The error of a product of rounded operands, relative, in the Euclidean norm."""
+    return ((quantize(left, form) @ quantize(right, form).T - exact).norm() / exact.norm()).item()
+
+
+plain = product_error(left, right, "mxfp4")
+mixed = product_error(hadamard(left), hadamard(right), "mxfp4")
+print(f"MXFP4: {plain:.1%} off, after a Hadamard transform {mixed:.1%}")
+torch.testing.assert_close(hadamard(left) @ hadamard(right).T, exact, rtol=1e-4, atol=1e-3)
+assert mixed < 0.9 * plain
+
+# %% [markdown]
+# The second is **stochastic rounding**, for gradients: a value goes to the number above or below at
+# random, with the probability that makes the mean right. A single rounding is worse for it, but
+# small values are not lost every time, so that what adds up over many steps is right.
+
+# %%
+small = torch.full((1, 32), 0.2)
+small[0, 0] = 6.0  # the block's scale follows its largest value
+draws = torch.Generator().manual_seed(0)
+nearest = quantize(small, "mxfp4")[0, 1:]
+stochastic = [quantize(small, "mxfp4", generator=draws)[0, 1:].mean() for _ in range(1000)]
+average = torch.stack(stochastic).mean().item()
+print(f"0.2 becomes {nearest[0]:g} to nearest; stochastically it is {average:.3f} on average")
+assert not nearest.any()
+assert abs(average - 0.2) < 0.01
+
+# %% [markdown]
+# The third is to **leave some layers in 16 bits**: usually the first and the last, those that are
+# too small to gain anything, and those whose error is large. The tool at the end finds them.
+#
+# ## The real product
+#
+# PyTorch multiplies in FP8 through `torch.nn.functional.scaled_mm`, on a GPU with the hardware and
+# on a CPU by a slow reference for small shapes. It takes the rounded operands and their scales, and
+# must give what we simulate:
+
+# %%
+a, b = torch.randn(32, 64), torch.randn(48, 64)
+
+
+def to_fp8(values):
+    """E4M3 numbers, and what to multiply them by."""
+    factor = 448 / values.abs().max()
+    return (values * factor).clamp(-448, 448).to(torch.float8_e4m3fn), 1 / factor
+
+
+can_multiply = device.type == "cpu" or (
+    device.type == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
+)
+where = device if can_multiply else torch.device("cpu")
+(a8, scale_a), (b8, scale_b) = to_fp8(a.to(where)), to_fp8(b.to(where))
+tensorwise = F.ScalingType.TensorWise
+real = F.scaled_mm(a8, b8.T, scale_a, tensorwise, scale_b, tensorwise, output_dtype=torch.bfloat16)
+simulated = quantize(a, "fp8") @ quantize(b, "fp8").T
+off = ((real.float().cpu() - simulated).norm() / simulated.norm()).item()
+print(f"on {where.type}: the real product is {off:.2%} off the simulated one, in bf16")
+assert off < 2**-8  # the rounding of the result to bf16
+
+# %% [markdown]
+# What is left is the rounding of the result to bf16, which the hardware does as well. Training
+# libraries wrap this product: torchao converts the linear layers of a model in one call, as you
+# will see below. Its recipe `tensorwise` has gradients in E5M2, and `rowwise` is the one that its
+# documentation recommends. Compile the model as well, since the casts cost more than the product
+# saves if each is a kernel of its own. And the layers have to be large: its own table has 0.80x for
+# a product of 1024 x 2048 x 1024, and 1.39x for 4096 x 8192 x 16384.
+#
+# ## Which card multiplies what?
+#
+# | card | FP8 | MXFP8, MXFP4, NVFP4 |
+# |---|---|---|
+# | NVIDIA Ampere and before (A100, RTX 30) | no | no |
+# | Ada, Hopper (8.9 and 9.0: RTX 40, L40S, H100) | yes | no |
+# | Blackwell (10.x: B200; 12.x: RTX 50) | yes | yes |
+# | AMD MI300 | yes, as *fnuz* | no |
+# | AMD MI350 | yes | MXFP8, MXFP4 |
+#
+# The *fnuz* formats of MI300 look like E4M3 and E5M2, but their exponent is shifted by one: the
+# same bits mean half as much, and the largest number of E4M3 is 240. A checkpoint in one is wrong
+# in the other.
+
+# %%
+bits = torch.tensor([0x38], dtype=torch.uint8)
+usual, fnuz = (bits.view(t).item() for t in (torch.float8_e4m3fn, torch.float8_e4m3fnuz))
+print(f"the same bits are {usual} in E4M3 and {fnuz} in its fnuz form")
+assert (usual, fnuz) == (1.0, 0.5)
+
+# %% [markdown]
+# ## Rehearse a model of your own
+#
+# `rehearse` does all of this for any model. It takes one step in fp32, repeats each product of each
+# layer in each format, and names the layers that are better left in 16 bits and why. Then the whole
+# model runs with the rest rounded. We give it our GPT, in which one of the 256 features inside the
+# second block is a million times as large.
+
+# %%
+torch.manual_seed(0)
+gpt = GPT(len(characters))
+with torch.no_grad():
+    gpt.blocks[1].up.weight[5] *= 1e6
+    gpt.blocks[1].down.weight[:, 5] /= 1e6
+batch = torch.stack([tokens[i : i + 32] for i in range(0, 256, 32)]).cpu()
+
+
+def loss_of(logits):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+
+report = rehearse(gpt, batch, formats=("fp8", "fp8-rowwise", "mxfp8", "nvfp4"), loss_fn=loss_of)
+report
+
+# %% [markdown]
+# Read a row from left to right: bf16's error first, then that of each format, in decibels. A star
+# marks what is better left in 16 bits, and the list below says why. The planted feature breaks both
+# layers around it. With one scale for the tensor, as in FP8 and in NVFP4's upper level, nothing
+# else of them is left (0 dB). Scales for rows save a little, blocks of 32 save more, and yet they
+# are far from the usual 29 dB, so `rehearse` leaves both layers out in every format. Without them
+# the whole model *holds*: its gradients are off by less than one percent in FP8. The lines at the
+# end convert the model with torchao, and ran on a copy.
+#
+# On the command line this is `amp-lab rehearse`; `--steps` trains in each format beside bf16, and
+# `--for h100` forecasts which layers would gain there.
+
+# %%
+for layer in ("blocks.1.up", "blocks.1.down"):
+    worst = {form: report.of(layer, form).worst[1] for form in ("fp8", "fp8-rowwise", "mxfp8")}
+    assert worst["fp8"] < min(1, worst["fp8-rowwise"])
+    assert worst["fp8-rowwise"] < worst["mxfp8"] < 20
+    assert all(report.of(layer, form).left_out for form in (*worst, "nvfp4"))
+assert all(found.verdict == "holds" for found in report.formats)
+assert report.formats[1].gradients_off < 0.01
+
+# %% [markdown]
+# Is torchao's own emulation the same as our simulation? For one layer, with the library at hand, we
+# can ask:
+
+# %%
+if find_spec("torchao"):
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    torch.manual_seed(0)
+    x = torch.randn(32, 64)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    expected = quantize(x, "fp8") @ quantize(model[0].weight, "fp8").T
+    convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+    torch.testing.assert_close(model(x), expected)
+
+# %% [markdown]
+# ## Summary
+#
+# - Below 16 bits a tensor is small numbers *and* scales. The element decides the error of
+#   ordinary values,
+#   the scales decide what outliers do to the others.
+# - One scale for the tensor is simple and breaks on outliers. Blocks of 32 (MX) or 16 (NVFP4)
+#   confine them.
+# - All three products of a linear layer are rounded. Weights, sums, optimizer state and all other
+#   ops are not.
+# - Without a scale E4M3 does not learn. With one, even four bits follow fp32 here, which says
+#   nothing about a
+#   long training of a large model.
+# - The numbers can be rehearsed anywhere. The speed cannot: it needs large layers,
+#   `torch.compile` and a
+#   card that multiplies the format.
+#
+# [Notebook 10](10_speed_ladder.ipynb) measures what a lower precision buys on your device.
+#
+# ## Exercises
+#
+# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
+# not, why. A hint and a solution are folded away below each.
+#
+# ### 1. Count the bits
+#
+# A layer has 4096 x 4096 weights. How many MiB do they take in NVFP4, with the scales of its
+# blocks? (The one scale of the tensor may be left out.)
+
+# %%
+mebibytes = ...
+check_bits(mebibytes)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Every 16 values share one scale of eight bits. How many bits does that make for a value?
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# mebibytes = 4096 * 4096 * (4 + 8 / 16) / 8 / 2**20
+# ```
+#
+# These are 9 MiB, where bf16 takes 32.
+#
+# </details>
+#
+# ### 2. Find the factor
+#
+# Complete `factor_of`: what does a tensor have to be multiplied by before it is rounded to E4M3, so
+# that its largest magnitude becomes 448? A tensor of zeros must not give infinity or NaN.
+
+
+# %%
+def factor_of(values):
+    return ...
+
+
+check_scale_of(factor_of)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# The largest magnitude may belong to a negative value. For zeros, torchao divides by 1e-12 at
+# least.
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# def factor_of(values):
+#     return 448 / values.abs().max().clamp(min=1e-12)
+# ```
+#
+# </details>
+#
+# ### 3. Scale a block by a power of two
+#
+# Complete `block_scales` for MXFP4: the smallest power of two for each row of 32 values, so that no
+# value divided by it exceeds 6. No row is all zeros.
+
+
+# %%
+def block_scales(rows):  # (blocks, 32) to (blocks, 1)
+    return ...
+
+
+check_block_scales(block_scales)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Divide each row's largest magnitude by 6, and take the exponent above it: `log2`, `ceil`, `exp2`.
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# def block_scales(rows):
+#     return (rows.abs().amax(1, keepdim=True) / 6).log2().ceil().exp2()
+# ```
+#
+# That is how Blackwell rounds them up, and nothing is clipped. The first specification rounds down
+# (`Format(…, power="floor")`), so that the largest values of a block may be clipped.
+#
+# </details>
+#
+# ### 4. Read a report
+#
+# Complete the function: the names of the layers that a report of `rehearse` leaves in 16 bits for a
+# format, in the order of its `layers`.
+
+
+# %%
+def left_out(report, form):
+    return ...
+
+
+check_left_out(left_out, report)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `report.layers` has an entry for each layer and format, with `layer.name`, `format` and
+# `left_out`, which is empty for a layer that is converted.
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# def left_out(report, form):
+#     return [r.layer.name for r in report.layers if r.format == form and r.left_out]
+# ```
+#
+# </details>
+#
+# ## Further reading
+#
+# - P. Micikevicius et al., [FP8 Formats for Deep Learning](https://arxiv.org/abs/2209.05433), 2022.
+# - [OCP Microscaling
+#   Formats](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
+#   ):
+#   MXFP8, MXFP6, MXFP4 and their scales.
+# - NVIDIA, [Pretraining Large Language Models with NVFP4](https://arxiv.org/abs/2509.25149),
+#   2025: the
+#   Hadamard transform, stochastic rounding and the layers that stay in 16 bits.
+# - [torchao's float8 training](https://github.com/pytorch/ao/tree/main/torchao/float8): recipes,
+#   and a table of
+#   which shapes gain.
+# - [`scaled_mm`](https://docs.pytorch.org/docs/stable/nn.functional.html) in PyTorch.
