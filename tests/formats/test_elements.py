@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from amp_lab.errors import NumericsError
-from amp_lab.formats import ELEMENTS, element
+from amp_lab.formats import ELEMENTS
 
 INF, NAN = float("inf"), float("nan")
 OF_TORCH = [e for e in ELEMENTS.values() if e.bits == 8 and e.name != "int8"]
@@ -63,9 +62,3 @@ def test_the_values_stay_as_they_are():
     values = torch.tensor([0.3, 9.0])
     ELEMENTS["e2m1"].round(values)
     assert torch.equal(values, torch.tensor([0.3, 9.0]))
-
-
-def test_a_name_that_is_none_is_told():
-    assert element("e4m3").largest == 448
-    with pytest.raises(NumericsError, match="'fp9' is none of bf16"):
-        element("fp9")

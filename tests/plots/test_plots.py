@@ -147,7 +147,6 @@ def test_what_was_measured_has_its_interval():
 NOT_TRUSTED = {  # figure: its arguments, and how often it says that the machine was busy
     "best_speedups": (({"a CPU": {"CNN": UNTOLD}},), 1),
     "growth": (({"batch": ([8, 16], [UNTOLD, UNTOLD], [1.0, 0.6])},), 1),
-    "sqnr_by_format": (({"normal": {"fp8": 31.0}, "outlier": {"fp8": 9.0}},), ["format", "(dB)"]),
     "speed_ladder": (({"CNN": [("fp32", "eager", replace(TOOK, trusted=False), 5.0, "1x")]},), 1),
     "speedup_over_size": (([32, 64], {"bf16": [TWICE, UNTOLD], "fp16": [UNTOLD, TWICE]}), 1),
     "throughput_over_batch": (({8: BUSY, 16: TIMES},), 2),

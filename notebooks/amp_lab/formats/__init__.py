@@ -4,11 +4,11 @@ Only the numbers are those of the hardware, not its speed: what a tensor becomes
 and what a matrix product of such tensors becomes (`quantized_linear`).
 """
 
-from amp_lab.formats.elements import ELEMENTS, Element, element
+from amp_lab.formats.elements import ELEMENTS, Element
 from amp_lab.formats.products import ProductFormats, hadamard, quantized_linear
 from amp_lab.formats.scaling import FORMATS, Counts, Format, format_of, quantize
 
 __all__ = [
-    "ELEMENTS", "FORMATS", "Counts", "Element", "Format", "ProductFormats", "element", "format_of",
+    "ELEMENTS", "FORMATS", "Counts", "Element", "Format", "ProductFormats", "format_of",
     "hadamard", "quantize", "quantized_linear",
 ]  # fmt: skip

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from amp_lab.errors import NumericsError
-
 _FP32_BIAS, _FP32_MANTISSA_BITS = 127, 23
 _FP32_EXPONENT = 0x7F800000
 
@@ -99,10 +97,3 @@ ELEMENTS = {
         Element("int8", 8, 6, 6, 127.0, torch.int8),
     )
 }
-
-
-def element(name: str) -> Element:
-    """The element of a name; raises `NumericsError` if there is none."""
-    if name not in ELEMENTS:
-        raise NumericsError(f"element: {name!r} is none of {', '.join(ELEMENTS)}")
-    return ELEMENTS[name]

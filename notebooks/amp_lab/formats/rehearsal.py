@@ -108,7 +108,7 @@ def _first_step(
         raise NumericsError(
             f"{name} multiplies by no parameter that can be rounded{what * bool(run.others)}"
         )
-    layers = [report for passage in passages for report in passage.reports(forms)]
+    layers = [passage.report(form) for passage in passages for form in forms]
     _leave_out(layers, on)
     reports = [_whole_model(run, form, layers, exact, on) for form in forms]
     if reports[0].gradients_off > 0.5:
@@ -163,11 +163,8 @@ class _Passage:
             change = float(torch.linalg.vecdot(rounded.flatten(), grad.flatten()) - exact)
             self.loss_change[form.name] = self.loss_change.get(form.name, 0.0) + change
 
-    def reports(self, forms: list[Format]) -> list[LayerReport]:
-        """What was found, also for formats that do not fit."""
-        return [self._report(form) for form in forms]
-
-    def _report(self, form: Format) -> LayerReport:
+    def report(self, form: Format) -> LayerReport:
+        """What was found in a format, also in one that does not fit."""
         report = LayerReport(self.layer, self.rows, form.name, left_out=self.layer.misfit(form))
         if report.left_out:
             return report
