@@ -597,7 +597,7 @@ check_block_scales(block_scales)
 # ### 4. Read a report
 #
 # Complete the function: the names of the layers that a report of `rehearse` leaves in 16 bits for a
-# format, in the order of its `layers`.
+# format, in the order of its `layers`. It is tried on a report of another model.
 
 
 # %%
@@ -605,7 +605,7 @@ def left_out(report, form):
     return ...
 
 
-check_left_out(left_out, report)
+check_left_out(left_out)
 
 # %% [markdown]
 # <details><summary>Hint</summary>

@@ -95,14 +95,9 @@ class _Interception(TorchFunctionMode):
         one = weight.dim() == 3  # of one dimension: an image of height 1
         batched = values.dim() == weight.dim()
         image, kernel = (values if batched else values[None]), weight
-        size = [
-            (*([least] * one), *_sized(x, 2 - one))
-            for x, least in (
-                (stride, 1),
-                (dilation, 1),
-                (0 if isinstance(padding, str) else padding, 0),
-            )
-        ]
+        around = 0 if isinstance(padding, str) else padding
+        of_two = ((stride, 1), (dilation, 1), (around, 0))
+        size = [(*([least] * one), *_sized(x, 2 - one)) for x, least in of_two]
         image, kernel = (image[:, :, None], kernel[:, :, None]) if one else (image, kernel)
         if padding == "same":
             image = nn.functional.pad(image, _same(kernel.shape[2:], size[1]))
@@ -165,11 +160,8 @@ def _of_patches(
 
 
 def _sized(value: int | Sequence[int], dimensions: int) -> tuple[int, ...]:
-    return (
-        (value,) * dimensions
-        if isinstance(value, int)
-        else tuple(value) * (dimensions // len(value))
-    )
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * (dimensions // len(values))
 
 
 def _same(window: Sequence[int], dilation: Sequence[int]) -> list[int]:

@@ -260,9 +260,7 @@ def _measured(run: _Run, forms: list[Format]) -> tuple[list[_Passage], tuple[flo
 def _leave_out(layers: list[LayerReport], on: Card | None) -> None:
     """Say which of the layers that could be converted are better left in bf16."""
     names = list(dict.fromkeys(report.layer.name for report in layers))
-    ends = (
-        {names[0]: "the first layer", names[-1]: "the last layer"} if len(names) > _CUSTOM else {}
-    )
+    ends = {names[0]: "first", names[-1]: "last"} if len(names) > _CUSTOM else {}
     for report in layers:
         if report.format == "bf16" or report.left_out:
             continue
@@ -270,7 +268,7 @@ def _leave_out(layers: list[LayerReport], on: Card | None) -> None:
         if on and report.format in on.formats:
             gain = on.gain(report.format, report.rows, layer.inner, layer.outer)
         if layer.name in ends:
-            report.left_out = f"{ends[layer.name]}, by custom"
+            report.left_out = f"the {ends[layer.name]} layer, by custom"
         elif gain is not None and gain < 1:
             report.left_out = f"too small to gain: a forecast of {gain:.2f}x"
 

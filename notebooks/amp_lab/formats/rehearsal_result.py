@@ -92,23 +92,17 @@ class Rehearsal(Printed):
         for report in self.layers:
             by_layer.setdefault(report.layer, []).append(report)
         rows = [_row(layer, reports) for layer, reports in by_layer.items()]
-        foot = [
-            [
-                "gradients of the model",
-                "",
-                *(f"{100 * r.gradients_off:.2g} %" for r in self.formats),
-            ],
-            ["loss of the model", "", *(f"{100 * r.loss_off:+.2g} %" for r in self.formats)],
-        ]
+        foot = {
+            "gradients of the model": [f"{100 * r.gradients_off:.2g} %" for r in self.formats],
+            "loss of the model": [f"{100 * r.loss_off:+.2g} %" for r in self.formats],
+        }
         if self.steps:
             last = [f"{statistics.mean(r.losses):.4g}" if r.losses else "-" for r in self.formats]
-            foot.append([f"loss after {self.steps} steps", "", *last])
+            foot[f"loss after {self.steps} steps"] = last
         if self.card:
             gains = ["-" if r.gain is None else f"{r.gain:.2f}x" for r in self.formats]
-            foot.append([f"forecast for {self.card}", "", *gains])
-        foot.append(
-            ["layers", "", *(f"{r.layers} of {r.layers + r.left_out}" for r in self.formats)]
-        )
+            foot[f"forecast for {self.card}"] = gains
+        foot["layers"] = [f"{r.layers} of {r.layers + r.left_out}" for r in self.formats]
         facts = [
             "SQNR in dB of the worst of three products; with * a layer is better left in bf16.",
             *(f"{r.name}: {r.verdict}." for r in self.formats[1:]),
@@ -119,7 +113,7 @@ class Rehearsal(Printed):
             caption=self.title,
             facts=facts,
             advice=[*self._reasons(), *self.watch],
-            foot=foot,
+            foot=[[name, "", *cells] for name, cells in foot.items()],
             right=range(2, 2 + len(names)),
         )
 

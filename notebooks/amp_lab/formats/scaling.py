@@ -42,10 +42,8 @@ class Format:
     @property
     def bits(self) -> float:
         """Bits for each value, with its part of a block's scale; those of rows are not counted."""
-        values = math.prod(self.block)
-        return self.element.bits + (
-            (8 if self.scale in ("e4m3", "e8m0") else 32) / values if values else 0
-        )
+        values, scale = math.prod(self.block), 8 if self.scale in ("e4m3", "e8m0") else 32
+        return self.element.bits + (scale / values if values else 0)
 
     @property
     def multiple(self) -> int:
