@@ -114,7 +114,7 @@ assert torch.equal(e2m1, ELEMENTS["e2m1"].round(some))
 # That is bit for bit what PyTorch's cast gives. PyTorch has no arithmetic for these dtypes: they
 # are for storage, and for the matrix product at the end of this notebook.
 #
-# ## Who shares a scale?
+# ## The values that share a scale
 #
 # `FORMATS` puts an element and its scales together. `quantize` rounds a tensor to one of them and
 # multiplies the scales back in, so that we see in fp32 what the hardware would have.
@@ -417,7 +417,7 @@ assert off < 2**-8  # the rounding of the result to bf16
 # [its own table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance) has a loss for
 # a product of 1024 x 2048 x 1024, and a gain of a third for 4096 x 8192 x 16384.
 #
-# ## Which card multiplies what?
+# ## What each card multiplies
 #
 # | card | FP8 | MXFP8, MXFP4, NVFP4 |
 # |---|---|---|
