@@ -154,12 +154,12 @@ _ = plots.sqnr_by_format(errors)
 # %% [markdown]
 # The picture shows the SQNR of each format, with normal values and beside an outlier channel. (The
 # outliers themselves are left out of the count.) Among normal values nothing but the element
-# matters: between 31 and 32 dB in E4M3, and 19 or 20 in E2M1. The outlier channel ruins every scale that it
-# shares: the tensor's, and each row's too, because every row has one value of that channel. NVFP4
-# suffers as well, because its blocks' scales share one of the tensor. In the blocks of MX the
-# channel ruins only its own.
+# matters: between 31 and 32 dB in E4M3, and 19 or 20 in E2M1. The outlier channel ruins every
+# scale that it shares: the tensor's, and each row's too, because every row has one value of that
+# channel. NVFP4 suffers as well, because its blocks' scales share one of the tensor. In the blocks
+# of MX the channel ruins only its own.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 alone, beside = errors["normal"], errors["one outlier channel"]
 assert min(alone[name] for name in NAMES[:4]) > 29
 assert all(17 < alone[name] < 22 for name in ("mxfp4", "nvfp4"))
@@ -295,7 +295,7 @@ def train(form, seed, steps):
 # We train in fp32, in E4M3 without any scale, and in four formats with theirs, from three seeds
 # each. Before you run this: which of them will learn?
 
-# %%
+# %% tags=["nbval-ignore-output"]
 no_scale = Format("fp8, no scale", ELEMENTS["e4m3"], (0, 0), scale="none")
 runs = {"fp32": None, "fp8, no scale": no_scale}
 runs |= {name: FORMATS[name] for name in ("fp8", "mxfp8", "mxfp4", "nvfp4")}
@@ -314,7 +314,7 @@ _ = plots.loss_by_format(losses)
 # scale, the blocks learn little, and most of what is learned lies around them: the loss is a mean
 # over 256 characters, so its gradients are small, and E4M3 makes zero of nearly all of them.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
 lost = GPT(len(characters), functools.partial(RoundedLinear, no_scale))
 first = tokens[:256].view(8, 32).cpu()
@@ -342,7 +342,7 @@ for name in ("fp8", "mxfp8", "mxfp4", "nvfp4"):
 # operands of a product are mixed by the same orthogonal matrix, so the product stays the same, but
 # an outlier is spread over its block.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
 left, right = torch.randn(64, 256), torch.randn(64, 256)
 left[:, ::32] *= 10  # an outlier in each block of 32
@@ -386,7 +386,7 @@ assert abs(average - 0.2) < 0.01
 # on a CPU by a slow reference for small shapes. It takes the rounded operands and their scales, and
 # must give what we simulate:
 
-# %%
+# %% tags=["nbval-ignore-output"]
 a, b = torch.randn(32, 64), torch.randn(48, 64)
 
 
@@ -445,7 +445,7 @@ assert (usual, fnuz) == (1.0, 0.5)
 # model runs with the rest rounded. We give it our GPT, in which one of the 256 features inside the
 # second block is a million times as large.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
 gpt = GPT(len(characters))
 with torch.no_grad():
@@ -459,6 +459,7 @@ def loss_of(logits):
 
 
 report = rehearse(gpt, batch, formats=("fp8", "fp8-rowwise", "mxfp8", "nvfp4"), loss_fn=loss_of)
+assert all(found.verdict == "holds" for found in report.formats)
 report
 
 # %% [markdown]
@@ -479,25 +480,21 @@ for layer in ("blocks.1.up", "blocks.1.down"):
     assert worst["fp8"] < min(1, worst["fp8-rowwise"])
     assert worst["fp8-rowwise"] < worst["mxfp8"] < 20
     assert all(report.of(layer, form).left_out for form in (*worst, "nvfp4"))
-assert all(found.verdict == "holds" for found in report.formats)
 assert report.formats[1].gradients_off < 0.01
 
 # %% [markdown]
 # ## Summary
 #
 # - Below 16 bits a tensor is small numbers *and* scales. The element decides the error of
-#   ordinary values,
-#   the scales decide what outliers do to the others.
+#   ordinary values, and the scales decide what outliers do to the others.
 # - One scale for the tensor is simple and breaks on outliers. Blocks of 32 (MX) or 16 (NVFP4)
 #   confine them.
 # - All three products of a linear layer are rounded. Weights, sums, optimizer state and all other
 #   ops are not.
 # - Without a scale E4M3 does not learn. With one, even four bits follow fp32 here, which says
-#   nothing about a
-#   long training of a large model.
-# - The numbers can be rehearsed anywhere. The speed cannot: it needs large layers,
-#   `torch.compile` and a
-#   card that multiplies the format.
+#   nothing about a long training of a large model.
+# - The numbers can be rehearsed anywhere. The speed cannot: it needs large layers, `torch.compile`
+#   and a card that multiplies the format.
 #
 # [Notebook 10](10_speed_ladder.ipynb) measures what a lower precision buys on your device.
 #
@@ -628,13 +625,10 @@ check_left_out(left_out)
 #
 # - P. Micikevicius et al., [FP8 Formats for Deep Learning](https://arxiv.org/abs/2209.05433), 2022.
 # - [OCP Microscaling
-#   Formats](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
-#   ):
+#   Formats](https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf):
 #   MXFP8, MXFP6, MXFP4 and their scales.
 # - NVIDIA, [Pretraining Large Language Models with NVFP4](https://arxiv.org/abs/2509.25149),
-#   2025: the
-#   Hadamard transform, stochastic rounding and the layers that stay in 16 bits.
+#   2025: the Hadamard transform, stochastic rounding and the layers that stay in 16 bits.
 # - [torchao's float8 training](https://github.com/pytorch/ao/tree/main/torchao/float8): recipes,
-#   and a table of
-#   which shapes gain.
+#   and a table of which shapes gain.
 # - [`scaled_mm`](https://docs.pytorch.org/docs/stable/nn.functional.html) in PyTorch.
