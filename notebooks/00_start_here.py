@@ -233,6 +233,7 @@ assert memory[str(precision)] < memory["fp32"]
 # | *I have old code: Apex, or `torch.cuda.amp`* | [13 From Apex](13_from_apex.ipynb); `pdm run amp-lab migrate` |
 # | *Is it true that one should …?* | [14 Ten practices](14_ten_practices.ipynb) |
 # | *What about FP8, MXFP8 and NVFP4?* | [15 Below 16 bits](15_below_16_bits.ipynb); `pdm run amp-lab rehearse` |
+# | *Can weights and Adam's state be smaller?* | [16 Low-precision state](16_low_precision_state.ipynb) |
 # | *What can my machine do?* | `pdm run amp-lab doctor` |
 #
 # ## Summary

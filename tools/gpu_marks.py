@@ -26,7 +26,7 @@ class Statement:
     parts: tuple[str, ...]  # of tools/first_gpu.py, which together show it
 
 
-_NOTEBOOKS = ("01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "13", "14", "15")
+_NOTEBOOKS = tuple(f"{number:02}" for number in range(1, 17) if number != 12)  # Keras has its own
 STATEMENTS = {
     "notebooks": Statement("the notebooks run there", tuple(f"notebook-{n}" for n in _NOTEBOOKS)),
     "clock-too-early": Statement("a clock read too early sees too little", ("notebook-04",)),

@@ -1,13 +1,15 @@
 """The rungs: which a workload has where, and that each computes what fp32 eager does."""
 
+import itertools
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_workloads import CLASSIFIER, GPT, INFERENCE, PRODUCT, TINY, TRAINING
 from torch import nn
 
-from amp_lab.bench import runner
+from amp_lab.bench import rungs, runner
 from amp_lab.bench.results import Row
 from amp_lab.bench.rungs import RUNGS, Case, make_step, rungs_of, use_fp8
 from amp_lab.bench.workloads import gpt_workload
@@ -76,19 +78,32 @@ def test_a_quick_run_leaves_out_what_takes_long_to_compile():
 
 
 def test_fp8_is_a_rung_where_the_hardware_has_it(monkeypatch):
+    large = gpt_workload(1, 16, width=2048, blocks=1, vocabulary=4096)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
     for capability, there in (((8, 0), False), ((8, 9), True), ((9, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
-        assert ("fp8" in names_of(GPT, Precision.BF16, CUDA)) is there
-    assert "fp8" not in names_of(GPT, Precision.FP16, CUDA)
-    assert "fp8" not in names_of(TRAINING, Precision.BF16, CUDA)
-    assert "fp8" not in names_of(GPT, Precision.BF16, CPU)
+        assert ("fp8" in names_of(large, Precision.BF16, CUDA)) is there
+    assert "fp8" not in names_of(large, Precision.FP16, CUDA)
+    assert "fp8" not in names_of(GPT, Precision.BF16, CUDA)  # whose layers are small
+    assert "fp8" not in names_of(large, Precision.BF16, CPU)
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    for arch, there in (("gfx90a", False), ("gfx942:sramecc+", True), ("gfx950", True)):
+        found = SimpleNamespace(gcnArchName=arch)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, f=found: f)
+        assert ("fp8" in names_of(large, Precision.BF16, CUDA)) is there
+    for there in (True, False):
+        monkeypatch.setattr(torch.xpu, "is_available", lambda t=there: t)
+        assert ("fp8" in names_of(large, Precision.BF16, torch.device("xpu"))) is there
 
 
 @pytest.mark.filterwarnings("ignore::SyntaxWarning")  # of torchao's own source
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_linear_layers_in_fp8_learn_the_same():
+def test_linear_layers_in_fp8_learn_the_same(monkeypatch):
     pytest.importorskip("torchao.float8")
+    monkeypatch.setattr(
+        rungs, "gains_from_fp8", lambda outer, inner: inner % 16 == 0
+    )  # at any size
     losses = []
     for fp8 in (False, True):
         torch.manual_seed(0)
@@ -109,6 +124,15 @@ def test_linear_layers_in_fp8_learn_the_same():
             losses[-1].append(loss.item())
     bf16, fp8 = map(torch.tensor, losses)
     assert 0 < (fp8 - bf16).norm() / bf16.norm() < runner.TOLERANCES[Precision.BF16][0]
+
+
+def test_fp8_is_for_the_layers_that_torchao_converts():
+    utils = pytest.importorskip("torchao.float8.float8_linear_utils")
+    converts = utils._auto_filter_for_recipe("rowwise", [])
+    for outer, inner in itertools.product((16, 1024, 1032, 2048, 2064, 8192), repeat=2):
+        with torch.device("meta"):
+            layer = nn.Linear(inner, outer)
+        assert rungs.gains_from_fp8(outer, inner) == converts(layer, "layer")
 
 
 def test_without_torchao_fp8_is_told(monkeypatch):

@@ -175,9 +175,9 @@ RUNGS = (
     ),
     Rung(
         "fp8",
-        "linear layers in float8, through torchao",
+        "large linear layers in float8, with a scale for each row, through torchao",
         exists=lambda case: (
-            "linear" in case.workload.layers
+            "large linear" in case.workload.layers
             and case.precision is Precision.BF16
             and has_fp8(case.device)
         ),
@@ -204,28 +204,38 @@ def rungs_of(case: Case) -> list[Rung]:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether a device multiplies matrices in float8: NVIDIA's, from Ada and Hopper on."""
-    if device.type != "cuda" or not torch.cuda.is_available() or torch.version.hip:
-        return False
+    """Whether torchao has float8 for a device: NVIDIA's from Ada on, AMD's from MI300 on, XPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return device.type == "xpu" and torch.xpu.is_available()
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.startswith(("gfx94", "gfx95"))
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def use_fp8(model: nn.Module, *, emulate: bool = False) -> None:
-    """Let linear layers compute in float8, scaled for each tensor; weights stay float32.
+    """Let large linear layers compute in float8, scaled for each row; weights stay float32.
 
-    Layers whose sizes are no multiples of 16, which the kernels need, stay as they are. `emulate`
-    rounds to float8, and multiplies in the precision around. Raises `OptionError` without torchao.
+    It is torchao's recipe ``rowwise`` with its filter: layers that would be no faster, or whose
+    sizes are no multiples of 16, which the kernels need, stay as they are. `emulate` rounds to
+    float8, and multiplies in the precision around. Raises `OptionError` without torchao.
     """
     try:
         float8 = importlib.import_module("torchao.float8")
     except ImportError as error:
         message = "float8 needs torchao, of the dependency group bench: pdm sync"
         raise OptionError(message) from error
+    config = float8.Float8LinearConfig.from_recipe_name("rowwise")
     float8.convert_to_float8_training(
         model,
-        module_filter_fn=lambda layer, name: not any(size % 16 for size in layer.weight.shape),
-        config=float8.Float8LinearConfig(emulate=emulate),
+        module_filter_fn=lambda layer, name: gains_from_fp8(*layer.weight.shape),
+        config=replace(config, emulate=emulate),
     )
+
+
+def gains_from_fp8(outer: int, inner: int) -> bool:
+    """Whether torchao's filter for ``rowwise``, from times on an H100, converts such a layer."""
+    large = outer > 2048 and inner > 1024 and (outer > 4096 or inner > 2048)
+    return large and outer % 16 == inner % 16 == 0
 
 
 def make_step(case: Case, rung: Rung) -> Step:

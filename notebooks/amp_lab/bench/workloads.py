@@ -37,7 +37,7 @@ class Workload:
     unit: str  # what is counted for each second: ``images``, ``tokens``, ``products``
     items: int  # how many of them a step has
     build: Callable[[torch.device], Problem] = field(repr=False)
-    layers: Set[str] = frozenset()  # ``convolution``, ``norm``, ``linear``: some rungs change them
+    layers: Set[str] = frozenset()  # ``convolution``, ``norm``, ``large linear``: for rungs
     many_layers: bool = False  # whether torch.compile takes minutes for it on a CPU
     # From model and dtype, what returns the loss of inputs and target, and sets all gradients.
     by_hand: Callable[..., Callable] | None = field(default=None, repr=False)
@@ -147,7 +147,8 @@ def gpt_workload(batch: int, tokens: int, width: int, blocks: int, vocabulary: i
         return Problem(model, text[:, :-1].contiguous(), loss_fn, 1e-4)
 
     size = f"{batch}x{tokens}, width {width}, {blocks} blocks"
-    return Workload("gpt", size, "training", "tokens", batch * tokens, build, {"linear"})
+    layers = {"large linear"} if width > 1024 else set()  # see rungs.gains_from_fp8
+    return Workload("gpt", size, "training", "tokens", batch * tokens, build, layers)
 
 
 def product_workload(m: int, k: int, n: int) -> Workload:
@@ -171,7 +172,7 @@ _PICTURES = (128, 256, 256, 512)  # the last is the size of the article that the
 _IMAGES = ((16, 96), (16, 224), (64, 96), (128, 224))
 _TEXTS = (  # batch, tokens, width, blocks, vocabulary
     (4, 128, 128, 2, 1024), (8, 256, 256, 4, 4096),
-    (4, 512, 512, 4, 8192), (8, 1024, 768, 12, 32768),
+    (4, 512, 512, 4, 8192), (4, 1024, 2048, 4, 32768),
 )  # fmt: skip
 _COLUMNS = ((True, True), (True, False), (False, True), (False, False))  # on a CPU, quick
 

@@ -23,7 +23,12 @@ def add(commands) -> None:
     option("--memory", metavar="SIZE", help="of the card, such as 24GiB or 24GB")
     option("--reserve", type=_share, default=0.1, metavar="PERCENT", help=reserve)
     option("--precision", action="append", **named, help=precisions)
-    option("--optimizer", default="adam", **named, help="default: adam; also sgd, adamw, …")
+    option(
+        "--optimizer",
+        default="adam",
+        **named,
+        help="default: adam; also sgd, adamw, muon, adafactor, adamw-8bit, …",
+    )
     memory.set_defaults(run=run)
 
 

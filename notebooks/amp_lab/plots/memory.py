@@ -84,13 +84,13 @@ def bytes_per_parameter(setups: Mapping[str, Mapping[str, float]]) -> Axes:
     """Stacked bars of what is held for one parameter: `setups[name][part]` in bytes."""
     figure, ax = style.subplots(size=(8.5, 0.46 * len(setups) + 1.0))
     parts = dict.fromkeys(part for sizes in setups.values() for part in sizes)
-    looks = style.part_looks(parts, style.FIVE_PARTS)
+    looks = style.part_looks(parts, style.FIVE_PARTS[: len(parts)])
     for y, sizes in enumerate(setups.values()):
         held = [(sizes.get(part, 0), look | {"height": 0.75}) for part, look in looks.items()]
-        style.stacked(ax, y, held, "{:.0f}", size=11)
+        style.stacked(ax, y, held, "{:.3g}", size=11)
     style.name_rows(ax, list(setups), room=0.08, fontsize=11)
     ax.set_xticks(range(0, 21, 4))
-    ax.set_xlabel("held for each parameter when Adam steps (bytes)")
+    ax.set_xlabel("held for each parameter when the optimizer steps (bytes)")
     style.legend_beside(figure, "outside right upper")
     return ax
 

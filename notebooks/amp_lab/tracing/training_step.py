@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -40,12 +41,26 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd-momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-4),
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
+    "adafactor": torch.optim.Adafactor,
+    "muon": torch.optim.Muon,  # of matrices; what else there is has AdamW
 }
 """The optimizers by name. Each is really run, on tensors without memory, to see what it needs."""
 
+QUANTIZED = {  # bits, values in a block, bytes of a look-up table, bytes for a value in a step
+    "adamw-8bit": (8, 256, 256 * 4, 8),
+    "adamw-4bit": (4, 128, 16 * 4, 26),
+    "adamw-fp8": (8, 256, 0, 0),
+}
+"""``AdamW8bit``, ``AdamW4bit`` and ``AdamWFp8`` of `torchao.optim`, which need not be there.
+
+What a step takes is what Inductor 2.15 allocates on a CPU.
+"""
+
+_LOOPS = ("adafactor", "muon")  # over the parameters, in which the last one's temporaries live on
 _RNN_CAVEAT = ": forecast with torch's own kernels; cuDNN or oneDNN may keep twice as much."
 
 LossFunction = Callable[[Any], torch.Tensor]
+Parameter = tuple[tuple[int, ...], torch.dtype]  # its shape and dtype
 
 
 @contextmanager
@@ -68,8 +83,8 @@ def training_steps(
     for precision in asked:
         if precision not in list(Precision):
             raise TraceError(f"precision {precision!r}: give one of {', '.join(Precision)}")
-    if optimizer not in OPTIMIZERS:
-        raise TraceError(f"optimizer {optimizer!r}: give one of {', '.join(OPTIMIZERS)}")
+    if optimizer not in (names := (*OPTIMIZERS, *QUANTIZED)):
+        raise TraceError(f"optimizer {optimizer!r}: give one of {', '.join(names)}")
     with (
         _same_every_time(),
         on_fake_device(model, (), {}, device_type) as run,
@@ -141,7 +156,7 @@ class TracedStep:
 
     step: TrainingStep
     input_shapes: tuple[tuple[int, ...], ...]
-    trained: tuple[tuple[tuple[int, ...], torch.dtype], ...]  # parameters that got a gradient
+    trained: tuple[Parameter, ...]  # those that got a gradient
     storages: StorageTrace
 
     def forecast(self) -> MemoryForecast:
@@ -206,46 +221,71 @@ class _CastOnce(TorchFunctionMode):
             return func(*args, **kwargs)
 
 
+class _AnyNumber(TorchFunctionMode):
+    """In it a tensor without values reads as 1, as Adafactor reads the norm of a weight."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        meta = func is torch.Tensor.item and args[0].is_meta
+        return 1.0 if meta else func(*args, **(kwargs or {}))
+
+
 def optimizer_bytes(
-    name: str, parameters: Iterable[tuple[tuple[int, ...], torch.dtype]], device_type: str
+    name: str, parameters: Iterable[Parameter], device_type: str
 ) -> tuple[int, int]:
     """Bytes of the optimizer's state, and the most that its step takes on top of it.
 
-    `name` is a key of `OPTIMIZERS`; `parameters` are the shape and dtype of each.
+    `name` is a key of `OPTIMIZERS` or `QUANTIZED`; `parameters` are the shape and dtype of each.
     """
-    state = most = 0
-    for (shape, dtype), count in Counter(parameters).items():
-        state_of_one, most_of_one = _bytes_for_one(name, shape, dtype, device_type)
+    given, state, most = tuple(parameters), 0, 0
+    if name in _LOOPS:
+        looped = tuple(p for p in given if name == "adafactor" or len(p[0]) == 2)
+        state, most = _bytes_for(name, looped, device_type)
+        given, name = tuple(p for p in given if p not in looped), "adamw"
+    for one, count in Counter(given).items():
+        state_of_one, most_of_one = _bytes_for(name, (one,), device_type)
         state += count * state_of_one
         # In one call for all, the temporaries of all are there together; else those of one.
-        together = backend(device_type).foreach
+        together = backend(device_type).foreach and name in OPTIMIZERS
         most = most + count * most_of_one if together else max(most, most_of_one)
     return state, most
 
 
 @functools.cache  # a transformer has the same few shapes in every block
-def _bytes_for_one(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype, device_type: str
-) -> tuple[int, int]:
-    """The same for one parameter, from two steps on ``meta``: the first makes the state."""
+def _bytes_for(name: str, given: tuple[Parameter, ...], device_type: str) -> tuple[int, int]:
+    """The same for parameters in one call, from two steps on ``meta``; the first makes state."""
     device = backend(device_type)
-    with step_counters_on_host():
-        parameter = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
-        parameter.grad = torch.empty_like(parameter)
-        optimizer = OPTIMIZERS[name]([parameter], foreach=device.foreach)
+    if name in QUANTIZED:
+        ((shape, dtype),) = given
+        state, work = _quantized_bytes(name, math.prod(shape), dtype.itemsize)
+        return state + 4 * device.is_host, work
+    with step_counters_on_host(), _AnyNumber():
+        parameters = [nn.Parameter(torch.empty(s, dtype=d, device="meta")) for s, d in given]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        options = {} if name in _LOOPS else {"foreach": device.foreach}
+        optimizer = OPTIMIZERS[name](parameters, **options)
         optimizer.step()
-        tensors = tensors_in(optimizer.state[parameter])
+        tensors = tensors_in(list(optimizer.state.values()))
         ledger = StorageLedger("meta")
-        ledger.own("optimizer", [parameter, parameter.grad, *tensors])
+        ledger.own("optimizer", [*parameters, *(p.grad for p in parameters), *tensors])
         ledger.mark("before")
         with ledger:
             optimizer.step()
         ledger.mark("after")
     # Counters of steps, which torch keeps on the host, take memory of the device on a CPU only.
-    state = [t.nbytes for t in tensors if t.is_meta or device.is_host]
+    state = sum(t.nbytes for t in tensors if t.is_meta or device.is_host)
     trace = ledger.trace()
     in_use = trace.in_use()[trace.marks["before"] - 1 :]
-    return sum(state), int(in_use.max() - in_use[0])
+    return state, int(in_use.max() - in_use[0])
+
+
+def _quantized_bytes(name: str, values: int, itemsize: int) -> tuple[int, int]:
+    """The same for a parameter of so many values: two moments, of which blocks share a scale."""
+    bits, block, table, work = QUANTIZED[name]
+    if values < 4096 or values % block:  # such stay as the parameter is
+        return 2 * values * itemsize, 0
+    scales = 4 * values // block
+    return 2 * (values * bits // 8 + scales + table), values * work + 2 * scales
 
 
 @contextmanager

@@ -1,0 +1,603 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Keep weights and optimizer state below 32 bits
+#
+# **What you'll do.** Train with weights in bf16 and watch them stand still, cure that in three
+# ways, and store Adam's state in eight and four bits. Count for each what a parameter costs.
+#
+# **What you'll learn.**
+# - why small updates of a bf16 weight vanish, and what stochastic rounding, Kahan's summation and
+#   fp32 masters each do about it;
+# - which part of Adam's state must never become zero;
+# - how many bytes a parameter takes in each of these setups, and what they are called in FSDP2,
+#   DeepSpeed, torchtitan and torchao.
+#
+# **What you need.** [Notebook 01](01_number_formats.ipynb) on bf16, and from
+# [notebook 15](15_below_16_bits.ipynb) what a block and its scale are. You need no GPU.
+
+# %% tags=["nbval-ignore-output"]
+import functools
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+
+from amp_lab import forecast_memory, plots
+from amp_lab.formats import ELEMENTS, Format, quantize
+from amp_lab.notebook import start
+from exercises.low_precision_state import (
+    check_bytes,
+    check_round_stochastically,
+    check_smallest_update,
+    check_store_squares,
+)
+
+device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
+plots.use_style()
+
+# %% [markdown]
+# ## The idea in five lines
+#
+# A weight of 1 gets a thousand updates of 0.001, which makes 2. Before you run this: what does it
+# make in bf16?
+
+# %%
+weight = torch.tensor(1.0, dtype=torch.bfloat16)
+for _ in range(1000):
+    weight += 0.001
+print(f"after a thousand updates: {weight.item()}; bf16's numbers near 1 are {2**-7:.4f} apart")
+assert weight == 1
+
+# %% [markdown]
+# The weight has not moved at all. The next number of bf16 above 1 is 1.0078, and each update is
+# less than half of that distance, so each sum is rounded back to 1. That is why AMP keeps the
+# weights in fp32 and casts only what it multiplies. It is also why so many people would like to do
+# without: those fp32 weights, with their gradients and Adam's two moments, take 16 bytes for each
+# parameter.
+#
+# ## What a parameter costs
+#
+# `forecast_memory` counts it for any model and optimizer, without memory of its own. We ask for
+# the weights, gradients and optimizer state of two linear layers, in fp32 and in bf16:
+
+# %%
+SETUPS = {
+    "fp32, or AMP": (torch.float32, "adamw"),
+    "fp32, Muon": (torch.float32, "muon"),
+    "fp32, Adafactor": (torch.float32, "adafactor"),
+    "fp32, 8-bit AdamW": (torch.float32, "adamw-8bit"),
+    "bf16": (torch.bfloat16, "adamw"),
+    "bf16, 8-bit AdamW": (torch.bfloat16, "adamw-8bit"),
+    "bf16, 4-bit AdamW": (torch.bfloat16, "adamw-4bit"),
+}
+
+
+def bytes_held(dtype, optimizer):
+    """Bytes for a parameter, by what they hold."""
+    model = nn.Sequential(nn.Linear(1024, 4096), nn.Linear(4096, 1024)).to(dtype)
+    x = torch.empty(8, 1024, dtype=dtype)
+    found = forecast_memory(model, x, precision="fp32", optimizer=optimizer)
+    parameters = sum(p.numel() for p in model.parameters())
+    parts = {"weight": found.weights, "gradient": found.gradients, "state": found.optimizer}
+    return {part: count / parameters for part, count in parts.items()}
+
+
+# %%
+held = {name: bytes_held(*setup) for name, setup in SETUPS.items()}
+for name, parts in held.items():
+    each, total = [f"{part} {count:.2f}" for part, count in parts.items()], sum(parts.values())
+    print(f"{name:<18} {total:5.2f} bytes: {'  '.join(each)}  (7 billion: {7 * total:3.0f} GB)")
+_ = plots.bytes_per_parameter(held)
+assert sum(held["fp32, or AMP"].values()) == 16
+assert sum(held["bf16"].values()) == 8
+assert 6 < sum(held["bf16, 8-bit AdamW"].values()) < 6.1
+assert held["fp32, Adafactor"]["state"] < 0.01
+
+# %% [markdown]
+# The picture shows the bytes that stay from step to step, for each parameter: 16 in fp32, half of
+# that if everything is bf16, and 5 with a state of four bits as well. Adafactor keeps only sums
+# over the rows and columns of each matrix. Activations come on top of it, and are what autocast
+# saves.
+#
+# A model of seven billion parameters takes 112 GB in the first line and 42 GB in the line of bf16
+# with 8-bit AdamW. What do we pay for that? We will see for the weights first, then for the state.
+#
+# ## Weights in bf16
+#
+# We write Adam ourselves, so that we can exchange two things: how an update is added to a weight,
+# and how the state is stored. All arithmetic is in fp32.
+
+
+# %%
+def as_it_is(values):
+    return values
+
+
+class Adam:
+    """Adam, with `add(weight, update)` and, for its two moments, `mean` and `square` to store."""
+
+    def __init__(self, weights, lr, add, mean=as_it_is, square=as_it_is):
+        self.weights, self.lr, self.add, self.stores = list(weights), lr, add, (mean, square)
+        self.means = [torch.zeros_like(w, dtype=torch.float32) for w in self.weights]
+        self.squares = [torch.zeros_like(mean) for mean in self.means]
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self):
+        self.steps += 1
+        for i, weight in enumerate(self.weights):
+            grad = weight.grad.float()
+            mean, square = self.means[i].lerp(grad, 0.1), self.squares[i].lerp(grad**2, 0.001)
+            self.means[i], self.squares[i] = self.stores[0](mean), self.stores[1](square)
+            mean, square = mean / (1 - 0.9**self.steps), square / (1 - 0.999**self.steps)
+            self.add(weight, -self.lr * mean / (square.sqrt() + 1e-8))
+
+
+# %% [markdown]
+# The simplest way to add is to round the sum to the weight's dtype, to the nearest number, as
+# `weight += update` does. Two others are made for bf16:
+#
+# - **Stochastic rounding** rounds up with the probability that the sum has come that far. An update
+#   of a tenth of the spacing moves the weight one time in ten, so it arrives on average. A bf16
+#   number is the upper half of an fp32 number, so it is enough to add 16 random bits to the lower
+#   half and to cut that off.
+# - **Kahan's summation** writes down what each rounding has lost, in a second bf16 number, and adds
+#   it to the next update.
+
+
+# %%
+def nearest(weight, update):
+    weight.copy_(weight.float() + update)
+
+
+def stochastic(weight, update):
+    bits = (weight.float() + update).view(torch.int32)
+    noise = torch.randint_like(bits, 1 << 16)
+    weight.copy_(((bits + noise) & -(1 << 16)).view(torch.float32))  # the lower half is 0
+
+
+class Kahan:
+    """Adds with what was lost before."""
+
+    def __init__(self):
+        self.lost = {}
+
+    def __call__(self, weight, update):
+        wanted = update + self.lost.get(weight, 0)
+        new = (weight.float() + wanted).bfloat16()
+        self.lost[weight] = (wanted - (new.float() - weight.float())).bfloat16()
+        weight.copy_(new)
+
+
+# %% [markdown]
+# We try both on the weight from the beginning, a thousand copies of it for the random one:
+
+# %%
+torch.manual_seed(0)
+for add in (nearest, stochastic, Kahan()):
+    weights = torch.ones(1000, dtype=torch.bfloat16, device=device)
+    for _ in range(1000):
+        add(weights, torch.full_like(weights, 0.001, dtype=torch.float32))
+    name = getattr(add, "__name__", "Kahan")
+    print(f"{name:<11} {weights.float().mean().item():.3f} on average")
+    assert abs(weights.float().mean() - (1 if add is nearest else 2)) < 0.02
+
+# %% [markdown]
+# Both arrive at 2. Now a network for scikit-learn's handwritten digits learns with each of them.
+# The learning rate is small, as it is when a model is fine-tuned, or at the end of any schedule:
+
+
+# %%
+digits = load_digits()
+images = torch.tensor(digits.data / 16, dtype=torch.float32, device=device)  # (1797, 64)
+labels = torch.tensor(digits.target, device=device)
+steps = {"quick": 300, "full": 3000}[scale]
+SEEDS = range(3)
+
+
+def network():
+    return nn.Sequential(
+        *(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    )
+
+
+def train(seed, make_optimizer, steps, dtype=torch.float32):
+    """The losses of a training, and the network."""
+    torch.manual_seed(seed)
+    model = network().to(device, dtype)
+    optimizer = make_optimizer(model.parameters())
+    losses = []
+    for _ in range(steps):
+        of_batch = torch.randint(0, len(images), (128,)).to(device)
+        model.zero_grad()
+        loss = F.cross_entropy(model(images[of_batch].to(dtype)).float(), labels[of_batch])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+def at_the_end(runs):
+    """The mean of the last 20 losses of each seed."""
+    return [sum(losses[-20:]) / 20 for losses in runs]
+
+
+# %% tags=["nbval-ignore-output"]
+bf16 = torch.bfloat16
+WAYS = {
+    "fp32": (nearest, torch.float32),
+    "bf16, nearest": (nearest, bf16),
+    "bf16, stochastic": (stochastic, bf16),
+    "bf16, Kahan": (Kahan(), bf16),
+}
+losses = {}
+for name, (add, dtype) in WAYS.items():
+    adam = functools.partial(Adam, lr=1e-4, add=add)
+    losses[name] = [train(seed, adam, steps, dtype)[0] for seed in SEEDS]
+    ends = at_the_end(losses[name])
+    print(f"{name:<17} {sum(ends) / 3:.3f}   by seed", *(f"{end:.3f}" for end in ends))
+_ = plots.loss_by_format(losses)
+of_fp32 = max(at_the_end(losses["fp32"]))
+assert min(at_the_end(losses["bf16, nearest"])) > 1.2 * of_fp32
+for cured in ("bf16, stochastic", "bf16, Kahan"):
+    lag = max(at_the_end(losses[cured])) - of_fp32
+    assert lag < 0.1 * (min(at_the_end(losses["bf16, nearest"])) - of_fp32)
+
+# %% [markdown]
+# The picture shows the loss over the steps, the mean of three seeds. Rounded to nearest, the
+# bf16 weights learn far more slowly than fp32, while stochastic rounding and Kahan's summation lie
+# on the line of fp32. How many weights does a step change at all?
+
+
+# %%
+def share_changed(add):
+    """Of the weights between the hidden layers, those that the first steps change."""
+    shares = []
+
+    def counted(weight, update):
+        before = weight.clone()
+        add(weight, update)
+        if weight.shape == (256, 256):
+            shares.append((weight != before).float().mean().item())
+
+    train(0, functools.partial(Adam, lr=1e-4, add=counted), 50, torch.bfloat16)
+    return sum(shares) / len(shares)
+
+
+# %% tags=["nbval-ignore-output"]
+share = {add.__name__: share_changed(add) for add in (nearest, stochastic)}
+for name, changed in share.items():
+    print(f"{name:<10} a step changes {changed:.0%} of the weights")
+assert share["nearest"] < share["stochastic"] < 2 * share["nearest"]
+
+# %% [markdown]
+# Stochastic rounding does not change many more weights in one step: it changes the right ones in
+# proportion, so that nothing is lost over many steps. To nearest, the same large weights stand
+# still in every step, and what they should have learned is lost for good.
+#
+# The third cure is to keep **fp32 masters**: a copy of the weights in fp32 that the optimizer
+# updates, from which the bf16 weights are cast. AMP is nothing else, with the model's weights as
+# the masters and the casts made by autocast. The same setups have other names elsewhere:
+#
+# | | fp32 masters, products in bf16 | everything in bf16 | gradients summed over ranks in |
+# |---|---|---|---|
+# | PyTorch | `torch.autocast` | `model.bfloat16()` | the gradients' dtype (DDP) |
+# | FSDP2 | `MixedPrecisionPolicy(param_dtype=bf16)` | a model in bf16 | `reduce_dtype` |
+# | DeepSpeed | `"bf16": {"enabled": true}` | and `bf16_master_weights_and_grads`, `bf16_optimizer_states` | `communication_data_type` |
+# | torchtitan | `training.mixed_precision_param` | `training.dtype` | `training.mixed_precision_reduce` |
+#
+# Of stochastic rounding, torchao's optimizers have `bf16_stochastic_round=True`, and none of the
+# four does it without being asked. If you convert a model with `.bfloat16()` and use PyTorch's own
+# AdamW, you get the line that learns slowly.
+#
+# ## Gradients that add up
+#
+# With bf16 weights, gradients are in bf16 too, and so is their sum over micro-batches. We add the
+# gradients of batches of eight, in fp32 and in bf16:
+
+# %% tags=["nbval-ignore-output"]
+torch.manual_seed(0)
+model = network().to(device)
+exact, rounded = (torch.zeros(256, 256, device=device) for _ in range(2))
+off = {}
+for count, at in enumerate(range(0, 1792, 8), start=1):
+    loss = F.cross_entropy(model(images[at : at + 8]), labels[at : at + 8])
+    (grad,) = torch.autograd.grad(loss, [model[2].weight])
+    exact += grad
+    rounded = (rounded + grad.bfloat16()).bfloat16().float()
+    off[count] = ((rounded - exact).norm() / exact.norm()).item()
+for count in (1, 8, 64, 224):
+    print(f"{count:>3} micro-batches: the sum in bf16 is {off[count]:.2%} off")
+assert off[1] < 2**-8 < off[64] < off[224]
+
+# %% [markdown]
+# A single gradient is rounded once. The more of them are added, the smaller each is beside the sum,
+# and the more of it is lost. Sum in fp32 if you accumulate over many micro-batches: torchtitan and
+# FSDP2 do so between ranks with `reduce_dtype`, and DeepSpeed with `grad_accum_dtype`.
+#
+# ## State in fewer bits
+#
+# Adam divides the mean of the gradients by the root of the mean of their squares. The two moments
+# need no high precision, since both are averages of something noisy. We store them in blocks of 256
+# values with a scale each, as torchao and bitsandbytes do, in three ways:
+#
+# - INT8, whose numbers are evenly spaced from -127 to 127;
+# - E4M3, with its exponent;
+# - evenly spaced as well, but for the squares from 1 to 2^bits, *without zero*.
+
+
+# %%
+def in_blocks(form):
+    """What stores values in blocks of a format, but for those of small tensors."""
+
+    def store(values):
+        if values.numel() < 4096:
+            return values
+        return quantize(values.view(-1, form.block[1]), form).view_as(values)
+
+    return store
+
+
+def without_zero(bits):
+    """What stores positive values in so many bits, evenly spaced and with no zero."""
+
+    def store(squares):
+        if squares.numel() < 4096:
+            return squares
+        blocks = squares.view(-1, 128)
+        step = (blocks.amax(1, keepdim=True) / 2**bits).clamp(min=1e-30)  # of a block of zeros too
+        return ((blocks / step).round().clamp(min=1) * step).view_as(squares)
+
+    return store
+
+
+# %% [markdown]
+# Before you run this: which of them fails, and in what way?
+
+# %% tags=["nbval-ignore-output"]
+int8 = in_blocks(Format("int8 in blocks", ELEMENTS["int8"], (1, 256)))
+e4m3 = in_blocks(Format("e4m3 in blocks", ELEMENTS["e4m3"], (1, 256)))
+int4 = in_blocks(Format("mean in 4 bits", ELEMENTS["e2m1"], (1, 128)))
+STATES = {
+    "fp32": (as_it_is, as_it_is),
+    "INT8": (int8, int8),
+    "E4M3": (e4m3, e4m3),
+    "INT8, no zero": (int8, without_zero(8)),
+    "4 bits, no zero": (int4, without_zero(4)),
+}
+learned = {}
+for name, (mean, square) in STATES.items():
+    adam = functools.partial(Adam, lr=1e-3, add=nearest, mean=mean, square=square)
+    learned[name] = [train(seed, adam, steps)[0] for seed in SEEDS]
+    ends, most = at_the_end(learned[name]), max(max(run[50:]) for run in learned[name])
+    print(f"{name:<16} {sum(ends) / 3:9.3g} at the end; after step 50 at most {most:.3g}")
+
+# %%
+ends = {name: at_the_end(runs) for name, runs in learned.items()}
+assert not any(end < 1 for end in ends["INT8"])
+for name in ("INT8, no zero", "4 bits, no zero"):
+    assert max(ends[name]) < max(ends["fp32"]) + 0.05
+_ = plots.loss_by_format({name: runs for name, runs in learned.items() if name != "INT8"})
+
+# %% [markdown]
+# INT8 does not learn badly, it explodes, and so it is not in the picture. The others end near
+# fp32, even with four bits. To see why, we look at what becomes of the squares:
+
+# %% tags=["nbval-ignore-output"]
+torch.manual_seed(0)
+model = network().to(device)
+loss = F.cross_entropy(model(images[:128]), labels[:128])
+(grad,) = torch.autograd.grad(loss, [model[2].weight])
+square = grad**2
+zeros = {}
+for name, store in (("INT8", int8), ("E4M3", e4m3), ("INT8, no zero", without_zero(8))):
+    zeros[name] = ((store(square) == 0) & (square > 0)).float().mean().item()
+    print(f"{name:<14} {zeros[name]:.1%} of the squares become 0")
+assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
+
+# %% [markdown]
+# A square that becomes 0 is forgotten, and the next update is divided by little more than the last
+# gradient's part of it, or by nothing but epsilon. INT8 loses a large share of them in this way.
+# E4M3 reaches over five orders of magnitude and loses far fewer, but not none: if its largest loss
+# above stands out, this is the reason. Without a zero nothing of the kind can happen: the smallest
+# square that can be stored makes an update too small, which is harmless. torchao's 4-bit optimizer
+# has no zero for its squares, and its 8-bit optimizer has a table of numbers that lie closer
+# together near zero.
+#
+# In your own code it is one line; `bf16_stochastic_round` is for weights in bf16:
+#
+# ```python
+# from torchao.optim import AdamW8bit
+#
+# optimizer = AdamW8bit(model.parameters(), lr=1e-4, bf16_stochastic_round=True)
+# ```
+#
+# Its step is compiled, which takes some seconds the first time.
+#
+# ## Less state from the start
+#
+# Adafactor and Muon are in PyTorch itself. Each wants a learning rate of its own:
+
+
+# %%
+class MuonAndAdamW:
+    """Muon for the matrices, AdamW for the biases."""
+
+    def __init__(self, parameters):
+        parameters = list(parameters)
+        self.parts = [
+            torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=1e-2),
+            torch.optim.AdamW([p for p in parameters if p.ndim != 2], lr=1e-3),
+        ]
+
+    def step(self):
+        for part in self.parts:
+            part.step()
+
+
+# %% tags=["nbval-ignore-output"]
+OPTIMIZERS = {
+    "AdamW": functools.partial(torch.optim.AdamW, lr=1e-3),
+    "Adafactor": functools.partial(torch.optim.Adafactor, lr=3e-2),
+    "Muon": MuonAndAdamW,
+}
+for name, make in OPTIMIZERS.items():
+    ends = at_the_end([train(seed, make, steps)[0] for seed in SEEDS])
+    setup = "fp32, or AMP" if name == "AdamW" else f"fp32, {name}"
+    print(f"{name:<10} loss {sum(ends) / 3:.2g}, {held[setup]['state']:.2f} bytes of state")
+    assert max(ends) < 0.3
+
+# %% [markdown]
+# All three learn the digits. Which of them learns best is a question of the task and of learning
+# rates, and a small network does not answer it for yours. What it does show is the bytes.
+#
+# ## Summary
+#
+# - A bf16 weight moves only if the update is at least half of the distance to the next number. At
+#   small learning rates most weights stand still.
+# - Stochastic rounding, Kahan's summation (two bytes more) and fp32 masters (four bytes more) each
+#   cure it.
+# - Adam's state bears eight bits and even four, if no square becomes zero.
+# - Everything in fp32 takes 16 bytes for a parameter, everything in bf16 takes 8, and with 8-bit
+#   state it is 6. Ask `forecast_memory(…, optimizer="adamw-8bit")` about your model, or
+#   `amp-lab memory --optimizer adamw-8bit`.
+#
+# [Notebook 11](11_scale_out.ipynb) divides what is left among several devices.
+#
+# ## Exercises
+#
+# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
+# not, why. A hint and a solution are folded away below each.
+#
+# ### 1. Move a weight
+#
+# A bf16 weight is 0.75, and an update is added to it and rounded to nearest. What is the bound that
+# the update has to exceed, so that the weight changes upwards?
+
+# %%
+bound = ...
+check_smallest_update(bound)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# bf16 has 7 bits of mantissa. How far apart are its numbers between 0.5 and 1?
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# bound = 0.5 * 2**-7 / 2
+# ```
+#
+# The spacing between 0.5 and 1 is 2^-8, and half of that is 2^-9, about 0.002.
+#
+# </details>
+#
+# ### 2. Round stochastically
+#
+# Complete the function, so that it rounds each value to one of the two whole numbers beside it, and
+# to the upper one with the probability that its fraction says: 2.3 becomes 3 in three of ten cases.
+
+
+# %%
+def round_stochastically(values):
+    return ...
+
+
+check_round_stochastically(round_stochastically)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# `torch.rand_like` draws evenly from 0 to 1. What does `floor` make of a value to which that was
+# added?
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# def round_stochastically(values):
+#     return (values + torch.rand_like(values)).floor()
+# ```
+#
+# </details>
+#
+# ### 3. Count the bytes
+#
+# Weights and gradients are in bf16, Kahan's summation keeps one more bf16 number, and Adam's two
+# moments have eight bits for each value and an fp32 scale for every 256. How many bytes does a
+# parameter take?
+
+# %%
+bytes_each = ...
+check_bytes(bytes_each)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Two bytes each for the weight, the gradient and what was lost. A moment takes one byte, and a
+# 256th of four.
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# bytes_each = 2 + 2 + 2 + 2 * (1 + 4 / 256)
+# ```
+#
+# About 8, half of what fp32 takes.
+#
+# </details>
+#
+# ### 4. Store squares without a zero
+#
+# Complete the function: each row of positive squares becomes multiples of a 255th of its largest
+# value, the nearest one, but never zero.
+
+
+# %%
+def store_squares(rows):
+    return ...
+
+
+check_store_squares(store_squares)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Divide by the step, round, and `clamp` from below before you multiply by the step again.
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# def store_squares(rows):
+#     step = rows.amax(1, keepdim=True) / 255
+#     return (rows / step).round().clamp(min=1) * step
+# ```
+#
+# </details>
+#
+# ## Further reading
+#
+# - P. Zamirai et al., [Revisiting BFloat16 Training](https://arxiv.org/abs/2010.06192), 2020:
+#   stochastic rounding and Kahan's summation.
+# - T. Dettmers et al., [8-bit Optimizers via Block-wise
+#   Quantization](https://arxiv.org/abs/2110.02861), 2021.
+# - B. Li et al., [Memory Efficient Optimizers with 4-bit
+#   States](https://arxiv.org/abs/2309.01507), 2023: the trouble with zero.
+# - N. Shazeer, M. Stern, [Adafactor](https://arxiv.org/abs/1804.04235), 2018.
+# - [torchao's optimizers](https://github.com/pytorch/ao/tree/main/torchao/optim).
