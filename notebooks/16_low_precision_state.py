@@ -209,6 +209,7 @@ def network():
     )
 
 
+# %%
 def train(seed, make_optimizer, steps, dtype=torch.float32):
     """The losses of a training, and the network."""
     torch.manual_seed(seed)
@@ -362,7 +363,7 @@ def without_zero(bits):
 # %% [markdown]
 # Before you run this: which of them fails, and in what way?
 
-# %% tags=["nbval-ignore-output"]
+# %%
 int8 = in_blocks(Format("int8 in blocks", ELEMENTS["int8"], (1, 256)))
 e4m3 = in_blocks(Format("e4m3 in blocks", ELEMENTS["e4m3"], (1, 256)))
 int4 = in_blocks(Format("mean in 4 bits", ELEMENTS["e2m1"], (1, 128)))
@@ -373,16 +374,18 @@ STATES = {
     "INT8, no zero": (int8, without_zero(8)),
     "4 bits, no zero": (int4, without_zero(4)),
 }
+
+# %% tags=["nbval-ignore-output"]
 learned = {}
 for name, (mean, square) in STATES.items():
     adam = functools.partial(Adam, lr=1e-3, add=nearest, mean=mean, square=square)
     learned[name] = [train(seed, adam, steps)[0] for seed in SEEDS]
     ends, most = at_the_end(learned[name]), max(max(run[50:]) for run in learned[name])
     print(f"{name:<16} {sum(ends) / 3:9.3g} at the end; after step 50 at most {most:.3g}")
+assert not any(end < 1 for end in at_the_end(learned["INT8"]))
 
 # %%
 ends = {name: at_the_end(runs) for name, runs in learned.items()}
-assert not any(end < 1 for end in ends["INT8"])
 for name in ("INT8, no zero", "4 bits, no zero"):
     assert max(ends[name]) < max(ends["fp32"]) + 0.05
 _ = plots.loss_by_format({name: runs for name, runs in learned.items() if name != "INT8"})

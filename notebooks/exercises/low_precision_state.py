@@ -21,11 +21,11 @@ def check_smallest_update(bound: float) -> str:
     )
     weight = torch.tensor(0.75, dtype=torch.bfloat16)
     need(
-        (weight.float() + 1.01 * bound).bfloat16() > weight,
+        bool((weight.float() + 1.01 * bound).bfloat16() > weight),
         f"An update of {1.01 * bound:g}, a little more than your bound, is rounded away.",
     )
     need(
-        (weight.float() + 0.99 * bound).bfloat16() == weight,
+        bool((weight.float() + 0.99 * bound).bfloat16() == weight),
         f"An update of {0.99 * bound:g}, a little less than your bound, moves the weight already.",
     )
     return "An update of 0.001 or less, as of Adam at that learning rate, is lost on such a weight."

@@ -224,7 +224,7 @@ class _CastOnce(TorchFunctionMode):
 class _AnyNumber(TorchFunctionMode):
     """In it a tensor without values reads as 1, as Adafactor reads the norm of a weight."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         meta = func is torch.Tensor.item and args[0].is_meta
         return 1.0 if meta else func(*args, **(kwargs or {}))
 
@@ -260,14 +260,15 @@ def _bytes_for(name: str, given: tuple[Parameter, ...], device_type: str) -> tup
         return state + 4 * device.is_host, work
     with step_counters_on_host(), _AnyNumber():
         parameters = [nn.Parameter(torch.empty(s, dtype=d, device="meta")) for s, d in given]
-        for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
+        gradients = [torch.empty_like(parameter) for parameter in parameters]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
         options = {} if name in _LOOPS else {"foreach": device.foreach}
         optimizer = OPTIMIZERS[name](parameters, **options)
         optimizer.step()
         tensors = tensors_in(list(optimizer.state.values()))
         ledger = StorageLedger("meta")
-        ledger.own("optimizer", [*parameters, *(p.grad for p in parameters), *tensors])
+        ledger.own("optimizer", [*parameters, *gradients, *tensors])
         ledger.mark("before")
         with ledger:
             optimizer.step()
