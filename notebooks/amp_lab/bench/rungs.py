@@ -175,7 +175,7 @@ RUNGS = (
     ),
     Rung(
         "fp8",
-        "large linear layers in float8, with a scale for each row, through torchao",
+        "linear layers in float8, through torchao",
         exists=lambda case: (
             "large linear" in case.workload.layers
             and case.precision is Precision.BF16

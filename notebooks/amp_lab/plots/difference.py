@@ -1,10 +1,12 @@
 """How two runs of a model move away from the exact one."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from amp_lab.plots import style
 
@@ -38,6 +40,20 @@ def error_growth(steps: Sequence[Any], parts_at: str | None = None) -> Figure:
     style.label(ax, "module", "relative error after each op")
     style.legend_beside(figure, "outside lower center", ncols=3)
     return figure
+
+
+def gap_and_change(gap: Tensor, moved: Mapping[str, Tensor]) -> Axes:
+    """How far runs moved the gap between each input's two best classes, over that gap.
+
+    Above the dashed line a decision can change.
+    """
+    _, ax = style.subplots(size=(8.5, 4.0))
+    for (name, change), mark in zip(moved.items(), "o+x", strict=False):
+        ax.plot(gap, change, mark, markersize=4, alpha=0.6, label=name)
+    ends = [float(gap.min()), float(gap.max())]
+    ax.plot(ends, ends, "--", color=style.GUIDE, label="as far as the gap")
+    ax.set(xscale="log", yscale="log")
+    return style.label(ax, "gap between the two best classes in fp32", "moved by", legend="best")
 
 
 def _name_modules(ax: Any, steps: Sequence[Any]) -> None:

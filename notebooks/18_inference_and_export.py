@@ -1,0 +1,613 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3 (ipykernel)
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Serve and export a model in reduced precision
+#
+# **What you'll do.** Run a trained network in bf16 in four ways, count how many of its decisions
+# change and find out why those, then compile it, export it, and store its weights in eight bits.
+#
+# **What you'll learn.**
+# - when to cast the weights once, and when autocast is the better choice;
+# - how to tell whether a lower precision is good enough for *your* model;
+# - what makes `torch.compile` compile again, and how its bf16 differs from eager's;
+# - what `torch.export` keeps of autocast, and why you cast before you export.
+#
+# **What you need.** [Notebook 02](02_autocast_dtypes.ipynb), on what autocast does. Nothing here
+# needs a GPU.
+
+# %% tags=["nbval-ignore-output"]
+import copy
+import functools
+import io
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from amp_lab import compare, plots
+from amp_lab.formats import quantize
+from amp_lab.notebook import start
+from exercises.inference_and_export import (
+    check_changed,
+    check_fold,
+    check_gibibytes,
+    check_predict,
+)
+
+device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
+plots.use_style()
+
+# %% [markdown]
+# ## The idea in five lines
+#
+# We need a network that has learned something, so that its decisions mean something: a small one
+# for scikit-learn's handwritten digits, with three convolutions.
+
+# %%
+digits = load_digits()
+images = torch.tensor(digits.images / 16, dtype=torch.float32, device=device)[:, None]
+labels = torch.tensor(digits.target, device=device)  # images: (1797, 1, 8, 8)
+
+
+def block(inner, outer):
+    convolution = nn.Conv2d(inner, outer, 3, padding=1, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(outer), nn.ReLU())
+
+
+def network():
+    features = [block(1, 32), block(32, 64), nn.MaxPool2d(2), block(64, 64)]
+    return nn.Sequential(*features, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+# %% tags=["nbval-ignore-output"]
+torch.manual_seed(0)
+model = network().to(device)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+for _ in range({"quick": 100, "full": 500}[scale]):
+    of_batch = torch.randint(0, 1400, (128,)).to(device)  # the last 397 are for the test
+    loss = F.cross_entropy(model(images[of_batch]), labels[of_batch])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+model.eval()
+with torch.inference_mode():
+    in_fp32 = model(images)
+right = (in_fp32.argmax(1) == labels)[1400:].float().mean().item()
+print(f"{right:.1%} of the test images are recognised in fp32")
+assert right > 0.9
+
+# %% [markdown]
+# Now the five lines. We cast a copy of the model and its input to bf16, which has two to three
+# decimal digits. Before you run this: how many of the 1,797 decisions will be other ones?
+
+# %% tags=["nbval-ignore-output"]
+served = copy.deepcopy(model).bfloat16()
+with torch.inference_mode():
+    logits = served(images.bfloat16()).float()
+changed = int((logits.argmax(1) != in_fp32.argmax(1)).sum())
+print(f"{changed} of {len(images)} decisions changed")
+assert changed < 0.01 * len(images)
+
+# %% [markdown]
+# Almost none, though every single output is another number. To judge a precision for inference,
+# count decisions (or whatever your users see), and not digits.
+#
+# ## Four ways to run it
+#
+# **Autocast** leaves the weights in fp32 and casts them in each call. It keeps softmax and norms in
+# fp32 by itself, and you need it if you also train. **Cast once** halves the memory of the weights
+# and saves the casts, and then you have to take care of inputs and of sensitive parts yourself.
+# Either of them can be **compiled**, which joins the small ops between the products.
+
+
+# %%
+def autocast(x):
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        return model(x)
+
+
+def cast_once(x):
+    return served(x.bfloat16())
+
+
+compiled = torch.compile(served)
+
+
+def cast_once_compiled(x):
+    return compiled(x.bfloat16())
+
+
+WAYS = {
+    "fp32": model,
+    "bf16 autocast": autocast,
+    "bf16 cast once": cast_once,
+    "bf16 compiled": cast_once_compiled,
+}
+
+
+def quality(logits):
+    """How far outputs are off, and how many decisions changed."""
+    off = ((logits.float() - in_fp32).norm() / in_fp32.norm()).item()
+    return off, int((logits.argmax(1) != in_fp32.argmax(1)).sum())
+
+
+# %% tags=["nbval-ignore-output"]
+outputs = {}
+for name, run in WAYS.items():
+    with torch.inference_mode():
+        outputs[name] = run(images).float()
+    off, changed = quality(outputs[name])
+    print(f"{name:<15} outputs {off:.2%} off, {changed} decisions changed")
+    assert off < 0.02
+    assert changed < 0.01 * len(images)
+
+# %% [markdown]
+# All of them are off by less than one percent. How long do they take, for one image and for many?
+# (The compiled model was compiled for 1,797 images above, and the first call for another batch
+# compiles it again. That is not counted here, and comes to seconds.)
+
+# %% tags=["nbval-ignore-output"]
+for batch in (1, 256):
+    calls = {name: functools.partial(run, images[:batch].clone()) for name, run in WAYS.items()}
+    with torch.inference_mode():
+        times = compare(calls, device=device, budget_s=4, warmup=3)
+    print(f"{batch} at a time\n{times}")
+    assert all(times.time_s(name).median > 0 for name in WAYS)
+
+# %% [markdown]
+# Read the ratios of your own device. On our two CPU cores autocast made a single image *slower*:
+# each call casts every weight, and there is little work to make up for it. Cast once, that cost is
+# gone, and compiled, the calls between the ops are as well. For large batches on a device that
+# multiplies bf16 fast, all three pull ahead of fp32. [Notebook 10](10_speed_ladder.ipynb) tells
+# how to find the limit of a device, and `amp-lab advise` tries these ways on a model of yours.
+#
+# ## Which decisions change?
+#
+# A decision changes if the gap between the two best classes is smaller than what the lower
+# precision does to it. So we compare the two for each image:
+
+# %% tags=["nbval-ignore-output"]
+best = in_fp32.topk(2, dim=1)
+gap = (best.values[:, 0] - best.values[:, 1]).cpu()
+
+
+def moved(name):
+    """How far the gap between fp32's two best classes moved."""
+    first, second = (outputs[name].gather(1, best.indices[:, i : i + 1]) for i in (0, 1))
+    return ((first - second)[:, 0].cpu() - gap).abs()
+
+
+_ = plots.gap_and_change(gap, {name: moved(name) for name in ("bf16 autocast", "bf16 cast once")})
+for name in ("bf16 autocast", "bf16 cast once"):
+    flipped = outputs[name].argmax(1).cpu() != best.indices[:, 0].cpu()
+    assert (moved(name)[flipped] >= gap[flipped] * 0.99).all()
+
+# %% [markdown]
+# Each point is an image: to the right lies fp32's gap between its two best classes, upwards how far
+# bf16 moved that gap. Only points above the dashed line can change their decision. They are few,
+# they are near the left edge, and fp32 itself was not sure about them. Draw this picture for your
+# own model and some hundred real inputs: if the cloud keeps clear of the line, the precision is
+# good enough.
+#
+# ## What to take care of when you cast
+#
+# **Inputs** have to be cast too. If they are not, PyTorch tells you:
+
+# %% tags=["nbval-ignore-output"]
+try:
+    served(images[:2])
+except RuntimeError as error:
+    print(str(error)[:100])
+else:
+    raise AssertionError("bf16 weights took an fp32 input")
+
+# %% [markdown]
+# **Outputs** that you compare, sort or add up become fp32 first: `.float()`. And some **parts** of
+# a model may need fp32 all the way. The typical case is a comparison of many scores that are nearly
+# equal. Here we look for the most similar image by the features before the last layer, as a search
+# does. Before you run this: how often does bf16 find another neighbour?
+
+
+# %%
+def neighbours(dtype):
+    """The most similar other image of each, and whether two were equally similar."""
+    with torch.inference_mode():
+        features = F.normalize(model[:-1](images), dim=1).to(dtype)
+        similar = (features @ features.T).fill_diagonal_(-1)
+    two = similar.topk(2, dim=1)
+    return two.indices[:, 0], two.values[:, 0] == two.values[:, 1]
+
+
+# %% tags=["nbval-ignore-output"]
+found = {dtype: neighbours(dtype) for dtype in (torch.float32, torch.bfloat16)}
+other = (found[torch.float32][0] != found[torch.bfloat16][0]).float().mean().item()
+ties = {dtype: tied.float().mean().item() for dtype, (_, tied) in found.items()}
+print(
+    f"another neighbour for {other:.0%} of the images; in bf16 {ties[torch.bfloat16]:.0%} are ties"
+)
+assert ties[torch.float32] < 0.05 < 0.3 < ties[torch.bfloat16]
+assert other > 0.3
+
+# %% [markdown]
+# The best similarities are all close to 1, where bf16's numbers are 1/256 apart, so most searches
+# end in a tie. The features themselves may be bf16. What has to be fp32 is the comparison:
+# `features.float() @ features.float().T`, or a product whose output is fp32.
+#
+# **Batch norm** can be folded into the convolution before it, since in inference both are linear.
+# Fold in fp32, and cast afterwards:
+
+
+# %%
+def folded(model):
+    """A copy in which each convolution has taken up the batch norm behind it."""
+    model = copy.deepcopy(model)
+    for module in model:
+        if isinstance(module, nn.Sequential):
+            module[0], module[1] = fuse_conv_bn_eval(module[0], module[1]), nn.Identity()
+    return model
+
+
+# %% tags=["nbval-ignore-output"]
+with torch.inference_mode():
+    exact = folded(model)(images)
+    late = folded(model).bfloat16()(images.bfloat16())
+    early = folded(copy.deepcopy(model).bfloat16())(images.bfloat16())
+for name, logits in (("fp32", exact), ("folded, then cast", late), ("cast, then folded", early)):
+    off, changed = quality(logits)
+    print(f"{name:<18} outputs {off:.2g} off, {changed} decisions changed")
+assert quality(exact)[0] < 1e-5
+assert quality(late)[0] < quality(early)[0]
+
+# %% [markdown]
+# In fp32 folding changes nothing but the last digits. Cast first, the statistics and the weights
+# are rounded before they are multiplied, and the product is rounded once more.
+#
+# ## What torch.compile makes of it
+#
+# A compiled function is made for what it has seen. We count how often it is compiled, with a
+# back-end of our own that only counts:
+
+
+# %%
+class Counting:
+    """A back-end of `torch.compile` that counts, and runs the graph as it is."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, graph, inputs):
+        self.count += 1
+        return graph.forward
+
+
+# %%
+counting = Counting()
+torch.compiler.reset()
+counted = torch.compile(model, backend=counting)
+seen = {}
+with torch.inference_mode():
+    for batch in (4, 4, 5, 6, 7):
+        counted(images[:batch])
+        seen[f"batch of {batch}"] = counting.count
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        counted(images[:7])
+    seen["under autocast"] = counting.count
+counted(images[:7])
+seen["with gradients"] = counting.count
+print(seen)
+assert list(seen.values()) == [1, 2, 2, 2, 3, 4]
+
+# %% [markdown]
+# The second size of the batch compiles it once more, for any size from then on. Autocast on or off
+# is a different function, and so is one that records gradients. A service that mixes these pays for
+# each of them once: decide on one, and run it once before the first user comes. Mark a size as
+# changing with `torch._dynamo.mark_dynamic`, and make it an error to compile again with
+# `torch.compiler.set_stance("fail_on_recompile")`.
+#
+# Two things differ between a compiled model and an eager one in bf16. The first is the cache of
+# autocast: in eager mode a weight is cast once for each autocast block. A compiled layer that is
+# called several times in a block casts it in each call. In training all these copies are kept for
+# the backward pass, and so they can be counted:
+
+
+# %%
+def copies_kept(layer):
+    """bf16 copies of a 256 x 256 weight that 16 calls in one autocast block keep."""
+    copies = {}
+
+    def note(tensor):
+        if tensor.dtype is torch.bfloat16 and tensor.shape == (256, 256):
+            copies[tensor.untyped_storage()._cdata] = tensor  # alive, so no address comes twice
+        return tensor
+
+    x = torch.randn(4, 256, device=device, requires_grad=True)
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+    with hooks, torch.autocast(device.type, dtype=torch.bfloat16):
+        for _ in range(16):
+            x = layer(x)
+    return len(copies)
+
+
+# %%
+layer = nn.Linear(256, 256, device=device)
+in_graph = torch.compile(layer, backend="aot_eager")
+with torch.autocast(device.type, dtype=torch.bfloat16):
+    in_graph(in_graph(torch.randn(4, 256, device=device, requires_grad=True)))  # compiles it
+casts = {"eager": copies_kept(layer), "compiled": copies_kept(in_graph)}
+print("copies of the weight:", casts)
+assert casts == {"eager": 1, "compiled": 16}
+
+# %% [markdown]
+# Compile the loop and not the layer, or cast the weights once.
+#
+# The second is rounding. Eager bf16 rounds after every op, and a compiled kernel only when it
+# writes to memory, so its results differ. They are *nearer* to the exact ones:
+
+
+# %%
+def scaled_sum(x, y, z):
+    return x * y + z
+
+
+# %% tags=["nbval-ignore-output"]
+torch.manual_seed(0)
+values = [torch.randn(4096).bfloat16() for _ in range(3)]
+x, y, z = (value.to(device) for value in values)
+eager, joined = scaled_sum(x, y, z), torch.compile(scaled_sum)(x, y, z)
+exact = scaled_sum(*(value.double() for value in values))
+off_eager, off_joined = ((v.cpu().double() - exact).norm().item() for v in (eager, joined))
+differ = (eager != joined).float().mean().item()
+print(f"{differ:.0%} differ; eager is {off_eager:.3f} off, compiled {off_joined:.3f}")
+assert off_joined <= off_eager
+torch.compiler.reset()
+with torch._inductor.config.patch(emulate_precision_casts=True):
+    assert torch.equal(torch.compile(scaled_sum)(x, y, z), eager)
+
+# %% [markdown]
+# If a test of yours needs the eager results to the bit, `emulate_precision_casts` rounds where
+# eager does.
+#
+# ## Export
+#
+# `torch.export` writes a model down as a graph, without Python, for AOTInductor, ONNX or a mobile
+# runtime. What does the graph keep of autocast? We export a layer within an autocast block:
+
+# %%
+layer, x = nn.Linear(256, 256), torch.randn(4, 256)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    within = torch.export.export(layer, (x,))
+print("exported within autocast, it returns", within.module()(x).dtype)
+assert within.module()(x).dtype is torch.float32
+
+
+class CastsItself(nn.Linear):
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x)
+
+
+inside = torch.export.export(CastsItself(256, 256), (x,))
+print("with autocast in its forward, it returns", inside.module()(x).dtype)
+assert inside.module()(x).dtype is torch.bfloat16
+
+# %% [markdown]
+# Autocast *around* an export leaves nothing in the graph: you believe that you have a bf16 program,
+# and it computes in fp32. Autocast inside `forward` is kept, as a region that a runtime has to
+# know. The plain way is to **cast first**, so that the graph has bf16 weights and ops, and that is
+# what we do. The program takes any batch, and we write it and read it back:
+
+# %%
+half = copy.deepcopy(model).cpu().bfloat16()
+example = torch.zeros(2, 1, 8, 8, dtype=torch.bfloat16)
+program = torch.export.export(half, (example,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+file = io.BytesIO()
+torch.export.save(program, file)
+file.seek(0)
+loaded = torch.export.load(file).module()
+with torch.inference_mode():
+    from_file = loaded(images.cpu().bfloat16())
+    assert torch.equal(from_file, half(images.cpu().bfloat16()))
+print(f"{len(file.getvalue()) / 1024:.0f} KiB, and the same outputs for {len(from_file)} images")
+
+# %% [markdown]
+# The file has the same outputs to the bit. From there, `torch._inductor.aoti_compile_and_package`
+# makes a library that C++ can load, and `torch.onnx.export(program)` an ONNX file. Compare
+# decisions again there: another engine rounds at other places, and older ONNX operators do not
+# take bf16, so fp16 is the usual choice for ONNX.
+#
+# ## Eight bits and fewer
+#
+# Weights can be stored in fewer bits than they are multiplied in: a kernel reads eight bits and
+# multiplies bf16. For one request at a time that is what counts, since the time goes into reading
+# weights. `quantize` says what it costs in decisions:
+
+# %% tags=["nbval-ignore-output"]
+for form, bits in (("int8-rowwise", 8), ("fp8-rowwise", 8), ("nvfp4", 4)):
+    few = copy.deepcopy(model)
+    with torch.inference_mode():
+        for module in few.modules():
+            if isinstance(module, (nn.Conv2d, nn.Linear)) and module.weight[0].numel() % 16 == 0:
+                rows = quantize(module.weight.flatten(1), form)
+                module.weight.copy_(rows.view_as(module.weight))
+        off, changed = quality(few(images))
+    print(f"{form:<13} {bits} bits: outputs {off:.1%} off, {changed} decisions changed")
+    assert changed < (0.01 if bits == 8 else 0.1) * len(images)
+
+# %% [markdown]
+# Eight bits are as good as bf16 here, and four change more decisions. torchao stores and multiplies
+# such weights for real, with `quantize_(model, Int8WeightOnlyConfig())`.
+# [Notebook 15](15_below_16_bits.ipynb) has the formats.
+#
+# ## The same answer twice
+#
+# Does an image get the same output by itself as in a batch? We compare 64 images one by one with
+# all of them at once:
+
+# %% tags=["nbval-ignore-output"]
+with torch.inference_mode():
+    for name, run in (("fp32", model), ("bf16", cast_once)):
+        alone = torch.cat([run(images[i : i + 1]) for i in range(64)])
+        together = run(images[:64])
+        apart = (alone - together).abs().max().item()
+        print(f"{name}: at most {apart:.2g} apart")
+        assert torch.equal(alone.argmax(1), together.argmax(1))
+        assert apart < 0.1
+
+# %% [markdown]
+# A library chooses another kernel for another size of the batch, and that one adds in another
+# order. So a service that batches requests as they come gives slightly different outputs, and with
+# bf16 the differences are larger where there are any. What can be had: the same bits for the same
+# batch on the same machine (`torch.use_deterministic_algorithms`), a fixed batch that is filled
+# up, or kernels that are made to be batch-invariant. What cannot be had is the same bits on
+# another GPU. `amp-lab diff --batch-sizes` finds the op where two batch sizes part.
+#
+# ## Summary
+#
+# - Count decisions, not digits, and look at the gap between the two best.
+# - For inference cast the weights once, in fp32 up to the last step (folding, merging), and the
+#   inputs with them. Comparisons and sums of the outputs stay in fp32.
+# - A compiled model is compiled again for another kind of batch, autocast state or gradient mode.
+#   Its bf16 rounds less often than eager's.
+# - Autocast around `torch.export` is lost: cast first, then export, then compare.
+#
+# Something is wrong with the outputs? [Notebook 08](08_when_amp_breaks.ipynb) is for looking it up.
+#
+# ## Exercises
+#
+# Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
+# not, why. A hint and a solution are folded away below each.
+#
+# ### 1. Does it fit?
+#
+# A language model has 8 billion parameters (8e9). Stored in INT8, each row of 4,096 weights shares
+# a scale in fp32. How many GiB (2^30 bytes) do the weights take?
+
+# %%
+gibibytes = ...
+check_gibibytes(gibibytes)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# One byte for each weight, and four more for every 4,096 of them.
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# gibibytes = 8e9 * (1 + 4 / 4096) / 2**30
+# ```
+#
+# About 7.5 GiB, where bf16 takes 14.9.
+#
+# </details>
+#
+# ### 2. Count the decisions that changed
+#
+# Complete the function: the share of rows whose largest value stands at another place, for
+# `reference` in fp32 and `logits` in any dtype.
+
+
+# %%
+def changed_share(reference, logits):
+    return ...
+
+
+check_changed(changed_share)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Compare `argmax(1)` of both, and take the mean of what differs.
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# def changed_share(reference, logits):
+#     return (reference.argmax(1) != logits.argmax(1)).float().mean().item()
+# ```
+#
+# </details>
+#
+# ### 3. Predict with a model in bf16
+#
+# Complete the function: the probabilities, in fp32, that a model with bf16 weights gives for images
+# in fp32.
+
+
+# %%
+def predict(model, images):
+    return ...
+
+
+check_predict(predict)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# Cast the images before the model, and the logits before the softmax.
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# def predict(model, images):
+#     return model(images.bfloat16()).float().softmax(1)
+# ```
+#
+# </details>
+#
+# ### 4. Fold a batch norm by hand
+#
+# In inference, a batch norm computes `(x - mean) / sqrt(var + eps) * weight + bias` for each
+# channel. Complete the function: the weight and the bias of a convolution that does the same as
+# `convolution`, which has no bias, followed by `norm`.
+
+
+# %%
+def fold(convolution, norm):  # weight (out, in, height, width) and bias (out,)
+    return ...
+
+
+check_fold(fold)
+
+# %% [markdown]
+# <details><summary>Hint</summary>
+#
+# The factor of each channel is `norm.weight / sqrt(norm.running_var + norm.eps)`. What does the
+# mean become when it is multiplied by it?
+#
+# </details>
+#
+# <details><summary>Solution</summary>
+#
+# ```python
+# def fold(convolution, norm):
+#     factor = norm.weight / (norm.running_var + norm.eps).sqrt()
+#     weight = convolution.weight * factor[:, None, None, None]
+#     return weight, norm.bias - norm.running_mean * factor
+# ```
+#
+# </details>
+#
+# ## Further reading
+#
+# - [`torch.compile` and recompilation](https://docs.pytorch.org/docs/stable/torch.compiler.html).
+# - [`torch.export`](https://docs.pytorch.org/docs/stable/export.html), and
+#   [AOTInductor](https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html).
+# - Thinking Machines, [Defeating Nondeterminism in LLM
+#   Inference](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/), 2025:
+#   kernels whose results do not depend on the batch.
+# - [torchao's quantised inference](https://github.com/pytorch/ao/tree/main/torchao/quantization).
