@@ -158,8 +158,9 @@ for name, run in WAYS.items():
 
 # %% [markdown]
 # All of them are off by less than one percent. The first call of a compiled model takes seconds,
-# because it is compiled then, and so does the first with another size of the batch. How long do
-# they take after that, for one image and for many?
+# because it is compiled then (less if its kernels are still on the disk from before), and so does
+# the first with another size of the batch. How long do they take after that, for one image and for
+# many?
 
 # %% tags=["nbval-ignore-output"]
 for batch in (1, 256):
@@ -206,12 +207,13 @@ for name in ("bf16 autocast", "bf16 cast once"):
 # too. If they are not, PyTorch tells you:
 
 # %% tags=["nbval-ignore-output"]
+refused = ""
 try:
     served(images[:2])
 except RuntimeError as error:
-    print(str(error)[:100])
-else:
-    raise AssertionError("bf16 weights took an fp32 input")
+    refused = str(error)
+print(refused[:100])
+assert refused
 
 # %% [markdown]
 # **Outputs** that you compare, sort or add up become fp32 first: `.float()`. And some **parts** of
