@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Serve and export a model in reduced precision
 #
-# **What you'll do.** Run a trained network in bf16 in four ways, count how many of its decisions
+# **What you'll do.** Run a trained network in bf16 in three ways, count how many of its decisions
 # change and find out why those, then compile it, export it, and store its weights in eight bits.
 #
 # **What you'll learn.**
@@ -101,7 +101,7 @@ assert changed < 0.01 * len(images)
 # Almost none, though every single output is another number. To judge a precision for inference,
 # count decisions (or whatever your users see), and not digits.
 #
-# ## Four ways to run it
+# ## Ways to run it
 #
 # **Autocast** leaves the weights in fp32 and casts them in each call. It keeps softmax and norms in
 # fp32 by itself, and you need it if you also train. **Cast once** halves the memory of the weights
@@ -203,8 +203,11 @@ for name in ("bf16 autocast", "bf16 cast once"):
 # far bf16 moved that gap. Only points on the dashed line or above it can change their decision.
 # They are few, they are near the left edge, and fp32 itself was not sure about them. Draw this
 # picture for your own model and some hundred real inputs: if the cloud keeps clear of the line,
-# the precision is good enough.  ## What to take care of when you cast  **Inputs** have to be cast
-# too. If they are not, PyTorch tells you:
+# the precision is good enough.
+#
+# ## What to take care of when you cast
+#
+# **Inputs** have to be cast too. If they are not, PyTorch tells you:
 
 # %% tags=["nbval-ignore-output"]
 refused = ""
