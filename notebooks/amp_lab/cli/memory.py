@@ -29,6 +29,8 @@ def add(commands) -> None:
         **named,
         help="default: adam; also sgd, adamw, muon, adafactor, adamw-8bit, …",
     )
+    ranks = "of FSDP2 among which weights, gradients and state are divided (default: 1)"
+    option("--fsdp-ranks", type=int, default=1, metavar="N", help=ranks)
     memory.set_defaults(run=run)
 
 
@@ -47,6 +49,7 @@ def run(options: argparse.Namespace) -> None:
             device_type=options.device,
             optimizer=options.optimizer,
             loss_fn=given.loss_fn,
+            fsdp_ranks=options.fsdp_ranks,
             **asked,
         )
     if given.loss_fn is None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import enum
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -145,14 +146,22 @@ class Ranks:
             wrapped.register_comm_hook(None, lambda group, bucket: compress(group, bucket))
         return wrapped
 
+    @functools.cached_property
+    def mesh(self) -> Any:
+        """The device mesh of all ranks, of the group that there is.
+
+        One that a mesh makes for itself has a timeout of its own.
+        """
+        from torch.distributed.device_mesh import DeviceMesh  # takes a second to load
+
+        assert dist.group.WORLD is not None, "`join` has made it"
+        return DeviceMesh.from_group(dist.group.WORLD, self.device.type)
+
     def _shard(self, model: nn.Module, precision: Precision) -> None:
         # Takes a second to load, which those who train alone need not wait for.
-        from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-        # Of the group that there is: one that a mesh makes for itself has a timeout of its own.
-        assert dist.group.WORLD is not None, "`join` has made it"
-        mesh = DeviceMesh.from_group(dist.group.WORLD, self.device.type)
+        mesh = self.mesh
         low = precision.dtype if precision in (Precision.FP16, Precision.BF16) else None
         reduce = REDUCE_DTYPES[self.reduce_dtype]
         inside = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce)

@@ -67,6 +67,7 @@ def forecast_memory(
     precision: Precision | str,
     optimizer: str = "adam",
     loss_fn: LossFunction | None = None,
+    fsdp_ranks: int = 1,
     **kwargs: Any,
 ) -> MemoryForecast:
     """Forecast the memory of one training step of `model` on a device that need not be there.
@@ -79,14 +80,16 @@ def forecast_memory(
     `inputs` and `kwargs` are tensors, or structures of them, on any device, also ``meta``. Without
     `loss_fn` every floating-point output gets a gradient of its own size; give one, from the output
     to one number, if the loss is large, as a language model's is. `optimizer` is a key of
-    `OPTIMIZERS`. Not counted: the workspaces of cuBLAS and cuDNN, the memory that the driver takes,
+    `OPTIMIZERS` or `QUANTIZED`. With `fsdp_ranks` it is the memory of each of so many ranks of
+    FSDP2, whose blocks are gathered as `amp-lab train` has them: torch's own code runs, on the
+    CPU's fakes. Not counted: the workspaces of cuBLAS and cuDNN, the memory that the driver takes,
     and what the allocator loses by rounding and fragmentation.
 
     Raises `TraceError` for a model without a fake copy, an input that it does not take, an op whose
     result depends on values, and an unknown precision or optimizer; `DeviceError` for an unknown
     device type.
     """
-    with training_steps(model, device_type, [precision], optimizer, loss_fn) as (step,):
+    with training_steps(model, device_type, [precision], optimizer, loss_fn, fsdp_ranks) as (step,):
         return step.trace(step.run.fake(inputs), step.run.fake(kwargs)).forecast()
 
 
@@ -139,10 +142,11 @@ def memory_table(
     reserve: float = 0.0,
     precisions: Iterable[Precision | str] = (Precision.FP32, Precision.FP16, Precision.BF16),
     device_type: str = "cuda",
-    optimizer: str = "adam",
-    loss_fn: LossFunction | None = None,
+    **options: Any,
 ) -> MemoryTable:
     """The same for inputs of any structure, with a share of the memory held in reserve.
+
+    `step` is the optimizer, loss_fn and fsdp_ranks of `forecast_memory`.
 
     The largest batch is asked for only if there is a `memory_bytes`. tf32 needs what fp32 does.
     Where the memory is no constant plus a multiple of the batch, the forecast is that of the batch
@@ -152,13 +156,13 @@ def memory_table(
     limit = None if total is None else int(total * (1 - reserve))
     solved: dict[str, MemoryByBatch] = {}
     forecasts, reason = [], ""
-    with training_steps(model, device_type, precisions, optimizer, loss_fn) as steps:
+    with training_steps(model, device_type, precisions, **options) as steps:
         for step in steps:
             try:
                 by = MemoryByBatch(step, inputs, limit, known=tuple(solved.values()))
             except Exception as error:  # whatever the model raises at a batch that was not given
                 # If what was given fails too, that is the error to tell.
-                forecasts.append(step.trace(*inputs.of(inputs.batch, device_type)).forecast())
+                forecasts.append(step.trace(*inputs.of(inputs.batch, step.traced_on)).forecast())
                 reason = first_line(error)
             else:
                 solved[str(step.precision)] = by
@@ -266,7 +270,7 @@ class MemoryByBatch:
 
     def _trace(self, batch: int) -> TracedStep:
         try:
-            return self._step.trace(*self._inputs.of(batch, self._step.device_type))
+            return self._step.trace(*self._inputs.of(batch, self._step.traced_on))
         except TraceError as error:
             raise TraceError(f"{error} (tried with a batch of {batch})") from error
 

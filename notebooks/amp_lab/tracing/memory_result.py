@@ -45,6 +45,7 @@ class MemoryForecast(Printed):
     phases: dict[str, int]  # the most in use at one time in "forward", "backward" and "optimizer"
     at_peak: dict[str, int]  # what the peak consists of, by kind
     caveats: tuple[str, ...] = ()  # what in this model the forecast may be wrong about
+    fsdp_ranks: int = 1  # of FSDP2; it is the memory of each
 
     @property
     def peak(self) -> int:
@@ -116,7 +117,12 @@ class MemoryTable(Printed):
             for label, bytes_of in _ROWS.items()
         ]
         gradients = f"the gradients, {_in_unit(first.gradients, unit)} {name}"
-        ddp = f"DDP adds buckets as large as {gradients}; none with gradient_as_bucket_view=True."
+        copies = (
+            f"DDP adds buckets as large as {gradients}; none with gradient_as_bucket_view=True."
+        )
+        if first.fsdp_ranks > 1:
+            ranks = f"each of {first.fsdp_ranks} ranks of FSDP2"
+            copies = f"Of {ranks}, forecast with the CPU's kernels, in one stream."
         foot = [peaks, ["reached in", *(f.peak_phase for f in self.forecasts)]]
         if self.memory_bytes is not None:
             largest = [self.largest.get(f.precision) for f in self.forecasts]
@@ -131,7 +137,7 @@ class MemoryTable(Printed):
                 *([f"Too low: {self.loss_left_out}."] if self.loss_left_out else []),
                 *self._fits(),
                 "The parts are not all there at one time, so they do not add up to the peak.",
-                *([ddp] if first.gradients else []),
+                *([copies] if first.gradients else []),
                 "Not counted: what the driver and its libraries take for themselves.",
                 *first.caveats,
             ],

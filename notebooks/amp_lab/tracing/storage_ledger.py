@@ -2,7 +2,8 @@
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,17 +84,43 @@ class StorageLedger(TorchDispatchMode):
         if key is None:
             return None
         if key not in self._numbers:
-            storage = leaf.untyped_storage()
-            number = self._numbers[key] = len(self._sizes)
-            self._sizes.append(storage.nbytes())
-            self._log.append(number)
-
-            def end(_: weakref.ref) -> None:
-                self._log.append(~number)
-                del self._numbers[key], self._watches[number]  # another may get the same key
-
-            self._watches[number] = weakref.ref(storage, end)
+            self._begin(key, leaf.untyped_storage())
         return self._numbers[key]
+
+    def _begin(self, key: int, storage: torch.UntypedStorage) -> int:
+        number = self._numbers[key] = len(self._sizes)
+        self._sizes.append(storage.nbytes())
+        self._log.append(number)
+
+        def end(_: weakref.ref) -> None:
+            self._log.append(~number)
+            del self._numbers[key], self._watches[number]  # another may get the same key
+
+        self._watches[number] = weakref.ref(storage, end)
+        return number
+
+    @contextmanager
+    def seeing_resizes(self) -> Iterator[None]:
+        """The block in which a storage that gets another size ends, and another begins.
+
+        FSDP2 frees and makes gathered weights in this way, which stay weights for autograd too.
+        """
+        resize = torch.UntypedStorage.resize_
+
+        def seen(storage: torch.UntypedStorage, size: int) -> Any:
+            result, key = resize(storage, size), storage._cdata
+            if key in self._numbers:
+                number = self._numbers[key]
+                self._log.append(~number)
+                del self._watches[number]
+            self._kinds[self._begin(key, storage)] = "gathered"
+            return result
+
+        torch.UntypedStorage.resize_ = seen  # pyrefly: ignore[bad-assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize
 
     def _numbers_of(self, tensor: torch.Tensor) -> list[int]:
         """The numbers of its storages: a wrapper, such as a quantised weight, may have several."""
@@ -135,6 +162,7 @@ class StorageLedger(TorchDispatchMode):
                 # An input counts as an activation once autograd keeps it; a weight stays a weight.
                 if alive[number] and kinds[number] in ("inputs", "temporaries"):
                     kinds[number] = "activations"
+        kinds = ["temporaries" if kind == "gathered" else kind for kind in kinds]
         numbers = np.array([KINDS.index(kind) for kind in kinds], np.int64)
         return StorageTrace(np.array(self._sizes, np.int64), numbers, log, dict(self._marks))
 

@@ -26,6 +26,7 @@ from amp_lab.tracing.fake_device import (
     NEEDS_VALUES,
     ModelRun,
     autocast_on,
+    checked_backend,
     on_fake_device,
     remedy_for,
     require_model,
@@ -57,6 +58,7 @@ What a step takes is what Inductor 2.15 allocates on a CPU.
 """
 
 _LOOPS = ("adafactor", "muon")  # over the parameters, in which the last one's temporaries live on
+_MOST_RANKS = 1024
 _RNN_CAVEAT = ": forecast with torch's own kernels; cuDNN or oneDNN may keep twice as much."
 
 LossFunction = Callable[[Any], torch.Tensor]
@@ -68,13 +70,14 @@ def training_steps(
     model: nn.Module,
     device_type: str,
     precisions: Iterable[Precision | str],
-    optimizer: str,
-    loss_fn: LossFunction | None,
+    optimizer: str = "adam",
+    loss_fn: LossFunction | None = None,
+    fsdp_ranks: int = 1,
 ) -> Iterator[list["TrainingStep"]]:
     """The block in which a training step can be traced, one for each precision.
 
-    Opening it takes as long as half a trace. Raises `TraceError` or `DeviceError` for what cannot
-    be.
+    With `fsdp_ranks` it is that of one of so many. Opening it takes as long as half a trace. Raises
+    `TraceError` or `DeviceError` for what cannot be.
     """
     asked = list(precisions)
     if not asked:
@@ -85,12 +88,16 @@ def training_steps(
             raise TraceError(f"precision {precision!r}: give one of {', '.join(Precision)}")
     if optimizer not in (names := (*OPTIMIZERS, *QUANTIZED)):
         raise TraceError(f"optimizer {optimizer!r}: give one of {', '.join(names)}")
+    if not 1 <= fsdp_ranks <= _MOST_RANKS:
+        raise TraceError(f"ranks {fsdp_ranks}: give 1 to {_MOST_RANKS}")
+    checked_backend(device_type)
     with (
         _same_every_time(),
-        on_fake_device(model, (), {}, device_type) as run,
+        on_fake_device(model, (), {}, "cpu" if fsdp_ranks > 1 else device_type) as run,
         torch.enable_grad(),
     ):
-        yield [TrainingStep(run, device_type, Precision(p), optimizer, loss_fn) for p in asked]
+        options = optimizer, loss_fn, fsdp_ranks
+        yield [TrainingStep(run, device_type, Precision(p), *options) for p in asked]
 
 
 @dataclass(frozen=True)
@@ -102,11 +109,24 @@ class TrainingStep:
     precision: Precision
     optimizer: str
     loss_fn: LossFunction | None
+    ranks: int = 1
+
+    @property
+    def traced_on(self) -> str:
+        """The type of device whose kernels run, and on which its inputs have to be."""
+        return "cpu" if self.ranks > 1 else self.device_type
 
     def trace(self, inputs: tuple, kwargs: dict[str, Any]) -> "TracedStep":
         """Run the step once on fake inputs, and note every storage's coming and going."""
         run, given = self.run, tensors_in((inputs, kwargs))
         shapes = tuple(tuple(tensor.shape) for tensor in given)
+        if self.ranks > 1:
+            from amp_lab.tracing.sharded_step import trace_sharded  # FSDP2 takes a second to load
+
+            with _one_line_errors(run.model, shapes):
+                shards, storages = trace_sharded(self, inputs, kwargs)
+            sharded = tuple((tuple(shard.shape), shard.dtype) for shard in shards)
+            return TracedStep(self, shapes, sharded, storages)
         ledger = StorageLedger(self.device_type)
         ledger.own("weights", run.parameters.values())
         ledger.own("buffers", run.buffers.values())
@@ -124,6 +144,17 @@ class TrainingStep:
         shapes_trained = tuple((tuple(p.shape), p.dtype) for p in trained.values())
         return TracedStep(self, shapes, shapes_trained, ledger.trace(kept_at="forward"))
 
+    def output(self, model: nn.Module, inputs: tuple, kwargs: dict[str, Any]) -> Any:
+        """The loss, or what the model returns if there is no loss function."""
+        output = model(*inputs, **kwargs)
+        if self.loss_fn is None:
+            return output
+        loss = self.loss_fn(output)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            found = tuple(getattr(loss, "shape", ())) or type(loss).__name__
+            raise TraceError(f"loss_fn must return one number, not {found}")
+        return loss
+
     def _forward(self, ledger: StorageLedger, inputs: tuple, kwargs: dict[str, Any]) -> Seeds:
         """The forward pass: where the backward pass begins."""
         low = self.precision.dtype is not torch.float32
@@ -132,12 +163,7 @@ class TrainingStep:
         once = _CastOnce(device) if device.fused_rnn_dtype else nullcontext()
         with autocast_on(self.device_type, self.precision.dtype if low else None, enabled=low):
             with hooks, once:
-                output = model(*inputs, **kwargs)
-                if self.loss_fn is not None:
-                    output = self.loss_fn(output)
-                    if not isinstance(output, torch.Tensor) or output.numel() != 1:
-                        found = tuple(getattr(output, "shape", ())) or type(output).__name__
-                        raise TraceError(f"loss_fn must return one number, not {found}")
+                output = self.output(model, inputs, kwargs)
             ledger.mark("cached")  # the block's end clears autocast's cache
         ledger.mark("forward")
         seeds = seeds_of(output)
@@ -193,6 +219,7 @@ class TracedStep:
             phases=phases,
             at_peak=at_peak,
             caveats=tuple(f"{kind}{_RNN_CAVEAT}" for kind in sorted(rnns)),
+            fsdp_ranks=step.ranks,
         )
 
 

@@ -1,0 +1,99 @@
+"""A training step of one among many ranks of FSDP2: torch's own code, on fake tensors."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from amp_lab.distributed.ranks import Parallel, Ranks
+from amp_lab.errors import TraceError
+from amp_lab.precision import Precision
+from amp_lab.tracing.ops_seen import tensors_in
+from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
+
+if TYPE_CHECKING:
+    from amp_lab.tracing.training_step import TrainingStep
+
+
+def trace_sharded(
+    step: "TrainingStep", inputs: tuple, kwargs: dict[str, Any]
+) -> tuple[list[torch.Tensor], StorageTrace]:
+    """The shards that are trained, and what the second step allocates; the first makes buffers."""
+    with _group_of(step.ranks):
+        model = _sharded(step.run.model, step.run.parameters | step.run.buffers, step.precision)
+        weights = [_local(p) for p in model.parameters()]
+        for _ in range(2):
+            model.zero_grad()
+            ledger = StorageLedger("cpu")
+            ledger.own("weights", weights)
+            ledger.own("buffers", model.buffers())
+            ledger.own("inputs", tensors_in((inputs, kwargs)))
+            hooks = torch.autograd.graph.saved_tensors_hooks(ledger.keep, lambda tensor: tensor)
+            with ledger, ledger.seeing_resizes():
+                with hooks:
+                    output = step.output(model, inputs, kwargs)
+                for name in ("cached", "forward"):
+                    ledger.mark(name)
+                leaves = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+                torch.autograd.backward(leaves, [torch.ones_like(leaf) for leaf in leaves])
+                del output, leaves
+                trained = [p for p in model.parameters() if p.grad is not None]
+                ledger.own("gradients", [_local(p.grad) for p in trained])
+                ledger.mark("backward")
+        return [_local(p) for p in trained], ledger.trace(kept_at="forward")
+
+
+def _sharded(model: nn.Module, tensors: dict[str, torch.Tensor], precision: Precision) -> nn.Module:
+    """A copy of the model with fake tensors in place of its own, sharded as `train` does it."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    # Anew for each trace, since FSDP2 frees what it has cut into shards.
+    fakes = {id(own): torch.empty_like(tensors[name]) for name, own in named}
+    ranks = Ranks(Parallel.FSDP)
+    with unset_fake_temporarily():
+        assert ranks.mesh  # it is made of numbers, which fakes do not have
+    return ranks.wrap(_copied(model, fakes, {}), precision)
+
+
+def _copied(
+    module: nn.Module, fakes: dict[int, torch.Tensor], done: dict[nn.Module, nn.Module]
+) -> nn.Module:
+    """A module whose own tensors are fakes; what else it holds, it shares, such as hooks."""
+    if module not in done:
+        made = done[module] = module.__new__(type(module))
+        attributes = vars(module).items()
+        vars(made).update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in attributes})
+        for name, own in module._parameters.items():
+            if own is not None:
+                fake = fakes[id(own)]
+                if not isinstance(fake, nn.Parameter):  # one that is tied is one for both
+                    fake = fakes[id(own)] = nn.Parameter(fake, own.requires_grad)
+                made._parameters[name] = fake  # pyrefly: ignore[unsupported-operation]
+        made._buffers.update(
+            {k: b if b is None else fakes[id(b)] for k, b in made._buffers.items()}
+        )
+        for name, inner in module._modules.items():
+            made._modules[name] = inner if inner is None else _copied(inner, fakes, done)
+    return done[module]
+
+
+@contextmanager
+def _group_of(ranks: int) -> Iterator[None]:
+    """The block in which this process is the first of so many; the others are not there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # which makes the back-end
+
+    if dist.is_initialized():
+        raise TraceError("this process is one of a group: forecast FSDP2's memory in another")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
