@@ -327,8 +327,8 @@ assert off[1] < 2**-8 < off[64] < off[224]
 # ## State in fewer bits
 #
 # Adam divides the mean of the gradients by the root of the mean of their squares. The two moments
-# need no high precision, since both are averages of something noisy. We store them in blocks of 256
-# values with a scale each, as torchao and bitsandbytes do, in three ways:
+# need no high precision, since both are averages of something noisy. We store them in blocks of
+# 128 or 256 values that share a scale, as torchao and bitsandbytes do, in three ways:
 #
 # - INT8, whose numbers are evenly spaced from -127 to 127;
 # - E4M3, with its exponent;

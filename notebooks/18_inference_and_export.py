@@ -103,10 +103,11 @@ assert changed < 0.01 * len(images)
 #
 # ## Ways to run it
 #
-# **Autocast** leaves the weights in fp32 and casts them in each call. It keeps softmax and norms in
-# fp32 by itself, and you need it if you also train. **Cast once** halves the memory of the weights
-# and saves the casts, and then you have to take care of inputs and of sensitive parts yourself.
-# Either of them can be **compiled**, which joins the small ops between the products.
+# **Autocast** leaves the weights in fp32 and casts them in each call. It keeps sensitive ops in
+# fp32 by a list of its own, which [notebook 02](02_autocast_dtypes.ipynb) shows, and you need it
+# if you also train. **Cast once** halves the memory of the weights and saves the casts, and then
+# you have to take care of inputs and of sensitive parts yourself. Either of them can be
+# **compiled**, which joins the small ops between the products.
 
 
 # %%
