@@ -13,9 +13,9 @@
 # ways, and store Adam's state in eight and four bits. Count for each what a parameter costs.
 #
 # **What you'll learn.**
-# - why small updates of a bf16 weight vanish, and what stochastic rounding, Kahan's summation and
+# - why small updates of a bf16 weight vanish, and what stochastic rounding, Kahan summation and
 #   fp32 masters each do about it;
-# - which part of Adam's state must never become zero;
+# - why a zero in Adam's second moment is dangerous;
 # - how many bytes a parameter takes in each of these setups, and what they are called in FSDP2,
 #   DeepSpeed, torchtitan and torchao.
 #
@@ -24,6 +24,7 @@
 
 # %% tags=["nbval-ignore-output"]
 import functools
+import math
 
 import torch
 from sklearn.datasets import load_digits
@@ -60,12 +61,12 @@ assert weight == 1
 # The weight has not moved at all. The next number of bf16 above 1 is 1.0078, and each update is
 # less than half of that distance, so each sum is rounded back to 1. That is why AMP keeps the
 # weights in fp32 and casts only what it multiplies. It is also why so many people would like to do
-# without: those fp32 weights, with their gradients and Adam's two moments, take 16 bytes for each
-# parameter.
+# without them: the weights in fp32, with their gradients and Adam's two moments, take 16 bytes for
+# each parameter.
 #
 # ## What a parameter costs
 #
-# `forecast_memory` counts it for any model and optimizer, without memory of its own. We ask for
+# `forecast_memory` counts it for any model and optimizer, without allocating any of it. We ask for
 # the weights, gradients and optimizer state of two linear layers, in fp32 and in bf16:
 
 # %%
@@ -102,18 +103,20 @@ assert 6 < sum(held["bf16, 8-bit AdamW"].values()) < 6.1
 assert held["fp32, Adafactor"]["state"] < 0.01
 
 # %% [markdown]
-# The picture shows the bytes that stay from step to step, for each parameter: 16 in fp32, half of
-# that if everything is bf16, and 5 with a state of four bits as well. Adafactor keeps only sums
-# over the rows and columns of each matrix. Activations come on top of it, and are what autocast
-# saves.
+# The picture shows what is held for each parameter when the optimizer steps: 16 bytes in fp32,
+# half of that if everything is bf16, and 5 with a state of four bits as well. Adafactor keeps only
+# sums over the rows and columns of each matrix. Activations come on top of it, and are what
+# autocast saves.
 #
 # A model of seven billion parameters takes 112 GB in the first line and 42 GB in the line of bf16
-# with 8-bit AdamW. What do we pay for that? We will see for the weights first, then for the state.
+# with 8-bit AdamW. What do we pay for that? We look at the weights first, and at the state after
+# them.
 #
 # ## Weights in bf16
 #
 # We write Adam ourselves, so that we can exchange two things: how an update is added to a weight,
-# and how the state is stored. All arithmetic is in fp32.
+# and how the state is stored. Adam's own arithmetic is in fp32, and so are its moments in this
+# part.
 
 
 # %%
@@ -122,13 +125,13 @@ def as_it_is(values):
 
 
 class Adam:
-    """Adam, with `add(weight, update)` and, for its two moments, `mean` and `square` to store."""
+    """Adam that calls `add(weight, update)`, and stores its moments through two functions."""
 
-    def __init__(self, weights, lr, add, mean=as_it_is, square=as_it_is):
-        self.weights, self.lr, self.add, self.stores = list(weights), lr, add, (mean, square)
+    def __init__(self, weights, lr, add, store_mean=as_it_is, store_square=as_it_is):
+        self.weights, self.lr, self.add = list(weights), lr, add
+        self.store_mean, self.store_square, self.steps = store_mean, store_square, 0
         self.means = [torch.zeros_like(w, dtype=torch.float32) for w in self.weights]
-        self.squares = [torch.zeros_like(mean) for mean in self.means]
-        self.steps = 0
+        self.squares = [torch.zeros_like(m) for m in self.means]
 
     @torch.no_grad()
     def step(self):
@@ -136,21 +139,23 @@ class Adam:
         for i, weight in enumerate(self.weights):
             grad = weight.grad.float()
             mean, square = self.means[i].lerp(grad, 0.1), self.squares[i].lerp(grad**2, 0.001)
-            self.means[i], self.squares[i] = self.stores[0](mean), self.stores[1](square)
+            self.means[i], self.squares[i] = self.store_mean(mean), self.store_square(square)
             mean, square = mean / (1 - 0.9**self.steps), square / (1 - 0.999**self.steps)
             self.add(weight, -self.lr * mean / (square.sqrt() + 1e-8))
 
 
 # %% [markdown]
 # The simplest way to add is to round the sum to the weight's dtype, to the nearest number, as
-# `weight += update` does. Two others are made for bf16:
+# `weight += update` does. Three others are made for bf16:
 #
-# - **Stochastic rounding** rounds up with the probability that the sum has come that far. An update
-#   of a tenth of the spacing moves the weight one time in ten, so it arrives on average. A bf16
-#   number is the upper half of an fp32 number, so it is enough to add 16 random bits to the lower
-#   half and to cut that off.
-# - **Kahan's summation** writes down what each rounding has lost, in a second bf16 number, and adds
+# - **Stochastic rounding** rounds up or down at random: a sum that lies three tenths of the way to
+#   the next number is rounded up in three of ten cases, so every update arrives on average. A bf16
+#   number is the upper half of an fp32 number. So it is enough to add 16 random bits to the lower
+#   half, let the carry go up, and set the lower half to zero.
+# - **Kahan summation** writes down what each rounding has lost, in a second bf16 number, and adds
 #   it to the next update.
+# - **fp32 masters** are a copy of the weights in fp32, which the optimizer updates, and from which
+#   the bf16 weights are cast.
 
 
 # %%
@@ -164,6 +169,19 @@ def stochastic(weight, update):
     weight.copy_(((bits + noise) & -(1 << 16)).view(torch.float32))  # the lower half is 0
 
 
+class Masters:
+    """Adds in fp32, to copies that it keeps."""
+
+    def __init__(self):
+        self.masters = {}  # by weight: tensors hash by identity
+
+    def __call__(self, weight, update):
+        master = self.masters.setdefault(weight, weight.float())
+        master += update
+        weight.copy_(master)
+
+
+# %%
 class Kahan:
     """Adds with what was lost before."""
 
@@ -178,21 +196,22 @@ class Kahan:
 
 
 # %% [markdown]
-# We try both on the weight from the beginning, a thousand copies of it for the random one:
+# We try them on the weight from the beginning, a thousand copies of it for the random one:
 
 # %%
 torch.manual_seed(0)
-for add in (nearest, stochastic, Kahan()):
+for add in (nearest, stochastic, Kahan(), Masters()):
     weights = torch.ones(1000, dtype=torch.bfloat16, device=device)
     for _ in range(1000):
         add(weights, torch.full_like(weights, 0.001, dtype=torch.float32))
-    name = getattr(add, "__name__", "Kahan")
+    name = getattr(add, "__name__", type(add).__name__)
     print(f"{name:<11} {weights.float().mean().item():.3f} on average")
     assert abs(weights.float().mean() - (1 if add is nearest else 2)) < 0.02
 
 # %% [markdown]
-# Both arrive at 2. Now a network for scikit-learn's handwritten digits learns with each of them.
-# The learning rate is small, as it is when a model is fine-tuned, or at the end of any schedule:
+# The last three arrive at 2. Now a network for scikit-learn's handwritten digits learns with each
+# of them. The learning rate is small, as it is when a model is fine-tuned, or at the end of any
+# schedule:
 
 
 # %%
@@ -231,31 +250,35 @@ def at_the_end(runs):
     return [sum(losses[-20:]) / 20 for losses in runs]
 
 
-# %% tags=["nbval-ignore-output"]
+# %%
 bf16 = torch.bfloat16
 WAYS = {
-    "fp32": (nearest, torch.float32),
-    "bf16, nearest": (nearest, bf16),
-    "bf16, stochastic": (stochastic, bf16),
-    "bf16, Kahan": (Kahan(), bf16),
+    "fp32": (lambda: nearest, torch.float32),
+    "bf16, nearest": (lambda: nearest, bf16),
+    "bf16, stochastic": (lambda: stochastic, bf16),
+    "bf16, Kahan": (Kahan, bf16),
+    "bf16, masters": (Masters, bf16),
 }
+
+
+# %% tags=["nbval-ignore-output"]
 losses = {}
-for name, (add, dtype) in WAYS.items():
-    adam = functools.partial(Adam, lr=1e-4, add=add)
-    losses[name] = [train(seed, adam, steps, dtype)[0] for seed in SEEDS]
+for name, (make_add, dtype) in WAYS.items():
+    adams = [functools.partial(Adam, lr=1e-4, add=make_add()) for _ in SEEDS]
+    losses[name] = [train(seed, adams[seed], steps, dtype)[0] for seed in SEEDS]
     ends = at_the_end(losses[name])
     print(f"{name:<17} {sum(ends) / 3:.3f}   by seed", *(f"{end:.3f}" for end in ends))
 _ = plots.loss_by_format(losses)
 of_fp32 = max(at_the_end(losses["fp32"]))
 assert min(at_the_end(losses["bf16, nearest"])) > 1.2 * of_fp32
-for cured in ("bf16, stochastic", "bf16, Kahan"):
+for cured in ("bf16, stochastic", "bf16, Kahan", "bf16, masters"):
     lag = max(at_the_end(losses[cured])) - of_fp32
     assert lag < 0.1 * (min(at_the_end(losses["bf16, nearest"])) - of_fp32)
 
 # %% [markdown]
-# The picture shows the loss over the steps, the mean of three seeds. Rounded to nearest, the
-# bf16 weights learn far more slowly than fp32, while stochastic rounding and Kahan's summation lie
-# on the line of fp32. How many weights does a step change at all?
+# The picture shows the loss over the steps, the mean of three seeds. Rounded to nearest, the bf16
+# weights learn far more slowly than fp32, while stochastic rounding, Kahan summation and masters
+# lie on the line of fp32. How many weights does a step change at all?
 
 
 # %%
@@ -280,24 +303,25 @@ for name, changed in share.items():
 assert share["nearest"] < share["stochastic"] < 2 * share["nearest"]
 
 # %% [markdown]
-# Stochastic rounding does not change many more weights in one step: it changes the right ones in
-# proportion, so that nothing is lost over many steps. To nearest, the same large weights stand
-# still in every step, and what they should have learned is lost for good.
+# Stochastic rounding changes only a third more weights in a step, but other ones each time: every
+# weight moves with a probability in proportion to its update. To nearest, the same large weights
+# stand still in every step. An update of Adam is about the learning rate, 0.0001, and above 1/32
+# half the spacing of bf16 is more than that. What those weights should have learned is lost for
+# good.
 #
-# The third cure is to keep **fp32 masters**: a copy of the weights in fp32 that the optimizer
-# updates, from which the bf16 weights are cast. AMP is nothing else, with the model's weights as
-# the masters and the casts made by autocast. The same setups have other names elsewhere:
+# AMP is nothing but fp32 masters: the model's own weights are the masters, and autocast makes the
+# casts. The same setups have other names elsewhere:
 #
 # | | fp32 masters, products in bf16 | everything in bf16 | gradients summed over ranks in |
 # |---|---|---|---|
 # | PyTorch | `torch.autocast` | `model.bfloat16()` | the gradients' dtype (DDP) |
-# | FSDP2 | `MixedPrecisionPolicy(param_dtype=bf16)` | a model in bf16 | `reduce_dtype` |
-# | DeepSpeed | `"bf16": {"enabled": true}` | and `bf16_master_weights_and_grads`, `bf16_optimizer_states` | `communication_data_type` |
+# | FSDP2 | `MixedPrecisionPolicy(param_dtype=bf16)` | a model in bf16 | `reduce_dtype` (before torch 2.15 its default was `param_dtype`) |
+# | DeepSpeed | `"bf16": {"enabled": true}` | the same with `"bf16_master_weights_and_grads": true` and `"bf16_optimizer_states": true` | `communication_data_type` |
 # | torchtitan | `training.mixed_precision_param` | `training.dtype` | `training.mixed_precision_reduce` |
 #
-# Of stochastic rounding, torchao's optimizers have `bf16_stochastic_round=True`, and none of the
-# four does it without being asked. If you convert a model with `.bfloat16()` and use PyTorch's own
-# AdamW, you get the line that learns slowly.
+# None of these four rounds stochastically. torchao's optimizers do, with
+# `bf16_stochastic_round=True`, and they work with FSDP2. If you convert a model with `.bfloat16()`
+# and use PyTorch's own AdamW, you get the line that learns slowly.
 #
 # ## Gradients that add up
 #
@@ -320,24 +344,42 @@ for count in (1, 8, 64, 224):
 assert off[1] < 2**-8 < off[64] < off[224]
 
 # %% [markdown]
-# A single gradient is rounded once. The more of them are added, the smaller each is beside the sum,
-# and the more of it is lost. Sum in fp32 if you accumulate over many micro-batches: torchtitan and
-# FSDP2 do so between ranks with `reduce_dtype`, and DeepSpeed with `grad_accum_dtype`.
+# A single gradient is rounded once. The more of them are added, the smaller each is beside the
+# sum, and the more of it is lost. Sum in fp32 if you accumulate over many micro-batches: in
+# DeepSpeed with `"data_types": {"grad_accum_dtype": "fp32"}`, in FSDP2 with
+# `reduce_dtype=torch.float32`, which holds for micro-batches that are not synchronised as well as
+# between ranks.
 #
 # ## State in fewer bits
 #
-# Adam divides the mean of the gradients by the root of the mean of their squares. The two moments
-# need no high precision, since both are averages of something noisy. We store them in blocks of
-# 128 or 256 values that share a scale, as torchao and bitsandbytes do, in three ways:
+# Adam divides the mean of the gradients by the root of the mean of their squares. In bf16 the
+# second of these has a fault that you know by now. It shrinks by a thousandth in each step, which
+# is less than half of bf16's spacing:
+
+# %%
+square = torch.tensor(1.0, dtype=torch.bfloat16)
+for _ in range(1000):
+    square = (0.999 * square.float()).bfloat16()
+print(f"after a thousand steps without a gradient: {square.item()}; in fp32 {0.999**1000:.2f}")
+assert square == 1
+
+# %% [markdown]
+# It never shrinks, and so all later steps are too small. A scale for each block helps to go to
+# eight bits and below, since the values are rounded anew beside the block's largest in each step.
+# We try bf16, and blocks of 256 values (128 in four bits) that share a scale, as torchao and
+# bitsandbytes have them:
 #
 # - INT8, whose numbers are evenly spaced from -127 to 127;
 # - E4M3, with its exponent;
-# - evenly spaced as well, but for the squares from 1 to 2^bits, *without zero*.
+# - *without zero*: for the squares, which are never negative, the evenly spaced numbers from 1 to
+#   2^bits, with INT8 or E2M1 for the mean.
+#
+# An update uses the new moments as they are; what is rounded is what the next step begins with.
 
 
 # %%
 def in_blocks(form):
-    """What stores values in blocks of a format, but for those of small tensors."""
+    """A function that stores values in blocks; small tensors stay as they are, as in torchao."""
 
     def store(values):
         if values.numel() < 4096:
@@ -347,13 +389,17 @@ def in_blocks(form):
     return store
 
 
+def in_bf16(values):
+    return values.bfloat16().float()
+
+
 def without_zero(bits):
-    """What stores positive values in so many bits, evenly spaced and with no zero."""
+    """A function that stores squares in so many bits, evenly spaced and with no zero."""
 
     def store(squares):
         if squares.numel() < 4096:
             return squares
-        blocks = squares.view(-1, 128)
+        blocks = squares.view(-1, 128 if bits == 4 else 256)
         step = (blocks.amax(1, keepdim=True) / 2**bits).clamp(min=1e-30)  # of a block of zeros too
         return ((blocks / step).round().clamp(min=1) * step).view_as(squares)
 
@@ -366,22 +412,24 @@ def without_zero(bits):
 # %%
 int8 = in_blocks(Format("int8 in blocks", ELEMENTS["int8"], (1, 256)))
 e4m3 = in_blocks(Format("e4m3 in blocks", ELEMENTS["e4m3"], (1, 256)))
-int4 = in_blocks(Format("mean in 4 bits", ELEMENTS["e2m1"], (1, 128)))
+e2m1 = in_blocks(Format("e2m1 in blocks", ELEMENTS["e2m1"], (1, 128)))
 STATES = {
     "fp32": (as_it_is, as_it_is),
+    "bf16": (in_bf16, in_bf16),
     "INT8": (int8, int8),
     "E4M3": (e4m3, e4m3),
     "INT8, no zero": (int8, without_zero(8)),
-    "4 bits, no zero": (int4, without_zero(4)),
+    "4 bits, no zero": (e2m1, without_zero(4)),
 }
 
 # %% tags=["nbval-ignore-output"]
 learned = {}
 for name, (mean, square) in STATES.items():
-    adam = functools.partial(Adam, lr=1e-3, add=nearest, mean=mean, square=square)
+    adam = functools.partial(Adam, lr=1e-3, add=nearest, store_mean=mean, store_square=square)
     learned[name] = [train(seed, adam, steps)[0] for seed in SEEDS]
-    ends, most = at_the_end(learned[name]), max(max(run[50:]) for run in learned[name])
-    print(f"{name:<16} {sum(ends) / 3:9.3g} at the end; after step 50 at most {most:.3g}")
+    finite = sum(math.isfinite(run[-1]) for run in learned[name])
+    end = sum(at_the_end(learned[name])) / 3
+    print(f"{name:<16} loss {end:6.3g} at the end; finite for {finite} of 3 seeds")
 assert not any(end < 1 for end in at_the_end(learned["INT8"]))
 
 # %%
@@ -391,8 +439,8 @@ for name in ("INT8, no zero", "4 bits, no zero"):
 _ = plots.loss_by_format({name: runs for name, runs in learned.items() if name != "INT8"})
 
 # %% [markdown]
-# INT8 does not learn badly, it explodes, and so it is not in the picture. The others end near
-# fp32, even with four bits. To see why, we look at what becomes of the squares:
+# INT8 is not merely worse, it explodes, and so it is not in the picture. The others end near fp32,
+# even with four bits. To see why, we look at what becomes of the squares:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -407,13 +455,14 @@ for name, store in (("INT8", int8), ("E4M3", e4m3), ("INT8, no zero", without_ze
 assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 
 # %% [markdown]
-# A square that becomes 0 is forgotten, and the next update is divided by little more than the last
-# gradient's part of it, or by nothing but epsilon. INT8 loses a large share of them in this way.
-# E4M3 reaches over five orders of magnitude and loses far fewer, but not none: if its largest loss
-# above stands out, this is the reason. Without a zero nothing of the kind can happen: the smallest
-# square that can be stored makes an update too small, which is harmless. torchao's 4-bit optimizer
-# has no zero for its squares, and its 8-bit optimizer has a table of numbers that lie closer
-# together near zero.
+# If a square is stored as 0, the next step knows only a thousandth of the newest squared gradient
+# and divides by its root. Where the newest gradient is 0 too, it divides by epsilon alone, and the
+# update becomes huge. INT8 loses a large share of the squares in this way. E4M3 reaches over five
+# orders of magnitude and loses far fewer, which did no harm here. It is a risk all the same, since
+# one such weight with a large mean is enough for a jump of the loss. Without a zero nothing of the
+# kind can happen: the smallest square that can be stored makes an update too small, which is
+# harmless. torchao's 4-bit optimizer has no zero for its squares. Its 8-bit optimizer has one, and
+# a table of numbers that lie close together near it.
 #
 # In your own code it is one line; `bf16_stochastic_round` is for weights in bf16:
 #
@@ -423,7 +472,10 @@ assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 # optimizer = AdamW8bit(model.parameters(), lr=1e-4, bf16_stochastic_round=True)
 # ```
 #
-# Its step is compiled, which takes some seconds the first time.
+# Its step is compiled, which takes some seconds the first time. Two things surprise people: its
+# learning rate is a tensor, so a schedule of your own has to use `group["lr"].fill_(…)`, and
+# parameters of fewer than 4,096 values, or of no multiple of a block, keep a state that is not
+# quantised.
 #
 # ## Less state from the start
 #
@@ -460,15 +512,17 @@ for name, make in OPTIMIZERS.items():
 
 # %% [markdown]
 # All three learn the digits. Which of them learns best is a question of the task and of learning
-# rates, and a small network does not answer it for yours. What it does show is the bytes.
+# rates, and a small network does not answer it for yours. The bytes beside them are those of the
+# forecast above.
 #
 # ## Summary
 #
-# - A bf16 weight moves only if the update is at least half of the distance to the next number. At
-#   small learning rates most weights stand still.
-# - Stochastic rounding, Kahan's summation (two bytes more) and fp32 masters (four bytes more) each
+# - A bf16 weight moves only if the update is more than half of the distance to the next number. At
+#   small learning rates most weights never move.
+# - Stochastic rounding, Kahan summation (two bytes more) and fp32 masters (four bytes more) each
 #   cure it.
-# - Adam's state bears eight bits and even four, if no square becomes zero.
+# - Eight bits, or even four, are enough for Adam's state, if its squares are kept from becoming
+#   zero.
 # - Everything in fp32 takes 16 bytes for a parameter, everything in bf16 takes 8, and with 8-bit
 #   state it is 6. Ask `forecast_memory(…, optimizer="adamw-8bit")` about your model, or
 #   `amp-lab memory --optimizer adamw-8bit`.
@@ -482,8 +536,8 @@ for name, make in OPTIMIZERS.items():
 #
 # ### 1. Move a weight
 #
-# A bf16 weight is 0.75, and an update is added to it and rounded to nearest. What is the bound that
-# the update has to exceed, so that the weight changes upwards?
+# A bf16 weight is 0.75, and an update is added to it and rounded to nearest. Which size must the
+# update exceed to change the weight?
 
 # %%
 bound = ...
@@ -538,7 +592,7 @@ check_round_stochastically(round_stochastically)
 #
 # ### 3. Count the bytes
 #
-# Weights and gradients are in bf16, Kahan's summation keeps one more bf16 number, and Adam's two
+# Weights and gradients are in bf16, Kahan summation keeps one more bf16 number, and Adam's two
 # moments have eight bits for each value and an fp32 scale for every 256. How many bytes does a
 # parameter take?
 
@@ -566,8 +620,9 @@ check_bytes(bytes_each)
 #
 # ### 4. Store squares without a zero
 #
-# Complete the function: each row of positive squares becomes multiples of a 255th of its largest
-# value, the nearest one, but never zero.
+# Complete the function: each row of positive squares becomes multiples of a 256th of its largest
+# value, the nearest one, but never zero. (Without a zero, 1 to 256 are just the 256 codes of eight
+# bits.)
 
 
 # %%
@@ -588,7 +643,7 @@ check_store_squares(store_squares)
 #
 # ```python
 # def store_squares(rows):
-#     step = rows.amax(1, keepdim=True) / 255
+#     step = rows.amax(1, keepdim=True) / 256
 #     return (rows / step).round().clamp(min=1) * step
 # ```
 #
@@ -597,7 +652,7 @@ check_store_squares(store_squares)
 # ## Further reading
 #
 # - P. Zamirai et al., [Revisiting BFloat16 Training](https://arxiv.org/abs/2010.06192), 2020:
-#   stochastic rounding and Kahan's summation.
+#   stochastic rounding and Kahan summation.
 # - T. Dettmers et al., [8-bit Optimizers via Block-wise
 #   Quantization](https://arxiv.org/abs/2110.02861), 2021.
 # - B. Li et al., [Memory Efficient Optimizers with 4-bit

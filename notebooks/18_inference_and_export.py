@@ -10,7 +10,7 @@
 # # Serve and export a model in reduced precision
 #
 # **What you'll do.** Run a trained network in bf16 in three ways, count how many of its decisions
-# change and find out why those, then compile it, export it, and store its weights in eight bits.
+# change and find out which, then compile it, export it, and store its weights in eight bits.
 #
 # **What you'll learn.**
 # - when to cast the weights once, and when autocast is the better choice;
@@ -79,35 +79,36 @@ for _ in range({"quick": 100, "full": 500}[scale]):
     loss.backward()
     optimizer.step()
 model.eval()
+tests = images[1400:]  # what the model has not seen: of the others it is surer than of any new one
 with torch.inference_mode():
-    in_fp32 = model(images)
-right = (in_fp32.argmax(1) == labels)[1400:].float().mean().item()
-print(f"{right:.1%} of the test images are recognised in fp32")
+    in_fp32 = model(tests)
+right = (in_fp32.argmax(1) == labels[1400:]).float().mean().item()
+print(f"{right:.1%} of the {len(tests)} test images are recognised in fp32")
 assert right > 0.9
 
 # %% [markdown]
 # Now the five lines. We cast a copy of the model and its input to bf16, which has two to three
-# decimal digits. Before you run this: how many of the 1,797 decisions will be other ones?
+# decimal digits. Before you run this: how many of the decisions will change?
 
 # %% tags=["nbval-ignore-output"]
 served = copy.deepcopy(model).bfloat16()
 with torch.inference_mode():
-    logits = served(images.bfloat16()).float()
+    logits = served(tests.bfloat16()).float()
 changed = int((logits.argmax(1) != in_fp32.argmax(1)).sum())
-print(f"{changed} of {len(images)} decisions changed")
-assert changed < 0.01 * len(images)
+print(f"{changed} of {len(tests)} decisions changed")
+assert changed < 0.02 * len(tests)
 
 # %% [markdown]
-# Almost none, though every single output is another number. To judge a precision for inference,
-# count decisions (or whatever your users see), and not digits.
+# Hardly any. To judge a precision for inference, count decisions (or whatever your users see), and
+# not digits, and count them on inputs that the model was not trained on.
 #
 # ## Ways to run it
 #
 # **Autocast** leaves the weights in fp32 and casts them in each call. It keeps sensitive ops in
-# fp32 by a list of its own, which [notebook 02](02_autocast_dtypes.ipynb) shows, and you need it
-# if you also train. **Cast once** halves the memory of the weights and saves the casts, and then
-# you have to take care of inputs and of sensitive parts yourself. Either of them can be
-# **compiled**, which joins the small ops between the products.
+# fp32 by a list of its own, which [notebook 02](02_autocast_dtypes.ipynb) shows, and it is what
+# you train with. **Cast once** halves the memory of the weights and saves the casts, and then you
+# have to take care of inputs and of sensitive parts yourself. Either of them can be **compiled**,
+# which joins the small ops between the products.
 
 
 # %%
@@ -150,18 +151,27 @@ outputs = {}
 for name, run in WAYS.items():
     began = time.perf_counter()
     with torch.inference_mode():
-        outputs[name] = run(images).float()
+        outputs[name] = run(tests).float()
     off, changed = quality(outputs[name])  # which waits for the device
     first_s = time.perf_counter() - began
     print(f"{name:<15} {off:.2%} off, {changed} decisions changed; first call {first_s:.1f} s")
     assert off < 0.02
-    assert changed < 0.01 * len(images)
+    assert changed < 0.02 * len(tests)
+with torch.inference_mode():
+    in_fp16 = copy.deepcopy(model).half()(tests.half())
+off, changed = quality(in_fp16)
+print(f"fp16 cast once  {off:.2%} off, {changed} decisions changed")
+assert off < quality(outputs["bf16 cast once"])[0]
 
 # %% [markdown]
-# All of them are off by less than one percent. The first call of a compiled model takes seconds,
-# because it is compiled then (less if its kernels are still on the disk from before), and so does
-# the first with another size of the batch. How long do they take after that, for one image and for
-# many?
+# All of them are off by less than one percent, and fp16 by much less, since it has three more bits
+# of mantissa than bf16. In inference there are no gradients to underflow, so fp16 is the closer
+# choice wherever the activations stay below 65,504. Those of a model that was trained in bf16 may
+# not: try it.
+#
+# The first call of a compiled model takes seconds, because it is compiled then (less if its kernels
+# are still on the disk from before, as parts of them were here), and so does the first with another
+# size of the batch. How long do the ways take after that, for one image and for many?
 
 # %% tags=["nbval-ignore-output"]
 for batch in (1, 256):
@@ -172,11 +182,12 @@ for batch in (1, 256):
     assert all(times.time_s(name).median > 0 for name in WAYS)
 
 # %% [markdown]
-# The ratios say how many times as fast as fp32 each way is. On our two CPU cores bf16 did not pay
-# for a single image: this network has too little work to make up for its casts. With 256 images at
-# a time it does, and most of all when it is compiled. Compare the compiled bf16 with the *compiled*
-# fp32 if you want to know what bf16 alone buys. [Notebook 10](10_speed_ladder.ipynb) tells how to
-# find the limit of a device, and `amp-lab advise` tries these ways on a model of yours.
+# The ratios say how many times as fast as fp32 each way is. On our two CPU cores bf16 took twice
+# as long for a single image, even with no weights left to cast: its kernels cost more to start,
+# and there is little to compute. With 256 images at a time it gains, and most of all when it is
+# compiled. Compare the compiled bf16 with the *compiled* fp32 if you want to know what bf16 alone
+# buys. [Notebook 10](10_speed_ladder.ipynb) tells how to find the limit of a device, and `amp-lab
+# advise` tries these ways on a model of yours.
 #
 # ## Which decisions change?
 #
@@ -197,14 +208,16 @@ def moved(name):
 _ = plots.gap_and_change(gap, {name: moved(name) for name in ("bf16 autocast", "bf16 cast once")})
 for name in ("bf16 autocast", "bf16 cast once"):
     flipped = outputs[name].argmax(1).cpu() != best.indices[:, 0].cpu()
-    assert (moved(name)[flipped] >= gap[flipped] * 0.99).all()
+    to_second = outputs[name].argmax(1).cpu() == best.indices[:, 1].cpu()
+    assert (moved(name)[flipped & to_second] >= gap[flipped & to_second] * 0.99).all()
 
 # %% [markdown]
-# Each point is an image: to the right lies fp32's gap between its two best classes, upwards how
-# far bf16 moved that gap. Only points on the dashed line or above it can change their decision.
-# They are few, they are near the left edge, and fp32 itself was not sure about them. Draw this
-# picture for your own model and some hundred real inputs: if the cloud keeps clear of the line,
-# the precision is good enough.
+# Each point is a test image: the x-axis is fp32's gap between its two best classes, and the y-axis
+# how far bf16 moved that gap. Only points on the dashed line or above it can change their decision
+# (unless a third class overtakes both, which takes three that are nearly equal). They are few,
+# they are near the left edge, and fp32 itself was not sure about them. Draw this picture for your
+# own model and some hundred real inputs: if the cloud keeps clear of the line, the precision is
+# good enough.
 #
 # ## What to take care of when you cast
 #
@@ -213,7 +226,7 @@ for name in ("bf16 autocast", "bf16 cast once"):
 # %% tags=["nbval-ignore-output"]
 refused = ""
 try:
-    served(images[:2])
+    served(tests[:2])
 except RuntimeError as error:
     refused = str(error)
 print(refused[:100])
@@ -227,32 +240,34 @@ assert refused
 
 
 # %%
-def neighbours(dtype):
+def neighbours(dtype, compared_in):
     """The most similar other image of each, and whether two were equally similar."""
     with torch.inference_mode():
-        features = F.normalize(model[:-1](images), dim=1).to(dtype)
+        features = F.normalize(model[:-1](images), dim=1).to(dtype).to(compared_in)
         similar = (features @ features.T).fill_diagonal_(-1)
     two = similar.topk(2, dim=1)
     return two.indices[:, 0], two.values[:, 0] == two.values[:, 1]
 
 
 # %% tags=["nbval-ignore-output"]
-found = {dtype: neighbours(dtype) for dtype in (torch.float32, torch.bfloat16)}
-other = (found[torch.float32][0] != found[torch.bfloat16][0]).float().mean().item()
-ties = {dtype: tied.float().mean().item() for dtype, (_, tied) in found.items()}
-print(
-    f"another neighbour for {other:.0%} of the images; in bf16 {ties[torch.bfloat16]:.0%} are ties"
-)
-assert ties[torch.float32] < 0.05 < 0.3 < ties[torch.bfloat16]
-assert other > 0.3
+fp32, bf16 = torch.float32, torch.bfloat16
+exact, _ = neighbours(fp32, fp32)
+other = {}
+for what, dtypes in (("bf16", (bf16, bf16)), ("bf16 features, compared in fp32", (bf16, fp32))):
+    found, tied = neighbours(*dtypes)
+    other[what] = (found != exact).float().mean().item()
+    ties = tied.float().mean().item()
+    print(f"{what}: another neighbour for {other[what]:.0%} of the images, {ties:.0%} are ties")
+assert other["bf16"] > 2 * other["bf16 features, compared in fp32"] > 0
 
 # %% [markdown]
-# The best similarities are all close to 1, where bf16's numbers are 1/256 apart, so most searches
-# end in a tie. The features themselves may be bf16. What has to be fp32 is the comparison:
-# `features.float() @ features.float().T`, or a product whose output is fp32.
+# The best similarities are all close to 1, where bf16's numbers are 1/256 apart, so that many
+# searches end in a tie. A comparison in fp32 ends the ties. Some searches still find another
+# neighbour, because the features themselves were rounded: compute and keep them in fp32, or in
+# fp16, if such a difference matters to you.
 #
-# **Batch norm** can be folded into the convolution before it, since in inference both are linear.
-# Fold in fp32, and cast afterwards:
+# **Batch norm** can be folded into the convolution before it, since in inference it is a factor
+# and an offset for each channel. Fold in fp32, and cast afterwards:
 
 
 # %%
@@ -267,23 +282,23 @@ def folded(model):
 
 # %% tags=["nbval-ignore-output"]
 with torch.inference_mode():
-    exact = folded(model)(images)
-    late = folded(model).bfloat16()(images.bfloat16())
-    early = folded(copy.deepcopy(model).bfloat16())(images.bfloat16())
+    exact = folded(model)(tests)
+    late = folded(model).bfloat16()(tests.bfloat16())
+    early = folded(copy.deepcopy(model).bfloat16())(tests.bfloat16())
 for name, logits in (("fp32", exact), ("folded, then cast", late), ("cast, then folded", early)):
     off, changed = quality(logits)
     print(f"{name:<18} outputs {off:.2g} off, {changed} decisions changed")
-assert quality(exact)[0] < 1e-5
+assert quality(exact)[0] < (1e-5 if device.type == "cpu" else 1e-2)  # a GPU may use TF32
 assert quality(late)[0] < quality(early)[0]
 
 # %% [markdown]
-# In fp32 folding changes nothing but the last digits. Cast first, the statistics and the weights
-# are rounded before they are multiplied, and the product is rounded once more.
+# In fp32 folding changes nothing but the last digits. If you cast first, the statistics and the
+# weights are rounded before they are multiplied, and the product is rounded once more.
 #
-# ## What torch.compile makes of it
+# ## What torch.compile does to it
 #
-# A compiled function is made for what it has seen. We count how often it is compiled, with a
-# back-end of our own that only counts:
+# A compiled function is made for the shapes and modes that it has seen. We count how often it is
+# compiled, with a back-end of our own that only counts:
 
 
 # %%
@@ -304,7 +319,7 @@ torch.compiler.reset()
 counted = torch.compile(model, backend=counting)
 seen = {}
 with torch.inference_mode():
-    for batch in (4, 4, 5, 6, 7):
+    for batch in (4, 4, 5, 6, 1):
         counted(images[:batch])
         seen[f"batch of {batch}"] = counting.count
     with torch.autocast(device.type, dtype=torch.bfloat16):
@@ -313,19 +328,19 @@ with torch.inference_mode():
 counted(images[:7])
 seen["with gradients"] = counting.count
 print(seen)
-assert list(seen.values()) == [1, 2, 2, 2, 3, 4]
+assert list(seen.values()) == [1, 2, 2, 3, 4, 5]
 
 # %% [markdown]
-# The second size of the batch compiles it once more, for any size from then on. Autocast on or off
-# is a different function, and so is one that records gradients. A service that mixes these pays for
-# each of them once: decide on one, and run it once before the first user comes. Mark a size as
-# changing with `torch._dynamo.mark_dynamic`, and make it an error to compile again with
-# `torch.compiler.set_stance("fail_on_recompile")`.
+# The second size of the batch compiles it once more, for any size from then on but 1, which always
+# gets a program of its own. Autocast on or off is a different function, and so is one that records
+# gradients. A service that mixes these pays for each of them once: decide on one, and run it once
+# before the first user comes. Mark a size as changing with `torch._dynamo.mark_dynamic`, and make
+# it an error to compile again with `torch.compiler.set_stance("fail_on_recompile")`.
 #
 # Two things differ between a compiled model and an eager one in bf16. The first is the cache of
 # autocast: in eager mode a weight is cast once for each autocast block. A compiled layer that is
-# called several times in a block casts it in each call. In training all these copies are kept for
-# the backward pass, and so they can be counted:
+# called several times in a block casts it in each call. A server pays for these casts with time.
+# If gradients are recorded, the copies are kept, and so we can count them:
 
 
 # %%
@@ -356,10 +371,10 @@ print("copies of the weight:", casts)
 assert casts == {"eager": 1, "compiled": 16}
 
 # %% [markdown]
-# Compile the loop and not the layer, or cast the weights once.
+# Compile the loop around the 16 calls and not the layer, or cast the weights once.
 #
 # The second is rounding. Eager bf16 rounds after every op, and a compiled kernel only when it
-# writes to memory, so its results differ. They are *nearer* to the exact ones:
+# writes to memory, so its results differ. Usually they are *nearer* to the exact ones:
 
 
 # %%
@@ -373,9 +388,11 @@ values = [torch.randn(4096).bfloat16() for _ in range(3)]
 x, y, z = (value.to(device) for value in values)
 eager, joined = scaled_sum(x, y, z), torch.compile(scaled_sum)(x, y, z)
 exact = scaled_sum(*(value.double() for value in values))
-off_eager, off_joined = ((v.cpu().double() - exact).norm().item() for v in (eager, joined))
+off_eager, off_joined = (
+    ((v.cpu().double() - exact).norm() / exact.norm()).item() for v in (eager, joined)
+)
 differ = (eager != joined).float().mean().item()
-print(f"{differ:.0%} differ; eager is {off_eager:.3f} off, compiled {off_joined:.3f}")
+print(f"{differ:.0%} differ; eager is {off_eager:.2%} off, compiled {off_joined:.2%}")
 assert off_joined <= off_eager
 torch.compiler.reset()
 with torch._inductor.config.patch(emulate_precision_casts=True):
@@ -409,13 +426,16 @@ print("with autocast in its forward, it returns", inside.module()(x).dtype)
 assert inside.module()(x).dtype is torch.bfloat16
 
 # %% [markdown]
-# Autocast *around* an export leaves nothing in the graph: you believe that you have a bf16 program,
-# and it computes in fp32. Autocast inside `forward` is kept, as a region that a runtime has to
-# know. The plain way is to **cast first**, so that the graph has bf16 weights and ops, and that is
-# what we do. The program takes any batch, and we write it and read it back:
+# Autocast *around* an export leaves nothing in the graph: you believe that you have a bf16
+# program, and it computes in fp32. Autocast inside `forward` is kept, as a region
+# (`wrap_with_autocast`) for one type of device, which `run_decompositions` turns into casts; the
+# file still holds fp32 weights. The plain way is to **cast first**, so that the graph has bf16
+# weights and ops, and that is what we do. The program takes any batch (the example has two images,
+# since 1 would be a size of its own), and it is bound to the device on which it was exported. We
+# write it and read it back:
 
 # %%
-half = copy.deepcopy(model).cpu().bfloat16()
+half = copy.deepcopy(model).cpu().bfloat16()  # in evaluation mode already: call eval() first
 example = torch.zeros(2, 1, 8, 8, dtype=torch.bfloat16)
 program = torch.export.export(half, (example,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
 file = io.BytesIO()
@@ -436,25 +456,29 @@ print(f"{len(file.getvalue()) / 1024:.0f} KiB, and the same outputs for {len(fro
 # ## Eight bits and fewer
 #
 # Weights can be stored in fewer bits than they are multiplied in: a kernel reads eight bits and
-# multiplies bf16. For one request at a time that is what counts, since the time goes into reading
-# weights. `quantize` says what it costs in decisions:
+# multiplies bf16. A language model that writes one token at a time spends its time on reading
+# weights, so there it pays most. `quantize` rounds the weights, and we count what that does to the
+# decisions, with products in fp32, so that the storage alone is judged:
 
 # %% tags=["nbval-ignore-output"]
 for form, bits in (("int8-rowwise", 8), ("fp8-rowwise", 8), ("nvfp4", 4)):
     few = copy.deepcopy(model)
     with torch.inference_mode():
         for module in few.modules():
+            # NVFP4 has blocks of 16, so the first convolution, with 9 weights a row, is left out.
             if isinstance(module, (nn.Conv2d, nn.Linear)) and module.weight[0].numel() % 16 == 0:
                 rows = quantize(module.weight.flatten(1), form)
                 module.weight.copy_(rows.view_as(module.weight))
-        off, changed = quality(few(images))
+        off, changed = quality(few(tests))
     print(f"{form:<13} {bits} bits: outputs {off:.1%} off, {changed} decisions changed")
-    assert changed < (0.01 if bits == 8 else 0.1) * len(images)
+    assert changed < (0.02 if bits == 8 else 0.1) * len(tests)
 
 # %% [markdown]
-# Eight bits are as good as bf16 here, and four change more decisions. torchao stores and multiplies
-# such weights for real, with `quantize_(model, Int8WeightOnlyConfig())`.
-# [Notebook 15](15_below_16_bits.ipynb) has the formats.
+# INT8 with a scale for each row is as near as bf16. FP8, with three bits of mantissa, is farther
+# off, and NVFP4 much farther; even that changes few decisions of this easy task. torchao stores
+# and multiplies the weights of linear layers (not of convolutions) in this way, with
+# `quantize_(model, Int8WeightOnlyConfig())`. [Notebook 15](15_below_16_bits.ipynb) has the
+# formats.
 #
 # ## The same answer twice
 #
@@ -473,17 +497,19 @@ with torch.inference_mode():
 
 # %% [markdown]
 # A library chooses another kernel for another size of the batch, and that one adds in another
-# order. So a service that batches requests as they come gives slightly different outputs, and with
-# bf16 the differences are larger where there are any. What can be had: the same bits for the same
-# batch on the same machine (`torch.use_deterministic_algorithms`), a fixed batch that is filled
-# up, or kernels that are made to be batch-invariant. What cannot be had is the same bits on
-# another GPU. `amp-lab diff --batch-sizes` finds the op where two batch sizes part.
+# order. So a service that batches requests as they come gives slightly different outputs. That
+# bf16 happened to give the same bits here says nothing about a GPU, where differences of the size
+# of bf16's rounding are usual. What can be had: the same bits for the same batch on the same
+# machine (`torch.use_deterministic_algorithms`), a fixed batch that is filled up, or kernels that
+# are made to be batch-invariant. What cannot be had is the same bits on another kind of GPU, or
+# after an update of the libraries. `amp-lab diff --batch-sizes` finds the op where two batch sizes
+# part.
 #
 # ## Summary
 #
 # - Count decisions, not digits, and look at the gap between the two best.
-# - For inference cast the weights once, in fp32 up to the last step (folding, merging), and the
-#   inputs with them. Comparisons and sums of the outputs stay in fp32.
+# - For inference do all work on the weights, such as folding, in fp32, and then cast them once.
+#   Cast the inputs too, and compare and sum the outputs in fp32.
 # - A compiled model is compiled again for another kind of batch, autocast state or gradient mode.
 #   Its bf16 rounds less often than eager's.
 # - Autocast around `torch.export` is lost: cast first, then export, then compare.
@@ -495,7 +521,7 @@ with torch.inference_mode():
 # Put your answer in place of the dots and run the cell: it says whether the answer is right, and if
 # not, why. A hint and a solution are folded away below each.
 #
-# ### 1. Does it fit?
+# ### 1. How large is it?
 #
 # A language model has 8 billion parameters (8e9). Stored in INT8, each row of 4,096 weights shares
 # a scale in fp32. How many GiB (2^30 bytes) do the weights take?
@@ -523,8 +549,8 @@ check_gibibytes(gibibytes)
 #
 # ### 2. Count the decisions that changed
 #
-# Complete the function: the share of rows whose largest value stands at another place, for
-# `reference` in fp32 and `logits` in any dtype.
+# Complete the function: it returns the share of rows in which `logits`, of any dtype, and
+# `reference`, in fp32, have their largest value in different columns.
 
 
 # %%
@@ -582,8 +608,8 @@ check_predict(predict)
 # ### 4. Fold a batch norm by hand
 #
 # In inference, a batch norm computes `(x - mean) / sqrt(var + eps) * weight + bias` for each
-# channel. Complete the function: the weight and the bias of a convolution that does the same as
-# `convolution`, which has no bias, followed by `norm`.
+# channel. Complete the function: it returns the pair `weight, bias` of a convolution that does the
+# same as `convolution`, which has no bias, followed by `norm`.
 
 
 # %%
@@ -596,8 +622,8 @@ check_fold(fold)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The factor of each channel is `norm.weight / sqrt(norm.running_var + norm.eps)`. What does the
-# mean become when it is multiplied by it?
+# The factor of each channel is `norm.weight / sqrt(norm.running_var + norm.eps)`. Write the norm
+# as `factor * x + rest`: what is `rest`?
 #
 # </details>
 #

@@ -76,12 +76,12 @@ def check_bytes(bytes_each: float) -> str:
 
 @exercise
 def check_store_squares(store_squares: Callable[[torch.Tensor], Any]) -> str:
-    """Nearest multiples of a 255th of each row's largest value, and none of them 0."""
+    """Nearest multiples of a 256th of each row's largest value, and none of them 0."""
     torch.manual_seed(0)
     rows = torch.randn(4, 64).square() * torch.logspace(-8, 4, 4)[:, None]
     rows[0, 0] = rows[0].max() * 1e-6
     found = call(store_squares, rows)
-    step = rows.amax(1, keepdim=True) / 255
+    step = rows.amax(1, keepdim=True) / 256
     need(
         bool((found > 0).all()),
         f"{int((found <= 0).sum())} squares become 0 or less: they have to stay at one step.",

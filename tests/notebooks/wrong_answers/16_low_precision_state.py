@@ -29,13 +29,13 @@ WRONG_ANSWERS = {
     "check_store_squares": [
         (
             "def store_squares(rows):\n"
-            "    step = rows.amax(1, keepdim=True) / 255\n"
+            "    step = rows.amax(1, keepdim=True) / 256\n"
             "    return (rows / step).round() * step",
             "become 0 or less",
         ),
         (
             "def store_squares(rows):\n"
-            "    step = rows.max() / 255\n"
+            "    step = rows.max() / 256\n"
             "    return (rows / step).round().clamp(min=1) * step",
             "larger than the largest of its row",
         ),
