@@ -88,6 +88,13 @@ def test_weights_gradients_and_state_are_divided_and_the_model_stays_as_it_is():
     assert not dist.is_initialized()
 
 
+def test_a_frozen_model_has_weights_alone():
+    model = nn.Linear(64, 64).requires_grad_(False)
+    forecast = forecast_memory(model, torch.rand(8, 64), precision="fp32", fsdp_ranks=4)
+    assert 4 * forecast.weights == sum(p.nbytes for p in model.parameters())
+    assert (forecast.gradients, forecast.optimizer) == (0, 0)
+
+
 def test_the_largest_batch_grows_with_the_ranks():
     model = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 64))
     one, eight = (

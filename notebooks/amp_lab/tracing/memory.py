@@ -146,7 +146,7 @@ def memory_table(
 ) -> MemoryTable:
     """The same for inputs of any structure, with a share of the memory held in reserve.
 
-    `step` is the optimizer, loss_fn and fsdp_ranks of `forecast_memory`.
+    `options` are the optimizer, loss_fn and fsdp_ranks of `forecast_memory`.
 
     The largest batch is asked for only if there is a `memory_bytes`. tf32 needs what fp32 does.
     Where the memory is no constant plus a multiple of the batch, the forecast is that of the batch

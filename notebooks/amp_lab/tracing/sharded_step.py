@@ -40,7 +40,8 @@ def trace_sharded(
                 for name in ("cached", "forward"):
                     ledger.mark(name)
                 leaves = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-                torch.autograd.backward(leaves, [torch.ones_like(leaf) for leaf in leaves])
+                if leaves:  # none of a frozen model
+                    torch.autograd.backward(leaves, [torch.ones_like(leaf) for leaf in leaves])
                 del output, leaves
                 trained = [p for p in model.parameters() if p.grad is not None]
                 ledger.own("gradients", [_local(p.grad) for p in trained])
