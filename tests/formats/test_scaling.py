@@ -187,6 +187,13 @@ def test_what_is_clipped_and_flushed_is_counted_and_adds_up():
     assert late.clipped == 1
 
 
+@pytest.mark.slow
+def test_compiled_it_gives_the_same_bits():
+    values = torch.randn(8, 64) * torch.exp2(torch.randint(-40, 40, (8, 1)).float())
+    compiled = torch.compile(quantize, fullgraph=True)
+    assert torch.equal(compiled(values, "mxfp4"), quantize(values, "mxfp4"))
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_the_formats_of_16_bits_are_casts(name, dtype):
     values = torch.tensor([1e-8, 0.1, 65519.0, 65520.0, 3.4e38, -math.inf, math.nan])

@@ -65,12 +65,33 @@ class CustomFunctions(nn.Module):
         return Silu.apply(Silu.apply(self.second(hidden)).tanh())
 
 
+class LoRA(nn.Linear):
+    """A frozen layer with adapters of rank 4 beside it."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.requires_grad_(False)
+        self.down = nn.Linear(inputs, 4, bias=False)
+        self.up = nn.Linear(4, outputs, bias=False)
+
+    def forward(self, x):
+        return super().forward(x) + self.up(self.down(x)) * 2
+
+
+def lora():
+    """A frozen embedding, norms that are trained, and layers with adapters."""
+    embedding = nn.Embedding(100, 64).requires_grad_(False)
+    halves = [[LoRA(64, 256), nn.GELU(), LoRA(256, 64), nn.LayerNorm(64)] for _ in range(2)]
+    return nn.Sequential(embedding, *halves[0], *halves[1], LoRA(64, 100))
+
+
 def convnext():
     block = tv.convnext.CNBlockConfig
     return tv.convnext.ConvNeXt([block(32, 64, 2), block(64, None, 2)], num_classes=10)
 
 
 MODELS = {
+    "LoRA": (lora, torch.randint(0, 100, (4, 16))),
     "resnet18": (tv.resnet18, images(64)),
     "mobilenet_v2": (
         lambda: tv.MobileNetV2(inverted_residual_setting=[[1, 16, 1, 1], [6, 24, 2, 2]]),

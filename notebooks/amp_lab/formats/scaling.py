@@ -118,7 +118,8 @@ def quantize(
     scale, as delayed scaling does. With a `generator` elements, but not scales, are rounded
     stochastically. `counts` is told what was clipped and flushed.
 
-    The result has no gradient. It is torchao's (float8, MXTensor, NVFP4Tensor), bit for bit; where
+    `torch.compile(quantize)` gives the same bits, in fewer passes over memory. The result has no
+    gradient. It is torchao's (float8, MXTensor, NVFP4Tensor), bit for bit; where
     that divides zero by zero, for a tensor of zeros in NVFP4, it is zero. A NaN makes all that
     share its scale NaN.
 
@@ -193,7 +194,12 @@ def _blocks(values: Tensor, form: Format) -> Tensor:
 
 
 def _pieces(blocks: Tensor, values: int) -> tuple[Tensor, ...]:
-    """Some rows of blocks at a time, so that what is computed on the way stays in the cache."""
+    """Some rows of blocks at a time, so that what is computed on the way stays in the cache.
+
+    A compiler does that by itself.
+    """
+    if torch.compiler.is_compiling():
+        return (blocks,)
     return blocks.split(max(1, _PIECE * len(blocks) // values))
 
 

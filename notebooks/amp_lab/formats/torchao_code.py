@@ -13,13 +13,13 @@ from amp_lab.errors import with_type
 _FLOAT8 = """\
 import dataclasses
 
-import torch
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+from torchao.utils import is_MI300, is_MI350, is_sm_at_least_89
 
 LEFT_OUT = {left_out}
 config = Float8LinearConfig.from_recipe_name("{recipe}")
 # A device that cannot multiply in FP8 rounds to it, and multiplies in the precision around.
-can = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+can = is_sm_at_least_89() or is_MI300() or is_MI350()
 config = dataclasses.replace(config, emulate=not can)
 convert_to_float8_training(
     model, config=config, module_filter_fn=lambda module, name: name not in LEFT_OUT
@@ -30,10 +30,11 @@ import torch
 from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig
 from torchao.quantization import quantize_
 from torchao.quantization.quantize_.common import KernelPreference
+from torchao.utils import is_sm_at_least_100
 
 LEFT_OUT = {left_out}
 # A device that cannot multiply in MXFP8 rounds to it, and multiplies in the precision around.
-can = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
+can = is_sm_at_least_100()
 config = MXFP8TrainingOpConfig(
     kernel_preference=KernelPreference.AUTO if can else KernelPreference.EMULATED,
     out_dtype=next(model.parameters()).dtype,
