@@ -24,8 +24,11 @@
 # %% tags=["nbval-ignore-output"]
 import copy
 import functools
+import importlib.util
 import io
+import tempfile
 import time
+from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
@@ -447,10 +450,58 @@ with torch.inference_mode():
 print(f"{len(file.getvalue()) / 1024:.0f} KiB, and the same outputs for {len(from_file)} images")
 
 # %% [markdown]
-# The file has the same outputs to the bit. From there, `torch._inductor.aoti_compile_and_package`
-# makes a library that C++ can load, and `torch.onnx.export(program)` an ONNX file. Compare
-# decisions again there: another engine rounds at other places, and older ONNX operators do not
-# take bf16, so fp16 is the usual choice for ONNX.
+# The file has the same outputs to the bit. **AOTInductor** compiles the program into a library,
+# which C++ can load without Python. Like other compiled code, it rounds less often than eager:
+
+# %% tags=["nbval-ignore-output"]
+with tempfile.TemporaryDirectory() as folder:
+    place = str(Path(folder) / "model.pt2")
+    library = torch._inductor.aoti_compile_and_package(program, package_path=place)
+    from_library = torch._inductor.aoti_load_package(library)(images.cpu().bfloat16())
+alike = (from_library.argmax(1) == from_file.argmax(1)).sum().item()
+off = ((from_library - from_file).abs().max() / from_file.abs().max()).item()
+print(f"AOTInductor: {alike} of {len(images)} decisions as eager bf16, outputs within {off:.1%}")
+assert off < 2**-5
+
+# %% [markdown]
+# **ONNX** is what other engines read, such as ONNX Runtime. We export the model in three dtypes and
+# run each file on the CPU:
+
+
+# %% tags=["nbval-ignore-output"]
+def onnx_decisions(dtype):
+    """What ONNX Runtime decides for the test images with the model in a dtype."""
+    cast, example = copy.deepcopy(model).cpu().to(dtype), torch.zeros(2, 1, 8, 8, dtype=dtype)
+    program = torch.export.export(cast, (example,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    how = {"input_names": ["images"], "opset_version": 22, "verbose": False}
+    content = torch.onnx.export(program, **how).model_proto.SerializeToString()
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    (logits,) = session.run(None, {"images": tests.cpu().to(dtype).numpy()})
+    return torch.from_numpy(logits).argmax(1)
+
+
+if importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnxscript"):
+    import onnxruntime
+
+    for dtype in (torch.float32, torch.float16):
+        same = (onnx_decisions(dtype) == in_fp32.argmax(1).cpu()).sum().item()
+        print(f"ONNX in {dtype}: {same} of {len(tests)} decisions as torch in fp32")
+        assert same > 0.98 * len(tests)
+    try:
+        onnx_decisions(torch.bfloat16)
+    except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented as error:
+        print(f"ONNX in bfloat16: {error}")
+else:
+    print("onnxruntime and onnxscript are not installed")
+
+# %% [markdown]
+# In fp32 and fp16 another engine decides alike, though it sums in another order. ONNX has had
+# convolutions in bf16 since its operator set 22, but ONNX Runtime's CPU has none to run, and so
+# fp16 is the usual choice for ONNX.
+#
+# For a run of `amp-lab train`, one line does all of this: `amp-lab export runs/x model.onnx --dtype
+# fp16` (or `.pt2`, `.safetensors`) casts a copy, says what that changed, reads the file again and
+# compares decisions before the file takes its name.
 #
 # ## Eight bits and fewer
 #

@@ -17,6 +17,9 @@ _EXTRAS = {  # a module: the extra in pyproject.toml that brings it
     "filelock": "train",
     "libcst": "migrate",
     "matplotlib": "plots",
+    "onnxruntime": "export",
+    "onnxscript": "export",
+    "safetensors": "export",
     "sklearn": "train",
     "torchvision": "train",
 }

@@ -182,7 +182,7 @@ LINES = {
                 device=ANYTHING, parallel=ANYTHING, timeout=NUMBERS, checkpoint_every=NUMBERS),
         st.just(["--out", "run"]),  # which cannot go on
     ),
-    "export": st.tuples(FILES, FILES, options(force=FLAG)),
+    "export": st.tuples(FILES, FILES, options(force=FLAG, dtype=ANYTHING, data=FILES)),
     "migrate": st.tuples(FILES.filter(bool), options(check=FLAG)),
 }  # fmt: skip
 

@@ -32,6 +32,7 @@ from amp_lab.data import batches
 from amp_lab.distributed.process_group import join
 from amp_lab.errors import DataError
 from amp_lab.training import run as runs
+from amp_lab.training.export import export_checkpoint
 from amp_lab.training.loop import evaluate
 from amp_lab.training.train_options import RunOptions
 
@@ -65,7 +66,7 @@ def train_on(size: int, out: Path, kind: str = "ddp", **changed):
 def outcome(out: Path) -> dict:
     """All that must be equal in two runs, bit for bit, whether they wrote shards or not."""
     whole = out / "whole.pt"
-    runs.export(out, whole)
+    export_checkpoint(out, whole)
     found = outcome_of(out, whole.name)
     whole.unlink()
     return found

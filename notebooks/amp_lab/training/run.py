@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 from amp_lab.backends import backend
-from amp_lab.checkpoint import is_checkpoint, load_checkpoint, run_state, save_checkpoint
+from amp_lab.checkpoint import run_state
 from amp_lab.data import ImageSet, batches, load_dataset
 from amp_lab.device import describe_device, pick_device
 from amp_lab.distributed.process_group import join
-from amp_lab.distributed.ranks import ALONE, Ranks, require_same
-from amp_lab.errors import AmpLabWarning, CheckpointError, RunError, first_line
+from amp_lab.distributed.ranks import Ranks, require_same
+from amp_lab.errors import AmpLabWarning, RunError
 from amp_lab.precision import Precision
 from amp_lab.training import run_folder
 from amp_lab.training.loop import Batches, EpochMetrics, Progress, fit
@@ -59,34 +59,6 @@ def train(
     how = {"reduce_dtype": given.reduce_dtype, "timeout_s": given.timeout}
     with join(given.parallel, pick_device(given.device), **how) as ranks, ExitStack() as held:
         return Run(settings, given, ranks, held, say).train()
-
-
-def export(out: str | os.PathLike, file: str | os.PathLike, *, force: bool = False) -> None:
-    """Write the checkpoint of the run in the folder `out`, sharded or not, as one file.
-
-    It is then what one process would have saved. A checkpoint that is there already is replaced,
-    another file only with `force`. Raises `CheckpointError` if there is none, or it is damaged, or
-    the file cannot be written.
-    """
-    if os.path.lexists(file) and not (force or is_checkpoint(file)):
-        raise CheckpointError(f"{file}: is there, and no checkpoint; --force replaces a file")
-    path = Path(out) / run_state.CHECKPOINT
-    state = load_checkpoint(path)
-    if "ranks" not in state:
-        raise CheckpointError(f"{path}: not of a run")
-    if "shards" in state:
-        from amp_lab.checkpoint.shards import load_shards  # torch's part of it takes a second
-
-        try:
-            config = RunConfig(**state["config"])
-            model = build_model(config.model, state["classes"], freeze=config.freeze)
-        except run_state.WRONG_CONTENT as error:
-            problem = f"not of a run ({first_line(error)})"
-            raise CheckpointError(f"{path}: {problem}") from error
-        optimizer = _optimizer(model, config)
-        load_shards(path.parent, state.pop("shards"), model, optimizer, ALONE)
-        state |= {"model": model, "optimizer": optimizer}
-    save_checkpoint(file, **state)
 
 
 _OF_ALL_EPOCHS = ("total_steps", "_schedule_phases")  # what a `OneCycleLR` keeps of its length
@@ -184,7 +156,7 @@ class Run:
         self.trained = ranks.wrap(self.model, precision)
         if config.compile:
             self.trained.compile()
-        optimizer = _optimizer(self.model, config)
+        optimizer = make_optimizer(self.model, config)
         steps = math.ceil(len(self.images.train) // config.batch_size / config.accumulate)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.lr, steps * config.epochs)
         self.parts: dict[str, Any] = {"model": self.model, "optimizer": optimizer}
@@ -308,7 +280,8 @@ class Run:
         )
 
 
-def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
+def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
+    """The optimizer of a run, for the parameters of its model that are trained."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=config.lr, fused=True)  # which waits for no scaler's flag
 
