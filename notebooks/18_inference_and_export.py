@@ -24,11 +24,10 @@
 # %% tags=["nbval-ignore-output"]
 import copy
 import functools
-import importlib.util
+import importlib
 import io
 import tempfile
 import time
-from pathlib import Path
 
 import torch
 from sklearn.datasets import load_digits
@@ -39,12 +38,7 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 from amp_lab import compare, plots
 from amp_lab.formats import quantize
 from amp_lab.notebook import start
-from exercises.inference_and_export import (
-    check_changed,
-    check_fold,
-    check_gibibytes,
-    check_predict,
-)
+from exercises.inference_and_export import check_changed, check_fold, check_gibibytes, check_predict
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 plots.use_style()
@@ -455,7 +449,7 @@ print(f"{len(file.getvalue()) / 1024:.0f} KiB, and the same outputs for {len(fro
 
 # %% tags=["nbval-ignore-output"]
 with tempfile.TemporaryDirectory() as folder:
-    place = str(Path(folder) / "model.pt2")
+    place = f"{folder}/model.pt2"
     library = torch._inductor.aoti_compile_and_package(program, package_path=place)
     from_library = torch._inductor.aoti_load_package(library)(images.cpu().bfloat16())
 alike = (from_library.argmax(1) == from_file.argmax(1)).sum().item()
@@ -468,7 +462,7 @@ assert off < 2**-5
 # run each file on the CPU:
 
 
-# %% tags=["nbval-ignore-output"]
+# %%
 def onnx_decisions(dtype):
     """What ONNX Runtime decides for the test images with the model in a dtype."""
     cast, example = copy.deepcopy(model).cpu().to(dtype), torch.zeros(2, 1, 8, 8, dtype=dtype)
@@ -480,9 +474,13 @@ def onnx_decisions(dtype):
     return torch.from_numpy(logits).argmax(1)
 
 
-if importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnxscript"):
-    import onnxruntime
-
+# %% tags=["nbval-ignore-output"]
+try:
+    onnxruntime = importlib.import_module("onnxruntime")
+    importlib.import_module("onnxscript")  # which the exporter needs
+except ImportError as error:
+    print(f"left out: {error}; pip install onnxruntime onnxscript")
+else:
     for dtype in (torch.float32, torch.float16):
         same = (onnx_decisions(dtype) == in_fp32.argmax(1).cpu()).sum().item()
         print(f"ONNX in {dtype}: {same} of {len(tests)} decisions as torch in fp32")
@@ -491,8 +489,6 @@ if importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnxscr
         onnx_decisions(torch.bfloat16)
     except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented as error:
         print(f"ONNX in bfloat16: {error}")
-else:
-    print("onnxruntime and onnxscript are not installed")
 
 # %% [markdown]
 # In fp32 and fp16 another engine decides alike, though it sums in another order. ONNX knows bf16,
