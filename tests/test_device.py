@@ -251,6 +251,42 @@ def test_a_product_is_one_in_its_precision():
     assert torch.allclose(found["bf16"].float(), found["fp32"], atol=0.2)
 
 
+def test_values_of_products_on_this_cpu():
+    for precision, bits in {"fp32": 24, "fp16": 11, "bf16": 8}.items():
+        found = device_module.product_values(torch.device("cpu"), Precision(precision))
+        assert found.input_bits == bits
+        if precision == "fp32":  # units for bf16 take subnormals as 0, on some CPUs too
+            assert found.subnormals
+        assert 0.4 < found.error < (100 if precision == "fp32" else 8)
+
+
+def test_an_input_that_is_rounded_is_found():
+    def as_tf32(left, right):
+        return (left.view(torch.int32) & ~0x1FFF).view(torch.float32) @ right
+
+    def as_bf16(left, right):
+        return (left.bfloat16() @ right.bfloat16()).float()
+
+    cpu, fp32 = torch.device("cpu"), torch.float32
+    assert device_module._bits_left(cpu, fp32, as_tf32) == 11
+    assert device_module._bits_left(cpu, fp32, as_bf16) == 8
+    assert device_module._bits_left(cpu, fp32, device_module._convolve) == 24
+
+
+def test_sums_in_a_narrow_format_are_found(monkeypatch):
+    """One after the other in fp16, as a device would that has no wider sums."""
+
+    def narrow(left, right):
+        sums = torch.zeros(len(left), right.shape[1], dtype=left.dtype)
+        for k in range(left.shape[1]):
+            sums += left[:, k, None] * right[None, k]
+        return sums
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", narrow)
+    found = device_module.product_values(torch.device("cpu"), Precision.FP16)
+    assert found.error > 8
+
+
 def test_a_device_that_torch_cannot_use_is_said(monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("no kernel image is available\nfor this device")

@@ -26,6 +26,19 @@ _ALSO_KNOWN_AS = {name: row.type for row in BACKENDS.values() for name in row.al
 
 
 @dataclass(frozen=True)
+class ProductValues:
+    """What a device's matrix product does to values, found by products whose result is known."""
+
+    error: float
+    """Largest error of a sum of 4,096 products in units in the last place of the result: 0.5 where
+    sums are kept in a wider format and rounded once. In fp32 several are usual."""
+    input_bits: int
+    """Bits of significand that are left of an fp32 input: 24, or 11 in TF32, or 8 in bf16."""
+    subnormals: bool
+    """Whether the smallest subnormal number, times 1, is itself; some devices make it zero."""
+
+
+@dataclass(frozen=True)
 class DeviceReport:
     """What `describe_device` found out about a device."""
 
@@ -38,6 +51,11 @@ class DeviceReport:
     """Its memory in bytes (for a CPU: what this process may use); None if it does not say."""
     rates: dict[Precision, float | None]
     """Measured rate of a matrix product in FLOP/s; None for a precision that it does not have."""
+    values: dict[Precision, ProductValues | None]
+    """What the same product does to values; None as in `rates`."""
+    fp32_bits_as_set: tuple[int, int]
+    """Bits of significand that an fp32 input keeps in a product and in a convolution, by the modes
+    that are set in this process: 24, or 11 where TF32 is allowed and there."""
     trusted: bool
     """Whether the machine was quiet enough for the rates; if not, measure again."""
     recommended: Precision
@@ -112,6 +130,11 @@ def _describe(device: torch.device, driven_by: str) -> DeviceReport:
         backend=driven_by,
         memory_bytes=memory_bytes(device),
         rates=rates,
+        values=dict.fromkeys(Precision) | {p: product_values(device, p) for p in _here(device)},
+        fp32_bits_as_set=(
+            _bits_left(device, torch.float32, torch.matmul),
+            _bits_left(device, torch.float32, _convolve),
+        ),
         trusted=trusted,
         recommended=recommended,
         why=why,
@@ -141,7 +164,7 @@ def _matmul_rates(device: torch.device) -> tuple[dict[Precision, float | None], 
     1024. A precision that is hopeless, since it is emulated, is timed at the first, small size
     alone: at 1024 one call of fp16 takes seconds on many CPUs.
     """
-    here = [p for p in Precision if p is not Precision.TF32 or has_tf32(device.type)]
+    here = _here(device)
     small = {p: measure(matrix_product(device, p, _SMALL), device=device, repeats=2) for p in here}
     slow = {p for p in here if small[p].median_s > 10 * small[Precision.FP32].median_s}
     n = filling_size(device, 1024 if backend(device).is_host else 8192, seconds=10e-3)
@@ -151,6 +174,10 @@ def _matmul_rates(device: torch.device) -> tuple[dict[Precision, float | None], 
     rates |= {p: 2 * _SMALL**3 / small[p].median_s for p in slow}
     rates |= {Precision(p): 2 * n**3 / compared.median_s(p) for p in products}
     return rates, compared.trusted
+
+
+def _here(device: torch.device) -> list[Precision]:
+    return [p for p in Precision if p is not Precision.TF32 or has_tf32(device.type)]
 
 
 def filling_size(device: torch.device, largest: int, *, seconds: float) -> int:
@@ -182,6 +209,37 @@ def matrix_product(
             return left @ right
 
     return multiply
+
+
+def product_values(device: torch.device, precision: Precision) -> ProductValues:
+    """What a matrix product in a precision does to values on a device."""
+    mode = Precision.TF32 if precision is Precision.TF32 else Precision.FP32
+    dtype, generator = precision.dtype, torch.Generator().manual_seed(0)
+    left, right = (torch.rand(32, 4096, generator=generator).to(dtype) for _ in range(2))
+    tiny = torch.tensor(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
+    tinies, one = tiny.to(dtype).expand(16, 16), torch.eye(16, dtype=dtype)
+    with mode.autocast(device.type):
+        found = (left.to(device) @ right.T.to(device)).cpu().double()
+        kept = (tinies.to(device) @ one.to(device)).cpu()
+        bits = _bits_left(device, dtype, torch.matmul)
+    # All are positive, so that no sum is small, and fp64 sums them exactly enough.
+    exact = left.double() @ right.T.double()
+    unit = torch.exp2(torch.frexp(exact).exponent.double() - 1) * torch.finfo(dtype).eps
+    error = ((found - exact).abs() / unit).max().item()
+    return ProductValues(error=error, input_bits=bits, subnormals=bool((kept == tinies).all()))
+
+
+def _bits_left(device: torch.device, dtype: torch.dtype, multiply: Callable) -> int:
+    """How many bits of significand an input keeps in a product: of 1 + 2^-k it is that 2^-k."""
+    size = 32
+    steps = (1 + torch.exp2(-torch.arange(1.0, 1 + size))).to(dtype)
+    found = multiply(torch.diag(steps).to(device), torch.eye(size, dtype=dtype, device=device))
+    return 1 + int((found.cpu().diagonal() > 1).sum())
+
+
+def _convolve(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The product (n, k) @ (k, m) as a convolution of 1 x 1."""
+    return torch.nn.functional.conv2d(left[:, :, None, None], right.T[:, :, None, None])[:, :, 0, 0]
 
 
 def _speedup(rates: dict[Precision, float | None], precision: Precision) -> float:

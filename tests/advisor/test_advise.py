@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 
 CPU = torch.device("cpu")
 RATES = {Precision.FP32: 1.0, Precision.TF32: None, Precision.FP16: 2.0, Precision.BF16: 2.0}
-REPORT = DeviceReport(CPU, "a machine", "CPU", 2**34, RATES, True, Precision.BF16, "")
+REPORT = DeviceReport(CPU, "a machine", "CPU", 2**34, RATES, {}, (24, 24), True, Precision.BF16, "")
 FAST = {"bf16": 0.5, "fp16": 0.6}  # seconds of a step by what a name begins with; others: 1
 
 
