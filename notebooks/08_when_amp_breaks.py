@@ -2056,8 +2056,9 @@ assert no_dtype == "unsupported scalarType"  # there is no default to look up
 # and no dtype for it, and even a block that switches autocast off is refused. On AMD's GPUs the
 # type is `"cuda"`, and `"hip"` is refused.
 #
-# **The fix.** Use fp16 with a scaler on such a card, as the message says. If the type comes from a
-# tensor, ask whether it has autocast before you make a block.
+# **The fix.** Use fp16 with a scaler on such a card, as the message says
+# ([notebook 19](19_choose_your_precision.ipynb#The-decision) has the choice for each kind of card).
+# If the type comes from a tensor, ask whether it has autocast before you make a block.
 
 # %%
 with card_without_bf16():
@@ -2123,7 +2124,8 @@ assert (
 # to answer when they contradict each other.
 #
 # **The fix.** Use one set of names everywhere. The new name is `fp32_precision`, with the values
-# `"ieee"` and `"tf32"`.
+# `"ieee"` and `"tf32"`. [Notebook 19](19_choose_your_precision.ipynb#What-fp32-means) shows what each
+# mode changes.
 
 # %%
 torch.backends.cuda.matmul.fp32_precision = "ieee"

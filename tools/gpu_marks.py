@@ -26,7 +26,9 @@ class Statement:
     parts: tuple[str, ...]  # of tools/first_gpu.py, which together show it
 
 
-_NOTEBOOKS = tuple(f"{n:02}" for n in (*range(1, 12), *range(13, 17), 18))  # 12, Keras, has its own
+_NOTEBOOKS = tuple(
+    f"{n:02}" for n in (*range(1, 12), *range(13, 17), 18, 19)
+)  # 12, Keras, has its own
 STATEMENTS = {
     "notebooks": Statement("the notebooks run there", tuple(f"notebook-{n}" for n in _NOTEBOOKS)),
     "clock-too-early": Statement("a clock read too early sees too little", ("notebook-04",)),

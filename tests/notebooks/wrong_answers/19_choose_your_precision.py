@@ -1,0 +1,68 @@
+"""For each check: wrong answers in place of the stub, and words of the line that each gets."""
+
+RIGHT = {
+    "train a ResNet on a T4": "fp16 with a scaler",
+    "train a GPT on an A100": "bf16 under autocast",
+    "serve a BERT, trained in fp32, on a V100": "fp16",
+    "serve a language model on an RTX 4090": "bf16",
+    "train a U-Net on a GTX 1660": "fp32",
+    "solve an ill-conditioned system on an H100": "fp32 with TF32 off",
+    "fine-tune on an Arc A770": "bf16 under autocast",
+    "train on an MI250": "bf16 under autocast",
+    "serve on a CPU with AMX": "bf16",
+    "train on a laptop's CPU with AVX2 alone": "fp32",
+}
+OUTPUTS = {
+    'accelerate, mixed_precision="bf16"': "bf16",
+    'Lightning\'s Trainer, precision="bf16-mixed", in training_step': "bf16",
+    'Fabric, precision="bf16-true"': "fp32",
+    "torch.autocast, after a last linear layer": "bf16",
+}
+
+WRONG_ANSWERS = {
+    "check_cases": [
+        (
+            f"answers = {RIGHT | {'fine-tune on an Arc A770': 'fp16 with a scaler'}}",
+            "lacks the float64 of a scaler",
+        ),
+        (f"answers = {RIGHT | {'train a GPT on an A100': 'tf32'}}", "is none of"),
+        ("answers = {}", "Keep the lines as they are"),
+    ],
+    "check_bits": [
+        (
+            "def bits_left(product):\n"
+            "    one = torch.ones(1, 1)\n"
+            "    return sum(bool(product(one + 2.0**-k, one) > 1) for k in range(1, 30))",
+            "the leading 1 is a bit",
+        ),
+        ("def bits_left(product):\n    return 11", "A product in bf16 keeps 8 bits"),
+    ],
+    "check_outputs": [(f"outputs = {OUTPUTS}", "Not so: accelerate")],
+    "check_scale_down": [
+        ("def scale_down(model, x):\n    pass", "it has to be 1024 or less"),
+        (
+            "def scale_down(model, x):\n"
+            "    with torch.no_grad():\n"
+            "        model[0].weight /= 128\n"
+            "        model[2].weight *= 128",
+            "The outputs changed",
+        ),
+        (
+            "def scale_down(model, x):\n"
+            "    with torch.no_grad():\n"
+            "        factor = model[1](model[0](x)).max() / 1000\n"
+            "        model[0].weight /= factor\n"
+            "        model[0].bias /= factor\n"
+            "        model[2].weight *= factor",
+            "the same to the bit",
+        ),
+        (
+            "def scale_down(model, x):\n"
+            "    with torch.no_grad():\n"
+            "        model[0].weight /= 2**20\n"
+            "        model[0].bias /= 2**20\n"
+            "        model[2].weight *= 2**20",
+            "more than was asked",
+        ),
+    ],
+}
