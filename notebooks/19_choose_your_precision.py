@@ -84,6 +84,7 @@ CARDS = {
 }
 
 
+# %%
 def choose(fast, task, trained_in="fp32"):
     """What to begin with on a device; the task is "train", "infer" or "exact"."""
     if task == "exact":
@@ -97,6 +98,7 @@ def choose(fast, task, trained_in="fp32"):
     return f"{form} under autocast{helper}" if task == "train" else f"{form}, cast once"
 
 
+# %%
 for name, fast in CARDS.items():
     print(f"{name:<42} train: {choose(fast, 'train'):<38} infer: {choose(fast, 'infer')}")
 assert choose(CARDS["V100, T4, RTX 20"], "train") == "fp16 under autocast, with GradScaler"
@@ -356,7 +358,7 @@ assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 # if they are installed:
 
 
-# %% tags=["nbval-ignore-output"]
+# %%
 def accelerated(setting):
     accelerate = importlib.import_module("accelerate")
     accelerate.state.AcceleratorState._reset_state(True)  # it keeps its first setting for ever
@@ -374,7 +376,7 @@ def accelerated(setting):
     return look(model, stepping.optimizer, step)
 
 
-# %% tags=["nbval-ignore-output"]
+# %%
 def with_fabric(setting):
     library = importlib.import_module("lightning_fabric")
     fabric = library.Fabric(accelerator="cpu", precision=setting)
@@ -600,7 +602,7 @@ check_scale_down(scale_down)
 # ```python
 # def scale_down(model, x):
 #     with torch.no_grad():
-#         largest = model[1](model[0](x)).max()
+#         largest = model[:2](x).max()
 #         factor = (largest / 1024).log2().ceil().exp2()
 #         model[0].weight /= factor
 #         model[0].bias /= factor

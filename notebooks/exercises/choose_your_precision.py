@@ -104,7 +104,7 @@ def check_scale_down(scale_down: Callable[[nn.Module, Tensor], Any]) -> str:
     before = copy.deepcopy(model)
     call(scale_down, model, x)
     with torch.no_grad():
-        largest, wanted = float(model[1](model[0](x)).max()), before(x)
+        largest, wanted = float(model[:2](x).max()), before(x)
         found = model(x)
     need(largest <= 1024, f"The largest hidden value is {largest:.4g}: it has to be 1024 or less.")
     need(largest > 256, f"The largest hidden value is {largest:.4g}: that is more than was asked.")

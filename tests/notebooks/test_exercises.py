@@ -46,7 +46,7 @@ def exercises(source: Path) -> Iterator[Exercise]:
     """Those of a notebook, in their order: cells with dots that end with a check."""
     cells = build_pairs.read_source(source).cells
     for above, stub, below in zip(cells, cells[1:], [*cells[2:], None], strict=False):
-        dots = stub.cell_type == "code" and re.search(r"= \.\.\.|return \.\.\.", stub.source)
+        dots = stub.cell_type == "code" and re.search(r"(=|return|:) \.\.\.", stub.source)
         if dots and stub.source.rstrip().rpartition("\n")[2].startswith("check_"):
             yield Exercise(source, stub.source, above.source, below.source if below else "")
 

@@ -37,14 +37,17 @@ WRONG_ANSWERS = {
         ),
         ("def bits_left(product):\n    return 11", "A product in bf16 keeps 8 bits"),
     ],
-    "check_outputs": [(f"outputs = {OUTPUTS}", "Not so: accelerate")],
+    "check_outputs": [
+        (f"outputs = {OUTPUTS}", "Not so: accelerate"),
+        ("outputs = {}", "Keep the lines"),
+    ],
     "check_scale_down": [
         ("def scale_down(model, x):\n    pass", "it has to be 1024 or less"),
         (
             "def scale_down(model, x):\n"
             "    with torch.no_grad():\n"
-            "        model[0].weight /= 128\n"
-            "        model[2].weight *= 128",
+            "        model[0].weight /= 8192\n"
+            "        model[2].weight *= 8192",
             "The outputs changed",
         ),
         (
