@@ -58,8 +58,8 @@ assert report.values["bf16"].input_bits == 8
 
 # %% [markdown]
 # The *bits* are what is left of an input, *subnormals* are the numbers too small to have all of
-# them, and the last figure is the largest error of a sum of 4,096 products, in units of the
-# result's last digit. Half a unit means that the sum was kept in a wider format and rounded once,
+# them, and the last figure is the largest error of a sum of 4,096 products, in units of the last
+# place of the result (*ulp*). Half a unit means that the sum was kept in a wider format and rounded once,
 # which is what 16-bit products rely on. `amp-lab doctor` prints the same with the speeds.
 #
 # ## The decision
@@ -601,12 +601,12 @@ check_scale_down(scale_down)
 #
 # ```python
 # def scale_down(model, x):
+#     first, relu, last = model
 #     with torch.no_grad():
-#         largest = model[:2](x).max()
-#         factor = (largest / 1024).log2().ceil().exp2()
-#         model[0].weight /= factor
-#         model[0].bias /= factor
-#         model[2].weight *= factor
+#         factor = (relu(first(x)).max() / 1024).log2().ceil().exp2()
+#         first.weight /= factor
+#         first.bias /= factor
+#         last.weight *= factor
 # ```
 #
 # </details>

@@ -48,6 +48,15 @@ WRONG_ANSWERS = {
             "    with torch.no_grad():\n"
             "        model[0].weight /= 8192\n"
             "        model[2].weight *= 8192",
+            "it has to be 1024 or less",
+        ),
+        (
+            "def scale_down(model, x):\n"
+            "    with torch.no_grad():\n"
+            "        model[0].weight /= 8192\n"
+            "        model[0].bias /= 8192\n"
+            "        model[2].weight *= 8192\n"
+            "        model[2].bias *= 8192",
             "The outputs changed",
         ),
         (
