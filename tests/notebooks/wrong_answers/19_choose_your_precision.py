@@ -53,10 +53,10 @@ WRONG_ANSWERS = {
         (
             "def scale_down(model, x):\n"
             "    with torch.no_grad():\n"
-            "        model[0].weight /= 8192\n"
-            "        model[0].bias /= 8192\n"
-            "        model[2].weight *= 8192\n"
-            "        model[2].bias *= 8192",
+            "        model[0].weight /= 256\n"
+            "        model[0].bias /= 256\n"
+            "        model[2].weight *= 256\n"
+            "        model[2].bias *= 256",
             "The outputs changed",
         ),
         (
