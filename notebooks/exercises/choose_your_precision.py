@@ -96,10 +96,11 @@ def check_outputs(outputs: dict[str, str]) -> str:
 def check_scale_down(scale_down: Callable[[nn.Module, Tensor], Any]) -> str:
     """Hidden values at or below 1024, and the same outputs."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    first = nn.Linear(8, 16)
     with torch.no_grad():
-        model[0].weight.mul_(1e5)
-        model[0].bias.mul_(1e5)
+        first.weight.mul_(1e5)
+        first.bias.mul_(1e5)
+    model = nn.Sequential(first, nn.ReLU(), nn.Linear(16, 4))
     x = torch.rand(32, 8)
     before = copy.deepcopy(model)
     call(scale_down, model, x)

@@ -1,0 +1,25 @@
+"""Every way of running a model on one image gives the model's answer."""
+
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+
+import measure_latency
+
+
+@pytest.mark.slow
+def test_all_ways_give_one_answer():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)).eval()
+    image = torch.rand(1, 3, 8, 8)
+    with torch.inference_mode():
+        wanted = model(image)
+        found = measure_latency.ways(model, image)
+        for name, way in found.items():
+            answer = way()
+            answer = torch.from_numpy(answer[0]) if isinstance(answer, list) else answer
+            near = 1e-5 if "fp32" in name else 2e-2
+            torch.testing.assert_close(answer.float(), wanted, rtol=0, atol=near)
+    assert ("ONNX Runtime, fp32" in found) == bool(importlib.util.find_spec("onnxruntime"))

@@ -1,0 +1,110 @@
+"""Time one image at a time in each way of running a model, and write the figures as JSON.
+
+    python tools/measure_latency.py --out data/results/latency-DEVICE.json
+
+The ways are those of notebook 18: fp32, autocast, and weights cast once, eager and compiled, and
+ONNX Runtime in fp32 where it is installed, all in turns in one run. "recommended" is what
+`amp_lab.advise` recommends for inference with the same input, timed anew beside the others, and
+how many times as long it takes as the fastest way of torch.
+"""
+
+import copy
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from amp_lab import advise, compare
+from amp_lab.advisor.recipes import INFERENCE, Case, Step
+from amp_lab.device import pick_device
+from recording import parser, plain, record, times_as_fast
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "resnet18": torchvision.models.resnet18,
+    "mobilenet_v2": torchvision.models.mobilenet_v2,
+    "vit_b_16": torchvision.models.vit_b_16,
+}
+
+
+def ways(model: nn.Module, image: Tensor) -> dict[str, Callable[[], Any]]:
+    """Functions that run a model in evaluation mode on one image (1, 3, S, S), by name."""
+    device = image.device.type
+    half = copy.deepcopy(model).bfloat16()
+    compiled, compiled_half = torch.compile(copy.deepcopy(model)), torch.compile(half)
+
+    def autocast() -> Tensor:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return model(image)
+
+    found: dict[str, Callable[[], Any]] = {
+        "fp32": lambda: model(image),
+        "fp32 compiled": lambda: compiled(image),
+        "bf16 autocast": autocast,
+        "bf16 cast once": lambda: half(image.bfloat16()),
+        "bf16 cast once, compiled": lambda: compiled_half(image.bfloat16()),
+    }
+    if device == "cpu" and importlib.util.find_spec("onnxruntime"):
+        found["ONNX Runtime, fp32"] = onnx(model, image)
+    return found
+
+
+def onnx(model: nn.Module, image: Tensor) -> Callable[[], Any]:
+    """The model in ONNX Runtime, with as many threads as torch has."""
+    import onnxruntime
+
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = torch.get_num_threads()
+    settings.add_session_config_entry("session.intra_op.allow_spinning", "0")  # beside torch's own
+    program = torch.onnx.export(model, (image,), input_names=["image"], verbose=False)
+    assert program is not None
+    content = program.model_proto.SerializeToString()
+    session = onnxruntime.InferenceSession(content, settings, providers=["CPUExecutionProvider"])
+    given = {"image": image.numpy()}
+    return lambda: session.run(None, given)
+
+
+def latency(
+    models: dict[str, Callable[[], nn.Module]],
+    device: torch.device,
+    size: int,
+    *,
+    minutes: float,
+    budget_s: float,
+) -> Iterator[dict[str, Any]]:
+    """A row for each model: times, and what is recommended against the fastest."""
+    for name, build in models.items():
+        torch.manual_seed(0)
+        model = build().to(device).eval().requires_grad_(False)
+        image = torch.rand(1, 3, size, size, device=device)
+        chosen = advise(model, image, device=device, minutes=minutes).chosen[INFERENCE]
+        torch.compiler.reset()
+        found = ways(model, image)
+        found["recommended"] = Step(Case(model, (image,), device=device), chosen.recipe)
+        with torch.inference_mode():
+            for way in found.values():
+                way()  # compiles
+            compared = compare(found, device=device, budget_s=budget_s)
+        others = [way for way in found if "ONNX" not in way and way != "recommended"]
+        fastest = min(others, key=compared.median_s)
+        yield {
+            "model": name,
+            "image": list(image.shape),
+            "recommended": chosen.name,
+            "fastest of the others of torch": fastest,
+            "recommended takes times as long": plain(compared.ratio("recommended", fastest)),
+        } | times_as_fast(compared)
+
+
+def main() -> None:
+    """Measure on the default device."""
+    options = parser(__doc__ or "", ["latency"], budget_s=20).parse_args()
+    device = pick_device()
+    how = {"minutes": 2.0, "budget_s": options.budget}
+    record({"latency": lambda: latency(MODELS, device, 224, **how)}, options, device)
+
+
+if __name__ == "__main__":
+    main()
