@@ -234,6 +234,7 @@ assert memory[str(precision)] < memory["fp32"]
 # | *Is it true that one should …?* | [14 Ten practices](14_ten_practices.ipynb) |
 # | *What about FP8, MXFP8 and NVFP4?* | [15 Below 16 bits](15_below_16_bits.ipynb); `pdm run amp-lab rehearse` |
 # | *Can weights and Adam's state be smaller?* | [16 Low-precision state](16_low_precision_state.ipynb) |
+# | *I train or fine-tune a language model* | [17 A language model](17_language_model.ipynb) |
 # | *I want to use the model: cast, compile, export* | [18 Inference and export](18_inference_and_export.ipynb) |
 # | ***Which precision on which card, in which framework?*** | [19 Choose your precision](19_choose_your_precision.ipynb) |
 # | *What can my machine do?* | `pdm run amp-lab doctor` |

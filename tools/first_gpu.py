@@ -256,7 +256,7 @@ def _bench(settings: Settings) -> list[list[str]]:
 PARTS = (
     Part("doctor", 60, lambda settings: [["-m", "amp_lab", "doctor", "--device", settings.device]]),
     *map(_notebook, ("01", "02", "03", "04", "10")),
-    *map(_notebook, ("05", "06", "07", "08", "09", "11", "13", "14", "15", "16", "18", "19")),
+    *map(_notebook, ("05", "06", "07", "08", "09", "11", "13", "14", "15", "16", "17", "18", "19")),
     Part("train", 120, _train),
     _measure("kill", 180),
     Part("memory", 300, _memory),

@@ -26,9 +26,8 @@ class Statement:
     parts: tuple[str, ...]  # of tools/first_gpu.py, which together show it
 
 
-_NOTEBOOKS = tuple(
-    f"{n:02}" for n in (*range(1, 12), *range(13, 17), 18, 19)
-)  # 12, Keras, has its own
+# Those but 12, Keras, which has a part of its own.
+_NOTEBOOKS = tuple(f"{n:02}" for n in (*range(1, 12), *range(13, 20)))
 STATEMENTS = {
     "notebooks": Statement("the notebooks run there", tuple(f"notebook-{n}" for n in _NOTEBOOKS)),
     "clock-too-early": Statement("a clock read too early sees too little", ("notebook-04",)),
