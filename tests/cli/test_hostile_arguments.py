@@ -177,10 +177,15 @@ LINES = {
     ),
     "train": st.tuples(
         options(out=FILES, resume=FLAG, dataset=ANYTHING, model=ANYTHING, precision=ANYTHING,
-                batch_size=NUMBERS, epochs=NUMBERS, lr=NUMBERS, seed=NUMBERS, image_size=NUMBERS,
+                batch_size=NUMBERS, epochs=NUMBERS, lr=NUMBERS, seed=NUMBERS, image_size=NUMBERS, context=NUMBERS,
                 accumulate=NUMBERS, clip_norm=NUMBERS, workers=NUMBERS, data=FILES,
                 device=ANYTHING, parallel=ANYTHING, timeout=NUMBERS, checkpoint_every=NUMBERS),
         st.just(["--out", "run"]),  # which cannot go on
+    ),
+    "sample": st.tuples(
+        FILES,
+        options(prompt=ANYTHING, tokens=NUMBERS, temperature=NUMBERS, seed=NUMBERS,
+                precision=ANYTHING, device=ANYTHING),
     ),
     "export": st.tuples(FILES, FILES, options(force=FLAG, dtype=ANYTHING, data=FILES)),
     "migrate": st.tuples(FILES.filter(bool), options(check=FLAG)),

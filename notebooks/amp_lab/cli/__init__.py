@@ -18,6 +18,7 @@ from amp_lab.cli import (
     migrate,
     ops,
     rehearse,
+    sample,
     train,
     xray,
 )
@@ -26,7 +27,20 @@ from amp_lab.errors import AmpLabError, AmpLabWarning, OptionError, OtherRankErr
 from amp_lab.requirements import needed_for, require_torch
 
 # torch takes seconds to load, so each `run` imports it, not these modules: --help answers at once.
-COMMANDS = (doctor, train, export, bench, ops, advise, xray, memory, diff, rehearse, migrate)
+COMMANDS = (
+    doctor,
+    train,
+    sample,
+    export,
+    bench,
+    ops,
+    advise,
+    xray,
+    memory,
+    diff,
+    rehearse,
+    migrate,
+)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,4 +1,4 @@
-"""`amp-lab train`: train an image classifier, in a folder, resumably.
+"""`amp-lab train`: train an image classifier or a language model, in a folder, resumably.
 
 Its options are the fields in `training/train_options.py`: to add one, add a field there.
 """
@@ -16,10 +16,11 @@ def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     parser = commands.add_parser(
         "train",
-        help="train an image classifier, in a folder, resumably",
-        description="Train a classifier of torchvision in any precision. The folder given by --out "
-        "gets config.json, metrics.csv, loss.png, accuracy.png and checkpoint.pt; a run that was "
-        "stopped or killed goes on with --resume, and ends as if it had not been.",
+        help="train an image classifier or a language model, in a folder, resumably",
+        description="Train a classifier of torchvision, or a GPT on text, in any precision. The "
+        "folder given by --out gets config.json, metrics.csv, loss.png, accuracy.png and "
+        "checkpoint.pt; a run that was stopped or killed goes on with --resume, and ends as if "
+        "it had not been.",
     )
     settings = parser.add_argument_group(
         "settings of the run, of which --resume can give more epochs"

@@ -9,14 +9,19 @@ with needed_for("loading data"):
     from amp_lab.data import caltech256, cifar10, digits
     from amp_lab.data.batches import batches
     from amp_lab.data.images import ImageData, ImageSet, LoadOptions
+    from amp_lab.data.text import TEXTS, load_text
 
-__all__ = ["DATASETS", "ImageData", "ImageSet", "batches", "load_dataset"]
+__all__ = ["DATASETS", "TEXTS", "ImageData", "ImageSet", "batches", "load_dataset", "load_text"]
 
 # The registry: a data set is a file beside this one, whose `load` makes of `LoadOptions` an
 # `ImageData`, and a line here. All are imported at once, and torchvision with them: the libraries
 # that it loads cannot be loaded any more once TensorFlow is there, as in notebook 12.
-_LOADERS = {"digits": digits.load, "cifar10": cifar10.load, "caltech256": caltech256.load}
-DATASETS = tuple(_LOADERS)
+_LOADERS = {
+    "digits": digits.load,
+    "cifar10": cifar10.load,
+    "caltech256": caltech256.load,
+}
+DATASETS = (*_LOADERS, *TEXTS)
 _LARGEST_SIZE = 1024
 
 
@@ -40,6 +45,8 @@ def load_dataset(
       `folder`/caltech256/256_ObjectCategories; `folder` may also be that folder itself. Every tenth
       is a test image. The first use reads every file, and writes the list caltech256.csv beside it.
 
+    - ``stdlib`` and ``text``: see `load_text`.
+
     Images are handed out at `image_size` pixels a side (default: 32, 32 and 224). `limit` keeps at
     most so many training images, and of the test images the same share, rounded up; each class
     keeps its share, and which images are kept is always the same. `seed` is that of the
@@ -50,6 +57,10 @@ def load_dataset(
     """
     if name not in DATASETS:
         raise DataError(f"there is no data set {name!r}; use {', '.join(DATASETS)}")
+    if name in TEXTS:
+        if image_size is not None:
+            raise DataError(f"{name} is a text, and has no image_size")
+        return load_text(name, folder, limit=limit, seed=seed if augment else None)
     if image_size is not None and not 1 <= image_size <= _LARGEST_SIZE:
         raise DataError(f"image_size={image_size} must be between 1 and {_LARGEST_SIZE} pixels")
     if limit is not None and limit < 1:

@@ -67,6 +67,9 @@ class ImageData:
     A run that finds another one trains on other data."""
     stand_in: bool = False  # generated pictures in the layout of the real ones
     skipped: tuple[str, ...] = ()  # the damaged images that were left out
+    is_text: bool = False
+    """Whether it is a text: its passages stand for images, their length for `image_size`, and its
+    characters for classes."""
 
 
 @dataclass(frozen=True)

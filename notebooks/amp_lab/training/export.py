@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from amp_lab.checkpoint import is_checkpoint, load_checkpoint, run_state, save_checkpoint
-from amp_lab.data import batches, load_dataset
+from amp_lab.data import TEXTS, batches
+from amp_lab.data.text import CONTEXT
 from amp_lab.distributed.ranks import ALONE
 from amp_lab.errors import AmpLabError, CheckpointError, DataError, first_line, with_type
 from amp_lab.files import require_writable, save
@@ -22,7 +24,7 @@ from amp_lab.precision import Precision
 from amp_lab.report import bytes_text, dtype_name, plural
 from amp_lab.requirements import needed_for
 from amp_lab.training.models import build_model
-from amp_lab.training.run import make_optimizer
+from amp_lab.training.run import load_data, make_optimizer
 from amp_lab.training.train_options import RunConfig
 
 FORMATS = ("safetensors", "onnx", "pt2")
@@ -78,11 +80,11 @@ def export_model(
     if form not in FORMATS:
         raise CheckpointError(f"no format {form!r}; there are {', '.join(FORMATS)}")
     _require_free(path, force)
-    state = _state(Path(out))
-    model = _model(Path(out), state).eval()
+    model, state = load_model(out)
+    model.eval()
     served = _Served(copy.deepcopy(model), dtype)
     say(_changes(model, served.model, dtype))
-    inputs = _inputs(RunConfig(**state["config"]), data, dtype, say)
+    inputs = _inputs(RunConfig(**state["config"]), state["classes"], data, dtype, say)
     with torch.no_grad(), _quiet():
         wanted = served(inputs)
         if not wanted.isfinite().all():
@@ -90,13 +92,14 @@ def export_model(
             raise CheckpointError(f"{path}: not written, since {what}; give another --dtype")
         content, found = _made(form, served, inputs, state["config"]["model"])
         off = ((found - wanted).abs().max() / wanted.abs().max()).item()
-        same = int((model(inputs).argmax(1) == found.argmax(1)).sum())
+        agree = model(inputs).argmax(-1) == found.argmax(-1)
     if not off <= _TOLERANCE[dtype]:  # NaN is not
         raise CheckpointError(
             f"{path}: not written, since outputs of the {form} file are {off:.1%} off the model's"
         )
     save(path, [content], CheckpointError)
-    say(f"Read and run: {same} of {len(inputs)} decisions as in fp32, outputs off by {off:.1e}")
+    same = f"{int(agree.sum())} of {agree.numel()} decisions as in fp32"
+    say(f"Read and run: {same}, outputs off by {off:.1e}")
     say(f"Written: {path} ({bytes_text(len(content))})")
 
 
@@ -148,6 +151,15 @@ def _of_shards(out: Path, state: dict[str, Any]) -> tuple[nn.Module, torch.optim
     return model, optimizer
 
 
+def load_model(out: str | os.PathLike) -> tuple[nn.Module, dict[str, Any]]:
+    """The model of a run, on the CPU, and the rest of its checkpoint.
+
+    Raises `CheckpointError` if there is none, or it is damaged.
+    """
+    state = _state(Path(out))
+    return _model(Path(out), state), state
+
+
 def _model(out: Path, state: dict[str, Any]) -> nn.Module:
     if "shards" in state:
         return _of_shards(out, state)[0]
@@ -174,18 +186,25 @@ def _changes(before: nn.Module, after: nn.Module, dtype: torch.dtype) -> str:
 
 
 def _inputs(
-    config: RunConfig, data: str | os.PathLike, dtype: torch.dtype, say: Callable[[str], None]
+    config: RunConfig,
+    classes: int,
+    data: str | os.PathLike,
+    dtype: torch.dtype,
+    say: Callable[[str], None],
 ) -> Tensor:
-    """Images (B, 3, S, S) to check with: the run's own, wherever they are there."""
-    count = _CHECKED_FP16 if dtype == torch.float16 else _CHECKED
-    how = {"image_size": config.image_size, "skip_damaged": config.skip_damaged}
+    """Images (B, 3, S, S) or tokens (B, T) to check with: the run's own, if they are there."""
+    count = _CHECKED_FP16 if dtype == torch.float16 or config.dataset in TEXTS else _CHECKED
     try:
-        images = load_dataset(config.dataset, Path(data), augment=False, download=False, **how).test
+        whole = replace(config, limit=None)
+        images = load_data(whole, data, augment=False, download=False).test
         return next(iter(batches(images, count)))[0]
     except DataError as error:
         say(f"Checked with random images, for there are no others: {error}")
+    draws = torch.Generator().manual_seed(0)
+    if config.dataset in TEXTS:
+        return torch.randint(classes, (count, config.context or CONTEXT), generator=draws)
     size = config.image_size or (224 if config.dataset == "caltech256" else 32)
-    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(0))
+    return torch.randn(count, 3, size, size, generator=draws)
 
 
 @contextmanager

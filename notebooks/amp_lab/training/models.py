@@ -1,4 +1,4 @@
-"""torchvision's image classifiers by name, with a head for other classes."""
+"""Models by name: torchvision's image classifiers with a head for other classes, and our GPTs."""
 
 import contextlib
 import copy
@@ -11,6 +11,7 @@ import torchvision
 from torch import nn
 
 from amp_lab.errors import RunError, first_line
+from amp_lab.training.gpt import SIZES, Gpt
 
 
 @functools.cache
@@ -22,14 +23,18 @@ def model_names() -> tuple[str, ...]:
 def build_model(
     name: str, classes: int, *, pretrained: bool = False, freeze: bool = False
 ) -> nn.Module:
-    """torchvision's classifier `name` with logits (N, classes).
+    """torchvision's classifier `name` with logits (N, classes), or the GPT with so many tokens.
 
     `pretrained` loads torchvision's default ImageNet weights into all but the head, which stays
     random. `freeze` makes only the head require gradients. Raises `RunError` for an unknown name,
     and for weights that are not there and cannot be fetched.
     """
+    if name in SIZES:
+        if pretrained or freeze:
+            raise RunError(f"{name}: there is no pretrained one, and no head to train alone")
+        return Gpt(SIZES[name], classes)
     if name not in model_names():
-        near = difflib.get_close_matches(name, model_names())
+        near = difflib.get_close_matches(name, [*model_names(), *SIZES])
         hint = f"; near: {', '.join(near)}" if near else ""
         raise RunError(f"no classifier of torchvision {torchvision.__version__}: {name!r}{hint}")
     model = _build(name, classes)

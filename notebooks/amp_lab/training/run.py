@@ -20,13 +20,14 @@ from torch import nn
 
 from amp_lab.backends import backend
 from amp_lab.checkpoint import run_state
-from amp_lab.data import ImageSet, batches, load_dataset
+from amp_lab.data import TEXTS, ImageData, ImageSet, batches, load_dataset, load_text
 from amp_lab.device import describe_device, pick_device
 from amp_lab.distributed.process_group import join
 from amp_lab.distributed.ranks import Ranks, require_same
 from amp_lab.errors import AmpLabWarning, RunError
 from amp_lab.precision import Precision
 from amp_lab.training import run_folder
+from amp_lab.training.gpt import SIZES
 from amp_lab.training.loop import Batches, EpochMetrics, Progress, fit
 from amp_lab.training.models import build_model, require_images_that_fit
 from amp_lab.training.train_options import RunConfig, RunOptions
@@ -121,17 +122,17 @@ class Run:
     def _build(self) -> None:
         """Load the images and make the model, each rank for itself."""
         config = self.config
-        size = {"image_size": config.image_size, "limit": config.limit}
-        how = {"seed": config.seed, "skip_damaged": config.skip_damaged}
-        self.images = load_dataset(config.dataset, self.options.data, **size, **how)
+        _require_a_match(config)
+        self.images = load_data(config, self.options.data)
         self._check_images()
         random.seed(config.seed)
         np.random.seed(config.seed % 2**32)
         torch.manual_seed(config.seed)
         classes, pretrained = len(self.images.classes), config.pretrained
         self.model = build_model(config.model, classes, pretrained=pretrained, freeze=config.freeze)
-        count = min(2, config.batch_size // self.ranks.size)  # more make no difference
-        require_images_that_fit(self.model, count, self.images.image_size)
+        if not self.images.is_text:
+            count = min(2, config.batch_size // self.ranks.size)  # more make no difference
+            require_images_that_fit(self.model, count, self.images.image_size)
         if config.precision == Precision.FP16 and backend(self.ranks.device).is_host:
             _warn_of_slow_fp16(self.ranks.device)
 
@@ -182,7 +183,10 @@ class Run:
 
     def save(self) -> None:
         """Save the state; all ranks must call it."""
-        description = {"config": asdict(self.config), "classes": len(self.images.classes)}
+        description: dict[str, Any] = {"config": asdict(self.config)}
+        description["classes"] = len(self.images.classes)
+        if self.images.is_text:
+            description["characters"] = "".join(self.images.classes)
         progress = self.progress.state_dict()
         run_state.save_run(self.out, self.ranks, self.parts, progress, description)
 
@@ -233,8 +237,16 @@ class Run:
         self._say(
             f"epoch {metrics.epoch:3d}  loss {metrics.train_loss:.4f}  "
             f"accuracy {metrics.train_accuracy:.2%}  test loss {metrics.test_loss:.4f}  "
-            f"test accuracy {metrics.test_accuracy:.2%}  {metrics.images_per_s:.0f} images/s"
+            f"test accuracy {metrics.test_accuracy:.2%}  {self._rate(metrics.images_per_s)}"
         )
+
+    def _rate(self, per_second: float) -> str:
+        """Images a second, or the tokens of passages; with the perplexity of the last test."""
+        if not self.images.is_text:
+            return f"{per_second:.0f} images/s"
+        perplexity = math.exp(min(self.progress.epochs[-1].test_loss, 700))  # e^700 is a float
+        tokens = per_second * self.images.image_size
+        return f"perplexity {perplexity:.4g}  {tokens:.0f} tokens/s"
 
     def _train_batches(self, epoch: int, batch: int) -> Batches:
         seed = self.config.seed
@@ -252,9 +264,16 @@ class Run:
         config, images, progress = self.config, self.images, self.progress
         kind = " (generated stand-in)" if images.stand_in else ""
         self._say(
-            f"{images.name}{kind}: {len(images.train)} training and {len(images.test)} test images "
-            f"of {images.image_size}x{images.image_size}, {len(images.classes)} classes"
+            f"{images.name}{kind}: {len(images.train)} training and {len(images.test)} test "
+            + (
+                f"passages of {images.image_size} characters, {len(images.classes)} different ones"
+                if images.is_text
+                else f"images of {images.image_size}x{images.image_size}, "
+                f"{len(images.classes)} classes"
+            )
         )
+        if images.name == "stdlib":
+            self._say("The text is Python's standard library, under the PSF licence.")
         if images.skipped:
             self._say(f"left out as damaged: {len(images.skipped)} ({', '.join(images.skipped)})")
         every = sum(p.numel() for p in self.model.parameters())
@@ -275,7 +294,7 @@ class Run:
         rate = sum(epoch.images_per_s * epoch.seconds for epoch in epochs) / seconds
         of_one = " of a process" if self.ranks.size > 1 else ""
         self._say(
-            f"Trained {len(epochs)} epochs in {seconds:.1f} s, {rate:.0f} images/s, "
+            f"Trained {len(epochs)} epochs in {seconds:.1f} s, {self._rate(rate)}, "
             f"peak memory {peak_bytes / 2**20:.0f} MiB{of_one}"
         )
 
@@ -284,6 +303,32 @@ def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
     """The optimizer of a run, for the parameters of its model that are trained."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=config.lr, fused=True)  # which waits for no scaler's flag
+
+
+def _require_a_match(config: RunConfig) -> None:
+    """Raise `RunError` for images with a language model, a text with a classifier, and the like."""
+    is_text, is_gpt = config.dataset in TEXTS, config.model in SIZES
+    if is_text != is_gpt:
+        fits = ", ".join(SIZES) if is_text else "a classifier of torchvision"
+        what = "a text" if is_text else "images"
+        raise RunError(f"{config.dataset} is {what}, and the model {config.model}: give {fits}")
+    for name in ("channels_last", "image_size", "skip_damaged") if is_text else ("context",):
+        if getattr(config, name):
+            other = "images" if is_text else "text"
+            raise RunError(f"{name.replace('_', ' ')} is for {other}, not for {config.dataset}")
+
+
+def load_data(
+    config: RunConfig, folder: str | os.PathLike, *, augment: bool = True, download: bool = True
+) -> ImageData:
+    """The images or the text of a run; raises `DataError` as `load_dataset` and `load_text` do."""
+    place, seed, limit = Path(folder), config.seed, config.limit
+    if config.dataset in TEXTS:
+        seeds = seed if augment else None
+        return load_text(config.dataset, place, context=config.context, limit=limit, seed=seeds)
+    size = {"image_size": config.image_size, "limit": limit}
+    how = {"skip_damaged": config.skip_damaged, "augment": augment, "download": download}
+    return load_dataset(config.dataset, place, seed=seed, **size, **how)
 
 
 def _warn_of_slow_fp16(device: torch.device) -> None:

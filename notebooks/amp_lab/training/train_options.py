@@ -88,8 +88,10 @@ class RunConfig(_Checked):
     be what runs did until then.
     """
 
-    dataset: str = setting("digits", "{} (default), cifar10, caltech256", "NAME", _known)
-    model: str = setting("mobilenet_v2", "a classifier of torchvision (default: {})", "NAME")
+    dataset: str = setting(
+        "digits", "{} (default), cifar10, caltech256, stdlib, text", "NAME", _known
+    )
+    model: str = setting("mobilenet_v2", "of torchvision, or gpt-nano … (default: {})", "NAME")
     precision: str = setting("fp32", "{} (default), tf32, fp16, bf16", "NAME", _known)
     # Of all processes together. A last batch of an epoch that would be smaller is left out, since
     # batch norm and the mean over the ranks want them equal.
@@ -99,7 +101,8 @@ class RunConfig(_Checked):
     # Of the initial weights, the order of the images, the augmentation and dropout.
     seed: int = setting(0, "default: {}", "N", _seed)
     image_size: int | None = setting(None, "in pixels (default: the data set's own)", "N", _side)
-    limit: int | None = setting(None, "train on at most so many images", "N", _count)
+    context: int | None = setting(None, "characters in a passage of text (256)", "N", _count)
+    limit: int | None = setting(None, "train on at most so many images or passages", "N", _count)
     accumulate: int = setting(1, "batches for each step (default: {})", "N", _count)
     clip_norm: float | None = setting(None, "largest norm of a step's gradients", "X", _positive)
     pretrained: bool = setting(False, "start from ImageNet weights")

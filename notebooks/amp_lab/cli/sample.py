@@ -1,0 +1,60 @@
+"""`amp-lab sample`: let a language model that was trained here write."""
+
+import argparse
+import math
+
+
+def add(commands) -> None:
+    """Add the command to the parser's `commands`."""
+    sample = commands.add_parser(
+        "sample",
+        help="let a language model of a run write",
+        description="Write text with the model of a run that `amp-lab train` trained on text.",
+    )
+    sample.add_argument("run_folder", metavar="DIR", help="the folder of the run")
+    sample.add_argument("--prompt", metavar="TEXT", default="\n", help="what it continues")
+    sample.add_argument(
+        "--tokens", metavar="N", type=int, default=300, help="how many to write (default: 300)"
+    )
+    text = "0 takes the likeliest (default: 0.8)"
+    sample.add_argument("--temperature", metavar="X", type=float, default=0.8, help=text)
+    sample.add_argument("--seed", metavar="N", type=int, default=0, help="default: 0")
+    sample.add_argument(
+        "--precision", metavar="NAME", default="fp32", help="fp32 (default), tf32, fp16, bf16"
+    )
+    sample.add_argument(
+        "--device", metavar="NAME", help="default: AMP_LAB_DEVICE, else accelerator"
+    )
+    sample.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the prompt and what follows it."""
+    import torch
+
+    from amp_lab.data.text import CONTEXT, encode
+    from amp_lab.device import pick_device
+    from amp_lab.errors import OptionError
+    from amp_lab.precision import Precision
+    from amp_lab.training.export import load_model
+    from amp_lab.training.gpt import write
+
+    if not 1 <= options.tokens <= 10**6:
+        raise OptionError(f"--tokens {options.tokens} must be from 1 to 1,000,000")
+    if not (options.temperature >= 0 and math.isfinite(options.temperature)):
+        raise OptionError(f"--temperature {options.temperature} must be 0 or more")
+    if not 0 <= options.seed < 2**63:
+        raise OptionError(f"--seed {options.seed} must be from 0 to 2^63 - 1")
+    if options.precision not in list(Precision):
+        raise OptionError(f"no precision {options.precision!r}; there are {', '.join(Precision)}")
+    device, precision = pick_device(options.device), Precision(options.precision)
+    model, state = load_model(options.run_folder)
+    if "characters" not in state:
+        raise OptionError(f"{options.run_folder}: a run on images, which cannot write")
+    characters = state["characters"]
+    tokens = torch.from_numpy(encode(options.prompt, characters)).long().to(device)
+    context = state["config"]["context"] or CONTEXT
+    how = (options.tokens, context, options.temperature, options.seed)
+    with precision.autocast(device.type):
+        found = write(model.to(device).eval(), tokens, *how)
+    print("".join(characters[i] for i in found.tolist()))

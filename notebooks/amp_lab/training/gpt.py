@@ -1,0 +1,106 @@
+"""A language model: RMSNorm, rotary embeddings, fused attention, one embedding for both ends.
+
+Notebook 17 takes such a model apart.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class Size(NamedTuple):
+    """What tells one of them from another."""
+
+    width: int
+    heads: int
+    depth: int
+
+
+SIZES = {
+    "gpt-nano": Size(192, 6, 5),  # 2.2 million parameters, without the embedding
+    "gpt-micro": Size(256, 8, 6),  # 4.7 million
+    "gpt-mini": Size(384, 6, 8),  # 14 million
+    "gpt-small": Size(768, 12, 12),  # 85 million, as GPT-2's smallest
+}
+
+
+class Rotation(nn.Module):
+    """Rotary embeddings of (B, heads, T, size), in fp32; Su et al., arXiv 2104.09864."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        rates = 10_000.0 ** (-torch.arange(0, size, 2) / size)
+        self.register_buffer("rates", rates, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Pairs turned by angles that grow with the place, in the dtype of `x`."""
+        places = torch.arange(x.shape[-2], device=x.device)
+        angles = places[:, None] * self.rates.float()  # (T, size / 2)
+        cos, sin = angles.cos(), angles.sin()
+        left, right = x.float().chunk(2, dim=-1)
+        return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1).to(x.dtype)
+
+
+class Block(nn.Module):
+    """Causal attention, then a network of two layers, each behind a norm: (B, T, width) to same."""
+
+    def __init__(self, size: Size):
+        super().__init__()
+        width, self.heads = size.width, size.heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+        self.rotate = Rotation(width // size.heads)
+        for layer in (self.qkv, self.up):
+            nn.init.normal_(layer.weight, std=0.02)
+        for layer in (self.out, self.down):  # what is added to the stream; GPT-2's way
+            nn.init.normal_(layer.weight, std=0.02 / (2 * size.depth) ** 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The residual stream after the block."""
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, heads, T, width / heads)
+            for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
+        q, k = self.rotate(q), self.rotate(k)
+        y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).flatten(-2))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class Gpt(nn.Module):
+    """Tokens int64 (B, T) to logits (B, T, vocabulary)."""
+
+    def __init__(self, size: Size, vocabulary: int):
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, size.width)
+        self.blocks = nn.Sequential(*(Block(size) for _ in range(size.depth)))
+        self.norm = nn.RMSNorm(size.width)
+        nn.init.normal_(self.token.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The logits of what follows each token."""
+        return functional.linear(self.norm(self.blocks(self.token(tokens))), self.token.weight)
+
+
+@torch.no_grad()
+def write(
+    model: nn.Module, tokens: Tensor, count: int, context: int, temperature: float, seed: int
+) -> Tensor:
+    """`tokens` (T,), and `count` more that the model draws, each after the last `context`.
+
+    At temperature 0 it takes the likeliest.
+    """
+    draws = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        logits = model(tokens[None, -context:])[0, -1].float().cpu()
+        if temperature == 0:
+            following = logits.argmax(keepdim=True)
+        else:
+            following = torch.multinomial((logits / temperature).softmax(0), 1, generator=draws)
+        tokens = torch.cat([tokens, following.to(tokens.device)])
+    return tokens

@@ -1,0 +1,190 @@
+"""Language models: trained on text, killed and resumed, on several processes, and made to write."""
+
+import math
+import os
+import random
+import signal
+
+import pytest
+import torch
+from rank_processes import CONTEXT, LOADED, run_ranks
+from run_folders import arguments, assert_equal, outcome, read_rows, refused
+from tiny_gpt import NAME
+
+from amp_lab import load_checkpoint
+from amp_lab.cli import main
+from amp_lab.training import gpt
+from amp_lab.training.export import export_checkpoint
+
+KILLS = int(os.environ.get("AMP_LAB_KILLS", "1"))
+TEXT = "".join(f"{i} times {i} is {i * i}.\n" for i in range(400))
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "squares.txt"
+    file.write_text(TEXT)
+    return file
+
+
+def line(out, text, **changed):
+    usual = {"model": NAME, "dataset": "text", "data": text, "image_size": None, "context": 16}
+    return arguments(out, **usual | {"workers": 0} | changed)
+
+
+@pytest.fixture(scope="module")
+def finished(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "finished"
+    assert main(line(out, text)) == 0
+    return out
+
+
+def test_it_says_what_it_does(text, tmp_path, capsys):
+    assert main(line(tmp_path / "x", text, epochs=1)) == 0
+    printed, errors = capsys.readouterr()
+    assert errors == ""
+    assert "text: 32 training and 4 test passages of 16 characters, 18 different ones" in printed
+    row = read_rows(tmp_path / "x")[0]
+    assert f"perplexity {math.exp(float(row['test_loss'])):.4g}  " in printed
+    assert " tokens/s, peak memory " in printed
+
+
+def kill_in_a_save(number, arguments):
+    """`amp-lab`, killed as it has written its checkpoint so many times; -9 is its exit code."""
+    torch.set_num_threads(1)
+    replace, left = os.replace, [number]
+
+    def replace_or_die(source, target):
+        replace(source, target)
+        left[0] -= os.fspath(target).endswith("checkpoint.pt")
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.replace = replace_or_die
+    raise SystemExit(main(arguments))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_kill_9_and_resume_ends_bitwise_equal(text, tmp_path, precision):
+    CONTEXT.set_forkserver_preload(LOADED)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert main(line(tmp_path / "undisturbed", text, precision=precision)) == 0
+    expected, chance = outcome(tmp_path / "undisturbed"), random.Random(precision)
+    for number in range(KILLS):
+        out = tmp_path / f"{number}"
+        given = line(out, text, precision=precision)
+        process = CONTEXT.Process(target=kill_in_a_save, args=(chance.randint(1, STEPS), given))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert main([*given, "--resume"]) == 0
+        assert_equal(outcome(out), expected)
+    torch.set_num_threads(threads)
+
+
+def command(*arguments):
+    raise SystemExit(main(list(arguments)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_learn_what_one_does(text, tmp_path, finished, kind):
+    ended = run_ranks(command, 2, *line(tmp_path / "x", text, parallel=kind))
+    assert [one.code for one in ended] == [0, 0], ended
+    export_checkpoint(tmp_path / "x", tmp_path / "whole.pt")
+    found = load_checkpoint(tmp_path / "whole.pt")
+    wanted = load_checkpoint(finished / "checkpoint.pt")
+    assert found["characters"] == wanted["characters"]
+    for name, tensor in wanted["model"].items():
+        torch.testing.assert_close(found["model"][name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("compiled", [None, pytest.param(True, marks=pytest.mark.weekly)])
+def test_every_option_of_the_loop_runs(text, tmp_path, compiled):
+    options = {"accumulate": 3, "clip_norm": 0.5, "compile": compiled, "precision": "bf16"}
+    assert main(line(tmp_path / "x", text, epochs=1, **options)) == 0
+
+
+def test_it_writes_what_the_seed_and_the_model_say(finished, capsys):
+    def written(*options):
+        assert main(["sample", str(finished), "--tokens", "40", *options]) == 0
+        return capsys.readouterr().out
+
+    first = written("--prompt", "7 times")
+    assert first.startswith("7 times")
+    assert len(first) == len("7 times") + 40 + 1
+    assert written("--prompt", "7 times") == first
+    assert written("--prompt", "7 times", "--seed", "1") != first
+    likeliest = written("--temperature", "0", "--precision", "bf16")
+    assert written("--temperature", "0", "--seed", "5", "--precision", "bf16") == likeliest
+
+
+def test_a_trained_model_has_learned_something(finished):
+    losses = [float(row["test_loss"]) for row in read_rows(finished)]
+    assert losses[-1] < losses[0] < math.log(18) + 0.2
+
+
+def test_rotation_depends_on_the_distance_alone():
+    rotate = gpt.Rotation(8)
+    q, k = torch.randn(2, 8)
+    both = [rotate(x.expand(1, 1, 20, 8))[0, 0] for x in (q, k)]
+    products = both[0] @ both[1].T
+    for distance in (0, 3, 7):
+        along = products.diagonal(distance)
+        torch.testing.assert_close(along, along[:1].expand_as(along), rtol=1e-4, atol=1e-4)
+    assert rotate(q.expand(1, 1, 20, 8).bfloat16()).dtype is torch.bfloat16
+
+
+def test_no_token_sees_what_follows_it():
+    model = gpt.Gpt(gpt.SIZES[NAME], 10)
+    tokens = torch.randint(10, (2, 12))
+    other = tokens.clone()
+    other[:, 8:] = (other[:, 8:] + 1) % 10
+    torch.testing.assert_close(model(tokens)[:, :8], model(other)[:, :8])
+
+
+def test_an_exported_text_run_decides_as_its_source(finished, text, tmp_path, capsys):
+    file = tmp_path / "model.pt2"
+    assert main(["export", str(finished), str(file), "--data", str(text), "--dtype", "bf16"]) == 0
+    assert "decisions as in fp32" in capsys.readouterr().out
+    tokens = torch.randint(18, (3, 16))
+    assert torch.export.load(file).module()(tokens).shape == (3, 16, 18)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"model": "resnet18"}, "text is a text, and the model resnet18: give gpt-nano"),
+        ({"dataset": "digits", "context": None}, "give a classifier of torchvision"),
+        ({"dataset": "digits", "model": "resnet18"}, "context is for text, not for digits"),
+        ({"image_size": 32}, "image size is for images, not for text"),
+        ({"channels_last": True}, "channels last is for images"),
+        ({"pretrained": True}, "there is no pretrained one"),
+        ({"context": 4096}, "too few for passages of 4096"),
+        ({"data": "nowhere.txt"}, "nowhere.txt: no such file or folder"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_what_does_not_go_together_is_told_in_a_line(text, tmp_path, capsys, changed, says):
+    assert says in refused(capsys, line(tmp_path / "x", text, **changed))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--tokens", "0"], "--tokens 0 must be"),
+        (["--temperature", "-1"], "--temperature -1.0 must be"),
+        (["--prompt", "ß"], "the character 'ß' is not in the text"),
+        (["--precision", "fp8"], "no precision 'fp8'"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_a_wrong_sample_is_told_in_a_line(finished, capsys, options, says):
+    capsys.readouterr()
+    assert main(["sample", str(finished), *options]) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert len(said.splitlines()) == 1
