@@ -177,7 +177,8 @@ LINES = {
     ),
     "train": st.tuples(
         options(out=FILES, resume=FLAG, dataset=ANYTHING, model=ANYTHING, precision=ANYTHING,
-                batch_size=NUMBERS, epochs=NUMBERS, lr=NUMBERS, seed=NUMBERS, image_size=NUMBERS, context=NUMBERS,
+                batch_size=NUMBERS, epochs=NUMBERS, lr=NUMBERS, seed=NUMBERS, image_size=NUMBERS,
+                context=NUMBERS,
                 accumulate=NUMBERS, clip_norm=NUMBERS, workers=NUMBERS, data=FILES,
                 device=ANYTHING, parallel=ANYTHING, timeout=NUMBERS, checkpoint_every=NUMBERS),
         st.just(["--out", "run"]),  # which cannot go on
