@@ -35,8 +35,8 @@ def run(options: argparse.Namespace) -> int:
         found = list(found)  # all is written before whoever reads along can end the printing
     for result in found:
         results.append(result)
-        if result.error is not None:
-            tell(f"amp-lab migrate: {result.error}")
+        if problem := result.error or result.skipped:
+            tell(f"amp-lab migrate: {problem}")
         print(result.diff, end="")
     has_error = any(result.error for result in results)
     print(

@@ -20,6 +20,7 @@ import libcst as cst
 
 from amp_lab import files
 from amp_lab.errors import OptionError
+from amp_lab.migrate.magics import without_magics
 from amp_lab.migrate.rewriter import Edit, Finding, apply
 from amp_lab.migrate.rules import edits_and_findings, is_triggered, parse_quietly
 
@@ -40,16 +41,20 @@ _Migrated = tuple[bytes, list[Finding], list[tuple[str, str, str]]]
 
 @dataclasses.dataclass
 class Result:
-    """What was found in a file, the `diff` to its migrated text, or the `error` that kept it."""
+    """What was found in a file, the `diff` to its migrated text, or the `error` that kept it.
+
+    `skipped` says why a file is passed over that nobody asked for by name.
+    """
 
     path: Path
     lines: list[Finding] = dataclasses.field(default_factory=list)
     diff: str = ""
     written: bool = False
     error: str | None = None
+    skipped: str | None = None
 
     def __bool__(self) -> bool:
-        return bool(self.lines or self.error)  # whether there is anything to say
+        return bool(self.lines or self.error or self.skipped)  # whether there is anything to say
 
     @property
     def to_do(self) -> list[Finding]:
@@ -66,12 +71,16 @@ def migrate_paths(paths: Iterable[str | Path], write: bool = False) -> Iterator[
     """
     found: list[Path] = []
     looked_at: dict[Path, None] = {}
-    for given in paths:
+    named = {Path(path): path for path in paths}
+    for given in named.values():
         below = dict.fromkeys(find([given]))
         looked_at |= below
         if not below:
             yield Result(Path(given), error=f"{given}: has no Python file and no notebook in it")
     for path in looked_at:
+        if path not in named and path.is_symlink():
+            yield Result(path, skipped=f"{path}: is a link: passed over")
+            continue
         try:
             if has_names(path):
                 found.append(path)
@@ -101,6 +110,7 @@ def find(paths: Iterable[str | Path]) -> Iterator[Path]:
             for name in sorted(names):
                 if name.endswith(_ENDINGS):
                     yield Path(folder, name)
+            yield from (link for name in below if (link := Path(folder, name)).is_symlink())
     yield from (Path(error.filename) for error in broken)  # to read them will tell why
 
 
@@ -249,7 +259,7 @@ class _Cell(NamedTuple):
 def _migrate_notebook(path: Path, data: bytes) -> _Migrated:
     text, cells = _read_notebook(data)
     # All cells are one program: a name that one imports is used in another.
-    code = "".join(cell.text + "\n" for cell in cells)
+    code = "".join(without_magics(cell.text) + "\n" for cell in cells)
     if not is_triggered(code.encode()):
         return data, [], []
     _check_size(len(code))
@@ -315,11 +325,8 @@ def _code_cells(notebook: dict, places: dict) -> list[_Cell]:
 def _why_no_python(cells: list[_Cell]) -> str:
     for cell in cells:
         try:
-            cst.parse_module(cell.text)
+            cst.parse_module(without_magics(cell.text))
         except cst.ParserSyntaxError as error:
-            for line, content in enumerate(cell.text.splitlines(), 1):
-                if content.lstrip().startswith(("%", "!", "?")) or content.rstrip().endswith("?"):
-                    return f"cell {cell.number}:{line} is a magic, not Python: {content.strip()!r}"
             return f"cell {cell.number}:{error.raw_line} does not parse as Python"
     return "its cells do not parse together as Python"
 

@@ -181,6 +181,8 @@ class Rule(Rewriter):
 
     def _plan(self, use: Use, old: str) -> list[Edit]:
         """The edits beside the name itself. Raises `ByHand`."""
+        if isinstance(self.tree.parents[use.node], cst.Expr):  # see `magics`
+            raise ByHand(f"a magic, which is left as it is, uses {old}: use torch.amp there")
         if old in OLD_MODULES:
             where = f"give its device {OLD_MODULES[old]!r} in each call"
             raise ByHand(f"{old} is used as a value: use torch.amp, and {where}")
