@@ -275,21 +275,20 @@ class Tree:
         parent = self.parents[node]
         return parent if isinstance(parent, cst.Call) and parent.func is node else None
 
-    def is_type(self, node: cst.BaseExpression) -> bool:
-        """Whether a name stands where a type is meant: in an annotation, or a check of a type."""
+    def place_of_type(self, node: cst.BaseExpression) -> _Node:
+        """The annotation or comparison in which a name stands for a type; None elsewhere."""
         for parent, child in self.ancestors(node):
-            if isinstance(parent, cst.Annotation):
-                return True
+            if isinstance(parent, cst.Annotation | cst.Comparison):  # type(x) is …
+                return parent
             if isinstance(parent, cst.MatchClass):
-                return parent.cls is child
-            if isinstance(parent, cst.Comparison):  # type(x) is …
-                return nodes.is_call_of(parent.left, "type")
+                return parent if parent.cls is child else None
             if isinstance(parent, cst.Call):
                 is_check = nodes.is_call_of(parent, "isinstance", "issubclass")
-                return is_check and len(parent.args) == 2 and parent.args[1] is child
+                is_type = is_check and len(parent.args) == 2 and parent.args[1] is child
+                return parent if is_type else None
             if not isinstance(parent, _IN_A_TYPE):
-                return False
-        return False
+                return None
+        return None
 
     def statement(self, node: cst.CSTNode) -> cst.CSTNode:
         """The statement, simple line or compound, that a node is in."""

@@ -19,6 +19,7 @@ import libcst as cst
 
 from amp_lab.migrate import nodes
 from amp_lab.migrate.amp_names import NAMED, NEW, OLD, OLD_MODULES
+from amp_lab.migrate.file_facts import FileFacts
 from amp_lab.migrate.python_tree import Binding, Scope, Tree, Use
 from amp_lab.migrate.rewriter import Edit, Rewriter
 from amp_lab.migrate.torch_name import TorchName
@@ -27,7 +28,6 @@ from amp_lab.migrate.version_guards import is_guarded
 TRIGGERS = (*NAMED, "torch cuda.amp", "torch cpu.amp")
 _BELOW_OLD = tuple(f"{name}." for name in OLD)  # such as autocast.__init__
 _DTYPES = {"cuda": "float16", "cpu": "bfloat16"}
-_ATOMS = cst.Name | cst.Attribute | cst.Call | cst.Subscript | cst.Dict
 _AUTOCAST_ARGUMENTS = ("enabled", "dtype", "cache_enabled")
 
 
@@ -48,29 +48,8 @@ class Rule(Rewriter):
         self.handled: set[cst.CSTNode] = set()  # import aliases that something was said about
         self.moved: defaultdict[cst.CSTNode, list[cst.ImportAlias]] = defaultdict(list)
         self.torch = TorchName(tree)
+        self.facts = FileFacts(tree)
         self.replaced = self._find_replaced()
-
-    @functools.cached_property
-    def turns_cache_off(self) -> bool:
-        """Whether something in the file may turn the cache of casts off."""
-        tree = self.tree
-        is_set = any(use.parts[-1] == "set_autocast_cache_enabled" for use in tree.uses)
-        return is_set or any("cache_enabled" in nodes.arguments(call.args) for call in tree.calls)
-
-    @functools.cached_property
-    def takes_dtype(self) -> bool:
-        """Whether something in the file takes the dtype that is in force around it."""
-        tree = self.tree
-        if any(use.parts[-1].startswith("get_autocast_") for use in tree.uses):
-            return True
-        for call, scope in tree.calls.items():
-            given = nodes.arguments(call.args)
-            is_by_place = sum(arg.keyword is None for arg in call.args) > 1
-            if NEW.get(scope.origin(call.func) or "") != "autocast" or is_by_place:
-                continue
-            if "dtype" not in given and not nodes.is_false(given.get("enabled")):
-                return True
-        return False
 
     def run(self) -> None:
         """Rewrite the names that an import binds with all their uses, then the other uses."""
@@ -198,8 +177,12 @@ class Rule(Rewriter):
             # without brackets it was CUDA; now it needs them to say so
             end = self.tree.span(node)[1]
             return [Edit(end, end, f'(device_type="{device}")')]
-        if self.tree.is_type(node):
-            self._check_told_apart(name, device, node)
+        place = self.tree.place_of_type(node)
+        if isinstance(place, cst.Comparison) and not nodes.is_call_of(place.left, "type"):
+            raise ByHand(f"{name} is compared with: write torch.amp.{name} in all places")
+        if place is not None:
+            if not isinstance(place, cst.Annotation):
+                self._check_told_apart(name, device)
             return []
         return self._plan_value(use, old)
 
@@ -214,6 +197,15 @@ class Rule(Rewriter):
             raise ByHand(f"{where}: write torch.amp.{name} in both places")
         if self.tree.is_in(node, cst.Del):
             raise ByHand(f"its name is deleted here: write torch.amp.{name}, and do not")
+        if (
+            name == "GradScaler"
+            and self.facts.compared
+            and not self.tree.is_in(node, cst.Annotation)
+        ):
+            where = (
+                f"{name} is compared with (line {min(map(self.tree.line, self.facts.compared))})"
+            )
+            raise ByHand(f"{where}: write torch.amp.{name} in all places, here and in other files")
 
     def _plan_value(self, use: Use, old: str) -> list[Edit]:
         """The edits where a class is used without being called there. Raises `ByHand`."""
@@ -227,21 +219,66 @@ class Rule(Rewriter):
                 raise ByHand(f"a class derives from it: derive from torch.amp.{name}, and {where}")
         if isinstance(parent, cst.Decorator):
             raise ByHand(f'without brackets it decorates nothing: write torch.amp.{name}("cuda")')
+        if (edits := self._plan_alias(use, old)) is not None:
+            return edits
         defaults = f", dtype=torch.{_DTYPES[device]}" if name == "autocast" else ""
         new = f'functools.partial(torch.amp.{name}, "{device}"{defaults})'
         raise ByHand(f"{old} is used as a value: write {new}")
 
-    def _check_told_apart(self, name: str, device: str, node: cst.BaseExpression) -> None:
+    def _check_told_apart(self, name: str, device: str) -> None:
         """Raise `ByHand` if a check of the type tells what will be one class of torch.amp."""
-        if self.tree.is_in(node, cst.Annotation):
-            return
         # for another device
         others = {old for old, new in OLD.items() if new[0] == name and new[1] != device}
         others |= {new for new, today in NEW.items() if today == name}
         if any(use.origins & others for use in self.tree.uses):
-            asked = "device" if name == "autocast" else "_device"
             one = f"torch.amp.{name} is one class for all devices"
-            raise ByHand(f'{one}: ask for its {asked}, here "{device}"')
+            raise ByHand(f'{one}: ask for its device, here "{device}"')
+
+    def _plan_alias(self, use: Use, old: str) -> list[Edit] | None:
+        """The edits that make a partial of a class that gets a name which is only called."""
+        (name, device), top = OLD[old], use.node
+        while isinstance(self.tree.parents[top], cst.IfExp):  # autocast if fp16 else nullcontext
+            top = self.tree.parents[top]
+        targets = [target for target, _ in nodes.assignments(self.tree.parents[top])]
+        target = targets[0] if len(targets) == 1 else None
+        if not isinstance(target, cst.Name):
+            return None
+        calls = self._calls_alone(target, use.scope)
+        if not calls or not self._bring_functools(use):
+            return None
+        edits, defaults = [], ""
+        if name == "autocast":
+            for call in calls:
+                edits += self._name_arguments(device, call.args)
+            if edits and (top is not use.node or use.scope.only(target.value) is None):
+                return None  # the other thing of that name may have other arguments
+            given = self._autocast_defaults(device, {}, use)
+            defaults = "".join(f", {key}={value}" for key, value in given.items())
+        start, end = self.tree.span(use.node)
+        after = f', "{device}"{defaults})'
+        return [Edit(start, start, "functools.partial("), Edit(end, end, after), *edits]
+
+    def _calls_alone(self, target: cst.Name, scope: Scope) -> list[cst.Call]:
+        """The calls of a name; none if it has other uses, in this file or by an export."""
+        name, home = target.value, scope.find(target.value)
+        same = (u for u in self.tree.uses if u.parts[0] == name and u.scope.find(name) is home)
+        calls = [self.tree.call_of(use.node) for use in same]
+        is_alone = None not in calls and name not in self._exported
+        return [call for call in calls if call is not None] if is_alone else []
+
+    def _bring_functools(self, use: Use) -> bool:
+        """Whether `functools` is there where something is used, or can be imported."""
+        tree, binding = self.tree, use.scope.only("functools")
+        if any("functools" in scope.bindings for scope in tree.scopes):
+            if binding is None or binding.origin != "functools":
+                return False
+            return tree.span(binding.node) < tree.span(use.node)
+        for node in tree.imports:
+            is_first = tree.statement(node) in tree.module.body
+            if is_first and "__future__" not in tree.code(node):
+                self._put_before(node, "import functools")
+                return True
+        return False
 
     def _is_partial(self, call: cst.Call, old: str, use: Use) -> bool:
         """Whether a use is in a ``partial``. Raises `ByHand` if that may be called by position."""
@@ -292,12 +329,12 @@ class Rule(Rewriter):
         """What to put after the device, and the edits of the arguments. Raises `ByHand`."""
         edits = self._name_arguments(device, args)
         defaults = self._autocast_defaults(device, nodes.arguments(args, _AUTOCAST_ARGUMENTS), use)
-        mappings = [arg for arg in args if arg.star == "**"]
-        if not mappings or not defaults:
-            return "".join(f", {key}={value}" for key, value in defaults.items()), edits
-        if len(mappings) > 1:
-            raise ByHand(f'it is called with two **: write torch.amp.autocast("{device}", …)')
-        return "", edits + self._put_into_mapping(mappings[0], defaults)
+        if any(arg.star == "**" for arg in args):  # which may hold any of them
+            if defaults and self.facts.sets_defaults:
+                what = f'write torch.amp.autocast("{device}", …)'
+                raise ByHand(f"its ** may leave out the dtype or the cache: {what}")
+            return "", edits
+        return "".join(f", {key}={value}" for key, value in defaults.items()), edits
 
     def _name_arguments(self, device: str, args: Sequence[cst.Arg]) -> list[Edit]:
         """Give names to arguments by position, whose order is another now. Raises `ByHand`."""
@@ -315,27 +352,18 @@ class Rule(Rewriter):
             edits += [Edit(end, end, ")")] * is_bare
         return edits
 
-    def _put_into_mapping(self, arg: cst.Arg, defaults: dict[str, str]) -> list[Edit]:
-        """Put defaults before what ``**`` brings, which may hold them too, and then counts."""
-        start, end = self.tree.span(arg)
-        start += len("**")
-        listed = "".join(f'"{key}": {text}, ' for key, text in defaults.items())
-        is_bare = not isinstance(arg.value, _ATOMS) and not arg.value.lpar
-        before, after = ("**(", ")}") if is_bare else ("**", "}")
-        return [Edit(start, start, "{" + listed + before), Edit(end, end, after)]
-
     def _autocast_defaults(
         self, device: str, given: dict[str, cst.BaseExpression], use: Use
     ) -> dict[str, str]:
         """The defaults of the old autocast that are to be written out. Raises `ByHand`."""
         defaults = {}
         is_idle = nodes.is_false(given.get("enabled"))
-        if "dtype" not in given and (not is_idle or self.takes_dtype):
+        if "dtype" not in given and (not is_idle or self.facts.takes_dtype):
             torch = self.torch.at(use)
             if torch is None:
                 raise ByHand(f"import torch, and give it dtype=torch.{_DTYPES[device]}")
             defaults["dtype"] = f"{torch}.{_DTYPES[device]}"
-        if self.turns_cache_off and "cache_enabled" not in given:
+        if self.facts.turns_cache_off and "cache_enabled" not in given:
             defaults["cache_enabled"] = "True"  # which the old class turned on again
         return defaults
 
