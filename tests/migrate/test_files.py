@@ -235,16 +235,26 @@ def test_what_is_named_like_a_file_but_is_none(tmp_path, capsys):
     assert (tmp_path / "folder.py" / "a.py").read_text() == NEW
 
 
+def test_check_asks_for_nothing_where_there_is_a_note_alone(tmp_path, capsys):
+    path = tmp_path / "a.py"
+    path.write_text("import torch\nwith torch.autocast('cuda'):\n    loss.backward()\n")
+    assert migrate("--check", path) == 0
+    assert ":3: note: backward runs inside autocast" in capsys.readouterr().out
+
+
 def test_the_summary_counts_in_words_that_fit(tmp_path, capsys):
     path = tmp_path / "a.py"
-    path.write_text(OLD + "with torch.autocast('cuda'):\n    loss.backward()\n")
+    late = "    scaler.scale(loss).backward()\nscaler.step(optimizer)\n"
+    path.write_text(OLD + "with torch.autocast('cuda'):\n" + late)
     assert migrate(path) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "1 rewritten, 0 by hand, 0 left, 1 mistake; 1 file to change with --write"
+    assert (
+        last == "1 rewritten, 0 by hand, 0 left, 1 mistake, 1 note; 1 file to change with --write"
+    )
     assert migrate("--write", path) == 0
-    assert capsys.readouterr().out.endswith(" 1 mistake; 1 file changed\n")
+    assert capsys.readouterr().out.endswith(" 1 mistake, 1 note; 1 file changed\n")
     assert migrate("--write", path) == 0
-    assert capsys.readouterr().out.endswith(" 1 mistake; 0 files changed\n")
+    assert capsys.readouterr().out.endswith(" 1 mistake, 1 note; 0 files changed\n")
     path.write_text(NEW)
     assert migrate("--write", path) == 0
     assert capsys.readouterr().out == "nothing to do\n"

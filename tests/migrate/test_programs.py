@@ -25,11 +25,7 @@ PROGRAMS = {  # the file to run, with its arguments, and the line and words of e
     "resnet": (
         "train.py",
         ["--use-amp", "yes"],
-        {
-            "train.py": [
-                ("torch.save({", "the checkpoint holds the optimizer, but not scaler"),
-            ]
-        },
+        {"train.py": []},  # the checkpoint lacks the scaler, but nothing goes on from it
     ),
 }
 
@@ -85,7 +81,8 @@ def test_a_program_migrates_runs_without_a_warning_and_gives_the_same(
             assert code in lines[int(line) - 1]
             assert words in message
     assert main(["migrate", "--write", str(new)]) == 0
-    assert "0 rewritten, 0 by hand" in capsys.readouterr().out
+    assert " rewritten: " not in (again := capsys.readouterr().out)
+    assert " by hand: " not in again
 
     printed = losses(old, file, *arguments, action="always")
     assert losses(new, file, *arguments) == printed

@@ -152,7 +152,7 @@ def random_program(random_: random.Random) -> str:
 def two_snippets(random_: random.Random) -> str:
     """Two snippets of any kind in one file, the first at times in a function or a method."""
     texts = [text.partition("--- becomes\n")[0] for text in snippets("torch").values()]
-    texts += [t for name in ("left", "right", "wrong") for t in snippets(name).values()]
+    texts += [t for name in ("left", "right", "wrong", "notes") for t in snippets(name).values()]
     first, second = random_.sample([t for t in texts if "__future__" not in t], 2)
     head, indent = random_.choice(
         [("", ""), ("def outer():\n", "    "), ("class Outer:\n    def outer(self):\n", " " * 8)]

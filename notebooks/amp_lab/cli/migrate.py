@@ -58,9 +58,11 @@ def _format_summary(results: "list[Result]", is_written: bool, has_error: bool) 
     if not kinds:
         return "" if has_error else "nothing to do\n"
     counts = [f"{kinds[kind]} {kind}" for kind in ("rewritten", "by hand", "left")]
+    counts += [_count(kinds["mistake"], "mistake")]
+    counts += [_count(kinds["note"], "note")] if kinds["note"] else []
     changed = sum(result.written if is_written else bool(result.diff) for result in results)
     return (
-        f"{', '.join(counts)}, {_count(kinds['mistake'], 'mistake')}; {_count(changed, 'file')} "
+        f"{', '.join(counts)}; {_count(changed, 'file')} "
         f"{'changed' if is_written else 'to change with --write'}\n"
     )
 

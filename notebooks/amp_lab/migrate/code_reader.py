@@ -7,7 +7,7 @@ a rule can ask what surely runs before what.
 import dataclasses
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import libcst as cst
 
@@ -31,6 +31,7 @@ _ABOUT_AMP = re.compile(r"(?i)amp|scale|fp16|half|mixed|precision|float16|bf16|d
 _NAMED_LOSS = re.compile(r"(?i)loss|err|cost|objective")
 _NO_LOSS = {"self", "cls", "engine", "model_engine", "accelerator", "fabric", "manager", "trainer"}
 _NO_LOSS |= {"model", "net", "module", "ctx", "layer"}
+Found = Iterator[tuple[cst.CSTNode, str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +96,7 @@ class CodeReader:
         self.star = min({*tree.stars.values()} & {*OLD_MODULES, "torch.amp"}, default=None)
         self.disabled: set[str] = set()  # scalers that are made with enabled=False
         self.made: defaultdict[str, set[str]] = defaultdict(set)  # by the last part of the name
+        self.makers: dict[str, cst.Call] = {}  # what makes each of them
         self._find_scalers()
         # What a scaler steps is an optimizer, whatever it is called: where each is bound.
         self.stepped: defaultdict[str, set[Scope | None]] = defaultdict(set)
@@ -115,6 +117,7 @@ class CodeReader:
                 for arm in (value.body, value.orelse) if isinstance(value, cst.IfExp) else (value,):
                     if isinstance(arm, cst.Call) and self._class_of(arm) in SCALERS:
                         self.made[parts[-1]].add(".".join(parts))
+                        self.makers.setdefault(parts[-1], arm)
                         if self._is_off(arm):
                             self.disabled.add(parts[-1])
 
@@ -212,6 +215,11 @@ class CodeReader:
 
     def _is_scaler(self, key: str) -> bool:
         return "scal" in key.lower() or last_part(key) in self.made  # it may be a parameter
+
+    def is_one(self, key: str) -> bool:
+        """Whether a name is that of one scaler, and no other name of another one."""
+        given = self.tree.assigned.get(tuple(key.split(".")), ())
+        return all(isinstance(v, cst.Call) and self._class_of(v) in SCALERS for v in given)
 
     def _scaler_in(self, node: cst.CSTNode) -> str | None:
         func = node.func if isinstance(node, cst.Call) else None

@@ -59,7 +59,7 @@ class Result:
     @property
     def to_do(self) -> list[Finding]:
         """The lines that are still to be changed, by this tool or by hand."""
-        done = ("left", "rewritten") if self.written else ("left",)
+        done = {"left", "note"} | ({"rewritten"} if self.written else set())
         return [line for line in self.lines if line.kind not in done]
 
 

@@ -13,7 +13,7 @@ class Finding(NamedTuple):
 
     line: int
     kind: str
-    """``rewritten``, ``by hand``, ``mistake``, or ``left`` where nothing is to be done."""
+    """``rewritten``, ``by hand``, ``mistake``; ``left`` or ``note`` where nothing is to be done."""
     message: str
     cell: int | None = None
     """Of a notebook, from 1; the line is one of this cell."""

@@ -120,8 +120,12 @@ class Rule(Rewriter):
         )
 
     def _say_versioned(self, name: str, bindings: list[Binding]) -> None:
-        old = next(binding.node for binding in bindings if _is_old(binding.origin))
-        self.say(old, "left", f"{name} depends on the version of torch: left alone")
+        olds = [binding.node for binding in bindings if _is_old(binding.origin)]
+        self.say(
+            (olds or [bindings[0].node])[0],
+            "left",
+            f"{name} depends on the version of torch: left alone",
+        )
 
     # One use.
 

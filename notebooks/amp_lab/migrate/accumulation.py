@@ -1,0 +1,281 @@
+"""Mistakes of loops that accumulate gradients, and of several optimizers or scalers.
+
+As in `mistakes`, each rule yields the nodes that are wrong and what to do, and says nothing where
+code that is not seen may make it right.
+"""
+
+import sys
+from collections.abc import Iterator
+
+import libcst as cst
+
+from amp_lab.migrate import nodes
+from amp_lab.migrate.code_reader import CodeReader, Event, Found, last_part, of_kind
+from amp_lab.migrate.escapes import escapes
+
+# Packages in which no model calls autocast: where all imports are of these, the file is a whole
+# program. A model of another package, or of another file, may have autocast in its forward pass.
+_PACKAGES = {
+    "torch",
+    "torchvision",
+    "torchaudio",
+    "numpy",
+    "scipy",
+    "sklearn",
+    "matplotlib",
+    "tqdm",
+}
+_PACKAGES |= {"PIL", "cv2", "pandas", "tensorboardX", "wandb", "yaml", "einops", "albumentations"}
+_PACKAGES |= {"timm", *sys.stdlib_module_names}
+_CASTS = {"half", "float16", "bfloat16"}
+_MODELS = ("torchvision.models.", "timm.", "torch.nn.Sequential", "torch.nn.Linear")
+
+
+def unscaled_in_each_batch(code: CodeReader) -> Found:
+    """``unscale_`` for each micro-batch, where only some of them step: the second one raises."""
+    for unscale in of_kind("unscale", code.events):
+        events = [e for e in unscale.unit.events if e.of == unscale.of]
+        steps = [e for e in of_kind("scaler step", events) if e.optimizer == unscale.optimizer]
+        updates = of_kind("update", events)
+        is_scaled = any(e.place.loops == unscale.place.loops for e in of_kind("scaled", events))
+        if not steps or not updates or not is_scaled or not unscale.place.loops:
+            continue
+        if escapes(code, last_part(unscale.of)) or _updates_either_way(updates):
+            continue
+        if all(_is_less_often(event, unscale) for event in (*steps, *updates)):
+            yield (
+                unscale.node,
+                f"{unscale.of}.unscale_ runs for each batch, and may run once a step: "
+                f"call it right before {unscale.of}.step({unscale.optimizer})",
+            )
+
+
+def _is_less_often(event: Event, unscale: Event) -> bool:
+    """Whether an event comes after an unscale, in some turns of its loop or after the loop."""
+    loops, arms = unscale.place.loops, unscale.place.arms
+    if event.order < unscale.order:
+        return False
+    if event.place.loops != loops:  # after the loop over micro-batches
+        target = getattr(loops[-1], "target", None)
+        is_own = target is not None and unscale.optimizer in _names(target)
+        return event.place.loops == loops[:-1] and not is_own
+    own = event.place.arms[len(arms) :]
+    return event.place.arms[: len(arms)] == arms and any(_goes_on(*arm) for arm in own)
+
+
+def _goes_on(node: cst.CSTNode, number: int) -> bool:
+    """Whether the loop goes on where a condition does not lead to this arm of it."""
+    if not isinstance(node, cst.If):
+        return False
+    other = node.body if number == 1 else getattr(node.orelse, "body", None)
+    last = nodes.last_statement(other) if isinstance(other, cst.BaseSuite) else None
+    return not isinstance(last, cst.Return | cst.Raise | cst.Break)
+
+
+def _updates_either_way(updates: list[Event]) -> bool:
+    return any(a.place.excludes(b.place) for a in updates for b in updates)
+
+
+def _names(node: cst.CSTNode) -> set[str]:
+    return {part.value for part in nodes.below(node) if isinstance(part, cst.Name)}
+
+
+def unscaled_by_another(code: CodeReader) -> Found:
+    """``scaler_a.unscale_(o)`` with ``scaler_b.step(o)``, which unscales once more."""
+    for unscale in of_kind("unscale", code.events):
+        events = unscale.unit.events
+        steps = [e for e in of_kind("scaler step", events) if e.optimizer == unscale.optimizer]
+        steps = [e for e in steps if not e.place.excludes(unscale.place)]
+        if not steps or any(e.of == unscale.of for e in steps):
+            continue
+        later = [e for e in steps if e.order > unscale.order]
+        if later and code.is_one(unscale.of) and code.is_one(later[0].of):
+            step = f"{later[0].of}.step({unscale.optimizer})"
+            what = f"unscale with {later[0].of}, which also has to scale its loss"
+            yield unscale.node, f"{unscale.of} unscales what {step} unscales again: {what}"
+
+
+def clipped_between(code: CodeReader) -> Found:
+    """A clip after ``unscale_`` of one optimizer, and before that of another, of both's weights."""
+    for clip in of_kind("clip", code.events):
+        events = [e for e in clip.unit.events if not e.place.excludes(clip.place)]
+        scaled = code.scaled_before(clip)
+        if scaled is None:
+            continue
+        unscales = [e for e in of_kind("unscale", events) if e.of == scaled.of]
+        done = {e.optimizer for e in unscales if scaled.order < e.order < clip.order}
+        later = [e for e in unscales if e.order > clip.order]
+        if not done or not later or later[0].optimizer in done:
+            continue
+        if later[0].place.loops != clip.place.loops or _is_scaled_between(clip, later[0]):
+            continue  # its gradients are made later
+        if _covers(code, clip, later[0].optimizer):
+            first = f"call {later[0].of}.unscale_({later[0].optimizer}) before"
+            yield clip.node, f"gradients of {later[0].optimizer} are clipped while scaled: {first}"
+
+
+def _is_scaled_between(first: Event, second: Event) -> bool:
+    between = first.unit.events[first.order : second.order]
+    return any(event.kind in ("scaled", "backward", "scaler step") for event in between)
+
+
+def _covers(code: CodeReader, clip: Event, optimizer: str) -> bool:
+    """Whether what is clipped has weights that an optimizer of this file was given."""
+    if not clip.node.args:
+        return False
+    clipped = _owners(code, clip.node.args[0].value)
+    held = set()
+    for value in code.tree.assigned.get(tuple(optimizer.split(".")), ()):
+        if isinstance(value, cst.Call) and value.args:
+            held |= _owners(code, value.args[0].value)
+    return any(part[: len(owner)] == owner for owner in clipped for part in held)
+
+
+def _owners(code: CodeReader, node: cst.CSTNode, depth: int = 0) -> set[tuple[str, ...]]:
+    """The models whose parameters an expression has: ``(model, head)``."""
+    owners = set()
+    for part in nodes.below(node):
+        use = code.tree.use_at.get(part)
+        binding = use.scope.only(use.parts[0]) if use is not None else None
+        if use is None:
+            continue
+        if use.parts[-1] in ("parameters", "named_parameters") and len(use.parts) > 1:
+            owners.add(use.parts[:-1])
+        elif len(use.parts) == 1 and binding is not None and binding.value and depth < 2:
+            owners |= _owners(code, binding.value, depth + 1)
+    return owners
+
+
+def left_out(code: CodeReader) -> Found:
+    """A step each n batches, after which the rest of the batches is thrown away."""
+    for step in of_kind("scaler step", code.events):
+        counter = _counter(step.place.loops[-1]) if step.place.loops else None
+        every = counter and _condition_on(code, step, counter)
+        events = step.unit.events
+        if not every or not counter or _may_step_again(events, step):
+            continue
+        scaled = [e for e in of_kind("scaled", events) if e.place.loops == step.place.loops]
+        if not scaled or any(node is every for node, _ in scaled[0].place.arms):
+            continue
+        if any(_throws_away(code, e, step, counter) for e in of_kind("call", events)):
+            rest = f"step also where {counter} is that of the last batch"
+            yield step.node, f"the batches after the last step of a loop are left out: {rest}"
+
+
+def _may_step_again(events: list[Event], step: Event) -> bool:
+    """Whether the optimizer of a step has another one, such as for the rest after the loop."""
+    again = [e for e in events if e.kind == "scaler step" and e.optimizer == step.optimizer]
+    plain = [e for e in of_kind("step", events) if e.of == step.optimizer]
+    return len(again) > 1 or any(e.place.loops != step.place.loops for e in plain)
+
+
+def _condition_on(code: CodeReader, step: Event, counter: str) -> cst.CSTNode | None:
+    """The `if` that lets only each nth batch step; None if that may be another batch too."""
+    found = None
+    for node, number in step.place.arms:
+        if not isinstance(node, cst.If) or number:
+            return None
+        test = node.test
+        binding = step.unit.scope.only(test.value) if isinstance(test, cst.Name) else None
+        if binding is not None and isinstance(binding.value, cst.BaseExpression):
+            test = binding.value
+        if _is_each_nth(code, test, counter):
+            found = node
+        elif counter in _names(test):
+            return None
+    return found
+
+
+def _counter(loop: cst.CSTNode | None) -> str | None:
+    """``i`` of ``for i, x in enumerate(loader)``, which begins anew with each loop."""
+    if not isinstance(loop, cst.For) or loop.orelse is not None:
+        return None
+    iterated = loop.iter
+    while isinstance(iterated, cst.Call) and nodes.name_called(iterated) in ("tqdm", "track"):
+        if not iterated.args:
+            return None
+        iterated = iterated.args[0].value
+    if not nodes.is_call_of(iterated, "enumerate") or not isinstance(loop.target, cst.Tuple):
+        return None
+    first = loop.target.elements[0].value
+    return first.value if isinstance(first, cst.Name) else None
+
+
+def _is_each_nth(code: CodeReader, test: cst.BaseExpression, counter: str) -> bool:
+    """Whether a test is about a counter modulo some number alone, and not about the last one."""
+    parts = list(nodes.below(test))
+    if any(isinstance(part, cst.BooleanOperation | cst.Call) for part in parts):
+        return False
+    modulo = [p for p in parts if isinstance(p, cst.BinaryOperation) and "%" in code.tree.code(p)]
+    if not modulo or counter not in _names(modulo[0].left):
+        return False
+    is_one = isinstance(modulo[0].right, cst.Integer) and modulo[0].right.evaluated_value == 1
+    return not is_one and "drop_last" not in code.tree.text
+
+
+def _throws_away(code: CodeReader, call: Event, step: Event, counter: str) -> bool:
+    """Whether a call sets gradients to zero where those of the last batches are still there."""
+    if nodes.name_called(call.node) != "zero_grad":
+        return False
+    owner = code.key(call.node.func.value) if isinstance(call.node.func, cst.Attribute) else ""
+    if owner != step.optimizer and code.is_optimizer(owner):
+        return False
+    if call.place.loops == step.place.loops[:-1]:  # before or after the loop, in each epoch
+        return not call.place.excludes(step.place)
+    own = [node for node, _ in call.place.arms if isinstance(node, cst.If)]
+    is_other = call.place.loops == step.place.loops and call.place.arms != step.place.arms
+    return is_other and any(counter in _names(node.test) for node in own)
+
+
+def scaled_without_autocast(code: CodeReader) -> Found:
+    """A scaler in a whole program that has no autocast: everything is computed in float32."""
+    scaled = {last_part(event.of) for event in of_kind("scaled", code.events)}
+    names = sorted(scaled & code.makers.keys() - code.disabled)
+    if not names or not _is_whole_program(code):
+        return
+    parts = {part for use in code.tree.uses for part in use.parts}
+    methods = (call.func for call in code.tree.calls if isinstance(call.func, cst.Attribute))
+    parts |= {method.attr.value for method in methods}  # Net().half()
+    if parts & _CASTS or any("autocast" in part for part in parts):
+        return
+    what = "put the forward pass and the loss in torch.autocast, or drop the scaler"
+    yield code.makers[names[0]], f"{names[0]} scales, but nothing runs in autocast: {what}"
+
+
+def _is_whole_program(code: CodeReader) -> bool:
+    """Whether a file is run, makes its model, and imports none of another project."""
+    if not all(set(_packages(node)) <= _PACKAGES for node in code.tree.imports):
+        return False
+    is_run = "__main__" in code.tree.text or any(
+        event.unit.scope.kind == "module" for event in of_kind("scaled", code.events)
+    )
+    return is_run and any(_makes_model(code, call) for call in code.tree.calls)
+
+
+def _makes_model(code: CodeReader, call: cst.Call) -> bool:
+    scope = code.tree.calls[call]
+    if any(outer.kind == "class" for outer in scope.outwards()):
+        return False  # a part of a model
+    if (code.origin(call.func, scope) or "").startswith(_MODELS):
+        return True
+    binding = scope.only(call.func.value) if isinstance(call.func, cst.Name) else None
+    made = binding.node if binding is not None else None
+    bases = made.bases if isinstance(made, cst.ClassDef) else ()
+    return any(code.origin(base.value, code.tree.scopes[0]) == "torch.nn.Module" for base in bases)
+
+
+def _packages(node: cst.CSTNode) -> Iterator[str]:
+    """The packages that an import is of; empty for a relative one."""
+    if isinstance(node, cst.ImportFrom):
+        yield nodes.module_of(node).partition(".")[0]
+    elif isinstance(node, cst.Import):
+        yield from (alias.evaluated_name.partition(".")[0] for alias in node.names)
+
+
+RULES = (
+    unscaled_in_each_batch,
+    unscaled_by_another,
+    clipped_between,
+    left_out,
+    scaled_without_autocast,
+)

@@ -1,0 +1,56 @@
+"""A checkpoint that training goes on from, without the state of its loss scaler."""
+
+import libcst as cst
+
+from amp_lab.migrate import nodes
+from amp_lab.migrate.code_reader import CodeReader, Found, last_part, of_kind
+from amp_lab.migrate.escapes import escapes
+
+
+def saved_without(code: CodeReader) -> Found:
+    """Where an optimizer is saved without its scaler, or else loaded, to go on with training."""
+    scaled = {last_part(event.of) for event in of_kind("scaled", code.events)}
+    names = sorted(scaled & code.makers.keys() - code.disabled)
+    kept = {use.parts[-2] for use in code.tree.uses if use.parts[-1] in _STATES and use.parts[1:]}
+    if not names or kept & {*names} or any(escapes(code, name) for name in names):
+        return
+    calls = code.tree.calls
+    loads = [call for call in calls if _moves(code, call, call, "load_state_dict")]
+    saves = [call for call in calls if _saves_optimizer(code, call)]
+    for call in saves if loads else ():
+        yield (
+            call,
+            f"the checkpoint holds the optimizer, but not {names[0]}: save "
+            f"{names[0]}.state_dict() too, or the scale starts anew",
+        )
+    if loads and not saves:
+        what = "save and load its state_dict() too, or the scale starts anew"
+        yield loads[0], f"training goes on without the state of {names[0]}: {what}"
+
+
+_STATES = ("state_dict", "load_state_dict")
+
+
+def _moves(code: CodeReader, call: cst.CSTNode, at: cst.Call, method: str) -> bool:
+    """Whether it is a call of a method of an optimizer that a scaler of this file steps."""
+    if not isinstance(call, cst.Call) or not isinstance(call.func, cst.Attribute):
+        return False
+    owner, scope = code.key(call.func.value), code.tree.calls[at]
+    if call.func.attr.value != method or not code.is_optimizer(owner):
+        return False
+    keys = [key for made in code.made.values() for key in made]
+    if any("." in key or scope.find(key) for key in keys):
+        return True
+    # the scaler is another function's, and so may the optimizer be
+    return scope.find(owner.partition(".")[0]) in code.stepped.get(owner, ())
+
+
+def _saves_optimizer(code: CodeReader, call: cst.Call) -> bool:
+    scope = code.tree.calls[call]
+    if not call.args or code.origin(call.func, scope) != "torch.save":
+        return False
+    saved = call.args[0].value
+    binding = scope.only(saved.value) if isinstance(saved, cst.Name) else None
+    if binding is not None and binding.value is not None:
+        saved = binding.value
+    return any(_moves(code, part, call, "state_dict") for part in nodes.below(saved))
