@@ -28,7 +28,8 @@ def add(commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what is to be done, or do it; return the exit code."""
-    from amp_lab.migrate import migrate_paths  # it needs libcst, which the other commands do not
+    # it needs libcst, which the other commands do not
+    from amp_lab.migrate import migrate_paths, needed_torch, older_torch
 
     results, found = [], migrate_paths(options.paths, write=options.write)
     if options.write:
@@ -38,10 +39,13 @@ def run(options: argparse.Namespace) -> int:
         if problem := result.error or result.skipped:
             tell(f"amp-lab migrate: {problem}")
         print(result.diff, end="")
+    needed = needed_torch(results)
+    results += older_torch(options.paths, needed) if needed else ()
     has_error = any(result.error for result in results)
-    print(
-        *_format_lines(results), _format_summary(results, options.write, has_error), end="", sep=""
-    )
+    print(_format_lines(results), end="")
+    if needed:
+        print(f"what is rewritten needs torch {needed[0]}.{needed[1]} or later")
+    print(_format_summary(results, options.write, has_error), end="")
     if has_error:
         return 2
     return 1 if options.check and any(result.to_do for result in results) else 0

@@ -1,6 +1,7 @@
 """Whether code is meant for some versions of torch alone, as far as its source shows that.
 
-Such code stays as it is: the branch for an old torch needs the old names.
+Such code stays as it is: the branch for an old torch needs the old names. A test for a torch that
+is older than today's names, such as ``>= 1.6``, decides nothing where these exist.
 """
 
 import functools
@@ -10,7 +11,7 @@ from collections.abc import Iterable, Iterator
 import libcst as cst
 
 from amp_lab.migrate import nodes
-from amp_lab.migrate.amp_names import NEW
+from amp_lab.migrate.amp_names import HOMES, NEW, OLD_MODULES
 from amp_lab.migrate.python_tree import Binding, Tree, Use, answered_once
 
 _NAMED_AFTER_TORCH = re.compile(  # TORCH_GE_2_4, is_torch_version, torch_at_least, PT24
@@ -25,6 +26,7 @@ _FALLBACK = re.compile(
 )
 _MISSING = re.compile(r"except.*\b(ImportError|ModuleNotFoundError|AttributeError|NameError)\b")
 _FURTHEST = 3  # assignments that a name in a test is followed through
+_FIRST_WITH_SCALER = (2, 3)  # the torch that first had torch.amp.GradScaler
 
 
 def is_guarded(tree: Tree, node: cst.CSTNode) -> bool:
@@ -46,13 +48,15 @@ def _(parent: cst.If | cst.IfExp, child, node, tree) -> bool:
     block = tree.parents[parent]
     if not arms and isinstance(block, cst.Module | cst.IndentedBlock) and nodes.leaves(parent.body):
         arms = block.body[block.body.index(parent) + 1 :]  # they are its else
-    return _asks_for_torch(tree, parent.test) or any(_is_newer(tree, arm, node) for arm in arms)
+    is_taken = child is parent.body
+    return _asks(tree, parent.test, is_taken) or any(_is_newer(tree, arm, node) for arm in arms)
 
 
 @_decides.register
 def _(parent: cst.While | cst.BooleanOperation, child, node, tree) -> bool:
     test = parent.test if isinstance(parent, cst.While) else parent.left
-    return child is not test and _asks_for_torch(tree, test)
+    is_taken = isinstance(parent, cst.While) or isinstance(parent.operator, cst.And)
+    return child is not test and _asks(tree, test, is_taken)
 
 
 @_decides.register
@@ -89,8 +93,49 @@ def _leaves_by_version(tree: Tree, statement: cst.CSTNode, node: cst.CSTNode) ->
     # only suppress goes on after an error
     if isinstance(statement, cst.With) and "suppress" not in tree.code(statement.items[0]):
         return False
-    is_asked = isinstance(statement, cst.If) and _asks_for_torch(tree, statement.test)
+    is_asked = isinstance(statement, cst.If) and _asks(tree, statement.test, is_taken=False)
     return is_asked or _is_newer(tree, statement.body, node)
+
+
+def _asks(tree: Tree, test: cst.BaseExpression, is_taken: bool) -> bool:
+    """Whether the version of torch decides if a test is true, or, if not `is_taken`, false."""
+    settled = _settled(tree, test)
+    if settled is not None:
+        return settled != is_taken
+    # all parts of an `and` have to be true, and all of an `or` false
+    joint = cst.And if is_taken else cst.Or
+    if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, joint):
+        return _asks(tree, test.left, is_taken) or _asks(tree, test.right, is_taken)
+    return _asks_for_torch(tree, test)
+
+
+@answered_once
+def _settled(tree: Tree, test: cst.BaseExpression) -> bool | None:
+    """What a test of torch says wherever today's names exist; None if it depends."""
+    if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
+        value = _settled(tree, test.expression)
+        return None if value is None else not value
+    if isinstance(test, cst.Name) and test in tree.use_at:
+        binding = tree.use_at[test].scope.only(test.value)
+        value = binding.value if binding is not None else None
+        return _settled(tree, value) if isinstance(value, cst.BaseExpression) else None
+    if nodes.is_call_of(test, "hasattr") and len(test.args) == 2:
+        thing, name = tree.calls[test].origin(test.args[0].value), nodes.literal(test.args[1].value)
+        is_old = (thing in OLD_MODULES and name in HOMES) or f"{thing}.{name}" in OLD_MODULES
+        return True if is_old else None
+    return _settled_comparison(tree, test) if isinstance(test, cst.Comparison) else None
+
+
+def _settled_comparison(tree: Tree, test: cst.Comparison) -> bool | None:
+    target = test.comparisons[0]
+    numbers = re.findall(r"\d+", tree.code(target.comparator))[:2]
+    is_bound = isinstance(target.operator, cst.GreaterThanEqual | cst.GreaterThan)
+    is_limit = isinstance(target.operator, cst.LessThanEqual | cst.LessThan)
+    if len(test.comparisons) > 1 or len(numbers) < 2 or not (is_bound or is_limit):
+        return None
+    if tuple(map(int, numbers)) >= _FIRST_WITH_SCALER or not _asks_for_torch(tree, test.left):
+        return None
+    return is_bound
 
 
 @answered_once
