@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import build_pairs
+from amp_lab.cli import main
 from amp_lab.migrate import migrate_source
 from amp_lab.migrate.apex import MARK, SECTIONS
 
@@ -17,7 +18,7 @@ from apex.optimizers import FusedAdam
 from apex.parallel import DistributedDataParallel as DDP
 
 model, optimizer = amp.initialize(model, FusedAdam(model.parameters()), opt_level="O1")
-model = DDP(model)
+model = DDP(model, delay_allreduce=True)
 for x in loader:
     with amp.scale_loss(model(x), optimizer) as scaled_loss:
         scaled_loss.backward()
@@ -27,23 +28,30 @@ torch.save({"amp": amp.state_dict()}, "a.pt")
 """
 
 
-def test_a_script_keeps_its_lines_and_gets_marks_above_them():
-    new, findings = migrate_source(SCRIPT)
+def test_a_script_keeps_its_lines_and_gets_marks_above_them_if_they_are_asked_for():
+    new, findings = migrate_source(SCRIPT, mark=True)
     lines = new.splitlines()
     rest = [line for line in lines if not line.lstrip().startswith(MARK)]
     old = SCRIPT.splitlines()
     changed = [i + 1 for i, (a, b) in enumerate(zip(old, rest, strict=True)) if a != b]
     assert changed == [3, 6]  # FusedAdam
     assert [f.line for f in findings if f.kind == "by hand"] == [6, 7, 9, 11, 13]
-    for call in ("amp.initialize", "DDP(model)", "amp.scale_loss", "amp.state_dict"):
+    for call in ("amp.initialize", "DDP(model, ", "amp.scale_loss", "amp.state_dict"):
         at = next(i for i, line in enumerate(lines) if call in line and MARK not in line)
         indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
         assert lines[at - 1].startswith(indent + MARK)
 
 
+def test_without_marks_only_what_is_certain_changes():
+    old, (new, findings) = SCRIPT.splitlines(), migrate_source(SCRIPT)
+    changed = [i + 1 for i, (a, b) in enumerate(zip(old, new.splitlines(), strict=True)) if a != b]
+    assert changed == [3, 6]
+    assert findings == migrate_source(SCRIPT, mark=True)[1]
+
+
 def test_a_second_time_changes_nothing():
-    new, findings = migrate_source(SCRIPT)
-    again, still = migrate_source(new)
+    new, findings = migrate_source(SCRIPT, mark=True)
+    again, still = migrate_source(new, mark=True)
     assert again == new
     assert {f.message for f in still} == {f.message for f in findings if f.kind == "by hand"}
 
@@ -80,11 +88,18 @@ def apex(monkeypatch):
                     p -= group["lr"] * (m / (v.sqrt() + group["eps"]) + group["weight_decay"] * p)
 
     parts = {
-        "apex.optimizers": {"FusedAdam": FusedAdam, "FusedSGD": torch.optim.SGD},
+        "apex.optimizers": {
+            "FusedAdam": FusedAdam,
+            "FusedSGD": torch.optim.SGD,
+            "FusedAdagrad": torch.optim.Adagrad,
+        },
         "apex.normalization": {"FusedLayerNorm": torch.nn.LayerNorm},
         "apex.parallel": {
             "convert_syncbn_model": torch.nn.SyncBatchNorm.convert_sync_batchnorm,
+            "SyncBatchNorm": torch.nn.SyncBatchNorm,
+            "DistributedDataParallel": torch.nn.parallel.DistributedDataParallel,
         },
+        "apex.contrib.clip_grad": {"clip_grad_norm_": torch.nn.utils.clip_grad_norm_},
     }
     package = types.ModuleType("apex")
     monkeypatch.setitem(sys.modules, "apex", package)
@@ -106,6 +121,19 @@ for _ in range(5):
 result = [layer.weight.detach()]
 """
 CERTAIN = {
+    "FusedAdagrad": "import torch\nfrom apex.optimizers import FusedAdagrad\n"
+    + TRAIN.format(made="FusedAdagrad(layer.parameters(), 0.1, weight_decay=0.1)"),
+    "SyncBatchNorm": "import torch\nfrom apex.parallel import SyncBatchNorm as Norm\n"
+    "result = [torch.tensor(Norm(3, eps=1e-3).eps)]\n",
+    "clip_grad_norm_": "import torch\nfrom apex.contrib.clip_grad import clip_grad_norm_\n"
+    "p = torch.ones(2, requires_grad=True)\np.sum().backward()\n"
+    "result = [clip_grad_norm_([p], max_norm=1.0), p.grad]\n",
+    "DistributedDataParallel": "import torch\n"
+    "from apex.parallel import DistributedDataParallel as DDP\n"
+    "store = torch.distributed.HashStore()\n"
+    "torch.distributed.init_process_group('gloo', store=store, rank=0, world_size=1)\n"
+    "layer = DDP(torch.nn.Linear(2, 1))\nlayer(torch.ones(2)).backward()\n"
+    "torch.distributed.destroy_process_group()\nresult = [layer.module.weight.grad]\n",
     "FusedAdam, imported": "import torch\nfrom apex.optimizers import FusedAdam\n"
     + TRAIN.format(made="FusedAdam(layer.parameters(), 0.1)"),
     "FusedAdam with decay": "import torch\nfrom apex.optimizers import FusedAdam as Adam\n"
@@ -147,7 +175,7 @@ def test_what_is_certain_gives_the_same_without_apex(apex, monkeypatch, title):
 )
 def test_other_arguments_are_marked(made):
     code = f"import torch\nfrom apex.optimizers import FusedAdam\noptimizer = {made}\n"
-    new, findings = migrate_source(code)
+    new, findings = migrate_source(code, mark=True)
     assert [(f.line, f.kind) for f in findings] == [(3, "by hand")]
     assert f"{MARK}write torch.optim.AdamW" in new
     assert f"\noptimizer = {made}\n" in new
@@ -176,7 +204,7 @@ def test_an_import_that_only_asks_whether_apex_is_there_stays_as_it_is():
 
 def test_a_comment_among_the_arguments_stays():
     old = "from apex import amp\nfor p in amp.master_params(\n    optimizer  # both\n):\n    pass\n"
-    new, findings = migrate_source(old)
+    new, findings = migrate_source(old, mark=True)
     assert [line for line in new.splitlines() if MARK not in line] == old.splitlines()
     assert [f.kind for f in findings] == ["by hand"]
 
@@ -301,13 +329,14 @@ def test_each_line_of_a_loop_is_marked_and_none_is_changed(kind):
     old = LOOP.replace(*LOOPS[kind], 1)
     assert (old != LOOP) == (kind != "as it is")
     compile(old.replace("(yield y)", "y"), kind, "exec")
-    new, findings = migrate_source(old)
+    assert migrate_source(old)[0] == old
+    new, findings = migrate_source(old, mark=True)
     assert [line for line in new.splitlines() if MARK not in line] == old.splitlines()
     assert {f.kind for f in findings} == {"by hand"}
     lines = old.splitlines()
     told = {f.line for f in findings}
     assert told >= {i for i, line in enumerate(lines, 1) if "= amp.i" in line or "scale_l" in line}
-    assert migrate_source(new)[0] == new
+    assert migrate_source(new, mark=True)[0] == new
 
 
 def advice(old: str, name: str) -> str:
@@ -325,7 +354,7 @@ def test_a_loss_is_told_its_whole_replacement_in_one_sentence():
     )
     where = ' (notebook 13, "The loop, line by line")'
     assert advice(LOOP, "scale_loss") == expected + where
-    assert f"    {MARK}{expected}\n    with amp" in migrate_source(LOOP)[0]
+    assert f"    {MARK}{expected}\n    with amp" in migrate_source(LOOP, mark=True)[0]
 
 
 def test_parameters_are_told_with_what_comes_before():
@@ -336,20 +365,96 @@ def test_parameters_are_told_with_what_comes_before():
 
 def test_a_loss_over_two_lines_is_marked_in_one():
     old = LOOP.replace("(loss, optimizer)", "(loss +\n        other, optimizer, loss_id=0)")
-    new, findings = migrate_source(old)
+    new, findings = migrate_source(old, mark=True)
     assert "write scaler.scale(loss).backward()" in new
     compile(new, "marked", "exec")
-    assert migrate_source(new)[0] == new
+    assert migrate_source(new, mark=True)[0] == new
     assert {f.kind for f in findings} == {"by hand"}
 
 
-def test_an_import_that_a_rewritten_use_leaves_behind_is_told_at_once():
+def test_an_import_that_a_rewritten_use_leaves_behind_is_taken_out():
     old = LOOP.replace("import amp", "import amp, optimizers").replace(
         "= make()", "= make(), optimizers.FusedAdam(weights)"
     )
     new, _ = migrate_source(old)
-    assert "nothing uses apex.optimizers here" in new
+    assert new == LOOP.replace(
+        "make()", "make(), torch.optim.AdamW(weights, weight_decay=0.0, fused=True)"
+    )
     assert migrate_source(new)[0] == new
+
+
+BESIDE = {  # an import of Apex, with what becomes of it, of its lines and of the use below it
+    "import apex\n": "",
+    "import apex, os\n": "import os\n",
+    "import apex  # fused\nimport os\n": "import os\n",
+    "import apex.parallel as parallel, apex\n": "import apex.parallel as parallel\n",
+    "if True:\n    import apex\n": "if True:\n    pass\n",
+    "import os; import apex\n": "import os; pass\n",
+    "try:\n    import apex\nexcept ImportError:\n    raise\n": None,
+}
+
+
+@pytest.mark.parametrize("head", BESIDE)
+def test_an_import_of_apex_that_nothing_uses_any_more_is_taken_out(head):
+    use = "optimizer = apex.optimizers.FusedSGD(weights, 0.1)\n"
+    new, _ = migrate_source(f"import torch\n{head}{use}")
+    rest = head if BESIDE[head] is None else BESIDE[head]
+    assert new == f"import torch\n{rest}optimizer = torch.optim.SGD(weights, 0.1, fused=True)\n"
+    assert migrate_source(new)[0] == new
+
+
+def test_names_of_several_modules_of_torch_go_by_their_whole_names():
+    old = (
+        "import torch\nfrom apex.parallel import DistributedDataParallel as DDP, "
+        "convert_syncbn_model\nmodel = DDP(convert_syncbn_model(model))\n"
+    )
+    convert = "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)"
+    wrap = f"torch.nn.parallel.DistributedDataParallel({convert})"
+    assert migrate_source(old)[0] == f"import torch\nmodel = {wrap}\n"
+
+
+CHOICES = [  # as timm, transformers and fairseq have them
+    "try:\n    from apex.optimizers import FusedAdam\n    has_apex = True\n"
+    "except ImportError:\n    has_apex = False\nif has_apex:\n    o = FusedAdam(p)\n"
+    "else:\n    o = torch.optim.AdamW(p)\n",
+    "try:\n    from apex.normalization import FusedLayerNorm as LayerNorm\n"
+    "except ImportError:\n    from torch.nn import LayerNorm\nlayer = LayerNorm(4)\n",
+    "if is_apex_available():\n    from apex import amp\n    amp.initialize(m, o)\n",
+    "try:\n    import apex\nexcept ImportError:\n    apex = None\n"
+    "o = apex.optimizers.FusedSGD(p, 0.1) if apex is not None else torch.optim.SGD(p, 0.1)\n",
+    "try:\n    from apex import amp\n    APEX_AVAILABLE = True\nexcept ModuleNotFoundError:\n"
+    "    APEX_AVAILABLE = False\nif args.fp16 and APEX_AVAILABLE:\n    amp.initialize(m, o)\n",
+    "try:\n    from apex.parallel import convert_syncbn_model\n    m = convert_syncbn_model(m)\n"
+    "except ImportError:\n    m = torch.nn.SyncBatchNorm.convert_sync_batchnorm(m)\n",
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_choice_for_where_apex_is_installed_stays_whole(choice):
+    old = f"import torch\n{choice}"
+    for mark in (False, True):
+        new, findings = migrate_source(old, mark=mark)
+        assert new == old
+        assert {f.kind for f in findings} == {"left"}
+
+
+def test_an_import_whose_failure_is_an_error_is_no_choice():
+    old = (
+        "import torch\ntry:\n    from apex.optimizers import FusedSGD\nexcept ImportError:\n"
+        "    raise ImportError('please install apex')\no = FusedSGD(p, 0.1)\n"
+    )
+    new, _ = migrate_source(old)
+    assert "    from torch.optim import SGD\n" in new
+    assert "o = SGD(p, 0.1, fused=True)\n" in new
+
+
+def test_the_command_marks_files_only_if_it_is_asked_to(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text(LOOP)
+    assert main(["migrate", "--write", str(path)]) == 0
+    assert path.read_text() == LOOP
+    assert main(["migrate", "--write", "--mark", str(path)]) == 0
+    assert path.read_text() == migrate_source(LOOP, mark=True)[0] != LOOP
 
 
 def test_functions_with_a_dtype_of_their_own_are_rewritten_beside_a_loop_that_stays():

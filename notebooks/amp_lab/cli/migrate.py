@@ -20,6 +20,15 @@ def add(commands) -> None:
         "are without --write.",
     )
     migrate.add_argument("paths", nargs="+", metavar="PATH", help="a file, notebook or folder")
+    migrate.add_argument(
+        "--select",
+        action="append",
+        choices=["torch", "apex", "mistakes"],
+        help="what to look at, instead of all three; may be given twice",
+    )
+    migrate.add_argument(
+        "--mark", action="store_true", help="put a comment above what is left of Apex"
+    )
     how = migrate.add_mutually_exclusive_group()
     how.add_argument("--write", action="store_true", help="change the files")
     how.add_argument("--check", action="store_true", help="exit 1 if something is to be done")
@@ -29,9 +38,10 @@ def add(commands) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print what is to be done, or do it; return the exit code."""
     # it needs libcst, which the other commands do not
-    from amp_lab.migrate import migrate_paths, needed_torch, older_torch
+    from amp_lab.migrate import SELECTIONS, Wanted, migrate_paths, needed_torch, older_torch
 
-    results, found = [], migrate_paths(options.paths, write=options.write)
+    wanted = Wanted(tuple(options.select or SELECTIONS), options.mark)
+    results, found = [], migrate_paths(options.paths, options.write, wanted)
     if options.write:
         found = list(found)  # all is written before whoever reads along can end the printing
     for result in found:

@@ -26,6 +26,15 @@ with needed_for("migrate"):
     from amp_lab.migrate.files import Result, migrate_paths
     from amp_lab.migrate.project import needed_torch, older_torch
     from amp_lab.migrate.rewriter import Finding
-    from amp_lab.migrate.rules import migrate_source
+    from amp_lab.migrate.rules import SELECTIONS, Wanted, migrate_source
 
-__all__ = ["Finding", "Result", "migrate_paths", "migrate_source", "needed_torch", "older_torch"]
+__all__ = [
+    "SELECTIONS",
+    "Finding",
+    "Result",
+    "Wanted",
+    "migrate_paths",
+    "migrate_source",
+    "needed_torch",
+    "older_torch",
+]

@@ -35,19 +35,24 @@ def unscaled_in_each_batch(code: CodeReader) -> Found:
     """``unscale_`` for each micro-batch, where only some of them step: the second one raises."""
     for unscale in of_kind("unscale", code.events):
         events = [e for e in unscale.unit.events if e.of == unscale.of]
-        steps = [e for e in of_kind("scaler step", events) if e.optimizer == unscale.optimizer]
+        steps = [step for step in _steps_of(unscale) if step in events]
         updates = of_kind("update", events)
         is_scaled = any(e.place.loops == unscale.place.loops for e in of_kind("scaled", events))
-        if not steps or not updates or not is_scaled or not unscale.place.loops:
+        if not all((steps, updates, is_scaled, unscale.place.loops)):
             continue
-        if escapes(code, last_part(unscale.of)) or _updates_either_way(updates):
-            continue
-        if all(_is_less_often(event, unscale) for event in (*steps, *updates)):
+        is_rare = all(_is_less_often(event, unscale) for event in (*steps, *updates))
+        if is_rare and not escapes(code, last_part(unscale.of)) and not _either_way(updates):
             yield (
                 unscale.node,
                 f"{unscale.of}.unscale_ runs for each batch, and may run once a step: "
                 f"call it right before {unscale.of}.step({unscale.optimizer})",
             )
+
+
+def _steps_of(event: Event) -> list[Event]:
+    """Where a scaler steps the optimizer of an event, in the same function."""
+    steps = of_kind("scaler step", event.unit.events)
+    return [step for step in steps if step.optimizer == event.optimizer]
 
 
 def _is_less_often(event: Event, unscale: Event) -> bool:
@@ -72,7 +77,7 @@ def _goes_on(node: cst.CSTNode, number: int) -> bool:
     return not isinstance(last, cst.Return | cst.Raise | cst.Break)
 
 
-def _updates_either_way(updates: list[Event]) -> bool:
+def _either_way(updates: list[Event]) -> bool:
     return any(a.place.excludes(b.place) for a in updates for b in updates)
 
 
@@ -83,10 +88,8 @@ def _names(node: cst.CSTNode) -> set[str]:
 def unscaled_by_another(code: CodeReader) -> Found:
     """``scaler_a.unscale_(o)`` with ``scaler_b.step(o)``, which unscales once more."""
     for unscale in of_kind("unscale", code.events):
-        events = unscale.unit.events
-        steps = [e for e in of_kind("scaler step", events) if e.optimizer == unscale.optimizer]
-        steps = [e for e in steps if not e.place.excludes(unscale.place)]
-        if not steps or any(e.of == unscale.of for e in steps):
+        steps = [e for e in _steps_of(unscale) if not e.place.excludes(unscale.place)]
+        if any(e.of == unscale.of for e in steps):
             continue
         later = [e for e in steps if e.order > unscale.order]
         if later and code.is_one(unscale.of) and code.is_one(later[0].of):
@@ -98,25 +101,24 @@ def unscaled_by_another(code: CodeReader) -> Found:
 def clipped_between(code: CodeReader) -> Found:
     """A clip after ``unscale_`` of one optimizer, and before that of another, of both's weights."""
     for clip in of_kind("clip", code.events):
-        events = [e for e in clip.unit.events if not e.place.excludes(clip.place)]
         scaled = code.scaled_before(clip)
-        if scaled is None:
-            continue
-        unscales = [e for e in of_kind("unscale", events) if e.of == scaled.of]
-        done = {e.optimizer for e in unscales if scaled.order < e.order < clip.order}
-        later = [e for e in unscales if e.order > clip.order]
-        if not done or not later or later[0].optimizer in done:
-            continue
-        if later[0].place.loops != clip.place.loops or _is_scaled_between(clip, later[0]):
-            continue  # its gradients are made later
-        if _covers(code, clip, later[0].optimizer):
-            first = f"call {later[0].of}.unscale_({later[0].optimizer}) before"
-            yield clip.node, f"gradients of {later[0].optimizer} are clipped while scaled: {first}"
+        later = _unscaled_later(scaled, clip) if scaled is not None else None
+        if later is not None and _covers(code, clip, later.optimizer):
+            first = f"call {later.of}.unscale_({later.optimizer}) before"
+            yield clip.node, f"gradients of {later.optimizer} are clipped while scaled: {first}"
 
 
-def _is_scaled_between(first: Event, second: Event) -> bool:
-    between = first.unit.events[first.order : second.order]
-    return any(event.kind in ("scaled", "backward", "scaler step") for event in between)
+def _unscaled_later(scaled: Event, clip: Event) -> Event | None:
+    """The first unscale after a clip, if that is of another optimizer than those before it."""
+    events = [e for e in clip.unit.events if not e.place.excludes(clip.place)]
+    unscales = [e for e in of_kind("unscale", events) if e.of == scaled.of]
+    done = {e.optimizer for e in unscales if scaled.order < e.order < clip.order}
+    later = next((e for e in unscales if e.order > clip.order), None)
+    if later is None or not done or later.optimizer in done:
+        return None
+    between = {event.kind for event in clip.unit.events[clip.order : later.order]}
+    is_anew = between & {"scaled", "backward", "scaler step"}  # its gradients are made later
+    return None if is_anew or later.place.loops != clip.place.loops else later
 
 
 def _covers(code: CodeReader, clip: Event, optimizer: str) -> bool:
@@ -164,9 +166,8 @@ def left_out(code: CodeReader) -> Found:
 
 def _may_step_again(events: list[Event], step: Event) -> bool:
     """Whether the optimizer of a step has another one, such as for the rest after the loop."""
-    again = [e for e in events if e.kind == "scaler step" and e.optimizer == step.optimizer]
     plain = [e for e in of_kind("step", events) if e.of == step.optimizer]
-    return len(again) > 1 or any(e.place.loops != step.place.loops for e in plain)
+    return len(_steps_of(step)) > 1 or any(e.place.loops != step.place.loops for e in plain)
 
 
 def _condition_on(code: CodeReader, step: Event, counter: str) -> cst.CSTNode | None:
@@ -229,8 +230,7 @@ def _throws_away(code: CodeReader, call: Event, step: Event, counter: str) -> bo
 
 def scaled_without_autocast(code: CodeReader) -> Found:
     """A scaler in a whole program that has no autocast: everything is computed in float32."""
-    scaled = {last_part(event.of) for event in of_kind("scaled", code.events)}
-    names = sorted(scaled & code.makers.keys() - code.disabled)
+    names = code.scalers_used()
     if not names or not _is_whole_program(code):
         return
     parts = {part for use in code.tree.uses for part in use.parts}

@@ -1,12 +1,14 @@
-"""From NVIDIA Apex to PyTorch: rewritten where that is certain, else marked with what to do.
+"""From NVIDIA Apex to PyTorch: rewritten where that is certain, else reported with what to do.
 
 A name is rewritten if torch has an exact equal. A training loop is not: what `amp.initialize` and
-`amp.scale_loss` do is spread over model, optimizer and loop, so each such line gets a comment.
+`amp.scale_loss` do is spread over model, optimizer and loop, so each such line is reported, and
+gets a comment if marks are asked for. What is chosen where Apex is installed stays whole.
 
 What Apex's functions do, and their arguments and defaults, is from its sources
 (https://github.com/NVIDIA/apex: ``apex/amp``, ``apex/optimizers``, ``apex/normalization``).
 """
 
+import re
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import NamedTuple
@@ -53,7 +55,28 @@ EQUALS = {
     "apex.parallel.convert_syncbn_model": Equal(
         "torch.nn", "SyncBatchNorm.convert_sync_batchnorm", 1
     ),
+    "apex.parallel.SyncBatchNorm": Equal(
+        "torch.nn", "SyncBatchNorm", 6, ("eps", "momentum", "affine", "track_running_stats")
+    ),
+    # with delay_allreduce, gradients that a loss does not need are allowed: by hand
+    "apex.parallel.DistributedDataParallel": Equal(
+        "torch.nn.parallel", "DistributedDataParallel", 1
+    ),
+    "apex.optimizers.FusedAdagrad": Equal(
+        "torch.optim", "Adagrad", 2, ("params", "lr", "eps", "weight_decay")
+    ),
+    "apex.contrib.clip_grad.clip_grad_norm_": Equal(
+        "torch.nn.utils",
+        "clip_grad_norm_",
+        4,
+        ("parameters", "max_norm", "norm_type", "error_if_nonfinite"),
+    ),
 }
+# apex.optimizers.fused_adam.FusedAdam is apex.optimizers.FusedAdam
+_INNER = re.compile(r"^(apex\.(?:optimizers|parallel|normalization|contrib\.clip_grad))\.[a-z_]+\.")
+_AVAILABLE = re.compile(
+    r"(?i)^_*(?:has|have|is|no|found|imported)_*(?:\w+_)?apex|apex_*(?:is_*)?(?:avail|install|import|found|exist)"
+)
 AUTOCAST = 'the forward pass and the loss in torch.autocast("cuda", dtype=torch.float16)'
 SCALER = 'scaler = torch.amp.GradScaler("cuda") once'
 ADVICE = {  # by the longest name that fits
@@ -91,17 +114,21 @@ ADVICE = {  # by the longest name that fits
     "apex.optimizers.FusedAdagrad": "write torch.optim.Adagrad(...)",
     "apex.optimizers": "torch.optim has no such optimizer: take torch.optim.AdamW, and tune anew",
     "apex.parallel.DistributedDataParallel": (
-        "write torch.nn.parallel.DistributedDataParallel(model, device_ids=[local_rank])"
+        "write torch.nn.parallel.DistributedDataParallel(model, device_ids=[local_rank]), for "
+        "delay_allreduce=True with find_unused_parameters=True"
     ),
     "apex.parallel.SyncBatchNorm": "write torch.nn.SyncBatchNorm",
     "apex.parallel.convert_syncbn_model": (
         "write torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)"
     ),
-    "apex.parallel": "use torch.nn.parallel",
+    "apex.parallel": "torch has no equal of it: see whether it is still needed",
     "apex.normalization.FusedRMSNorm": "write torch.nn.RMSNorm(..., eps=1e-5)",
     "apex.normalization": "write torch.nn.LayerNorm",
     "apex.fp16_utils": f"keep the model in float32; put {AUTOCAST}, and make {SCALER}",
-    "apex": "look for its name of today in torch.amp, torch.optim or torch.nn",
+    "apex.contrib.clip_grad": "write torch.nn.utils.clip_grad_norm_",
+    "apex.contrib": "torch has no equal of it: keep Apex for it, or see what torch.nn has",
+    "apex.transformer": "torch has no equal of it: Megatron-LM has its own by now",
+    "apex": "torch has no equal of this name: see what it does, and whether it is still needed",
 }
 SECTIONS = {  # of notebook 13, where it is explained: the heading for a name, and those below it
     "apex.amp.initialize": "What each level did, and what does it today",
@@ -118,32 +145,73 @@ SECTIONS = {  # of notebook 13, where it is explained: the heading for a name, a
 class Rule(Rewriter):
     """The names of Apex in one file."""
 
-    def __init__(self, tree: Tree, path: Path | None = None):
-        super().__init__(tree, path)
-        self.marks: defaultdict[cst.CSTNode, list[str]] = defaultdict(list)  # by statement
+    def __init__(self, tree: Tree, path: Path | None = None, mark: bool = False):
+        super().__init__(tree, path, mark)
+        self.told: defaultdict[cst.CSTNode, list[str]] = defaultdict(list)  # by statement
         self.imported: defaultdict[cst.CSTNode, list[Use]] = defaultdict(list)  # by import alias
         self.spelled: Counter[cst.CSTNode] = Counter()  # uses rewritten to torch, by import alias
 
     def run(self) -> None:
-        """Rewrite what is certain, and mark the rest."""
+        """Rewrite what is certain, and report the rest."""
         for use in self.tree.uses:
-            found = sorted(o for o in use.origins if o and o.startswith("apex."))
-            if found and not self._rewrite(use, found[0]):
-                self._mark_use(use, found[0])
-        self._mark_stars()
+            for old in sorted(o for o in use.origins if o and o.startswith("apex."))[:1]:
+                self._look_at(use, old)
+        for star, module in self.tree.stars.items():
+            if _is_apex(module):
+                self._tell(star, module)
         for node, scope in self.tree.imports.items():
-            if isinstance(node, cst.ImportFrom) and _is_apex(nodes.module_of(node)):
-                self._rewrite_import(node, scope)
+            self._rewrite_import(node, scope)
         self._put_marks()  # last: one statement may have several
+
+    def _look_at(self, use: Use, old: str) -> None:
+        choice = self._choice(use)
+        if choice is not None:
+            self.say(choice, "left", "a choice for where Apex is installed: left alone")
+        elif not self._rewrite(use, _named(old)):
+            self._tell(use.node, old)
+
+    def _choice(self, use: Use) -> cst.CSTNode | None:
+        """What decides, by whether Apex is installed, if a use runs; else None."""
+        others = [b for b in use.scope.bound(use.parts[0]) if not _is_apex(b.origin)]
+        if not all(binding.is_none for binding in others):
+            return use.node  # what it is called elsewhere is torch's, or the file's own
+        above = self.tree.ancestors(use.node)
+        return next((parent for parent, child in above if self._decides(parent, child)), None)
+
+    def _decides(self, parent: cst.CSTNode, child: cst.CSTNode) -> bool:
+        if isinstance(parent, cst.Try):
+            return child is parent.body and not _always_raises(parent)
+        is_operator = isinstance(parent, cst.BooleanOperation)
+        test = parent.left if is_operator else getattr(parent, "test", None)
+        return test is not None and test is not child and self._asks_for_apex(test)
+
+    def _asks_for_apex(self, test: cst.CSTNode) -> bool:
+        uses = [self.tree.use_at[part] for part in nodes.below(test) if part in self.tree.use_at]
+        return any(_AVAILABLE.search(use.parts[-1]) or self._tells_of_apex(use) for use in uses)
+
+    def _tells_of_apex(self, use: Use) -> bool:
+        """Whether a name is of Apex, or was set where it was tried."""
+        if any(map(_is_apex, use.origins)):
+            return True
+        tries = (
+            parent
+            for binding in use.scope.bound(use.parts[-1])
+            for parent, _ in self.tree.ancestors(binding.node)
+            if isinstance(parent, cst.Try)
+        )
+        return any("apex" in self.tree.code(tried.body) for tried in tries)
 
     # What is certain.
 
     def _rewrite(self, use: Use, old: str) -> bool:
         """Rewrite a use, or leave it to its import, if that is certain."""
         binding = use.scope.only(use.parts[0])
-        if binding is None or is_guarded(self.tree, use.node):
+        if binding is None or old not in EQUALS or is_guarded(self.tree, use.node):
             return False
-        if old not in EQUALS or not self._is_plain_call(use, EQUALS[old]):
+        tries = [p for p, _ in self.tree.ancestors(binding.node) if isinstance(p, cst.Try)]
+        if not all(map(_always_raises, tries)):
+            return False  # its import stays, and what is done without Apex may be elsewhere
+        if not self._is_plain_call(use, EQUALS[old]):
             return False
         if len(use.parts) == 1:  # its import has to change with it, so that decides
             self.imported[binding.node].append(use)
@@ -180,24 +248,26 @@ class Rule(Rewriter):
         self._rewrite_to(use, old, f"{EQUALS[old].module}.{EQUALS[old].name}")
         return True
 
-    def _rewrite_import(self, node: cst.ImportFrom, scope: Scope) -> None:
-        """Replace an import if each name in it can be, else mark the uses that could have been."""
-        olds = {alias: self.tree.imported[alias] or "" for alias in nodes.aliases_of(node)}
+    def _rewrite_import(self, node: cst.CSTNode, scope: Scope) -> None:
+        """Replace an import if each name in it can be, else the uses, and drop what is left."""
+        assert isinstance(node, cst.Import | cst.ImportFrom)
+        olds = {alias: _named(self.tree.imported[alias] or "") for alias in nodes.aliases_of(node)}
+        if not any(map(_is_apex, olds.values())):
+            return
         count = {alias: self.tree.count_uses(nodes.bound_name(alias), scope) for alias in olds}
-        if self._can_be_torch(node, olds, count):
+        if isinstance(node, cst.ImportFrom) and self._can_be_torch(node, olds, count):
             self._import_from_torch(node, olds)
             return
         for alias, old in olds.items():
-            left = count[alias] - self.spelled[alias]
             for use in self.imported[alias]:
                 if self._rewrite_spelled(use, old):
-                    left -= 1
+                    self.spelled[alias] += 1
                 else:
-                    self._mark_use(use, old)
-            # It may be there to ask whether Apex is installed. Elsewhere the next run would see
-            # what this one left behind.
-            if left == 0 and not self.tree.is_in(node, cst.Try):
-                self._mark(alias, f"nothing uses {old} here: delete it from the import")
+                    self._tell(use.node, old)
+        # one that nothing used before may be there to see whether Apex is installed
+        gone = [alias for alias in olds if self.spelled[alias] == count[alias] > 0]
+        if not self.tree.is_in(node, cst.Try):
+            self._remove(node, gone)
 
     def _can_be_torch(self, node: cst.ImportFrom, olds: dict, count: dict) -> bool:
         """Whether every name of an import has an equal in one module, by which all uses can go."""
@@ -206,7 +276,11 @@ class Rule(Rewriter):
         if any(count[alias] != len(self.imported[alias]) or not count[alias] for alias in olds):
             return False
         equals = [EQUALS[old] for old in olds.values()]
-        taken = {equal.name.partition(".")[0] for equal in equals}
+        # where an alias is kept, it is the alias that is bound
+        taken = {
+            e.name.partition(".")[0] for a, e in zip(olds, equals, strict=True) if not a.asname
+        }
+        taken -= {nodes.bound_name(alias) for alias in olds}
         # AdamW may be another
         is_free = not any(taken & scope.bindings.keys() for scope in self.tree.scopes)
         return is_free and len({equal.module for equal in equals}) == 1
@@ -221,25 +295,24 @@ class Rule(Rewriter):
                 local = bound if alias.asname is None else use.parts[0]
                 self._rewrite_to(use, old, local + dot + rest)
 
+    def _remove(self, node: cst.Import | cst.ImportFrom, gone: list[cst.ImportAlias]) -> None:
+        """Take names that nothing uses any more out of an import, or the whole of it."""
+        if 0 < len(gone) < len(nodes.aliases_of(node)):
+            self.remove_names(node, gone)
+        elif gone:
+            self.remove_statement(node)
+
     # What is not.
 
-    def _mark_stars(self) -> None:
-        for star, module in self.tree.stars.items():
-            if _is_apex(module):
-                self._mark(star, f"import the names that are used: {_longest(ADVICE, module)}")
-
-    def _mark_use(self, use: Use, old: str) -> None:
-        where = f' (notebook 13, "{_longest(SECTIONS, old)}")'
-        self._mark(use.node, _longest(ADVICE, old), where)
-
-    def _mark(self, node: cst.CSTNode, advice: str, where: str = "") -> None:
-        """Say what is to be done, and `where` to read more, which the comment leaves out."""
-        self.say(node, "by hand", advice + where)
-        self.marks[self.tree.statement(node)].append(advice)
+    def _tell(self, node: cst.CSTNode, old: str) -> None:
+        """Say what is to be done, and where to read more, which a comment leaves out."""
+        advice = _longest(ADVICE, old)
+        self.say(node, "by hand", f'{advice} (notebook 13, "{_longest(SECTIONS, old)}")')
+        self.told[self.tree.statement(node)].append(advice)
 
     def _put_marks(self) -> None:
         """Put each advice as a comment above its statement, unless it is there."""
-        for statement, pieces in self.marks.items():
+        for statement, pieces in self.told.items() if self.mark else ():
             start = self.tree.span(statement)[0]
             indent = self.tree.indent(start) or ""
             above = self.tree.text[: start - len(indent)].splitlines()
@@ -251,8 +324,18 @@ class Rule(Rewriter):
                     self.insert(start, f"{MARK}{advice}{self.tree.newline}{indent}")
 
 
-def _is_apex(module: str) -> bool:
-    return module.partition(".")[0] == "apex"
+def _named(origin: str) -> str:
+    """The name by which Apex's manual calls something."""
+    return _INNER.sub(r"\1.", origin)
+
+
+def _always_raises(tried: cst.Try) -> bool:
+    """Whether nothing goes on without what is tried: no choice."""
+    return all(isinstance(nodes.last_statement(h.body), cst.Raise) for h in tried.handlers)
+
+
+def _is_apex(origin: str | None) -> bool:
+    return origin is not None and origin.partition(".")[0] == "apex"
 
 
 def _longest(table: dict[str, str], name: str) -> str:

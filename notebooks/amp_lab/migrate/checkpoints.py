@@ -3,29 +3,28 @@
 import libcst as cst
 
 from amp_lab.migrate import nodes
-from amp_lab.migrate.code_reader import CodeReader, Found, last_part, of_kind
+from amp_lab.migrate.code_reader import CodeReader, Found
 from amp_lab.migrate.escapes import escapes
 
 
 def saved_without(code: CodeReader) -> Found:
     """Where an optimizer is saved without its scaler, or else loaded, to go on with training."""
-    scaled = {last_part(event.of) for event in of_kind("scaled", code.events)}
-    names = sorted(scaled & code.makers.keys() - code.disabled)
-    kept = {use.parts[-2] for use in code.tree.uses if use.parts[-1] in _STATES and use.parts[1:]}
-    if not names or kept & {*names} or any(escapes(code, name) for name in names):
+    scalers = code.scalers_used()
+    if not scalers or any(_is_kept(code, name) or escapes(code, name) for name in scalers):
         return
-    calls = code.tree.calls
+    calls, name = code.tree.calls, scalers[0]
     loads = [call for call in calls if _moves(code, call, call, "load_state_dict")]
     saves = [call for call in calls if _saves_optimizer(code, call)]
+    save = f"save {name}.state_dict() too, or the scale starts anew"
     for call in saves if loads else ():
-        yield (
-            call,
-            f"the checkpoint holds the optimizer, but not {names[0]}: save "
-            f"{names[0]}.state_dict() too, or the scale starts anew",
-        )
+        yield call, f"the checkpoint holds the optimizer, but not {name}: {save}"
     if loads and not saves:
-        what = "save and load its state_dict() too, or the scale starts anew"
-        yield loads[0], f"training goes on without the state of {names[0]}: {what}"
+        yield loads[0], f"training goes on without the state of {name}: load it, and {save}"
+
+
+def _is_kept(code: CodeReader, name: str) -> bool:
+    """Whether the state of a scaler is saved or loaded, if only in a file of its own."""
+    return any(use.parts[-2:-1] == (name,) and use.parts[-1] in _STATES for use in code.tree.uses)
 
 
 _STATES = ("state_dict", "load_state_dict")

@@ -216,6 +216,11 @@ class CodeReader:
     def _is_scaler(self, key: str) -> bool:
         return "scal" in key.lower() or last_part(key) in self.made  # it may be a parameter
 
+    def scalers_used(self) -> list[str]:
+        """The names of the scalers that are made here, turned on, and scale a loss."""
+        scaled = {last_part(event.of) for event in of_kind("scaled", self.events)}
+        return sorted(scaled & self.makers.keys() - self.disabled)
+
     def is_one(self, key: str) -> bool:
         """Whether a name is that of one scaler, and no other name of another one."""
         given = self.tree.assigned.get(tuple(key.split(".")), ())

@@ -22,7 +22,13 @@ from amp_lab import files
 from amp_lab.errors import OptionError
 from amp_lab.migrate.magics import without_magics
 from amp_lab.migrate.rewriter import Edit, Finding, apply
-from amp_lab.migrate.rules import edits_and_findings, is_triggered, parse_quietly
+from amp_lab.migrate.rules import (
+    EVERYTHING,
+    Wanted,
+    edits_and_findings,
+    is_triggered,
+    parse_quietly,
+)
 
 MAX_BYTES = 1 << 19
 """Of Python in one file: for twice as much, the tree and its positions took 620 MB."""
@@ -63,11 +69,13 @@ class Result:
         return [line for line in self.lines if line.kind not in done]
 
 
-def migrate_paths(paths: Iterable[str | Path], write: bool = False) -> Iterator[Result]:
+def migrate_paths(
+    paths: Iterable[str | Path], write: bool = False, wanted: Wanted = EVERYTHING
+) -> Iterator[Result]:
     """Migrate files, and the Python files and notebooks in folders; yield those with something.
 
-    Nothing is changed unless `write`. A file that cannot be done is yielded with its error, and
-    left as it was.
+    Nothing is changed unless `write`; `wanted` says what is looked at. A file that cannot be done
+    is yielded with its error, and left as it was.
     """
     found: list[Path] = []
     looked_at: dict[Path, None] = {}
@@ -86,7 +94,7 @@ def migrate_paths(paths: Iterable[str | Path], write: bool = False) -> Iterator[
                 found.append(path)
         except OSError as error:
             yield Result(path, error=f"{path}: cannot be read: {error.strerror}")
-    migrate = functools.partial(migrate_file, write=write)
+    migrate = functools.partial(migrate_file, write=write, wanted=wanted)
     processes = min(os.cpu_count() or 1, 4)  # more would wait for the disk
     if len(found) < _WORTH_PROCESSES or processes == 1:
         yield from filter(None, map(migrate, found))
@@ -126,22 +134,22 @@ def has_names(path: Path) -> bool:
     return is_triggered(files.read_regular(path, _MOST_BYTES))
 
 
-def migrate_file(path: Path, write: bool = False) -> Result:
+def migrate_file(path: Path, write: bool = False, wanted: Wanted = EVERYTHING) -> Result:
     """Migrate one file; the result holds the error if that cannot be done."""
     try:
-        return _migrate(path, write)
+        return _migrate(path, write, wanted)
     except (OptionError, OSError) as error:
         why = getattr(error, "strerror", None) or error
         return Result(path, error=f"{path}: {why}; left as it was")
 
 
-def _migrate(path: Path, write: bool) -> Result:
+def _migrate(path: Path, write: bool, wanted: Wanted) -> Result:
     if path.is_symlink():
         raise OptionError("is a link: give the file itself")
     status = path.stat()
     data = files.read_regular(path, _MOST_BYTES)
     migrate = _migrate_notebook if path.suffix == ".ipynb" else _migrate_python
-    new, lines, before_and_after = migrate(path, data)
+    new, lines, before_and_after = migrate(path, data, wanted)
     result = Result(path, lines)
     if new == data:
         return result
@@ -177,7 +185,7 @@ def _check_size(size: int) -> None:
 # Python.
 
 
-def _migrate_python(path: Path, data: bytes) -> _Migrated:
+def _migrate_python(path: Path, data: bytes, wanted: Wanted) -> _Migrated:
     _check_size(len(data))
     if b"\0" in data:
         raise OptionError("has a null byte, so it is no Python")
@@ -193,7 +201,7 @@ def _migrate_python(path: Path, data: bytes) -> _Migrated:
     if text.encode(encoding) != data:  # some encodings have two ways to write a character
         raise OptionError(f"its {encoding} cannot be written back as it was")
     edits, findings = _edits_and_findings(
-        text, path, lambda error: f"line {error.raw_line} {_why_not_read(text)}"
+        text, path, wanted, lambda error: f"line {error.raw_line} {_why_not_read(text)}"
     )
     new = apply(text, edits)
     return new.encode(encoding), findings, [("", text, new)]
@@ -219,11 +227,11 @@ def _check_depth(text: str) -> None:
 
 
 def _edits_and_findings(
-    text: str, path: Path, why_no_python: Callable[[cst.ParserSyntaxError], str]
+    text: str, path: Path, wanted: Wanted, why_no_python: Callable[[cst.ParserSyntaxError], str]
 ) -> tuple[list[Edit], list[Finding]]:
     _check_depth(text)
     try:
-        return edits_and_findings(text, path)
+        return edits_and_findings(text, path, wanted)
     except cst.ParserSyntaxError as error:
         raise OptionError(why_no_python(error)) from error
     except RecursionError as error:
@@ -256,14 +264,14 @@ class _Cell(NamedTuple):
     """Where in the JSON text each piece of its source starts and ends, without quotes."""
 
 
-def _migrate_notebook(path: Path, data: bytes) -> _Migrated:
+def _migrate_notebook(path: Path, data: bytes, wanted: Wanted) -> _Migrated:
     text, cells = _read_notebook(data)
     # All cells are one program: a name that one imports is used in another.
     code = "".join(without_magics(cell.text) + "\n" for cell in cells)
     if not is_triggered(code.encode()):
         return data, [], []
     _check_size(len(code))
-    edits, findings = _edits_and_findings(code, path, lambda _: _why_no_python(cells))
+    edits, findings = _edits_and_findings(code, path, wanted, lambda _: _why_no_python(cells))
     line_of = [code.count("\n", 0, cell.start) for cell in cells]
     lines = []
     for finding in findings:

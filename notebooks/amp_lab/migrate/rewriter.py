@@ -1,10 +1,12 @@
 """What every rule is built on: it looks at one file, and gathers edits and findings."""
 
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 import libcst as cst
 
+from amp_lab.migrate import nodes
 from amp_lab.migrate.python_tree import Tree
 
 
@@ -34,12 +36,14 @@ class Edit(NamedTuple):
 class Rewriter:
     """A rule at work on one file: `run` fills `edits` and `findings`.
 
-    `path` is where the file lies, or None for a text that is in no file.
+    `path` is where the file lies, or None for a text that is in no file; `mark` asks for comments
+    above what is left.
     """
 
-    def __init__(self, tree: Tree, path: Path | None = None):
+    def __init__(self, tree: Tree, path: Path | None = None, mark: bool = False):
         self.tree = tree
         self.path = path
+        self.mark = mark
         self.edits: list[Edit] = []
         self.findings: list[Finding] = []
 
@@ -58,6 +62,35 @@ class Rewriter:
     def insert(self, at: int, text: str) -> None:
         """Put a text before the character at an offset."""
         self.edits.append(Edit(at, at, text))
+
+    def remove_names(self, node: cst.Import | cst.ImportFrom, gone: list[cst.ImportAlias]) -> None:
+        """Take some of the names out of an import, each with its comma."""
+        text, aliases = self.tree.text, nodes.aliases_of(node)
+        spans = [self.tree.span(alias) for alias in aliases]
+        has_comments = "#" in text[slice(*self.tree.span(node))]
+        last_kept = max(i for i, alias in enumerate(aliases) if alias not in gone)
+        for i in (i for i, alias in enumerate(aliases) if alias in gone):
+            start, end = spans[i]
+            if has_comments:  # which stay where they are, in their brackets
+                rest = text[end:].lstrip().removeprefix(",")  # the comma goes with the name
+                end = len(text) - len(rest)
+            elif i < last_kept:
+                end = spans[i + 1][0]
+            else:
+                start = spans[i - 1][1]
+            self.edits.append(Edit(start, end, ""))
+
+    def remove_statement(self, node: cst.CSTNode) -> None:
+        """Take a small statement out with its line, or put `pass` where something has to stand."""
+        tree, block = self.tree, self.tree.parents[self.tree.parents[node]]
+        start, end = tree.span(node)
+        indent = tree.indent(start)
+        ends = re.compile(r"[ \t]*(?:#[^\r\n]*)?(?:\r\n?|\n|$)").match(tree.text, end)
+        is_alone = isinstance(block, cst.IndentedBlock) and len(block.body) == 1
+        if is_alone or indent is None or ends is None:
+            self.replace(node, "pass")
+        else:
+            self.edits.append(Edit(start - len(indent), ends.end(), ""))
 
 
 def apply(text: str, edits: list[Edit]) -> str:

@@ -8,6 +8,8 @@ import ast
 import re
 import warnings
 from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
 
 import libcst as cst
 
@@ -16,6 +18,7 @@ from amp_lab.migrate.python_tree import Tree
 from amp_lab.migrate.rewriter import Edit, Finding, apply
 
 RULES = (torch_amp, apex, mistakes, other_files)
+SELECTIONS = ("torch", "apex", "mistakes")
 _MOST_BRACKETS = 100  # within each other
 _LONGEST_LINE = 20_000
 
@@ -29,7 +32,25 @@ def is_triggered(data: bytes) -> bool:
     return False
 
 
-def edits_and_findings(text: str, path: Path | None = None) -> tuple[list[Edit], list[Finding]]:
+class Wanted(NamedTuple):
+    """What is looked at: the old names of torch, those of Apex, mistakes; some or all of them."""
+
+    select: tuple[str, ...] = SELECTIONS
+    mark: bool = False
+    """Whether what is left of Apex gets a comment above it."""
+
+    def includes(self, rule: ModuleType) -> bool:
+        """Whether a rule is one of those that were selected."""
+        name = "apex" if rule is apex else "mistakes" if rule is mistakes else "torch"
+        return name in self.select
+
+
+EVERYTHING = Wanted()
+
+
+def edits_and_findings(
+    text: str, path: Path | None = None, wanted: Wanted = EVERYTHING
+) -> tuple[list[Edit], list[Finding]]:
     """What to change in a Python text, and what there is to say about its lines, in their order.
 
     `path` is where it lies, if it is a file: those that it imports from are looked at too.
@@ -42,8 +63,8 @@ def edits_and_findings(text: str, path: Path | None = None) -> tuple[list[Edit],
     if not is_triggered(text.encode(errors="replace")):
         return [], []  # as in a file, so that a rule whose triggers lack something fails its tests
     edits, findings = [], []
-    for rule in RULES:
-        rewriter = rule.Rule(tree, path)
+    for rule in filter(wanted.includes, RULES):
+        rewriter = rule.Rule(tree, path, wanted.mark)
         rewriter.run()
         edits += rewriter.edits  # they may touch, but not overlap: `apply` checks it
         findings += rewriter.findings
@@ -52,12 +73,14 @@ def edits_and_findings(text: str, path: Path | None = None) -> tuple[list[Edit],
     return edits, sorted(dict.fromkeys(findings))  # two rules may say the same
 
 
-def migrate_source(text: str) -> tuple[str, list[Finding]]:
+def migrate_source(text: str, mark: bool = False) -> tuple[str, list[Finding]]:
     """The text as it is written today, and what there is to say about the lines of the old one.
+
+    With `mark`, what is left of Apex has a comment above it that says what to do.
 
     Raises what `edits_and_findings` raises.
     """
-    edits, findings = edits_and_findings(text)
+    edits, findings = edits_and_findings(text, wanted=Wanted(mark=mark))
     return apply(text, edits), findings
 
 

@@ -43,8 +43,8 @@ def _is_old(origin: str | None) -> TypeGuard[str]:
 class Rule(Rewriter):
     """The old names of torch in one file."""
 
-    def __init__(self, tree: Tree, path: Path | None = None):
-        super().__init__(tree, path)
+    def __init__(self, tree: Tree, path: Path | None = None, mark: bool = False):
+        super().__init__(tree, path, mark)
         self.handled: set[cst.CSTNode] = set()  # import aliases that something was said about
         self.moved: defaultdict[cst.CSTNode, list[cst.ImportAlias]] = defaultdict(list)
         self.torch = TorchName(tree)
@@ -459,19 +459,6 @@ class Rule(Rewriter):
         if len(moved) == len(aliases):
             self.replace(node.module, new)
             return
-        spans = [tree.span(alias) for alias in aliases]
-        gone = [i for i, alias in enumerate(aliases) if alias in moved]
-        names = ", ".join(tree.text[slice(*spans[i])] for i in gone)
+        names = ", ".join(tree.text[slice(*tree.span(alias))] for alias in moved)
         self._put_before(node, f"from {new} import {names}")
-        has_comments = "#" in tree.text[slice(*tree.span(node))]
-        last_kept = max({*range(len(aliases))} - {*gone})
-        for i in gone:
-            start, end = spans[i]
-            if has_comments:  # which stay where they are, in their brackets
-                rest = tree.text[end:].lstrip().removeprefix(",")  # the comma goes with the name
-                end = len(tree.text) - len(rest)
-            elif i < last_kept:
-                end = spans[i + 1][0]
-            else:
-                start = spans[i - 1][1]
-            self.edits.append(Edit(start, end, ""))
+        self.remove_names(node, moved)

@@ -119,11 +119,16 @@ def _settled(tree: Tree, test: cst.BaseExpression) -> bool | None:
         binding = tree.use_at[test].scope.only(test.value)
         value = binding.value if binding is not None else None
         return _settled(tree, value) if isinstance(value, cst.BaseExpression) else None
-    if nodes.is_call_of(test, "hasattr") and len(test.args) == 2:
-        thing, name = tree.calls[test].origin(test.args[0].value), nodes.literal(test.args[1].value)
-        is_old = (thing in OLD_MODULES and name in HOMES) or f"{thing}.{name}" in OLD_MODULES
-        return True if is_old else None
+    if nodes.is_call_of(test, "hasattr"):
+        return True if _is_old_name(tree, test) else None
     return _settled_comparison(tree, test) if isinstance(test, cst.Comparison) else None
+
+
+def _is_old_name(tree: Tree, call: cst.Call) -> bool:
+    """Whether a ``hasattr`` asks for a name that was there before today's."""
+    thing = tree.calls[call].origin(call.args[0].value)
+    name = nodes.literal(call.args[-1].value)
+    return (thing in OLD_MODULES and name in HOMES) or f"{thing}.{name}" in OLD_MODULES
 
 
 def _settled_comparison(tree: Tree, test: cst.Comparison) -> bool | None:
