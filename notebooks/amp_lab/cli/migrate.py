@@ -1,10 +1,12 @@
 """`amp-lab migrate`: old mixed-precision code to today's names."""
 
 import argparse
+import sys
 from collections import Counter
 from typing import TYPE_CHECKING
 
 from amp_lab.cli.printing import tell
+from amp_lab.errors import OptionError
 
 if TYPE_CHECKING:
     from amp_lab.migrate import Result
@@ -29,18 +31,30 @@ def add(commands) -> None:
     migrate.add_argument(
         "--mark", action="store_true", help="put a comment above what is left of Apex"
     )
+    migrate.add_argument(
+        "--format",
+        choices=["text", "github", "sarif"],
+        default="text",
+        help="how to say what was found: as text, with a diff (default), as annotations of GitHub, "
+        "or in SARIF",
+    )
     how = migrate.add_mutually_exclusive_group()
     how.add_argument("--write", action="store_true", help="change the files")
     how.add_argument("--check", action="store_true", help="exit 1 if something is to be done")
+    how.add_argument(
+        "--diff", action="store_true", help="print a patch for `git apply`, and nothing else"
+    )
     migrate.set_defaults(run=run, needs_torch=False)  # it only reads code
 
 
 def run(options: argparse.Namespace) -> int:
     """Print what is to be done, or do it; return the exit code."""
     # it needs libcst, which the other commands do not
-    from amp_lab.migrate import SELECTIONS, Wanted, migrate_paths, needed_torch, older_torch
+    from amp_lab.migrate import SELECTIONS, Wanted, migrate_paths
 
-    wanted = Wanted(tuple(options.select or SELECTIONS), options.mark)
+    if options.diff and options.format != "text":
+        raise OptionError(f"--diff prints a patch, not {options.format}: leave one of them out")
+    wanted = Wanted(tuple(options.select or SELECTIONS), options.mark, options.diff)
     results, found = [], migrate_paths(options.paths, options.write, wanted)
     if options.write:
         found = list(found)  # all is written before whoever reads along can end the printing
@@ -48,17 +62,37 @@ def run(options: argparse.Namespace) -> int:
         results.append(result)
         if problem := result.error or result.skipped:
             tell(f"amp-lab migrate: {problem}")
-        print(result.diff, end="")
-    needed = needed_torch(results)
-    results += older_torch(options.paths, needed) if needed else ()
-    has_error = any(result.error for result in results)
-    print(_format_lines(results), end="")
-    if needed:
-        print(f"what is rewritten needs torch {needed[0]}.{needed[1]} or later")
-    print(_format_summary(results, options.write, has_error), end="")
-    if has_error:
+        _print_diff(result, options)
+    if not options.diff:
+        _report(results, options)
+    if any(result.error for result in results):
         return 2
     return 1 if options.check and any(result.to_do for result in results) else 0
+
+
+def _print_diff(result: "Result", options: argparse.Namespace) -> None:
+    if options.diff:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(result.patch)  # the bytes of the file, whatever its encoding
+    elif options.format == "text":
+        print(result.diff, end="")
+
+
+def _report(results: "list[Result]", options: argparse.Namespace) -> None:
+    """Print what was found, in the format asked for."""
+    from amp_lab.migrate import format_github, format_sarif, needed_torch, older_torch
+
+    needed = needed_torch(results)
+    results += older_torch(options.paths, needed) if needed else ()
+    if options.format == "sarif":
+        print(format_sarif(results), end="")
+        return
+    form = format_github if options.format == "github" else _format_lines
+    print(form(results), end="")
+    if needed:
+        print(f"what is rewritten needs torch {needed[0]}.{needed[1]} or later")
+    has_error = any(result.error for result in results)
+    print(_format_summary(results, options.write, has_error), end="")
 
 
 def _format_lines(results: "list[Result]") -> str:

@@ -21,6 +21,7 @@ import libcst as cst
 from amp_lab import files
 from amp_lab.errors import OptionError
 from amp_lab.migrate.magics import without_magics
+from amp_lab.migrate.reports import patch
 from amp_lab.migrate.rewriter import Edit, Finding, apply
 from amp_lab.migrate.rules import (
     EVERYTHING,
@@ -55,6 +56,8 @@ class Result:
     path: Path
     lines: list[Finding] = dataclasses.field(default_factory=list)
     diff: str = ""
+    patch: bytes = b""
+    """What `git apply` takes, if it was wanted."""
     written: bool = False
     error: str | None = None
     skipped: str | None = None
@@ -154,6 +157,7 @@ def _migrate(path: Path, write: bool, wanted: Wanted) -> Result:
     if new == data:
         return result
     result.diff = "".join(_diff(f"{path}{part}", old, now) for part, old, now in before_and_after)
+    result.patch = patch(path, data, new) if wanted.patch else b""
     if write:
         _write(path, data, new, status)
         result.written = True

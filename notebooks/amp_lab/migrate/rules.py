@@ -38,6 +38,8 @@ class Wanted(NamedTuple):
     select: tuple[str, ...] = SELECTIONS
     mark: bool = False
     """Whether what is left of Apex gets a comment above it."""
+    patch: bool = False
+    """Whether each result gets a patch."""
 
     def includes(self, rule: ModuleType) -> bool:
         """Whether a rule is one of those that were selected."""
