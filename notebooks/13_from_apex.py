@@ -675,9 +675,9 @@ assert (asked.get_scale(), got.get_scale()) == (1024, 65536)
 # ### Let a tool do it
 #
 # `amp-lab migrate PATH` rewrites files and notebooks: the old names with exactly the behaviour that
-# they had, and those names of Apex for which torch has an exact equal. It marks what is left, and
-# reports mistakes that it can prove. Here is part of a program such as people wrote in 2021, which
-# runs in fp16 on a GPU, and in bf16 on a CPU. Both traps are in it:
+# they had, and those names of Apex for which torch has an exact equal. It leaves magics and choices
+# between versions, reports the rest, and mistakes that it can prove. This is part of a program from
+# 2021, which runs in fp16 on a GPU, and in bf16 on a CPU. Both traps are in it:
 
 # %%
 OLD_PROGRAM = """
@@ -711,11 +711,11 @@ else:
 # The tool has written each dtype out, and moved the scale to its new place. It cannot do as much for
 # Apex's loop from above, because what `amp.initialize` and `amp.scale_loss` did is spread over model,
 # optimizer and loop. It leaves these lines as they are, and says for each of them what to write
-# instead, here and as a comment in the file. That leads to the loop that we wrote above:
+# instead, and with `--mark` as a comment in the file. That leads to the loop that we wrote above:
 
 # %%
 if find_spec("libcst") is not None:
-    marked_loop, findings = migrate_source("from apex import amp\n" + OLD_LOOP)
+    marked_loop, findings = migrate_source("from apex import amp\n" + OLD_LOOP, mark=True)
     for finding in findings:
         print(f"line {finding.line}: {finding.message}\n")
     marks = [line for line in marked_loop.splitlines() if "# amp-lab migrate: " in line]
