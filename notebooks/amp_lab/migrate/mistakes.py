@@ -15,7 +15,8 @@ from amp_lab.migrate.escapes import escapes, is_given
 from amp_lab.migrate.python_tree import Tree
 from amp_lab.migrate.rewriter import Rewriter
 
-TRIGGERS = ("autocast", "GradScaler", "torch .scale(")  # a scaler may be passed to a function
+# A scaler may be passed to a function. Without a backward there is nothing to do wrong.
+TRIGGERS = ("autocast backward", "GradScaler backward", "torch .scale( backward")
 _UNSCALES = re.compile(r"unscale|get_scale|_scale\b|\.grad\b|\binf\b")
 
 
@@ -25,7 +26,9 @@ class Rule(Rewriter):
     def run(self) -> None:
         """Ask each rule, if the file has anything of mixed precision."""
         about = ("autocast", "GradScaler", "scale")
-        if not any(use.parts[-1] in about for use in self.tree.uses):
+        if "backward" not in self.tree.text or not any(
+            use.parts[-1] in about for use in self.tree.uses
+        ):
             return
         # reading costs as much as parsing, so it comes after that question
         code = CodeReader(self.tree)

@@ -21,13 +21,21 @@ def _fields(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith(_NOT_CODE) and name != "keyword")
 
 
-def children(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+@functools.cache
+def _is_node(kind: type) -> bool:
+    return issubclass(kind, cst.CSTNode)  # slow, as it is of an abstract class
+
+
+def children(node: cst.CSTNode) -> list[cst.CSTNode]:
     """The parts of a node that are code, in order."""
+    parts = []
     for name in _fields(type(node)):
         value = getattr(node, name)
-        for item in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(item, cst.CSTNode):
-                yield item
+        if isinstance(value, list | tuple):
+            parts += [item for item in value if _is_node(type(item))]
+        elif _is_node(type(value)):
+            parts.append(value)
+    return parts
 
 
 def below(node: cst.CSTNode) -> Iterator[cst.CSTNode]:

@@ -254,7 +254,13 @@ class Tree:
     @functools.cached_property
     def parents(self) -> dict[cst.CSTNode, cst.CSTNode]:
         """The node of which each node is a part."""
-        return {child: node for node in nodes.below(self.module) for child in nodes.children(node)}
+        parents, left = {}, [self.module]
+        while left:
+            node = left.pop()
+            below = nodes.children(node)
+            parents.update(dict.fromkeys(below, node))
+            left += below
+        return parents
 
     def ancestors(self, node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
         """Each node above, with the one of its children through which it was reached."""
