@@ -413,6 +413,21 @@ def test_names_of_several_modules_of_torch_go_by_their_whole_names():
     assert migrate_source(old)[0] == f"import torch\nmodel = {wrap}\n"
 
 
+DDP = "from apex.parallel import DistributedDataParallel as DDP\n"
+MADE = "net = DDP(net)\n"
+ASKED = "if isinstance(net, (DDP, Other)): net = net.module\n"
+
+
+def test_a_check_of_the_type_goes_with_what_is_made():
+    head = "import torch\n" + DDP
+    new = migrate_source(head + MADE + ASKED)[0]
+    assert new == head.replace("apex.parallel", "torch.nn.parallel") + MADE + ASKED
+    for rest in (ASKED, MADE.replace("(net)", "(net, delay_allreduce=True)") + MADE + ASKED):
+        same, findings = migrate_source(head + rest)
+        assert same == head + rest
+        assert {f.kind for f in findings} == {"by hand"}
+
+
 CHOICES = [  # as timm, transformers and fairseq have them
     "try:\n    from apex.optimizers import FusedAdam\n    has_apex = True\n"
     "except ImportError:\n    has_apex = False\nif has_apex:\n    o = FusedAdam(p)\n"

@@ -8,6 +8,7 @@ What Apex's functions do, and their arguments and defaults, is from its sources
 (https://github.com/NVIDIA/apex: ``apex/amp``, ``apex/optimizers``, ``apex/normalization``).
 """
 
+import functools
 import re
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -203,6 +204,12 @@ class Rule(Rewriter):
 
     # What is certain.
 
+    @functools.cached_property
+    def compared(self) -> set[str]:
+        """The names of Apex that stand somewhere for a type."""
+        types = [use for use in self.tree.uses if self.tree.place_of_type(use.node) is not None]
+        return {_named(origin) for use in types for origin in use.origins if origin}
+
     def _rewrite(self, use: Use, old: str) -> bool:
         """Rewrite a use, or leave it to its import, if that is certain."""
         binding = use.scope.only(use.parts[0])
@@ -221,10 +228,12 @@ class Rule(Rewriter):
         return is_done
 
     def _is_plain_call(self, use: Use, equal: Equal) -> bool:
-        """Whether a use is a call whose arguments mean the same to the new name."""
+        """Whether a use, a call or the name of a type, means the same by the new name."""
         call = self.tree.call_of(use.node)
+        if call is None:  # a check of the type goes with what is made, by the import of both
+            return len(use.parts) == 1 and self.tree.place_of_type(use.node) is not None
         # In an f-string a quote or a comment of ours might end the string.
-        if call is None or self.tree.is_in(use.node, cst.FormattedString):
+        if self.tree.is_in(use.node, cst.FormattedString):
             return False
         if not call.args or any(arg.star for arg in call.args):
             return False
@@ -233,17 +242,18 @@ class Rule(Rewriter):
 
     def _rewrite_to(self, use: Use, old: str, name: str) -> None:
         call, equal = self.tree.call_of(use.node), EQUALS[old]
-        assert call is not None  # asked before the use was taken on
         self.replace(use.node, name)
-        given = nodes.arguments(call.args)
-        for key, value in equal.added:
-            if key not in given:
-                self.insert(self.tree.span(call.args[-1])[1], f", {key}={value}")
+        if call is not None:
+            given, end = nodes.arguments(call.args), self.tree.span(call.args[-1])[1]
+            added = [f", {key}={value}" for key, value in equal.added if key not in given]
+            self.insert(end, "".join(added))
         self.say(use.node, "rewritten", f"{old} is {equal.module}.{equal.name}")
 
     def _rewrite_spelled(self, use: Use, old: str) -> bool:
         """Rewrite a use to a dotted name of torch, if torch is imported by that name."""
         if {binding.origin for binding in use.scope.bound("torch")} != {"torch"}:
+            return False
+        if old in self.compared:  # what is made has to be of the class that is asked for
             return False
         self._rewrite_to(use, old, f"{EQUALS[old].module}.{EQUALS[old].name}")
         return True
@@ -273,8 +283,10 @@ class Rule(Rewriter):
         """Whether every name of an import has an equal in one module, by which all uses can go."""
         if not set(olds.values()) <= EQUALS.keys() or is_guarded(self.tree, node):
             return False
-        if any(count[alias] != len(self.imported[alias]) or not count[alias] for alias in olds):
+        if any(count[alias] != len(self.imported[alias]) for alias in olds):
             return False
+        if not all(any(self.tree.call_of(u.node) for u in self.imported[a]) for a in olds):
+            return False  # others make what is only asked for here, and may still have Apex
         equals = [EQUALS[old] for old in olds.values()]
         # where an alias is kept, it is the alias that is bound
         taken = {
