@@ -4,13 +4,13 @@ import libcst as cst
 
 from amp_lab.migrate import nodes
 from amp_lab.migrate.code_reader import CodeReader, Found
-from amp_lab.migrate.escapes import escapes
+from amp_lab.migrate.escapes import stays
 
 
 def saved_without(code: CodeReader) -> Found:
     """Where an optimizer is saved without its scaler, or else loaded, to go on with training."""
     scalers = code.scalers_used()
-    if not scalers or any(_is_kept(code, name) or escapes(code, name) for name in scalers):
+    if not scalers or any(_is_kept(code, name) or _leaves(code, name) for name in scalers):
         return
     calls, name = code.tree.calls, scalers[0]
     loads = [call for call in calls if _moves(code, call, call, "load_state_dict")]
@@ -25,6 +25,19 @@ def saved_without(code: CodeReader) -> Found:
 def _is_kept(code: CodeReader, name: str) -> bool:
     """Whether the state of a scaler is saved or loaded, if only in a file of its own."""
     return any(use.parts[-2:-1] == (name,) and use.parts[-1] in _STATES for use in code.tree.uses)
+
+
+def _leaves(code: CodeReader, name: str) -> bool:
+    """Whether a scaler gets to where its state may be saved or loaded by another name."""
+    for use in code.tree.uses:
+        if use.parts[-1] != name or stays(code, use.node, name):
+            continue
+        call = code.tree.parents[code.tree.parents[use.node]]
+        called = nodes.name_called(call) if isinstance(call, cst.Call) else ""
+        function = code.functions.get(called)
+        if function is None or "state_dict" in code.tree.code(function):
+            return True
+    return False
 
 
 _STATES = ("state_dict", "load_state_dict")

@@ -20,7 +20,7 @@ def escapes(code: CodeReader, name: str) -> bool:
     if is_attribute and any(_hands_on_self(code, call) for call in code.tree.calls):
         return True
     uses = (use.node for use in code.tree.uses if use.parts[-1] == name)
-    return not all(_stays(code, node, name) for node in uses)
+    return not all(stays(code, node, name) for node in uses)
 
 
 def _hands_on_self(code: CodeReader, call: cst.Call) -> bool:
@@ -34,7 +34,7 @@ def _hands_on_self(code: CodeReader, call: cst.Call) -> bool:
     return parts[1] not in code.functions and parts not in code.tree.assigned
 
 
-def _stays(code: CodeReader, node: cst.CSTNode, name: str) -> bool:
+def stays(code: CodeReader, node: cst.CSTNode, name: str) -> bool:
     """Whether a use of a scaler leaves it in this file, and by its name."""
     parent = code.tree.parents[node]
     given = [last_part(code.key(target)) for target, _ in nodes.assignments(parent)]
