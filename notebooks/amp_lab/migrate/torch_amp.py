@@ -18,7 +18,7 @@ from typing import TypeGuard
 import libcst as cst
 
 from amp_lab.migrate import nodes
-from amp_lab.migrate.amp_names import NAMED, NEW, OLD, OLD_MODULES
+from amp_lab.migrate.amp_names import HOMES, NAMED, NEW, OLD, OLD_MODULES
 from amp_lab.migrate.file_facts import FileFacts
 from amp_lab.migrate.python_tree import Binding, Scope, Tree, Use
 from amp_lab.migrate.rewriter import Edit, Rewriter
@@ -92,7 +92,9 @@ class Rule(Rewriter):
         found: list[tuple[cst.CSTNode, Iterable[str | None]]] = [
             (use.node, use.origins)
             for use in self.tree.uses
-            if len(use.parts) > 1 and isinstance(self.tree.parents[use.node], is_target)
+            if len(use.parts) > 1
+            and use.parts[-1] in HOMES  # else all parents would be looked for, in most files
+            and isinstance(self.tree.parents[use.node], is_target)
         ]
         for call in self.tree.calls:
             if nodes.name_called(call) in ("patch", "object", "setattr", "delattr"):
