@@ -25,6 +25,7 @@ CELLS = {  # what of a cell is IPython's, line by line from 1
     "?model": [1],
     "%%time\nx = 1\ny = 2": [1, 2, 3],
     "\n\n%%bash\npip install x": [1, 2, 3, 4],
+    "   \n%%bash\npip install x": [2, 3],
     'text = """\n%s of %d\n!\n""" % (1, 2)\n%cd a': [5],
     "x = (7\n  % 3)\ny = 7 \\\n  % 3": [],
     "x = 1 % 3  # (\n%cd a": [2],

@@ -54,6 +54,7 @@ def _blank(text: str, is_value: bool = False) -> str:
     for number, line in enumerate(re.split(r"(\r?\n)", text)):
         indent = line[: len(line) - len(line.lstrip())] if number == 0 else ""
         names = [] if is_value else _KEPT.findall(line)
-        what = ";".join(names) or ("0" if number == 0 and (indent or is_value) else "")
+        stands_for = "0" if number == 0 and (indent or is_value) and line.strip() else ""
+        what = ";".join(names) or stands_for
         lines.append(line if line.endswith("\n") else f"{indent}{what}".ljust(len(line)))
     return "".join(lines)
