@@ -28,6 +28,7 @@ _EXPORTS = {  # public name: the module that defines it
     "op_table": "tracing.op_table",
     "Xray": "tracing.xray_result",
     "xray": "tracing.xray",
+    "xray_sharding": "tracing.sharding",
     "MemoryForecast": "tracing.memory_result",
     "forecast_memory": "tracing.memory",
     "largest_batch": "tracing.memory",

@@ -4,6 +4,7 @@ import functools
 import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -57,6 +58,27 @@ def no_buffer_broadcast() -> dict[str, bool]:
     accepted = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in accepted else "broadcast_buffers"
     return {name: False}
+
+
+def fsdp_groups(state: Any) -> list[Any]:
+    """The groups of parameters that a unit of FSDP2 gathers, each at once.
+
+    Delete when torch >= 2.15 is required: it is `_fsdp_param_groups`.
+    """
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+
+
+def fsdp_reduced_dtype(parameter: Any) -> torch.dtype:
+    """The dtype in which FSDP2 sums the gradient of one of a group's parameters.
+
+    Delete when torch >= 2.15 is required: without a `reduce_dtype`, older ones sum it as computed.
+    """
+    computed = parameter.param_dtype or parameter.orig_dtype
+    if hasattr(type(parameter), "unsharded_grad_dtype"):
+        return parameter.unsharded_grad_dtype or computed
+    return parameter.reduce_dtype or computed
 
 
 def dimension_by_name(kind: str) -> str | list[str]:

@@ -149,7 +149,9 @@ LINES = {
     "doctor": options(device=ANYTHING),
     "ops": options(device=ANYTHING, dtype=ANYTHING, against=ANYTHING, format=FORMS),
     "xray": st.tuples(
-        TARGETS | ANYTHING, RIGHT_INPUT, options(**OF_MODEL, dtype=ANYTHING, real=FLAG)
+        TARGETS | ANYTHING, RIGHT_INPUT,
+        options(**OF_MODEL, dtype=ANYTHING, real=FLAG, parallel=st.sampled_from(["ddp", "fsdp"]),
+                precision=WORDS),
     ),
     "memory": st.tuples(
         TARGETS | ANYTHING, RIGHT_INPUT,

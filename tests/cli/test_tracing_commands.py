@@ -44,6 +44,39 @@ def test_a_real_run_and_a_fake_one_print_the_same_table(capsys):
     assert fake == real
 
 
+def test_each_parameters_dtypes_when_several_processes_share_it(capsys, tmp_path):
+    out = printed(capsys, "xray", NET, *INPUT, "--parallel", "fsdp", "--device", "cpu")
+    assert "SqueezeNet under FSDP2, before the first step" in out
+    assert "Inputs: 0 fp32 → bf16." in out
+    ddp = ("--parallel", "ddp", "--precision", "fp16", "--reduce-dtype", "bf16")
+    found = json.loads(printed(capsys, "xray", NET, *INPUT, *ddp, "--format", "json"))
+    (dtypes,) = {(p["stored"], p["computed"], p["reduced"]) for p in found["parameters"]}
+    assert dtypes == ("float32", "float16", "bfloat16")
+    own = tmp_path / "own.py"
+    own.write_text(SHARDED)
+    for name, kind in (("by_fsdp", "fsdp"), ("by_ddp", "ddp")):
+        target = (f"{own}:{name}", "--input", "2,4", "--parallel", kind)
+        found = json.loads(printed(capsys, "xray", *target, "--format", "json"))
+        assert {p["computed"] for p in found["parameters"]} == {
+            "float16" if kind == "fsdp" else "float32"
+        }
+    again = ("xray", f"{own}:by_fsdp", "--input", "2,4", "--parallel", "fsdp")
+    refused(capsys, (*again, "--precision", "bf16"), "is sharded already: leave out precision")
+
+
+SHARDED = """
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+def by_fsdp():
+    return fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(torch.float16))
+
+def by_ddp():
+    return nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+"""
+
+
 @pytest.mark.parametrize(
     ("options", "title"),
     [
@@ -227,6 +260,9 @@ def test_a_language_models_loss_is_missed_loudly(capsys):
         (("xray", NET, *INPUT, "--against", "cuda:1"), "or both, as cpu:bf16"),
         (("xray", NET, *INPUT, "--against", "cuda"), "'cuda' is the same again"),
         (("xray", NET, *INPUT, "--against", "cuda:fp16"), "'cuda:fp16' is the same again"),
+        (("xray", NET, *INPUT, "--precision", "bf16"), "are for --parallel"),
+        (("xray", NET, *INPUT, "--parallel", "ddp", "--real"), "not with --dtype, --against or"),
+        (("xray", NET, *INPUT, "--parallel", "tp"), "invalid choice: 'tp'"),
         (("memory", NET, *INPUT, "--memory", "24G"), "24GiB"),
         (("memory", NET, *INPUT, "--memory=-1GiB"), "'-1GiB'"),
         (("memory", NET, *INPUT, "--precision", "fp8"), "fp8"),

@@ -24,6 +24,12 @@ def add(commands) -> None:
     xray.add_argument("--dtype", choices=_DTYPES, help="default: the backend's own; fp32: off")
     xray.add_argument("--against", metavar="OTHER", help=f"{other} (cpu:bf16)")
     xray.add_argument("--real", action="store_true", help="run it on the device itself")
+    sharded = "the dtypes of each parameter under DDP or FSDP2 instead, as `train` or TARGET shards"
+    xray.add_argument("--parallel", choices=("ddp", "fsdp"), help=sharded)
+    low = "with --parallel: default bf16; of a TARGET that calls fully_shard, its policy's"
+    xray.add_argument("--precision", choices=_DTYPES, help=low)
+    reduce = "with --parallel: in which gradients are summed (default: fp32)"
+    xray.add_argument("--reduce-dtype", choices=_DTYPES, help=reduce)
     xray.set_defaults(run=run)
 
 
@@ -32,6 +38,13 @@ def run(options: argparse.Namespace) -> None:
     from amp_lab.tracing import compare
     from amp_lab.tracing.xray import xray
 
+    if options.parallel is not None:
+        _run_sharded(options)
+        return
+    if options.precision or options.reduce_dtype:
+        raise OptionError(
+            "--precision and --reduce-dtype are for --parallel: --dtype is autocast's"
+        )
     sides = [(options.device, options.dtype)]
     if options.against is not None:
         sides.append(_other_side(options.against, *sides[0]))
@@ -54,6 +67,28 @@ def run(options: argparse.Namespace) -> None:
         same = f"--against {options.against!r} is the same again"
         raise OptionError(f"{same}: give another device or dtype")
     show(found[0] if options.against is None else compare(*found), options.format)
+
+
+def _run_sharded(options: argparse.Namespace) -> None:
+    """Print the dtypes of each parameter, and what was found of them."""
+    if options.dtype or options.against or options.real:
+        raise OptionError("--parallel goes with --precision, not with --dtype, --against or --real")
+    from amp_lab.tracing.sharded_step import group_of
+    from amp_lab.tracing.sharding import parallel_of, xray_sharding
+
+    # A group for a TARGET that calls fully_shard itself; no other process is needed.
+    with group_of(ranks=2), given_model(options, with_values=False) as given:
+        is_done = parallel_of(given.model) == options.parallel
+        found = xray_sharding(
+            given.model,
+            *given.args,
+            parallel=None if is_done else options.parallel,
+            precision=options.precision,
+            reduce_dtype=options.reduce_dtype,
+            device_type=options.device,
+            **given.kwargs,
+        )
+    show(found, options.format)
 
 
 def _other_side(text: str, device: str, dtype: str | None) -> tuple[str, str | None]:

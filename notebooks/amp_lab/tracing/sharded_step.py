@@ -24,8 +24,8 @@ def trace_sharded(
     step: "TrainingStep", inputs: tuple, kwargs: dict[str, Any]
 ) -> tuple[list[torch.Tensor], StorageTrace]:
     """The shards that are trained, and what the second step allocates; the first makes buffers."""
-    with _group_of(step.ranks):
-        model = _sharded(step.run.model, step.run.parameters | step.run.buffers, step.precision)
+    with group_of(step.ranks):
+        model = sharded(step.run.model, step.run.parameters | step.run.buffers, step.precision)
         weights = [_local(p) for p in model.parameters()]
         for _ in range(2):
             model.zero_grad()
@@ -49,12 +49,17 @@ def trace_sharded(
         return [_local(p) for p in trained], ledger.trace(kept_at="forward")
 
 
-def _sharded(model: nn.Module, tensors: dict[str, torch.Tensor], precision: Precision) -> nn.Module:
+def sharded(
+    model: nn.Module,
+    tensors: dict[str, torch.Tensor],
+    precision: Precision,
+    reduce_dtype: str = "fp32",
+) -> nn.Module:
     """A copy of the model with fake tensors in place of its own, sharded as `train` does it."""
     named = (*model.named_parameters(), *model.named_buffers())
     # Anew for each trace, since FSDP2 frees what it has cut into shards.
     fakes = {id(own): torch.empty_like(tensors[name]) for name, own in named}
-    ranks = Ranks(Parallel.FSDP)
+    ranks = Ranks(Parallel.FSDP, reduce_dtype=reduce_dtype)
     with unset_fake_temporarily():
         assert ranks.mesh  # it is made of numbers, which fakes do not have
     return ranks.wrap(_copied(model, fakes, {}), precision)
@@ -83,7 +88,7 @@ def _copied(
 
 
 @contextmanager
-def _group_of(ranks: int) -> Iterator[None]:
+def group_of(ranks: int) -> Iterator[None]:
     """The block in which this process is the first of so many; the others are not there."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # which makes the back-end
 
