@@ -57,9 +57,9 @@ def load_dataset(
     """
     if name not in DATASETS:
         raise DataError(f"there is no data set {name!r}; use {', '.join(DATASETS)}")
+    if name in TEXTS and image_size is not None:
+        raise DataError(f"{name} is a text, and has no image_size")
     if name in TEXTS:
-        if image_size is not None:
-            raise DataError(f"{name} is a text, and has no image_size")
         return load_text(name, folder, limit=limit, seed=seed if augment else None)
     if image_size is not None and not 1 <= image_size <= _LARGEST_SIZE:
         raise DataError(f"image_size={image_size} must be between 1 and {_LARGEST_SIZE} pixels")

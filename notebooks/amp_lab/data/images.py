@@ -71,6 +71,16 @@ class ImageData:
     """Whether it is a text: its passages stand for images, their length for `image_size`, and its
     characters for classes."""
 
+    @property
+    def described(self) -> str:
+        """How many there are of what, in a line."""
+        kind, size = " (generated stand-in)" if self.stand_in else "", self.image_size
+        counts = f"{len(self.train)} training and {len(self.test)} test"
+        what = f"images of {size}x{size}, {len(self.classes)} classes"
+        if self.is_text:
+            what = f"passages of {size} characters, {len(self.classes)} different ones"
+        return f"{self.name}{kind}: {counts} {what}"
+
 
 @dataclass(frozen=True)
 class LoadOptions:

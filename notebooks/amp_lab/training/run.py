@@ -262,16 +262,7 @@ class Run:
 
     def _describe(self) -> None:
         config, images, progress = self.config, self.images, self.progress
-        kind = " (generated stand-in)" if images.stand_in else ""
-        self._say(
-            f"{images.name}{kind}: {len(images.train)} training and {len(images.test)} test "
-            + (
-                f"passages of {images.image_size} characters, {len(images.classes)} different ones"
-                if images.is_text
-                else f"images of {images.image_size}x{images.image_size}, "
-                f"{len(images.classes)} classes"
-            )
-        )
+        self._say(images.described)
         if images.name == "stdlib":
             self._say("The text is Python's standard library, under the PSF licence.")
         if images.skipped:
