@@ -37,7 +37,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 
-from amp_lab import load_dataset, plots
+from amp_lab import load_dataset, plots, xray_sharding
 from amp_lab.notebook import run_workers, start
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
@@ -53,7 +53,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
@@ -654,6 +654,52 @@ for rank in decided:
 # looks**, as DDP does. If `unscale_` comes first, the rank with the overflow skips, and the others get an infinite
 # average and step. The third exercise lets you try it.
 #
+# ## Which dtype is where (optional)
+#
+# `xray_sharding` lists in which dtype each parameter is stored, gathered, computed and summed. It reads a
+# model that is sharded already, or shards a copy without values, as here, so it needs no other process. On the command
+# line it is `amp-lab xray FILE.py:CALLABLE --input … --parallel fsdp`.
+
+# %%
+found = xray_sharding(new_model(config), images[:8], parallel="fsdp", precision="bf16")
+print(found)
+assert {p.dtypes for p in found.parameters} == {(fp32, bf16, bf16, fp32)}
+assert found.inputs["0"] == (fp32, bf16)
+
+# %% [markdown]
+# All inputs are cast as well, if they are floating-point numbers. To keep one of them in fp32, such as a time or a position, give
+# that unit's policy `cast_forward_inputs=False`, and cast the others in `forward`. All trained parameters of a unit must be stored in
+# one dtype, or the first step fails. We convert the last layer, which the outermost unit takes:
+
+# %%
+mixed = new_model(config)
+mixed[-1].to(bf16)
+advice = xray_sharding(mixed, parallel="fsdp").advice
+print(advice[0])
+assert "fails at the first step" in advice[0]
+
+# %% [markdown]
+# Four more questions come up when people move a loop to FSDP2:
+#
+# - **In which dtype do gradients accumulate?** With `set_requires_gradient_sync(False)` they are [summed in
+#   `reduce_dtype`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) on each rank. DeepSpeed has [two
+#   settings](https://www.deepspeed.ai/docs/config-json/): `grad_accum_dtype` for this, and `communication_data_type` for what travels.
+# - **Where is `ShardedGradScaler`?** [It belongs to FSDP1](https://github.com/pytorch/pytorch/blob/main/torch/distributed/fsdp/sharded_grad_scaler.py),
+#   whose shards are plain tensors, so it asked the other ranks about overflows itself. With FSDP2 you use `GradScaler`.
+# - **What if one rank has a batch more?** It waits for the others until the timeout. DDP has
+#   [`join`](https://docs.pytorch.org/docs/stable/notes/ddp.html) for that and FSDP2 has not, so give all ranks as many steps, for
+#   example with `drop_last=True`.
+# - **Who loads the scaler's state?** Every rank. If one alone does, the average mixes gradients of two scales:
+
+# %%
+loaded, fresh = 1024.0, torch.amp.GradScaler(where).get_scale()
+average = (loaded + fresh) / 2  # of a gradient that is 1 on both ranks, each scaled by its own
+print(f"instead of 1, rank 0 finds {average / loaded}, and rank 1 {average / fresh}")
+assert average / loaded > 1 > average / fresh
+assert hasattr(DistributedDataParallel, "join")
+assert not hasattr(FSDPModule, "join")
+
+# %% [markdown]
 # ## On your own hardware (optional)
 #
 # The command `amp-lab train` of notebooks 05 and 06 does all this when torchrun starts it. On one machine
