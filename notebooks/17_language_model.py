@@ -532,7 +532,7 @@ for name, low in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
 #
 # A model that was trained in bf16 may overflow in fp16: its residual stream or the values inside a
 # block may pass 65504, which bf16 never noticed. [Notebook
-# 19](19_choose_your_precision.ipynb#Trained-in-bf16-on-a-card-without-it) plants such a layer and
+# 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-card-without-it) plants such a layer and
 # mends it. Here is how to look before you cast: the largest value in each part, over some text, and
 # how far it is from the end of fp16.
 
