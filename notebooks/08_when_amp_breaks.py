@@ -98,6 +98,10 @@
 # | a compiled model is no faster | [notebook 10](10_speed_ladder.ipynb) |
 # | fp32 results differ between two GPUs | [section&nbsp;37](#37-TF32-is-set-in-the-old-and-in-the-new-way) |
 # | the ranks of a distributed run drift apart, or skip different steps | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step), [notebook 11](11_scale_out.ipynb) |
+# | attention refuses q, k and v | [notebook 17](17_language_model.ipynb#One-dtype-for-q,-k-and-v) |
+# | another text or decision comes out in bf16, or in another batch | [notebook 17](17_language_model.ipynb#The-same-prompt,-another-text), [notebook 18](18_inference_and_export.ipynb#The-same-answer-twice) |
+# | an exported model computes in another dtype than expected | [notebook 18](18_inference_and_export.ipynb#Export) |
+# | a model that was trained in bf16 gives NaN in fp16 | [notebook 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-card-without-it) |
 # | a model in Keras gives NaN, or is no faster | [notebook 12](12_keras.ipynb) |
 # | a step is no faster than before, or even slower | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off), [section&nbsp;32](#32-A-thread-runs-without-autocast-or-in-another-dtype), [section&nbsp;33](#33-Autocast-makes-the-model-no-faster) |
 # | training uses as much memory as before, or more | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off), [section&nbsp;34](#34-The-memory-is-not-halved) |

@@ -78,7 +78,7 @@ CARDS = {
     "MI300": {"fp16", "bf16", "tf32", "fp8"},
     "MI350": {"fp16", "bf16", "fp8", "mxfp8"},
     "Arc": {"fp16", "bf16"},
-    "Apple M": {"fp16"},
+    "Apple M": set(),  # 16 bits are hardly faster there
     "CPU with AMX, AVX-512 BF16 or Arm's BF16": {"bf16"},
     "another CPU": set(),
 }
@@ -133,7 +133,7 @@ assert choose(CARDS["V100, T4, RTX 20"], "train") == "fp16 under autocast, with 
 # | MI210, MI250 | products in 16 bits take subnormals as 0, which costs fp16 gradients: use bf16 ([PyTorch](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html)) |
 # | MI300 | its FP8 is *fnuz*, half of what the same bits mean elsewhere ([15](15_below_16_bits.ipynb)) |
 # | Arc A | has no float64, which `GradScaler` needs: use bf16 ([pytorch 147731](https://github.com/pytorch/pytorch/issues/147731)) |
-# | Apple M | saves memory more than time; bf16 from macOS 14 on |
+# | Apple M | 16 bits save memory more than time; bf16 needs macOS 14 ([pytorch 139386](https://github.com/pytorch/pytorch/issues/139386)), and M1 and M2 emulate it ([transformers 40458](https://github.com/huggingface/transformers/pull/40458)) |
 # | CPUs | fp16 can be a hundred times slower than fp32, or as fast: `amp-lab doctor` |
 #
 # Three of these can be looked at from here. First, PyTorch says that a Turing card supports bf16,
