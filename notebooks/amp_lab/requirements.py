@@ -21,6 +21,7 @@ _EXTRAS = {  # a module: the extra in pyproject.toml that brings it
     "onnxscript": "export",
     "safetensors": "export",
     "sklearn": "train",
+    "tokenizers": "train",
     "torchvision": "train",
 }
 _NAMES = {"PIL": "pillow", "sklearn": "scikit-learn"}  # where a package is not called as its module

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from amp_lab.data import batches, load_dataset, load_text
-from amp_lab.data.text import UNKNOWN, encode
+from amp_lab.data.tokens import UNKNOWN
 from amp_lab.errors import DataError
 
 
@@ -61,18 +61,11 @@ def test_two_processes_share_each_batch(folder):
         assert torch.equal(batch[1::2], right)
 
 
-def test_a_strange_character_is_refused_where_nothing_stands_for_it():
-    assert encode("aba", "ab").tolist() == [0, 1, 0]
-    assert encode("axb", f"ab{UNKNOWN}").tolist() == [0, 2, 1]
-    with pytest.raises(DataError, match="the character 'x' is not in"):
-        encode("axb", "ab")
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "0 characters are too few"),
-        (b"short", "5 characters are too few"),
+        (b"", "0 tokens are too few"),
+        (b"short", "5 tokens are too few"),
         (b"\0" * 100_000, "not a text, for it has bytes of zero"),
         ("ä".encode("latin-1") * 100_000, "not UTF-8"),
     ],

@@ -13,6 +13,7 @@ from tiny_gpt import NAME
 
 from amp_lab import load_checkpoint
 from amp_lab.cli import main
+from amp_lab.data.tokens import BytePairs
 from amp_lab.training import gpt
 from amp_lab.training.export import export_checkpoint
 
@@ -122,6 +123,30 @@ def test_it_writes_what_the_seed_and_the_model_say(finished, capsys):
     assert written("--temperature", "0", "--seed", "5", "--precision", "bf16") == likeliest
 
 
+def test_byte_pairs_are_learned_kept_and_written(text, tmp_path, capsys):
+    given = line(tmp_path / "x", text, tokenizer="bpe", vocabulary=300, epochs=1)
+    assert main(given) == 0
+    assert "passages of 16 byte pairs, 300 different ones" in capsys.readouterr().out
+    assert main(["sample", str(tmp_path / "x"), "--prompt", "ß 7 times", "--tokens", "20"]) == 0
+    assert capsys.readouterr().out.startswith("ß 7 times")  # a byte pair for what was never seen
+    content = load_checkpoint(tmp_path / "x" / "checkpoint.pt")["tokenizer"]
+    assert len(BytePairs(content).encode([" times"])[0]) == 1  # which is in every line
+
+
+def test_a_run_goes_on_with_the_tokens_it_began_with(text, tmp_path, capsys):
+    file = tmp_path / "tokenizer.json"
+    (content,) = BytePairs.of([TEXT], 300).saved.values()
+    file.write_text(content)
+    given = line(tmp_path / "x", text, tokenizer=file, epochs=1)
+    assert main(given) == 0
+    (content,) = BytePairs.of([TEXT], 290).saved.values()
+    file.write_text(content)
+    assert "not the text, or other tokens than" in refused(capsys, [*given, "--resume"])
+    file.write_text(content[:100])
+    said = refused(capsys, [*given, "--resume"])
+    assert f"{file}: no tokenizer.json (" in said
+
+
 def test_a_trained_model_has_learned_something(finished):
     losses = [float(row["test_loss"]) for row in read_rows(finished)]
     assert losses[-1] < losses[0] < math.log(18) + 0.2
@@ -165,6 +190,10 @@ def test_an_exported_text_run_decides_as_its_source(finished, text, tmp_path, ca
         ({"pretrained": True}, "there is no pretrained one"),
         ({"context": 4096}, "too few for passages of 4096"),
         ({"data": "nowhere.txt"}, "nowhere.txt: no such file or folder"),
+        ({"tokenizer": "none.json"}, "none.json: cannot be read"),
+        ({"tokenizer": "."}, ".: cannot be read"),
+        ({"vocabulary": 300}, "give --tokenizer bpe too"),
+        ({"tokenizer": "bpe", "vocabulary": 256}, "a vocabulary of 256: from 257"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
@@ -177,6 +206,7 @@ def test_what_does_not_go_together_is_told_in_a_line(text, tmp_path, capsys, cha
     [
         (["--tokens", "0"], "--tokens 0 must be"),
         (["--temperature", "-1"], "--temperature -1.0 must be"),
+        (["--prompt", ""], "an empty text was given for prompt"),
         (["--prompt", "ß"], "the character 'ß' is not in the text"),
         (["--precision", "fp8"], "no precision 'fp8'"),
     ],

@@ -32,7 +32,8 @@ def run(options: argparse.Namespace) -> None:
     """Print the prompt and what follows it."""
     import torch
 
-    from amp_lab.data.text import CONTEXT, encode
+    from amp_lab.data.text import CONTEXT
+    from amp_lab.data.tokens import saved_tokens
     from amp_lab.device import pick_device
     from amp_lab.errors import OptionError
     from amp_lab.precision import Precision
@@ -49,12 +50,12 @@ def run(options: argparse.Namespace) -> None:
         raise OptionError(f"no precision {options.precision!r}; there are {', '.join(Precision)}")
     device, precision = pick_device(options.device), Precision(options.precision)
     model, state = load_model(options.run_folder)
-    if "characters" not in state:
+    tokens = saved_tokens(state)
+    if tokens is None:
         raise OptionError(f"{options.run_folder}: a run on images, which cannot write")
-    characters = state["characters"]
-    tokens = torch.from_numpy(encode(options.prompt, characters)).long().to(device)
+    prompt = torch.from_numpy(tokens.encode([options.prompt])[0]).long().to(device)
     context = state["config"]["context"] or CONTEXT
     how = (options.tokens, context, options.temperature, options.seed)
     with precision.autocast(device.type):
-        found = write(model.to(device).eval(), tokens, *how)
-    print("".join(characters[i] for i in found.tolist()))
+        found = write(model.to(device).eval(), prompt, *how)
+    print(tokens.decode(found.tolist()))

@@ -12,6 +12,7 @@ from PIL import Image
 from torch.nn import functional
 from torch.utils.data import Dataset
 
+from amp_lab.data.tokens import Characters, Tokens
 from amp_lab.errors import DataError, first_line
 
 MARKER = "STAND_IN.json"  # in the folder of generated pictures, so that none takes them for real
@@ -67,9 +68,14 @@ class ImageData:
     A run that finds another one trains on other data."""
     stand_in: bool = False  # generated pictures in the layout of the real ones
     skipped: tuple[str, ...] = ()  # the damaged images that were left out
-    is_text: bool = False
-    """Whether it is a text: its passages stand for images, their length for `image_size`, and its
-    characters for classes."""
+    tokens: Tokens | None = None
+    """What a text is cut into. Its passages stand for images, their length for `image_size`, and
+    the tokens for classes."""
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is a text."""
+        return self.tokens is not None
 
     @property
     def described(self) -> str:
@@ -78,7 +84,8 @@ class ImageData:
         counts = f"{len(self.train)} training and {len(self.test)} test"
         what = f"images of {size}x{size}, {len(self.classes)} classes"
         if self.is_text:
-            what = f"passages of {size} characters, {len(self.classes)} different ones"
+            unit = "characters" if isinstance(self.tokens, Characters) else "byte pairs"
+            what = f"passages of {size} {unit}, {len(self.classes):,} different ones"
         return f"{self.name}{kind}: {counts} {what}"
 
 

@@ -1,7 +1,6 @@
-"""Text, a character a token: Python's standard library, which is always there, or any of yours."""
+"""Text for language models: Python's standard library, which is always there, or any of yours."""
 
 import sysconfig
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -9,16 +8,14 @@ import numpy as np
 import torch
 
 from amp_lab.data.images import ImageData, ImageSet, fingerprint, generator
+from amp_lab.data.tokens import make_tokens
 from amp_lab.errors import DataError, first_line
 
 OFFSET = 3  # what random numbers are for, as `SHUFFLE` and `AUGMENT`
 TEXTS = ("stdlib", "text")
-UNKNOWN = "\ufffd"  # stands for rare characters
-CONTEXT, _LONGEST_CONTEXT = 256, 2**16  # characters
-_RAREST = 10  # a character that occurs less often is no token of its own
+CONTEXT, _LONGEST_CONTEXT = 256, 2**16  # tokens
 _PIECE, _TEST_EVERY = 10_000, 10  # characters; every tenth piece is of the test
 _MOST_BYTES = 2**30
-_MOST_CHARACTERS = 2**15  # different ones: what int16 holds
 # Parts of the standard library that are programs, tests, or not everywhere.
 _LEFT_OUT = {
     "__pycache__",
@@ -65,27 +62,61 @@ def load_text(
     context: int | None = None,
     limit: int | None = None,
     seed: int | None = 0,
+    tokenizer: str | None = None,
+    vocabulary: int | None = None,
 ) -> ImageData:
-    """The text called `name`, one of `TEXTS`, a character a token.
+    """The text called `name`, one of `TEXTS`, cut into tokens.
 
     - ``stdlib``: the sources of Python's standard library, under the licence of the PSF.
     - ``text``: your own; `folder` is a file, or a folder whose .txt and .md files are read.
 
-    A sample is a passage of `context` characters (default: 256): tokens int64 (T,), and those that
-    follow each, (T,). Every tenth piece of 10,000 characters is for the test. The passages of an
-    epoch begin at places that depend on the `seed` and the epoch; None: always at the same.
-    Characters that hardly occur become one. `limit` keeps at most so many passages.
+    A sample is a passage of `context` tokens (default: 256): int64 (T,), and those that follow
+    each, (T,). Every tenth piece of 10,000 characters is for the test. The passages of an epoch
+    begin at places that depend on the `seed` and the epoch; None: always at the same. `limit` keeps
+    at most so many passages. A token is a character, of which those that hardly occur become one;
+    with a `tokenizer` it is what `make_tokens` says.
 
-    Raises `DataError` for a wrong value, and for a text that is missing, empty or too short, has
-    bytes of zero, is not UTF-8, or larger than 1 GiB.
+    Raises `DataError` for a wrong value, a tokenizer that is none, and for a text that is missing,
+    empty or too short, has bytes of zero, is not UTF-8, or larger than 1 GiB.
     """
     if context is not None and not 1 <= context <= _LONGEST_CONTEXT:
-        raise DataError(f"context={context} must be between 1 and {_LONGEST_CONTEXT} characters")
+        raise DataError(f"context={context} must be between 1 and {_LONGEST_CONTEXT} tokens")
     try:
-        texts = _of_stdlib() if name == "stdlib" else _of_files(Path(folder))
-        return _split(name, "\n".join(texts), context or CONTEXT, limit, seed)
+        text = "\n".join(_of_stdlib() if name == "stdlib" else _of_files(Path(folder)))
+        pieces = _pieces(text)
+        tokens = make_tokens(pieces, tokenizer, vocabulary)
     except OSError as error:
         raise DataError(f"{name} cannot be read: {first_line(error)}") from error
+    context = context or CONTEXT
+    numbers = tokens.encode(pieces)
+    test = np.concatenate([*numbers[_TEST_EVERY - 1 :: _TEST_EVERY], _NONE])
+    del numbers[_TEST_EVERY - 1 :: _TEST_EVERY]
+    train = np.concatenate([*numbers, _NONE])
+    if len(test) < 2 * context:
+        total = len(train) + len(test)
+        raise DataError(
+            f"{name}: {total:,} tokens are too few for passages of {context}: it takes "
+            f"{2 * context * _TEST_EVERY:,}; give more text or a smaller --context"
+        )
+    test_limit = None if limit is None else -(-limit // (_TEST_EVERY - 1))
+    return ImageData(
+        name=name,
+        train=Passages(train, context, limit, seed),
+        test=Passages(test, context, test_limit, None),
+        classes=tokens.names,
+        image_size=context,
+        fingerprint=fingerprint(train, test, np.array([context])),
+        tokens=tokens,
+    )
+
+
+_NONE = np.zeros(0, np.int32)
+
+
+def _pieces(text: str) -> list[str]:
+    """A text in pieces, at least as many as it takes for one of them to be the test."""
+    length = min(_PIECE, -(-len(text) // _TEST_EVERY)) or 1
+    return [text[start : start + length] for start in range(0, len(text), length)]
 
 
 def _of_stdlib() -> Iterator[str]:
@@ -113,46 +144,3 @@ def _of_files(place: Path) -> Iterator[str]:
             yield content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise DataError(f"{file}: not UTF-8 (at byte {error.start:,})") from None
-
-
-def _split(name: str, text: str, context: int, limit: int | None, seed: int | None) -> ImageData:
-    counts = Counter(text)
-    usual = {c for c, count in counts.items() if count >= min(_RAREST, len(text) // 1000)}
-    characters = sorted(usual | ({UNKNOWN} if len(usual) < len(counts) else set()))
-    if len(characters) > _MOST_CHARACTERS:
-        raise DataError(
-            f"{name}: {len(characters):,} different characters; at most 32,768 are taken"
-        )
-    tokens = encode(text, tuple(characters))
-    is_test = np.arange(len(tokens)) // _PIECE % _TEST_EVERY == _TEST_EVERY - 1
-    if len(tokens) < _PIECE * _TEST_EVERY:  # too short for such pieces: its end is the test
-        is_test = np.arange(len(tokens)) >= len(tokens) * (_TEST_EVERY - 1) // _TEST_EVERY
-    train, test = tokens[~is_test], tokens[is_test]
-    if len(test) < 2 * context:
-        raise DataError(
-            f"{name}: {len(tokens):,} characters are too few for passages of {context}: it takes "
-            f"{2 * context * _TEST_EVERY:,}; give more text or a smaller --context"
-        )
-    test_limit = None if limit is None else -(-limit // (_TEST_EVERY - 1))
-    return ImageData(
-        name=name,
-        train=Passages(train, context, limit, seed),
-        test=Passages(test, context, test_limit, None),
-        classes=tuple(characters),
-        image_size=context,
-        fingerprint=fingerprint(tokens, np.array([context])),
-        is_text=True,
-    )
-
-
-def encode(text: str, characters: Sequence[str]) -> np.ndarray:
-    """The numbers int16 of a text's characters; what is not among them becomes `UNKNOWN`.
-
-    Raises `DataError` for such a character where `UNKNOWN` is not one of them either.
-    """
-    table = {character: number for number, character in enumerate(characters)}
-    unknown = table.get(UNKNOWN)
-    strange = set(text) - table.keys()
-    if strange and unknown is None:
-        raise DataError(f"the character {min(strange)!r} is not in the text of the training")
-    return np.fromiter((table.get(c, unknown) for c in text), np.int16, len(text))

@@ -62,6 +62,7 @@ def train(
         return Run(settings, given, ranks, held, say).train()
 
 
+TEXT_SETTINGS = ("context", "tokenizer", "vocabulary")
 _OF_ALL_EPOCHS = ("total_steps", "_schedule_phases")  # what a `OneCycleLR` keeps of its length
 
 
@@ -140,7 +141,8 @@ class Run:
         images, size = self.images, self.config.batch_size
         if self._saved is not None and self._saved.images != images.fingerprint:
             data = self.options.data
-            raise RunError(f"{data}: not the images that the run in {self.out} was started with")
+            what = "text, or other tokens than" if images.is_text else "images"
+            raise RunError(f"{data}: not the {what} that the run in {self.out} was started with")
         if size > len(images.train):
             raise RunError(f"batch size {size} is larger than the {len(images.train)} images")
         if self.ranks.size > len(images.test):
@@ -185,8 +187,8 @@ class Run:
         """Save the state; all ranks must call it."""
         description: dict[str, Any] = {"config": asdict(self.config)}
         description["classes"] = len(self.images.classes)
-        if self.images.is_text:
-            description["characters"] = "".join(self.images.classes)
+        if self.images.tokens is not None:
+            description |= self.images.tokens.saved
         progress = self.progress.state_dict()
         run_state.save_run(self.out, self.ranks, self.parts, progress, description)
 
@@ -303,7 +305,8 @@ def _require_a_match(config: RunConfig) -> None:
         fits = ", ".join(SIZES) if is_text else "a classifier of torchvision"
         what = "a text" if is_text else "images"
         raise RunError(f"{config.dataset} is {what}, and the model {config.model}: give {fits}")
-    for name in ("channels_last", "image_size", "skip_damaged") if is_text else ("context",):
+    of_images, of_text = ("channels_last", "image_size", "skip_damaged"), TEXT_SETTINGS
+    for name in of_images if is_text else of_text:
         if getattr(config, name):
             other = "images" if is_text else "text"
             raise RunError(f"{name.replace('_', ' ')} is for {other}, not for {config.dataset}")
@@ -315,8 +318,10 @@ def load_data(
     """The images or the text of a run; raises `DataError` as `load_dataset` and `load_text` do."""
     place, seed, limit = Path(folder), config.seed, config.limit
     if config.dataset in TEXTS:
-        seeds = seed if augment else None
-        return load_text(config.dataset, place, context=config.context, limit=limit, seed=seeds)
+        given = {name: getattr(config, name) for name in TEXT_SETTINGS}
+        return load_text(
+            config.dataset, place, limit=limit, seed=seed if augment else None, **given
+        )
     size = {"image_size": config.image_size, "limit": limit}
     how = {"skip_damaged": config.skip_damaged, "augment": augment, "download": download}
     return load_dataset(config.dataset, place, seed=seed, **size, **how)

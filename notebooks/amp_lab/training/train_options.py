@@ -101,7 +101,11 @@ class RunConfig(_Checked):
     # Of the initial weights, the order of the images, the augmentation and dropout.
     seed: int = setting(0, "default: {}", "N", _seed)
     image_size: int | None = setting(None, "in pixels (default: the data set's own)", "N", _side)
-    context: int | None = setting(None, "characters in a passage of text (256)", "N", _count)
+    context: int | None = setting(None, "tokens in a passage of text (256)", "N", _count)
+    tokenizer: str | None = setting(
+        None, "bpe, or a tokenizer.json (default: a character is a token)", "bpe|FILE"
+    )
+    vocabulary: int | None = setting(None, "byte pairs that bpe learns (4096)", "N", _count)
     limit: int | None = setting(None, "train on at most so many images or passages", "N", _count)
     accumulate: int = setting(1, "batches for each step (default: {})", "N", _count)
     clip_norm: float | None = setting(None, "largest norm of a step's gradients", "X", _positive)

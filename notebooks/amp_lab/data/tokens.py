@@ -1,0 +1,143 @@
+"""What a text is cut into: its characters, or byte pairs, which Hugging Face's tokenizers find."""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from amp_lab.errors import DataError, first_line
+from amp_lab.files import read_regular
+from amp_lab.requirements import needed_for
+
+UNKNOWN = "\ufffd"  # stands for rare characters
+BPE = "bpe"
+VOCABULARY = 4096  # byte pairs that are learned by default
+_SMALLEST, _LARGEST = 257, 2**18  # every byte and a pair; more than any model of today has
+_RAREST = 10  # a character that occurs less often is no token of its own
+_LEARN_FROM = 2**24  # characters, from all of a text: more change next to nothing
+_MOST_BYTES = 2**28  # of a tokenizer.json
+
+
+class Characters:
+    """A character a token; the rare ones are one token together."""
+
+    def __init__(self, characters: Sequence[str]):
+        self.names = tuple(characters)
+        self.saved = {"characters": "".join(characters)}
+
+    @classmethod
+    def of(cls, text: str) -> "Characters":
+        """Those of a text, in the order of their code points."""
+        counts = Counter(text)
+        usual = {c for c, count in counts.items() if count >= min(_RAREST, len(text) // 1000)}
+        return cls(sorted(usual | ({UNKNOWN} if len(usual) < len(counts) else set())))
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The numbers int32 (T,) of each text; what is no token becomes `UNKNOWN`.
+
+        Raises `DataError` for such a character where `UNKNOWN` is none either.
+        """
+        table = {character: number for number, character in enumerate(self.names)}
+        unknown = table.get(UNKNOWN)
+        for text in texts:
+            strange = set(text) - table.keys()
+            if strange and unknown is None:
+                raise DataError(
+                    f"the character {min(strange)!r} is not in the text of the training"
+                )
+        return [np.fromiter((table.get(c, unknown) for c in t), np.int32, len(t)) for t in texts]
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        """The text of some numbers."""
+        return "".join(self.names[number] for number in numbers)
+
+
+class BytePairs:
+    """The tokens of a ``tokenizer.json``, as `tokenizers` and `transformers` write it.
+
+    Raises `DataError` if `content` is none. `called` is what the message calls it.
+    """
+
+    def __init__(self, content: str, called: str = "the tokenizer"):
+        with needed_for("byte pairs"):
+            from tokenizers import Tokenizer
+        try:
+            self._tokenizer = Tokenizer.from_str(content)
+        except Exception as error:  # the library has no kind of its own
+            raise DataError(f"{called}: no tokenizer.json ({first_line(error)})") from error
+        size = self._tokenizer.get_vocab_size()
+        if not 1 < size <= _LARGEST:
+            raise DataError(f"{called}: has {size:,} tokens; from 2 to {_LARGEST:,} are taken")
+        self.saved = {"tokenizer": content}
+
+    @classmethod
+    def of(cls, texts: Sequence[str], vocabulary: int) -> "BytePairs":
+        """As many byte pairs as asked for, learned from texts; the same texts give the same."""
+        with needed_for("byte pairs"):
+            from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()  # so that no text is unknown
+        how = {"vocab_size": vocabulary, "initial_alphabet": alphabet, "show_progress": False}
+        every = -(-sum(map(len, texts)) // _LEARN_FROM) or 1
+        tokenizer.train_from_iterator(texts[::every], trainers.BpeTrainer(**how))
+        return cls(tokenizer.to_str())
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The tokens as the tokenizer writes them, by number."""
+        count = self._tokenizer.get_vocab_size()
+        return tuple(self._tokenizer.id_to_token(number) or "" for number in range(count))
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The numbers int32 (T,) of each text. Raises `DataError` for one beyond the vocabulary."""
+        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        numbers = [np.array(one.ids, np.int32) for one in found]
+        largest = max((int(row.max()) for row in numbers if len(row)), default=0)
+        if largest >= len(self.names):
+            raise DataError(
+                f"the tokenizer has {len(self.names):,} tokens and gives the number {largest:,}"
+            )
+        return numbers
+
+    def decode(self, numbers: Sequence[int]) -> str:
+        """The text of some numbers."""
+        return self._tokenizer.decode(list(numbers), skip_special_tokens=False)
+
+
+Tokens = Characters | BytePairs
+
+
+def make_tokens(texts: Sequence[str], tokenizer: str | None, vocabulary: int | None) -> Tokens:
+    """The tokens for texts: characters for None, `BPE` to learn byte pairs, or those of a file.
+
+    `vocabulary` is how many byte pairs are learned (default: `VOCABULARY`). Raises `DataError` for
+    a file that cannot be read or is no tokenizer, and for a vocabulary that makes no sense.
+    """
+    if vocabulary is not None and tokenizer != BPE:
+        raise DataError("a vocabulary is for byte pairs that are learned: give --tokenizer bpe too")
+    if tokenizer is None:
+        return Characters.of("".join(texts))
+    if tokenizer == BPE:
+        size = VOCABULARY if vocabulary is None else vocabulary
+        if not _SMALLEST <= size <= _LARGEST:
+            raise DataError(f"a vocabulary of {size:,}: from {_SMALLEST} to {_LARGEST:,} are taken")
+        return BytePairs.of(texts, size)
+    try:
+        content = read_regular(Path(tokenizer), _MOST_BYTES).decode()
+    except OSError as error:
+        raise DataError(f"{tokenizer}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError:
+        raise DataError(f"{tokenizer}: no tokenizer.json (not UTF-8)") from None
+    return BytePairs(content, tokenizer)
+
+
+def saved_tokens(state: dict[str, Any]) -> Tokens | None:
+    """Those that a run's checkpoint has; None for a run on images."""
+    if "tokenizer" in state:
+        return BytePairs(state["tokenizer"])
+    return Characters(state["characters"]) if "characters" in state else None
