@@ -41,8 +41,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # %% [markdown]
 # ## The idea in five lines
 #
-# Which precision is fast is a question to the hardware, and the surest way to an answer is to ask
-# it. `describe_device` times a matrix product in each precision, and it also multiplies numbers
+# Which precision is fast depends on the hardware, and the surest way to know is to measure it.
+# `describe_device` times a matrix product in each precision, and it also multiplies numbers
 # whose product is known. Before you run this: what do you expect of your machine?
 
 # %% tags=["nbval-ignore-output"]
@@ -54,13 +54,16 @@ for precision, found in report.values.items():
         print(
             f"{precision}: {found.input_bits} bits, subnormals {kept}, sums {found.error:.1f} ulp off"
         )
-assert report.values["bf16"].input_bits == 8
+bf16 = report.values["bf16"]
+assert bf16 is None or bf16.input_bits == 8
 
 # %% [markdown]
-# The *bits* are what is left of an input, *subnormals* are the numbers too small to have all of
-# them, and the last figure is the largest error of a sum of 4,096 products, in units of the last
-# place of the result (*ulp*). Half a unit means that the sum was kept in a wider format and rounded once,
-# which is what 16-bit products rely on. `amp-lab doctor` prints the same with the speeds.
+# The *bits* are those that are left of an input's significand: 24 in fp32, 11 in fp16 and TF32, 8 in
+# bf16. *Subnormals* are the numbers below a format's normal range, which have fewer bits, and which
+# some devices make 0. The last figure is the largest error of a sum of 4,096 products, in units of
+# the last place of the result (*ulp*). In 16 bits half a unit is the best there is: the sum was kept
+# in a wider format and rounded once. Some units mean that sums are kept in 16 bits, and then you
+# should look closely at what comes out of long sums. `amp-lab doctor` prints the same with the speeds.
 #
 # ## The decision
 #
@@ -73,12 +76,12 @@ CARDS = {
     "V100, T4, RTX 20": {"fp16"},
     "A100, A10, RTX 30": {"fp16", "bf16", "tf32"},
     "L4, L40S, RTX 40, H100, H200": {"fp16", "bf16", "tf32", "fp8"},
-    "B200, RTX 50": {"fp16", "bf16", "tf32", "fp8", "mxfp8", "nvfp4"},
+    "B200, RTX 50": {"fp16", "bf16", "tf32", "fp8", "mxfp8", "mxfp4", "nvfp4"},
     "MI210, MI250": {"fp16", "bf16"},
     "MI300": {"fp16", "bf16", "tf32", "fp8"},
-    "MI350": {"fp16", "bf16", "fp8", "mxfp8"},
+    "MI350": {"fp16", "bf16", "fp8", "mxfp8", "mxfp4"},
     "Arc": {"fp16", "bf16"},
-    "Apple M": set(),  # 16 bits are hardly faster there
+    "Apple M1 to M4": set(),  # 16 bits are hardly faster there
     "CPU with AMX, AVX-512 BF16 or Arm's BF16": {"bf16"},
     "another CPU": set(),
 }
@@ -90,30 +93,34 @@ def choose(fast, task, trained_in="fp32"):
     if task == "exact":
         return "fp32 with TF32 off"
     form = "bf16" if "bf16" in fast else "fp16" if "fp16" in fast else "fp32"
-    if form == "fp16" and trained_in == "bf16":
-        return "fp16 if its largest values fit, else fp32"
     if form == "fp32":
         return "fp32"
-    helper = ", with GradScaler" if form == "fp16" else ""
-    return f"{form} under autocast{helper}" if task == "train" else f"{form}, cast once"
+    scaler = " with GradScaler" if form == "fp16" else ""
+    how = f"{form} under autocast{scaler}" if task == "train" else f"{form}, cast once"
+    return f"{how}, if its values fit" if (form, trained_in) == ("fp16", "bf16") else how
 
 
 # %%
 for name, fast in CARDS.items():
-    print(f"{name:<42} train: {choose(fast, 'train'):<38} infer: {choose(fast, 'infer')}")
-assert choose(CARDS["V100, T4, RTX 20"], "train") == "fp16 under autocast, with GradScaler"
+    print(f"{name:<42} train: {choose(fast, 'train'):<36} infer: {choose(fast, 'infer')}")
+turing = CARDS["V100, T4, RTX 20"]
+assert choose(turing, "train") == "fp16 under autocast with GradScaler"
+print("V100, a model trained in bf16:", choose(turing, "infer", trained_in="bf16"))
 
 # %% [markdown]
-# Read it from the top: **bf16 wherever it is fast**, because it has the range of fp32 and so needs
-# no scaler; **fp16 with a scaler** on the cards that have nothing else; **fp32** where nothing is
-# faster, and where digits matter more than time (solvers, statistics, small differences of large
-# numbers). Training keeps fp32 weights and casts under autocast. Inference may cast the weights
-# once, which halves them ([notebook 18](18_inference_and_export.ipynb)).
+# So the rule is: **bf16 wherever it is fast**, because it has the range of fp32, so that nothing
+# overflows and no scaler is needed; **fp16** on the cards that have nothing else, with a scaler for
+# training; **fp32** where nothing is faster, and where digits matter more than time (solvers,
+# statistics, small differences of large numbers; if fp32 is not enough there, float64). Training
+# keeps fp32 weights and casts under autocast. Inference may cast the weights once, which halves them.
+# If you know that a model's values stay far below 65504, fp16 is the closer choice for inference,
+# with three bits more ([notebook 18](18_inference_and_export.ipynb)).
 #
-# The choice is where you *begin*. Then measure: small layers gain nothing from any format, and
-# `amp-lab advise` tries all of them on your model, here ([notebook 10](10_speed_ladder.ipynb)). Go
-# below 16 bits only when the products are large ([notebook 15](15_below_16_bits.ipynb)). If it does
-# not *fit*, change something else first:
+# The choice is where you *begin*. Then measure it: small layers gain nothing from any format, and
+# `amp-lab advise` times fp32, fp16 and bf16 on your own model and machine ([notebook
+# 10](10_speed_ladder.ipynb)). FP8 is a second step of training, after bf16 works, and pays only
+# where products are large: thousands of rows and columns, by torchao's own table ([notebook
+# 15](15_below_16_bits.ipynb)). Whether a model *fits* is another question, with other answers:
 #
 # | what takes the memory | what helps |
 # |---|---|
@@ -129,22 +136,22 @@ assert choose(CARDS["V100, T4, RTX 20"], "train") == "fp16 under autocast, with 
 # |---|---|
 # | GTX 16 | fp16 gives NaN in some models ([pytorch 58123](https://github.com/pytorch/pytorch/issues/58123), [77955](https://github.com/pytorch/pytorch/issues/77955)): use fp32 |
 # | V100, T4, RTX 20 | bf16 runs, but is emulated; TF32 does not exist |
-# | RTX 30, RTX 40 | sums of fp16 products in fp32 run at half the rate of sums in fp16 ([NVIDIA](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf)), and PyTorch takes fp32 |
-# | MI210, MI250 | products in 16 bits take subnormals as 0, which costs fp16 gradients: use bf16 ([PyTorch](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html)) |
-# | MI300 | its FP8 is *fnuz*, half of what the same bits mean elsewhere ([15](15_below_16_bits.ipynb)) |
-# | Arc A | has no float64, which `GradScaler` needs: use bf16 ([pytorch 147731](https://github.com/pytorch/pytorch/issues/147731)) |
+# | RTX 30, RTX 40 | the highest rate in a data sheet is that of fp16 products summed in fp16; PyTorch sums in fp32, at half of it ([NVIDIA](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf)). Nothing is to be done |
+# | MI210, MI250 | products in 16 bits take subnormals as 0, which fp16 has many of in its gradients; PyTorch therefore computes fp16's backward products with bf16 inputs ([PyTorch](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html)): use bf16 |
+# | MI300 | its FP8 is *fnuz*: the same bits stand for half the value that they have elsewhere ([15](15_below_16_bits.ipynb)) |
+# | Arc A | has no float64, which `GradScaler` needs: use bf16. Arc B has it ([pytorch 147731](https://github.com/pytorch/pytorch/issues/147731)). The device is called `xpu` |
 # | Apple M | 16 bits save memory more than time; bf16 needs macOS 14 ([pytorch 139386](https://github.com/pytorch/pytorch/issues/139386)), and M1 and M2 emulate it ([transformers 40458](https://github.com/huggingface/transformers/pull/40458)) |
-# | CPUs | fp16 can be a hundred times slower than fp32, or as fast: `amp-lab doctor` |
+# | CPUs | fp16 can be a hundred times slower than fp32, or as fast: take bf16 or fp32, unless `amp-lab doctor` shows fp16 to be fast |
 #
 # Three of these can be looked at from here. First, PyTorch says that a Turing card supports bf16,
 # since it asks whether a tensor can be made, and not whether it is fast:
 
 # %%
-turing = mock.Mock(major=7, minor=5)
+properties = mock.Mock(major=7, minor=5)  # of a Turing card
 with (
     mock.patch("torch.cuda.is_available", return_value=True),
     mock.patch("torch.cuda.current_device", return_value=0),
-    mock.patch("torch.cuda.get_device_properties", return_value=turing),
+    mock.patch("torch.cuda.get_device_properties", return_value=properties),
     mock.patch("torch.cuda._check_bf16_tensor_supported", return_value=True),  # the tensor is made
     mock.patch("torch.version.hip", None),
 ):
@@ -155,8 +162,8 @@ assert (says, means) == (True, False)
 
 # %% [markdown]
 # `including_emulation=False` is the question that you mean. Second, why subnormals matter: these
-# are gradients of an ordinary size, as fp16 holds them with and without subnormal numbers, and as
-# bf16 holds them:
+# are gradients of an ordinary size, as fp16 holds them on a device that has subnormal numbers, on
+# one that makes them 0, and as bf16 holds them:
 
 # %%
 torch.manual_seed(0)
@@ -170,8 +177,8 @@ assert lost < 0.01 < 0.99 < flushed
 assert not (gradients.bfloat16() == 0).any()
 
 # %% [markdown]
-# Nearly all of them would be gone; a loss scale helps, and bf16 needs no help. Third, the float64
-# in `GradScaler`:
+# Where subnormals are 0, nearly all of these gradients would be gone without a loss scale. bf16
+# needs none. Third, the float64 in `GradScaler`:
 
 # %%
 source = inspect.getsource(torch.amp.GradScaler.unscale_)
@@ -180,7 +187,7 @@ print(line)
 assert "reciprocal" in line
 
 # %% [markdown]
-# Without a scaler there is no such line: bf16 runs on Arc.
+# It is the one place where a step with a scaler needs float64, and bf16 needs no scaler.
 #
 # ## What fp32 means
 #
@@ -188,14 +195,14 @@ assert "reciprocal" in line
 # their 24. Whether they do is a mode of the process, and matrix products and convolutions have one
 # each:
 #
-# | `set_float32_matmul_precision` | matrix products of fp32 tensors on CUDA | convolutions |
-# |---|---|---|
-# | `"highest"`, the default | fp32 | TF32, as before |
-# | `"high"` | TF32 | TF32, as before |
-# | `"medium"` | TF32 (bf16 on CPUs that have it) | TF32, as before |
+# | `set_float32_matmul_precision` | products on CUDA | products on a CPU | convolutions on CUDA |
+# |---|---|---|---|
+# | `"highest"`, the default | fp32 | fp32 | TF32 |
+# | `"high"` | TF32 | TF32, where the CPU has it | TF32 |
+# | `"medium"` | TF32 | bf16, where the CPU has it | TF32 |
 #
-# So by default fp32 *convolutions* are TF32 on such a card, and `"highest"` does not change that.
-# We can read the modes without a card:
+# So fp32 *convolutions* are TF32 on such a card from the start, and this function does not change
+# that. We can read the modes without a card:
 
 
 # %%
@@ -212,15 +219,25 @@ for name in ("highest", "high", "medium"):
 torch.set_float32_matmul_precision(before)
 
 # %% [markdown]
-# None of it touches tensors of 16 bits, nor ops that are no product. Training in fp32 on an A100 or
-# later usually wants `"high"`, and work that needs every digit wants both switched off:
-# `torch.set_float32_matmul_precision("highest")` and `torch.backends.cudnn.conv.fp32_precision =
-# "ieee"`.
-#
+# None of it touches tensors of 16 bits, nor ops that are no product. Training in fp32 on an RTX 30,
+# an A100 or anything later usually wants `"high"`. Under autocast it still speeds up the products
+# that stay in fp32. Work that needs every digit wants TF32 off for both kinds. If such work differs
+# from a CPU's in the fourth digit, look here first: 11 bits are three to four digits.
+
+# %%
+kept = torch.backends.cudnn.allow_tf32
+torch.set_float32_matmul_precision("highest")
+torch.backends.cudnn.allow_tf32 = False  # convolutions, and recurrent layers
+assert modes()[0] == "ieee"
+assert "tf32" not in modes()
+torch.backends.cudnn.allow_tf32 = kept
+
+# %% [markdown]
 # ### Old names and new ones
 #
-# The modes have had several names. Whoever sets a new one and reads an old one gets an error, also
-# if the reader is another library (`torch.compile` reads the old one):
+# The modes have old names (`allow_tf32`) and new ones (`fp32_precision`). If you set a new name, and
+# anyone reads an old one afterwards, PyTorch raises an error. The reader may well be another library:
+# `torch.compile` is one.
 
 # %%
 matmul = torch.backends.cuda.matmul
@@ -237,48 +254,65 @@ assert mixed
 assert torch.get_float32_matmul_precision() == before
 
 # %% [markdown]
-# `torch.set_float32_matmul_precision` sets old and new names alike and upsets nobody. Use it for
-# products, and one line at the top of a program.
+# `torch.set_float32_matmul_precision` and `torch.backends.cudnn.allow_tf32`, which we used above, set
+# old and new names alike, so that nobody gets this error. Set each once, at the top of your program.
 #
 # ## Trained in bf16, on a card without it
 #
 # Most language models of today were trained in bf16, whose largest number is 3.4e38. fp16 ends at
-# 65504, and a model that never had to stay below may not. Here is one with a hidden layer whose
-# values reach a million. Its weights fit into fp16, and so do its inputs and outputs:
+# 65504, and nothing has taught such a model to stay below that. Here is one whose weights, inputs and
+# outputs all fit into fp16, but whose hidden values do not:
 
 # %%
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
 with torch.no_grad():
-    model[0].weight.mul_(2**20)
-    model[0].bias.mul_(2**20)
-    model[2].weight.mul_(2**-20)
+    model[0].weight.mul_(2**18)
+    model[0].bias.mul_(2**18)
+    model[2].weight.mul_(2**-18)
 x = torch.rand(16, 32)
+END = torch.finfo(torch.float16).max
+assert max(parameter.abs().max() for parameter in model.parameters()) < END
 
 
-def largest_values(model, x):
-    """The largest magnitude that each layer returns, by name, in fp32."""
-    found = {}
-    for name, layer in model.named_children():
-        x = layer(x)
-        found[name] = x.abs().max().item()
+def largest_values(model, *inputs):
+    """The largest magnitude that each module of a model returns, by its name."""
+    found, hooks = {}, []
+    for name, module in model.named_modules():
+
+        def note(module, given, output, name=name):
+            if torch.is_tensor(output):
+                found[name or "output"] = output.abs().max().item()
+
+        hooks.append(module.register_forward_hook(note))
+    with torch.inference_mode():
+        model(*inputs)
+    for hook in hooks:
+        hook.remove()
     return found
 
 
+# %%
+print({name: f"{value:.3g}" for name, value in largest_values(model, x).items()})
 with torch.inference_mode():
-    print({name: f"{value:.3g}" for name, value in largest_values(model, x).items()})
-    print("in bf16:", model.bfloat16()(x.bfloat16())[0, :3].tolist())
-    print("in fp16:", model.half()(x.half())[0, :3].tolist())
+    in_bf16, in_fp16 = model.bfloat16()(x.bfloat16()), model.half()(x.half())
+print("in bf16:", in_bf16[0, :3].tolist())
+print("in fp16:", in_fp16[0, :3].tolist())
+assert in_bf16.isfinite().all()
+assert not in_fp16.isfinite().all()
 
 # %% [markdown]
-# In fp16 the first layer is infinite already, and the outputs are infinite or NaN. (And the small
-# weights of the last layer became subnormal or 0 on the way: a cast to fp16 loses at both ends.)
-# So **look before you cast**: run some batches in fp32 with hooks, and compare the largest value of
-# each layer with 65504. `amp-lab export --dtype fp16` refuses such a model.
+# In fp16 the hidden values are infinite, and so the outputs are infinite or NaN. (The small weights
+# of the last layer became subnormal on the way: a cast to fp16 loses at both ends.) So **look before
+# you cast**: run some of your own inputs through the model with `largest_values`, and compare each
+# value with 65504. Run it in fp32, or in bf16 where fp32 does not fit, if need be slowly on a CPU:
+# here only the range counts. Leave a margin of at least 2, since inside an attention or a norm values
+# can be larger than what comes out. `amp-lab export --dtype fp16` refuses a model whose outputs are
+# not finite.
 #
-# What then? Keep the layers in fp32 that exceed the range, and the rest in fp16. Or move a power of
-# two from one layer into the next, which is exact, and possible wherever nothing but ReLU lies
-# between them:
+# What then? Keep the layers that exceed the range in fp32, and the rest in fp16. Or move a power of
+# two from one layer into the next. That is exact, and possible where what lies between the two layers
+# gives twice the output for twice the input, as ReLU does and GELU does not:
 
 # %%
 model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
@@ -287,10 +321,10 @@ for layer in (model[0], model[2]):
     layer.reset_parameters()
 with torch.inference_mode():
     wanted = model(x)
-    for tensor, factor in ((model[0].weight, 20), (model[0].bias, 20), (model[2].weight, -20)):
+    for tensor, factor in ((model[0].weight, 18), (model[0].bias, 18), (model[2].weight, -18)):
         tensor.mul_(2.0**factor)  # the model from above
     assert torch.equal(model(x), wanted)  # computes the same
-    for tensor, factor in ((model[0].weight, -20), (model[0].bias, -20), (model[2].weight, 20)):
+    for tensor, factor in ((model[0].weight, -18), (model[0].bias, -18), (model[2].weight, 18)):
         tensor.mul_(2.0**factor)  # and moved back
     off = (model.half()(x.half()).float() - wanted).abs().max().item()
 print(f"in fp16 it is {off:.1e} off now")
@@ -299,9 +333,10 @@ assert off < 2e-3
 # %% [markdown]
 # ## What frameworks call it
 #
-# Two words decide: **mixed** means fp32 weights under autocast, and **true** means that the model
-# itself is cast, with gradients and the optimizer's state. This looks at what really happens, with
-# a hook and after a step:
+# Three words decide. **Mixed** means fp32 weights under autocast. **True** means that the model itself
+# is cast, so that gradients and the optimizer's state are in 16 bits as well. And a plain **bf16** is
+# ambiguous: in accelerate and transformers it means mixed, in torchtune true, and in DeepSpeed
+# something between the two. So we look at what really happens, with a hook and after a step:
 
 
 # %%
@@ -434,9 +469,14 @@ logging.disable(logging.NOTSET)
 # | Keras `mixed_bfloat16` | fp32 | bf16 | fp32 | fp32 | bf16 |
 # | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
 #
-# Mind the ninth row: since version 5, `from_pretrained` of transformers loads a model in the dtype
-# that it was saved in, which for most is bf16, so fine-tuning has no fp32 weights unless you ask
-# with `dtype=torch.float32`. A saved Keras model keeps its policy; to change it, build the model
+# Fabric and Lightning's Trainer differ in the outputs, since Fabric wraps the model. The settings for
+# fp16 (`16-mixed`, `fp16=True`, `mixed_float16`) do the same on a GPU, with fp16 in place of bf16 and
+# a scaler that they bring themselves.
+#
+# Mind transformers with a **model loaded in bf16**: since version 5, `from_pretrained` loads a model in
+# the dtype that it was saved in, which for most is bf16. Fine-tuning then has no fp32 weights, and with
+# a small learning rate a bf16 weight stands still, because its step is less than half of what lies
+# between two bf16 numbers. Ask for `dtype=torch.float32`. A saved Keras model keeps its policy; to change it, build the model
 # anew under another and load the weights ([notebook 12](12_keras.ipynb)).
 #
 # What could not be run here, by their documentation:
@@ -452,8 +492,9 @@ logging.disable(logging.NOTSET)
 #
 # - Begin with bf16 wherever the hardware multiplies it fast, with fp16 and a scaler where only
 #   that is fast, and with fp32 elsewhere. Then measure your own model.
-# - By default fp32 products are fp32 and fp32 convolutions may be TF32. Set the mode with
-#   `torch.set_float32_matmul_precision`, once.
+# - By default fp32 products are fp32 and fp32 convolutions may be TF32. Set each mode once:
+#   `torch.set_float32_matmul_precision` for products, `torch.backends.cudnn.allow_tf32` for
+#   convolutions.
 # - Before a bf16 model goes to fp16, look at its largest values.
 # - "Mixed" keeps fp32 weights, and "true" does not. Which dtype a framework returns is worth a look.
 #
@@ -578,8 +619,8 @@ check_outputs(outputs)
 # ### 4. Make it fit
 #
 # Complete `scale_down`: move a power of two from the first linear layer of a `Sequential` of linear
-# layer, ReLU and linear layer into the last one, in place, so that the hidden values for `x` stay
-# at or below 1024 and the outputs remain the same. The model's own hidden values are larger.
+# layer, ReLU and linear layer into the last one, in place, so that the first layer's outputs for
+# `x` stay within ±1024 and the model's outputs remain the same. As it comes, they are larger.
 
 
 # %%
@@ -592,8 +633,8 @@ check_scale_down(scale_down)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# The largest hidden value divided by 1024 is what has to go; round its logarithm up. The bias of the
-# first layer has to shrink with its weight.
+# The largest magnitude that the first layer returns, divided by 1024, is what has to go; round its
+# logarithm up. The bias of the first layer has to shrink with its weight.
 #
 # </details>
 #
@@ -603,7 +644,7 @@ check_scale_down(scale_down)
 # def scale_down(model, x):
 #     first, relu, last = model
 #     with torch.no_grad():
-#         factor = (relu(first(x)).max() / 1024).log2().ceil().exp2()
+#         factor = (first(x).abs().max() / 1024).log2().ceil().exp2()
 #         first.weight /= factor
 #         first.bias /= factor
 #         last.weight *= factor
