@@ -1,7 +1,9 @@
 """Execute the notebooks and write their pairs: `pdm run notebooks [NAME …]`; `--check` compares.
 
 People edit `NAME.py`; `NAME.ipynb` is made from it, with outputs from the CPU at the quick scale.
-The machine has to be quiet: `--force` writes figures that are not to be trusted all the same.
+The machine has to be quiet: `--force` writes figures that are not to be trusted all the same. On
+another machine than the one that the committed outputs come from, `--keep` keeps the output of each
+cell that depends on the machine and whose code did not change.
 `--new 20_title` makes a notebook that passes every check, to be filled with what you have to say.
 The last figure of notebook 04 is also written as a picture, for the README.
 """
@@ -35,6 +37,7 @@ TEMPLATE = Path(__file__).resolve().parent / "notebook_template.txt"
 SETTINGS = {"AMP_LAB_DEVICE": "cpu", "AMP_LAB_SCALE": "quick"}
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 CELL_TIMEOUT_S = 600
+IGNORED = "nbval-ignore-output"  # the tag of a cell whose output depends on the machine
 UNTRUSTED = re.compile(r"not trusted|too busy")  # what a comparison prints on a busy machine
 README_FIGURE = FOLDER / "04_fp32_vs_amp.png"  # the last figure of the notebook of that name
 
@@ -55,6 +58,11 @@ def main(argv: list[str] | None = None) -> int:
     )
     what.add_argument("--new", metavar="NN_NAME", help="make notebooks/NN_NAME.py from a template")
     parser.add_argument("--force", action="store_true", help="write figures of a busy machine too")
+    parser.add_argument(
+        "--keep",
+        action="store_true",
+        help="keep what depends on the machine, where the code did not change",
+    )
     options = parser.parse_args(argv)
     try:
         if options.new is not None:
@@ -68,7 +76,10 @@ def main(argv: list[str] | None = None) -> int:
             for source in sources:
                 print(source.name, flush=True)
                 prepare(source)
-                write_pair(execute_quietly(source, options.force), source)
+                notebook = execute_quietly(source, options.force)
+                if options.keep:
+                    keep_outputs(notebook, source)
+                write_pair(notebook, source)
     except Problem as problem:
         print(f"notebooks: {problem}", file=sys.stderr)
         return 2
@@ -191,6 +202,24 @@ def execute_quietly(source: Path, force: bool) -> nbformat.NotebookNode:
         f"{source.name}: figures of a busy machine are not written ({reason}); stop what else runs "
         "here, or give --force (its pair is unchanged)"
     )
+
+
+def keep_outputs(notebook: nbformat.NotebookNode, source: Path) -> None:
+    """Give cells whose output depends on the machine what they have in the pair, if they are there.
+
+    Raises `Problem` if there is no pair to keep them from.
+    """
+
+    def depends(cell: nbformat.NotebookNode) -> bool:
+        return cell.cell_type == "code" and IGNORED in cell.metadata.get("tags", [])
+
+    pair = source.with_suffix(".ipynb")
+    if not pair.exists():
+        raise Problem(f"{source.name} has no pair, whose outputs could be kept")
+    committed: Any = nbformat.read(pair, as_version=4)
+    kept = {cell.source: cell.outputs for cell in committed.cells if depends(cell)}
+    for cell in filter(depends, notebook.cells):
+        cell.outputs = kept.get(cell.source, cell.outputs)
 
 
 def untrusted(notebook: nbformat.NotebookNode) -> list[str]:

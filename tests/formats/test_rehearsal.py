@@ -170,7 +170,7 @@ def test_training_beside_bf16_and_all_that_is_printed():
     found = rehearse(chain(64, 64, 64, 64, 64), values, loss_fn=mean_square, steps=5, seeds=2)
     assert found.recommended == "fp8-rowwise"
     assert all(len(report.losses) == 2 for report in found.formats)
-    assert len({loss for report in found.formats for loss in report.losses}) == 12
+    assert len({tuple(report.losses) for report in found.formats}) == 6  # no two are the same
     text = str(found)
     for words in ("loss after 5 steps", "fp8-rowwise: holds.", 'LEFT_OUT = {"0", "6"}', "SQNR"):
         assert words in text

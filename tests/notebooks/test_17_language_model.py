@@ -1,5 +1,6 @@
-"""What notebook 17 says of LoRA, held against peft."""
+"""What notebook 17 says: of LoRA, held against peft; of models, against a small Llama."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,11 @@ SOURCE = Path(__file__).parents[2] / "notebooks" / "17_language_model.py"
 PLACE = "base_model.model.0.lora_{}.default.weight"
 
 
-@pytest.mark.slow
-def test_lora_is_that_of_peft():
+def both(base):
+    """The notebook's LoRA and peft's on a linear layer, with the same numbers."""
     peft = pytest.importorskip("peft")
     lora = definitions(SOURCE, device=torch.device("cpu"))["LoRA"]
     torch.manual_seed(0)
-    base = nn.Linear(24, 16)
     ours = lora(base, rank=4, alpha=8)
     with torch.no_grad():
         ours.up.normal_()
@@ -24,11 +24,42 @@ def test_lora_is_that_of_peft():
     theirs = peft.get_peft_model(nn.Sequential(base), settings)
     state = {PLACE.format("A"): ours.down, PLACE.format("B"): ours.up}
     assert not theirs.load_state_dict(state, strict=False).unexpected_keys
+    return ours, theirs
+
+
+@pytest.mark.slow
+def test_lora_is_that_of_peft():
+    base = nn.Linear(24, 16)
+    ours, theirs = both(base)
     x = torch.randn(32, 24)
     torch.testing.assert_close(theirs(x), ours(x), rtol=1e-6, atol=1e-5)
     weight = base.weight.clone()
     merged = theirs.merge_and_unload()[0].weight
     torch.testing.assert_close(merged, weight + ours.update(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_lora_returns_has_the_dtype_that_pefts_has(autocast, dtype):
+    ours, theirs = both(nn.Linear(24, 16).bfloat16())
+    x = torch.randn(2, 24).to(dtype if autocast else torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert ours(x).dtype == theirs(x).dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("safe", [False, True])
+def test_peft_merges_with_one_rounding_and_safely_with_two(safe):
+    base = nn.Linear(64, 64).bfloat16()
+    weight = base.weight.detach().clone()
+    ours, theirs = both(base)
+    update = ours.update()
+    once = (weight.float() + update).bfloat16()
+    twice = weight + update.bfloat16()
+    assert not torch.equal(once, twice)
+    merged = theirs.merge_and_unload(safe_merge=safe)[0].weight
+    assert torch.equal(merged, twice if safe else once)
 
 
 @pytest.mark.slow
@@ -39,3 +70,66 @@ def test_peft_keeps_adapters_in_fp32_unless_told_otherwise(kept, dtype):
     settings = peft.LoraConfig(r=4, target_modules=["0"])
     model = peft.get_peft_model(base, settings, autocast_adapter_dtype=kept)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {dtype}
+
+
+@pytest.fixture
+def llama():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 50}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads)).eval()
+
+
+TOKENS = torch.arange(8)[None]
+
+
+@pytest.mark.slow
+def test_the_cache_of_a_llama_is_fp32_under_autocast_and_bf16_in_a_cast_model(llama):
+    def dtypes(model):
+        with torch.no_grad():
+            layer = model(TOKENS, use_cache=True).past_key_values.layers[0]
+        return {layer.keys.dtype, layer.values.dtype}
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.float32 in dtypes(llama)
+    assert dtypes(llama.bfloat16()) == {torch.bfloat16}
+
+
+@pytest.mark.slow
+def test_a_cast_llama_loses_its_rates_and_a_loaded_one_keeps_them(llama, tmp_path):
+    llama.save_pretrained(tmp_path)
+    loaded = type(llama).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert loaded.dtype is torch.bfloat16
+    assert loaded.model.rotary_emb.inv_freq.dtype is torch.float32
+    assert llama.bfloat16().model.rotary_emb.inv_freq.dtype is torch.bfloat16
+
+
+@pytest.mark.slow
+def test_a_model_of_ones_own_is_examined(llama, tmp_path):
+    examine = definitions(SOURCE, device=torch.device("cpu"), END=65504)["examine"]
+    with torch.no_grad():
+        llama.model.layers[0].mlp.down_proj.weight *= 1e9
+    llama.bfloat16().save_pretrained(tmp_path, max_shard_size="20kB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    dtypes, over = examine(tmp_path)
+    assert dtypes == {torch.bfloat16}
+    assert over[0] == "model.layers.0.mlp.down_proj"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["a shard is missing", "pickles alone", "nothing"])
+def test_a_folder_without_whole_safetensors_is_refused(llama, tmp_path, what):
+    examine = definitions(SOURCE, device=torch.device("cpu"), END=65504)["examine"]
+    folder = tmp_path / "model"
+    llama.save_pretrained(folder, max_shard_size="20kB")
+    if what == "a shard is missing":
+        next(folder.glob("*.safetensors")).unlink()
+    elif what == "pickles alone":
+        for file in folder.glob("*.safetensors*"):
+            file.unlink()
+        torch.save(llama.state_dict(), folder / "pytorch_model.bin")
+    else:
+        shutil.rmtree(folder)
+    with pytest.raises((OSError, ValueError)):
+        examine(folder)

@@ -264,6 +264,24 @@ def test_a_new_notebook_of_a_wrong_name_is_refused_in_one_line(folder, capsys, n
     assert [path.read_text() for path in folder.iterdir()] == ["as it was"]
 
 
+def test_what_depends_on_another_machine_is_kept_where_its_code_did_not_change(folder, capsys):
+    source, tag = folder / "01_sound.py", f'# %% tags=["{build_pairs.IGNORED}"]\n'
+    cells = [f"{tag}3 * 3\n", f"{tag}2 * 2\n", "# %%\n5 * 5\n"]
+    source.write_text("\n".join([HEADER + "# %% [markdown]\n# # Add\n", *cells]))
+    assert build_pairs.main(["--keep"]) == 2
+    assert "has no pair, whose outputs could be kept" in capsys.readouterr().err
+    assert build_pairs.main([]) == 0
+    pair = source.with_suffix(".ipynb")
+    pair.write_text(pair.read_text().replace('"9"', '"of the other machine"'))
+    pair.write_text(pair.read_text().replace('"25"', '"wrong"'))
+    source.write_text(source.read_text().replace("2 * 2", "2 * 4"))
+    assert build_pairs.main(["--keep"]) == 0
+    found = [cell.outputs[0].data["text/plain"] for cell in nbformat.read(pair, 4).cells[1:]]
+    assert found == ["of the other machine", "8", "25"]
+    assert build_pairs.main([]) == 0
+    assert "of the other machine" not in pair.read_text()
+
+
 def test_running_twice_changes_nothing(folder):
     source = folder / "01_sound.py"
     source.write_text(HEADER + "# %% [markdown]\n# # Add\n\n# %%\n1 + 1\n\n# %%\n1 + 1\n")
