@@ -54,8 +54,7 @@ for precision, found in report.values.items():
         print(
             f"{precision}: {found.input_bits} bits, subnormals {kept}, sums {found.error:.1f} ulp off"
         )
-bf16 = report.values["bf16"]
-assert bf16 is None or bf16.input_bits == 8
+assert report.values["bf16"].input_bits == 8
 
 # %% [markdown]
 # The *bits* are those that are left of an input's significand: 24 in fp32, 11 in fp16 and TF32, 8 in
@@ -275,6 +274,7 @@ END = torch.finfo(torch.float16).max
 assert max(parameter.abs().max() for parameter in model.parameters()) < END
 
 
+# %%
 def largest_values(model, *inputs):
     """The largest magnitude that each module of a model returns, by its name."""
     found, hooks = {}, []
@@ -296,8 +296,8 @@ def largest_values(model, *inputs):
 print({name: f"{value:.3g}" for name, value in largest_values(model, x).items()})
 with torch.inference_mode():
     in_bf16, in_fp16 = model.bfloat16()(x.bfloat16()), model.half()(x.half())
-print("in bf16:", in_bf16[0, :3].tolist())
-print("in fp16:", in_fp16[0, :3].tolist())
+print("outputs finite in bf16:", in_bf16.isfinite().all().item())
+print("outputs finite in fp16:", in_fp16.isfinite().all().item())
 assert in_bf16.isfinite().all()
 assert not in_fp16.isfinite().all()
 
