@@ -1,10 +1,12 @@
 """Measure what other libraries' loops cost: `python tools/measure_peers.py --out FILE`.
 
-Each trains ResNet-18 on one batch in the same precision, as its documentation says: a bare loop
-("torch"), `amp_lab.fit`, Lightning Fabric, accelerate, and Keras 3 on torch; the dependency groups
-`bench` and `keras` have the last three. They take turns, and a ratio is the median over the rounds
-of a library's time over the bare loop's in the same round: a machine that slows down slows both.
-A library that is not installed, or would train in another precision than it was asked to, is
+Each trains ResNet-18 on one batch (the part "peers") or gpt-nano on one batch of text ("text") in
+the same precision, as its documentation says: a bare loop ("torch"), `amp_lab.fit`, Lightning
+Fabric, accelerate, and Keras 3 on torch; the dependency groups `bench` and `keras` have the last
+three. With text there is also a step as nanoGPT has it, which clips gradients, and each bare loop
+and ours with a compiled model. They take turns, and a ratio is the median over the rounds of a
+library's time over the bare loop's in the same round: a machine that slows down slows both. A
+library that is not installed, or would train in another precision than it was asked to, is
 recorded as "not run", and one that fails as "failed".
 """
 
@@ -15,7 +17,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +33,7 @@ from recording import parser, record
 
 Batch = tuple[Tensor, Tensor]  # images (N, 3, H, W), classes (N)
 Run = Callable[[int], None]  # does that many training steps, and goes on where it ended before
+VOCABULARY, CONTEXT = 105, 256  # characters of the standard library, as `amp-lab train` has them
 MIXED = (Precision.FP16, Precision.BF16)
 
 
@@ -103,6 +106,36 @@ def accelerate(model: nn.Module, batch: Batch, precision: Precision, device: tor
         raise OptionError(f"on {device.type!r} accelerate trains in fp32 when asked for fp16")
     trained, optimizer = accelerator.prepare(model, adamw(model))
     return _loop(trained, batch, optimizer, accelerator.backward)
+
+
+def nanogpt(model: nn.Module, batch: Batch, precision: Precision, device: torch.device) -> Run:
+    """A step after nanoGPT's `train.py`: the bare loop's, with gradients clipped to a norm of 1."""
+    optimizer, scaler = adamw(model), precision.grad_scaler(device.type)
+    autocast = functools.partial(
+        torch.autocast, device.type, precision.dtype, enabled=precision in MIXED
+    )
+
+    def step() -> None:
+        with autocast():
+            loss = cross_entropy(model(batch[0]), batch[1])
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+
+    return _repeat(step)
+
+
+def compiled(peer: Callable[..., Run]) -> Callable[..., Run]:
+    """A peer that trains a compiled model."""
+
+    def run(model: nn.Module, *how: Any) -> Run:
+        model.compile()
+        return peer(model, *how)
+
+    return run
 
 
 def _loop(model: nn.Module, batch: Batch, optimizer, backward: Callable[[Tensor], object]) -> Run:
@@ -180,18 +213,32 @@ PEERS = {
     "accelerate": accelerate,
     "keras": keras,
 }
+TEXT_PEERS = {name: PEERS[name] for name in ("torch", "amp_lab", "fabric", "accelerate")} | {
+    "nanogpt": nanogpt,
+    "torch, compiled": compiled(torch_loop),
+    "amp_lab, compiled": compiled(amp_lab_fit),
+    "nanogpt, compiled": compiled(nanogpt),
+}
 
 
 def measure_peers(
-    model: nn.Module, batch: Batch, device: torch.device, precisions: list[Precision], rounds: int
+    name: str,
+    peers: dict[str, Callable[..., Run]],
+    model: nn.Module,
+    batch: Batch,
+    device: torch.device,
+    *,
+    precisions: list[Precision],
+    rounds: int,
 ) -> Iterator[dict]:
-    """A `PeerRow` for each library and precision, as plain values."""
-    title = "resnet18 " + "x".join(map(str, batch[0].shape))
+    """A `PeerRow` for each library and precision, as plain values; `name` is the model's."""
+    title = f"{name} " + "x".join(map(str, batch[0].shape))
     for precision in precisions:
-        rows = [PeerRow(name, title, str(precision), "ok") for name in PEERS]
+        rows = [PeerRow(peer, title, str(precision), "ok") for peer in peers]
         ready = []  # those that can run, with what runs them
         for row in rows:
-            run = _prepare(row, copy.deepcopy(model), batch, precision, device)  # a model for each
+            made = copy.deepcopy(model), batch, precision, device  # a model for each
+            run = _prepare(row, functools.partial(peers[row.peer], *made), precision, device)
             if run is not None:
                 ready.append((row, run))
         timed = Rounds(device)
@@ -210,12 +257,12 @@ def measure_peers(
 
 
 def _prepare(
-    row: PeerRow, model: nn.Module, batch: Batch, precision: Precision, device: torch.device
+    row: PeerRow, make: Callable[[], Run], precision: Precision, device: torch.device
 ) -> Run | None:
     """The peer of a row, tried once; None if it cannot run, with the reason in the row."""
     held = allocated_bytes(device)
     try:
-        run = PEERS[row.peer](model, batch, precision, device)
+        run = make()
         _, peak_bytes = _time(run, precision, device)
     except (OptionError, ModuleNotFoundError) as error:
         row.status, row.reason = "not run", str(error)
@@ -244,22 +291,30 @@ def _time(run: Run, precision: Precision, device: torch.device) -> tuple[float, 
 
 def main() -> None:
     """Measure the peers in fp32 and what the device accelerates; print and write each row."""
-    options_of = parser(__doc__, ("peers",))
+    options_of = parser(__doc__, ("peers", "text"))
     rounds = "turns (default: 16; fewer than 12 undisturbed ones are not trusted)"
     options_of.add_argument("--rounds", type=int, default=16, help=rounds)
     options = options_of.parse_args()
     device = pick_device()
-    precisions = [Precision.FP32, *describe_device(device).accelerated]
-    n, size = (64, 32) if device.type == "cpu" else (256, 224)
+    how: dict[str, Any] = {"rounds": options.rounds}
+    how["precisions"] = [Precision.FP32, *describe_device(device).accelerated]
+    on_cpu = device.type == "cpu"
 
     def peers() -> Iterator[dict]:
+        n, size = (64, 32) if on_cpu else (256, 224)
         batch = torch.randn(n, 3, size, size).to(device), (torch.arange(n) % 10).to(device)
         model = build_model("resnet18", 10).to(device)
-        return measure_peers(model, batch, device, precisions, options.rounds)
+        return measure_peers("resnet18", PEERS, model, batch, device, **how)
+
+    def text() -> Iterator[dict]:
+        tokens = torch.randint(VOCABULARY, (8 if on_cpu else 64, CONTEXT + 1)).to(device)
+        model = build_model("gpt-nano", VOCABULARY).to(device)
+        batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return measure_peers("gpt-nano", TEXT_PEERS, model, batch, device, **how)
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["KERAS_HOME"] = folder  # or Keras would write its settings into the user's home
-        record({"peers": peers}, options, device, rounds=options.rounds)
+        record({"peers": peers, "text": text}, options, device, rounds=options.rounds)
 
 
 if __name__ == "__main__":

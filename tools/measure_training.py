@@ -43,7 +43,8 @@ def make_step(model, optimizer, images, targets, precision, device, channels_las
 
     def step():
         with torch.autocast(device.type, dtype=precision.dtype, enabled=enabled):
-            loss = F.cross_entropy(model(images).float(), targets)
+            logits = model(images).float().flatten(0, -2)  # of tokens (N, T, V) too
+            loss = F.cross_entropy(logits, targets.flatten())
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
