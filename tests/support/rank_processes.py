@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tiny_classifier  # noqa: F401 - the processes know it too, as they load this module
+import tiny_gpt  # noqa: F401 - likewise
 import torch
 
 from amp_lab.cli import main, printing
@@ -142,6 +143,26 @@ def _worker(log: Path, *line: str) -> None:
 
 def _returned(log: Path, pid: int) -> Path:
     return log.with_suffix(f".{pid}")
+
+
+def lose_a_worker(out: Path, line: list[str], chance: random.Random) -> None:
+    """Run two workers under torchrun, and kill one at a random moment; the run must end all right.
+
+    `line` is what trains into the folder `out`.
+    """
+    log = out.with_suffix(".log")
+    process = start_torchrun(2, log, *line, restarts=2)
+    try:
+        while not (out / "config.json").exists():
+            assert process.is_alive(), log.read_text()
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 2))
+        kill_at_work(process, log, chance)
+        process.join(120)
+        assert process.exitcode == 0, log.read_text()
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def kill_at_work(process, log: Path, chance: random.Random) -> None:

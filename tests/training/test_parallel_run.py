@@ -15,10 +15,9 @@ import torch
 from rank_processes import (
     command,
     command_by_rank,
-    kill_at_work,
+    lose_a_worker,
     run_ranks,
     start_ranks,
-    start_torchrun,
     values_of,
 )
 from run_folders import arguments, assert_equal, read_rows
@@ -278,19 +277,8 @@ def test_kill_9_of_a_worker_and_torchrun_ends_the_run_as_if_nothing_had_been(
     expected = outcome(finished(kind)[0])
     chance = random.Random(kind)
     for number in range(KILLS):
-        out, log = tmp_path / f"{number}", tmp_path / f"{number}.log"
-        process = start_torchrun(2, log, *line(out, kind, checkpoint_every=1), restarts=2)
-        try:
-            while not (out / "config.json").exists():
-                assert process.is_alive(), log.read_text()
-                time.sleep(0.01)
-            time.sleep(chance.uniform(0, 2))
-            kill_at_work(process, log, chance)
-            process.join(120)
-            assert process.exitcode == 0, log.read_text()
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+        out = tmp_path / f"{number}"
+        lose_a_worker(out, line(out, kind, checkpoint_every=1), chance)
         assert_equal(outcome(out), expected)
 
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from rank_processes import CONTEXT, LOADED, run_ranks
+from rank_processes import CONTEXT, LOADED, lose_a_worker, run_ranks
 from run_folders import arguments, assert_equal, outcome, read_rows, refused
 from tiny_gpt import NAME
 
@@ -101,6 +101,26 @@ def test_two_processes_learn_what_one_does(text, tmp_path, finished, kind):
     assert found["characters"] == wanted["characters"]
     for name, tensor in wanted["model"].items():
         torch.testing.assert_close(found["model"][name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.weekly
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_lost_worker_changes_nothing(text, tmp_path, kind, precision):
+    given = {"parallel": kind, "precision": precision, "checkpoint_every": 1, "timeout": 60}
+    ended = run_ranks(command, 2, *line(tmp_path / "undisturbed", text, **given))
+    assert [one.code for one in ended] == [0, 0], ended
+
+    def whole(out):
+        export_checkpoint(out, out.with_suffix(".pt"))
+        return load_checkpoint(out.with_suffix(".pt"))["model"], outcome(out)["rows"]
+
+    expected, chance = whole(tmp_path / "undisturbed"), random.Random(kind + precision)
+    for number in range(KILLS):
+        out = tmp_path / f"{number}"
+        lose_a_worker(out, line(out, text, **given), chance)
+        assert_equal(whole(out), expected)
 
 
 @pytest.mark.parametrize("compiled", [None, pytest.param(True, marks=pytest.mark.weekly)])
