@@ -81,7 +81,7 @@ CARDS = {
     "MI350": {"fp16", "bf16", "fp8", "mxfp8", "mxfp4"},
     "Arc": {"fp16", "bf16"},
     "Apple M1 to M4": set(),  # 16 bits are hardly faster there
-    "CPU with AMX, AVX-512 BF16 or Arm's BF16": {"bf16"},
+    "CPU with AMX or BF16": {"bf16"},  # AVX-512 BF16, or Arm's
     "another CPU": set(),
 }
 
@@ -100,8 +100,9 @@ def choose(fast, task, trained_in="fp32"):
 
 
 # %%
+print(f"{'':<29} {'train':<35} infer")
 for name, fast in CARDS.items():
-    print(f"{name:<42} train: {choose(fast, 'train'):<36} infer: {choose(fast, 'infer')}")
+    print(f"{name:<29} {choose(fast, 'train'):<35} {choose(fast, 'infer')}")
 turing = CARDS["V100, T4, RTX 20"]
 assert choose(turing, "train") == "fp16 under autocast with GradScaler"
 print("V100, a model trained in bf16:", choose(turing, "infer", trained_in="bf16"))
@@ -116,7 +117,7 @@ print("V100, a model trained in bf16:", choose(turing, "infer", trained_in="bf16
 # with three bits more ([notebook 18](18_inference_and_export.ipynb)).
 #
 # The choice is where you *begin*. Then measure it: small layers gain nothing from any format, and
-# `amp-lab advise` times fp32, fp16 and bf16 on your own model and machine ([notebook
+# `amp-lab advise` times each precision on your own model and machine ([notebook
 # 10](10_speed_ladder.ipynb)). FP8 is a second step of training, after bf16 works, and pays only
 # where products are large: thousands of rows and columns, by torchao's own table ([notebook
 # 15](15_below_16_bits.ipynb)). Whether a model *fits* is another question, with other answers:
