@@ -4,10 +4,13 @@ Each trains ResNet-18 on one batch (the part "peers") or gpt-nano on one batch o
 the same precision, as its documentation says: a bare loop ("torch"), `amp_lab.fit`, Lightning
 Fabric, accelerate, and Keras 3 on torch; the dependency groups `bench` and `keras` have the last
 three. With text there is also a step as nanoGPT has it, which clips gradients, and each bare loop
-and ours with a compiled model. They take turns, and a ratio is the median over the rounds of a
-library's time over the bare loop's in the same round: a machine that slows down slows both. A
-library that is not installed, or would train in another precision than it was asked to, is
-recorded as "not run", and one that fails as "failed".
+and ours with a compiled model. The part "recommended" holds what `amp_lab.advise` recommends for
+training three models against Fabric's and accelerate's loops in bf16.
+
+They take turns, and a ratio is the median over the rounds of a library's time over that of the
+first in the same round, the bare loop or Fabric: a machine that slows down slows both. A library
+that is not installed, or would train in another precision than it was asked to, is recorded as
+"not run", and one that fails as "failed".
 """
 
 import copy
@@ -22,6 +25,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from amp_lab import advise
+from amp_lab.advisor.recipes import TRAINING, Case, Step
 from amp_lab.device import describe_device, pick_device
 from amp_lab.errors import OptionError, first_line
 from amp_lab.precision import Precision
@@ -138,6 +143,17 @@ def compiled(peer: Callable[..., Run]) -> Callable[..., Run]:
     return run
 
 
+def recommended(model: nn.Module, batch: Batch, precision: Precision, device: torch.device) -> Run:
+    """What `advise` recommends for this training; it may choose another precision."""
+
+    def loss_fn(output: Any) -> Tensor:
+        return cross_entropy(output, batch[1])
+
+    inputs, how = (batch[0],), {"loss_fn": loss_fn, "device": device}
+    chosen = advise(copy.deepcopy(model), *inputs, minutes=2, **how).chosen[TRAINING]
+    return _repeat(Step(Case(model, inputs, **how), chosen.recipe))
+
+
 def _loop(model: nn.Module, batch: Batch, optimizer, backward: Callable[[Tensor], object]) -> Run:
     """The loop that Fabric and accelerate share.
 
@@ -220,6 +236,8 @@ TEXT_PEERS = {name: PEERS[name] for name in ("torch", "amp_lab", "fabric", "acce
     "nanogpt, compiled": compiled(nanogpt),
 }
 
+ADVISED = {"fabric": fabric, "accelerate": accelerate, "recommended": recommended}
+
 
 def measure_peers(
     name: str,
@@ -291,7 +309,7 @@ def _time(run: Run, precision: Precision, device: torch.device) -> tuple[float, 
 
 def main() -> None:
     """Measure the peers in fp32 and what the device accelerates; print and write each row."""
-    options_of = parser(__doc__, ("peers", "text"))
+    options_of = parser(__doc__, ("peers", "text", "recommended"))
     rounds = "turns (default: 16; fewer than 12 undisturbed ones are not trusted)"
     options_of.add_argument("--rounds", type=int, default=16, help=rounds)
     options = options_of.parse_args()
@@ -306,15 +324,28 @@ def main() -> None:
         model = build_model("resnet18", 10).to(device)
         return measure_peers("resnet18", PEERS, model, batch, device, **how)
 
-    def text() -> Iterator[dict]:
+    def passages() -> Batch:
         tokens = torch.randint(VOCABULARY, (8 if on_cpu else 64, CONTEXT + 1)).to(device)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def text() -> Iterator[dict]:
         model = build_model("gpt-nano", VOCABULARY).to(device)
-        batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        return measure_peers("gpt-nano", TEXT_PEERS, model, batch, device, **how)
+        return measure_peers("gpt-nano", TEXT_PEERS, model, passages(), device, **how)
+
+    def advised() -> Iterator[dict]:
+        n, low = (8 if on_cpu else 64), how | {"precisions": [Precision.BF16]}
+        for name in ("resnet50", "mobilenet_v2"):
+            images = torch.randn(n, 3, 224, 224).to(device), (torch.arange(n) % 10).to(device)
+            yield from measure_peers(
+                name, ADVISED, build_model(name, 10).to(device), images, device, **low
+            )
+        model = build_model("gpt-nano", VOCABULARY).to(device)
+        yield from measure_peers("gpt-nano", ADVISED, model, passages(), device, **low)
 
     with tempfile.TemporaryDirectory() as folder:
         os.environ["KERAS_HOME"] = folder  # or Keras would write its settings into the user's home
-        record({"peers": peers, "text": text}, options, device, rounds=options.rounds)
+        parts = {"peers": peers, "text": text, "recommended": advised}
+        record(parts, options, device, rounds=options.rounds)
 
 
 if __name__ == "__main__":

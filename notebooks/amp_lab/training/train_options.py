@@ -95,7 +95,7 @@ class RunConfig(_Checked):
     precision: str = setting("fp32", "{} (default), tf32, fp16, bf16", "NAME", _known)
     # Of all processes together. A last batch of an epoch that would be smaller is left out, since
     # batch norm and the mean over the ranks want them equal.
-    batch_size: int = setting(64, "images in a batch (default: {})", "N", _count)
+    batch_size: int = setting(64, "images or passages in a batch (default: {})", "N", _count)
     epochs: int = setting(15, "default: {}", "N", _count)
     lr: float = setting(2e-3, "highest learning rate (default: {})", "X", _positive)  # one cycle's
     # Of the initial weights, the order of the images, the augmentation and dropout.
