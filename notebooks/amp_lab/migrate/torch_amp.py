@@ -23,7 +23,7 @@ from amp_lab.migrate.file_facts import FileFacts
 from amp_lab.migrate.python_tree import Binding, Scope, Tree, Use
 from amp_lab.migrate.rewriter import Edit, Rewriter
 from amp_lab.migrate.torch_name import TorchName
-from amp_lab.migrate.version_guards import is_guarded
+from amp_lab.migrate.version_guards import forget_fallbacks, is_guarded
 
 TRIGGERS = (*NAMED, "torch cuda.amp", "torch cpu.amp")
 _BELOW_OLD = tuple(f"{name}." for name in OLD)  # such as autocast.__init__
@@ -45,6 +45,7 @@ class Rule(Rewriter):
 
     def __init__(self, tree: Tree, path: Path | None = None, mark: bool = False):
         super().__init__(tree, path, mark)
+        forget_fallbacks(tree)
         self.handled: set[cst.CSTNode] = set()  # import aliases that something was said about
         self.moved: defaultdict[cst.CSTNode, list[cst.ImportAlias]] = defaultdict(list)
         self.torch = TorchName(tree)

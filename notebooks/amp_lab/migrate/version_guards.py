@@ -29,6 +29,41 @@ _FURTHEST = 3  # assignments that a name in a test is followed through
 _FIRST_WITH_SCALER = (2, 3)  # the torch that first had torch.amp.GradScaler
 
 
+def forget_fallbacks(tree: Tree) -> None:
+    """Forget what takes the place of old names where their import fails: with today's, it cannot.
+
+    An import of torch in the same try may fail by itself, so that there it is a choice.
+    """
+    for bindings in (b for scope in tree.scopes for b in scope.bindings.values() if len(b) > 1):
+        tries = [tree.parents.get(_block(tree, b)) for b in bindings if _is_of_old(tree, b)]
+        if tries:
+            bindings[:] = [b for b in bindings if not _is_caught(tree, b, tries)]
+
+
+def _block(tree: Tree, binding: Binding) -> cst.CSTNode:
+    return tree.parents[tree.statement(binding.node)]
+
+
+def _is_of_old(tree: Tree, binding: Binding) -> bool:
+    """Whether a binding is an import, in a block that imports from the old modules alone."""
+    if not isinstance(binding.node, cst.ImportAlias):
+        return False
+    block = _block(tree, binding)
+    origins = [tree.imported[p] for p in nodes.below(block) if isinstance(p, cst.ImportAlias)]
+    return all(origin and origin.startswith((*OLD_MODULES,)) for origin in origins)
+
+
+def _is_caught(tree: Tree, binding: Binding, tries: list[cst.CSTNode | None]) -> bool:
+    """Whether a binding stands in a handler of one of some tries, for a name that is missing."""
+    return any(
+        above in tries
+        and isinstance(handler, cst.ExceptHandler)
+        and _MISSING.search(tree.code(handler))
+        and not _new_uses(tree, handler)
+        for above, handler in tree.ancestors(binding.node)
+    )
+
+
 def is_guarded(tree: Tree, node: cst.CSTNode) -> bool:
     """Whether a test of torch's version, or a try of its new names, decides if a node runs."""
     return any(_decides(parent, child, node, tree) for parent, child in tree.ancestors(node))
@@ -134,6 +169,9 @@ def _is_old_name(tree: Tree, call: cst.Call) -> bool:
 def _settled_comparison(tree: Tree, test: cst.Comparison) -> bool | None:
     target = test.comparisons[0]
     numbers = re.findall(r"\d+", tree.code(target.comparator))[:2]
+    if not numbers and isinstance(target.operator, cst.Equal | cst.NotEqual):
+        is_other = bool(nodes.literal(target.comparator)) and _asks_for_torch(tree, test.left)
+        return isinstance(target.operator, cst.NotEqual) if is_other else None
     is_bound = isinstance(target.operator, cst.GreaterThanEqual | cst.GreaterThan)
     is_limit = isinstance(target.operator, cst.LessThanEqual | cst.LessThan)
     if len(test.comparisons) > 1 or len(numbers) < 2 or not (is_bound or is_limit):
