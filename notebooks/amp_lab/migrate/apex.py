@@ -80,10 +80,11 @@ _AVAILABLE = re.compile(
 )
 AUTOCAST = 'the forward pass and the loss in torch.autocast("cuda", dtype=torch.float16)'
 SCALER = 'scaler = torch.amp.GradScaler("cuda") once'
+_MASTERS = f"keep the model in float32; put {AUTOCAST}, and make {SCALER}, to train"
 ADVICE = {  # by the longest name that fits
     "apex.amp.initialize": (
-        f"delete it; at O1 and O2 put {AUTOCAST}, and make {SCALER}; O0 is plain float32, and O3 "
-        "is model.half(), both without a scaler"
+        f"delete it; at O1 and O2 put {AUTOCAST}, and make {SCALER}, to train; O0 is plain "
+        "float32, and O3 is model.half(), both without a scaler"
     ),
     "apex.amp.scale_loss": (
         "write scaler.scale(loss).backward(); for optimizer.step() write scaler.step(optimizer), "
@@ -105,14 +106,20 @@ ADVICE = {  # by the longest name that fits
         'compute in torch.autocast("cuda", enabled=False), on x.float() for each input'
     ),
     "apex.amp.promote_function": "drop it: ops of two dtypes promote by themselves in autocast",
+    "apex.amp.register_half_function": "drop it: autocast casts matrix products to float16 itself",
+    "apex.amp.register_float_function": (
+        'call that function in torch.autocast("cuda", enabled=False), on x.float() for each input'
+    ),
+    "apex.amp.register_promote_function": "drop it: ops of two dtypes promote by themselves",
     "apex.amp.init": f"drop it: put {AUTOCAST}, and make {SCALER}",
-    "apex.amp": "use torch.amp: autocast and GradScaler",
+    "apex.amp": "torch.amp is always there; what keeps a state, as this module did, is the scaler",
     "apex.optimizers.FusedAdam": (
         "write torch.optim.AdamW(..., weight_decay=0.0, fused=True), or torch.optim.Adam if it has "
-        "adam_w_mode=False"
+        "adam_w_mode=False; bias_correction=False has no equal"
     ),
     "apex.optimizers.FusedSGD": "write torch.optim.SGD(..., fused=True)",
     "apex.optimizers.FusedAdagrad": "write torch.optim.Adagrad(...)",
+    "apex.optimizers.FP16_Optimizer": _MASTERS,
     "apex.optimizers": "torch.optim has no such optimizer: take torch.optim.AdamW, and tune anew",
     "apex.parallel.DistributedDataParallel": (
         "write torch.nn.parallel.DistributedDataParallel(model, device_ids=[local_rank]), for "
@@ -124,11 +131,26 @@ ADVICE = {  # by the longest name that fits
     ),
     "apex.parallel": "torch has no equal of it: see whether it is still needed",
     "apex.normalization.FusedRMSNorm": "write torch.nn.RMSNorm(..., eps=1e-5)",
+    "apex.normalization.MixedFusedRMSNorm": "write torch.nn.RMSNorm(..., eps=1e-5)",
     "apex.normalization": "write torch.nn.LayerNorm",
-    "apex.fp16_utils": f"keep the model in float32; put {AUTOCAST}, and make {SCALER}",
+    "apex.fp16_utils": _MASTERS,
     "apex.contrib.clip_grad": "write torch.nn.utils.clip_grad_norm_",
+    "apex.contrib.group_norm": "write torch.nn.GroupNorm, and its activation after it",
+    "apex.contrib.layer_norm": "write torch.nn.LayerNorm",
+    "apex.contrib.optimizers.FP16_Optimizer": _MASTERS,
+    "apex.contrib.optimizers.DistributedFusedAdam": (
+        "shard with torch.distributed.fsdp.fully_shard, or torch's ZeroRedundancyOptimizer"
+    ),
+    "apex.contrib.xentropy": (
+        'write torch.nn.functional.cross_entropy(..., ignore_index=0, reduction="none")'
+    ),
     "apex.contrib": "torch has no equal of it: keep Apex for it, or see what torch.nn has",
     "apex.transformer": "torch has no equal of it: Megatron-LM has its own by now",
+    "apex.mlp": "write torch.nn.Sequential of Linear and ReLU; torch.compile fuses them",
+    "apex.multi_tensor_apply": (
+        "drop it: torch.optim and torch.nn.utils.clip_grad_norm_ take many tensors at once"
+    ),
+    "apex.pyprof": "use torch.profiler, or torch.autograd.profiler.emit_nvtx",
     "apex": "torch has no equal of this name: see what it does, and whether it is still needed",
 }
 SECTIONS = {  # of notebook 13, where it is explained: the heading for a name, and those below it
@@ -168,6 +190,8 @@ class Rule(Rewriter):
         choice = self._choice(use)
         if choice is not None:
             self.say(choice, "left", "a choice for where Apex is installed: left alone")
+        elif self._is_torchs_elsewhere(use, EQUALS.get(_named(old))):
+            self.say(use.node, "left", "the other arm is torch's own already: left alone")
         elif not self._rewrite(use, _named(old)):
             self._tell(use.node, old)
 
@@ -201,6 +225,27 @@ class Rule(Rewriter):
             if isinstance(parent, cst.Try)
         )
         return any("apex" in self.tree.code(tried.body) for tried in tries)
+
+    def _is_torchs_elsewhere(self, use: Use, equal: Equal | None) -> bool:
+        """Whether the other arm of an `if` makes the same by torch: both would become equal."""
+        call = self.tree.call_of(use.node)
+        if call is None or equal is None or equal.added:
+            return False
+        given, name = self._arguments(call), f"{equal.module}.{equal.name}"
+        for parent, child in self.tree.ancestors(use.node):
+            if (
+                isinstance(parent, cst.If | cst.IfExp)
+                and parent.orelse
+                and child is not parent.test
+            ):
+                other = parent.orelse if child is parent.body else parent.body
+                for made in (part for part in nodes.below(other) if isinstance(part, cst.Call)):
+                    if self.tree.calls[made].origin(made.func) == name:
+                        return self._arguments(made) == given
+        return False
+
+    def _arguments(self, call: cst.Call) -> list[str]:
+        return [self.tree.code(arg.value) for arg in call.args]
 
     # What is certain.
 
@@ -318,8 +363,8 @@ class Rule(Rewriter):
 
     def _tell(self, node: cst.CSTNode, old: str) -> None:
         """Say what is to be done, and where to read more, which a comment leaves out."""
-        advice = _longest(ADVICE, old)
-        self.say(node, "by hand", f'{advice} (notebook 13, "{_longest(SECTIONS, old)}")')
+        advice = _longest(ADVICE, _named(old))
+        self.say(node, "by hand", f'{advice} (notebook 13, "{_longest(SECTIONS, _named(old))}")')
         self.told[self.tree.statement(node)].append(advice)
 
     def _put_marks(self) -> None:
