@@ -117,18 +117,13 @@ class Rule(Rewriter):
             self._say_versioned(name, bindings)
             return
         lines = ", ".join(map(str, sorted(set(map(self.tree.line, bound)))))
-        what = "give them different names, then use torch.amp with its device"
-        self.say(
-            use.node, "by hand", f"{name} is bound to different things (lines {lines}): {what}"
-        )
+        what = f"{name} is bound to different things (lines {lines}): give them different names"
+        self.say(use.node, "by hand", f"{what}, then use torch.amp with its device")
 
     def _say_versioned(self, name: str, bindings: list[Binding]) -> None:
         olds = [binding.node for binding in bindings if _is_old(binding.origin)]
-        self.say(
-            (olds or [bindings[0].node])[0],
-            "left",
-            f"{name} depends on the version of torch: left alone",
-        )
+        what = f"{name} depends on the version of torch: left alone"
+        self.say((olds or [bindings[0].node])[0], "left", what)
 
     # One use.
 
@@ -204,14 +199,9 @@ class Rule(Rewriter):
             raise ByHand(f"{where}: write torch.amp.{name} in both places")
         if self.tree.is_in(node, cst.Del):
             raise ByHand(f"its name is deleted here: write torch.amp.{name}, and do not")
-        if (
-            name == "GradScaler"
-            and self.facts.compared
-            and not self.tree.is_in(node, cst.Annotation)
-        ):
-            where = (
-                f"{name} is compared with (line {min(map(self.tree.line, self.facts.compared))})"
-            )
+        compared = self.facts.compared if name == "GradScaler" else []
+        if compared and not self.tree.is_in(node, cst.Annotation):
+            where = f"{name} is compared with (line {min(map(self.tree.line, compared))})"
             raise ByHand(f"{where}: write torch.amp.{name} in all places, here and in other files")
 
     def _plan_value(self, use: Use, old: str) -> list[Edit]:

@@ -34,34 +34,24 @@ def forget_fallbacks(tree: Tree) -> None:
 
     An import of torch in the same try may fail by itself, so that there it is a choice.
     """
-    for bindings in (b for scope in tree.scopes for b in scope.bindings.values() if len(b) > 1):
-        tries = [tree.parents.get(_block(tree, b)) for b in bindings if _is_of_old(tree, b)]
-        if tries:
-            bindings[:] = [b for b in bindings if not _is_caught(tree, b, tries)]
+    olds = [alias for alias, origin in tree.imported.items() if _is_of_old_module(origin)]
+    tries = {tree.parents.get(tree.parents[tree.statement(alias)]) for alias in olds}
+    dead = [h for tried in tries if isinstance(tried, cst.Try) for h in _fallbacks(tree, tried)]
+    for bindings in (b for scope in tree.scopes for b in scope.bindings.values() if dead):
+        kept = [b for b in bindings if not any(tree.is_in(b.node, handler) for handler in dead)]
+        bindings[:] = kept or bindings
 
 
-def _block(tree: Tree, binding: Binding) -> cst.CSTNode:
-    return tree.parents[tree.statement(binding.node)]
+def _is_of_old_module(origin: str | None) -> bool:
+    return origin is not None and origin.startswith((*OLD_MODULES,))
 
 
-def _is_of_old(tree: Tree, binding: Binding) -> bool:
-    """Whether a binding is an import, in a block that imports from the old modules alone."""
-    if not isinstance(binding.node, cst.ImportAlias):
-        return False
-    block = _block(tree, binding)
-    origins = [tree.imported[p] for p in nodes.below(block) if isinstance(p, cst.ImportAlias)]
-    return all(origin and origin.startswith((*OLD_MODULES,)) for origin in origins)
-
-
-def _is_caught(tree: Tree, binding: Binding, tries: list[cst.CSTNode | None]) -> bool:
-    """Whether a binding stands in a handler of one of some tries, for a name that is missing."""
-    return any(
-        above in tries
-        and isinstance(handler, cst.ExceptHandler)
-        and _MISSING.search(tree.code(handler))
-        and not _new_uses(tree, handler)
-        for above, handler in tree.ancestors(binding.node)
-    )
+def _fallbacks(tree: Tree, tried: cst.Try) -> list[cst.ExceptHandler]:
+    """The handlers of a try for old names that are not there, if it imports nothing else."""
+    names = [tree.imported[p] for p in nodes.below(tried.body) if p in tree.imported]
+    handlers = tried.handlers if all(map(_is_of_old_module, names)) else ()
+    caught = [handler for handler in handlers if _MISSING.search(tree.code(handler))]
+    return [handler for handler in caught if not _new_uses(tree, handler)]
 
 
 def is_guarded(tree: Tree, node: cst.CSTNode) -> bool:
@@ -169,16 +159,15 @@ def _is_old_name(tree: Tree, call: cst.Call) -> bool:
 def _settled_comparison(tree: Tree, test: cst.Comparison) -> bool | None:
     target = test.comparisons[0]
     numbers = re.findall(r"\d+", tree.code(target.comparator))[:2]
-    if not numbers and isinstance(target.operator, cst.Equal | cst.NotEqual):
-        is_other = bool(nodes.literal(target.comparator)) and _asks_for_torch(tree, test.left)
-        return isinstance(target.operator, cst.NotEqual) if is_other else None
-    is_bound = isinstance(target.operator, cst.GreaterThanEqual | cst.GreaterThan)
-    is_limit = isinstance(target.operator, cst.LessThanEqual | cst.LessThan)
-    if len(test.comparisons) > 1 or len(numbers) < 2 or not (is_bound or is_limit):
+    true, false = cst.GreaterThanEqual | cst.GreaterThan, cst.LessThanEqual | cst.LessThan
+    if not numbers and nodes.literal(target.comparator):  # "parrots": all versions have numbers
+        true, false, numbers = cst.NotEqual, cst.Equal, ["0", "0"]
+    is_true, is_false = isinstance(target.operator, true), isinstance(target.operator, false)
+    if len(test.comparisons) > 1 or len(numbers) < 2 or not (is_true or is_false):
         return None
     if tuple(map(int, numbers)) >= _FIRST_WITH_SCALER or not _asks_for_torch(tree, test.left):
         return None
-    return is_bound
+    return is_true
 
 
 @answered_once
