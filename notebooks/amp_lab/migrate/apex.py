@@ -76,8 +76,8 @@ _PROMOTES = "drop it: ops of two dtypes promote by themselves in autocast"
 ADVICE = {name: f"write {equal.module}.{equal.name}" for name, equal in EQUALS.items()}
 ADVICE |= {  # by the longest name that fits
     "apex.amp.initialize": (
-        f"delete it; at O1 and O2 put {AUTOCAST}, and make {SCALER}, to train; O0 is plain "
-        "float32, and O3 is model.half(), both without a scaler"
+        f"delete it; at O1 and O2 put {AUTOCAST}, and make {SCALER}; O0 is plain float32, and O3 "
+        "is model.half(), both without a scaler"
     ),
     "apex.amp.scale_loss": (
         "write scaler.scale(loss).backward(); for optimizer.step() write scaler.step(optimizer), "
