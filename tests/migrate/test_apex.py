@@ -453,6 +453,48 @@ def test_a_choice_for_where_apex_is_installed_stays_whole(choice):
         assert {f.kind for f in findings} == {"left"}
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        "layer = FusedLayerNorm(4, eps=e) if args.fused else nn.LayerNorm(4, eps=e)\n",
+        "layer = nn.LayerNorm(4) if not args.fused else FusedLayerNorm(4)\n",
+        "if args.fused:\n    layer = FusedLayerNorm(4)\nelse:\n    layer = nn.LayerNorm(4)\n",
+    ],
+)
+def test_a_choice_whose_arms_would_become_equal_stays_whole(made):
+    old = f"from torch import nn\nfrom apex.normalization import FusedLayerNorm\n{made}"
+    assert (migrate_source(old)[0], migrate_source(old)[1][0].kind) == (old, "left")
+    other = old.replace("nn.LayerNorm(4", "nn.LayerNorm(5")
+    assert "apex" not in migrate_source(other)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("normalization.fused_layer_norm.MixedFusedRMSNorm", "write torch.nn.RMSNorm("),
+        ("normalization.fused_layer_norm.MixedFusedLayerNorm", "write torch.nn.LayerNorm"),
+        ("contrib.optimizers.FP16_Optimizer", "keep the model in float32"),
+        ("contrib.optimizers.DistributedFusedAdam", "fully_shard"),
+        ("contrib.optimizers.fused_lamb.FusedLAMB", "keep Apex for it"),
+        ("optimizers.FusedLAMB", "torch.optim has no such optimizer"),
+        ("contrib.group_norm.GroupNorm", "write torch.nn.GroupNorm"),
+        ("contrib.xentropy.SoftmaxCrossEntropyLoss", "torch.nn.functional.cross_entropy"),
+        ("multi_tensor_apply.multi_tensor_applier", "clip_grad_norm_ take many tensors at once"),
+        ("mlp.MLP", "write torch.nn.Sequential"),
+        ("pyprof.nvtx.init", "torch.profiler"),
+        ("amp.register_half_function", "drop it"),
+        ("amp.register_float_function", 'torch.autocast("cuda", enabled=False)'),
+        ("amp._amp_state.loss_scalers", "what keeps a state"),
+        ("fp16_utils.network_to_half", "keep the model in float32"),
+    ],
+)
+def test_each_name_is_told_what_takes_its_place(name, advice):
+    module, _, last = name.rpartition(".")
+    (finding,) = migrate_source(f"from apex.{module} import {last}\nx = {last}(a, b=c)\n")[1]
+    assert (finding.line, finding.kind) == (2, "by hand")
+    assert advice in finding.message
+
+
 def test_an_import_whose_failure_is_an_error_is_no_choice():
     old = (
         "import torch\ntry:\n    from apex.optimizers import FusedSGD\nexcept ImportError:\n"

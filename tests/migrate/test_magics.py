@@ -49,6 +49,23 @@ def test_what_is_no_python_is_blanked_and_nothing_else_moves(cell):
     assert bool(changed) == is_ipython  # as IPython itself reads it
 
 
+@pytest.mark.parametrize(
+    "line", ["pip install -q timm", "ls ./data/", "cd ..", "    mkdir -p out/a", "rm -rf a b"]
+)
+def test_a_command_that_needs_no_sign_is_blanked(line):
+    cell = f"if x:\n    y = 1\n{line}\nz = 2\n"
+    with pytest.raises(SyntaxError):
+        ast.parse(cell)
+    blanked = without_magics(cell)
+    ast.parse(blanked)
+    assert len(blanked) == len(cell)
+
+
+@pytest.mark.parametrize("line", ["ls = 1", "cat - x", "pip in x", "cd.a", "f(\n  ls .5)", "cp\nx"])
+def test_a_variable_that_is_named_like_a_command_stays(line):
+    assert without_magics(f"{line}\n") == f"{line}\n"
+
+
 def notebook(*cells: str) -> str:
     parts = [
         {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": []}

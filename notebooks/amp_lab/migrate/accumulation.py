@@ -15,18 +15,9 @@ from amp_lab.migrate.escapes import escapes
 
 # Packages in which no model calls autocast: where all imports are of these, the file is a whole
 # program. A model of another package, or of another file, may have autocast in its forward pass.
-_PACKAGES = {
-    "torch",
-    "torchvision",
-    "torchaudio",
-    "numpy",
-    "scipy",
-    "sklearn",
-    "matplotlib",
-    "tqdm",
-}
+_PACKAGES = {"torch", "torchvision", "torchaudio", "numpy", "scipy", "sklearn", "matplotlib"}
 _PACKAGES |= {"PIL", "cv2", "pandas", "tensorboardX", "wandb", "yaml", "einops", "albumentations"}
-_PACKAGES |= {"timm", *sys.stdlib_module_names}
+_PACKAGES |= {"tqdm", "timm", *sys.stdlib_module_names}
 _CASTS = {"half", "float16", "bfloat16"}
 _MODELS = ("torchvision.models.", "timm.", "torch.nn.Sequential", "torch.nn.Linear")
 
@@ -42,11 +33,9 @@ def unscaled_in_each_batch(code: CodeReader) -> Found:
             continue
         is_rare = all(_is_less_often(event, unscale) for event in (*steps, *updates))
         if is_rare and not escapes(code, last_part(unscale.of)) and not _either_way(updates):
-            yield (
-                unscale.node,
-                f"{unscale.of}.unscale_ runs for each batch, and may run once a step: "
-                f"call it right before {unscale.of}.step({unscale.optimizer})",
-            )
+            what = f"call it right before {unscale.of}.step({unscale.optimizer})"
+            once = "runs for each batch, and may run once a step"
+            yield unscale.node, f"{unscale.of}.unscale_ {once}: {what}"
 
 
 def _steps_of(event: Event) -> list[Event]:
@@ -246,9 +235,8 @@ def _is_whole_program(code: CodeReader) -> bool:
     """Whether a file is run, makes its model, and imports none of another project."""
     if not all(set(_packages(node)) <= _PACKAGES for node in code.tree.imports):
         return False
-    is_run = "__main__" in code.tree.text or any(
-        event.unit.scope.kind == "module" for event in of_kind("scaled", code.events)
-    )
+    in_module = [e for e in of_kind("scaled", code.events) if e.unit.scope.kind == "module"]
+    is_run = "__main__" in code.tree.text or bool(in_module)
     return is_run and any(_makes_model(code, call) for call in code.tree.calls)
 
 
@@ -272,10 +260,5 @@ def _packages(node: cst.CSTNode) -> Iterator[str]:
         yield from (alias.evaluated_name.partition(".")[0] for alias in node.names)
 
 
-RULES = (
-    unscaled_in_each_batch,
-    unscaled_by_another,
-    clipped_between,
-    left_out,
-    scaled_without_autocast,
-)
+RULES = (unscaled_in_each_batch, unscaled_by_another, clipped_between, left_out)
+RULES += (scaled_without_autocast,)

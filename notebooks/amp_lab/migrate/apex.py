@@ -11,6 +11,7 @@ What Apex's functions do, and their arguments and defaults, is from its sources
 import functools
 import re
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,46 +32,35 @@ class Equal(NamedTuple):
     module: str
     name: str
     positional: int
-    keywords: tuple[str, ...] = ()
-    added: tuple[tuple[str, str], ...] = ()  # keywords, where they are not given
+    keywords: str = ""
+    added: str = ""  # keywords, where they are not given
 
 
 EQUALS = {
-    "apex.optimizers.FusedAdam": Equal(
-        "torch.optim",
-        "AdamW",
-        2,
-        ("params", "lr", "betas", "eps", "weight_decay"),
-        (("weight_decay", "0.0"), ("fused", "True")),  # AdamW's own decay is 0.01
+    "apex.optimizers.FusedAdam": Equal(  # AdamW's own decay is 0.01
+        "torch.optim", "AdamW", 2, "params lr betas eps weight_decay", "weight_decay=0.0 fused=True"
     ),
     "apex.optimizers.FusedSGD": Equal(
-        "torch.optim",
-        "SGD",
-        5,
-        ("params", "lr", "momentum", "dampening", "weight_decay", "nesterov"),
-        (("fused", "True"),),
+        "torch.optim", "SGD", 5, "params lr momentum dampening weight_decay nesterov", "fused=True"
+    ),
+    "apex.optimizers.FusedAdagrad": Equal(
+        "torch.optim", "Adagrad", 2, "params lr eps weight_decay"
     ),
     "apex.normalization.FusedLayerNorm": Equal(
-        "torch.nn", "LayerNorm", 3, ("normalized_shape", "eps", "elementwise_affine")
+        "torch.nn", "LayerNorm", 3, "normalized_shape eps elementwise_affine"
     ),
     "apex.parallel.convert_syncbn_model": Equal(
         "torch.nn", "SyncBatchNorm.convert_sync_batchnorm", 1
     ),
     "apex.parallel.SyncBatchNorm": Equal(
-        "torch.nn", "SyncBatchNorm", 6, ("eps", "momentum", "affine", "track_running_stats")
+        "torch.nn", "SyncBatchNorm", 6, "eps momentum affine track_running_stats"
     ),
     # with delay_allreduce, gradients that a loss does not need are allowed: by hand
     "apex.parallel.DistributedDataParallel": Equal(
         "torch.nn.parallel", "DistributedDataParallel", 1
     ),
-    "apex.optimizers.FusedAdagrad": Equal(
-        "torch.optim", "Adagrad", 2, ("params", "lr", "eps", "weight_decay")
-    ),
     "apex.contrib.clip_grad.clip_grad_norm_": Equal(
-        "torch.nn.utils",
-        "clip_grad_norm_",
-        4,
-        ("parameters", "max_norm", "norm_type", "error_if_nonfinite"),
+        "torch.nn.utils", "clip_grad_norm_", 4, "parameters max_norm norm_type error_if_nonfinite"
     ),
 }
 # apex.optimizers.fused_adam.FusedAdam is apex.optimizers.FusedAdam
@@ -80,7 +70,11 @@ _AVAILABLE = re.compile(
 )
 AUTOCAST = 'the forward pass and the loss in torch.autocast("cuda", dtype=torch.float16)'
 SCALER = 'scaler = torch.amp.GradScaler("cuda") once'
-ADVICE = {  # by the longest name that fits
+_MASTERS = f"keep the model in float32; put {AUTOCAST}, and make {SCALER}, to train"
+_FLOAT = 'compute in torch.autocast("cuda", enabled=False), on x.float() for each input'
+_PROMOTES = "drop it: ops of two dtypes promote by themselves in autocast"
+ADVICE = {name: f"write {equal.module}.{equal.name}" for name, equal in EQUALS.items()}
+ADVICE |= {  # by the longest name that fits
     "apex.amp.initialize": (
         f"delete it; at O1 and O2 put {AUTOCAST}, and make {SCALER}; O0 is plain float32, and O3 "
         "is model.half(), both without a scaler"
@@ -101,34 +95,41 @@ ADVICE = {  # by the longest name that fits
     ),
     "apex.amp.disable_casts": 'write torch.autocast("cuda", enabled=False)',
     "apex.amp.half_function": "drop it: autocast casts the ops inside to float16 by itself",
-    "apex.amp.float_function": (
-        'compute in torch.autocast("cuda", enabled=False), on x.float() for each input'
-    ),
-    "apex.amp.promote_function": "drop it: ops of two dtypes promote by themselves in autocast",
+    "apex.amp.float_function": _FLOAT,
+    "apex.amp.promote_function": _PROMOTES,
+    "apex.amp.register_half_function": "drop it: autocast casts matrix products to float16 itself",
+    "apex.amp.register_float_function": _FLOAT,
+    "apex.amp.register_promote_function": _PROMOTES,
     "apex.amp.init": f"drop it: put {AUTOCAST}, and make {SCALER}",
-    "apex.amp": "use torch.amp: autocast and GradScaler",
+    "apex.amp": "torch.amp is always there; what keeps a state, as this module did, is the scaler",
     "apex.optimizers.FusedAdam": (
         "write torch.optim.AdamW(..., weight_decay=0.0, fused=True), or torch.optim.Adam if it has "
-        "adam_w_mode=False"
+        "adam_w_mode=False; bias_correction=False has no equal"
     ),
     "apex.optimizers.FusedSGD": "write torch.optim.SGD(..., fused=True)",
-    "apex.optimizers.FusedAdagrad": "write torch.optim.Adagrad(...)",
+    "apex.optimizers.FP16_Optimizer": _MASTERS,
     "apex.optimizers": "torch.optim has no such optimizer: take torch.optim.AdamW, and tune anew",
     "apex.parallel.DistributedDataParallel": (
         "write torch.nn.parallel.DistributedDataParallel(model, device_ids=[local_rank]), for "
         "delay_allreduce=True with find_unused_parameters=True"
     ),
-    "apex.parallel.SyncBatchNorm": "write torch.nn.SyncBatchNorm",
-    "apex.parallel.convert_syncbn_model": (
-        "write torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)"
-    ),
     "apex.parallel": "torch has no equal of it: see whether it is still needed",
     "apex.normalization.FusedRMSNorm": "write torch.nn.RMSNorm(..., eps=1e-5)",
+    "apex.normalization.MixedFusedRMSNorm": "write torch.nn.RMSNorm(..., eps=1e-5)",
     "apex.normalization": "write torch.nn.LayerNorm",
-    "apex.fp16_utils": f"keep the model in float32; put {AUTOCAST}, and make {SCALER}",
-    "apex.contrib.clip_grad": "write torch.nn.utils.clip_grad_norm_",
+    "apex.fp16_utils": _MASTERS,
+    "apex.contrib.group_norm": "write torch.nn.GroupNorm, and its activation after it",
+    "apex.contrib.layer_norm": "write torch.nn.LayerNorm",
+    "apex.contrib.optimizers.FP16_Optimizer": _MASTERS,
+    "apex.contrib.optimizers.DistributedFusedAdam": (
+        "shard with torch.distributed.fsdp.fully_shard, or torch's ZeroRedundancyOptimizer"
+    ),
+    "apex.contrib.xentropy": "write torch.nn.functional.cross_entropy, with ignore_index=0",
     "apex.contrib": "torch has no equal of it: keep Apex for it, or see what torch.nn has",
     "apex.transformer": "torch has no equal of it: Megatron-LM has its own by now",
+    "apex.mlp": "write torch.nn.Sequential of Linear and ReLU; torch.compile fuses them",
+    "apex.multi_tensor_apply": "torch's optimizers and clip_grad_norm_ take many tensors at once",
+    "apex.pyprof": "use torch.profiler, or torch.autograd.profiler.emit_nvtx",
     "apex": "torch has no equal of this name: see what it does, and whether it is still needed",
 }
 SECTIONS = {  # of notebook 13, where it is explained: the heading for a name, and those below it
@@ -168,6 +169,8 @@ class Rule(Rewriter):
         choice = self._choice(use)
         if choice is not None:
             self.say(choice, "left", "a choice for where Apex is installed: left alone")
+        elif self._is_torchs_elsewhere(use, EQUALS.get(_named(old))):
+            self.say(use.node, "left", "the other arm is torch's own already: left alone")
         elif not self._rewrite(use, _named(old)):
             self._tell(use.node, old)
 
@@ -194,13 +197,28 @@ class Rule(Rewriter):
         """Whether a name is of Apex, or was set where it was tried."""
         if any(map(_is_apex, use.origins)):
             return True
-        tries = (
-            parent
-            for binding in use.scope.bound(use.parts[-1])
-            for parent, _ in self.tree.ancestors(binding.node)
-            if isinstance(parent, cst.Try)
-        )
-        return any("apex" in self.tree.code(tried.body) for tried in tries)
+        bound = [binding.node for binding in use.scope.bound(use.parts[-1])]
+        above = (parent for node in bound for parent, _ in self.tree.ancestors(node))
+        return any(isinstance(a, cst.Try) and "apex" in self.tree.code(a.body) for a in above)
+
+    def _is_torchs_elsewhere(self, use: Use, equal: Equal | None) -> bool:
+        """Whether the other arm of an `if` makes the same by torch: both would become equal."""
+        call = self.tree.call_of(use.node)
+        if call is None or equal is None or equal.added:
+            return False
+        for parent, child in self.tree.ancestors(use.node):
+            if isinstance(parent, cst.If | cst.IfExp) and child in (parent.body, parent.orelse):
+                other = parent.orelse if child is parent.body else parent.body
+                if self._makes(other, f"{equal.module}.{equal.name}", call.args):
+                    return True
+        return False
+
+    def _makes(self, arm: cst.CSTNode | None, name: str, args: Sequence[cst.Arg]) -> bool:
+        """Whether something of a dotted name is called in an arm, with the same arguments."""
+        given = [self.tree.code(arg.value) for arg in args]
+        made = [n for n in nodes.below(arm) if isinstance(n, cst.Call)] if arm is not None else []
+        same = [n for n in made if self.tree.calls[n].origin(n.func) == name]
+        return any([self.tree.code(arg.value) for arg in call.args] == given for call in same)
 
     # What is certain.
 
@@ -238,14 +256,15 @@ class Rule(Rewriter):
         if not call.args or any(arg.star for arg in call.args):
             return False
         given = nodes.arguments(call.args)
-        return len(call.args) - len(given) <= equal.positional and given.keys() <= {*equal.keywords}
+        is_known = given.keys() <= {*equal.keywords.split()}
+        return is_known and len(call.args) - len(given) <= equal.positional
 
     def _rewrite_to(self, use: Use, old: str, name: str) -> None:
         call, equal = self.tree.call_of(use.node), EQUALS[old]
         self.replace(use.node, name)
         if call is not None:
             given, end = nodes.arguments(call.args), self.tree.span(call.args[-1])[1]
-            added = [f", {key}={value}" for key, value in equal.added if key not in given]
+            added = [f", {a}" for a in equal.added.split() if a.partition("=")[0] not in given]
             self.insert(end, "".join(added))
         self.say(use.node, "rewritten", f"{old} is {equal.module}.{equal.name}")
 
@@ -287,15 +306,12 @@ class Rule(Rewriter):
             return False
         if not all(any(self.tree.call_of(u.node) for u in self.imported[a]) for a in olds):
             return False  # others make what is only asked for here, and may still have Apex
-        equals = [EQUALS[old] for old in olds.values()]
         # where an alias is kept, it is the alias that is bound
-        taken = {
-            e.name.partition(".")[0] for a, e in zip(olds, equals, strict=True) if not a.asname
-        }
+        taken = {EQUALS[old].name.partition(".")[0] for a, old in olds.items() if not a.asname}
         taken -= {nodes.bound_name(alias) for alias in olds}
         # AdamW may be another
         is_free = not any(taken & scope.bindings.keys() for scope in self.tree.scopes)
-        return is_free and len({equal.module for equal in equals}) == 1
+        return is_free and len({EQUALS[old].module for old in olds.values()}) == 1
 
     def _import_from_torch(self, node: cst.ImportFrom, olds: dict[cst.ImportAlias, str]) -> None:
         assert node.module is not None  # it is an absolute import
@@ -318,8 +334,8 @@ class Rule(Rewriter):
 
     def _tell(self, node: cst.CSTNode, old: str) -> None:
         """Say what is to be done, and where to read more, which a comment leaves out."""
-        advice = _longest(ADVICE, old)
-        self.say(node, "by hand", f'{advice} (notebook 13, "{_longest(SECTIONS, old)}")')
+        advice = _longest(ADVICE, _named(old))
+        self.say(node, "by hand", f'{advice} (notebook 13, "{_longest(SECTIONS, _named(old))}")')
         self.told[self.tree.statement(node)].append(advice)
 
     def _put_marks(self) -> None:

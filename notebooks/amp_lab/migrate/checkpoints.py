@@ -13,7 +13,7 @@ def saved_without(code: CodeReader) -> Found:
     if not scalers or any(_is_kept(code, name) or _leaves(code, name) for name in scalers):
         return
     calls, name = code.tree.calls, scalers[0]
-    loads = [call for call in calls if _moves(code, call, call, "load_state_dict")]
+    loads = [call for call in calls if _loads_optimizer(code, call)]
     saves = [call for call in calls if _saves_optimizer(code, call)]
     save = f"save {name}.state_dict() too, or the scale starts anew"
     for call in saves if loads else ():
@@ -55,6 +55,13 @@ def _moves(code: CodeReader, call: cst.CSTNode, at: cst.Call, method: str) -> bo
         return True
     # the scaler is another function's, and so may the optimizer be
     return scope.find(owner.partition(".")[0]) in code.stepped.get(owner, ())
+
+
+def _loads_optimizer(code: CodeReader, call: cst.Call) -> bool:
+    """Whether it gives an optimizer a state that was saved, and not one that was just asked for."""
+    given = call.args[0].value if call.args else None
+    is_own = isinstance(given, cst.Call) and nodes.name_called(given) == "state_dict"
+    return _moves(code, call, call, "load_state_dict") and not is_own
 
 
 def _saves_optimizer(code: CodeReader, call: cst.Call) -> bool:

@@ -102,11 +102,8 @@ class CodeReader:
         self.stepped: defaultdict[str, set[Scope | None]] = defaultdict(set)
         scopes = {scope.node: scope for scope in tree.scopes}
         self.functions = {n.name.value: n for n in scopes if isinstance(n, cst.FunctionDef)}
-        self._units = {
-            node: Unit(scope)
-            for node, scope in scopes.items()
-            if isinstance(node, cst.Module | cst.FunctionDef)
-        }
+        units = [node for node in scopes if isinstance(node, cst.Module | cst.FunctionDef)]
+        self._units = {node: Unit(scopes[node]) for node in units}
         self._read(tree.module, Place(), self._units[tree.module])
         self.events = [event for unit in self._units.values() for event in unit.events]
 

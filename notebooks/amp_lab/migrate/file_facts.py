@@ -26,12 +26,10 @@ class FileFacts:
     def sets_defaults(self) -> bool:
         """Whether something in the file may change the dtype in force, or turn the cache off."""
         is_set = any(use.parts[-1].startswith("set_autocast_") for use in self.tree.uses)
-        given = (
-            nodes.arguments(call.args, ("", "dtype"))
-            for call, scope in self.tree.calls.items()
-            if (scope.origin(call.func) or "").endswith(".autocast")
-        )
-        return is_set or self.turns_cache_off or any("dtype" in arguments for arguments in given)
+        calls = ((call, scope.origin(call.func) or "") for call, scope in self.tree.calls.items())
+        args = [call.args for call, origin in calls if origin.endswith(".autocast")]
+        is_given = any("dtype" in nodes.arguments(each, ("", "dtype")) for each in args)
+        return is_set or self.turns_cache_off or is_given
 
     @functools.cached_property
     def compared(self) -> list[cst.CSTNode]:

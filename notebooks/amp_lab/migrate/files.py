@@ -20,16 +20,11 @@ import libcst as cst
 
 from amp_lab import files
 from amp_lab.errors import OptionError
+from amp_lab.migrate import rules
 from amp_lab.migrate.magics import without_magics
 from amp_lab.migrate.reports import patch
 from amp_lab.migrate.rewriter import Edit, Finding, apply
-from amp_lab.migrate.rules import (
-    EVERYTHING,
-    Wanted,
-    edits_and_findings,
-    is_triggered,
-    parse_quietly,
-)
+from amp_lab.migrate.rules import EVERYTHING, Wanted, edits_and_findings, is_triggered
 
 MAX_BYTES = 1 << 19
 """Of Python in one file: for twice as much, the tree and its positions took 620 MB."""
@@ -246,7 +241,7 @@ def _edits_and_findings(
 
 def _why_not_read(text: str) -> str:
     try:
-        parse_quietly(text)
+        rules.parse_quietly(text)
     except (SyntaxError, RecursionError, MemoryError):
         return "does not parse as Python"
     return "is Python, but libcst cannot read it"
@@ -348,10 +343,8 @@ def _in_json(text: str, cell: _Cell, new: str) -> Edit:
     raw = "".join(text[span] for span in cell.spans)
     raw_lines = re.findall(r"(?:[^\\]|\\[^n])*\\n|(?:[^\\]|\\[^n])+", raw)
     same = dict(zip(_lines(cell.text), raw_lines, strict=True))
-    lines = [
-        same.get(line) or json.dumps(line, ensure_ascii=text.isascii())[1:-1]
-        for line in _lines(new)
-    ]
+    is_ascii = text.isascii()
+    lines = [same.get(x) or json.dumps(x, ensure_ascii=is_ascii)[1:-1] for x in _lines(new)]
     start, end = cell.spans[0].start, cell.spans[-1].stop
     before = text[: start - 1].rstrip()
     # In a list, the blanks after its bracket separate each line from the next one too.

@@ -7,10 +7,11 @@ import re
 
 from amp_lab.migrate.amp_names import HOMES
 
-# In turn: a magic or question where a statement may begin, one that is assigned, and what holds
-# lines that only look like it: strings, comments, continued lines, brackets.
+# In turn: a magic, with or without a sign, or a question where a statement may begin, one that is
+# assigned, and what holds lines that only look so: strings, comments, continued lines, brackets.
 _PIECE = re.compile(
-    r"""(?P<line>^[ \t]*(?:[%!?](?:\\\r?\n|[^\n])*|[\w.]+\?\??[ \t]*$))
+    r"""(?P<line>^[ \t]*(?:(?:[%!?]|(?:cd|ls|pip|conda|mkdir|rm|cp|mv|cat)[ \t]+
+          (?!(?:and|else|for|if|in|is|not|or)\b)-*[\w.~/])(?:\\\r?\n|[^\n])*|[\w.]+\?\??[ \t]*$))
       | (?P<assigned>(?<=[^=!<>]=)[ \t]*(?:!|%(?=[a-z]))(?:\\\r?\n|[^\n])*)
       | (?P<quotes>\"{3}|'{3})(?:\\[\s\S]|(?!(?P=quotes))[\s\S])*(?:(?P=quotes))?
       | "(?:\\[\s\S]|[^"\\\n])*"?
@@ -40,10 +41,7 @@ def without_magics(cell: str) -> str:
             # an operator in brackets, such as a % that begins a line
             start = piece.start() + len(piece[0]) - len(piece[0].lstrip()) + 1
         elif piece["line"] or piece["assigned"]:
-            parts += [
-                cell[done : piece.start()],
-                _blank(piece[0], is_value=bool(piece["assigned"])),
-            ]
+            parts += [cell[done : piece.start()], _blank(piece[0], bool(piece["assigned"]))]
             done = start
     return "".join([*parts, cell[done:]])
 

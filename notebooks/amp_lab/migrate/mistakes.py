@@ -26,9 +26,8 @@ class Rule(Rewriter):
     def run(self) -> None:
         """Ask each rule, if the file has anything of mixed precision."""
         about = ("autocast", "GradScaler", "scale")
-        if "backward" not in self.tree.text or not any(
-            use.parts[-1] in about for use in self.tree.uses
-        ):
+        has_any = any(use.parts[-1] in about for use in self.tree.uses)
+        if not has_any or "backward" not in self.tree.text:
             return
         # reading costs as much as parsing, so it comes after that question
         code = CodeReader(self.tree)
@@ -40,15 +39,9 @@ class Rule(Rewriter):
 
 def _is_expected_to_fail(tree: Tree, node: cst.CSTNode) -> bool:
     """Whether a test wants to see it fail: ``with pytest.raises(…)``."""
-    items = [
-        i.item
-        for above, _ in tree.ancestors(node)
-        if isinstance(above, cst.With)
-        for i in above.items
-    ]
-    return any(
-        isinstance(item, cst.Call) and "raises" in nodes.name_called(item).lower() for item in items
-    )
+    blocks = (above for above, _ in tree.ancestors(node) if isinstance(above, cst.With))
+    calls = (i.item for block in blocks for i in block.items if isinstance(i.item, cst.Call))
+    return any("raises" in nodes.name_called(call).lower() for call in calls)
 
 
 def _clipped_scaled(code: CodeReader) -> Found:

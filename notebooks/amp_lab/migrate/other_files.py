@@ -18,8 +18,8 @@ from amp_lab.migrate.rewriter import Rewriter
 TRIGGERS = NAMED
 _UP = 3  # folders above a file's own in which an absolute import is looked for
 _IMPORTS = re.compile(
-    r"^([ \t]*)from +torch(?:\.(cuda|cpu))?(?:\.amp)?(?:\.\w+)? +import +(?:\(([^)]*)\)|([^\n]*))",
-    re.MULTILINE,
+    r"(?m)^([ \t]*)from +torch(?:\.(cuda|cpu))?(?:\.amp)?(?:\.\w+)? +import +"
+    r"(?:\(([^)]*)\)|([^\n]*))"
 )
 _NEWER = re.compile(r"\btorch\.amp\b")
 _DEVICE = re.compile(r"(?i)dev|cuda|cpu|[\"']")

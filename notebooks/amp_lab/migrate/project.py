@@ -12,9 +12,8 @@ _FILES = ("pyproject.toml", "setup.cfg", "setup.py", "requirements*.txt")
 _UP = 3  # folders above what is migrated
 # torch>=1.8, torch = "^1.8", torch = {version = "~1.8"}, "torch (==1.8.1)"; not torchvision
 _ASKED = re.compile(
-    r"""^[^#\n]*?(?<![\w.-])torch(?:\[[^]\n]*\])?["']?\s*(?:=\s*)?(?:\{\s*version\s*=\s*)?["'(\s]*"""
+    r"""(?m)^[^#\n]*?(?<![\w.-])torch(?:\[[^]\n]*\])?["']?\s*(?:=\s*)?(?:\{\s*version\s*=\s*)?["'(\s]*"""
     r"""(?:[=~>^]=?=?|<=?)\s*(?P<version>\d+(?:\.\d+)*)""",
-    re.MULTILINE,
 )
 
 

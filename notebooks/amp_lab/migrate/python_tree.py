@@ -7,13 +7,13 @@ keeps only what the migration asks: imports, other bindings, uses of names.
 import dataclasses
 import functools
 import re
-import types
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 
 import libcst as cst
-from libcst.metadata import CodePosition, CodeRange, MetadataWrapper, PositionProvider
+from libcst.metadata import ByteSpanPositionProvider, CodeSpan, MetadataWrapper
 
 from amp_lab.migrate import nodes
 
@@ -270,11 +270,10 @@ class Tree:
 
     def is_in(self, node: cst.CSTNode, what: type | cst.CSTNode) -> bool:
         """Whether a node stands below another one, or below any of a kind."""
-        is_kind = isinstance(what, type | types.UnionType)
-        return any(
-            isinstance(parent, what) if is_kind else parent is what
-            for parent, _ in self.ancestors(node)
-        )
+        above = (parent for parent, _ in self.ancestors(node))
+        if isinstance(what, cst.CSTNode):
+            return what in above
+        return any(isinstance(parent, what) for parent in above)
 
     def call_of(self, node: cst.CSTNode) -> cst.Call | None:
         """The call whose function a node is."""
@@ -318,30 +317,29 @@ class Tree:
     # Where it is. Positions cost more than parsing, and most files need none.
 
     @functools.cached_property
-    def _positions(self) -> Mapping[cst.CSTNode, CodeRange]:
+    def _spans(self) -> Mapping[cst.CSTNode, CodeSpan]:
         wrapper = MetadataWrapper(self.module, unsafe_skip_copy=True)
         # resolve() would walk the tree for nothing as well
-        return cast("Mapping[cst.CSTNode, CodeRange]", PositionProvider()._gen(wrapper))
+        return cast("Mapping[cst.CSTNode, CodeSpan]", ByteSpanPositionProvider()._gen(wrapper))
 
     @functools.cached_property
-    def line_starts(self) -> list[int]:
-        """Where in the text each line starts."""
-        return [0, *(match.end() for match in re.finditer(r"\r\n?|\n", self.text))]
+    def _form_feeds(self) -> list[int]:
+        """Where libcst leaves out a form feed that begins a line, in the bytes that it has."""
+        found = re.finditer(rb"(?m)(?:^|(?<=\r))\f", self.text.encode())
+        return [match.start() - number for number, match in enumerate(found)]
 
-    def line(self, node: cst.CSTNode) -> int:
-        """The line, from 1, on which a node starts."""
-        return self._positions[node].start.line
-
-    def _offset(self, position: CodePosition) -> int:
-        start = self.line_starts[position.line - 1]
-        if self.text[start : start + 1] == "\f":  # which libcst leaves out
-            start += 1
-        return start + position.column
+    def _offset(self, byte: int) -> int:
+        at = byte + bisect_right(self._form_feeds, byte)
+        return at if self.text.isascii() else len(self.text.encode()[:at].decode())
 
     def span(self, node: cst.CSTNode) -> tuple[int, int]:
         """Where the text of a node, without brackets around it, starts and ends."""
-        where = self._positions[node]
-        return self._offset(where.start), self._offset(where.end)
+        where = self._spans[node]
+        return self._offset(where.start), self._offset(where.start + where.length)
+
+    def line(self, node: cst.CSTNode) -> int:
+        """The line, from 1, on which a node starts."""
+        return 1 + len(re.findall(r"\r\n?|\n", self.text[: self.span(node)[0]]))
 
     def indent(self, offset: int) -> str | None:
         """The blanks before `offset` in its line, or None if there is something else."""

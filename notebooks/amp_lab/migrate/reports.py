@@ -53,12 +53,8 @@ def format_sarif(results: Iterable["Result"]) -> str:
     errors = [result.error for result in results if result.error is not None]
     rules = [{"id": kind.replace(" ", "-")} for kind in _LEVELS]
     driver = {"name": "amp-lab migrate", "version": amp_lab.__version__, "rules": rules}
-    ran = {
-        "executionSuccessful": not errors,
-        "toolExecutionNotifications": [
-            {"level": "error", "message": {"text": error}} for error in errors
-        ],
-    }
+    told = [{"level": "error", "message": {"text": error}} for error in errors]
+    ran = {"executionSuccessful": not errors, "toolExecutionNotifications": told}
     run = {"tool": {"driver": driver}, "invocations": [ran], "results": found}
     return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1) + "\n"
 

@@ -23,7 +23,7 @@ from amp_lab.migrate.file_facts import FileFacts
 from amp_lab.migrate.python_tree import Binding, Scope, Tree, Use
 from amp_lab.migrate.rewriter import Edit, Rewriter
 from amp_lab.migrate.torch_name import TorchName
-from amp_lab.migrate.version_guards import is_guarded
+from amp_lab.migrate.version_guards import forget_fallbacks, is_guarded
 
 TRIGGERS = (*NAMED, "torch cuda.amp", "torch cpu.amp")
 _BELOW_OLD = tuple(f"{name}." for name in OLD)  # such as autocast.__init__
@@ -45,6 +45,7 @@ class Rule(Rewriter):
 
     def __init__(self, tree: Tree, path: Path | None = None, mark: bool = False):
         super().__init__(tree, path, mark)
+        forget_fallbacks(tree)
         self.handled: set[cst.CSTNode] = set()  # import aliases that something was said about
         self.moved: defaultdict[cst.CSTNode, list[cst.ImportAlias]] = defaultdict(list)
         self.torch = TorchName(tree)
@@ -116,18 +117,13 @@ class Rule(Rewriter):
             self._say_versioned(name, bindings)
             return
         lines = ", ".join(map(str, sorted(set(map(self.tree.line, bound)))))
-        what = "give them different names, then use torch.amp with its device"
-        self.say(
-            use.node, "by hand", f"{name} is bound to different things (lines {lines}): {what}"
-        )
+        what = f"{name} is bound to different things (lines {lines}): give them different names"
+        self.say(use.node, "by hand", f"{what}, then use torch.amp with its device")
 
     def _say_versioned(self, name: str, bindings: list[Binding]) -> None:
         olds = [binding.node for binding in bindings if _is_old(binding.origin)]
-        self.say(
-            (olds or [bindings[0].node])[0],
-            "left",
-            f"{name} depends on the version of torch: left alone",
-        )
+        what = f"{name} depends on the version of torch: left alone"
+        self.say((olds or [bindings[0].node])[0], "left", what)
 
     # One use.
 
@@ -203,14 +199,9 @@ class Rule(Rewriter):
             raise ByHand(f"{where}: write torch.amp.{name} in both places")
         if self.tree.is_in(node, cst.Del):
             raise ByHand(f"its name is deleted here: write torch.amp.{name}, and do not")
-        if (
-            name == "GradScaler"
-            and self.facts.compared
-            and not self.tree.is_in(node, cst.Annotation)
-        ):
-            where = (
-                f"{name} is compared with (line {min(map(self.tree.line, self.facts.compared))})"
-            )
+        compared = self.facts.compared if name == "GradScaler" else []
+        if compared and not self.tree.is_in(node, cst.Annotation):
+            where = f"{name} is compared with (line {min(map(self.tree.line, compared))})"
             raise ByHand(f"{where}: write torch.amp.{name} in all places, here and in other files")
 
     def _plan_value(self, use: Use, old: str) -> list[Edit]:

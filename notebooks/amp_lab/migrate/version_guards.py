@@ -29,6 +29,31 @@ _FURTHEST = 3  # assignments that a name in a test is followed through
 _FIRST_WITH_SCALER = (2, 3)  # the torch that first had torch.amp.GradScaler
 
 
+def forget_fallbacks(tree: Tree) -> None:
+    """Forget what takes the place of old names where their import fails: with today's, it cannot.
+
+    An import of torch in the same try may fail by itself, so that there it is a choice.
+    """
+    olds = [alias for alias, origin in tree.imported.items() if _is_of_old_module(origin)]
+    tries = {tree.parents.get(tree.parents[tree.statement(alias)]) for alias in olds}
+    dead = [h for tried in tries if isinstance(tried, cst.Try) for h in _fallbacks(tree, tried)]
+    for bindings in (b for scope in tree.scopes for b in scope.bindings.values() if dead):
+        kept = [b for b in bindings if not any(tree.is_in(b.node, handler) for handler in dead)]
+        bindings[:] = kept or bindings
+
+
+def _is_of_old_module(origin: str | None) -> bool:
+    return origin is not None and origin.startswith((*OLD_MODULES,))
+
+
+def _fallbacks(tree: Tree, tried: cst.Try) -> list[cst.ExceptHandler]:
+    """The handlers of a try for old names that are not there, if it imports nothing else."""
+    names = [tree.imported[p] for p in nodes.below(tried.body) if p in tree.imported]
+    handlers = tried.handlers if all(map(_is_of_old_module, names)) else ()
+    caught = [handler for handler in handlers if _MISSING.search(tree.code(handler))]
+    return [handler for handler in caught if not _new_uses(tree, handler)]
+
+
 def is_guarded(tree: Tree, node: cst.CSTNode) -> bool:
     """Whether a test of torch's version, or a try of its new names, decides if a node runs."""
     return any(_decides(parent, child, node, tree) for parent, child in tree.ancestors(node))
@@ -134,13 +159,15 @@ def _is_old_name(tree: Tree, call: cst.Call) -> bool:
 def _settled_comparison(tree: Tree, test: cst.Comparison) -> bool | None:
     target = test.comparisons[0]
     numbers = re.findall(r"\d+", tree.code(target.comparator))[:2]
-    is_bound = isinstance(target.operator, cst.GreaterThanEqual | cst.GreaterThan)
-    is_limit = isinstance(target.operator, cst.LessThanEqual | cst.LessThan)
-    if len(test.comparisons) > 1 or len(numbers) < 2 or not (is_bound or is_limit):
+    true, false = cst.GreaterThanEqual | cst.GreaterThan, cst.LessThanEqual | cst.LessThan
+    if not numbers and nodes.literal(target.comparator):  # "parrots": all versions have numbers
+        true, false, numbers = cst.NotEqual, cst.Equal, ["0", "0"]
+    is_true, is_false = isinstance(target.operator, true), isinstance(target.operator, false)
+    if len(test.comparisons) > 1 or len(numbers) < 2 or not (is_true or is_false):
         return None
     if tuple(map(int, numbers)) >= _FIRST_WITH_SCALER or not _asks_for_torch(tree, test.left):
         return None
-    return is_bound
+    return is_true
 
 
 @answered_once
