@@ -56,12 +56,13 @@ def built(tmp_path_factory) -> dict[str, Path]:
 def test_both_are_small_and_hold_the_package_alone(built):
     package = ROOT / "notebooks" / "amp_lab"
     modules = {str(path.relative_to(package.parent)) for path in package.rglob("*.py")}
+    data = {"amp_lab/py.typed", "amp_lab/bench/tiled_convmodel.cpp"}
     wheel = set(zipfile.ZipFile(built[".whl"]).namelist())
-    assert {name for name in wheel if ".dist-info/" not in name} == {*modules, "amp_lab/py.typed"}
+    assert {name for name in wheel if ".dist-info/" not in name} == {*modules, *data}
     with tarfile.open(built[".tar.gz"]) as archive:
         source = {name.partition("/")[2] for name in archive.getnames()}
     inside = {name.removeprefix("notebooks/") for name in source if name.startswith("notebooks/")}
-    assert inside == {*modules, "amp_lab/py.typed"}
+    assert inside == {*modules, *data}
     others = {name for name in source if not name.startswith("notebooks/")}
     assert others == {"LICENSE", "PKG-INFO", "README.md", "pyproject.toml"}
     assert max(path.stat().st_size for path in built.values()) < MAX_BYTES

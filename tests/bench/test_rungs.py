@@ -16,7 +16,7 @@ from amp_lab.bench.workloads import gpt_workload
 from amp_lab.errors import OptionError
 from amp_lab.precision import Precision
 
-SLOW = ("compile", "max-autotune", "by-hand")  # to compile; the last has tests of its own
+SLOW = ("compile", "max-autotune", "by-hand", "tiles")  # to compile; the last have their own tests
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -26,7 +26,7 @@ def names_of(workload, precision, device) -> list[str]:
 
 def test_rungs_are_those_of_device_and_workload():
     assert names_of(TRAINING, Precision.BF16, CPU) == [
-        "eager", "channels-last", "fused-adam", "compile", "max-autotune", "by-hand"
+        "eager", "channels-last", "fused-adam", "compile", "max-autotune", "by-hand", "tiles"
     ]  # fmt: skip
     assert names_of(GPT, Precision.FP16, CUDA) == [
         "eager", "fused-adam", "no-sync", "compile", "cuda-graphs", "max-autotune"

@@ -6,6 +6,7 @@ from amp_lab.bench.limits import count_step, measure_ceilings
 from amp_lab.bench.results import Compared, load_results
 from amp_lab.bench.rungs import RUNGS
 from amp_lab.bench.runner import run_bench
+from amp_lab.bench.tiled_convmodel import TiledStep, why_not_tiled
 from amp_lab.bench.workloads import WORKLOADS, Block
 
 __all__ = [
@@ -15,9 +16,11 @@ __all__ = [
     "Compared",
     "ConvModel",
     "FusedStep",
+    "TiledStep",
     "count_step",
     "load_results",
     "measure_ceilings",
     "quantized_sine",
     "run_bench",
+    "why_not_tiled",
 ]

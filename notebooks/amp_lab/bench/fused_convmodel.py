@@ -77,55 +77,57 @@ class FusedStep:
         bias = self.convs[0].bias
         self.n1 = _Normalised(self.norms[0], self.w1 @ mean, variance, bias, self.pixels)
         self.weight1 = (self.w1 * self.n1.scale[:, None]).T.contiguous()  # (2, C)
+        self.n2 = _Normalised.from_sums(
+            self.norms[1], self._second_layer(), self.convs[1].bias, self.pixels
+        )
+        self.n3 = _Normalised.from_sums(
+            self.norms[2], self._third_layer(), self.convs[2].bias, self.pixels
+        )
+
+    def _second_layer(self) -> list[Tensor]:
+        """Write z2; return the sums of it and of its squares."""
         sums = []
         for b in self.blocks:
             torch.mm(self._first(b), self.w2.T, out=self.z2[b])
             sums.append(self.k.sums(self.z2[b]))
-        self.n2 = _Normalised.from_sums(self.norms[1], sums, self.convs[1].bias, self.pixels)
+        return _totals(sums)
 
+    def _third_layer(self) -> list[Tensor]:
+        """The same for z3."""
         sums = []
         for b in self.blocks:
             a2 = self.k.activation(self.z2[b], self.n2.scale, self.n2.shift)
             torch.mm(a2, self.w3.T, out=self.z3[b])
             sums.append(self.k.sums(self.z3[b]))
-        self.n3 = _Normalised.from_sums(self.norms[2], sums, self.convs[2].bias, self.pixels)
+        return _totals(sums)
 
     def _output(self) -> Tensor:
         """The loss, and what of its gradient a sum over all pixels needs."""
         conv, n3 = self.convs[3], self.n3
         self.dy = torch.empty(self.pixels, device=self.x.device)
+        loss, self.d, self.dz = self._head()
+        _set_grad(conv.weight, n3.scale * self.dz + n3.shift * self.d)
+        _set_grad(conv.bias, self.dy.sum())
+        return loss / self.pixels
+
+    def _head(self) -> list[Tensor]:
+        """Write dy; return sums: of squared errors, and where a ReLU is open of dy and dy * z3."""
+        conv, n3 = self.convs[3], self.n3
         sums: list[tuple[Tensor, ...]] = []
         for b in self.blocks:
             loss, self.dy[b] = self.k.head(
                 self.z3[b], n3.scale, n3.shift, self.w4, conv.bias, self.target[b], 2 / self.pixels
             )
             sums.append((loss, *self.k.head_sums(self.z3[b], self.dy[b], n3.scale, n3.shift)))
-        loss, self.d, self.dz = _totals(sums)
-        _set_grad(conv.weight, n3.scale * self.dz + n3.shift * self.d)
-        _set_grad(conv.bias, self.dy.sum())
-        return loss / self.pixels
+        return _totals(sums)
 
     def _backward(self) -> None:
         """Two more passes; g2 is the gradient of the second normalisation's output."""
-        n2, n3, sums = self.n2, self.n3, []
-        to_z3 = n3.backward(self.w4 * self.d, self.w4 * self.dz)
-        dw3 = torch.zeros_like(self.convs[2].weight.flatten(1))
-        for b in self.blocks:
-            z2, z3 = self.z2[b], self.z3[b]
-            dz3 = self.k.through_head(z3, self.dy[b], n3.scale, n3.shift, self.w4, *to_z3)
-            dw3 += dz3.T @ self.k.activation(z2, n2.scale, n2.shift)
-            sums.append(self.k.through_relu(self.g2[b], dz3 @ self.w3, z2, n2.scale, n2.shift))
+        to_z3 = self.n3.backward(self.w4 * self.d, self.w4 * self.dz)
+        dw3, *sums = self._through_third(to_z3)
         _set_grad(self.convs[2].weight, dw3)
-
-        to_z2 = n2.backward(*_totals(sums))
-        dw2, sums = torch.zeros_like(self.convs[1].weight.flatten(1)), []
-        for b in self.blocks:
-            dz2 = self.k.through_norm(self.g2[b], self.z2[b], *to_z2)
-            a1 = self._first(b)
-            dw2 += dz2.T @ a1
-            sums.append(self.k.first_sums(dz2 @ self.w2, a1, *self.columns[:, b]))
+        dw2, g, gx0, gx1 = self._through_second(self.n2.backward(*sums))
         _set_grad(self.convs[1].weight, dw2)
-        g, gx0, gx1 = _totals(sums)
         gx = torch.stack([gx0, gx1], 1)  # (C, 2)
         of_g, of_z, constant = self.n1.backward(g, (self.w1 * gx).sum(1))
         zx = self.w1 @ (self.x @ self.x.T)  # (C, 2)
@@ -133,6 +135,27 @@ class FusedStep:
         _set_grad(self.convs[0].weight, dw1)
         for conv in self.convs[:3]:  # whose normalisation takes any constant away
             conv.bias.grad = torch.zeros_like(conv.bias)
+
+    def _through_third(self, to_z3: Sequence[Tensor]) -> list[Tensor]:
+        """Write g2; return the gradient of the weights, and the sums of g2 and of g2 * z2."""
+        n2, n3, sums = self.n2, self.n3, []
+        dw3 = torch.zeros_like(self.convs[2].weight.flatten(1))
+        for b in self.blocks:
+            z2, z3 = self.z2[b], self.z3[b]
+            dz3 = self.k.through_head(z3, self.dy[b], n3.scale, n3.shift, self.w4, *to_z3)
+            dw3 += dz3.T @ self.k.activation(z2, n2.scale, n2.shift)
+            sums.append(self.k.through_relu(self.g2[b], dz3 @ self.w3, z2, n2.scale, n2.shift))
+        return [dw3, *_totals(sums)]
+
+    def _through_second(self, to_z2: Sequence[Tensor]) -> list[Tensor]:
+        """The gradient of the weights, and the sums of g1, the gradient below, and of g1 * x."""
+        dw2, sums = torch.zeros_like(self.convs[1].weight.flatten(1)), []
+        for b in self.blocks:
+            dz2 = self.k.through_norm(self.g2[b], self.z2[b], *to_z2)
+            a1 = self._first(b)
+            dw2 += dz2.T @ a1
+            sums.append(self.k.first_sums(dz2 @ self.w2, a1, *self.columns[:, b]))
+        return [dw2, *_totals(sums)]
 
 
 def _totals(sums: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
@@ -157,9 +180,9 @@ class _Normalised:
         norm.num_batches_tracked += 1
 
     @classmethod
-    def from_sums(cls, norm: Any, sums: Sequence[tuple[Tensor, Tensor]], bias: Tensor, n: int):
-        """From the sums of z and of its squares in each block."""
-        mean, mean_square = (total / n for total in _totals(sums))
+    def from_sums(cls, norm: Any, sums: Sequence[Tensor], bias: Tensor, n: int):
+        """From the sums of z and of its squares."""
+        mean, mean_square = (total / n for total in sums)
         variance = (mean_square - mean * mean).clamp_min(0)  # rounding may make it negative
         return cls(norm, mean, variance, bias, n)
 

@@ -56,6 +56,7 @@ class Recipe:
     fused_adam: bool = False
     reads_loss: bool = True  # whether the host waits for the loss of every step
     compile_mode: str | None = None  # of torch.compile; None: without it
+    by_hand: Callable[..., Callable] | None = None  # which of the workload's steps written by hand
 
     @property
     def records_graph(self) -> bool:
@@ -190,8 +191,20 @@ RUNGS = (
         "the step written anew, see fused_convmodel.py",
         # Its gradients are not scaled, so fp16 would lose them.
         exists=lambda case: bool(case.workload.by_hand) and case.precision is not Precision.FP16,
-        apply=lambda recipe: replace(recipe, make=_step_by_hand, compile_mode=None),
+        apply=lambda recipe: replace(
+            recipe, make=_step_by_hand, by_hand=recipe.case.workload.by_hand, compile_mode=None
+        ),
         takes_long=_compiles_long,
+    ),
+    Rung(
+        "tiles",
+        "the step by hand in C++: blocks of pixels that stay in the cache, see tiled_convmodel.py",
+        exists=lambda case: (
+            bool(case.workload.in_tiles)
+            and case.precision is Precision.BF16
+            and backend(case.device).is_host
+        ),
+        apply=lambda recipe: replace(recipe, by_hand=recipe.case.workload.in_tiles),
     ),
 )
 """Every rung, from the lowest."""
@@ -241,7 +254,7 @@ def gains_from_fp8(outer: int, inner: int) -> bool:
 def make_step(case: Case, rung: Rung) -> Step:
     """The step with all rungs up to this one; each call makes model and data anew, from one seed.
 
-    Raises `OptionError` where a rung needs a package that is not installed.
+    Raises `OptionError` where a rung needs what is not here: a package, a compiler, instructions.
     """
     torch.manual_seed(0)
     problem = case.workload.build(case.device)
@@ -300,8 +313,8 @@ def _inference_step(recipe: Recipe) -> Callable[[], Tensor]:
 def _step_by_hand(recipe: Recipe) -> Callable[[], Tensor]:
     problem = recipe.problem
     optimizer = torch.optim.Adam(problem.model.parameters(), lr=problem.lr, fused=True)
-    assert recipe.case.workload.by_hand is not None  # or there is no such rung
-    forward_backward = recipe.case.workload.by_hand(problem.model, recipe.case.precision.dtype)
+    assert recipe.by_hand is not None  # or there is no such rung
+    forward_backward = recipe.by_hand(problem.model, recipe.case.precision.dtype)
 
     def step() -> Tensor:
         loss = forward_backward(problem.inputs, problem.target)

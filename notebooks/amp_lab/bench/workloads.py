@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from amp_lab.backends import backend
 from amp_lab.bench.convmodel import ConvModel, quantized_sine
 from amp_lab.bench.fused_convmodel import FusedStep
+from amp_lab.bench.tiled_convmodel import TiledStep
 from amp_lab.training.models import build_model
 
 
@@ -41,6 +42,7 @@ class Workload:
     many_layers: bool = False  # whether torch.compile takes minutes for it on a CPU
     # From model and dtype, what returns the loss of inputs and target, and sets all gradients.
     by_hand: Callable[..., Callable] | None = field(default=None, repr=False)
+    in_tiles: Callable[..., Callable] | None = field(default=None, repr=False)  # the same in C++
 
     @property
     def title(self) -> str:
@@ -112,9 +114,12 @@ def convmodel_workload(size: int, *, hidden: int = 256, kind: str = "training") 
         model = ConvModel(hidden).to(device)
         return Problem(model, inputs, lambda out: F.mse_loss(out, target), 1e-3, target)
 
-    trains, shape = kind == "training", f"1x2x{size}x{size}"
-    name, by_hand = ("convmodel", FusedStep) if trains else ("convmodel-inference", None)
-    return Workload(name, shape, kind, "images", 1, build, {"convolution", "norm"}, by_hand=by_hand)
+    shape = f"1x2x{size}x{size}"
+    layers = {"convolution", "norm"}
+    if kind != "training":
+        return Workload("convmodel-inference", shape, kind, "images", 1, build, layers)
+    steps = {"by_hand": FusedStep, "in_tiles": TiledStep}
+    return Workload("convmodel", shape, kind, "images", 1, build, layers, **steps)
 
 
 def classifier_workload(model_name: str, batch: int, size: int, *, classes: int = 10) -> Workload:
