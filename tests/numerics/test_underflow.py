@@ -97,7 +97,8 @@ def any_bits(n=100_003):
     [
         edges(),
         any_bits(),
-        any_bits(2**17 + 5) * 1e-30,  # more than one chunk
+        any_bits(2**17 + 5) * 1e-30,
+        torch.zeros(0),
         any_bits(120).repeat(2)[:120].view(6, 5, 4).transpose(0, 2),
         torch.tensor(3e-8),
         edges().bfloat16(),
@@ -145,6 +146,32 @@ def test_values_that_are_not_finite_are_counted_apart():
     assert (row.nonfinite, row.zero, row.nonzero) == (3, 1, 3)
     assert counted(row, 1.0) == [1, 0, 1]
     assert "3 values are inf or NaN already" in str(report)
+
+
+@pytest.mark.parametrize("shape", [(512, 512, 3, 3), (2**20 - 3,), (2**18,)])
+def test_of_a_large_gradient_a_sample_is_counted_as_exactly_as_it_says(shape):
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 2.0**-24
+    values[..., -1] = 0.0  # a third of a convolution's weight, as padding leaves it
+    values.view(-1)[1] = -65520.0
+    report = gradient_underflow(*weighted(values), scales=SCALES)
+    row, count = report.parameters, values.numel()
+    assert 2**17 / 2 < row.sample < 2**18
+    assert row.values == row.nonzero + row.zero == count
+    off = count / row.sample**0.5
+    assert row.zero == pytest.approx(int((values == 0).sum()), abs=off)
+    for scale in SCALES:
+        assert counted(row, scale) == pytest.approx(cast(values, scale), abs=off)
+    assert (row.largest_scale, row.inf_in_fp16(1.0)) == (0.5, 1)
+    assert f"off by {100 / row.sample**0.5:.2f} percentage points" in str(report)
+
+
+def test_values_of_a_large_gradient_that_are_not_finite_are_all_counted():
+    values = torch.full((2**18 + 3,), 1e-9)
+    values[5:7] = torch.tensor([math.nan, -math.inf])
+    row = gradient_underflow(*weighted(values)).parameters
+    assert (row.nonfinite, row.zero_in_fp16(1.0)) == (2, 2**18 + 1)
+    nothing = gradient_underflow(*weighted(torch.full((3,), math.nan))).parameters
+    assert (nothing.nonfinite, nothing.nonzero) == (3, 0)
 
 
 def test_scales_that_serve():

@@ -189,10 +189,7 @@ def _new_results(report: DeviceReport, ceilings: Ceilings, quick: bool, rounds: 
 
 
 def _climb(
-    ladders: list[Ladder],
-    results: Results,
-    pace: _Pace,
-    after_round: Callable[[Results], None],
+    ladders: list[Ladder], results: Results, pace: _Pace, after_round: Callable[[Results], None]
 ) -> None:
     """Add the rows of one workload to the results."""
     # A compiled function is compiled anew for each rung; torch stops at 8 of one source.

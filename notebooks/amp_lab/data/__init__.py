@@ -16,11 +16,7 @@ __all__ = ["DATASETS", "TEXTS", "ImageData", "ImageSet", "batches", "load_datase
 # The registry: a data set is a file beside this one, whose `load` makes of `LoadOptions` an
 # `ImageData`, and a line here. All are imported at once, and torchvision with them: the libraries
 # that it loads cannot be loaded any more once TensorFlow is there, as in notebook 12.
-_LOADERS = {
-    "digits": digits.load,
-    "cifar10": cifar10.load,
-    "caltech256": caltech256.load,
-}
+_LOADERS = {"digits": digits.load, "cifar10": cifar10.load, "caltech256": caltech256.load}
 DATASETS = (*_LOADERS, *TEXTS)
 _LARGEST_SIZE = 1024
 

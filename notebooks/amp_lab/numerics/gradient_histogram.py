@@ -1,7 +1,7 @@
 """How many gradient values lie where, exactly as fp16 would round them."""
 
+import itertools
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +10,7 @@ import torch
 from amp_lab.errors import NumericsError
 
 KEEP = 0.999  # the share of the non-zero gradient values that `smallest_scale` keeps
+SAMPLE = 2**17  # about so many values are counted of a gradient with twice as many or more
 LARGEST_POWER = 64  # scales go from 2^-64 to 2^64, far from where fp32 itself underflows
 
 
@@ -21,15 +22,11 @@ def log2_of(scale: float) -> int:
     return exponent - 1
 
 
-# fp32's own exponents make the bins of the histogram: the bits of a magnitude, as an integer,
-# shifted right by its 23 bits of mantissa. An offset before the shift moves the edges of the bins
-# to where fp16 rounds, for every power of two as a scale:
-# - -1 lets a bin end with its power of two, since 2^-25 itself still rounds to zero;
-# - 2^13 lets it begin earlier, since 2^-14 - 2^-25 already rounds to the smallest normal number;
-# - 2^12 likewise, since 65520 = 2^16 - 2^4 already rounds to infinity.
-# The second is the first or one more, and the third likewise and never more than the second, so
-# that their sum tells all three, and one pass of `bincount` serves for all. The sum is the key of a
-# bin, plus 1 since zero has -1. By key, the three exponents:
+# fp32's own exponents make the bins: the bits of a magnitude, shifted right by 23 bits of mantissa.
+# An offset before the shift moves the edges to where fp16 rounds, for each power of two as a scale:
+# -1, since 2^-25 itself still rounds to zero; 2^13, since 2^-14 - 2^-25 already rounds to the
+# smallest normal number; 2^12, since 65520 = 2^16 - 2^4 already rounds to infinity. The third is 1
+# more than the first only if the second is, so their sum, plus 1 for zero's -1, keys them all:
 _KEYS = 3 * 255 + 2
 _FIRST = torch.arange(-1, _KEYS - 1).div(3, rounding_mode="floor") - 127  # rounding to zero
 _MORE = torch.arange(-1, _KEYS - 1) % 3
@@ -37,12 +34,16 @@ _NORMAL, _INFINITE = _FIRST + (_MORE > 0), _FIRST + (_MORE > 1)  # to normal num
 
 
 def _bins(values: torch.Tensor) -> torch.Tensor:
-    """Number of values by key, (765 + 2,), on the CPU."""
+    """Number of values by key, (765 + 2,), on the CPU; fp32's inf is too large for every scale."""
     bits = values.to(torch.float32).abs().view(torch.int32)
     key = (bits - 1).bitwise_right_shift_(23)
     for offset in (2**13, 2**12):
         key += (bits + offset).bitwise_right_shift_(23)
-    return torch.bincount(key.add_(1), minlength=_KEYS).cpu()
+    bins = torch.bincount(key.add_(1), minlength=_KEYS).cpu()
+    if values.dtype is torch.float64:  # what is too small for fp32 is not zero
+        tiny = bins[0] - (values == 0).sum().cpu()
+        bins[:2] += torch.stack((-tiny, tiny))
+    return bins
 
 
 @dataclass(eq=False)
@@ -55,39 +56,45 @@ class GradientCount:
     layer: str  # qualified name of the module
     what: str  # the parameter's name, or ``output of OP``: the gradient that arrives there
     values: int = 0
-    zero: int = 0  # exactly zero before any cast
     nonfinite: int = 0  # infinite or NaN before any cast; counted nowhere else
     half: bool = False  # some gradients were fp16 already: what it flushed counts as zero
+    sample: int | None = None  # values counted of the gradient with the fewest; None: of each all
     _bins: torch.Tensor = field(default_factory=lambda: torch.zeros(_KEYS).long(), repr=False)
 
     @torch.no_grad()
     def add(self, gradients: Iterable[torch.Tensor | None]) -> None:
         """Count the values of gradients of any layout and dtype as well."""
         for gradient in gradients:
-            if gradient is None:
-                continue
-            self.half |= gradient.dtype in (torch.float16, torch.complex32)
-            values = _as_it_lies(gradient.detach())
-            self.values += values.numel()
-            # On a CPU so few at a time that they stay in a core's cache.
-            for chunk in values.split(2**17 if values.device.type == "cpu" else 2**24):
-                self._add(chunk)
+            if gradient is not None:
+                self.half |= gradient.dtype in (torch.float16, torch.complex32)
+                values = _as_it_lies(gradient.detach())
+                self.values += len(values)
+                self._bins += self._count(values)
 
-    def _add(self, chunk: torch.Tensor) -> None:
-        bins = _bins(chunk)
-        if bins[-2:].any():  # inf or NaN, or the last numbers before inf
-            finite = chunk.to(torch.float64).isfinite()
-            self.nonfinite += int((~finite).sum())
-            # float64 values that are too large for fp32 are too large for every scale.
-            largest = torch.finfo(torch.float32).max
-            chunk = chunk[finite].clamp(-largest, largest)
-            bins = _bins(chunk)
-        # Those that are too small for fp32 are not zero, and go to the lowest bin.
-        zero = int((chunk == 0).sum()) if chunk.dtype is torch.float64 else int(bins[0])
-        bins[1] += bins[0] - zero
-        bins[0] = 0
-        self.zero += zero
-        self._bins += bins
+    def _count(self, values: torch.Tensor) -> torch.Tensor | int:
+        """Number of finite values by key, most of them estimated if there are many."""
+        if not len(values):
+            return 0
+        extremes = torch.stack(values.aminmax())
+        if not extremes.isfinite().all():
+            finite = values[values.isfinite()]
+            self.nonfinite += len(values) - len(finite)
+            return self._count(finite)
+        if len(values) < 2 * SAMPLE:
+            return _bins(values)
+        # A stride without a divisor in common with any dimension, so that no pattern hides from it.
+        strides = itertools.count(len(values) // SAMPLE)
+        sample = values[:: next(k for k in strides if math.gcd(k, len(values)) == 1)]
+        self.sample = min(self.sample or len(sample), len(sample))
+        others = len(values) - len(extremes)  # these stand for themselves: they may overflow
+        bins = _bins(sample) * others // len(sample)
+        bins[bins.argmax()] += others - bins.sum()  # what rounding has left
+        return bins + _bins(extremes)
+
+    @property
+    def zero(self) -> int:
+        """Values that are exactly zero before any cast."""
+        return int(self._bins[0])
 
     @property
     def nonzero(self) -> int:
@@ -96,7 +103,7 @@ class GradientCount:
 
     def _below(self, exponents: torch.Tensor, end: int) -> int:
         """Number of values whose exponent of one of the three kinds is smaller than `end`."""
-        return int(self._bins[exponents < end].sum())
+        return int(self._bins[1:][exponents[1:] < end].sum())
 
     def zero_in_fp16(self, scale: float) -> int:
         """Number of values that are not zero, and would be in fp16 at this loss scale."""
@@ -119,10 +126,8 @@ class GradientCount:
     @property
     def histogram(self) -> dict[int, int]:
         """Exponent k: number of values with a magnitude in (2^k, 2^(k+1)]; -127: all below, too."""
-        result: Counter[int] = Counter()
-        for exponent, count in zip(_FIRST.tolist(), self._bins.tolist(), strict=True):
-            result[exponent] += count
-        return {exponent: count for exponent, count in result.items() if count}
+        counts = torch.zeros(256).long().index_add_(0, _FIRST[1:] + 127, self._bins[1:])
+        return {exponent - 127: count for exponent, count in enumerate(counts.tolist()) if count}
 
     @property
     def smallest_scale(self) -> float | None:
@@ -143,9 +148,9 @@ def together(what: str, rows: Sequence[GradientCount]) -> GradientCount:
     total = GradientCount("all", what, half=any(row.half for row in rows))
     for row in rows:
         total.values += row.values
-        total.zero += row.zero
         total.nonfinite += row.nonfinite
         total._bins += row._bins
+    total.sample = min((row.sample for row in rows if row.sample), default=None)
     return total
 
 

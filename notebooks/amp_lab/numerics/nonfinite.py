@@ -200,7 +200,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         call = Call(func, args, kwargs, node, self._site_of(node), recomputed)
         if node is None and not self._stack and func is torch.ops.aten.mul.Tensor:
             self._loss_scale = _loss_scale(args) or self._loss_scale
-        returned = outputs(func, out)
+        returned = outputs(func, out, all_finite=not self._origins)
         bad = [tensor for tensor in returned if not is_finite(tensor)]
         if bad:
             self._suspect(call, bad)

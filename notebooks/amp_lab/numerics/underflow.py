@@ -64,16 +64,20 @@ class UnderflowReport(Printed):
         rows = self.rows if rows is None else rows
         head, missing = self._header(), len(self.rows) - len(rows)
         cut = [f"… and {missing} that lose no more; see .rows."] if missing else []
+        sample = self.total.sample
+        off = f"{100 / sample**0.5:.2f} percentage points (95 %)" if sample else ""
+        error = [f"A sample was counted of large gradients: shares may be off by {off}."]
         return Table(
             head,
             [self._cells(row) for row in rows],
             foot=[self._cells(row) for row in (self.outputs, self.parameters)],
-            facts=cut + self._summary(),
+            facts=cut + self._summary() + (error if sample else []),
             right=range(2, len(head)),
         )
 
     def _contents(self) -> dict[str, Any]:
-        names = ("layer", "what", "values", "zero", "nonfinite", "smallest_scale", "largest_scale")
+        names = ("layer", "what", "values", "sample", "zero", "nonfinite")
+        names += ("smallest_scale", "largest_scale")
 
         def plain(count: GradientCount) -> dict[str, Any]:
             by_scale = {f"lost at {scale:g}": count.zero_in_fp16(scale) for scale in self.scales}
@@ -86,8 +90,7 @@ class UnderflowReport(Printed):
         """The exponents of all gradient values against fp16's range, one panel for each scale."""
         from amp_lab import plots  # matplotlib only where a figure is drawn
 
-        kinds = {"outputs": self.outputs, "parameters": self.parameters}
-        histograms = {kind: count.histogram for kind, count in kinds.items()}
+        histograms = {c.what: c.histogram for c in (self.outputs, self.parameters)}
         return plots.exponents_against_fp16(histograms, self.scales)
 
     def _header(self) -> list[str]:
@@ -149,6 +152,8 @@ def gradient_underflow(
     after ``(gradient * scale).to(torch.float16)``; of a sparse gradient the stored values count, of
     a complex one real and imaginary parts. Scales are powers of two, as `GradScaler`'s are. The
     histogram is that of Micikevicius et al., "Mixed Precision Training", 2018, figure 3.
+    Of 262,144 values or more a sample is counted, always the same one, with the extremes, so that
+    `largest_scale` is exact. The report says how far a share may be off.
 
     Raises `NumericsError` if no parameter requires a gradient, a scale is no power of two from
     2^-64 to 2^64, or the loss is no scalar, does not lead to the model, or has no graph, one that
@@ -187,8 +192,7 @@ def _checked(model: object, loss: object, scales: tuple[float, ...]) -> _Names:
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise NumericsError(f"gradient_underflow: the model must be an nn.Module, not {kind}")
-    named = model.named_parameters()
-    parameters: _Names = {p: name for name, p in named if p.requires_grad}
+    parameters: _Names = {p: name for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise NumericsError("gradient_underflow: no parameter of the model requires a gradient")
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -223,8 +227,7 @@ def _backward(
 
 def _low_precision_nodes(loss: torch.Tensor, parameters: _Names) -> dict[Node, GradientCount]:
     """The nodes that fp16 gradients arrive at, first op first, and where each is counted."""
-    below = nodes_below([loss.grad_fn])
-    low = [node for node in below if node.name().startswith(_LOW_PRECISION_NODES)]
+    low = [n for n in nodes_below([loss.grad_fn]) if n.name().startswith(_LOW_PRECISION_NODES)]
     arrivals: dict[Node, GradientCount] = {}
     shared: dict[object, GradientCount] = {}  # as by the steps of a recurrent network
     products: Counter[tuple[str, str]] = Counter()

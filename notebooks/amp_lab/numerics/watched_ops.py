@@ -63,28 +63,31 @@ class Call:
 
 # Ops that compute nothing (views, memory that is not written yet), and those on lists of tensors,
 # which are optimizers and scalers: what they break is found when it is next used.
-_UNSEEN = ("empty", "new_empty", "resize", "set_", "_foreach", "_fused_adam", "_fused_sgd",
-           "_fused_adagrad", "_amp_", "lift")  # fmt: skip
+_UNSEEN = ("empty", "new_empty", "resize", "set_", "_unsafe_view", "_foreach", "_fused_adam",
+           "_fused_sgd", "_fused_adagrad", "_amp_", "lift")  # fmt: skip
+# Ops that copy or drop values: of finite ones they make no others, so that a look is for nothing.
+_PASSING_ON = {"clone", "relu", "relu_", "threshold_backward", "max_pool2d_with_indices",
+               "select_backward", "slice_backward"}  # fmt: skip
 # Ops of which only the first outputs are results; the others are workspace, with any content.
-_RESULTS = {"scaled_dot_product": 1, "attention_forward": 1, "ctc_loss": 1, "rnn": 3}
+_RESULTS = {"scaled_dot_product": 1, "attention_forward": 1, "ctc_loss": 1, "rnn": 3, "_norm": 1}
 # Ops that make one number of many in a way that lets every one of them count.
 REDUCTIONS = ("sum", "mean", "dot", "mse_loss", "nll_loss", "smooth_l1", "huber", "binary_cross",
                "soft_margin", "l1_loss", "linalg_vector_norm", "norm")  # fmt: skip
 
 
 @functools.cache
-def _results(func: Any) -> int:
+def _results(func: Any, all_finite: bool) -> int:
     """How many of the op's outputs are to be looked at."""
     name = func._schema.name.partition("::")[2]
-    if func.is_view or name.startswith(_UNSEEN):
+    if func.is_view or name.startswith(_UNSEEN) or (all_finite and name in _PASSING_ON):
         return 0
     counts = [count for part, count in _RESULTS.items() if part in name and "backward" not in name]
     return counts[0] if counts else len(func._schema.returns)
 
 
-def outputs(func: Any, out: object) -> list[torch.Tensor]:
-    """The tensors an op returned that are results."""
-    count = _results(func)
+def outputs(func: Any, out: object, *, all_finite: bool) -> list[torch.Tensor]:
+    """The tensors an op returned that are results; and, if all before were finite, may not be."""
+    count = _results(func, all_finite)
     return tensors_in(out[:count] if isinstance(out, (tuple, list)) else out) if count else []
 
 

@@ -256,9 +256,7 @@ def dtype_cells(
 
 
 def legend_beside(
-    figure: Figure,
-    loc: Literal["outside lower center", "outside right upper"],
-    **options: Any,
+    figure: Figure, loc: Literal["outside lower center", "outside right upper"], **options: Any
 ) -> None:
     """One legend outside of the axes; what several bars or axes share stands in it once."""
     handles: dict[str, Any] = {}

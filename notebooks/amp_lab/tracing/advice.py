@@ -157,9 +157,7 @@ def _is_low(row: OpRecord) -> bool:
     return row.dtype in LOWER_DTYPES
 
 
-def _grouped(
-    pairs: Iterable[tuple[OpRecord, Any]],
-) -> Iterator[tuple[str, list[OpRecord], Any]]:
+def _grouped(pairs: Iterable[tuple[OpRecord, Any]]) -> Iterator[tuple[str, list[OpRecord], Any]]:
     """Rows of one function and alike in a fact: ``linear in 'a', 'b'``, the rows, the fact."""
     groups: dict[tuple[str, Any], list[OpRecord]] = defaultdict(list)
     for row, fact in pairs:

@@ -1,0 +1,113 @@
+"""Measure how fast images are read: `python tools/measure_loading.py --out FILE`.
+
+Each reads the same JPEG files in the layout of Caltech-256, 64 at a time in two processes, shuffled
+and augmented, until float32 batches (64, 3, 224, 224) lie in the memory of the device:
+
+- amp_lab: `load_dataset("caltech256")` and `batches`, as `amp-lab train` reads them;
+- torchvision: the loop of its reference scripts, `ImageFolder` with `RandomResizedCrop`;
+- timm: the way of its `train.py`, with uint8 until a whole batch is normalised.
+
+The parts are two sizes of files, those that `make_stand_in` writes and twice that.
+"""
+
+import functools
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder
+from torchvision.transforms import v2
+
+from amp_lab.data import batches, load_dataset
+from amp_lab.data.caltech256 import FOLDER, MEAN_STD
+from amp_lab.data.generated import make_stand_in
+from amp_lab.device import pick_device
+from amp_lab.timing import compare
+from recording import parser, record, times_as_fast
+
+PARTS = {"as generated": 1, "twice the size": 2}
+BATCH, SIZE, WORKERS = 64, 224, 2
+
+
+def make_files(folder: Path, factor: int, *, classes: int = 64) -> Path:
+    """Files in the layout of Caltech-256, with `factor` times the usual width and height."""
+    make_stand_in("caltech256", folder, classes=classes)
+    for path in folder.rglob("*.jpg") if factor > 1 else ():
+        with Image.open(path) as image:
+            larger = image.resize((factor * image.width, factor * image.height))
+        larger.save(path, quality=85)
+    return folder
+
+
+def torchvision_loader(folder: Path, workers: int) -> Iterable:
+    """As `references/classification` of torchvision has it, in its default backend, PIL."""
+    crop = [v2.RandomResizedCrop(SIZE, antialias=True), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+    to_float = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(*MEAN_STD)]
+    files = ImageFolder(folder / FOLDER, v2.Compose([*crop, *to_float]))
+    return DataLoader(files, BATCH, shuffle=True, num_workers=workers)
+
+
+def timm_loader(folder: Path, workers: int, device: torch.device) -> Iterator:
+    """As timm's `train.py` has it, without its colour jitter: uint8 until the batch is there."""
+    bicubic = v2.InterpolationMode.BICUBIC
+    crop = [v2.RandomResizedCrop(SIZE, interpolation=bicubic), v2.RandomHorizontalFlip()]
+    files = ImageFolder(folder / FOLDER, v2.Compose([*crop, v2.Lambda(np.asarray)]))
+    loader = DataLoader(files, BATCH, shuffle=True, num_workers=workers, collate_fn=_collate)
+    mean, std = (255 * torch.tensor(v, device=device).view(1, 3, 1, 1) for v in MEAN_STD)
+    for images, targets in loader:
+        pixels = images.to(device, non_blocking=True).permute(0, 3, 1, 2)
+        yield pixels.float().sub_(mean).div_(std), targets
+
+
+def _collate(pairs: list) -> tuple[torch.Tensor, torch.Tensor]:
+    images, targets = zip(*pairs, strict=True)
+    return torch.from_numpy(np.stack(images)), torch.tensor(targets)
+
+
+def ways(folder: Path, device: torch.device, workers: int = WORKERS) -> dict[str, Callable]:
+    """Functions that return an iterator over one epoch, by whose way it is."""
+    data = load_dataset("caltech256", folder, image_size=SIZE).train
+    return {
+        "torchvision": lambda: torchvision_loader(folder, workers),
+        "timm": lambda: timm_loader(folder, workers, device),
+        "amp_lab": lambda: batches(data, BATCH, seed=0, workers=workers, device=device),
+    }
+
+
+def read(epoch: Callable[[], Iterable], images: int, device: torch.device) -> None:
+    """Read so many images, to the device."""
+    count = 0
+    for batch, _ in epoch():
+        count += len(batch.to(device, non_blocking=True))
+        if count >= images:
+            return
+
+
+def measure(factor: int, device: torch.device, budget_s: float) -> dict:
+    """Seconds for the same number of images, and how many times as fast as torchvision's loop."""
+    with tempfile.TemporaryDirectory() as place:
+        found = ways(make_files(Path(place), factor), device)
+        images = 8 * BATCH
+        kinds = {name: functools.partial(read, way, images, device) for name, way in found.items()}
+        compared = compare(kinds, device=device, budget_s=budget_s)
+    rates = {name: images / compared.median_s(name) for name in kinds}
+    return times_as_fast(compared) | {"images per s": rates}
+
+
+def main() -> None:
+    """Measure both parts on the default device."""
+    options = parser(__doc__ or "", PARTS, budget_s=120).parse_args()
+    device = pick_device()
+    measures = {
+        part: functools.partial(measure, factor, device, options.budget)
+        for part, factor in PARTS.items()
+    }
+    record(measures, options, device)
+
+
+if __name__ == "__main__":
+    main()
