@@ -458,6 +458,48 @@ _ = plots.roofline(roofs, limits.memory_bytes_per_s, points)
 # a point may lie above it if the data fits in a cache. A point far below both limits wastes time
 # otherwise, as a rule on threads that wait, calls from Python, or arithmetic that is no matrix product.
 #
+# ## A rung above: in tiles (optional)
+#
+# By hand, a block of 4,096 pixels stays in the cache, and still it goes through one op after another,
+# and each of them reads and writes it. In C++ we can do better: take 32 pixels from what they are read
+# from to the sums of what they become, in one go. Nothing but the boxes in black leaves the core:
+
+# %% tags=["nbval-ignore-output"]
+PASSES = {
+    "layer 2": ["layer 1 again", "normalise, ReLU", "product", "sums", "write z2"],
+    "layer 3": ["read z2", "normalise, ReLU", "product", "sums", "write z3"],
+    "loss": ["read z3", "normalise, ReLU", "layer 4, loss", "sums"],
+    "back 3": ["read z2, z3", "gradient of z3", "two products", "sums", "write g2"],
+    "back 2": ["read z2, g2", "layer 1 again", "two products", "sums"],
+}
+_ = plots.passes(PASSES)
+
+# %% [markdown]
+# *z2* and *z3* are what the second and the third layer return, before they are normalised, and *g2* is
+# a gradient. What is cheap is computed again, such as the first layer with its two inputs, and every
+# mask of a ReLU. The *sums* are those that batch normalisation, the bias and the next pass need; only
+# they make it five passes and not one. Let us count:
+
+# %%
+trips = [box for chain in PASSES.values() for box in chain if box.startswith(("read", "write"))]
+matrices = sum(1 + box.count(",") for box in trips)  # each of P x 256 values in bf16
+products = sum({"product": 1, "two products": 2}.get(box, 0) for c in PASSES.values() for box in c)
+print(f"{products} products, and {matrices * 2 * pixels * hidden / 2**20:,.0f} MiB of memory")
+assert matrices * 2 * pixels * hidden == moved_by_hand
+assert 0.98 < products * 2 * pixels * hidden**2 / flops <= 1
+
+# %% [markdown]
+# So memory moves as much as by hand, and what is saved are the trips through the cache. It takes a CPU
+# with AVX-512 and its bf16 instructions, and a C++ compiler, which `amp-lab bench` calls at first use:
+#
+# ```bash
+# pdm run amp-lab bench --workload convmodel --precision bf16 --rung by-hand --rung tiles
+# ```
+#
+# This is the kind of kernel that Triton writes on a GPU, and that `torch.compile` does not find by
+# itself, because it keeps the order of the layers. For a model of your own it is rarely worth the
+# work; it shows how far the limit is from what the usual rungs reach.
+#
 # ## Where AMP loses
 #
 # We judge by the interval. If all of it lies above 1, AMP pays; if all of it lies below, AMP costs.

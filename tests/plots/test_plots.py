@@ -73,6 +73,10 @@ FIGURES = {  # figure: its arguments, and what stands on its axes
     "memory_by_dtype": (({"CNN": {"fp32": PEAK}}, 2**31, "limit"), ["(GiB)"]),
     "memory_per_rank": (({"FSDP": RANKS},), ["ranks", "(MiB)"]),
     "range_and_spacing": (({"fp16": FP16, "fp8 E5M2": FP16},), ["log2 of the magnitude", "spac"]),
+    "passes": (
+        ({"layer 2": ["read x", "product"], "loss": ["read z", "sums"]},),
+        ["left to right"],
+    ),
     "roofline": (({"fp32": 1e12}, 1e11, [("CNN", "fp32", 9.0, TOOK)]), ["FLOP/s", "per byte"]),
     "scale_over_time": ((SCALES, [2]), ["step", "loss scale"]),
     "scales_by_setting": (({"O1": (SCALES, [2]), "O2": (SCALES, [])},), ["step", "loss scale"]),

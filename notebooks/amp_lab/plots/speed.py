@@ -215,3 +215,28 @@ def best_speedups(machines: Mapping[str, Mapping[str, Ratio]]) -> Figure:
     ax.set_xlabel("best speed-up over fp32 eager on the same device")
     style.legend_beside(figure, "outside lower center", ncols=2, fontsize=9)
     return figure
+
+
+def passes(chains: Mapping[str, Sequence[str]]) -> Axes:
+    """Each pass over the data as a chain of boxes.
+
+    Those that begin with "read" or "write" stand for memory and are black, the others for what
+    stays in the cache.
+    """
+    _, ax = style.subplots(size=(8.5, 0.62 * len(chains) + 0.5))
+    for y, chain in enumerate(chains.values()):
+        left = 0.0
+        for text in chain:
+            width = 0.085 * len(text) + 0.3
+            moves = text.startswith(("read", "write"))
+            face, ink = ("black", "white") if moves else ("white", "black")
+            ax.barh(y, width, left=left, height=0.6, color=face, edgecolor="black")
+            ax.text(left + width / 2, y, text, ha="center", va="center", fontsize=9, color=ink)
+            left += width + 0.12
+    ax.set_yticks(range(len(chains)), list(chains))
+    ax.invert_yaxis()
+    ax.set_xticks([])
+    ax.set_frame_on(False)
+    ax.tick_params(axis="y", length=0)
+    ax.set_xlabel("what a pass does, from left to right")
+    return ax
