@@ -330,7 +330,7 @@ assert off > 0  # it rounds, unlike FP32
 # **Rung 5: by hand.** A compiler keeps the order of the layers, but we may rearrange them. Batch
 # normalisation needs the mean of a whole layer before the next layer can begin, so a step takes
 # five passes over the pixels. `FusedStep` makes just these five; its source,
-# `amp_lab/bench/fused_convmodel.py`, has some 200 lines. On a CPU it works on a block of pixels at
+# `amp_lab/bench/fused_convmodel.py`, has some 260 lines. On a CPU it works on a block of pixels at
 # a time that is small enough for the cache. It computes the first layer again instead of storing
 # it, and keeps only two of all activations. It scales no gradients, so it computes in bf16.
 

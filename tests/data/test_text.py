@@ -79,6 +79,15 @@ def test_what_is_no_text_is_told_in_a_line(tmp_path, content, says):
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize("length", [20, 81, 99, 101, 99_999, 100_001])
+def test_every_length_that_is_enough_has_a_test(tmp_path, length):
+    file = tmp_path / "text.txt"
+    file.write_text("ab" * (length // 2) + "a" * (length % 2))
+    data = load_text("text", file, context=1)
+    assert len(data.test) > 0
+    assert len(data.train) > 5 * len(data.test)
+
+
 def test_what_cannot_be_is_refused(tmp_path, folder, monkeypatch):
     with pytest.raises(DataError, match="no such file"):
         load_text("text", tmp_path / "none")

@@ -16,6 +16,7 @@ TEXTS = ("stdlib", "text")
 CONTEXT, _LONGEST_CONTEXT = 256, 2**16  # tokens
 _PIECE, _TEST_EVERY = 10_000, 10  # characters; every tenth piece is of the test
 _MOST_BYTES = 2**30
+_NONE = np.zeros(0, np.int32)  # tokens
 # Parts of the standard library that are programs, tests, or not everywhere.
 _LEFT_OUT = {
     "__pycache__",
@@ -110,12 +111,9 @@ def load_text(
     )
 
 
-_NONE = np.zeros(0, np.int32)
-
-
 def _pieces(text: str) -> list[str]:
     """A text in pieces, at least as many as it takes for one of them to be the test."""
-    length = min(_PIECE, -(-len(text) // _TEST_EVERY)) or 1
+    length = max(1, min(_PIECE, len(text) // _TEST_EVERY))
     return [text[start : start + length] for start in range(0, len(text), length)]
 
 

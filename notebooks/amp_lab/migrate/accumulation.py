@@ -260,5 +260,10 @@ def _packages(node: cst.CSTNode) -> Iterator[str]:
         yield from (alias.evaluated_name.partition(".")[0] for alias in node.names)
 
 
-RULES = (unscaled_in_each_batch, unscaled_by_another, clipped_between, left_out)
-RULES += (scaled_without_autocast,)
+RULES = (
+    unscaled_in_each_batch,
+    unscaled_by_another,
+    clipped_between,
+    left_out,
+    scaled_without_autocast,
+)

@@ -23,9 +23,7 @@ def largest_values(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str, f
         def hook(module: nn.Module, given: Any, output: Any) -> None:
             for tensor in tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel():
-                    largest = tensor.abs().max().item()
-                    if math.isnan(largest):
-                        largest = math.inf
+                    largest = tensor.abs().nan_to_num(math.inf, math.inf).max().item()
                     found[name] = max(found.get(name, 0.0), largest)
 
         return hook

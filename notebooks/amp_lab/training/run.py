@@ -319,9 +319,8 @@ def load_data(
     place, seed, limit = Path(folder), config.seed, config.limit
     if config.dataset in TEXTS:
         given = {name: getattr(config, name) for name in TEXT_SETTINGS}
-        return load_text(
-            config.dataset, place, limit=limit, seed=seed if augment else None, **given
-        )
+        seeds = seed if augment else None
+        return load_text(config.dataset, place, limit=limit, seed=seeds, **given)
     size = {"image_size": config.image_size, "limit": limit}
     how = {"skip_damaged": config.skip_damaged, "augment": augment, "download": download}
     return load_dataset(config.dataset, place, seed=seed, **size, **how)
