@@ -59,6 +59,11 @@ class Row:
         return f"{self.workload} {self.size}"
 
     @property
+    def setting(self) -> str:
+        """Precision and rung."""
+        return f"{self.precision} {self.rung}"
+
+    @property
     def key(self) -> tuple[str, ...]:
         """What must be equal for two rows to be compared."""
         return self.workload, self.size, self.precision, self.rung
@@ -88,7 +93,7 @@ def _speedup(row: Row) -> str:
 
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
-    "": lambda row: f"  {row.precision} {row.rung}" + (" ?" if not row.trusted else ""),
+    "": lambda row: f"  {row.setting}" + (" ?" if not row.trusted else ""),
     "time": lambda row: time_text(row.median_s or float("nan")),
     "spread": lambda row: _text(ratio(row.iqr_s, row.median_s), "{:.0%}"),
     "speed-up": _speedup,
@@ -178,8 +183,7 @@ class Results(Printed, Ceilings):
         blank, lines = [""] * (len(columns) - 2), []
         for row in self.rows:
             cells = [cell(row) for cell in columns.values() if row.status == "ok"]
-            name = f"  {row.precision} {row.rung}"
-            lines.append((row.title, cells or [name, row.status, *blank]))
+            lines.append((row.title, cells or [f"  {row.setting}", row.status, *blank]))
         right = range(1, len(columns))  # figures
         return Table(list(columns), _with_titles(lines), self.title(), self._facts(), right=right)
 
@@ -200,8 +204,7 @@ class Results(Printed, Ceilings):
             "how far the loss falls in five steps, over how far it does there.",
         ]
         for row in [row for row in self.rows if row.status != "ok"]:
-            what = f"{row.title}, {row.precision} {row.rung}"
-            facts.append(f"{what}: {row.status}, {row.reason}.")
+            facts.append(f"{row.title}, {row.setting}: {row.status}, {row.reason}.")
         facts += self._doubts()
         if self.environment.get("quick"):
             facts.append("A quick run: small sizes, and nothing that takes long to compile.")
@@ -218,7 +221,7 @@ class Results(Printed, Ceilings):
         said = [f"Something else used this machine in {disturbed} of {plural(rounds, 'round')}."]
         doubts: dict[tuple[str, str], list[str]] = {}
         for row in [row for row in self.rows if row.status == "ok" and not row.trusted]:
-            doubts.setdefault((row.title, row.reason), []).append(f"{row.precision} {row.rung}")
+            doubts.setdefault((row.title, row.reason), []).append(row.setting)
         for (title, reason), rungs in doubts.items():
             said.append(f"Not trusted, marked with ?: {title}, {listed(rungs)}: {reason}.")
         return said
@@ -265,7 +268,7 @@ def _check_values(results: Results) -> None:
             raise TypeError(f"'status' is {row.status!r}")
         times = row.median_s, row.iqr_s, row.items_per_s, *(row.samples_s or [None])
         if row.status == "ok" and None in times:
-            raise TypeError(f"{row.title}, {row.precision} {row.rung} is ok, but has no time")
+            raise TypeError(f"{row.title}, {row.setting} is ok, but has no time")
         if row.speedup_interval is not None and len(row.speedup_interval) != 2:
             raise TypeError(f"'speedup_interval' is {row.speedup_interval!r}")
     rates = results.stream_bytes_per_s
@@ -335,7 +338,7 @@ class Compared(Printed):
     def _table(self) -> Table:
         lines = []
         for rows in self.common():
-            cells = [f"  {rows[0].precision} {rows[0].rung}"]
+            cells = [f"  {rows[0].setting}"]
             for row in rows:
                 cells += [time_text(row.median_s or float("nan")), _speedup(row)]
             lines.append((rows[0].title, cells))

@@ -205,7 +205,7 @@ def _climb(
                     row = configuration.row
                     if row.status == "ok":
                         with _failure_told_in(row, configuration.case.device):
-                            seconds[_name(row)] = _time(configuration, pace.turn_s)
+                            seconds[row.setting] = _time(configuration, pace.turn_s)
             round_s = time.perf_counter() - started
             _fill([configuration.row for configuration in ready], timed)
             after_round(results)
@@ -352,13 +352,9 @@ def _time(configuration: _Configuration, turn_s: float) -> float:
     return configuration.seconds
 
 
-def _name(row: Row) -> str:
-    return f"{row.precision} {row.rung}"
-
-
 def _fill(rows: Sequence[Row], timed: Rounds) -> None:
     """Write what the rounds say so far into the rows of a workload."""
-    named = {_name(row): row for row in rows if row.status == "ok"}
+    named = {row.setting: row for row in rows if row.status == "ok"}
     compared, base = timed.comparison(list(named)), " ".join(BASELINE)
     for name, row in named.items():
         row.trusted, row.reason = compared.trusted, compared.reason
