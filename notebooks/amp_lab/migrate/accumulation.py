@@ -11,7 +11,6 @@ import libcst as cst
 
 from amp_lab.migrate import nodes
 from amp_lab.migrate.code_reader import CodeReader, Event, Found, last_part, of_kind
-from amp_lab.migrate.escapes import escapes
 
 # Packages in which no model calls autocast: where all imports are of these, the file is a whole
 # program. A model of another package, or of another file, may have autocast in its forward pass.
@@ -32,7 +31,8 @@ def unscaled_in_each_batch(code: CodeReader) -> Found:
         if not all((steps, updates, is_scaled, unscale.place.loops)):
             continue
         is_rare = all(_is_less_often(event, unscale) for event in (*steps, *updates))
-        if is_rare and not escapes(code, last_part(unscale.of)) and not _either_way(updates):
+        is_either = any(a.place.excludes(b.place) for a in updates for b in updates)
+        if is_rare and not is_either and not code.escapes(last_part(unscale.of)):
             what = f"call it right before {unscale.of}.step({unscale.optimizer})"
             once = "runs for each batch, and may run once a step"
             yield unscale.node, f"{unscale.of}.unscale_ {once}: {what}"
@@ -64,10 +64,6 @@ def _goes_on(node: cst.CSTNode, number: int) -> bool:
     other = node.body if number == 1 else getattr(node.orelse, "body", None)
     last = nodes.last_statement(other) if isinstance(other, cst.BaseSuite) else None
     return not isinstance(last, cst.Return | cst.Raise | cst.Break)
-
-
-def _either_way(updates: list[Event]) -> bool:
-    return any(a.place.excludes(b.place) for a in updates for b in updates)
 
 
 def _names(node: cst.CSTNode) -> set[str]:

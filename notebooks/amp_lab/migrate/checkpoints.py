@@ -4,7 +4,6 @@ import libcst as cst
 
 from amp_lab.migrate import nodes
 from amp_lab.migrate.code_reader import CodeReader, Found
-from amp_lab.migrate.escapes import stays
 
 
 def saved_without(code: CodeReader) -> Found:
@@ -30,7 +29,7 @@ def _is_kept(code: CodeReader, name: str) -> bool:
 def _leaves(code: CodeReader, name: str) -> bool:
     """Whether a scaler gets to where its state may be saved or loaded by another name."""
     for use in code.tree.uses:
-        if use.parts[-1] != name or stays(code, use.node, name):
+        if use.parts[-1] != name or code.stays(use.node, name):
             continue
         call = code.tree.parents[code.tree.parents[use.node]]
         called = nodes.name_called(call) if isinstance(call, cst.Call) else ""

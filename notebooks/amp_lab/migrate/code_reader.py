@@ -31,6 +31,8 @@ _ABOUT_AMP = re.compile(r"(?i)amp|scale|fp16|half|mixed|precision|float16|bf16|d
 _NAMED_LOSS = re.compile(r"(?i)loss|err|cost|objective")
 _NO_LOSS = {"self", "cls", "engine", "model_engine", "accelerator", "fabric", "manager", "trainer"}
 _NO_LOSS |= {"model", "net", "module", "ctx", "layer"}
+_KEEPS = cst.Attribute | cst.AssignTarget | cst.Comparison | cst.ComparisonTarget | cst.If
+_KEEPS |= cst.UnaryOperation | cst.BooleanOperation
 Found = Iterator[tuple[cst.CSTNode, str]]
 
 
@@ -62,10 +64,8 @@ class Event:
     node: cst.Call
     place: Place
     unit: "Unit"
-    order: int
-    """Its number among the events of its unit."""
-    of: str
-    """The scaler, or the optimizer of a plain step."""
+    order: int  # its number among the events of its unit
+    of: str  # the scaler, or the optimizer of a plain step
     optimizer: str
 
 
@@ -246,6 +246,30 @@ class CodeReader:
         """Whether a name is that of an optimizer, as far as names and steps tell."""
         is_named = bool(_OPTIMIZER.search(last_part(key))) and "sched" not in key.lower()
         return is_named or key in self.stepped
+
+    def escapes(self, name: str) -> bool:
+        """Whether code that is not seen here may get hold of a scaler."""
+        is_attribute = any(key.startswith("self.") for key in self.made.get(name, ()))
+        if is_attribute and any(map(self._hands_on_self, self.tree.calls)):
+            return True
+        uses = (use.node for use in self.tree.uses if use.parts[-1] == name)
+        return not all(self.stays(node, name) for node in uses)
+
+    def _hands_on_self(self, call: cst.Call) -> bool:
+        """Whether a call gives the object away, or is of a method from a class of another file."""
+        parts = nodes.dotted(call.func) or ()
+        # what gets the object may update its scaler
+        if nodes.is_given(call, "self") and parts != ("super",):
+            return True
+        if len(parts) != 2 or parts[0] != "self":
+            return False
+        return parts[1] not in self.functions and parts not in self.tree.assigned
+
+    def stays(self, node: cst.CSTNode, name: str) -> bool:
+        """Whether a use of a scaler leaves it in this file, and by its name."""
+        parent = self.tree.parents[node]
+        given = [last_part(self.key(target)) for target, _ in nodes.assignments(parent)]
+        return isinstance(parent, _KEEPS) or (given != [] and {*given} == {name})
 
     def text_between(self, first: Event, second: Event) -> str:
         """The source from the end of one call to the end of another, without comments."""

@@ -51,8 +51,7 @@ class Result:
     path: Path
     lines: list[Finding] = dataclasses.field(default_factory=list)
     diff: str = ""
-    patch: bytes = b""
-    """What `git apply` takes, if it was wanted."""
+    patch: bytes = b""  # what `git apply` takes, if it was wanted
     written: bool = False
     error: str | None = None
     skipped: str | None = None
@@ -254,11 +253,9 @@ _STRING = re.compile(r'"([^"\\]*(?:\\.[^"\\]*)*)"(\s*:)?')  # a JSON string; a c
 
 
 class _Cell(NamedTuple):
-    number: int
-    """From 1, among all cells."""
+    number: int  # from 1, among all cells
     text: str
-    start: int
-    """Where its text starts in the text of all code cells."""
+    start: int  # where its text starts in the text of all code cells
     spans: list[slice]
     """Where in the JSON text each piece of its source starts and ends, without quotes."""
 

@@ -11,7 +11,6 @@ import libcst as cst
 
 from amp_lab.migrate import accumulation, checkpoints, nodes
 from amp_lab.migrate.code_reader import CodeReader, Event, Found, last_part, of_kind
-from amp_lab.migrate.escapes import escapes, is_given
 from amp_lab.migrate.python_tree import Tree
 from amp_lab.migrate.rewriter import Rewriter
 
@@ -82,7 +81,7 @@ def _may_unscale(code: CodeReader, call: cst.Call, scaler: str) -> bool:
     function = code.functions.get(parts[-1]) if parts else None
     if function is not None:
         return "unscale" in code.tree.code(function)
-    if is_given(call, "self"):
+    if nodes.is_given(call, "self"):
         return scaler.startswith("self.")
     return len(parts) == 2 and parts[0] == scaler.partition(".")[0]
 
@@ -145,7 +144,7 @@ def _never_updated(code: CodeReader) -> Found:
     for name in code.made.keys() - code.disabled:
         own = {e.kind: e for e in code.events if last_part(e.of) == name}  # the last of each kind
         step = own.get("scaler step")
-        if step is None or "scaled" not in own or "update" in own or escapes(code, name):
+        if step is None or "scaled" not in own or "update" in own or code.escapes(name):
             continue
         # Not every update is an event: a lambda runs later.
         if not any(use.parts[-2:] == (name, "update") for use in code.tree.uses):

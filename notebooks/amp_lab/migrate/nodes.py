@@ -67,6 +67,11 @@ def is_call_of(node: cst.CSTNode | None, *names: str) -> TypeGuard[cst.Call]:
     return isinstance(func, cst.Name) and func.value in names
 
 
+def is_given(call: cst.Call, name: str) -> bool:
+    """Whether a name by itself is an argument of a call."""
+    return any(dotted(arg.value) == (name,) for arg in call.args)
+
+
 def arguments(args: Sequence[cst.Arg], names: Sequence[str] = ()) -> dict[str, cst.BaseExpression]:
     """The arguments of a call by name, those by position named after `names`; none of a star."""
     given = {}

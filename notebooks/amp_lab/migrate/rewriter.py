@@ -17,8 +17,7 @@ class Finding(NamedTuple):
     kind: str
     """``rewritten``, ``by hand``, ``mistake``; ``left`` or ``note`` where nothing is to be done."""
     message: str
-    cell: int | None = None
-    """Of a notebook, from 1; the line is one of this cell."""
+    cell: int | None = None  # of a notebook, from 1; the line is one of this cell
 
     def __str__(self) -> str:
         where = f"{self.line}" if self.cell is None else f"cell {self.cell}:{self.line}"

@@ -36,10 +36,8 @@ class Wanted(NamedTuple):
     """What is looked at: the old names of torch, those of Apex, mistakes; some or all of them."""
 
     select: tuple[str, ...] = SELECTIONS
-    mark: bool = False
-    """Whether what is left of Apex gets a comment above it."""
-    patch: bool = False
-    """Whether each result gets a patch."""
+    mark: bool = False  # whether what is left of Apex gets a comment above it
+    patch: bool = False  # whether each result gets a patch
 
     def includes(self, rule: ModuleType) -> bool:
         """Whether a rule is one of those that were selected."""
