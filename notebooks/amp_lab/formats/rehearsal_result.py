@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from amp_lab.formats.interception import Layer
-from amp_lab.report import Printed, Table
+from amp_lab.report import Printed, Table, listed
 
 _MOST_OFF = 0.5  # of the gradients, in their norm
 _APART = 0.05  # of what bf16 learns may a loss be away from its own, whatever seeds say
@@ -59,13 +59,10 @@ class FormatReport:
             self.verdict = f"its gradients are {self.gradients_off:.0%} off"
         elif self.losses:
             apart = abs(statistics.mean(self.losses) - statistics.mean(bf16.losses))
-            spread = max(map(_spread, (self.losses, bf16.losses)))
+            runs = (self.losses, bf16.losses)
+            spread = max(statistics.stdev(run) if len(run) > 1 else 0.0 for run in runs)
             if not apart <= max(2 * spread, _APART * abs(bf16.learned)):
                 self.verdict = "it does not learn as bf16 does"
-
-
-def _spread(losses: list[float]) -> float:
-    return statistics.stdev(losses) if len(losses) > 1 else 0.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -127,7 +124,8 @@ class Rehearsal(Printed):
         for (layer, reason), forms in shared.items():
             by_reason.setdefault((", ".join(forms), reason), []).append(layer)
         return [
-            f"{_some(layers)}: {reason} ({forms})." for (forms, reason), layers in by_reason.items()
+            f"{listed(layers, 3)}: {reason} ({forms})."
+            for (forms, reason), layers in by_reason.items()
         ]
 
     def _contents(self) -> dict[str, Any]:
@@ -156,9 +154,3 @@ def _row(layer: Layer, reports: list[LayerReport]) -> list[str]:
         value = f"{report.worst[1]:.1f}" if report.decibels else "-"
         cells.append(value + "*" * bool(report.left_out))
     return [layer.name, f"{layer.inner} x {layer.outer}", *cells]
-
-
-def _some(names: list[str]) -> str:
-    return (
-        ", ".join(names) if len(names) < 5 else f"{', '.join(names[:3])} and {len(names) - 3} more"
-    )

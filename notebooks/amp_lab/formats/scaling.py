@@ -150,7 +150,8 @@ def _scaled(
     counts: Counts | None,
 ) -> Tensor:
     blocks, count = _blocks(values, form), values.numel()
-    most = torch.cat([_largest(piece) for piece in _pieces(blocks, count)])
+    pieces = _pieces(blocks, count)
+    most = torch.cat([x.abs().amax(3, keepdim=True).amax(1, keepdim=True) for x in pieces])
     if form.block[0] == 0:
         most = most.amax(0, keepdim=True)
     if amax is not None:
@@ -201,10 +202,6 @@ def _pieces(blocks: Tensor, values: int) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
         return (blocks,)
     return blocks.split(max(1, _PIECE * len(blocks) // values))
-
-
-def _largest(blocks: Tensor) -> Tensor:
-    return blocks.abs().amax(3, keepdim=True).amax(1, keepdim=True)
 
 
 def _of_fp32(most: Tensor, form: Format) -> tuple[Tensor, Tensor]:
