@@ -156,17 +156,13 @@ def load_model(out: str | os.PathLike) -> tuple[nn.Module, dict[str, Any]]:
 
     Raises `CheckpointError` if there is none, or it is damaged.
     """
-    state = _state(Path(out))
-    return _model(Path(out), state), state
-
-
-def _model(out: Path, state: dict[str, Any]) -> nn.Module:
+    folder, state = Path(out), _state(Path(out))
     if "shards" in state:
-        return _of_shards(out, state)[0]
-    with _of_a_run(out):
+        return _of_shards(folder, state)[0], state
+    with _of_a_run(folder):
         model = build_model(RunConfig(**state["config"]).model, state["classes"])
         model.load_state_dict(state["model"])
-    return model
+    return model, state
 
 
 def _changes(before: nn.Module, after: nn.Module, dtype: torch.dtype) -> str:

@@ -30,7 +30,9 @@ def build_model(
     and for weights that are not there and cannot be fetched.
     """
     if name in SIZES:
-        return _gpt(name, classes, pretrained or freeze)
+        if pretrained or freeze:
+            raise RunError(f"{name}: there is no pretrained one, and no head to train alone")
+        return Gpt(SIZES[name], classes)
     if name not in model_names():
         near = difflib.get_close_matches(name, [*model_names(), *SIZES])
         hint = f"; near: {', '.join(near)}" if near else ""
@@ -45,12 +47,6 @@ def build_model(
         for key, parameter in model.named_parameters():
             parameter.requires_grad_(key in head)
     return model
-
-
-def _gpt(name: str, tokens: int, is_in_parts: bool) -> nn.Module:
-    if is_in_parts:
-        raise RunError(f"{name}: there is no pretrained one, and no head to train alone")
-    return Gpt(SIZES[name], tokens)
 
 
 def _build(name: str, classes: int) -> nn.Module:
