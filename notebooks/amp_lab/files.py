@@ -25,18 +25,14 @@ def read_regular(path: Path, most: int | None = None) -> bytes:
     Raises `OSError` if it cannot be read, has more bytes than `most`, or is a pipe, a device or
     the like, from which one may read for ever.
     """
-    with open(path, "rb", opener=_open_at_once) as file:
+    at_once = getattr(os, "O_NONBLOCK", 0)  # without waiting until somebody writes into a pipe
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | at_once)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "no regular file", str(path))
         if most is not None and status.st_size > most:
             raise OSError(errno.EFBIG, f"has more than {most} bytes", str(path))
         return file.read()
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open without waiting until somebody writes into a pipe."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def read_json(path: Path) -> Any:

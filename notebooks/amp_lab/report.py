@@ -24,14 +24,10 @@ class Table:
     head: list[str]
     rows: list[list[str]]
     caption: str = ""
-    facts: Sequence[str] = ()
-    """Sentences below the table."""
-    advice: Sequence[str] = ()
-    """Sentences below those, as a list under "Look at:"."""
-    foot: list[list[str]] = field(default_factory=list)
-    """Rows that sum up the others."""
-    right: Container[int] = ()
-    """Numbers of the columns whose text is set to the right."""
+    facts: Sequence[str] = ()  # sentences below the table
+    advice: Sequence[str] = ()  # sentences below those, as a list under "Look at:"
+    foot: list[list[str]] = field(default_factory=list)  # rows that sum up the others
+    right: Container[int] = ()  # numbers of the columns whose text is set to the right
 
     def text(self) -> str:
         """The table in columns of equal width, with rules under the head and above the foot."""
