@@ -90,10 +90,9 @@ def patch(path: Path, old: bytes, new: bytes) -> bytes:
     name = os.path.relpath(path)
     if name.startswith("..") or re.search(r"[\r\n\t\"\\]", name.replace(os.sep, "/")):
         raise OptionError("cannot be named in a patch: run the command in a folder above it")
-    name = os.fsencode(name.replace(os.sep, "/")).decode("latin-1")
-    end = "\t" if " " in name else ""  # else the name would end at its blank
-    # latin-1 has a sign for each byte, so whatever the encoding is, the bytes stay
-    before, after = (re.findall(r"[^\n]*\n|[^\n]+", text.decode("latin-1")) for text in (old, new))
-    lines = difflib.unified_diff(before, after, f"a/{name}{end}", f"b/{name}{end}")
-    whole = (f"{x}\n\\ No newline at end of file\n" if x[-1] != "\n" else x for x in lines)
-    return "".join(whole).encode("latin-1")
+    name = name.replace(os.sep, "/") + "\t" * (" " in name)  # else it would end at its blank
+    a, b = (os.fsencode(f"{side}/{name}") for side in "ab")
+    before, after = (re.findall(rb"[^\n]*\n|[^\n]+", text) for text in (old, new))
+    lines = difflib.diff_bytes(difflib.unified_diff, before, after, a, b)
+    whole = (x if x.endswith(b"\n") else x + b"\n\\ No newline at end of file\n" for x in lines)
+    return b"".join(whole)
