@@ -264,12 +264,12 @@ def _leave_out(layers: list[LayerReport], on: Card | None) -> None:
     for report in layers:
         if report.format == "bf16" or report.left_out:
             continue
-        layer, gain = report.layer, None
+        layer, gain = report.layer, math.inf
         if on and report.format in on.formats:
             gain = on.gain(report.format, report.rows, layer.inner, layer.outer)
         if layer.name in ends:
             report.left_out = f"the {ends[layer.name]} layer, by custom"
-        elif gain is not None and gain < 1:
+        elif gain < 1:
             report.left_out = f"too small to gain: a forecast of {gain:.2f}x"
 
 
@@ -314,15 +314,15 @@ def _train(
     """Train in each format for some steps, and give each its verdict."""
     runs = [(r, seed) for r in reports if r.layers and steps for seed in range(seeds)]
     for report, seed in tqdm(runs, unit="run", leave=False, disable=None):
-        precision = Precision.BF16 if report.name == "bf16" else Precision.FP32
+        # Of bf16 it is autocast itself that rounds.
+        is_bf16 = report.name == "bf16"
+        precision, converted = (Precision.BF16, []) if is_bf16 else (Precision.FP32, layers)
         torch.manual_seed(seed)
         step = Step(case, Recipe(TRAINING, precision), lr=_LR)
         with torch.no_grad():  # so that seeds differ where nothing is drawn
             for p in step.trained:
                 p.mul_(1 + _JITTER * torch.randn_like(p))
-        # Of bf16 it is autocast itself.
-        products = _products(report, [] if report.name == "bf16" else layers)
-        with intercepted(step.model, products):
+        with intercepted(step.model, _products(report, converted)):
             losses = [float(step()) for _ in range(steps)]
         report.losses.append(losses[-1])
         report.learned = losses[0] - losses[-1]
