@@ -94,7 +94,7 @@ def parallel_of(model: nn.Module) -> Parallel | None:
 def _read_fsdp(model: nn.Module, given: tuple) -> ShardingXray:
     names = {module: name for name, module in model.named_modules()}
     units, parameters, unit_of, managed = [], [], {}, set()
-    for modules, state in _states(model):
+    for state, modules in _states(model).items():
         unit = _unit(", ".join(names[module] for module in modules), state)
         units.append(unit)
         unit_of |= dict.fromkeys([names[module] for module in modules], unit.name)
@@ -115,16 +115,15 @@ def _read_fsdp(model: nn.Module, given: tuple) -> ShardingXray:
     )
 
 
-def _states(model: nn.Module) -> Iterator[tuple[list[nn.Module], Any]]:
+def _states(model: nn.Module) -> dict[Any, list[nn.Module]]:
     """What FSDP2 keeps of each unit, with its modules: `fully_shard` takes several together."""
     from torch.distributed.fsdp import FSDPModule
 
-    found: dict[int, tuple[list[nn.Module], Any]] = {}
+    found: dict[Any, list[nn.Module]] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            state = module._get_fsdp_state()
-            found.setdefault(id(state), ([], state))[0].append(module)
-    yield from found.values()
+            found.setdefault(module._get_fsdp_state(), []).append(module)
+    return found
 
 
 def _unit(name: str, state: Any) -> Unit:
