@@ -6,6 +6,8 @@ import dataclasses
 import io
 import itertools
 import json
+import re
+import time
 
 import pytest
 import torch
@@ -58,6 +60,37 @@ class Clash(nn.Module):
         found = torch.zeros(len(x), 4)
         found[torch.arange(len(x))] = self.linear(x)
         return found
+
+
+class Chaotic(nn.Module):
+    """Almost all of its gradients lie in a part that any noise turns, and that changes little."""
+
+    def __init__(self):
+        super().__init__()
+        self.learned, self.turned = nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.learned(x) + 1e-3 * torch.sin(1e5 * self.turned(x).float())
+
+
+class Slow(nn.Module):
+    """Takes a quarter of a second to train in half precision, in one of its passes."""
+
+    calls = 0
+
+    def __init__(self, in_backward: bool):
+        super().__init__()
+        self.linear, self._in_backward = nn.Linear(16, 16), in_backward
+
+    def forward(self, x):
+        y = self.linear(x)
+        if type(y) is torch.Tensor and y.requires_grad and torch.is_autocast_enabled("cpu"):
+            y.register_hook(self._wait) if self._in_backward else self._wait()
+        return y
+
+    def _wait(self, *_):
+        time.sleep(0.25)
+        Slow.calls += 1
 
 
 def mlp() -> nn.Module:
@@ -121,6 +154,32 @@ def test_bf16_weights_whose_updates_rounding_swallows_are_not_recommended(plante
     assert found.verdict == "unlike fp32"
     assert "rounding keeps" in found.reason
     assert advice.chosen[INFERENCE].name == "bf16 weights"
+
+
+def test_gradients_that_noise_turns_are_held_against_the_size_of_fp32s(planted):
+    torch.manual_seed(0)
+    model, batch = Chaotic(), (torch.randn(8, 16),)
+    advice = planted(model, *batch)
+    best = advice.recommended
+    assert best.name == "bf16 autocast"
+    off = float(re.match(r"gradients ([\d.]+)% off", best.against_fp32)[1])
+    assert off > 90
+    assert "fp32's own, with noise" in best.against_fp32
+    assert any("only their size is compared" in line for line in advice.watch)
+    learning = Learning(Case(model, batch, loss_fn=lambda y: y.square().mean()), 4.0)
+    for size, passes in [(0.0, False), (0.4, False), (0.6, True), (1.8, True), (3.0, False)]:
+        run = dataclasses.replace(learning._plain, reason="")
+        learning._judge(run, [size * gradient for gradient in learning._gradients])
+        assert (run.reason == "") == passes, (size, run.reason)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_step_that_takes_for_ever_is_left(planted, monkeypatch, in_backward):
+    monkeypatch.setattr(Slow, "calls", 0)
+    advice = planted(nn.Sequential(*[Slow(in_backward) for _ in range(40)]), torch.randn(8, 16))
+    found = of(advice, "bf16 autocast")
+    assert found.verdict == "left out early, since such steps take too long"
+    assert 0 < Slow.calls < 40, "the rest of the step was waited for"
 
 
 def test_a_step_that_does_not_change_the_weights_is_not_recommended(planted, monkeypatch):

@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -17,10 +18,16 @@ from amp_lab.tracing.tracer import named_tensors
 _STEPS, _RATE, _LOW_RATE = 10, 1e-3, 1e-4
 _LEARNS = 0.05  # by so much of the first loss, at least
 _JITTER = 2.0**-9  # bf16's rounding error: what fp32 itself makes of it is no fault
+CHAOTIC = 0.7  # gradients that this noise turns so far tell nothing by where they point
+_PATIENCE = 3  # times a step of fp32: what takes longer is not waited for
 _MOST_SKIPPED = 8  # a scale that begins too high is halved in these
 _LOST = 0.02  # of the weights may stay as they are in a step that changes all of them in fp32
 TOLERANCE = {Precision.FP32: 1e-3, Precision.TF32: 0.02, Precision.FP16: 0.02, Precision.BF16: 0.1}
 """How far the output of inference may be from fp32's, in the Euclidean norm, relative."""
+
+
+class TooSlow(Exception):
+    """A step was left before its end."""
 
 
 class Learning:
@@ -32,17 +39,22 @@ class Learning:
 
     def __init__(self, case: Case, seconds: float):
         self._case, self._steps, self._plain = case, 2, Candidate(Recipe(TRAINING))
+        self._most_seconds = math.inf  # of a step
         self._run(self._plain)
         # Each of some eight runs gets its share of the time; a slow model gets fewer steps.
         steps = seconds / 8 / max(self._plain.seconds, 1e-4)
         self._steps, self._noisy = max(3, min(_STEPS, int(steps))), Candidate(Recipe(TRAINING))
         self._gradients = self._run(self._plain)[1]
-        self._noise = distance(self._run(self._noisy, noisy=True)[1], self._gradients)
+        self.noise = distance(self._run(self._noisy, noisy=True)[1], self._gradients)
+        self._most_seconds = max(1.0, seconds / 8, _PATIENCE * self._plain.seconds)
         first = abs(self._plain.losses[0])
         self.learns = math.isfinite(first) and _fall(self._plain) > _LEARNS * first
 
     def check(self, candidate: Candidate, scale: float) -> Step:
-        """Train with a recipe as fp32 was trained, and note how far off it is, and if too far."""
+        """Train with a recipe as fp32 was trained, and note how far off it is, and if too far.
+
+        Raises `TooSlow` within a step that takes much longer than fp32's.
+        """
         step, gradients = self._run(candidate, scale=scale)
         self._judge(candidate, gradients)
         if candidate.recipe.cast and not candidate.reason:
@@ -69,7 +81,8 @@ class Learning:
         losses, gradients, took, scaler = list[float](), [], [], step.names.get("scaler")
         for _ in range(self._steps + _MOST_SKIPPED):
             before, start = scaler.get_scale() if scaler else 1.0, time.perf_counter()
-            loss = step().item()
+            with _left_after(math.inf if candidate.recipe.compiled else self._most_seconds, step):
+                loss = step().item()
             took.append(time.perf_counter() - start)
             if scaler and scaler.get_scale() < before and math.isfinite(loss):
                 continue  # the gradients overflowed, and the weights are what they were
@@ -86,11 +99,10 @@ class Learning:
             what = f"its loss is {run.losses[-1]}" if run.losses else "all its gradients overflow"
             run.reason = f"{what} in step {max(1, len(run.losses))}"
             return
-        off, most = distance(gradients, self._gradients), min(0.9, 0.5 + 2 * self._noise)
-        run.against_fp32 = f"gradients {off:.1%} off"
-        if not off <= most:
-            run.reason = f"its gradients may be {most:.0%} off at most"
-        elif not self.learns:  # nothing to hold the fall against, so the first loss has to do
+        run.against_fp32, run.reason = self._compared(gradients)
+        if run.reason:
+            return
+        if not self.learns:  # nothing to hold the fall against, so the first loss has to do
             away = abs(run.losses[0] - self._plain.losses[0]) / (abs(self._plain.losses[0]) or 1.0)
             run.reason = "" if away < 0.05 else f"its first loss is {away:.1%} off"
         else:  # noise excuses much, but never half of what was to be learnt
@@ -99,6 +111,16 @@ class Learning:
             run.against_fp32 += f", learns {learned:.0%}"
             passes = abs(learned - 1) <= most
             run.reason = "" if passes else f"it has to learn 100% ± {most:.0%}"
+
+    def _compared(self, gradients: list[Tensor]) -> tuple[str, str]:
+        """How far gradients are from fp32's, and why they are not alike, if they are not."""
+        off, noise = distance(gradients, self._gradients), self.noise
+        said, most = f"gradients {off:.1%} off", min(0.9, 0.5 + 2 * noise)
+        if noise <= CHAOTIC:
+            return said, "" if off <= most else f"its gradients may be {most:.0%} off at most"
+        size = _size(gradients) / (_size(self._gradients) or 1.0)
+        unlike = f"its gradients are {size:.2g} times as large as fp32's"
+        return f"{said} (fp32's own, with noise: {noise:.0%})", "" if 0.5 <= size <= 2 else unlike
 
 
 class Answers:
@@ -117,6 +139,25 @@ class Answers:
         return step
 
 
+@contextmanager
+def _left_after(seconds: float, step: Step) -> Iterator[None]:
+    """Leave a step that takes longer, between two of its modules or of its weights' gradients."""
+    end = time.perf_counter() + seconds
+
+    def look(*_: object) -> None:
+        if time.perf_counter() > end:
+            raise TooSlow
+
+    hooks = [weight.register_hook(look) for weight in step.trained if seconds < math.inf]
+    if seconds < math.inf:  # which would be in the way of what is compiled
+        hooks.append(torch.nn.modules.module.register_module_forward_hook(look))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def _fall(run: Candidate) -> float:
     return run.losses[0] - run.losses[-1]
 
@@ -125,12 +166,14 @@ def _floats(output: object) -> list[Tensor]:
     return [tensor for _, tensor in named_tensors(output) if tensor.is_floating_point()]
 
 
+def _size(tensors: Sequence[Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
+
+
 def distance(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
     """How far tensors are from the right ones, relative, in the Euclidean norm of them all."""
-    whole = sum(float(b.double().square().sum()) for b in right)
-    pairs = zip(found, right, strict=True)
-    apart = sum(float((a.double() - b.double()).square().sum()) for a, b in pairs)
-    return math.sqrt(apart / (whole or 1.0))
+    apart = [a.double() - b.double() for a, b in zip(found, right, strict=True)]
+    return _size(apart) / (_size(right) or 1.0)
 
 
 def fp16_remarks(case: Case) -> tuple[float | None, list[str]]:

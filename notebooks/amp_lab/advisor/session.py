@@ -12,7 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 from amp_lab.advisor import recipes as r
-from amp_lab.advisor.learning import Answers, Learning, fp16_remarks
+from amp_lab.advisor.learning import CHAOTIC, Answers, Learning, TooSlow, fp16_remarks
 from amp_lab.advisor.outlook import Outlook, first_look
 from amp_lab.advisor.recipes import INFERENCE, TRAINING, Candidate, Case, Recipe, Step
 from amp_lab.advisor.result import Advice
@@ -25,10 +25,12 @@ from amp_lab.timing import Estimate, compare
 
 _FROM_SIMPLE = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)
 _EMULATED = 0.25  # of fp32's rate in a matrix product: a step might take minutes
-_HOPELESS, _ROUNDS = 3, 24  # times fp32's step, if so many rounds do not fit into a comparison
+_HOPELESS = 2  # times the fastest step, if as many rounds as may be needed take long
+_ROUNDS = 24
+_TOO_SLOW = "left out early, since such steps take too long"
 _WORTH = 0.97  # of the time of the best so far: more changes to a program have to save so much
 _CHECKS, _HEAT = 0.2, 0.08  # shares of the time
-_COMPILING = {TRAINING: 0.3, INFERENCE: 0.6}  # what must be left of it; inference comes first
+_COMPILING = {TRAINING: 0.3, INFERENCE: 0.2}  # what must be left of it
 
 
 def advise(
@@ -94,7 +96,9 @@ def measured(case: Case, look: Outlook, seconds: float, beginning: str = "") -> 
         for use, check in checks.items():
             stages.update()
             stages.set_description(use)
-            contests[use] = _Contest(use, case, look, check, scale, end, seconds)
+            now = time.perf_counter()
+            until = (now + end) / 2 if use != [*checks][-1] else end  # half of what is left
+            contests[use] = _Contest(use, case, look, check, scale, until, seconds)
             contests[use].run()
         chosen = {use: c.best for use, c in reversed(contests.items()) if c.best is not None}
         stages.set_description("programs")
@@ -147,6 +151,9 @@ def _references(
         watch += said
         if not learning.learns:
             watch.append("fp32 does not learn here in a few steps: only first losses are compared.")
+        if learning.noise > CHAOTIC:
+            turned = f"A little noise turns fp32's own gradients: by {learning.noise:.0%}"
+            watch.append(f"{turned}. So only their size is compared; a larger batch tells more.")
     return case, loss, checks, scale or 2.0**16
 
 
@@ -213,7 +220,9 @@ class _Contest:
             return
         self._first, best = self._first or new[0], self.best or new[0]
         last, before = best, best.speedup
-        budget_s = max(_HEAT * self.seconds, 1.0)
+        needed = _ROUNDS * sum(c.seconds for c in self.found if c.name in self._steps)
+        least, left = max(_HEAT * self.seconds, 1.0), self.end - time.perf_counter()
+        budget_s = max(least, min(needed, left / 2))
         timed = compare(self._steps, device=self.case.device, budget_s=budget_s, warmup=0)
         for candidate in new:
             ratio = timed.ratio(candidate.name, best.name)
@@ -253,13 +262,18 @@ class _Contest:
             return found
         try:
             step = self.check(found, self.scale)
+        except TooSlow:
+            found.verdict = _TOO_SLOW
+            return found
         except Exception as error:  # whatever a model raises in this precision
             found.verdict, found.reason = "raises", with_type(error)
             return found
         if found.reason:
             found.verdict = "unlike fp32"
-        elif found.seconds > max(_HOPELESS * self.found[0].seconds, _HEAT * self.seconds / _ROUNDS):
-            found.verdict = "left out early, since such steps take too long"
-        else:
-            self._steps[found.name] = step
+            return found
+        self._steps[found.name] = step
+        fastest = min(c.seconds for c in self.found if c.name in self._steps)
+        if found.seconds > max(_HOPELESS * fastest, _HEAT * self.seconds / _ROUNDS):
+            found.verdict = _TOO_SLOW
+            del self._steps[found.name]
         return found
