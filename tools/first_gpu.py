@@ -264,6 +264,7 @@ PARTS = (
     Part("bench", 300, _bench),
     _measure("article", 180),
     _measure("resnet50", 180),
+    _measure("latency", 300),
 )
 
 
@@ -459,12 +460,30 @@ def _resnet50(settings: Settings) -> Figures:
         yield f"{name}, images/s", plain(rate), None
 
 
+def _latency(settings: Settings) -> Figures:
+    """One image in each way, and what `advise` recommends against the fastest of the others."""
+    import torch
+
+    import measure_latency
+
+    models: dict[str, Callable[[], torch.nn.Module]] = dict(measure_latency.MODELS)
+    size, minutes, budget_s = 224, 0.5, 5.0
+    if settings.tiny:
+        parts = (torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten())
+        models = {"small": lambda: torch.nn.Sequential(*parts, torch.nn.Linear(8 * 36, 4))}
+        size, minutes, budget_s = 8, 0.05, 1.0
+    device = torch.device(settings.device)
+    for row in measure_latency.latency(models, device, size, minutes=minutes, budget_s=budget_s):
+        yield f"{row['model']}, one image", row, None
+
+
 MEASURES: dict[str, Callable[[Settings], Figures]] = {
     "kill": _kill,
     "memory": _check_memory,
     "xray": _xray,
     "article": _article,
     "resnet50": _resnet50,
+    "latency": _latency,
 }
 
 

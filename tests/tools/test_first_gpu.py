@@ -98,7 +98,10 @@ def test_a_missing_package_is_said_in_one_line(monkeypatch, capsys):
     [
         "doctor",
         "memory",
-        *(pytest.param(name, marks=pytest.mark.weekly) for name in ("xray", "article", "train")),
+        *(
+            pytest.param(name, marks=pytest.mark.weekly)
+            for name in ("xray", "article", "train", "latency")
+        ),
     ],
 )
 def test_a_part_runs_on_the_cpu_in_small(name, settings):
