@@ -186,7 +186,7 @@ class ImagesInMemory(ImageSet):
             images = _warp(images, self._augment(draws), self._size)
         elif images.shape[-1] != self._size:
             images = functional.interpolate(images, (self._size,) * 2, mode="bilinear")
-        return images * self._scale + self._offset, self.targets[indices]
+        return (images * self._scale).add_(self._offset), self.targets[indices]
 
     def _draws(self, seed: int, epoch: int) -> torch.Tensor:
         """Numbers in [0, 1) for every image in this epoch, (N, 4): cheap when drawn at once."""
@@ -203,12 +203,11 @@ def _warp(images: torch.Tensor, matrices: torch.Tensor, size: int) -> torch.Tens
     outside is black.
     """
     line = (2 * torch.arange(size) + 1) / size - 1
-    x, y = line[None, None, :], line[None, :, None]
     a, b, c = matrices[..., None, None].unbind(2)  # each (B, 2, 1, 1)
     # Not `affine_grid`, which does this as a matrix product: the last bit of that may depend on
     # the size of the batch and the number of threads.
-    grid = torch.stack([a[:, i] * x + b[:, i] * y + c[:, i] for i in (0, 1)], dim=-1)
-    return functional.grid_sample(images, grid, align_corners=False)  # grid: (B, size, size, 2)
+    grid = (a * line + b * line[:, None]).add_(c)  # (B, 2, size, size)
+    return functional.grid_sample(images, grid.permute(0, 2, 3, 1), align_corners=False)
 
 
 class ImagesOnDisk(ImageSet):
