@@ -18,15 +18,7 @@ _PIECE, _TEST_EVERY = 10_000, 10  # characters; every tenth piece is of the test
 _MOST_BYTES = 2**30
 _NONE = np.zeros(0, np.int32)  # tokens
 # Parts of the standard library that are programs, tests, or not everywhere.
-_LEFT_OUT = {
-    "__pycache__",
-    "ensurepip",
-    "idlelib",
-    "lib2to3",
-    "site-packages",
-    "test",
-    "turtledemo",
-}
+_SKIPPED = {"__pycache__", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "turtledemo"}
 
 
 class Passages(ImageSet):
@@ -42,7 +34,7 @@ class Passages(ImageSet):
         self._step = count // kept * context  # those that a limit keeps come from all of the text
         self.targets = torch.zeros(kept, dtype=torch.int64)
 
-    def batch(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens (B, T) and the next ones (B, T) of these keys; `IndexError` for a negative one."""
         places = self._epochs_and_indices(keys)
         starts = [self._start(epoch) + index * self._step for epoch, index in places]
@@ -119,7 +111,7 @@ def _pieces(text: str) -> list[str]:
 
 def _of_stdlib() -> Iterator[str]:
     root = Path(sysconfig.get_path("stdlib"))
-    files = [p for p in root.rglob("*.py") if _LEFT_OUT.isdisjoint(p.relative_to(root).parts)]
+    files = [p for p in root.rglob("*.py") if _SKIPPED.isdisjoint(p.relative_to(root).parts)]
     return (file.read_text(encoding="utf-8", errors="replace") for file in sorted(files))
 
 
