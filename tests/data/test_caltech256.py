@@ -3,12 +3,14 @@
 import csv
 import functools
 import io
+import sys
 
 import numpy as np
 import pytest
 import torch
 from data_sets import CALTECH256_FOLDER, all_of, image_paths, refusal
 from PIL import Image
+from torchvision.transforms import v2
 
 from amp_lab import load_dataset
 from amp_lab.data import caltech256
@@ -131,9 +133,8 @@ def test_too_few_images_are_refused(caltech256_copy):
 def transform_of(picture, path, size=32):
     """What an untouched image set makes of this picture."""
     picture.save(path)
-    [image], _ = ImagesOnDisk([path], np.array([0]), caltech256.transform(size, False)).batch([0])
-    mean, std = (torch.tensor(v).view(3, 1, 1) for v in caltech256.MEAN_STD)
-    return image * std + mean
+    [image], _ = ImagesOnDisk([path], np.array([0]), size, caltech256.MEAN_STD).batch([0])
+    return pixels_of(image)
 
 
 def test_a_picture_of_another_format_is_not_opened_whatever_its_name(tmp_path):
@@ -142,6 +143,77 @@ def test_a_picture_of_another_format_is_not_opened_whatever_its_name(tmp_path):
     path = (tmp_path / "picture.eps").rename(tmp_path / "picture.jpg")
     with pytest.raises(DataError, match=r"picture\.jpg cannot be read as an image"):
         read_picture(path)
+
+
+def two_ramps(path):
+    """A picture whose red tells the column and whose green tells the row; blue is full."""
+    line = np.arange(256, dtype=np.uint8)
+    columns, rows = np.meshgrid(line, line)
+    Image.fromarray(np.stack([columns, rows, np.full_like(rows, 255)], axis=-1)).save(path)
+    return path
+
+
+def pixels_of(images):
+    """Those that were normalised, from 0 to 255."""
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in caltech256.MEAN_STD)
+    return 255 * (images * std + mean)
+
+
+def test_photographs_are_mirrored_turned_scaled_and_cropped(tmp_path):
+    """From which column and row a pixel comes is an affine map, which least squares finds."""
+    paths = [two_ramps(tmp_path / "ramps.png")] * 200
+    options = np.zeros(200), 224, caltech256.MEAN_STD, 0, caltech256._jitter
+    images = pixels_of(ImagesOnDisk(paths, *options).batch(range(200))[0])
+    line = torch.arange(224) - 223 / 2
+    places = torch.stack([*torch.meshgrid(line, line, indexing="xy"), torch.ones(224, 224)], -1)
+    found = []
+    for image in images:
+        inside = image[2] > 254  # no black in it
+        found.append(torch.linalg.lstsq(places[inside], image[:2, inside].T).solution.T)
+    maps = torch.stack(found)  # (200, 2, 3): column and row from x, y and 1
+    size = torch.linalg.det(maps[:, :, :2]).abs().sqrt()
+    angle = torch.atan2(-maps[:, 0, 1], maps[:, 1, 1]).rad2deg()
+    moved = maps[:, :, 2] - 255 / 2
+    shares = maps[:, 0, 0].sign(), angle / 15, (1 / size - 1) / 0.1, *(moved / 16).T
+    for share in shares:
+        assert -1.05 < share.min() < -0.9, share
+        assert 0.9 < share.max() < 1.05, share
+        assert abs(share.float().mean()) < 0.2, share  # 2.8 standard errors of a coin
+    turned = maps[:, :, :2] / size[:, None, None]
+    assert torch.allclose(turned @ turned.mT, torch.eye(2).expand(200, 2, 2), atol=0.01)
+
+
+def test_an_image_that_is_not_augmented_is_what_torchvision_makes_of_it(caltech256_folder):
+    made = load_dataset("caltech256", caltech256_folder, augment=False).train
+    crop = [v2.PILToTensor(), v2.Resize((256, 256), antialias=True), v2.CenterCrop(224)]
+    for index in range(0, 54, 9):
+        with Image.open(made._paths[index]) as picture:
+            expected = v2.Compose(crop)(picture.convert("RGB")).float()
+        found = pixels_of(made[index][0])
+        assert (found - expected).abs().mean() < 0.1  # of 255: some builds decode a little else
+        assert (found - expected).abs().max() < 4
+
+
+def test_images_are_handed_on_in_a_quarter_of_the_bytes(caltech256_folder):
+    made = load_dataset("caltech256", caltech256_folder, image_size=32).train
+    images, targets = made.read([3, 4])
+    assert images.dtype == torch.uint8
+    assert images.shape == (2, 3, 32, 32)
+    whole, same = made.batch([3, 4])
+    assert whole.dtype == torch.float32
+    assert torch.equal(made.finish(images), whole)
+    assert torch.equal(targets, same)
+
+
+def test_what_torchvision_cannot_decode_pillow_does(caltech256_copy, monkeypatch):
+    paths = image_paths(caltech256_copy)
+    before = [read_picture(path) for path in paths]
+    monkeypatch.setattr(sys.modules["amp_lab.data.images"], "decode_image", None)
+    for path, pixels in zip(paths, before, strict=True):
+        assert (read_picture(path).float() - pixels.float()).abs().max() < 4
+    monkeypatch.undo()
+    paths[0].write_bytes(paths[0].read_bytes()[:2000])
+    assert "image file is truncated" in refusal(read_picture, paths[0])
 
 
 @pytest.mark.parametrize(
@@ -162,8 +234,7 @@ def test_a_picture_of_another_format_is_not_opened_whatever_its_name(tmp_path):
 def test_every_kind_of_picture_loads_in_its_colours(mode, colour, suffix, expected, size, tmp_path):
     image = transform_of(Image.new(mode, size, colour), tmp_path / f"picture.{suffix}")
     assert image.shape == (3, 32, 32)
-    found = image.mean(dim=(1, 2)) * 255
-    assert torch.allclose(found, torch.tensor(expected).float(), atol=3)
+    assert torch.allclose(image.mean(dim=(1, 2)), torch.tensor(expected).float(), atol=3)
 
 
 @pytest.mark.parametrize(

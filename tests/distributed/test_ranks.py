@@ -6,7 +6,7 @@ from rank_processes import values_of
 from torch import nn
 from torch.utils.data import DistributedSampler
 
-from amp_lab.data import batches, load_dataset
+from amp_lab.data import ImageSet, batches, load_dataset
 from amp_lab.distributed.process_group import join
 from amp_lab.distributed.ranks import ALONE, require_same
 from amp_lab.errors import DataError, OtherRankError, ParallelError, RunError
@@ -114,7 +114,7 @@ def test_each_rank_gets_what_distributed_sampler_gives(ranks):
         assert all(map(torch.equal, found, expected))
 
 
-class Numbers:
+class Numbers(ImageSet):
     """A data set whose images are their own numbers."""
 
     def __init__(self, count: int):
@@ -123,7 +123,7 @@ class Numbers:
     def __len__(self) -> int:
         return self._count
 
-    def batch(self, keys: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, keys: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(len(keys), 1), torch.tensor(keys)
 
 

@@ -80,9 +80,14 @@ BATCHES = """
 import torch
 from amp_lab import load_dataset
 from amp_lab.data import batches
-images = load_dataset("digits", "data")
-one, _ = next(iter(batches(images.train, 64, device=torch.device("pretend"))))
-assert one.is_pinned()
+images = load_dataset("digits", "data").train
+pinned, to = [], torch.Tensor.to
+torch.Tensor.to = lambda x, *where, **how: pinned.append(x.is_pinned()) or to(x, *where, **how)
+one, _ = next(iter(batches(images, 64, device=torch.device("pretend"))))
+torch.Tensor.to = to
+assert pinned == [True, True]
+assert one.device.type == "pretend"
+assert torch.equal(one.cpu(), next(iter(batches(images, 64)))[0])
 """
 
 TRAINING = """
@@ -134,7 +139,7 @@ def test_the_package_works_beside_an_accelerator_of_another_make():
 @pytest.mark.parametrize(
     ("module", "line", "fault", "name"),
     [
-        # a forgotten .to(device), a time read without waiting, memory pinned for one make alone,
+        # two forgotten .to(device), a time read without waiting, memory pinned for one make alone,
         # and a device type that is written in
         (
             "training/loop.py",
@@ -149,6 +154,7 @@ def test_the_package_works_beside_an_accelerator_of_another_make():
             "False",
             "batches",
         ),
+        ("data/batches.py", "part.to(self.device, non_blocking=True)", "part", "batches"),
         ("precision.py", "torch.autocast(device_type,", 'torch.autocast("cpu",', "autocast"),
     ],
 )

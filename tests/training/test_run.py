@@ -274,10 +274,10 @@ def test_more_workers_than_files_can_be_opened_are_refused(tmp_path, capsys):
 def test_a_worker_that_is_killed_ends_the_run_in_a_line(
     small_caltech, tmp_path, capsys, monkeypatch
 ):
-    def killed(images, keys):
+    def killed(batches, keys):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(sys.modules["amp_lab.data.batches"]._WholeBatches, "__getitem__", killed)
+    monkeypatch.setattr(sys.modules["amp_lab.data.batches"].Batches, "_read", killed)
     options = SMALL | {"dataset": "caltech256", "data": small_caltech, "workers": 2}
     said = refused(capsys, arguments(tmp_path / "x", **options))
     assert "a process that loads images was killed" in said

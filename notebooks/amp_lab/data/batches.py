@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from amp_lab.backends import backend
 from amp_lab.data.images import SHUFFLE, ImageSet, generator
@@ -24,7 +24,7 @@ _FILES_OF_A_WORKER = 16  # its pipes, and the batches that it has read ahead, wi
 
 @dataclass
 class Batches:
-    """One pass over a data set: images float32 (B, 3, S, S) and targets int64 (B,), on the CPU.
+    """One pass over a data set: images float32 (B, 3, S, S) and targets int64 (B,), on `device`.
 
     It may be iterated over more than once. Raises `DataError` for a wrong value, and when iterated
     over for a file that cannot be read.
@@ -48,7 +48,7 @@ class Batches:
     """Processes that read ahead. Starting them takes a tenth of a second each pass on Linux and
     seconds elsewhere, so it pays for files that must be decoded, not for images in memory."""
     device: torch.device | str = "cpu"
-    """For a CUDA device the batches lie in pinned memory, which `non_blocking=True` copies from."""
+    """Where the batches are. To a GPU they are copied while it works, from pinned memory."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -79,10 +79,11 @@ class Batches:
         return len(self._keys)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        keys: Any = self._keys  # a list will do as the data set
         loader = DataLoader(
-            _WholeBatches(self.dataset),
-            batch_size=None,  # a key of the data set is a whole batch already
-            sampler=self._keys,
+            keys,
+            batch_size=None,  # an item is a whole batch already
+            collate_fn=self._read,
             num_workers=self.workers,
             multiprocessing_context=_START_METHOD if self.workers else None,
             pin_memory=backend(torch.device(self.device).type).pins_memory,
@@ -99,7 +100,15 @@ class Batches:
                 at_end.callback(atexit.unregister, iterator._shutdown_workers)
                 atexit.register(iterator._shutdown_workers)
             while (item := _next(iterator)) is not None:
-                yield tuple(item)  # images and targets, which pinned memory makes a list
+                images, targets = (part.to(self.device, non_blocking=True) for part in item)
+                yield self.dataset.finish(images), targets
+
+    def _read(self, keys: list[int]) -> tuple[torch.Tensor, torch.Tensor] | AmpLabError:
+        """A batch, or why there is none."""
+        try:
+            return self.dataset.read(keys)
+        except AmpLabError as error:
+            return error  # if raised, it would arrive with the worker's traceback in its message
 
 
 batches = Batches  # called like a function, as `range` is
@@ -127,19 +136,6 @@ def _require_files_for(workers: int) -> None:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _FILES_OF_A_WORKER
         if workers > most:
             raise DataError(f"{workers:,} workers open more files than may be here: at most {most}")
-
-
-class _WholeBatches(Dataset):
-    """A data set whose keys are lists of keys; an item is a batch, or why there is none."""
-
-    def __init__(self, dataset: ImageSet):
-        self._dataset = dataset
-
-    def __getitem__(self, index: list[int]) -> tuple[torch.Tensor, torch.Tensor] | AmpLabError:
-        try:
-            return self._dataset.batch(index)
-        except AmpLabError as error:
-            return error  # if raised, it would arrive with the worker's traceback in its message
 
 
 @contextmanager

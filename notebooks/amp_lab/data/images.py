@@ -3,14 +3,19 @@
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch.nn import functional
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
+from torchvision.io import ImageReadMode, decode_image
+from torchvision.transforms.v2.functional import center_crop
 
 from amp_lab.data.tokens import Characters, Tokens
 from amp_lab.errors import DataError, first_line
@@ -46,7 +51,16 @@ class ImageSet(Dataset):
 
         Raises `DataError` if a file cannot be read, and `IndexError` for a negative key.
         """
+        images, targets = self.read(keys)
+        return self.finish(images), targets
+
+    def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `batch`, but images may still be uint8, which is quicker to hand on; see `finish`."""
         raise NotImplementedError
+
+    def finish(self, images: torch.Tensor) -> torch.Tensor:
+        """The images of `batch` from those of `read`, where these are: the same bits everywhere."""
+        return images
 
     def _epochs_and_indices(self, keys: Sequence[int]) -> list[tuple[int, int]]:
         if min(keys) < 0:
@@ -101,14 +115,10 @@ class LoadOptions:
     download: bool
 
 
-def mix_seeds(*parts: int) -> int:
-    """A 64-bit seed from several numbers; close ones give seeds that have nothing in common."""
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])
-
-
 def generator(*parts: int) -> torch.Generator:
-    """A random generator for the CPU, with the seed that `mix_seeds` makes of these numbers."""
-    return torch.Generator().manual_seed(mix_seeds(*parts))
+    """A random generator for the CPU; close numbers give seeds that have nothing in common."""
+    seed = np.random.SeedSequence(parts).generate_state(1, np.uint64)[0]
+    return torch.Generator().manual_seed(int(seed))
 
 
 def _shuffled_classes(targets: np.ndarray) -> np.ndarray:
@@ -152,48 +162,59 @@ def fingerprint(*parts: bytes | np.ndarray) -> str:
     return digest.hexdigest()
 
 
-class ImagesInMemory(ImageSet):
-    """Images from an array uint8 (N, C, H, W), C being 1 or 3, augmented a batch at a time.
+class _Augmented(ImageSet):
+    """Images that are normalised, and with a `seed` augmented, each by a matrix for `_warp`.
 
-    `mean_std` are those of the three channels, for pixels in [0, 1]. With a `seed`, `augment` makes
-    of random numbers (B, 4) in [0, 1) the matrices for `_warp`.
+    `mean_std` are those of the three channels, for pixels in [0, 1]. `augment` makes the matrices
+    of random numbers (B, 4) in [0, 1).
     """
 
     def __init__(
         self,
-        images: np.ndarray,
         targets: np.ndarray,
         size: int,
         mean_std: tuple[tuple[float, ...], tuple[float, ...]],
         seed: int | None = None,
         augment: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ):
-        self.targets = torch.from_numpy(targets.astype(np.int64))
-        self._images, self._size = torch.from_numpy(images), size
+        self.targets, self._size = torch.from_numpy(targets.astype(np.int64)), size
         mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in mean_std)
         # One product and one sum for (pixel / 255 - mean) / std; a grey channel becomes three here.
         self._scale, self._offset = 1 / (255 * std), -mean / std
         self._seed, self._augment = seed, augment
-        self._epoch_draws: tuple[int, torch.Tensor] = (-1, torch.empty(0))  # of the last epoch
 
-    def batch(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `ImageSet.batch`."""
+    def _indices_and_matrices(self, keys: Sequence[int]) -> tuple[list[int], torch.Tensor | None]:
+        """The indices of these keys, and matrices (B, 2, 3); None if nothing is augmented."""
         places = self._epochs_and_indices(keys)
-        indices = torch.tensor([index for _, index in places])
+        indices = [index for _, index in places]
+        if self._seed is None or self._augment is None:
+            return indices, None
+        draws = [_draws(len(self), self._seed, epoch)[index] for epoch, index in places]
+        return indices, self._augment(torch.stack(draws))
+
+
+class ImagesInMemory(_Augmented):
+    """Images from an array uint8 (N, C, H, W), C being 1 or 3, augmented a batch at a time."""
+
+    def __init__(self, images: np.ndarray, *others: Any):
+        super().__init__(*others)
+        self._images = torch.from_numpy(images)
+
+    def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `ImageSet.read`."""
+        indices, matrices = self._indices_and_matrices(keys)
         images = self._images[indices].float()  # (B, C, H, W), 0 to 255
-        if self._seed is not None and self._augment is not None:
-            draws = torch.stack([self._draws(self._seed, epoch)[index] for epoch, index in places])
-            images = _warp(images, self._augment(draws), self._size)
+        if matrices is not None:
+            images = _warp(images, matrices, self._size)
         elif images.shape[-1] != self._size:
             images = functional.interpolate(images, (self._size,) * 2, mode="bilinear")
         return (images * self._scale).add_(self._offset), self.targets[indices]
 
-    def _draws(self, seed: int, epoch: int) -> torch.Tensor:
-        """Numbers in [0, 1) for every image in this epoch, (N, 4): cheap when drawn at once."""
-        if self._epoch_draws[0] != epoch:
-            draws = torch.rand(len(self), 4, generator=generator(seed, epoch, AUGMENT))
-            self._epoch_draws = epoch, draws
-        return self._epoch_draws[1]
+
+@lru_cache(maxsize=2)  # all of an epoch at once is cheap
+def _draws(count: int, seed: int, epoch: int) -> torch.Tensor:
+    """Numbers in [0, 1) for every image of a data set in this epoch, (count, 4)."""
+    return torch.rand(count, 4, generator=generator(seed, epoch, AUGMENT))
 
 
 def _warp(images: torch.Tensor, matrices: torch.Tensor, size: int) -> torch.Tensor:
@@ -210,47 +231,47 @@ def _warp(images: torch.Tensor, matrices: torch.Tensor, size: int) -> torch.Tens
     return functional.grid_sample(images, grid.permute(0, 2, 3, 1), align_corners=False)
 
 
-class ImagesOnDisk(ImageSet):
-    """Images read from their files when they are asked for.
+class ImagesOnDisk(_Augmented):
+    """Images read from JPEG or PNG files when they are asked for, and uint8 until `finish`."""
 
-    `transform` makes of a picture a tensor float32 (3, S, S). It may draw from torch's global
-    random state, which has a seed of its own for each image if there is a `seed`.
-    """
+    def __init__(self, paths: Sequence[Path], *others: Any):
+        super().__init__(*others)
+        self._paths, self._larger = paths, round(self._size * 8 / 7)  # 256 for 224, to crop from
 
-    def __init__(
-        self,
-        paths: Sequence[Path],
-        targets: np.ndarray,
-        transform: Callable[[Image.Image], torch.Tensor],
-        seed: int | None = None,
-    ):
-        self.targets = torch.from_numpy(targets)
-        self._paths, self._transform, self._seed = paths, transform, seed
+    def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `ImageSet.read`."""
+        indices, matrices = self._indices_and_matrices(keys)
+        parts = [None] * len(keys) if matrices is None else matrices.split(1)
+        images = [self._image(*image) for image in zip(indices, parts, strict=True)]
+        # In a worker this collects them in shared memory, where the process that trains has them.
+        return default_collate(images), self.targets[indices]
 
-    def batch(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `ImageSet.batch`."""
-        places = self._epochs_and_indices(keys)
-        images = [self._image(epoch, index) for epoch, index in places]
-        return torch.stack(images), self.targets[[index for _, index in places]]
+    def _image(self, index: int, matrix: torch.Tensor | None) -> torch.Tensor:
+        picture, larger = read_picture(self._paths[index])[None], (self._larger,) * 2
+        picture = functional.interpolate(picture, larger, mode="bilinear", antialias=True)
+        if matrix is None:
+            return center_crop(picture[0], [self._size])
+        return _warp(picture.float(), matrix, self._size)[0].round_().byte()
 
-    def _image(self, epoch: int, index: int) -> torch.Tensor:
-        picture = read_picture(self._paths[index])
-        if self._seed is None:
-            return self._transform(picture)
-        with torch.random.fork_rng(devices=[]):  # puts the CPU's random state back afterwards
-            seed = mix_seeds(self._seed, epoch, AUGMENT, index)
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed GPUs as well
-            return self._transform(picture)
+    def finish(self, images: torch.Tensor) -> torch.Tensor:
+        """See `ImageSet.finish`."""
+        if images.device.type == "cpu":  # numpy's memory has huge pages: far fewer page faults
+            images = torch.from_numpy(np.empty(images.shape, np.float32)).copy_(images)
+        scale, offset = (part.to(images.device) for part in (self._scale, self._offset))
+        return images.float().mul_(scale).add_(offset)
 
 
-def read_picture(path: Path) -> Image.Image:
-    """The picture in this file, in RGB; raises `DataError` if it cannot be decoded."""
+def read_picture(path: Path) -> torch.Tensor:
+    """The picture in this file, uint8 (3, H, W); raises `DataError` if it cannot be decoded."""
     try:
         # Not by whatever Pillow knows: for an EPS with another name it would start Ghostscript.
         with Image.open(path, formats=("JPEG", "PNG")) as picture:
             if picture.width * picture.height > (Image.MAX_IMAGE_PIXELS or math.inf):
                 raise ValueError(f"{picture.width} x {picture.height} pixels are too many")
-            return picture.convert("RGB")
+            with suppress(Exception):  # torchvision is faster; if it fails, Pillow tries, says why
+                if picture.format == "JPEG":
+                    return decode_image(str(path), ImageReadMode.RGB)
+            return torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1)
     except Exception as error:  # a decoder may raise anything for a damaged file
         raise DataError(f"{path} cannot be read as an image: {first_line(error)}") from None
 
