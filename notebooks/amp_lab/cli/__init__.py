@@ -5,17 +5,42 @@ Each command is a file: `add` tells the parser of its options, `run` does it.
 
 import argparse
 import functools
-import importlib
 import warnings
 
 from amp_lab import __version__
+from amp_lab.cli import (
+    advise,
+    bench,
+    diff,
+    doctor,
+    export,
+    memory,
+    migrate,
+    ops,
+    rehearse,
+    sample,
+    train,
+    xray,
+)
 from amp_lab.cli.printing import drop_unprintable, flush, print_what_can_be, show_warning, tell
 from amp_lab.errors import AmpLabError, AmpLabWarning, OptionError, OtherRankError
 from amp_lab.requirements import needed_for, require_torch
 
 # torch takes seconds to load, so each `run` imports it, not these modules: --help answers at once.
-_NAMES = "doctor train sample export bench ops advise xray memory diff rehearse migrate"
-COMMANDS = [importlib.import_module(f"amp_lab.cli.{name}") for name in _NAMES.split()]
+COMMANDS = (
+    doctor,
+    train,
+    sample,
+    export,
+    bench,
+    ops,
+    advise,
+    xray,
+    memory,
+    diff,
+    rehearse,
+    migrate,
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -32,7 +57,6 @@ def main(argv: list[str] | None = None) -> int:
     """
     print_what_can_be()
     options = _parser().parse_args(argv)
-    run = importlib.import_module(f"amp_lab.cli.{options.command}").run
     try:
         _refuse_empty(options)
         with warnings.catch_warnings():
@@ -41,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
             with needed_for(options.command):
                 if options.needs_torch:
                     require_torch()
-                code = run(options) or 0
+                code = options.run(options) or 0
         flush()
     except OtherRankError:  # the rank that raised it has printed it
         return 2

@@ -29,6 +29,7 @@ def add(commands) -> None:
     option("--minutes", type=float, default=2.0, metavar="N", help="to take (default: 2)")
     option("--memory", metavar="SIZE", help="that has to be enough, such as 24GiB")
     option("--html", metavar="FILE", help="write it all as a page too")
+    advise.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -37,6 +37,7 @@ def add(commands) -> None:
     option("--compare", nargs="+", metavar="FILE", help="print the result beside recorded ones")
     option("--results", metavar="FILE", help="take this recorded result, and measure nothing")
     option("--format", **FORMAT)
+    bench.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -34,6 +34,7 @@ def add(commands) -> None:
     option("--batch-sizes", metavar="N,M", help="of the two runs, in evaluation mode")
     option("--same-weights", action="store_true", help="give B the weights of A")
     option("--figure", metavar="FILE", help="draw how the errors grow, as PNG or SVG")
+    diff.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

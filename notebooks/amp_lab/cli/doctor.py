@@ -17,6 +17,7 @@ def add(commands) -> None:
     )
     names = "cpu, cuda, cuda:1, xpu, mps (default: AMP_LAB_DEVICE, else accelerator)"
     doctor.add_argument("--device", metavar="NAME", help=names)
+    doctor.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

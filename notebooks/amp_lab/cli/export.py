@@ -28,6 +28,7 @@ def add(commands) -> None:
     export.add_argument("--dtype", choices=_DTYPES, help="cast the model to it (default: fp32)")
     export.add_argument("--data", metavar="DIR", help="where its data sets are (default: data)")
     export.add_argument("--force", action="store_true", help="replace a file that is there")
+    export.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -31,6 +31,7 @@ def add(commands) -> None:
     )
     ranks = "of FSDP2 among which weights, gradients and state are divided (default: 1)"
     option("--fsdp-ranks", type=int, default=1, metavar="N", help=ranks)
+    memory.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -44,7 +44,7 @@ def add(commands) -> None:
     how.add_argument(
         "--diff", action="store_true", help="print a patch for `git apply`, and nothing else"
     )
-    migrate.set_defaults(needs_torch=False)  # it only reads code
+    migrate.set_defaults(run=run, needs_torch=False)  # it only reads code
 
 
 def run(options: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ def add(commands) -> None:
     ops.add_argument("--dtype", choices=("fp16", "bf16"), help="default: the backend's own")
     ops.add_argument("--against", metavar="NAME", help="print how another backend differs")
     ops.add_argument("--format", **FORMAT)
+    ops.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

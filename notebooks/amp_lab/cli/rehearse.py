@@ -24,6 +24,7 @@ def add(commands) -> None:
     option("--seeds", type=int, default=3, metavar="N", help="of each training (default: 3)")
     option("--for", dest="card", metavar="CARD", help="forecast what gains there, such as h100")
     option("--figure", metavar="FILE", help="draw the error of each layer, as PNG or SVG")
+    rehearse.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

@@ -25,6 +25,7 @@ def add(commands) -> None:
     sample.add_argument(
         "--device", metavar="NAME", help="default: AMP_LAB_DEVICE, else accelerator"
     )
+    sample.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:

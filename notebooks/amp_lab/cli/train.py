@@ -34,6 +34,7 @@ def add(commands) -> None:
         required = field.default is dataclasses.MISSING
         default = {"required": True} if required else {"default": field.default}
         _add_option(groups[field.metadata["group"]], field, **default)
+    parser.set_defaults(run=run)
 
 
 def _add_option(group, field: dataclasses.Field, **default: object) -> None:

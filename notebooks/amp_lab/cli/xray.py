@@ -30,6 +30,7 @@ def add(commands) -> None:
     xray.add_argument("--precision", choices=_DTYPES, help=low)
     reduce = "with --parallel: in which gradients are summed (default: fp32)"
     xray.add_argument("--reduce-dtype", choices=_DTYPES, help=reduce)
+    xray.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
