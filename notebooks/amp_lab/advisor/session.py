@@ -178,16 +178,15 @@ class _Contest:
         report = describe_device(self.case.device)
         rates = {p: report.speedup(p) for p in _FROM_SIMPLE if report.rates.get(p)}
         least = _EMULATED if report.trusted else _EMULATED / 5
-        self._heat(r.recipes(self.use, [p for p, rate in rates.items() if rate >= least]))
+        convolves = any(isinstance(module, nn.Conv2d) for module in self.case.model.modules())
+        sound = [p for p, rate in rates.items() if rate >= least]
+        self._heat(r.recipes(self.use, sound), layouts=convolves)
         for p, rate in rates.items():
             if rate < least:
                 why = f"its matrix product has {rate:.2g} of fp32's rate"
                 busy = "" if report.trusted else ", measured while the machine was busy"
                 verdict = "not tried" if busy else "emulated"
                 self.found.append(Candidate(Recipe(self.use, p), verdict, why + busy))
-        convolves = any(isinstance(module, nn.Conv2d) for module in self.case.model.modules())
-        timed = [c.recipe for c in self.found if c.speedup and convolves]
-        self._switch([replace(recipe, channels_last=True) for recipe in timed], 0.0)
         if self.use == TRAINING and self.best:
             self._switch([replace(self.best.recipe, fused=True)], 0.0)
         if self.best:  # compiled, a layout or a precision may win that lost before
@@ -210,19 +209,23 @@ class _Contest:
         sure = {id(c): c.speedup.median for c in self.found if c.speedup and c.speedup.trusted}
         return sorted(self.found, key=lambda c: (c is not self.best, -sure.get(id(c), 0.0)))
 
-    def _heat(self, recipes: list[Recipe]) -> None:
+    def _heat(self, recipes: list[Recipe], layouts: bool = False) -> None:
         """Check recipes, the simplest first, and time them in turns with the first and the best.
 
-        One takes the place of the best only if it surely saves time, and as much as is worth it.
+        With `layouts` those that are sound are tried with channels-last too. One takes the place
+        of the best only if it surely saves time, and as much as is worth it.
         """
         new = [candidate for candidate in map(self._entered, recipes) if not candidate.verdict]
+        last = [replace(candidate.recipe, channels_last=True) for candidate in new if layouts]
+        new += [candidate for candidate in map(self._entered, last) if not candidate.verdict]
         if not new:
             return
         self._first, best = self._first or new[0], self.best or new[0]
+        new = self._without_the_slow(new)
         last, before = best, best.speedup
         needed = _ROUNDS * sum(c.seconds for c in self.found if c.name in self._steps)
         least, left = max(_HEAT * self.seconds, 1.0), self.end - time.perf_counter()
-        budget_s = max(least, min(needed, left / 2))
+        budget_s = max(least, min(needed, 0.8 * left))
         timed = compare(self._steps, device=self.case.device, budget_s=budget_s, warmup=0)
         for candidate in new:
             ratio = timed.ratio(candidate.name, best.name)
@@ -270,10 +273,16 @@ class _Contest:
             return found
         if found.reason:
             found.verdict = "unlike fp32"
-            return found
-        self._steps[found.name] = step
-        fastest = min(c.seconds for c in self.found if c.name in self._steps)
-        if found.seconds > max(_HOPELESS * fastest, _HEAT * self.seconds / _ROUNDS):
-            found.verdict = _TOO_SLOW
-            del self._steps[found.name]
+        else:
+            self._steps[found.name] = step
         return found
+
+    def _without_the_slow(self, new: list[Candidate]) -> list[Candidate]:
+        """Those of new recipes that are worth the time of a comparison; never without the first."""
+        fastest = min(c.seconds for c in self.found if c.name in self._steps)
+        most = max(_HOPELESS * fastest, _HEAT * self.seconds / _ROUNDS)
+        for candidate in new:
+            if candidate.seconds > most and candidate is not self._first:
+                candidate.verdict = _TOO_SLOW
+                del self._steps[candidate.name]
+        return [candidate for candidate in new if not candidate.verdict]
