@@ -123,6 +123,9 @@ class Communication(Printed):
         return Table(head, rows[:-1], caption, foot=rows[1:] and rows[-1:], right=range(2, 6))
 
 
+_counting: list[Communication] = []  # of the blocks that this process is in
+
+
 @contextmanager
 def count_communication() -> Iterator[Communication]:
     """Note every collective that this thread issues in the block, backward passes included.
@@ -132,12 +135,24 @@ def count_communication() -> Iterator[Communication]:
         print(sent)
 
     It sees what DDP's reducer, its comm hooks, FSDP2, DTensor and calls of `torch.distributed`
-    issue, on any backend. Not seen: what another thread issues, such as a callback of a hook's
-    future; barriers, which carry nothing; and the sizes of Python objects, sent through a store.
+    issue, on any backend. What ranks on one machine hand each other through memory in place of a
+    collective (`amp_lab.distributed.shared_memory`) counts as that collective. Not seen: what
+    another thread issues, such as a callback of a hook's future; barriers, which carry nothing;
+    and the sizes of Python objects, sent through a store.
     Raises `ParallelError` in the block for a collective of which it is not known what it sends.
     """
     with _Counter() as counter:
-        yield counter.found
+        _counting.append(counter.found)
+        try:
+            yield counter.found
+        finally:
+            _counting.pop()
+
+
+def note_shared(kind: str, dtype: torch.dtype, elements: int, ranks: int) -> None:
+    """Count what stands in for a collective, and is none of torch's."""
+    for found in _counting:
+        found.calls.append(Collective(kind, dtype, elements, ranks))
 
 
 class _Counter(TorchDispatchMode):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from amp_lab.backends import backend
+from amp_lab.distributed.shared_memory import FsdpCollective, share_memory
 from amp_lab.errors import AmpLabError, OtherRankError, ParallelError
 from amp_lab.precision import Precision
 from amp_lab.torch_versions import no_buffer_broadcast
@@ -139,7 +140,11 @@ class Ranks:
             options["device_ids"] = [self.device]
         options["gradient_as_bucket_view"] = True  # or the gradients are kept twice
         wrapped = nn.parallel.DistributedDataParallel(model, **options)
-        if self.reduce_dtype != "fp32":
+        memory = share_memory(self.device)
+        if memory is not None:
+            dtype = REDUCE_DTYPES[self.reduce_dtype]
+            wrapped.register_comm_hook(None, lambda group, bucket: memory.average(bucket, dtype))
+        elif self.reduce_dtype != "fp32":
             is_fp16 = self.reduce_dtype == "fp16"
             compress = hooks.fp16_compress_hook if is_fp16 else hooks.bf16_compress_hook
             # Not itself: where torch was built without CUDA, DDP refuses the one for bf16 by name.
@@ -174,6 +179,13 @@ class Ranks:
             if low is not None and inner:
                 fully_shard(inner, mesh=mesh, mp_policy=norms)
             fully_shard(block, mesh=mesh, mp_policy=whole if block is model else inside)
+        memory = share_memory(self.device)
+        if memory is not None:
+            # Without their type, which asks for torch's own classes, and not for what they do.
+            units: Any = [m for m in model.modules() if isinstance(m, FSDPModule)]
+            for unit in units:
+                unit.set_custom_all_gather(FsdpCollective(memory.all_gather))
+                unit.set_custom_reduce_scatter(FsdpCollective(memory.reduce_scatter))
 
     def set_memory_format(self, model: nn.Module, memory_format: torch.memory_format) -> None:
         """Put the weights into a memory format, unless they are shards, which have none."""
