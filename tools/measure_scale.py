@@ -3,7 +3,8 @@
 Everything is ResNet-18 on digits at 64x64, with 32 images and one thread for each process. Speed is
 that of `amp-lab train` itself, in ratios of runs that took turns, with intervals. The parts are
 
-- speed: images per second in 2 processes against 1, with DDP and FSDP2, in each reduce dtype;
+- speed: images per second in 2 processes against 1, with DDP and FSDP2, in each reduce dtype,
+  and the limit: 2 processes that train side by side and exchange nothing;
 - sent: what a step of each sends, counted.
 """
 
@@ -29,6 +30,7 @@ from recording import parser, plain, record
 BATCH = 32  # images of each process
 WAYS = {  # what is measured: processes and options
     "1 process": (1, []),
+    "2 processes apart": (2, []),  # the limit: they sum nothing, but share caches and memory
     "1 process, ddp": (1, ["--parallel", "ddp"]),
     "2 processes, ddp": (2, ["--parallel", "ddp"]),
     "2 processes, ddp, bf16 sums": (2, ["--parallel", "ddp", "--reduce-dtype", "bf16"]),
@@ -38,25 +40,39 @@ WAYS = {  # what is measured: processes and options
 
 
 def images_per_s(processes: int, options: list[str], precision: str, device: torch.device) -> float:
-    """Of the faster of two epochs after the first, which sets everything up."""
+    """Of all processes, in the faster of two epochs after the first, which sets everything up.
+
+    Without `--parallel`, each process trains by itself, on as many images as its share would be.
+    """
+    together = "--parallel" in options
+    starts, batch = (1, BATCH * processes) if together else (processes, BATCH)
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "run"
-        line = ["-m", "amp_lab", "train", "--dataset", "digits", "--model", "resnet18"]
-        line += ["--image-size", "64", "--batch-size", str(BATCH * processes)]
-        line += ["--limit", str(8 * BATCH * processes), "--epochs", "3"]
-        line += ["--precision", precision, "--device", device.type, "--out", str(out), *options]
-        if "--parallel" in options:
-            launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-            line = ["-m", *launch, *line]
-        subprocess.run(
-            [sys.executable, *line],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stdout=subprocess.DEVNULL,
-            check=True,
-        )
-        names, *rows = (out / METRICS).read_text().splitlines()
-        column = names.split(",").index("images_per_s")
-        return max(float(row.split(",")[column]) for row in rows[1:])
+        line = [sys.executable, "-m"]
+        if together:
+            line += ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m"]
+        line += ["amp_lab", "train", "--dataset", "digits", "--model", "resnet18"]
+        line += ["--image-size", "64", "--batch-size", str(batch), "--limit", str(8 * batch)]
+        line += ["--epochs", "3", "--precision", precision, "--device", device.type, *options]
+        outs = [Path(folder) / str(number) for number in range(starts)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        quiet = subprocess.DEVNULL
+        started = [
+            subprocess.Popen([*line, "--out", str(out)], env=environment, stdout=quiet)
+            for out in outs
+        ]
+        codes = [process.wait() for process in started]  # of all, before their folder goes
+        if any(codes):
+            raise RuntimeError(f"a run failed: {' '.join(line)}")
+        rates = [_rates(out) for out in outs]
+        # Of several runs, the second of three epochs: during the last one, another may have ended.
+        return max(rates[0]) if starts == 1 else sum(second for second, _ in rates)
+
+
+def _rates(out: Path) -> list[float]:
+    """Images per second in each epoch after the first."""
+    names, *rows = (out / METRICS).read_text().splitlines()
+    column = names.split(",").index("images_per_s")
+    return [float(row.split(",")[column]) for row in rows[1:]]
 
 
 def measure_speed(device: torch.device, turns: int) -> Iterator[dict]:
