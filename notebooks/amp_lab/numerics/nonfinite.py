@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import amp_lab
 from amp_lab.errors import NumericsError
@@ -196,14 +196,14 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
     def _see(self, func: Any, args: tuple, kwargs: dict[str, Any], out: object) -> None:
         """Look at what an op returned; this runs below autograd and autocast, for every op."""
         node = torch._C._current_autograd_node()
-        recomputed = node is not None and bool(self._stack)
-        call = Call(func, args, kwargs, node, self._site_of(node), recomputed)
+        site = self._site_of(node)
         if node is None and not self._stack and func is torch.ops.aten.mul.Tensor:
             self._loss_scale = _loss_scale(args) or self._loss_scale
         returned = outputs(func, out, all_finite=not self._origins)
         bad = [tensor for tensor in returned if not is_finite(tensor)]
         if bad:
-            self._suspect(call, bad)
+            recomputed = node is not None and bool(self._stack)
+            self._suspect(Call(func, args, kwargs, node, site, recomputed), bad)
         elif self._origins:
             self._forget(returned)
 
@@ -338,7 +338,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         """For checks in hooks, which are above autograd and the watch, unlike those of `_see`."""
         self._watching, before = False, self._watching
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _disable_current_modes():  # each op would call Python
                 yield
         finally:
             self._watching = before and self.report is None

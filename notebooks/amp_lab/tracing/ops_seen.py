@@ -16,7 +16,8 @@ _MEMORY_ONLY = {"_unsafe_view", "empty", "empty_like", "new_empty", "empty_strid
 
 def tensors_in(structure: Any) -> list[torch.Tensor]:
     """The tensors among the leaves of tuples, lists and dicts."""
-    return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, torch.Tensor)]
+    leaves = (structure,) if isinstance(structure, torch.Tensor) else tree_leaves(structure)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def stored_values(tensor: torch.Tensor) -> torch.Tensor:
