@@ -2,12 +2,15 @@
 
 Each ratio is of functions that took turns, with its interval. The parts are
 
-- underflow: `gradient_underflow` against a plain backward pass of ResNet-18 and of a transformer;
+- underflow: `gradient_underflow` against a plain backward pass of ResNet-18 and of a transformer,
+  and what the counting adds to a whole training step;
 - scale: a small training step with and without `ScaleLog`;
 - nonfinite: a step of ResNet-18 with and without `find_nonfinite`, and after it, when it is off.
 """
 
 import contextlib
+import copy
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +26,7 @@ PARTS = ("underflow", "scale", "nonfinite")
 
 
 def problems(device):
-    """Models, each with a function that computes its loss."""
+    """Models, each with a function that computes the loss of it, or of a copy."""
     for batch, size in ((32, 224), (8, 224), (64, 32)):
         model = build_model("resnet18", 10).to(device)
         images = torch.randn(batch, 3, size, size, device=device)
@@ -31,19 +34,23 @@ def problems(device):
         yield (
             f"resnet18 {batch}x{size}x{size}",
             model,
-            lambda m=model, x=images, y=targets: F.cross_entropy(m(x), y),
+            lambda m, x=images, y=targets: F.cross_entropy(m(x), y),
         )
     layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).to(device)
     tokens = torch.randn(8, 256, 256, device=device)
-    yield "transformer 4x256, 8x256 tokens", model, lambda: model(tokens).square().mean()
+    yield "transformer 4x256, 8x256 tokens", model, lambda m: m(tokens).square().mean()
 
 
 def measure_underflow(device, budget_s):
-    """A backward pass with and without counting; both keep the graph and return the gradients."""
+    """A backward pass with and without counting; both keep the graph and return the gradients.
+
+    A step is measured in the same rounds, on a copy, since an optimizer breaks a graph that is
+    kept. What counting added to the backward pass of a round is added to the step of that round.
+    """
     result = {}
     for name, model, loss_of in problems(device):
-        parameters, loss, values = list(model.parameters()), loss_of(), []
+        parameters, loss, values = list(model.parameters()), loss_of(model), []
 
         def backward(loss=loss, parameters=parameters):
             torch.autograd.grad(loss, parameters, retain_graph=True)
@@ -51,10 +58,37 @@ def measure_underflow(device, budget_s):
         def counted(loss=loss, model=model, values=values):
             values[:] = [gradient_underflow(model, loss).total.values]
 
-        kinds = {"backward": backward, "gradient_underflow": counted}
+        kinds = {
+            "backward": backward,
+            "gradient_underflow": counted,
+            "step": step_of(model, loss_of),
+        }
         compared = compare(kinds, device=device, budget_s=budget_s)
-        result[name] = times_as_long(compared, "backward") | {"values": values[0]}
+        result[name] = of_backward_and_of_step(compared) | {"values": values[0]}
     return result
+
+
+def step_of(model, loss_of):
+    """A training step of a copy of the model."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def step():
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def of_backward_and_of_step(compared):
+    """How much longer counting takes than a backward pass, and a step with it than one without."""
+    taken = [compared.samples_s[n] for n in ("step", "gradient_underflow", "backward")]
+    with_counting = tuple(step + more - less for step, more, less in zip(*taken, strict=True))
+    samples_s = {"step": taken[0], "step with counting": with_counting}
+    backward = times_as_long(compared, "backward")
+    key = "times as long as step"
+    return backward | {key: times_as_long(replace(compared, samples_s=samples_s), "step")[key]}
 
 
 def measure_scale(device, budget_s):
@@ -110,9 +144,9 @@ def measure_nonfinite(device, budget_s):
     for name, model, loss_of in problems(device):
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 
-        def step(context, loss_of=loss_of, optimizer=optimizer):
+        def step(context, model=model, loss_of=loss_of, optimizer=optimizer):
             with context as finder:
-                loss_of().backward()
+                loss_of(model).backward()
             optimizer.step()
             optimizer.zero_grad()
             assert finder is None or finder.report is None, finder.report

@@ -79,14 +79,25 @@ def tiny_model(*arguments) -> nn.Module:
     return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 10))
 
 
+def test_what_counting_costs_is_told_of_a_step_round_by_round():
+    samples_s = {"backward": (1.0,), "gradient_underflow": (1.2,), "step": (2.0,)}
+    rounds = {name: 3 * one + tuple(2 * x for x in one) for name, one in samples_s.items()}
+    found = measure_numerics.of_backward_and_of_step(Comparison(rounds, 0, ""))
+    assert found["times as long as backward"]["gradient_underflow"]["median"] == pytest.approx(1.2)
+    counted = found["times as long as step"]["step with counting"]
+    assert counted["median"] == pytest.approx(1.1)
+    assert counted["interval"] == pytest.approx([1.1 * 0.98, 1.1 * 1.02])
+
+
 @pytest.mark.slow
 def test_the_numerics_tool_measures_its_parts(monkeypatch):
     model, images = tiny_model(), torch.rand(4, 3, 8, 8)
-    tiny = [("tiny", model, lambda: model(images).square().mean())]
+    tiny = [("tiny", model, lambda one: one(images).square().mean())]
     monkeypatch.setattr(measure_numerics, "problems", lambda device: tiny)
     found = measure_numerics.measure_underflow(CPU, BUDGET_S)["tiny"]
     assert found["values"] == (30 + 10) + 4 * 10  # of the parameters, and of the output
-    assert list(found["times as long as backward"]) == ["gradient_underflow"]
+    assert list(found["times as long as backward"]) == ["gradient_underflow", "step"]
+    assert list(found["times as long as step"]) == ["step with counting"]
     watched = measure_numerics.measure_nonfinite(CPU, BUDGET_S)["tiny"]["times as long as plain"]
     assert list(watched) == ["find_nonfinite", "off again"]
     scale = measure_numerics.measure_scale(CPU, BUDGET_S)

@@ -36,10 +36,10 @@ _NORMAL, _INFINITE = _FIRST + (_MORE > 0), _FIRST + (_MORE > 1)  # to normal num
 def _bins(values: torch.Tensor) -> torch.Tensor:
     """Number of values by key, (765 + 2,), on the CPU; fp32's inf is too large for every scale."""
     bits = values.to(torch.float32).abs().view(torch.int32)
-    key = (bits - 1).bitwise_right_shift_(23)
-    for offset in (2**13, 2**12):
-        key += (bits + offset).bitwise_right_shift_(23)
-    bins = torch.bincount(key.add_(1), minlength=_KEYS).cpu()
+    key = (bits + (2**23 - 1)).bitwise_right_shift_(23)  # of 1 less, plus zero's 1
+    for _ in range(2):  # 2^12, then 2^13, added in place: fewer passes over memory
+        key += bits.add_(2**12) >> 23
+    bins = torch.bincount(key, minlength=_KEYS).cpu()
     if values.dtype is torch.float64:  # what is too small for fp32 is not zero
         tiny = bins[0] - (values == 0).sum().cpu()
         bins[:2] += torch.stack((-tiny, tiny))
@@ -76,7 +76,7 @@ class GradientCount:
         if not len(values):
             return 0
         extremes = torch.stack(values.aminmax())
-        if not extremes.isfinite().all():
+        if not all(map(math.isfinite, extremes.tolist())):
             finite = values[values.isfinite()]
             self.nonfinite += len(values) - len(finite)
             return self._count(finite)
