@@ -202,8 +202,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         returned = outputs(func, out, all_finite=not self._origins)
         bad = [tensor for tensor in returned if not is_finite(tensor)]
         if bad:
-            recomputed = node is not None and bool(self._stack)
-            self._suspect(Call(func, args, kwargs, node, site, recomputed), bad)
+            self._suspect(Call(func, args, kwargs, node, site, bool(node and self._stack)), bad)
         elif self._origins:
             self._forget(returned)
 
