@@ -94,6 +94,7 @@ def read(epoch: Callable[[], Iterable], images: int, device: torch.device) -> No
 
 def serve(requests: Connection, folder: Path, images: int, device: torch.device) -> None:
     """Answer the name of a way with the seconds that it takes to read so many images."""
+    multiprocessing.set_start_method(None, force=True)  # for workers, as where nothing was spawned
     found = ways(folder, device)
     while name := requests.recv():
         start = time.perf_counter()
