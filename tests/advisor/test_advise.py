@@ -16,7 +16,16 @@ from torch import nn
 from amp_lab import Precision, advise
 from amp_lab.advisor import session
 from amp_lab.advisor.learning import Learning
-from amp_lab.advisor.recipes import INFERENCE, TRAINING, Case, Recipe, loss_of, program, recipes
+from amp_lab.advisor.recipes import (
+    INFERENCE,
+    TRAINING,
+    Candidate,
+    Case,
+    Recipe,
+    loss_of,
+    program,
+    recipes,
+)
 from amp_lab.device import DeviceReport
 from amp_lab.errors import DeviceError, OptionError, TraceError
 from amp_lab.timing import Comparison
@@ -240,6 +249,19 @@ def test_a_precision_that_is_emulated_is_not_run(planted):
     unsure = dataclasses.replace(REPORT, rates=RATES | {Precision.BF16: 0.2}, trusted=False)
     advice = planted(mlp(), torch.randn(8, 16), report=unsure)
     assert of(advice, "bf16 autocast").speedup is not None
+
+
+def test_of_slow_steps_the_fastest_are_compared_as_there_is_time():
+    case = Case(mlp(), (torch.randn(8, 16),))
+    end = time.perf_counter() + 14 * 10 / 0.8  # ten seconds a round, if it takes fourteen
+    contest = session._Contest(TRAINING, case, None, None, 1.0, end, 120.0)
+    names = {"fp32": 5.5, "tf32": 4.5, "fp16": 3.5, "bf16": 3.0}
+    new = [Candidate(Recipe(TRAINING, Precision(p)), seconds=s) for p, s in names.items()]
+    contest.found, contest._first = [*new], new[0]
+    contest._steps = {candidate.name: None for candidate in new}
+    assert contest._without_the_slow(new) == [new[0], new[3]]
+    assert [*contest._steps] == [new[0].name, new[3].name]
+    assert new[1].verdict == new[2].verdict == "left out early, since such steps take too long"
 
 
 def test_a_busy_machine_keeps_the_simplest(planted):

@@ -26,7 +26,7 @@ from amp_lab.timing import Estimate, compare
 _FROM_SIMPLE = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)
 _EMULATED = 0.25  # of fp32's rate in a matrix product: a step might take minutes
 _HOPELESS = 2  # times the fastest step, if as many rounds as may be needed take long
-_ROUNDS = 24
+_FEWEST_ROUNDS, _ROUNDS = 14, 24  # of a comparison that is to be trusted, and that is sharp
 _TOO_SLOW = "left out early, since such steps take too long"
 _WORTH = 0.97  # of the time of the best so far: more changes to a program have to save so much
 _CHECKS, _HEAT = 0.2, 0.08  # shares of the time
@@ -188,7 +188,7 @@ class _Contest:
                 verdict = "not tried" if busy else "emulated"
                 self.found.append(Candidate(Recipe(self.use, p), verdict, why + busy))
         if self.use == TRAINING and self.best:
-            self._switch([replace(self.best.recipe, fused=True)], 0.0)
+            self._switch([replace(self.best.recipe, fused=True)], 0.1)
         if self.best:  # compiled, a layout or a precision may win that lost before
             best, last = self.best.recipe, {"channels_last": convolves}
             new = [best, replace(best, **last), Recipe(self.use, fused=best.fused, **last)]
@@ -223,9 +223,8 @@ class _Contest:
         self._first, best = self._first or new[0], self.best or new[0]
         new = self._without_the_slow(new)
         last, before = best, best.speedup
-        needed = _ROUNDS * sum(c.seconds for c in self.found if c.name in self._steps)
-        least, left = max(_HEAT * self.seconds, 1.0), self.end - time.perf_counter()
-        budget_s = max(least, min(needed, 0.8 * left))
+        most = _ROUNDS * sum(c.seconds for c in self.found if c.name in self._steps)
+        budget_s = max(_HEAT * self.seconds, 1.0, min(most, self._time_to_compare()))
         timed = compare(self._steps, device=self.case.device, budget_s=budget_s, warmup=0)
         for candidate in new:
             ratio = timed.ratio(candidate.name, best.name)
@@ -277,12 +276,18 @@ class _Contest:
             self._steps[found.name] = step
         return found
 
+    def _time_to_compare(self) -> float:
+        return 0.8 * (self.end - time.perf_counter())
+
     def _without_the_slow(self, new: list[Candidate]) -> list[Candidate]:
-        """Those of new recipes that are worth the time of a comparison; never without the first."""
-        fastest = min(c.seconds for c in self.found if c.name in self._steps)
-        most = max(_HOPELESS * fastest, _HEAT * self.seconds / _ROUNDS)
-        for candidate in new:
-            if candidate.seconds > most and candidate is not self._first:
+        """The fastest of new recipes, as many as there is time to compare; and always the first."""
+        seconds = {c.name: c.seconds for c in self.found if c.name in self._steps}
+        most = max(_HOPELESS * min(seconds.values()), _HEAT * self.seconds / _ROUNDS)
+        others = sorted((c for c in new if c is not self._first), key=lambda c: -c.seconds)
+        left = self._time_to_compare() / _FEWEST_ROUNDS - sum(seconds.values())
+        for candidate in others:
+            if candidate.seconds > most or (left < 0 and candidate is not others[-1]):
                 candidate.verdict = _TOO_SLOW
+                left += candidate.seconds
                 del self._steps[candidate.name]
         return [candidate for candidate in new if not candidate.verdict]
