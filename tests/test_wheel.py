@@ -162,7 +162,7 @@ def test_a_command_works_on_their_model(theirs, command, said):
     [
         (["migrate", "my_models.py"], "migrate needs libcst: pip install 'amp-lab[migrate]'"),
         (["bench", "--list"], "bench needs torchvision: pip install 'amp-lab[train]'"),
-        (["train", "--out", "x"], "loading data needs torchvision: pip install 'amp-lab[train]'"),
+        (["train", "--out", "x"], "loading data needs pillow: pip install 'amp-lab[train]'"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
@@ -183,5 +183,5 @@ for name in amp_lab.__all__:
 """
     done = run(theirs, "python", "-W", "error", "-c", code)
     assert done.stderr == ""
-    line = "loading data needs torchvision: pip install 'amp-lab[train]'"
+    line = "loading data needs pillow: pip install 'amp-lab[train]'"
     assert done.stdout.splitlines() == [f"load_dataset {line}", f"make_stand_in {line}"]
