@@ -262,6 +262,7 @@ def test_of_slow_steps_the_fastest_are_compared_as_there_is_time():
     assert contest._without_the_slow(new) == [new[0], new[3]]
     assert [*contest._steps] == [new[0].name, new[3].name]
     assert new[1].verdict == new[2].verdict == "left out early, since such steps take too long"
+    assert new[1].reason == new[2].reason == "give more minutes"
 
 
 def test_a_busy_machine_keeps_the_simplest(planted):

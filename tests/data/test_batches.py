@@ -39,7 +39,7 @@ def test_a_pass_resumed_goes_on_with_the_same_batches(any_data, workers):
 def test_a_pass_does_not_read_the_batches_before_its_start(caltech256_copy):
     made = load_dataset("caltech256", caltech256_copy, image_size=16)
     for index in range(16):
-        made.train._paths[index].unlink()
+        made.train._source[index].unlink()
     assert len(list(batches(made.train, 8, start=2))) == len(batches(made.train, 8)) - 2
     assert "cannot be read" in refusal(list, batches(made.train, 8, start=1))
 
@@ -125,7 +125,7 @@ def test_python_ends_at_once_although_a_pass_was_not_finished():
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_file_damaged_since_is_told_in_one_line_by_workers_too(caltech256_copy, workers):
     made = load_dataset("caltech256", caltech256_copy, image_size=16)
-    path = made.train._paths[5]
+    path = made.train._source[5]
     path.write_text("no picture")
     said = refusal(list, batches(made.train, 8, workers=workers))
     assert said.startswith(f"{path} cannot be read as an image")

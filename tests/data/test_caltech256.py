@@ -187,7 +187,7 @@ def test_an_image_that_is_not_augmented_is_what_torchvision_makes_of_it(caltech2
     made = load_dataset("caltech256", caltech256_folder, augment=False).train
     crop = [v2.PILToTensor(), v2.Resize((256, 256), antialias=True), v2.CenterCrop(224)]
     for index in range(0, 54, 9):
-        with Image.open(made._paths[index]) as picture:
+        with Image.open(made._source[index]) as picture:
             expected = v2.Compose(crop)(picture.convert("RGB")).float()
         found = pixels_of(made[index][0])
         assert (found - expected).abs().mean() < 0.1  # of 255: some builds decode a little else

@@ -25,8 +25,8 @@ from amp_lab.timing import Estimate, compare
 
 _FROM_SIMPLE = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)
 _EMULATED = 0.25  # of fp32's rate in a matrix product: a step might take minutes
-_HOPELESS = 2  # times the fastest step, if as many rounds as may be needed take long
-_FEWEST_ROUNDS, _ROUNDS = 14, 24  # of a comparison that is to be trusted, and that is sharp
+_HOPELESS = 2  # times the fastest step: not worth a comparison, where steps are long
+_FEWEST_ROUNDS, _ROUNDS = 14, 24  # of a comparison: to be trusted (12, and some to spare); enough
 _TOO_SLOW = "left out early, since such steps take too long"
 _WORTH = 0.97  # of the time of the best so far: more changes to a program have to save so much
 _CHECKS, _HEAT = 0.2, 0.08  # shares of the time
@@ -152,8 +152,10 @@ def _references(
         if not learning.learns:
             watch.append("fp32 does not learn here in a few steps: only first losses are compared.")
         if learning.noise > CHAOTIC:
-            turned = f"A little noise turns fp32's own gradients: by {learning.noise:.0%}"
-            watch.append(f"{turned}. So only their size is compared; a larger batch tells more.")
+            noise = (
+                f"A little noise in the weights puts fp32's own gradients {learning.noise:.0%} off"
+            )
+            watch.append(f"{noise}, so only their size is compared: a larger batch tells more.")
     return case, loss, checks, scale or 2.0**16
 
 
@@ -216,8 +218,8 @@ class _Contest:
         of the best only if it surely saves time, and as much as is worth it.
         """
         new = [candidate for candidate in map(self._entered, recipes) if not candidate.verdict]
-        last = [replace(candidate.recipe, channels_last=True) for candidate in new if layouts]
-        new += [candidate for candidate in map(self._entered, last) if not candidate.verdict]
+        again = [replace(candidate.recipe, channels_last=True) for candidate in new if layouts]
+        new += [candidate for candidate in map(self._entered, again) if not candidate.verdict]
         if not new:
             return
         self._first, best = self._first or new[0], self.best or new[0]
@@ -288,6 +290,7 @@ class _Contest:
         for candidate in others:
             if candidate.seconds > most or (left < 0 and candidate is not others[-1]):
                 candidate.verdict = _TOO_SLOW
+                candidate.reason = "" if candidate.seconds > most else "give more minutes"
                 left += candidate.seconds
                 del self._steps[candidate.name]
         return [candidate for candidate in new if not candidate.verdict]

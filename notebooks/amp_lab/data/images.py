@@ -163,7 +163,7 @@ def fingerprint(*parts: bytes | np.ndarray) -> str:
 
 
 class _Augmented(ImageSet):
-    """Images that are normalised, and with a `seed` augmented, each by a matrix for `_warp`.
+    """Images of a `source`, normalised, and with a `seed` augmented, each by a matrix for `_warp`.
 
     `mean_std` are those of the three channels, for pixels in [0, 1]. `augment` makes the matrices
     of random numbers (B, 4) in [0, 1).
@@ -171,13 +171,15 @@ class _Augmented(ImageSet):
 
     def __init__(
         self,
+        source: Any,
         targets: np.ndarray,
         size: int,
         mean_std: tuple[tuple[float, ...], tuple[float, ...]],
         seed: int | None = None,
         augment: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ):
-        self.targets, self._size = torch.from_numpy(targets.astype(np.int64)), size
+        self._source, self._size = source, size
+        self.targets = torch.from_numpy(targets.astype(np.int64))
         mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in mean_std)
         # One product and one sum for (pixel / 255 - mean) / std; a grey channel becomes three here.
         self._scale, self._offset = 1 / (255 * std), -mean / std
@@ -196,14 +198,10 @@ class _Augmented(ImageSet):
 class ImagesInMemory(_Augmented):
     """Images from an array uint8 (N, C, H, W), C being 1 or 3, augmented a batch at a time."""
 
-    def __init__(self, images: np.ndarray, *others: Any):
-        super().__init__(*others)
-        self._images = torch.from_numpy(images)
-
     def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ImageSet.read`."""
         indices, matrices = self._indices_and_matrices(keys)
-        images = self._images[indices].float()  # (B, C, H, W), 0 to 255
+        images = torch.from_numpy(self._source)[indices].float()  # (B, C, H, W), 0 to 255
         if matrices is not None:
             images = _warp(images, matrices, self._size)
         elif images.shape[-1] != self._size:
@@ -232,11 +230,7 @@ def _warp(images: torch.Tensor, matrices: torch.Tensor, size: int) -> torch.Tens
 
 
 class ImagesOnDisk(_Augmented):
-    """Images read from JPEG or PNG files when they are asked for, and uint8 until `finish`."""
-
-    def __init__(self, paths: Sequence[Path], *others: Any):
-        super().__init__(*others)
-        self._paths, self._larger = paths, round(self._size * 8 / 7)  # 256 for 224, to crop from
+    """Images read from paths of JPEG or PNG files when asked for, and uint8 until `finish`."""
 
     def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ImageSet.read`."""
@@ -247,11 +241,13 @@ class ImagesOnDisk(_Augmented):
         return default_collate(images), self.targets[indices]
 
     def _image(self, index: int, matrix: torch.Tensor | None) -> torch.Tensor:
-        picture, larger = read_picture(self._paths[index])[None], (self._larger,) * 2
-        picture = functional.interpolate(picture, larger, mode="bilinear", antialias=True)
+        picture, larger = read_picture(self._source[index]), round(self._size * 8 / 7)  # 256 of 224
+        resized = functional.interpolate(
+            picture[None], (larger, larger), mode="bilinear", antialias=True
+        )
         if matrix is None:
-            return center_crop(picture[0], [self._size])
-        return _warp(picture.float(), matrix, self._size)[0].round_().byte()
+            return center_crop(resized[0], [self._size])
+        return _warp(resized.float(), matrix, self._size)[0].round_().byte()
 
     def finish(self, images: torch.Tensor) -> torch.Tensor:
         """See `ImageSet.finish`."""

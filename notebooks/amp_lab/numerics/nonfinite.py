@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_lab
 from amp_lab.errors import NumericsError
@@ -337,7 +337,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         """For checks in hooks, which are above autograd and the watch, unlike those of `_see`."""
         self._watching, before = False, self._watching
         try:
-            with torch.no_grad(), _disable_current_modes():  # each op would call Python
+            with torch.no_grad():
                 yield
         finally:
             self._watching = before and self.report is None
