@@ -668,7 +668,7 @@ _ = plots.augmentation_grid(shown)
 
 # %% [markdown]
 # A row of the picture is one image, a column an epoch. The thing shown stays the same, but its
-# place, size and angle change, and it may be mirrored. Turning leaves black corners.
+# place, size and angle change, and it may be mirrored. What lies beside the photograph is black.
 
 # %%
 workspace.cleanup()  # deletes the generated pictures and the checkpoint
