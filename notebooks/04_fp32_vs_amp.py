@@ -258,7 +258,7 @@ for precision, loss in final.items():
 print(f"from seed to seed, fp32 differs by {spread:.5f}")
 
 # %% [markdown]
-# The mean losses differ by 0.00001, and the seeds of FP32 by 0.00040. So we see no loss of accuracy
+# The mean losses differ by 0.00001, and the seeds of FP32 by 0.00039. So we see no loss of accuracy
 # in bf16. On your device the numbers will be others, but read them in the same way: a difference
 # that is smaller than the spread may be chance.
 #
@@ -291,8 +291,8 @@ for name, picture in pictures.items():
 
 # %% [markdown]
 # On the left is the target, and beside it what each precision drew. Both networks learned the
-# picture: every diamond is in its place, and 95% of the pixels are nearest to their own level.
-# Neither learned the sharp edges: both blur them. To see where exactly they differ, we subtract the
+# picture: every diamond is in its place, and more than nine pixels in ten are nearest to their own
+# level. Neither learned the sharp edges: both blur them. To see where exactly they differ, we subtract the
 # pictures and draw the differences three times as bright, so that 1.0 on the scale, white, is a
 # difference of a whole level.
 
@@ -310,9 +310,9 @@ assert all(one < differences["fp32 and target"].mean() for one in between)
 
 # %% [markdown]
 # Black means no difference. The first two pictures show the same rings: each network is off most
-# where the target jumps from one level to the next, and by 0.08 on average over the picture. The
-# last one, bf16 against fp32, is nearly black, since these two differ by only 0.023. Two runs that
-# round differently drift apart, but they stay much nearer to each other than to the target.
+# where the target jumps from one level to the next. The last one, bf16 against fp32, has no rings
+# and is darker, since these two differ by half as much. Two runs that round differently drift apart,
+# but they stay nearer to each other than to the target.
 #
 # ## Time of a training step
 #
@@ -381,7 +381,7 @@ assert device.type == "cpu" or not fastest.is_below(1)
 
 # %% [markdown]
 # Each line has the time of a step, and then the speed-up over FP32 with its interval. On the two
-# CPU cores used here, a step took about half the time. On your device, AMP is faster if the
+# CPU cores used here, a step took less than two thirds of the time. On your device, AMP is faster if the
 # interval lies above 1x and slower if it lies below. If it contains 1x, this measurement cannot
 # tell. *Too busy to tell* means that something else kept the machine busy. Stop it and run the cell
 # again.
@@ -641,8 +641,8 @@ for precision in precisions[1:]:
     assert memory < 1 or precision is Precision.TF32 or device.type == "mps"
 
 # %% [markdown]
-# - A step took about half the time and kept 52% of the memory, and the losses differed by less
-#   than those of two seeds do.
+# - A step took less than two thirds of the time and kept 52% of the memory, and the losses differed
+#   by less than those of two seeds do.
 # - To see whether reduced precision costs accuracy, compare the losses of several seeds. Without
 #   pairs you only see a difference that is larger than their spread; many pairs show smaller ones.
 # - To measure time, synchronise, warm up, repeat, take turns and give an interval, and say what the

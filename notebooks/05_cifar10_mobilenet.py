@@ -304,9 +304,9 @@ for precision, found in final.items():
 print(f"seeds differ by up to {100 * spread:.1f} points, the standard error is {100 * error:.1f}")
 
 # %% [markdown]
-# In the run above the precisions differ by about two points at most. That may sound like much, but the
-# seeds of one precision differ as far, and with 225 test images the standard error alone is more than
-# a point, so only a difference of about five points would have counted. Three seeds cannot say more:
+# In the run above the precisions differ by about three points. That may sound like much, but the
+# seeds of one precision differ farther, and with 225 test images the standard error alone is more than
+# a point, so only a difference of about eight points would have counted. Three seeds cannot say more:
 # with more of them, or with a larger test set, a smaller difference would show.
 #
 # ## Is it faster?
@@ -382,7 +382,7 @@ for p in both:  # 25 times as many pixels or more take longer
 # %% [markdown]
 # The number beside each time of autocast is its speed-up over FP32, with its interval. Only an
 # interval wholly above or below 1x says that one of the two is faster. On this CPU bf16 *costs*
-# time on small images, and at 160 pixels it is not clearly faster than FP32. Your device may draw
+# time on small images, and gains a little only at 160 pixels. Your device may draw
 # the line elsewhere. *Cores apart* is said of a virtual machine whose host moves its cores. If a
 # line says that the machine was busy, stop what else runs there, and run the cell again.
 #
@@ -523,7 +523,7 @@ _ = plots.speedup_over_size(step_sizes, speedups)
 # The picture shows how many times as fast a step with islands is as the other two, against the size
 # of the images. The solid line compares it with plain autocast and lies above 1 here at every size,
 # so the islands have paid. The dashed line compares it with FP32: on small images it lies near 1,
-# so nothing is lost any more, and at 160 pixels well above 1, so that autocast is worth it there.
+# so little is lost any more, and at 160 pixels well above 1, so that autocast is worth it there.
 # Where nothing lost, the solid line lies at 1, up to noise. Grey points are not to be trusted.
 #
 # The lesson is not about one layer of one library. One part of a network can lose what all the

@@ -118,9 +118,9 @@ assert all(limits.flops_per_s[p] >= rate for p, rate in doctor.items() if rate i
 assert not limits.trusted or min(limits.stream_bytes_per_s.values()) > 1e8  # a disk is faster
 
 # %% [markdown]
-# On the machine that made this page, bf16 multiplies more than twice as fast as fp32, and fp16, which
-# this CPU emulates, some sixty times as slowly. On a GPU with tensor cores expect fp16 and bf16
-# to be alike.
+# The machine that made this page is a CPU with AMX, units for products of small matrices in bf16: bf16
+# multiplies six times as fast as fp32, and fp16 no faster than fp32. On a CPU without such units expect
+# less, and of fp16 far less. On a GPU with tensor cores expect fp16 and bf16 to be alike.
 #
 # ## The work: what must a step do?
 #
@@ -192,8 +192,7 @@ def is_possible(speedup):
 
 
 # %% [markdown]
-# So the matrix products promise a little more than a factor of two here. Before you go on, write down
-# how much of that promise you expect the change to AMP alone to keep.
+# So the matrix products promise a factor of six here. Before you go on, write down how much of that promise you expect the change to AMP alone to keep.
 #
 # ## Climb
 #
@@ -452,11 +451,11 @@ assert points[0][2] < points[1][2] < points[2][2]  # each moves less than the on
 _ = plots.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
-# The three points, with their intervals, move up and to the right as the step moves fewer bytes. Here
-# all lie under the flat part, so bytes alone do not explain the ladder of this machine: the step by
-# hand, with a tenth of the bytes, is hardly faster than channels last. The slope is that of memory, and
-# a point may lie above it if the data fits in a cache. A point far below both limits wastes time
-# otherwise, as a rule on threads that wait, calls from Python, or arithmetic that is no matrix product.
+# From point to point, with its interval, the step moves fewer bytes. The recipe lies under the flat part
+# of its roof. AMP lies under the slope of its own, which is higher, and only the step by hand, with a
+# tenth of the bytes, is under the flat part again. The slope is that of memory, and a point may lie above
+# it if the data fits in a cache. All three are far below both limits. Such a step wastes time otherwise,
+# as a rule on threads that wait, calls from Python, or arithmetic that is no matrix product.
 #
 # ## A rung above: in tiles (optional)
 #
@@ -496,6 +495,7 @@ assert 0.98 < products * 2 * pixels * hidden**2 / flops <= 1
 # pdm run amp-lab bench --workload convmodel --precision bf16 --rung by-hand --rung tiles
 # ```
 #
+# What it gave on the CPU of this page stands with [the recorded runs](../data/results/README.md#the-gallery).
 # This is the kind of kernel that Triton writes on a GPU, and that `torch.compile` does not find by
 # itself, because it keeps the order of the layers. For a model of your own it is rarely worth the
 # work; it shows how far the limit is from what the usual rungs reach.
@@ -567,7 +567,7 @@ assert casts >= 2 * 50  # of weights and biases; inputs and outputs stay low in 
 assert not limits.trusted or not speedup.is_above(1.1 * max(1, promise))
 
 # %% [markdown]
-# AMP made this network more than twice as slow here, with 101 casts for 50 products.
+# AMP made this network more than three times as slow here, with 101 casts for 50 products.
 #
 # **A format that the hardware does not have.** Many CPUs emulate fp16, and then it is slower by
 # far, which is why the product is small here. If yours has it, the list of rates at the top shows
@@ -585,9 +585,9 @@ for name in products.samples_s:
     assert is_possible(products.ratio("fp32", name)), name
 
 # %% [markdown]
-# Each line has the time of a product, and how many times as fast as in fp32 it is. In fp16 it took
-# more than ten times as long on this CPU. A product as small as this does not reach the limit of
-# the device, and even bf16 does not pay here.
+# Each line has the time of a product, and how many times as fast as in fp32 it is. This CPU does not
+# multiply faster in fp16, so the product loses time there. One as small as this does not reach the limit
+# of the device, and even bf16 does not pay.
 #
 # ## From which size on does AMP pay?
 #
@@ -728,7 +728,8 @@ for what, (values, gains, _) in growth.items():
 assert climbed.trusted == (rung in ladder.steps)
 
 # %% [markdown]
-# On this CPU the advice is to stop at channels last. `amp-lab bench` climbs the same rungs with other
+# On this CPU the highest rung is worth its work. For a model of your own it would hardly be, and channels
+# last has most of the gain. `amp-lab bench` climbs the same rungs with other
 # models and with matrix products of awkward shapes, and holds every rung's losses against FP32's.
 # `--compare FILE` puts your machine beside [recorded ones](../data/results/README.md).
 

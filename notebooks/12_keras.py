@@ -351,7 +351,7 @@ assert all(
 
 # %% [markdown]
 # The picture shows the loss over the epochs, with a panel for each backend. In both, the three
-# lines fall alike, with fp16 a little above the others.
+# lines fall nearly alike.
 
 # %% tags=["nbval-ignore-output"]
 SHORT = {"float32": "fp32", "mixed_bfloat16": "bf16", "mixed_float16": "fp16"}
@@ -394,8 +394,8 @@ for backend, policies in fitted.items():
         assert len(found["seconds"]) == config["epochs"]
 
 # %% [markdown]
-# In so small a network bfloat16 gained little or nothing on this CPU, and float16, which it
-# emulates, took several times as long with torch. [Notebook 05](05_cifar10_mobilenet.ipynb) shows
+# In so small a network bfloat16 gained little on this CPU with TensorFlow, and lost time with torch.
+# float16, which has no fast convolutions here, took several times as long. [Notebook 05](05_cifar10_mobilenet.ipynb) shows
 # which layers of MobileNetV2 lose.
 #
 # ## Write the step

@@ -178,8 +178,8 @@ for batch in (1, 256):
     assert not times.ratio("fp32 compiled", "bf16 compiled").is_above(32)
 
 # %% [markdown]
-# The ratios say how many times as fast as fp32 each way is. On our two CPU cores bf16 took twice
-# as long for a single image, even with no weights left to cast, so the casts of autocast are not
+# The ratios say how many times as fast as fp32 each way is. On our two CPU cores bf16 took more than
+# twice as long for a single image, even with no weights left to cast, so the casts of autocast are not
 # the whole of it. With 256 images at a time it gains, and most of all when it is compiled. Compare
 # the compiled bf16 with the *compiled* fp32 if you want to know what bf16 alone buys. [Notebook
 # 10](10_speed_ladder.ipynb) tells how to find the limit of a device, and `amp-lab advise` tries

@@ -3,7 +3,8 @@
 People edit `NAME.py`; `NAME.ipynb` is made from it, with outputs from the CPU at the quick scale.
 The machine has to be quiet: `--force` writes figures that are not to be trusted all the same. On
 another machine than the one that the committed outputs come from, `--keep` keeps the output of each
-cell that depends on the machine and whose code did not change.
+cell that depends on the machine and whose code did not change. If only the text changed, `--text`
+runs nothing.
 `--new 20_title` makes a notebook that passes every check, to be filled with what you have to say.
 The last figure of notebook 04 is also written as a picture, for the README.
 """
@@ -56,6 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     what.add_argument(
         "--check", action="store_true", help="run nothing; fail if a pair is out of step"
     )
+    what.add_argument("--text", action="store_true", help="run nothing; only the text changed")
     what.add_argument("--new", metavar="NN_NAME", help="make notebooks/NN_NAME.py from a template")
     parser.add_argument("--force", action="store_true", help="write figures of a busy machine too")
     parser.add_argument(
@@ -76,7 +78,10 @@ def main(argv: list[str] | None = None) -> int:
             for source in sources:
                 print(source.name, flush=True)
                 prepare(source)
-                notebook = execute_quietly(source, options.force)
+                if options.text:
+                    notebook = with_outputs(source)
+                else:
+                    notebook = execute_quietly(source, options.force)
                 if options.keep:
                     keep_outputs(notebook, source)
                 write_pair(notebook, source)
@@ -213,13 +218,33 @@ def keep_outputs(notebook: nbformat.NotebookNode, source: Path) -> None:
     def depends(cell: nbformat.NotebookNode) -> bool:
         return cell.cell_type == "code" and IGNORED in cell.metadata.get("tags", [])
 
+    kept = {cell.source: cell.outputs for cell in committed(source).cells if depends(cell)}
+    for cell in filter(depends, notebook.cells):
+        cell.outputs = kept.get(cell.source, cell.outputs)
+
+
+def with_outputs(source: Path) -> nbformat.NotebookNode:
+    """The notebook in `source` with the outputs of its pair; `Problem` if its code is another."""
+
+    def code(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+        return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+    notebook = read_source(source)
+    pairs = list(zip_longest(code(notebook), code(committed(source)), fillvalue=None))
+    if any(cell is None or ran is None or cell.source != ran.source for cell, ran in pairs):
+        raise Problem(f"{source.name}: not only its text changed, so run it, without --text")
+    for cell, ran in pairs:
+        cell.outputs, cell.execution_count = ran.outputs, ran.execution_count
+    return notebook
+
+
+def committed(source: Path) -> nbformat.NotebookNode:
+    """The pair as it is; `Problem` if there is none."""
     pair = source.with_suffix(".ipynb")
     if not pair.exists():
         raise Problem(f"{source.name} has no pair, whose outputs could be kept")
-    committed: Any = nbformat.read(pair, as_version=4)
-    kept = {cell.source: cell.outputs for cell in committed.cells if depends(cell)}
-    for cell in filter(depends, notebook.cells):
-        cell.outputs = kept.get(cell.source, cell.outputs)
+    notebook: Any = nbformat.read(pair, as_version=4)
+    return notebook
 
 
 def untrusted(notebook: nbformat.NotebookNode) -> list[str]:

@@ -282,6 +282,28 @@ def test_what_depends_on_another_machine_is_kept_where_its_code_did_not_change(f
     assert "of the other machine" not in pair.read_text()
 
 
+def test_new_text_needs_no_run_and_new_code_does(folder, capsys):
+    source = folder / "01_sound.py"
+    source.write_text(HEADER + "# %% [markdown]\n# # Add\n\n# %%\n1 + 1\n\n# %%\n1 + 1\n")
+    assert build_pairs.main(["--text"]) == 2
+    assert "has no pair, whose outputs could be kept" in capsys.readouterr().err
+    assert build_pairs.main([]) == 0
+    pair = source.with_suffix(".ipynb")
+    pair.write_text(pair.read_text().replace('"2"', '"as it was"'))  # what no run would print
+    source.write_text(source.read_text().replace("# # Add", "# # Add numbers"))
+    assert build_pairs.main(["--text"]) == 0
+    text, *code = nbformat.read(pair, as_version=4).cells
+    assert text.source == "# Add numbers"
+    assert [cell.outputs[0].data["text/plain"] for cell in code] == ["as it was"] * 2
+    assert build_pairs.main(["--check"]) == 0
+    before = pair.read_bytes()
+    for other in (source.read_text().replace("1 + 1", "1 + 2"), source.read_text() + "\n# %%\n3\n"):
+        source.write_text(other)
+        assert build_pairs.main(["--text"]) == 2
+        assert "not only its text changed" in capsys.readouterr().err
+        assert pair.read_bytes() == before
+
+
 def test_running_twice_changes_nothing(folder):
     source = folder / "01_sound.py"
     source.write_text(HEADER + "# %% [markdown]\n# # Add\n\n# %%\n1 + 1\n\n# %%\n1 + 1\n")
