@@ -34,6 +34,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from amp_lab import Precision, advise, compare, forecast_memory, plots, xray
+from amp_lab.allocator import keep_memory, memory_taken
 from amp_lab.bench import ConvModel, FusedStep, count_step, measure_ceilings, quantized_sine
 from amp_lab.cli import main as amp_lab_command
 from amp_lab.device import describe_device, matrix_product, recommend_precision
@@ -98,6 +99,57 @@ print(f"{device}, {scale} scale, from fp32 to {low}")
 assert low.dtype.itemsize == 2
 
 # %% [markdown]
+# ## First, keep the memory (optional)
+#
+# On a CPU there is something to put right before we compare. The C library of Linux takes each tensor of
+# 32 MiB or more anew from the operating system, which makes its pages one by one, full of zeros. The same
+# tensor in 16 bits may be below that size. We take a small ConvModel and a large picture:
+
+
+# %%
+def grown_problem(size=32, batch=2, width=64):
+    """The network and its data, of one size."""
+    torch.manual_seed(0)
+    images, wanted = quantized_sine(size, device)
+    images, wanted = (t.repeat(batch, 1, 1, 1) for t in (images, wanted))
+    images = images.to(memory_format=torch.channels_last)
+    return ConvModel(width).to(device, memory_format=torch.channels_last), images, wanted
+
+
+def passes(model, images, wanted, precision):
+    """Forward and backward pass."""
+    with precision.float32_mode(device.type):
+        with torch.autocast(device.type, dtype=low.dtype, enabled=precision is low):
+            loss = nn.functional.mse_loss(model(images), wanted)
+        loss.backward()
+
+
+# %% [markdown]
+# `keep_memory` has tensors reuse the memory of those that are gone. We time FP32 and AMP before it and
+# after. Which of the two do you expect to get faster?
+
+# %% tags=["nbval-ignore-output"]
+large = grown_problem(384, batch=1)
+both = {p: partial(passes, *large, p) for p in (Precision.FP32, low)}
+anew = {}  # MiB
+for kept in (False, True):
+    has_kept = kept and keep_memory()  # False where there is no such C library
+    timed = compare(both, device=device, budget_s=12)
+    print("memory kept" if kept else "as it is", f"- AMP {timed.ratio(*both)}", sep=" ")
+    for p, run in both.items():
+        anew[p, kept] = memory_taken(run) / 2**20
+        print(f"  {p}  {1e3 * timed.median_s(p):4.0f} ms, {anew[p, kept]:4.0f} MiB anew")
+assert device.type != "cpu" or not has_kept or anew["fp32", True] < anew["fp32", False] / 10
+
+# %% [markdown]
+# Both get about twice as fast. That is as much as AMP gives, and costs not a digit. Where only FP32's
+# tensors are so large, AMP gets the credit for it. So before you compare, call `keep_memory`, or set
+# `MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1000000000000` in the environment of a program. Other
+# allocators keep memory too ([PyTorch's tuning
+# guide](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#switch-memory-allocator)).
+# It costs memory, which stays with the process.
+
+# %% [markdown]
 # ## The limit: what can this device do?
 #
 # Computing and moving data both have a highest rate, and we can measure it: with one large matrix
@@ -118,9 +170,9 @@ assert all(limits.flops_per_s[p] >= rate for p, rate in doctor.items() if rate i
 assert not limits.trusted or min(limits.stream_bytes_per_s.values()) > 1e8  # a disk is faster
 
 # %% [markdown]
-# The machine that made this page is a CPU with AMX, units for products of small matrices in bf16: bf16
-# multiplies six times as fast as fp32, and fp16 no faster than fp32. On a CPU without such units expect
-# less, and of fp16 far less. On a GPU with tensor cores expect fp16 and bf16 to be alike.
+# This page was made on a CPU with AMX, units for small products in bf16, which multiplies six times as
+# fast as fp32 there, and fp16 no faster. On a CPU without them expect less, and of fp16 far less. On a
+# GPU with tensor cores expect fp16 and bf16 to be alike.
 #
 # ## The work: what must a step do?
 #
@@ -375,10 +427,9 @@ for remark in climbed.remarks():
 _ = plots.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})
 
 # %% [markdown]
-# On this CPU, AMP alone keeps most of its promise but not all of it, and with channels last, a
-# change of two lines, a step takes two thirds of that. The rungs above make hardly a difference. On a
-# GPU, as a rule of thumb, the fused optimizer and the compiler do more, since each small kernel and
-# each wait costs time there.
+# On this CPU, AMP alone *costs* time, against all promises. A profile ([notebook 14](14_ten_practices.ipynb)
+# has one) shows copies: each convolution in bf16 first brings its tensors into channels last. With channels last, a change of two lines, AMP wins. The two rungs above make hardly a
+# difference. On a GPU, as a rule of thumb, they do more, since each small kernel and wait costs time there.
 #
 # ## Explain: count the bytes too
 #
@@ -591,19 +642,9 @@ for name in products.samples_s:
 #
 # ## From which size on does AMP pay?
 #
-# We let the picture, the batch or the network grow, and time forward and backward pass with channels
-# last, in FP32 and with AMP. The memory of a whole training step with Adam is the forecast of
+# We let the picture, the batch or the network of `grown_problem` grow, and time forward and backward pass
+# with channels last, in FP32 and with AMP. The memory of a whole training step with Adam is the forecast of
 # [notebook 09](09_xray_your_model.ipynb). Which of the three do you expect to help AMP most?
-
-
-# %%
-def grown_problem(size=32, batch=2, width=64):
-    """The network and its data, of one size."""
-    torch.manual_seed(0)
-    images, wanted = quantized_sine(size, device)
-    images, wanted = (t.repeat(batch, 1, 1, 1) for t in (images, wanted))
-    images = images.to(memory_format=torch.channels_last)
-    return ConvModel(width).to(device, memory_format=torch.channels_last), images, wanted
 
 
 # %% [markdown]
@@ -611,27 +652,19 @@ def grown_problem(size=32, batch=2, width=64):
 
 
 # %%
-def speedup_and_memory(model, images, wanted):
+def speedup_and_memory(*problem):
     """Speed-up by AMP, and its share of FP32's memory."""
-
-    def passes(precision):
-        with precision.float32_mode(device.type):
-            with torch.autocast(device.type, dtype=low.dtype, enabled=precision is low):
-                loss = nn.functional.mse_loss(model(images), wanted)
-            loss.backward()
-
-    both = (Precision.FP32, low)
+    both = {p: partial(passes, *problem, p) for p in (Precision.FP32, low)}
     with FlopCounterMode(display=False) as counter:
-        passes(Precision.FP32)
-    found = compare({p: partial(passes, p) for p in both}, device=device, budget_s=2)
+        both[Precision.FP32]()
+    found = compare(both, device=device, budget_s=2)
     for p in both:
         rate = found.time_s(p).rate(counter.get_total_flops())
         assert not limits.trusted or not rate.is_above(1.1 * limits.flops_per_s[p])
     speedup = found.ratio(Precision.FP32, low)
     assert is_possible(speedup)
-    peaks = [
-        forecast_memory(model, images, device_type=device.type, precision=p).peak for p in both
-    ]
+    forecasts = (forecast_memory(*problem[:2], device_type=device.type, precision=p) for p in both)
+    peaks = [forecast.peak for forecast in forecasts]
     return speedup, peaks[1] / peaks[0]
 
 
@@ -739,6 +772,7 @@ assert amp_lab_command(["bench", "--list"]) == 0
 # %% [markdown]
 # ## Summary
 #
+# - On a CPU with Linux, have memory kept, or what the system does passes for a speed-up.
 # - Count first. FLOPs at the measured rate give the time that no rung can beat; bytes at the
 #   measured rate say why you are not there yet.
 # - A lower precision speeds up matrix products and halves what the rest has to move. The first

@@ -16,9 +16,9 @@ NOTEBOOKS = sorted(PACKAGE.parent.glob("[0-9]*.py"))
 # What the package has today: what is added is paid for by what becomes simpler, and nothing raises
 # a limit. The lines are above what is wanted of the package with all its rooms, 18,500: rooms that
 # came in later have `advisor`, `formats`, text and its models, exports, the step in tiles, what
-# `migrate` knows of real projects, and memory that ranks share. Between new rooms this number may
-# only fall.
-MOST_LINES = 23_867
+# `migrate` knows of real projects, memory that ranks share, and memory that is kept. Between new
+# rooms this number may only fall.
+MOST_LINES = 23_923
 MOST_BRANCHING_PER_100_FUNCTIONS = 5.0
 FEWEST_COMMENTS_PER_100_LINES = 6.0
 MOST_PUBLIC_NAMES = 34

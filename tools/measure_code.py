@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "notebooks" / "amp_lab"
 
 GROUND = (
-    "__init__", "errors", "files", "requirements", "report", "precision", "backends",
+    "__init__", "errors", "files", "requirements", "report", "precision", "backends", "allocator",
     "torch_versions", "timing", "device",
 )  # fmt: skip
 """Modules that lie beside the rooms, and that every room may import."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from amp_lab.allocator import keep_memory
 from amp_lab.device import describe_device
 from amp_lab.files import write_whole
 from amp_lab.timing import Comparison, Estimate
@@ -43,13 +44,15 @@ def record(
 
     A measure returns its figures, or yields them row by row. The file is written after each part
     and each row, so that a run that is cut short leaves what it had. Random numbers begin anew
-    with each part.
+    with each part. Memory is kept, so that what the system does counts for none.
     """
+    kept = keep_memory()
     result: dict[str, Any] = {
         "device": describe_device(device).name,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
+        "memory kept": kept,
         "date": datetime.date.today().isoformat(),
     } | circumstances
     for part in options.part or measures:

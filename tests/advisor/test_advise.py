@@ -272,6 +272,20 @@ def test_a_busy_machine_keeps_the_simplest(planted):
     assert "too busy to tell" in str(advice)
 
 
+@pytest.mark.parametrize(("taken", "told"), [(2**40, True), (0, False)])
+def test_memory_that_is_taken_anew_in_each_step_is_told(planted, monkeypatch, taken, told):
+    def of_a_step(step):
+        step()
+        return taken
+
+    monkeypatch.setattr(session, "memory_taken", of_a_step)
+    watch = planted(mlp(), torch.randn(8, 16)).watch
+    lines = [line for line in watch if "keep_memory" in line]
+    assert [line.partition(" takes 1048576.0 MiB anew")[0] for line in lines] == (
+        ["inference: fp32", "training: fp32"] if told else []
+    )
+
+
 def test_what_lost_stays_behind_what_beat_it_when_the_machine_changes(planted):
     advice = planted(Cnn(), torch.randn(2, 3, 8, 8), drift=0.9)
     for use, best in advice.chosen.items():

@@ -31,7 +31,8 @@ def test_parts_are_printed_and_written_with_where_and_when(out, capsys):
     measures = {"one": lambda: {"ms": torch.rand(1).item()}, "two": lambda: iter([{"a": 1}, 2])}
     recording.record(measures, options(out), torch.device("cpu"), clock="a clock")
     result = json.loads(out.read_text())
-    assert list(result) == ["device", "torch", "python", "threads", "date", "clock", "one", "two"]
+    where = ["device", "torch", "python", "threads", "memory kept", "date"]
+    assert list(result) == [*where, "clock", "one", "two"]
     assert (result["device"], result["torch"]) == ("a CPU", torch.__version__)
     assert result["two"] == [{"a": 1}, 2]
     assert str(result["one"]["ms"]) in capsys.readouterr().out

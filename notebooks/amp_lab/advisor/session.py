@@ -16,6 +16,7 @@ from amp_lab.advisor.learning import CHAOTIC, Answers, Learning, TooSlow, fp16_r
 from amp_lab.advisor.outlook import Outlook, first_look
 from amp_lab.advisor.recipes import INFERENCE, TRAINING, Candidate, Case, Recipe, Step
 from amp_lab.advisor.result import Advice
+from amp_lab.allocator import memory_taken
 from amp_lab.backends import BACKENDS, backend
 from amp_lab.device import describe_device, pick_device
 from amp_lab.errors import TraceError, with_type
@@ -31,6 +32,7 @@ _TOO_SLOW = "left out early, since such steps take too long"
 _WORTH = 0.97  # of the time of the best so far: more changes to a program have to save so much
 _CHECKS, _HEAT = 0.2, 0.08  # shares of the time
 _COMPILING = {TRAINING: 0.3, INFERENCE: 0.2}  # what must be left of it
+_NEW_BYTES_PER_S = 4e9  # that an operating system makes of new pages, at about 1 µs for 4 KiB
 
 
 def advise(
@@ -100,6 +102,7 @@ def measured(case: Case, look: Outlook, seconds: float, beginning: str = "") -> 
             until = (now + end) / 2 if use != [*checks][-1] else end  # half of what is left
             contests[use] = _Contest(use, case, look, check, scale, until, seconds)
             contests[use].run()
+            watch += contests[use].memory_remarks()
         chosen = {use: c.best for use, c in reversed(contests.items()) if c.best is not None}
         stages.set_description("programs")
         programs = {}
@@ -205,6 +208,16 @@ class _Contest:
         else:
             why = f"{max(0, left):.0f} s were left: give more minutes"
             self.found += [Candidate(recipe, "not tried", why) for recipe in recipes]
+
+    def memory_remarks(self) -> list[str]:
+        """What a step of the first takes anew from the system, where it may cost a tenth."""
+        if self._first is None or self.case.device.type != "cpu":
+            return []
+        taken = memory_taken(self._steps[self._first.name])
+        if taken < 0.1 * _NEW_BYTES_PER_S * self._first.seconds:
+            return []
+        new = f"{self._first.name} takes {bytes_text(taken)} anew from the operating system"
+        return [f"{self.use}: {new}. Call amp_lab.allocator.keep_memory, and ask again."]
 
     def ranked(self) -> list[Candidate]:
         """The best first, then the fastest, then what was not timed."""

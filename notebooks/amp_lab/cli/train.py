@@ -49,9 +49,11 @@ def _add_option(group, field: dataclasses.Field, **default: object) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train; return the exit code."""
+    from amp_lab.allocator import keep_memory
     from amp_lab.training import run as runs
 
     require_matplotlib("train")  # which draws at the end
+    keep_memory()
 
     def say(line: str) -> None:
         try:

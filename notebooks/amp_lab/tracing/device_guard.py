@@ -1,4 +1,4 @@
-"""An idle guard for a device that this torch was built without: the one place that uses ctypes.
+"""An idle guard for a device that this torch was built without.
 
 torch asks a *device guard* for the current stream when it records for autograd or copies; without
 one the process ends. No public call gives it one, so `idle_guard` writes into libc10's table.
