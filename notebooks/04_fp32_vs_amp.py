@@ -240,7 +240,7 @@ for loss in losses.values():  # (seeds, epochs)
 # %% [markdown]
 # Each line is the mean loss over the seeds, on a logarithmic axis, and the band around it reaches
 # from the lowest seed to the highest. On two CPU cores the two lines fall together, and the bands
-# cover each other nearly all the way. The seeds are far apart while the loss falls, and close
+# cover each other nearly all the way. The seeds are far apart for much of the fall, and close
 # together once it has levelled off at about 0.009, with a jump now and then.
 #
 # To put a number on it, we take as the loss of a run its mean over the last ten epochs, and compare
@@ -292,7 +292,7 @@ for name, picture in pictures.items():
 # %% [markdown]
 # On the left is the target, and beside it what each precision drew. Both networks learned the
 # picture: every diamond is in its place, and more than nine pixels in ten are nearest to their own
-# level. Neither learned the sharp edges: both blur them. To see where exactly they differ, we subtract the
+# level. (That bf16 has more of them here is luck: one seed proves little.) Neither learned the sharp edges: both blur them. To see where exactly they differ, we subtract the
 # pictures and draw the differences three times as bright, so that 1.0 on the scale, white, is a
 # difference of a whole level.
 
@@ -310,9 +310,9 @@ assert all(one < differences["fp32 and target"].mean() for one in between)
 
 # %% [markdown]
 # Black means no difference. The first two pictures show the same rings: each network is off most
-# where the target jumps from one level to the next. The last one, bf16 against fp32, has no rings
-# and is darker, since these two differ by half as much. Two runs that round differently drift apart,
-# but they stay nearer to each other than to the target.
+# where the target jumps from one level to the next. The last one, bf16 against fp32, has no rings but
+# a bright patch in one corner, and is darker on the whole, since these two differ by half as much. Two
+# runs that round differently drift apart, but they stay nearer to each other than to the target.
 #
 # ## Time of a training step
 #

@@ -281,8 +281,8 @@ assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  
 # %% [markdown]
 # The training loss is on the left, and on the right the accuracy on images that were not trained on.
 # Each line is the mean over three seeds, and the band around it reaches from the lowest seed to the
-# highest. In the run above the loss curves of FP32 and bf16 nearly coincide. While the accuracy
-# climbs, two seeds of one precision differ far more than the means of the two precisions do.
+# highest. In the run above the loss of bf16 falls like that of FP32, and ends a little above. While
+# the accuracy climbs, two seeds of one precision differ far more than the means of the two precisions do.
 #
 # ## Has accuracy been kept?
 #
@@ -459,9 +459,9 @@ assert (len(found), found.count("depthwise, stride 2")) == (52, 4)
 # %% [markdown]
 # The picture has a pair of bars for each kind of layer: FP32 on the left, and beside it, hatched,
 # autocast with its speed-up above the bar. The thin lines are the intervals, and grey bars say that
-# the machine was too busy. On this CPU the pointwise layers gain a little from bf16 and the
-# depthwise ones lose. The four with stride 2 take several times as long, and lose far more than all
-# others gain. On another device, look for a kind whose second bar is much the higher one.
+# the machine was too busy. On this CPU the first layer gains from bf16, the pointwise ones hardly do,
+# and the depthwise ones lose. The four with stride 2 take about eight times as long, and lose far more
+# than all others gain. On another device, look for a kind whose second bar is much the higher one.
 #
 # At stride 2 a kernel is missing. oneDNN computes convolutions on a CPU, and
 # [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html) makes it print
@@ -522,8 +522,9 @@ _ = plots.speedup_over_size(step_sizes, speedups)
 # %% [markdown]
 # The picture shows how many times as fast a step with islands is as the other two, against the size
 # of the images. The solid line compares it with plain autocast and lies above 1 here at every size,
-# so the islands have paid. The dashed line compares it with FP32: on small images it lies near 1,
-# so little is lost any more, and at 160 pixels well above 1, so that autocast is worth it there.
+# so the islands have paid. The dashed line compares it with FP32: on small images it lies near 1 or a
+# little below, so not much is lost any more, and at 160 pixels well above 1, so that autocast is worth
+# it there.
 # Where nothing lost, the solid line lies at 1, up to noise. Grey points are not to be trusted.
 #
 # The lesson is not about one layer of one library. One part of a network can lose what all the
@@ -802,7 +803,7 @@ for size, values in intensity.items():
 # - AMP changed or added six lines of the loop. With `enabled=`, one loop serves every precision, and
 #   one scaler serves the whole run.
 # - Accuracy was kept: the precisions differed by no more than seeds and a finite test set explain.
-# - Autocast pays where there is arithmetic to speed up. Time it on your shapes. If it loses, time the
+# - Autocast pays where there is enough arithmetic to speed up. Time it on your shapes. If it loses, time the
 #   layers by kind, and leave those that lose in FP32.
 # - Call `unscale_` before clipping, or `max_norm` means nothing; with Adam the mistake does not show.
 # - A checkpoint needs the scaler, the random states and an atomic write. Bitwise equality is the test

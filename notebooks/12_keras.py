@@ -394,9 +394,9 @@ for backend, policies in fitted.items():
         assert len(found["seconds"]) == config["epochs"]
 
 # %% [markdown]
-# In so small a network bfloat16 gained little on this CPU with TensorFlow, and lost time with torch.
-# float16, which has no fast convolutions here, took several times as long. [Notebook 05](05_cifar10_mobilenet.ipynb) shows
-# which layers of MobileNetV2 lose.
+# In so small a network bfloat16 took about as long as float32 on this CPU with TensorFlow, and longer
+# with torch. float16, which has no fast convolutions here, took several times as long. [Notebook
+# 05](05_cifar10_mobilenet.ipynb) shows which layers of MobileNetV2 lose.
 #
 # ## Write the step
 #

@@ -246,7 +246,7 @@ assert abs(means[0] - means[1]) < min(max(found) - min(found) for found in score
 
 # %% [markdown]
 # The picture has a row of dots for each precision, and a bar at the mean of each row. The bars lie
-# nearer to each other than the outer dots of a row: here the means differ by 0.00 points, while
+# nearer to each other than the outer dots of a row: here the means happen to differ by 0.00 points, while
 # seeds differ by 0.87 points (one standard deviation). **Verdict: right, with several seeds.** One
 # run in each precision shows you the luck of the seed.
 #
@@ -630,11 +630,10 @@ for precision, (found, events) in profiles.items():
     assert (casts == 0) == (precision == "fp32")
 
 # %% [markdown]
-# Each profile lists its four most expensive ops, by the time spent in the op itself. In both, the
-# backward pass of the convolutions takes most of the time, and in bf16 it takes much less. A
+# Each profile lists its four most expensive ops, by the time spent in the op itself. The backward pass
+# of the convolutions comes first in both. In bf16 it takes much less, and casts (`copy_`) are listed. A
 # profile slows down what it watches, so for the speed-up itself use `compare`, as in practice 9.
-# **Verdict: right.** If an op stays in fp32, or casts (`copy_`) are high on the list, you know
-# where to look.
+# **Verdict: right.** If an op stays in fp32, or casts come first, you know where to look.
 #
 # ## Summary
 #

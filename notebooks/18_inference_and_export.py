@@ -165,7 +165,7 @@ assert off < quality(outputs["bf16 cast once"])[0]
 # not: try it.
 #
 # The first call of a compiled model takes seconds, because it is compiled then (less if its kernels
-# are still on the disk from before, as parts of them were here), and so does the first with another
+# are still on the disk from before), and so does the first with another
 # size of the batch. How long do the ways take after that, for one image and for many?
 
 # %% tags=["nbval-ignore-output"]
@@ -178,9 +178,9 @@ for batch in (1, 256):
     assert not times.ratio("fp32 compiled", "bf16 compiled").is_above(32)
 
 # %% [markdown]
-# The ratios say how many times as fast as fp32 each way is. On our two CPU cores bf16 took more than
-# twice as long for a single image, even with no weights left to cast, so the casts of autocast are not
-# the whole of it. With 256 images at a time it gains, and most of all when it is compiled. Compare
+# The ratios say how many times as fast as fp32 each way is. On our two CPU cores bf16 took about twice
+# as long for a single image or more, even with no weights left to cast, so the casts of autocast are
+# not the whole of it. With 256 images at a time it gains, and most of all when it is compiled. Compare
 # the compiled bf16 with the *compiled* fp32 if you want to know what bf16 alone buys. [Notebook
 # 10](10_speed_ladder.ipynb) tells how to find the limit of a device, and `amp-lab advise` tries
 # these ways on a model of yours.
@@ -210,8 +210,8 @@ for name in ("bf16 autocast", "bf16 cast once"):
 # %% [markdown]
 # Each point is a test image: the x-axis is fp32's gap between its two best classes, and the y-axis
 # how far bf16 moved that gap. Only points on the dashed line or above it can change their decision
-# (unless a third class overtakes both, which takes three that are nearly equal). They are few,
-# they are near the left edge, and fp32 itself was not sure about them. Draw this picture for your
+# (unless a third class overtakes both, which takes three that are nearly equal). They are few, their
+# gap is far smaller than that of most images, and fp32 itself was not sure about them. Draw this picture for your
 # own model and some hundred real inputs: if the cloud keeps clear of the line, the precision is
 # good enough.
 #

@@ -32,7 +32,7 @@ _TOO_SLOW = "left out early, since such steps take too long"
 _WORTH = 0.97  # of the time of the best so far: more changes to a program have to save so much
 _CHECKS, _HEAT = 0.2, 0.08  # shares of the time
 _COMPILING = {TRAINING: 0.3, INFERENCE: 0.2}  # what must be left of it
-_NEW_BYTES_PER_S = 4e9  # that an operating system makes of new pages, at about 1 µs for 4 KiB
+_NEW_BYTES_PER_S = 2e9  # that an operating system makes of new pages: 1 to 5 µs for 4 KiB
 
 
 def advise(
