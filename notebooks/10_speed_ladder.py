@@ -101,9 +101,10 @@ assert low.dtype.itemsize == 2
 # %% [markdown]
 # ## First, keep the memory (optional)
 #
-# On a CPU there is something to put right before we compare. The C library of Linux takes each tensor of
-# 32 MiB or more anew from the operating system, which makes its pages one by one, full of zeros. The same
-# tensor in 16 bits may be below that size. We take a small ConvModel and a large picture:
+# On a CPU there is something to put right before we compare. glibc, the usual C library of Linux, gives
+# large blocks back to the operating system when a tensor is freed: always from 32 MiB on, and often below.
+# The next tensor gets new pages, which the system fills with zeros first. We take a small ConvModel and a
+# large picture:
 
 
 # %%
@@ -125,8 +126,8 @@ def passes(model, images, wanted, precision):
 
 
 # %% [markdown]
-# `keep_memory` has tensors reuse the memory of those that are gone. We time FP32 and AMP before it and
-# after. Which of the two do you expect to get faster?
+# After `keep_memory()` the memory of a tensor stays with the process, and new tensors reuse it. We time
+# FP32 and AMP before this call and after. Which of the two do you expect to get faster?
 
 # %% tags=["nbval-ignore-output"]
 large = grown_problem(384, batch=1)
@@ -142,12 +143,13 @@ for kept in (False, True):
 assert device.type != "cpu" or not has_kept or anew["fp32", True] < anew["fp32", False] / 10
 
 # %% [markdown]
-# Both get about twice as fast. That is as much as AMP gives, and costs not a digit. Where only FP32's
-# tensors are so large, AMP gets the credit for it. So before you compare, call `keep_memory`, or set
+# Both get about twice as fast, which is as much as AMP gives, and the results stay exactly the same. FP32
+# gains more than AMP, so part of AMP's speed-up came from the allocator. Memory is kept for the rest of
+# this notebook. Before you compare precisions elsewhere, call `keep_memory`, or set
 # `MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1000000000000` in the environment of a program. Other
 # allocators keep memory too ([PyTorch's tuning
 # guide](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#switch-memory-allocator)).
-# It costs memory, which stays with the process.
+# The price is memory, which stays with the process.
 
 # %% [markdown]
 # ## The limit: what can this device do?
@@ -428,7 +430,7 @@ _ = plots.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": 
 
 # %% [markdown]
 # On this CPU, AMP alone *costs* time, against all promises. A profile ([notebook 14](14_ten_practices.ipynb)
-# has one) shows copies: each convolution in bf16 first brings its tensors into channels last. With channels last, a change of two lines, AMP wins. The two rungs above make hardly a
+# has one) shows copies: each convolution in bf16 first brings its tensors into channels last. With channels last, a change of two lines, AMP wins. The next two rungs make hardly a
 # difference. On a GPU, as a rule of thumb, they do more, since each small kernel and wait costs time there.
 #
 # ## Explain: count the bytes too
@@ -502,11 +504,12 @@ assert points[0][2] < points[1][2] < points[2][2]  # each moves less than the on
 _ = plots.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
-# From point to point, with its interval, the step moves fewer bytes. The recipe lies under the flat part
-# of its roof. AMP lies under the slope of its own, which is higher, and only the step by hand, with a
-# tenth of the bytes, is under the flat part again. The slope is that of memory, and a point may lie above
-# it if the data fits in a cache. All three are far below both limits. Such a step wastes time otherwise,
-# as a rule on threads that wait, calls from Python, or arithmetic that is no matrix product.
+# From point to point the step moves fewer bytes. The recipe lies under the flat part of its roof. The
+# roof of bf16 is higher, so AMP lies under the slope, and only the step by hand, with a tenth of the bytes,
+# is under the flat part again. The slope is that of memory, and a point may lie above it if the data fits
+# in a cache. All three are well below their own roofs. Such a step spends time otherwise, as a rule on
+# copies inside an op, which are not counted here, on threads that wait, or on arithmetic that is no
+# matrix product.
 #
 # ## A rung above: in tiles (optional)
 #
@@ -620,7 +623,7 @@ assert not limits.trusted or not speedup.is_above(1.1 * max(1, promise))
 # %% [markdown]
 # AMP made this network more than three times as slow here, with 101 casts for 50 products.
 #
-# **A format that the hardware does not have.** Many CPUs emulate fp16, and then it is slower by
+# **A format that the hardware does not speed up.** Many CPUs emulate fp16, and then it is slower by
 # far, which is why the product is small here. If yours has it, the list of rates at the top shows
 # whether fp16 beats fp32.
 
@@ -636,9 +639,8 @@ for name in products.samples_s:
     assert is_possible(products.ratio("fp32", name)), name
 
 # %% [markdown]
-# Each line has the time of a product, and how many times as fast as in fp32 it is. This CPU does not
-# multiply faster in fp16, so the product loses time there. One as small as this does not reach the limit
-# of the device, and even bf16 does not pay.
+# Each line has the time of a product, and how many times as fast as in fp32 it is. One as small as this is
+# far from the limit of the device, and here neither fp16 nor bf16 pays.
 #
 # ## From which size on does AMP pay?
 #
@@ -772,7 +774,7 @@ assert amp_lab_command(["bench", "--list"]) == 0
 # %% [markdown]
 # ## Summary
 #
-# - On a CPU with Linux, have memory kept, or what the system does passes for a speed-up.
+# - On a CPU with Linux call `keep_memory` first, or you may take the cost of new memory for a gain by AMP.
 # - Count first. FLOPs at the measured rate give the time that no rung can beat; bytes at the
 #   measured rate say why you are not there yet.
 # - A lower precision speeds up matrix products and halves what the rest has to move. The first
@@ -780,7 +782,7 @@ assert amp_lab_command(["bench", "--list"]) == 0
 # - Channels last, a fused optimizer, not reading the loss, `torch.compile`: each is a line or two,
 #   and each pays on some devices and not on others. Measure them in turns, on yours.
 # - AMP loses where there is nothing to multiply, where the ops are small, and in a format that
-#   the hardware does not have.
+#   the hardware does not speed up.
 # - `advise` climbs with a model of yours, and never to a rung that does not learn as FP32 does.
 #
 # Next, [notebook 11](11_scale_out.ipynb) takes the same step to several devices.
