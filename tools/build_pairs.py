@@ -230,10 +230,10 @@ def with_outputs(source: Path) -> nbformat.NotebookNode:
         return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
     notebook = read_source(source)
-    pairs = list(zip_longest(code(notebook), code(committed(source)), fillvalue=None))
-    if any(cell is None or ran is None or cell.source != ran.source for cell, ran in pairs):
+    new, old = code(notebook), code(committed(source))
+    if [cell.source for cell in new] != [cell.source for cell in old]:
         raise Problem(f"{source.name}: not only its text changed, so run it, without --text")
-    for cell, ran in pairs:
+    for cell, ran in zip(new, old, strict=True):
         cell.outputs, cell.execution_count = ran.outputs, ran.execution_count
     return notebook
 
