@@ -292,9 +292,9 @@ for name, picture in pictures.items():
 # %% [markdown]
 # On the left is the target, and beside it what each precision drew. Both networks learned the
 # picture: every diamond is in its place, and more than nine pixels in ten are nearest to their own
-# level. (That bf16 has more of them here is luck: one seed proves little.) Neither learned the sharp edges: both blur them. To see where exactly they differ, we subtract the
-# pictures and draw the differences three times as bright, so that 1.0 on the scale, white, is a
-# difference of a whole level.
+# level. (That bf16 has more of them here is luck: one seed proves little.) Neither learned the sharp
+# edges: both blur them. To see where exactly they differ, we subtract the pictures and draw the
+# differences three times as bright, so that 1.0 on the scale, white, is a difference of a whole level.
 
 # %% tags=["nbval-ignore-output"]
 differences = {f"{name} and target": (p - target).abs() for name, p in pictures.items()}

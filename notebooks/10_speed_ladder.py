@@ -22,7 +22,7 @@
 # - which of it pays on *your* machine.
 #
 # **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb) for the problem and for how to measure;
-# [notebook 09](09_xray_your_model.ipynb) for memory forecasts. It runs on a CPU in about a minute.
+# [notebook 09](09_xray_your_model.ipynb) for memory forecasts. It runs on a CPU in a minute or two.
 # Rungs that compile need a C++ compiler.
 
 # %% tags=["nbval-ignore-output"]
@@ -136,16 +136,16 @@ anew = {}  # MiB
 for kept in (False, True):
     has_kept = kept and keep_memory()  # False where there is no such C library
     timed = compare(both, device=device, budget_s=12)
-    print("memory kept" if kept else "as it is", f"- AMP {timed.ratio(*both)}", sep=" ")
+    print(f"{'memory kept' if kept else 'as it is'}: AMP {timed.ratio(*both)}")
     for p, run in both.items():
         anew[p, kept] = memory_taken(run) / 2**20
         print(f"  {p}  {1e3 * timed.median_s(p):4.0f} ms, {anew[p, kept]:4.0f} MiB anew")
 assert device.type != "cpu" or not has_kept or anew["fp32", True] < anew["fp32", False] / 10
 
 # %% [markdown]
-# Both get about twice as fast, which is as much as AMP gives, and the results stay exactly the same. FP32
-# gains more than AMP, so part of AMP's speed-up came from the allocator. Memory is kept for the rest of
-# this notebook. Before you compare precisions elsewhere, call `keep_memory`, or set
+# Both get about twice as fast, which is as much as AMP gives, and no value is computed otherwise. FP32
+# gains a little more than AMP, since its tensors are larger. Memory is kept for the rest of this notebook.
+# Before you compare precisions elsewhere, call `keep_memory`, or set
 # `MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1000000000000` in the environment of a program. Other
 # allocators keep memory too ([PyTorch's tuning
 # guide](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#switch-memory-allocator)).
@@ -172,8 +172,8 @@ assert all(limits.flops_per_s[p] >= rate for p, rate in doctor.items() if rate i
 assert not limits.trusted or min(limits.stream_bytes_per_s.values()) > 1e8  # a disk is faster
 
 # %% [markdown]
-# This page was made on a CPU with AMX, units for small products in bf16, which multiplies six times as
-# fast as fp32 there, and fp16 no faster. On a CPU without them expect less, and of fp16 far less. On a
+# This page was made on a CPU with AMX, units for products of small matrices in bf16. It multiplies more than
+# five times as fast in bf16 as in fp32, and in fp16 no faster. On a CPU without them expect less, and of fp16 far less. On a
 # GPU with tensor cores expect fp16 and bf16 to be alike.
 #
 # ## The work: what must a step do?
@@ -246,7 +246,8 @@ def is_possible(speedup):
 
 
 # %% [markdown]
-# So the matrix products promise a factor of six here. Before you go on, write down how much of that promise you expect the change to AMP alone to keep.
+# So the matrix products promise a factor of more than five here. Before you go on, write down how much of that
+# promise you expect the change to AMP alone to keep.
 #
 # ## Climb
 #
@@ -429,8 +430,9 @@ for remark in climbed.remarks():
 _ = plots.speed_ladder({f"ConvModel, {config['size']}x{config['size']} pixels": bars})
 
 # %% [markdown]
-# On this CPU, AMP alone *costs* time, against all promises. A profile ([notebook 14](14_ten_practices.ipynb)
-# has one) shows copies: each convolution in bf16 first brings its tensors into channels last. With channels last, a change of two lines, AMP wins. The next two rungs make hardly a
+# On this CPU, AMP alone *costs* time, against all promises. A profile, as in [notebook
+# 14](14_ten_practices.ipynb), shows copies: a convolution in bf16 first brings its input into channels
+# last. If it is there already, by a change of two lines, AMP wins. The next two rungs make hardly a
 # difference. On a GPU, as a rule of thumb, they do more, since each small kernel and wait costs time there.
 #
 # ## Explain: count the bytes too
@@ -649,10 +651,6 @@ for name in products.samples_s:
 # [notebook 09](09_xray_your_model.ipynb). Which of the three do you expect to help AMP most?
 
 
-# %% [markdown]
-# FP32 and AMP take turns again.
-
-
 # %%
 def speedup_and_memory(*problem):
     """Speed-up by AMP, and its share of FP32's memory."""
@@ -763,10 +761,9 @@ for what, (values, gains, _) in growth.items():
 assert climbed.trusted == (rung in ladder.steps)
 
 # %% [markdown]
-# On this CPU the highest rung is worth its work. For a model of your own it would hardly be, and channels
-# last has most of the gain. `amp-lab bench` climbs the same rungs with other
-# models and with matrix products of awkward shapes, and holds every rung's losses against FP32's.
-# `--compare FILE` puts your machine beside [recorded ones](../data/results/README.md).
+# On this CPU the advice is the highest rung. For a model of your own, channels last has most of that gain
+# for two lines. `amp-lab bench` climbs the same rungs with other models and with matrix products of
+# awkward shapes, and holds every rung's losses against FP32's. `--compare FILE` puts your machine beside [recorded ones](../data/results/README.md).
 
 # %%
 assert amp_lab_command(["bench", "--list"]) == 0

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
     from amp_lab.training import run as runs
 
     require_matplotlib("train")  # which draws at the end
-    keep_memory()
+    keep_memory()  # on a CPU, new memory for large tensors may cost as much as the step
 
     def say(line: str) -> None:
         try:
