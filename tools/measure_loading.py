@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
+from amp_lab.allocator import keep_memory
 from amp_lab.data import batches, load_dataset
 from amp_lab.data.caltech256 import FOLDER, MEAN_STD
 from amp_lab.data.generated import make_stand_in
@@ -95,6 +96,7 @@ def read(epoch: Callable[[], Iterable], images: int, device: torch.device) -> No
 def serve(requests: Connection, folder: Path, images: int, device: torch.device) -> None:
     """Answer the name of a way with the seconds that it takes to read so many images."""
     multiprocessing.set_start_method(None, force=True)  # for workers, as where nothing was spawned
+    keep_memory()  # as `record` does in the process that started this one
     found = ways(folder, device)
     while name := requests.recv():
         start = time.perf_counter()

@@ -27,6 +27,7 @@ from amp_lab.training.models import build_model
 from amp_lab.training.run_folder import METRICS
 from recording import parser, plain, record
 
+PRECISIONS = ["fp32", "bf16"]
 BATCH = 32  # images of each process
 WAYS = {  # what is measured: processes and options
     "1 process": (1, []),
@@ -75,9 +76,9 @@ def _rates(out: Path) -> list[float]:
     return [float(row.split(",")[column]) for row in rows[1:]]
 
 
-def measure_speed(device: torch.device, turns: int) -> Iterator[dict]:
+def measure_speed(device: torch.device, turns: int, precisions: list[str]) -> Iterator[dict]:
     """Images per second, and as a multiple of those of 1 process in the same turn."""
-    for precision in ("fp32", "bf16"):
+    for precision in precisions:
         rounds = Rounds(device)
         for turn in range(turns):
             with rounds.next() as seconds:
@@ -144,10 +145,14 @@ def main() -> None:
     options_of = parser(__doc__, ("speed", "sent"))
     turns = "of speed (default: 16; fewer than 12 undisturbed ones are not trusted)"
     options_of.add_argument("--turns", type=int, default=16, help=turns)
+    options_of.add_argument(
+        "--precision", choices=PRECISIONS, action="append", help="default: both"
+    )
     options = options_of.parse_args()
     device = pick_device()
+    precisions = options.precision or PRECISIONS
     measures = {
-        "speed": lambda: measure_speed(device, options.turns),
+        "speed": lambda: measure_speed(device, options.turns, precisions),
         "sent": lambda: measure_sent(device),
     }
     record(measures, options, device, batch_of_a_process=BATCH, threads_of_a_process=1)

@@ -67,7 +67,7 @@ def test_a_comparison_is_recorded_with_its_samples_ratios_and_trust():
 def test_scale_is_measured_in_watched_rounds(monkeypatch):
     monkeypatch.setattr(measure_scale, "WAYS", {"two": (100.0, []), "1 process": (50.0, [])})
     monkeypatch.setattr(measure_scale, "images_per_s", lambda rate, *others: rate)
-    two, one = list(measure_scale.measure_speed(torch.device("cpu"), turns=2))[:2]
+    two, one = list(measure_scale.measure_speed(torch.device("cpu"), 2, ["fp32"]))[:2]
     assert two["images_per_s"]["median"] == pytest.approx(100)
     assert two["times_1_process"]["median"] == pytest.approx(2)
     assert (one["times_1_process"]["median"], one["trusted"]) == (1.0, False)
