@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from amp_lab.allocator import keep_memory, memory_taken
+from amp_lab.allocator import ENVIRONMENT, keep_memory, memory_taken
 
 TRIES = """
 import json, torch
@@ -35,6 +35,19 @@ def test_kept_memory_is_not_taken_anew():
     assert before > 15 * page  # 20 where the system makes pages of 2 MiB, else 10,240
     assert could
     assert after < 8 * page
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="takes glibc")
+def test_the_environment_keeps_memory_too():
+    settings = dict(pair.split("=") for pair in ENVIRONMENT.split())
+    done = subprocess.run(
+        [sys.executable, "-c", TRIES],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ | settings,
+    )
+    assert json.loads(done.stdout)[0] < 8 * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_elsewhere_nothing_is_set(monkeypatch):

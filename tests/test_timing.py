@@ -40,7 +40,7 @@ def test_median_and_interquartile_range_are_those_of_the_samples():
     ("result", "text"),
     [
         (Measurement((0.0123, 0.0123), None, None), "12.3 ms (IQR 0 ms, 2 repeats)"),
-        (Measurement((1.5,), 2**21, 2**22), "1.5 s (IQR 0 s, 1 repeats), peak 2 MiB"),
+        (Measurement((1.5,), 2**21, 2**22), "1.5 s (IQR 0 ms, 1 repeats), peak 2 MiB"),
     ],
 )
 def test_text(result, text):

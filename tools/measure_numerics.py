@@ -5,19 +5,23 @@ Each ratio is of functions that took turns, with its interval. The parts are
 - underflow: `gradient_underflow` against a plain backward pass of ResNet-18 and of a transformer,
   and what the counting adds to a whole training step;
 - scale: a small training step with and without `ScaleLog`;
-- nonfinite: a step of ResNet-18 with and without `find_nonfinite`, and after it, when it is off.
+- nonfinite: a step of each with and without `find_nonfinite`, and after it, when it is off; beside
+  it the least that it can add: a dispatch mode that does nothing, and the looks alone.
 """
 
 import contextlib
 import copy
 from dataclasses import replace
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_lab.device import pick_device
 from amp_lab.numerics import ScaleLog, find_nonfinite, gradient_underflow
+from amp_lab.numerics.tensor_summary import is_finite
 from amp_lab.timing import compare
 from amp_lab.training.models import build_model
 from recording import parser, record, times_as_long
@@ -139,7 +143,7 @@ def measure_scale(device, budget_s):
 
 
 def measure_nonfinite(device, budget_s):
-    """A training step as it is, watched, and again after all has been removed."""
+    """A training step as it is, watched, and again after all has been removed; the looks alone."""
     result = {}
     for name, model, loss_of in problems(device):
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
@@ -151,14 +155,41 @@ def measure_nonfinite(device, budget_s):
             optimizer.zero_grad()
             assert finder is None or finder.report is None, finder.report
 
+        tensors = looked_at(step, model)
         kinds = {
             "plain": lambda step=step: step(contextlib.nullcontext()),
             "find_nonfinite": lambda step=step, m=model: step(find_nonfinite(m)),
             "off again": lambda step=step: step(contextlib.nullcontext()),
+            "empty mode": lambda step=step: step(EmptyMode()),
+            "looks alone": lambda tensors=tensors: [is_finite(tensor) for tensor in tensors],
         }
         compared = compare(kinds, device=device, budget_s=budget_s)
-        result[name] = times_as_long(compared, "plain")
+        count = {"looks": len(tensors), "values": sum(tensor.numel() for tensor in tensors)}
+        result[name] = times_as_long(compared, "plain") | count
     return result
+
+
+class EmptyMode(TorchDispatchMode):
+    """Python between torch and every op, which does nothing there."""
+
+    report = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        """What the op returns."""
+        return func(*args, **(kwargs or {}))
+
+
+def looked_at(step, model):
+    """Copies of the tensors that `find_nonfinite` looks at in a step."""
+    copies = []
+
+    def keep(tensor):
+        copies.append(tensor.detach().clone())
+        return True
+
+    with mock.patch("amp_lab.numerics.nonfinite.is_finite", keep):
+        step(find_nonfinite(model))
+    return copies
 
 
 def main():

@@ -5,6 +5,7 @@ Each ratio is of functions that took turns, with its interval. The parts are
 - speed: a training step of ResNet-50 and MobileNetV2 in fp32 and bf16, with and without
   channels_last;
 - loop: `amp_lab.fit` against a bare loop of the same model, and what loading the data takes of it;
+- added: what `amp_lab.fit` adds to a step of a bare loop, and its share of a step of three models;
 - checkpoint: saving MobileNetV2 with its optimizer;
 - accuracy: held-out digits with three seeds, in fp32 and what the device accelerates.
 """
@@ -14,10 +15,12 @@ import itertools
 import statistics
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from amp_lab.checkpoint import save_checkpoint
 from amp_lab.data import batches, load_dataset
@@ -30,7 +33,12 @@ from amp_lab.training.run import train
 from amp_lab.training.train_options import RunConfig
 from recording import parser, plain, record, times_as_fast, times_as_long
 
-PARTS = ("speed", "loop", "checkpoint", "accuracy")
+PARTS = ("speed", "loop", "added", "checkpoint", "accuracy")
+TRAINED = {  # for what is added: model, its classes, and a batch of it
+    "resnet18": (10, lambda: torch.randn(64, 3, 32, 32)),
+    "mobilenet_v2": (10, lambda: torch.randn(64, 3, 32, 32)),
+    "gpt-nano": (105, lambda: torch.randint(105, (8, 256))),
+}
 
 
 def make_step(model, optimizer, images, targets, precision, device, channels_last=False):
@@ -120,6 +128,66 @@ def measure_loop(device, budget_s):
     }
 
 
+class Outputs(nn.Module):
+    """A model that computes nothing: its outputs are its parameter."""
+
+    def __init__(self, outputs):
+        super().__init__()
+        self.outputs = nn.Parameter(outputs)
+
+    def forward(self, inputs):
+        """The parameter, whatever the inputs."""
+        return self.outputs
+
+
+def bare_steps(model, batch, precision, device, count):
+    """A function that trains so many steps in a bare loop."""
+    step = make_step(model, adamw(model), batch[0], batch[1], precision, device)
+    return lambda: in_mode(precision, lambda: [step() for _ in range(count)], device)
+
+
+def fit_steps(model, batch, precision, device, count):
+    """The same with `fit`, in an epoch."""
+    settings = {"optimizer": adamw(model), "precision": precision, "device": device}
+    return lambda: fit(model, lambda *start: itertools.repeat(batch, count), epochs=1, **settings)
+
+
+def measure_added(device, budget_s, steps=50):
+    """Microseconds that `fit` adds to a step of a bare loop, and their share of a model's step.
+
+    They would drown in the noise of that step. So both loops train a model with such outputs that
+    computes nothing, and the share is what they differ by over a step of the real one.
+    """
+    result = {}
+    for (name, (classes, make)), precision in itertools.product(
+        TRAINED.items(), [Precision.FP32, *describe_device(device).accelerated]
+    ):
+        model, inputs = build_model(name, classes).to(device), make().to(device)
+        outputs = model(inputs).detach()  # (N, C), or (N, T, C) of tokens
+        targets = torch.zeros(outputs.shape[:-1], dtype=torch.long, device=device)
+        how = (inputs, targets), precision, device
+        kinds = {
+            "bare loop": bare_steps(Outputs(outputs), *how, steps),
+            "fit": fit_steps(Outputs(outputs.clone()), *how, steps),
+            "step of the model": bare_steps(model, *how, 1),
+        }
+        compared = compare(kinds, device=device, budget_s=budget_s)
+        result[f"{name} {precision}"] = added_to(compared, steps)
+    return result
+
+
+def added_to(compared, steps):
+    """What `fit` took more than a bare loop in each round, for one of so many steps."""
+    loops = zip(compared.samples_s["fit"], compared.samples_s["bare loop"], strict=True)
+    added_s = tuple((fit - bare) / steps for fit, bare in loops)
+    added = replace(compared, samples_s={"added": added_s}).time_s("added")
+    step_s = compared.median_s("step of the model")
+    return compared.to_json() | {
+        "added µs per step": plain(added.times(1e6)),
+        "share of a step": plain(added.times(1 / step_s)),
+    }
+
+
 def measure_checkpoint(device, budget_s):
     """Seconds to save MobileNetV2 and its optimizer, safely on the disk."""
     model = build_model("mobilenet_v2", 10).to(device)
@@ -166,6 +234,7 @@ def main():
     measures = {
         "speed": lambda: measure_speed(device, options.budget),
         "loop": lambda: measure_loop(device, options.budget),
+        "added": lambda: measure_added(device, options.budget),
         "checkpoint": lambda: measure_checkpoint(device, options.budget),
         "accuracy": lambda: measure_accuracy(device, options.model, precisions),
     }

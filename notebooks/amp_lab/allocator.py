@@ -7,6 +7,7 @@ from collections.abc import Callable
 # Names of glibc's malloc.h, and what keeps memory.
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _KEPT = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1}
+ENVIRONMENT = "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1000000000000"  # the same, for a program
 
 
 def keep_memory() -> bool:
@@ -18,8 +19,7 @@ def keep_memory() -> bool:
     in 16 bits, whose tensors are half as large. It holds for the rest of the process, which stays
     as large as it ever was, and shows after a few steps. Source: mallopt(3).
 
-    Returns whether it could be set, which takes Linux and glibc. Other programs get the same from
-    ``MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1000000000000`` in their environment.
+    Returns whether it could be set: it takes Linux and glibc. `ENVIRONMENT` does it from outside.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if not hasattr(libc, "gnu_get_libc_version"):

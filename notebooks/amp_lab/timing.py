@@ -44,9 +44,8 @@ class Measurement:
         return third - first
 
     def __str__(self) -> str:
-        unit, factor = _unit(self.median_s)
         peak = "" if self.peak_bytes is None else f", peak {self.peak_bytes / 2**20:.0f} MiB"
-        text = f"{self.median_s * factor:.3g} {unit} (IQR {self.iqr_s * factor:.2g} {unit}"
+        text = f"{time_text(self.median_s)} (IQR {time_text(self.iqr_s)}"
         return f"{text}, {len(self.samples_s)} repeats){peak}"
 
 
@@ -232,12 +231,13 @@ def compare(
     """Time functions against each other, in turns, so that their ratios can be trusted.
 
     A round runs all functions once, every other round in reverse (A B, B A), so that a drift of the
-    machine meets all of them alike. Each turn lies between two synchronisations, and repeats a
-    short function until the turn is long enough for the clock. After at least twelve rounds it ends
-    when every ratio to the first function is known to within `precision` (0.03: 3 % to either
-    side), or when `budget_s` seconds are spent, whichever comes first; the functions' own warm-up,
-    `warmup` calls of each, is not counted. The environment variable AMP_LAB_TIMING_S is an upper
-    limit to every budget: tests set it, since they run side by side and find the machine busy.
+    machine meets all of them alike. A turn waits for the threads of the last one to rest, lies
+    between two synchronisations, and repeats a short function until it is long enough for the
+    clock. After at least twelve rounds it ends when every ratio to the first function is known to
+    within `precision` (0.03: 3 % to either side), or when `budget_s` seconds are spent, whichever
+    comes first; the functions' own warm-up, `warmup` calls of each, is not counted. The environment
+    variable AMP_LAB_TIMING_S is an upper limit to every budget: tests set it, since they run side
+    by side and find the machine busy.
 
     Between the turns a fixed matrix product is timed, on a CPU also how fast threads read what
     others wrote, and the operating system is asked how long threads of this process waited for a
@@ -315,6 +315,7 @@ _FEWEST_ROUNDS = 12
 _LEAST_S = 0.7  # a neighbour on the host comes and goes in tenths of a second
 _TURN_S = 5e-3
 _FLOOR = 0.02
+_REST_S = 3e-3  # in which the threads of a library end to spin, and leave the cores to another's
 _SLOWER = 1.5  # the calibration product against its usual time: more is another program
 _APART = 3.0  # an exchange between threads against the fastest: the host has moved the cores
 _WAITED = 0.03  # of a round's time, in which a thread was ready and another program had its core
@@ -326,6 +327,7 @@ def _round(
     """A turn of each function; every other round goes backwards, so that none is always first."""
     with rounds.next() as seconds:
         for name in list(functions)[:: 1 if len(rounds.all) % 2 == 0 else -1]:
+            time.sleep(_REST_S)
             seconds[name] = _turn(functions[name], calls[name], rounds.watch.device) / calls[name]
 
 
@@ -461,11 +463,7 @@ def _stolen_s() -> float:
     return int(fields[8]) / os.sysconf("SC_CLK_TCK") if len(fields) > 8 else 0.0
 
 
-def _unit(seconds: float) -> tuple[str, float]:
-    return ("s", 1.0) if seconds >= 1 else ("ms", 1e3)
-
-
 def time_text(seconds: float) -> str:
     """Seconds with three digits, in s or ms."""
-    unit, factor = _unit(seconds)
+    unit, factor = ("s", 1.0) if seconds >= 1 else ("ms", 1e3)
     return f"{seconds * factor:.3g} {unit}"

@@ -99,8 +99,11 @@ def test_the_numerics_tool_measures_its_parts(monkeypatch):
     assert found["values"] == (30 + 10) + 4 * 10  # of the parameters, and of the output
     assert list(found["times as long as backward"]) == ["gradient_underflow", "step"]
     assert list(found["times as long as step"]) == ["step with counting"]
-    watched = measure_numerics.measure_nonfinite(CPU, BUDGET_S)["tiny"]["times as long as plain"]
-    assert list(watched) == ["find_nonfinite", "off again"]
+    watched = measure_numerics.measure_nonfinite(CPU, BUDGET_S)["tiny"]
+    kinds = ["find_nonfinite", "off again", "empty mode", "looks alone"]
+    assert list(watched["times as long as plain"]) == kinds
+    # At least its parameters and their gradients, the outputs and theirs.
+    assert watched["values"] > 2 * 40 + 2 * 40
     scale = measure_numerics.measure_scale(CPU, BUDGET_S)
     low, high = scale["added µs per step"]["interval"]
     assert low <= scale["added µs per step"]["median"] <= high
@@ -114,9 +117,21 @@ def test_the_training_tool_measures_its_parts(monkeypatch, tmp_path):
     assert list(loop["times as long as bare loop"]) == ["data", "fit", "fit and data"]
     low, high = loop["share of loading"]["interval"]
     assert 0 < low <= high
+    trained = {"tiny": (10, lambda: torch.rand(4, 3, 8, 8))}
+    monkeypatch.setattr(measure_training, "TRAINED", trained)
+    added = measure_training.measure_added(CPU, BUDGET_S, steps=2)["tiny fp32"]
+    assert list(added["median_s"]) == ["bare loop", "fit", "step of the model"]
     found = measure_training.measure_checkpoint(CPU, BUDGET_S)
     assert found["bytes"] > 4 * 40
     assert found["median_s"]["save"] > 0
+
+
+def test_what_a_loop_adds_is_told_of_a_step_and_of_its_share():
+    samples_s = {"bare loop": (1.0,) * 12, "fit": (1.5,) * 12, "step of the model": (2.0,) * 12}
+    found = measure_training.added_to(Comparison(samples_s, 0, ""), steps=50)
+    assert found["added µs per step"]["median"] == pytest.approx(1e4)
+    assert found["share of a step"]["median"] == pytest.approx(0.005)
+    assert found["share of a step"]["interval"] == pytest.approx([0.005 * 0.98, 0.005 * 1.02])
 
 
 def test_the_xray_tool_measures_a_task_in_time_and_memory(capsys):

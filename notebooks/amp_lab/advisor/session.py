@@ -16,7 +16,7 @@ from amp_lab.advisor.learning import CHAOTIC, Answers, Learning, TooSlow, fp16_r
 from amp_lab.advisor.outlook import Outlook, first_look
 from amp_lab.advisor.recipes import INFERENCE, TRAINING, Candidate, Case, Recipe, Step
 from amp_lab.advisor.result import Advice
-from amp_lab.allocator import memory_taken
+from amp_lab.allocator import ENVIRONMENT, memory_taken
 from amp_lab.backends import BACKENDS, backend
 from amp_lab.device import describe_device, pick_device
 from amp_lab.errors import TraceError, with_type
@@ -217,7 +217,8 @@ class _Contest:
         if taken < 0.1 * _NEW_BYTES_PER_S * self._first.seconds:
             return []
         new = f"{self._first.name} takes {bytes_text(taken)} anew from the operating system"
-        return [f"{self.use}: {new}. Call amp_lab.allocator.keep_memory, and ask again."]
+        keep = f"set {ENVIRONMENT} (or call amp_lab.allocator.keep_memory)"
+        return [f"{self.use}: {new}: {keep}, and ask again."]
 
     def ranked(self) -> list[Candidate]:
         """The best first, then the fastest, then what was not timed."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from amp_lab.allocator import keep_memory
 from amp_lab.backends import backend
 from amp_lab.bench.limits import Ceilings, count_step, measure_ceilings
 from amp_lab.bench.results import BASELINE, Results, Row, ratio
@@ -97,8 +98,8 @@ def run_bench(
     them, up to 24 (18 if `quick`). A quick run has small sizes, leaves out what takes long to
     compile, and ends in three minutes; what had too few rounds by then says that it is not trusted.
 
-    `after_round` gets the results so far. A `KeyboardInterrupt` ends the run, and what was timed is
-    returned, marked as not complete. Raises `OptionError` for an unknown name.
+    `after_round` gets the results so far. A `KeyboardInterrupt` returns them, marked not complete.
+    On a CPU memory is kept from then on (`keep_memory`). Raises `OptionError` for an unknown name.
     """
     _check_names("workload", names, list(WORKLOADS))
     _check_names("precision", precisions, [str(p) for p in Precision])
@@ -110,8 +111,10 @@ def run_bench(
         pace = _Pace(rounds, _MOST_QUICK_ROUNDS, _QUICK_TURN_S, time.perf_counter() + _QUICK_S)
     report = describe_device(device)
     plan = _plan(device, _choose_precisions(report, precisions), names, rungs, quick)
+    kept = keep_memory()  # or fp32 is slower by what the system does, and every speed-up larger
     say("measuring the limits of the device")
     results = _new_results(report, measure_ceilings(device), quick, rounds or pace.most)
+    results.environment["memory_kept"] = kept
     try:
         for ladders in plan:
             say(ladders[0][0].workload.title)

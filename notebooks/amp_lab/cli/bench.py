@@ -75,7 +75,6 @@ def _read(options: argparse.Namespace) -> "Results":
 
 def _measure(options: argparse.Namespace, out: Path) -> "Results":
     """The results, in the file too. Raises `KeyboardInterrupt` if nothing was timed before one."""
-    from amp_lab.allocator import keep_memory
     from amp_lab.bench import load_results, run_bench
     from amp_lab.device import pick_device
 
@@ -89,7 +88,6 @@ def _measure(options: argparse.Namespace, out: Path) -> "Results":
             load_results(out)
         except OptionError as error:
             raise OptionError(f"{error}; it is not overwritten: give another --out") from error
-    keep_memory()  # or fp32 is slower by what the system does, and every speed-up larger
     results = run_bench(
         pick_device(options.device),
         quick=options.quick,
