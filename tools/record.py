@@ -1,6 +1,6 @@
 """Record this device for the gallery: run the measuring tools, and print what to paste.
 
-    pdm run record            # the parts below, about 20 minutes on two idle cores
+    pdm run record            # the parts below, about half an hour on two idle cores
     pdm run record --list     # what is in data/results/, as the table of its README
 
 A part that fails is said, and the others still run. Nothing else may run meanwhile, and a file says
@@ -30,7 +30,54 @@ PARTS = {  # what writes a file, by the first word of its name
     "numerics": ["tools/measure_numerics.py"],
     "training": ["tools/measure_training.py"],
 }
-BEGIN, END = "<!-- gallery: made by tools/record.py --write -->", "<!-- end of the gallery -->"
+BEGIN, END = "<!-- {}: made by tools/record.py --write -->", "<!-- end of the {} -->"
+NONFINITE = "numerics/nonfinite/{}/times as long as plain/{}"
+COUNTED = "numerics/underflow/{}/times as long as step/step with counting"
+SCALE = "scale/speed/precision=bf16;way=2 processes{}/times_1_process"
+READ = "loading/as generated/times as fast as torchvision/{}"
+SMALL, LARGE, TEXT = "resnet18 64x32x32", "resnet18 8x224x224", "transformer 4x256, 8x256 tokens"
+COSTS = {  # what our own code costs or gains: the files, and where in them (in a list: which row)
+    "a step by `fit`, times a bare loop's, in bf16": {
+        "ResNet-18, 64x32": "peers/peers/peer=amp_lab;precision=bf16",
+        "gpt-nano, 8x256": "peers/text/peer=amp_lab;precision=bf16",
+    },
+    "what `fit` adds to that step, counted by itself": {
+        "ResNet-18, 64x32": "training/added/resnet18 bf16/share of a step",
+        "MobileNetV2, 64x32": "training/added/mobilenet_v2 bf16/share of a step",
+        "gpt-nano, 8x256": "training/added/gpt-nano bf16/share of a step",
+    },
+    "JPEG files read, times as fast as by torchvision's loop": {
+        "`amp-lab train`": READ.format("amp_lab"),
+        "timm's way": READ.format("timm"),
+    },
+    "a step as `advise` recommends, times Fabric's in bf16": {
+        name: f"peers/recommended/peer=recommended;workload={workload}"
+        for name, workload in (
+            ("ResNet-50, 8x224", "resnet50 8x3x224x224"),
+            ("MobileNetV2, 8x224", "mobilenet_v2 8x3x224x224"),
+            ("gpt-nano, 8x256", "gpt-nano 8x256"),
+        )
+    },
+    "two processes, times as fast as one, in bf16": {
+        "DDP": SCALE.format(", ddp"),
+        "FSDP2": SCALE.format(", fsdp"),
+        "two that exchange nothing, the limit": SCALE.format(" apart"),
+    },
+    "a step with `gradient_underflow`, times one without": {
+        "ResNet-18, 8x224": COUNTED.format(LARGE),
+        "ResNet-18, 64x32": COUNTED.format(SMALL),
+        "transformer, 8x256": COUNTED.format(TEXT),
+    },
+    "a step in `find_nonfinite`, times one outside": {
+        "ResNet-18, 8x224": NONFINITE.format(LARGE, "find_nonfinite"),
+        "ResNet-18, 64x32": NONFINITE.format(SMALL, "find_nonfinite"),
+        "ResNet-18, 64x32, in an empty dispatch mode": NONFINITE.format(SMALL, "empty mode"),
+        "ResNet-18, 64x32, what its looks alone add": NONFINITE.format(SMALL, "looks alone"),
+        "transformer, 8x256": NONFINITE.format(TEXT, "find_nonfinite"),
+        "transformer, in an empty dispatch mode": NONFINITE.format(TEXT, "empty mode"),
+        "transformer, what its looks alone add": NONFINITE.format(TEXT, "looks alone"),
+    },
+}
 
 
 def slug() -> str:
@@ -91,15 +138,57 @@ def row(bench: Path) -> list[str]:
 def gallery() -> str:
     """The table of all devices, in Markdown."""
     head = ["device", "torch", "date", "TF32", "fp16", "bf16", "ConvModel", "one image"]
-    rows = [head, ["---"] * len(head), *map(row, sorted(RESULTS.glob("bench-*.json")))]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+    return table([head, *map(row, sorted(RESULTS.glob("bench-*.json")))])
+
+
+def table(rows: list[list[str]]) -> str:
+    """Rows of cells in Markdown, the first as its head."""
+    head, *others = rows
+    lines = [head, ["---"] * len(head), *others]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def figure(device: str, place: str) -> str:
+    """What a device's file has in a place, with its interval; a dash where it has nothing."""
+    file, *steps = place.split("/")
+    path = RESULTS / f"{file}-{device}.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    trusted = True
+    for step in steps:
+        if isinstance(found, list):
+            wanted = dict(pair.split("=") for pair in step.split(";"))
+            found = next((one for one in found if wanted.items() <= one.items()), {})
+        else:
+            found = found.get(step, {})
+        if isinstance(found, dict):
+            trusted = found.get("trusted", trusted)
+    median = found.get("median", found.get("ratio"))
+    if median is None:  # not measured there, or it could not run
+        return "–"
+    low, high = found["interval"]
+    text = f"{median:.2f} ({low:.2f} to {high:.2f})"
+    if place.endswith(("share of a step", "looks alone")):
+        text = f"{100 * median:.2g} % ({100 * low:.2g} to {100 * high:.2g})"
+    return text if trusted else f"{text}, not trusted"
+
+
+def costs() -> str:
+    """The table of what our own code costs, in Markdown: a column for each device."""
+    devices = [path.stem.partition("-")[2] for path in sorted(RESULTS.glob("numerics-*.json"))]
+    rows = [["what", "", *devices]]
+    for what, places in COSTS.items():
+        for number, (of, place) in enumerate(places.items()):
+            rows.append(["" if number else what, of, *(figure(one, place) for one in devices)])
+    return table(rows)
 
 
 def written(text: str) -> str:
-    """A README whose table is that of the files."""
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n\n{gallery()}\n\n{END}{after}"
+    """A README whose tables are those of the files."""
+    for name, made in (("gallery", gallery()), ("costs", costs())):
+        before, begin, rest = text.partition(BEGIN.format(name))
+        _, end, after = rest.partition(END.format(name))
+        text = f"{before}{begin}\n\n{made}\n\n{end}{after}"
+    return text
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -10,7 +10,8 @@ import record
 def test_the_readmes_table_is_that_of_the_files():
     readme = (record.RESULTS / "README.md").read_text()
     assert record.written(readme) == readme, "run: pdm run record --write"
-    assert readme.count(record.BEGIN) == readme.count(record.END) == 1
+    for name in ("gallery", "costs"):
+        assert readme.count(record.BEGIN.format(name)) == readme.count(record.END.format(name)) == 1
 
 
 def bench_row(**changed):
@@ -50,6 +51,28 @@ def test_a_row_has_what_can_be_trusted(results):
     latency["trusted"] = False
     (results / "latency-card.json").write_text(json.dumps({"latency": [latency]}))
     assert record.row(results / "bench-quick-card.json")[-1] == "–"
+
+
+def test_a_figure_is_found_in_its_file_with_its_interval_and_trust(results):
+    share = {"median": 0.0123, "interval": [0.012, 0.013]}
+    estimate = {"median": 1.2345, "interval": [1.2, 1.3]}
+    steps = {"trusted": False, "times": {"with": estimate}, "looks alone": share}
+    rows = [{"way": "one", "ratio": 1.0, "interval": [1.0, 1.0], "trusted": True}]
+    rows += [{"way": "failed", "ratio": None, "interval": None, "trusted": False}]
+    rows += [{"way": "two", "ratio": 0.5, "interval": [0.49, 0.51], "trusted": True}]
+    (results / "peers-card.json").write_text(json.dumps({"rows": rows, "step": steps}))
+    assert record.figure("card", "peers/rows/way=two") == "0.50 (0.49 to 0.51)"
+    assert record.figure("card", "peers/step/times/with") == "1.23 (1.20 to 1.30), not trusted"
+    assert record.figure("card", "peers/step/looks alone") == "1.2 % (1.2 to 1.3), not trusted"
+    for missing in ("rows/way=three", "rows/way=failed", "step/times/without"):
+        assert record.figure("card", f"peers/{missing}") == "–"
+    assert record.figure("card", "scale/rows") == "–"
+
+
+def test_every_figure_of_what_our_code_costs_is_recorded_somewhere():
+    devices = [path.stem.partition("-")[2] for path in record.RESULTS.glob("numerics-*.json")]
+    for place in [place for places in record.COSTS.values() for place in places.values()]:
+        assert {record.figure(device, place) for device in devices} - {"–"}, place
 
 
 def test_a_part_that_fails_is_said_and_the_others_run(results, monkeypatch, capsys):
