@@ -72,7 +72,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
     """Whether all values are finite. Other than floating-point and complex ones always are."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or _without_values(tensor):
         return True
-    values = _readable(tensor)
+    values = tensor if tensor.layout is torch.strided and tensor.itemsize > 1 else _readable(tensor)
     # A sum passes every inf and NaN on, and is the cheapest look at every value there is. It may
     # also overflow by itself, so only a finite one is an answer.
     dtype = torch.float32 if values.dtype is torch.float16 else None
