@@ -172,7 +172,7 @@ def measure_nonfinite(device, budget_s):
 class EmptyMode(TorchDispatchMode):
     """Python between torch and every op, which does nothing there."""
 
-    report = None
+    report = None  # as `find_nonfinite` has one, which a step asks for
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """What the op returns."""

@@ -155,8 +155,8 @@ def fit_steps(model, batch, precision, device, count):
 def measure_added(device, budget_s, steps=50):
     """Microseconds that `fit` adds to a step of a bare loop, and their share of a model's step.
 
-    They would drown in the noise of that step. So both loops train a model with such outputs that
-    computes nothing, and the share is what they differ by over a step of the real one.
+    They would drown in the noise of that step. So both loops train a model that computes nothing
+    and has outputs of the same shape; what they differ by is then held against the real step.
     """
     result = {}
     for (name, (classes, make)), precision in itertools.product(

@@ -5,7 +5,7 @@
 
 A part that fails is said, and the others still run. Nothing else may run meanwhile, and a file says
 of its own times whether they are to be trusted. The files go into data/results/, called after the
-device; add them with a pull request, and `python tools/record.py --write` puts them into the table.
+device; add them with a pull request, and `pdm run record --write` puts them into the tables.
 """
 
 import argparse
@@ -199,7 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
     parser.add_argument("--name", help="what the device is called in the files' names")
     parser.add_argument("--list", action="store_true", help="print the table of all devices")
-    parser.add_argument("--write", action="store_true", help="write it into data/results/README.md")
+    parser.add_argument("--write", action="store_true", help="write the README's tables")
     options = parser.parse_args(arguments)
     failed = []
     if not (options.list or options.write):
