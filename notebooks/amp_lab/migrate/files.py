@@ -20,7 +20,6 @@ import libcst as cst
 
 from amp_lab import files
 from amp_lab.errors import OptionError
-from amp_lab.migrate import rules
 from amp_lab.migrate.magics import without_magics
 from amp_lab.migrate.reports import patch
 from amp_lab.migrate.rewriter import Edit, Finding, apply
@@ -30,8 +29,6 @@ MAX_BYTES = 1 << 19
 """Of Python in one file: for twice as much, the tree and its positions took 620 MB."""
 _MOST_BYTES = 1 << 26
 """Of any file that is read: a notebook may be large by its pictures."""
-_MOST_TOKENS, _MOST_BRACKETS, _MOST_ELIFS = 2_000, 100, 500
-_OPENING, _CLOSING = "([{", ")]}"
 _ENDINGS = (".py", ".pyi", ".pyw", ".ipynb")
 _SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
 _WORTH_PROCESSES = 60  # files; below it, starting a process takes longer than it saves
@@ -199,35 +196,15 @@ def _migrate_python(path: Path, data: bytes, wanted: Wanted) -> _Migrated:
     if text.encode(encoding) != data:  # some encodings have two ways to write a character
         raise OptionError(f"its {encoding} cannot be written back as it was")
     edits, findings = _edits_and_findings(
-        text, path, wanted, lambda error: f"line {error.raw_line} {_why_not_read(text)}"
+        text, path, wanted, lambda error: f"line {error.raw_line} does not parse as Python"
     )
     new = apply(text, edits)
     return new.encode(encoding), findings, [("", text, new)]
 
 
-def _check_depth(text: str) -> None:
-    """Raise `OptionError` for code that a parser would follow so deep that the process ends.
-
-    Each operator of a long sum, or name of a long chain, is a level of the tree; items of a list
-    and arguments, which commas part, are not. Python itself takes 200 brackets within each other.
-    """
-    tokens = brackets = elifs = 0
-    try:
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            string = token.string
-            tokens = 0 if string == "," or token.type == tokenize.NEWLINE else tokens + 1
-            brackets += (string in _OPENING) - (string in _CLOSING) if len(string) == 1 else 0
-            elifs += string == "elif"
-            if tokens > _MOST_TOKENS or brackets > _MOST_BRACKETS or elifs > _MOST_ELIFS:
-                raise OptionError(f"line {token.start[0]} is nested too deeply")
-    except (tokenize.TokenError, SyntaxError):  # no Python, of which its parser tells
-        return
-
-
 def _edits_and_findings(
     text: str, path: Path, wanted: Wanted, why_no_python: Callable[[cst.ParserSyntaxError], str]
 ) -> tuple[list[Edit], list[Finding]]:
-    _check_depth(text)
     try:
         return edits_and_findings(text, path, wanted)
     except cst.ParserSyntaxError as error:
@@ -236,14 +213,6 @@ def _edits_and_findings(
         raise OptionError("is nested too deeply") from error
     except ValueError as error:
         raise OptionError(f"cannot be migrated: {error}") from error
-
-
-def _why_not_read(text: str) -> str:
-    try:
-        rules.parse_quietly(text)
-    except (SyntaxError, RecursionError, MemoryError):
-        return "does not parse as Python"
-    return "is Python, but libcst cannot read it"
 
 
 # Notebooks.

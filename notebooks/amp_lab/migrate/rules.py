@@ -4,9 +4,8 @@ A rule is a module beside this one with a `Rule` and its `TRIGGERS`: to add one,
 door's docstring shows, and add it to `RULES`.
 """
 
-import ast
-import re
-import warnings
+import io
+import tokenize
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -19,8 +18,7 @@ from amp_lab.migrate.rewriter import Edit, Finding, apply
 
 RULES = (torch_amp, apex, mistakes, other_files)
 SELECTIONS = ("torch", "apex", "mistakes")
-_MOST_BRACKETS = 100  # within each other
-_LONGEST_LINE = 20_000
+_MOST_TOKENS, _MOST_BRACKETS, _MOST_ELIFS = 2_000, 100, 500
 
 
 def is_triggered(data: bytes) -> bool:
@@ -85,34 +83,33 @@ def migrate_source(text: str, mark: bool = False) -> tuple[str, list[Finding]]:
 
 
 def _check_depth(text: str) -> None:
-    """Raise `RecursionError` where Python's own parser gives up: that of libcst would crash."""
-    # files.py counts tokens from the last comma, and so misses a long line such as f(1, 2)(1, 2)…
-    depth = most = 0
-    for bracket in re.findall(r"[()\[\]{}]", text):
-        depth = max(0, depth + (1 if bracket in "([{" else -1))  # those in strings count too
-        most = max(most, depth)
-    longest = max(map(len, text.splitlines()), default=0)
-    if most <= _MOST_BRACKETS and longest <= _LONGEST_LINE:
-        return
+    """Raise `RecursionError` for code that the parser would follow so deep that the process ends.
+
+    Each operator of a long sum, or name of a long chain, is a level of the tree; items of a list
+    and arguments, which commas part, are not. Python itself takes 200 brackets within each other.
+    """
+    tokens, elifs = [0], 0  # the tokens since the last comma, inside each of the open brackets
     try:
-        parse_quietly(text)
-    except (SyntaxError, MemoryError) as error:
-        raise RecursionError("too deep, or no Python") from error
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            tokens[-1] += 1
+            if token.type == tokenize.NEWLINE:
+                tokens = [0]
+            elif token.string == ",":
+                tokens[-1] = 0
+            elif token.string in ("(", "[", "{"):
+                tokens.append(0)
+            elif token.string in (")", "]", "}"):
+                tokens = tokens[:-1] or [0]
+            elifs += token.string == "elif"
+            if max(tokens) > _MOST_TOKENS or len(tokens) > _MOST_BRACKETS or elifs > _MOST_ELIFS:
+                raise RecursionError("too deep")
+    except (tokenize.TokenError, SyntaxError):  # no Python, of which the parser tells
+        return
 
 
 def _check_python(text: str) -> None:
     """Raise `ValueError` if the text, which the rules wrote, is no Python."""
     try:
-        parse_quietly(text)  # ten times as fast as libcst, but it knows no syntax of later versions
-    except SyntaxError:
-        try:
-            cst.parse_module(text)
-        except cst.ParserSyntaxError as error:
-            raise ValueError("what would be written is no Python") from error
-
-
-def parse_quietly(text: str) -> None:
-    """Parse a text by Python's own parser. Raises what `ast.parse` raises, and warns of nothing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # such as an escape that is none
-        ast.parse(text)
+        cst.parse_module(text)
+    except cst.ParserSyntaxError as error:
+        raise ValueError("what would be written is no Python") from error
