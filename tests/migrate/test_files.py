@@ -284,7 +284,7 @@ def test_folders_of_others_are_passed_over(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "a.py").write_text(OLD)
     (tmp_path / "mine" / "a.txt").write_text(OLD)
-    assert list(files.find([tmp_path])) == [tmp_path / "mine" / "a.py"]
+    assert list(files.find(tmp_path)) == [tmp_path / "mine" / "a.py"]
 
 
 def test_a_file_without_the_names_is_not_parsed(tmp_path, monkeypatch):

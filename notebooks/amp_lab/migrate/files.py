@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import tokenize
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,14 +72,12 @@ def migrate_paths(
     is yielded with its error, and left as it was.
     """
     found: list[Path] = []
-    looked_at: dict[Path, None] = {}
-    named = {Path(path): path for path in paths}
-    for given in named.values():
-        below = dict.fromkeys(find([given]))
-        looked_at |= below
-        if not below:
-            yield Result(Path(given), error=f"{given}: has no Python file and no notebook in it")
-    for path in looked_at:
+    named = dict.fromkeys(map(Path, paths))
+    below = {path: list(find(path)) for path in named}
+    for path, files_below in below.items():
+        if not files_below:
+            yield Result(path, error=f"{path}: has no Python file and no notebook in it")
+    for path in dict.fromkeys(path for files_below in below.values() for path in files_below):
         if path not in named and path.is_symlink():
             yield Result(path, skipped=f"{path}: is a link: passed over")
             continue
@@ -99,20 +97,17 @@ def migrate_paths(
         yield from filter(None, pool.map(migrate, found, chunksize=8))
 
 
-def find(paths: Iterable[str | Path]) -> Iterator[Path]:
-    """The files given, and those below the folders given that may hold Python."""
+def find(path: Path) -> Iterator[Path]:
+    """The file given, or those below the folder given that may hold Python."""
+    if not path.is_dir():
+        yield path
+        return
     broken: list[OSError] = []
-    for path in map(Path, paths):
-        if not path.is_dir():
-            yield path
-            continue
-        for folder, below, names in os.walk(path, onerror=broken.append):
-            # os.walk goes into what is left
-            below[:] = sorted(name for name in below if not _is_skipped(Path(folder, name)))
-            for name in sorted(names):
-                if name.endswith(_ENDINGS):
-                    yield Path(folder, name)
-            yield from (link for name in below if (link := Path(folder, name)).is_symlink())
+    for folder, below, names in os.walk(path, onerror=broken.append):
+        # os.walk goes into what is left
+        below[:] = sorted(name for name in below if not _is_skipped(Path(folder, name)))
+        yield from (Path(folder, name) for name in sorted(names) if name.endswith(_ENDINGS))
+        yield from (link for name in below if (link := Path(folder, name)).is_symlink())
     yield from (Path(error.filename) for error in broken)  # to read them will tell why
 
 
@@ -132,9 +127,15 @@ def migrate_file(path: Path, write: bool = False, wanted: Wanted = EVERYTHING) -
     """Migrate one file; the result holds the error if that cannot be done."""
     try:
         return _migrate(path, write, wanted)
+    except cst.ParserSyntaxError as error:
+        why = f"line {error.raw_line} does not parse as Python"
+    except RecursionError:
+        why = "is nested too deeply"
     except (OptionError, OSError) as error:
         why = getattr(error, "strerror", None) or error
-        return Result(path, error=f"{path}: {why}; left as it was")
+    except ValueError as error:
+        why = f"cannot be migrated: {error}"
+    return Result(path, error=f"{path}: {why}; left as it was")
 
 
 def _migrate(path: Path, write: bool, wanted: Wanted) -> Result:
@@ -195,24 +196,9 @@ def _migrate_python(path: Path, data: bytes, wanted: Wanted) -> _Migrated:
         raise OptionError(f"line {line} is not {error.encoding}") from error
     if text.encode(encoding) != data:  # some encodings have two ways to write a character
         raise OptionError(f"its {encoding} cannot be written back as it was")
-    edits, findings = _edits_and_findings(
-        text, path, wanted, lambda error: f"line {error.raw_line} does not parse as Python"
-    )
+    edits, findings = edits_and_findings(text, path, wanted)
     new = apply(text, edits)
     return new.encode(encoding), findings, [("", text, new)]
-
-
-def _edits_and_findings(
-    text: str, path: Path, wanted: Wanted, why_no_python: Callable[[cst.ParserSyntaxError], str]
-) -> tuple[list[Edit], list[Finding]]:
-    try:
-        return edits_and_findings(text, path, wanted)
-    except cst.ParserSyntaxError as error:
-        raise OptionError(why_no_python(error)) from error
-    except RecursionError as error:
-        raise OptionError("is nested too deeply") from error
-    except ValueError as error:
-        raise OptionError(f"cannot be migrated: {error}") from error
 
 
 # Notebooks.
@@ -236,7 +222,10 @@ def _migrate_notebook(path: Path, data: bytes, wanted: Wanted) -> _Migrated:
     if not is_triggered(code.encode()):
         return data, [], []
     _check_size(len(code))
-    edits, findings = _edits_and_findings(code, path, wanted, lambda _: _why_no_python(cells))
+    try:
+        edits, findings = edits_and_findings(code, path, wanted)
+    except cst.ParserSyntaxError as error:
+        raise OptionError(_why_no_python(cells)) from error
     line_of = [code.count("\n", 0, cell.start) for cell in cells]
     lines = []
     for finding in findings:
@@ -283,12 +272,12 @@ def _code_cells(notebook: dict, places: dict) -> list[_Cell]:
         return []
     cells, start = [], 0
     # numbered as people count them, with the text cells
-    for number, cell in enumerate(notebook["cells"], 1):
+    pairs = zip(notebook["cells"], places["cells"], strict=True)
+    for number, (cell, place) in enumerate(pairs, 1):
         if cell["cell_type"] != "code":
             continue
-        source, place = cell["source"], places["cells"][number - 1]["source"]
-        text = "".join(source)  # a TypeError if a line of it is no text
-        pieces = [place] if isinstance(place, str) else place
+        text = "".join(cell["source"])  # a TypeError if a line of it is no text
+        pieces = [place["source"]] if isinstance(place["source"], str) else place["source"]
         spans = [slice(*map(int, piece.split())) for piece in pieces]
         cells.append(_Cell(number, text, start, spans))
         start += len(text) + 1
@@ -308,15 +297,12 @@ def _in_json(text: str, cell: _Cell, new: str) -> Edit:
     """An edit of the JSON text that puts a new source into a cell, and leaves each old line."""
     raw = "".join(text[span] for span in cell.spans)
     raw_lines = re.findall(r"(?:[^\\]|\\[^n])*\\n|(?:[^\\]|\\[^n])+", raw)
-    same = dict(zip(_lines(cell.text), raw_lines, strict=True))
+    old_lines, new_lines = (re.findall(r"[^\n]*\n|[^\n]+", source) for source in (cell.text, new))
+    same = dict(zip(old_lines, raw_lines, strict=True))
     is_ascii = text.isascii()
-    lines = [same.get(x) or json.dumps(x, ensure_ascii=is_ascii)[1:-1] for x in _lines(new)]
+    lines = [same.get(x) or json.dumps(x, ensure_ascii=is_ascii)[1:-1] for x in new_lines]
     start, end = cell.spans[0].start, cell.spans[-1].stop
     before = text[: start - 1].rstrip()
     # In a list, the blanks after its bracket separate each line from the next one too.
     separator = f'",{text[len(before) : start - 1]}"' if before.endswith("[") else ""
     return Edit(start, end, separator.join(lines))
-
-
-def _lines(text: str) -> list[str]:
-    return re.findall(r"[^\n]*\n|[^\n]+", text)

@@ -1,11 +1,10 @@
 """From ``torch.cuda.amp`` and ``torch.cpu.amp`` to ``torch.amp``, with the same behaviour.
 
 What the old classes do is in ``torch/cuda/amp`` and ``torch/cpu/amp``: each calls the one of
-``torch.amp`` with its device. Two defaults differ. The old ``autocast`` had its own dtype, where
+``torch.amp`` with its device. A default differs. The old ``autocast`` had its own dtype, where
 today's takes the one in force, which an autocast around it may have changed: so the dtype is
-written out, unless ``enabled=False`` makes it idle, and nothing in the file takes the one in force.
-The old one also turned the cache of casts on, where today's leaves it as it is: that is written out
-in a file that turns the cache off.
+written out, unless ``enabled=False`` makes it idle. The old one also turned the cache of casts on,
+where today's leaves it as it is: hardly any code turns it off, so that is not written out.
 """
 
 import functools
@@ -19,7 +18,6 @@ import libcst as cst
 
 from amp_lab.migrate import nodes
 from amp_lab.migrate.amp_names import HOMES, NAMED, NEW, OLD, OLD_MODULES
-from amp_lab.migrate.file_facts import FileFacts
 from amp_lab.migrate.python_tree import Binding, Scope, Tree, Use
 from amp_lab.migrate.rewriter import Edit, Rewriter
 from amp_lab.migrate.torch_name import TorchName
@@ -49,7 +47,6 @@ class Rule(Rewriter):
         self.handled: set[cst.CSTNode] = set()  # import aliases that something was said about
         self.moved: defaultdict[cst.CSTNode, list[cst.ImportAlias]] = defaultdict(list)
         self.torch = TorchName(tree)
-        self.facts = FileFacts(tree)
         self.replaced = self._find_replaced()
 
     def run(self) -> None:
@@ -199,10 +196,18 @@ class Rule(Rewriter):
             raise ByHand(f"{where}: write torch.amp.{name} in both places")
         if self.tree.is_in(node, cst.Del):
             raise ByHand(f"its name is deleted here: write torch.amp.{name}, and do not")
-        compared = self.facts.compared if name == "GradScaler" else []
+        compared = self._compared if name == "GradScaler" else []
         if compared and not self.tree.is_in(node, cst.Annotation):
             where = f"{name} is compared with (line {min(map(self.tree.line, compared))})"
             raise ByHand(f"{where}: write torch.amp.{name} in all places, here and in other files")
+
+    @functools.cached_property
+    def _compared(self) -> list[cst.CSTNode]:
+        """Where the class GradScaler is compared with: what is made has to be of that class."""
+        scalers = {old for old, (name, _) in OLD.items() if name == "GradScaler"}
+        uses = [use.node for use in self.tree.uses if use.origins & scalers]
+        places = {node: self.tree.place_of_type(node) for node in uses}
+        return [n for n, p in places.items() if not isinstance(p, cst.Annotation | None)]
 
     def _plan_value(self, use: Use, old: str) -> list[Edit]:
         """The edits where a class is used without being called there. Raises `ByHand`."""
@@ -249,8 +254,7 @@ class Rule(Rewriter):
                 edits += self._name_arguments(device, call.args)
             if edits and (top is not use.node or use.scope.only(target.value) is None):
                 return None  # the other thing of that name may have other arguments
-            given = self._autocast_defaults(device, {}, use)
-            defaults = "".join(f", {key}={value}" for key, value in given.items())
+            defaults = self._autocast_dtype(device, {}, use)
         start, end = self.tree.span(use.node)
         after = f', "{device}"{defaults})'
         return [Edit(start, start, "functools.partial("), Edit(end, end, after), *edits]
@@ -325,13 +329,13 @@ class Rule(Rewriter):
     ) -> tuple[str, list[Edit]]:
         """What to put after the device, and the edits of the arguments. Raises `ByHand`."""
         edits = self._name_arguments(device, args)
-        defaults = self._autocast_defaults(device, nodes.arguments(args, _AUTOCAST_ARGUMENTS), use)
-        if any(arg.star == "**" for arg in args):  # which may hold any of them
-            if defaults and self.facts.sets_defaults:
+        dtype = self._autocast_dtype(device, nodes.arguments(args, _AUTOCAST_ARGUMENTS), use)
+        if any(arg.star == "**" for arg in args):  # which may hold the dtype
+            if dtype and self._sets_dtype:
                 what = f'write torch.amp.autocast("{device}", …)'
-                raise ByHand(f"its ** may leave out the dtype or the cache: {what}")
+                raise ByHand(f"its ** may leave out the dtype: {what}")
             return "", edits
-        return "".join(f", {key}={value}" for key, value in defaults.items()), edits
+        return dtype, edits
 
     def _name_arguments(self, device: str, args: Sequence[cst.Arg]) -> list[Edit]:
         """Give names to arguments by position, whose order is another now. Raises `ByHand`."""
@@ -349,20 +353,23 @@ class Rule(Rewriter):
             edits += [Edit(end, end, ")")] * is_bare
         return edits
 
-    def _autocast_defaults(
-        self, device: str, given: dict[str, cst.BaseExpression], use: Use
-    ) -> dict[str, str]:
-        """The defaults of the old autocast that are to be written out. Raises `ByHand`."""
-        defaults = {}
-        is_idle = nodes.is_false(given.get("enabled"))
-        if "dtype" not in given and (not is_idle or self.facts.takes_dtype):
-            torch = self.torch.at(use)
-            if torch is None:
-                raise ByHand(f"import torch, and give it dtype=torch.{_DTYPES[device]}")
-            defaults["dtype"] = f"{torch}.{_DTYPES[device]}"
-        if self.facts.turns_cache_off and "cache_enabled" not in given:
-            defaults["cache_enabled"] = "True"  # which the old class turned on again
-        return defaults
+    def _autocast_dtype(self, device: str, given: dict[str, cst.BaseExpression], use: Use) -> str:
+        """The dtype of the old autocast, where it is to be written out. Raises `ByHand`."""
+        if "dtype" in given or nodes.is_false(given.get("enabled")):
+            return ""
+        torch = self.torch.at(use)
+        if torch is None:
+            raise ByHand(f"import torch, and give it dtype=torch.{_DTYPES[device]}")
+        return f", dtype={torch}.{_DTYPES[device]}"
+
+    @functools.cached_property
+    def _sets_dtype(self) -> bool:
+        """Whether something in the file may change the dtype in force."""
+        if any(use.parts[-1].startswith("set_autocast_") for use in self.tree.uses):
+            return True
+        calls = ((call, scope.origin(call.func) or "") for call, scope in self.tree.calls.items())
+        args = [call.args for call, origin in calls if origin.endswith(".autocast")]
+        return any("dtype" in nodes.arguments(each, ("", "dtype")) for each in args)
 
     def _blanks_before(self, arg: cst.Arg) -> str:
         """What separates an argument on a line of its own from the one before; else a blank."""
