@@ -265,7 +265,7 @@ def test_a_file_that_changes_meanwhile_is_named(tmp_path, capsys, monkeypatch, h
     path = tmp_path / "a.py"
     path.write_text(OLD)
 
-    def migrate_and_meddle(text, path, wanted):
+    def migrate_and_meddle(text, wanted):
         path.unlink() if happens == "vanishes" else path.write_text("x = 1\n")
         return edits_and_findings(text)
 

@@ -12,7 +12,6 @@ import functools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import libcst as cst
@@ -147,8 +146,8 @@ SECTIONS = {  # of notebook 13, where it is explained: the heading for a name, a
 class Rule(Rewriter):
     """The names of Apex in one file."""
 
-    def __init__(self, tree: Tree, path: Path | None = None, mark: bool = False):
-        super().__init__(tree, path, mark)
+    def __init__(self, tree: Tree, mark: bool = False):
+        super().__init__(tree, mark)
         self.told: defaultdict[cst.CSTNode, list[str]] = defaultdict(list)  # by statement
         self.imported: defaultdict[cst.CSTNode, list[Use]] = defaultdict(list)  # by import alias
         self.spelled: Counter[cst.CSTNode] = Counter()  # uses rewritten to torch, by import alias

@@ -144,7 +144,7 @@ def _migrate(path: Path, write: bool, wanted: Wanted) -> Result:
     status = path.stat()
     data = files.read_regular(path, _MOST_BYTES)
     migrate = _migrate_notebook if path.suffix == ".ipynb" else _migrate_python
-    new, lines, before_and_after = migrate(path, data, wanted)
+    new, lines, before_and_after = migrate(data, wanted)
     result = Result(path, lines)
     if new == data:
         return result
@@ -181,7 +181,7 @@ def _check_size(size: int) -> None:
 # Python.
 
 
-def _migrate_python(path: Path, data: bytes, wanted: Wanted) -> _Migrated:
+def _migrate_python(data: bytes, wanted: Wanted) -> _Migrated:
     _check_size(len(data))
     if b"\0" in data:
         raise OptionError("has a null byte, so it is no Python")
@@ -196,7 +196,7 @@ def _migrate_python(path: Path, data: bytes, wanted: Wanted) -> _Migrated:
         raise OptionError(f"line {line} is not {error.encoding}") from error
     if text.encode(encoding) != data:  # some encodings have two ways to write a character
         raise OptionError(f"its {encoding} cannot be written back as it was")
-    edits, findings = edits_and_findings(text, path, wanted)
+    edits, findings = edits_and_findings(text, wanted)
     new = apply(text, edits)
     return new.encode(encoding), findings, [("", text, new)]
 
@@ -215,7 +215,7 @@ class _Cell(NamedTuple):
     """Where in the JSON text each piece of its source starts and ends, without quotes."""
 
 
-def _migrate_notebook(path: Path, data: bytes, wanted: Wanted) -> _Migrated:
+def _migrate_notebook(data: bytes, wanted: Wanted) -> _Migrated:
     text, cells = _read_notebook(data)
     # All cells are one program: a name that one imports is used in another.
     code = "".join(without_magics(cell.text) + "\n" for cell in cells)
@@ -223,7 +223,7 @@ def _migrate_notebook(path: Path, data: bytes, wanted: Wanted) -> _Migrated:
         return data, [], []
     _check_size(len(code))
     try:
-        edits, findings = edits_and_findings(code, path, wanted)
+        edits, findings = edits_and_findings(code, wanted)
     except cst.ParserSyntaxError as error:
         raise OptionError(_why_no_python(cells)) from error
     line_of = [code.count("\n", 0, cell.start) for cell in cells]

@@ -1,7 +1,6 @@
 """What every rule is built on: it looks at one file, and gathers edits and findings."""
 
 import re
-from pathlib import Path
 from typing import NamedTuple
 
 import libcst as cst
@@ -35,13 +34,11 @@ class Edit(NamedTuple):
 class Rewriter:
     """A rule at work on one file: `run` fills `edits` and `findings`.
 
-    `path` is where the file lies, or None for a text that is in no file; `mark` asks for comments
-    above what is left.
+    `mark` asks for comments above what is left.
     """
 
-    def __init__(self, tree: Tree, path: Path | None = None, mark: bool = False):
+    def __init__(self, tree: Tree, mark: bool = False):
         self.tree = tree
-        self.path = path
         self.mark = mark
         self.edits: list[Edit] = []
         self.findings: list[Finding] = []

@@ -6,17 +6,16 @@ door's docstring shows, and add it to `RULES`.
 
 import io
 import tokenize
-from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
 import libcst as cst
 
-from amp_lab.migrate import apex, mistakes, other_files, torch_amp
+from amp_lab.migrate import apex, mistakes, torch_amp
 from amp_lab.migrate.python_tree import Tree
 from amp_lab.migrate.rewriter import Edit, Finding, apply
 
-RULES = (torch_amp, apex, mistakes, other_files)
+RULES = (torch_amp, apex, mistakes)
 SELECTIONS = ("torch", "apex", "mistakes")
 _MOST_TOKENS, _MOST_BRACKETS, _MOST_ELIFS = 2_000, 100, 500
 
@@ -46,12 +45,8 @@ class Wanted(NamedTuple):
 EVERYTHING = Wanted()
 
 
-def edits_and_findings(
-    text: str, path: Path | None = None, wanted: Wanted = EVERYTHING
-) -> tuple[list[Edit], list[Finding]]:
+def edits_and_findings(text: str, wanted: Wanted = EVERYTHING) -> tuple[list[Edit], list[Finding]]:
     """What to change in a Python text, and what there is to say about its lines, in their order.
-
-    `path` is where it lies, if it is a file: those that it imports from are looked at too.
 
     Raises `libcst.ParserSyntaxError` if the text is no Python, `RecursionError` if it is nested
     too deeply, `ValueError` if the edits do not fit together.
@@ -62,7 +57,7 @@ def edits_and_findings(
         return [], []  # as in a file, so that a rule whose triggers lack something fails its tests
     edits, findings = [], []
     for rule in filter(wanted.includes, RULES):
-        rewriter = rule.Rule(tree, path, wanted.mark)
+        rewriter = rule.Rule(tree, wanted.mark)
         rewriter.run()
         edits += rewriter.edits  # they may touch, but not overlap: `apply` checks it
         findings += rewriter.findings
@@ -78,7 +73,7 @@ def migrate_source(text: str, mark: bool = False) -> tuple[str, list[Finding]]:
 
     Raises what `edits_and_findings` raises.
     """
-    edits, findings = edits_and_findings(text, wanted=Wanted(mark=mark))
+    edits, findings = edits_and_findings(text, Wanted(mark=mark))
     return apply(text, edits), findings
 
 

@@ -11,7 +11,6 @@ import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TypeGuard
 
 import libcst as cst
@@ -41,8 +40,8 @@ def _is_old(origin: str | None) -> TypeGuard[str]:
 class Rule(Rewriter):
     """The old names of torch in one file."""
 
-    def __init__(self, tree: Tree, path: Path | None = None, mark: bool = False):
-        super().__init__(tree, path, mark)
+    def __init__(self, tree: Tree, mark: bool = False):
+        super().__init__(tree, mark)
         forget_fallbacks(tree)
         self.handled: set[cst.CSTNode] = set()  # import aliases that something was said about
         self.moved: defaultdict[cst.CSTNode, list[cst.ImportAlias]] = defaultdict(list)
