@@ -5,7 +5,6 @@ code that is not seen may make it right.
 """
 
 import sys
-from collections.abc import Iterator
 
 import libcst as cst
 
@@ -161,10 +160,7 @@ def _condition_on(code: CodeReader, step: Event, counter: str) -> cst.CSTNode | 
     for node, number in step.place.arms:
         if not isinstance(node, cst.If) or number:
             return None
-        test = node.test
-        binding = step.unit.scope.only(test.value) if isinstance(test, cst.Name) else None
-        if binding is not None and isinstance(binding.value, cst.BaseExpression):
-            test = binding.value
+        test = step.unit.scope.value_of(node.test)
         if _is_each_nth(code, test, counter):
             found = node
         elif counter in _names(test):
@@ -187,7 +183,7 @@ def _counter(loop: cst.CSTNode | None) -> str | None:
     return first.value if isinstance(first, cst.Name) else None
 
 
-def _is_each_nth(code: CodeReader, test: cst.BaseExpression, counter: str) -> bool:
+def _is_each_nth(code: CodeReader, test: cst.CSTNode, counter: str) -> bool:
     """Whether a test is about a counter modulo some number alone, and not about the last one."""
     parts = list(nodes.below(test))
     if any(isinstance(part, cst.BooleanOperation | cst.Call) for part in parts):
@@ -229,7 +225,7 @@ def scaled_without_autocast(code: CodeReader) -> Found:
 
 def _is_whole_program(code: CodeReader) -> bool:
     """Whether a file is run, makes its model, and imports none of another project."""
-    if not all(set(_packages(node)) <= _PACKAGES for node in code.tree.imports):
+    if not all(_packages(node) <= _PACKAGES for node in code.tree.imports):
         return False
     in_module = [e for e in of_kind("scaled", code.events) if e.unit.scope.kind == "module"]
     is_run = "__main__" in code.tree.text or bool(in_module)
@@ -248,12 +244,11 @@ def _makes_model(code: CodeReader, call: cst.Call) -> bool:
     return any(code.origin(base.value, code.tree.scopes[0]) == "torch.nn.Module" for base in bases)
 
 
-def _packages(node: cst.CSTNode) -> Iterator[str]:
+def _packages(node: cst.Import | cst.ImportFrom) -> set[str]:
     """The packages that an import is of; empty for a relative one."""
     if isinstance(node, cst.ImportFrom):
-        yield nodes.module_of(node).partition(".")[0]
-    elif isinstance(node, cst.Import):
-        yield from (alias.evaluated_name.partition(".")[0] for alias in node.names)
+        return {nodes.module_of(node).partition(".")[0]}
+    return {alias.evaluated_name.partition(".")[0] for alias in node.names}
 
 
 RULES = (

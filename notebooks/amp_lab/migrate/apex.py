@@ -276,9 +276,8 @@ class Rule(Rewriter):
         self._rewrite_to(use, old, f"{EQUALS[old].module}.{EQUALS[old].name}")
         return True
 
-    def _rewrite_import(self, node: cst.CSTNode, scope: Scope) -> None:
+    def _rewrite_import(self, node: cst.Import | cst.ImportFrom, scope: Scope) -> None:
         """Replace an import if each name in it can be, else the uses, and drop what is left."""
-        assert isinstance(node, cst.Import | cst.ImportFrom)
         olds = {alias: _named(self.tree.imported[alias] or "") for alias in nodes.aliases_of(node)}
         if not any(map(_is_apex, olds.values())):
             return
@@ -294,8 +293,8 @@ class Rule(Rewriter):
                     self._tell(use.node, old)
         # one that nothing used before may be there to see whether Apex is installed
         gone = [alias for alias in olds if self.spelled[alias] == count[alias] > 0]
-        if not self.tree.is_in(node, cst.Try):
-            self._remove(node, gone)
+        if gone and not self.tree.is_in(node, cst.Try):
+            self.remove_names(node, gone)
 
     def _can_be_torch(self, node: cst.ImportFrom, olds: dict, count: dict) -> bool:
         """Whether every name of an import has an equal in one module, by which all uses can go."""
@@ -321,13 +320,6 @@ class Rule(Rewriter):
             for use in self.imported[alias]:
                 local = bound if alias.asname is None else use.parts[0]
                 self._rewrite_to(use, old, local + dot + rest)
-
-    def _remove(self, node: cst.Import | cst.ImportFrom, gone: list[cst.ImportAlias]) -> None:
-        """Take names that nothing uses any more out of an import, or the whole of it."""
-        if 0 < len(gone) < len(nodes.aliases_of(node)):
-            self.remove_names(node, gone)
-        elif gone:
-            self.remove_statement(node)
 
     # What is not.
 

@@ -67,8 +67,5 @@ def _saves_optimizer(code: CodeReader, call: cst.Call) -> bool:
     scope = code.tree.calls[call]
     if not call.args or code.origin(call.func, scope) != "torch.save":
         return False
-    saved = call.args[0].value
-    binding = scope.only(saved.value) if isinstance(saved, cst.Name) else None
-    if binding is not None and binding.value is not None:
-        saved = binding.value
+    saved = scope.value_of(call.args[0].value)
     return any(_moves(code, part, call, "state_dict") for part in nodes.below(saved))

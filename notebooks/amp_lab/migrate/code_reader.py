@@ -165,11 +165,9 @@ class CodeReader:
                 return place.in_arm(part, 0)
         return place
 
-    def _switches(self, node: cst.CSTNode | None, scope: Scope) -> bool | None:
+    def _switches(self, node: cst.CSTNode, scope: Scope) -> bool | None:
         """Whether autocast is turned on or off, or None, by a call or what a name was given."""
-        if isinstance(node, cst.Name):
-            binding = scope.only(node.value)
-            node = binding.value if binding is not None else None
+        node = scope.value_of(node)
         if not isinstance(node, cst.Call) or self.origin(node.func, scope) not in AUTOCASTS:
             return None
         return not self._is_off(node)

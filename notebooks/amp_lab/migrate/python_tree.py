@@ -75,6 +75,11 @@ class Scope:
         bindings = self.bound(name)
         return bindings[0] if len(bindings) == 1 else None
 
+    def value_of(self, node: cst.CSTNode) -> cst.CSTNode:
+        """What a name was given, if that is one thing only; an expression as it is."""
+        binding = self.only(node.value) if isinstance(node, cst.Name) else None
+        return node if binding is None or binding.value is None else binding.value
+
     def origins(self, parts: tuple[str, ...]) -> set[str | None]:
         """The dotted names that a name may stand for; None for anything that is not imported.
 
@@ -130,7 +135,7 @@ class Tree:
         self.module = cst.parse_module(text)
         self.uses: list[Use] = []
         self.calls: dict[cst.Call, Scope] = {}  # in order, each with its scope
-        self.imports: dict[cst.CSTNode, Scope] = {}
+        self.imports: dict[cst.Import | cst.ImportFrom, Scope] = {}
         self.stars: dict[cst.ImportFrom, str] = {}  # from which module each brings all names
         self.imported: dict[cst.CSTNode, str | None] = {}  # what an alias binds
         # What is assigned to each name and attribute of the file, whichever its scope.

@@ -60,8 +60,11 @@ class Rewriter:
         self.edits.append(Edit(at, at, text))
 
     def remove_names(self, node: cst.Import | cst.ImportFrom, gone: list[cst.ImportAlias]) -> None:
-        """Take some of the names out of an import, each with its comma."""
+        """Take names out of an import, each with its comma, or the whole of it with its line."""
         text, aliases = self.tree.text, nodes.aliases_of(node)
+        if len(gone) == len(aliases):
+            self._remove_statement(node)
+            return
         spans = [self.tree.span(alias) for alias in aliases]
         has_comments = "#" in text[slice(*self.tree.span(node))]
         last_kept = max(i for i, alias in enumerate(aliases) if alias not in gone)
@@ -76,7 +79,7 @@ class Rewriter:
                 start = spans[i - 1][1]
             self.edits.append(Edit(start, end, ""))
 
-    def remove_statement(self, node: cst.CSTNode) -> None:
+    def _remove_statement(self, node: cst.CSTNode) -> None:
         """Take a small statement out with its line, or put `pass` where something has to stand."""
         tree, block = self.tree, self.tree.parents[self.tree.parents[node]]
         start, end = tree.span(node)

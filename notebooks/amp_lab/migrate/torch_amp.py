@@ -394,7 +394,8 @@ class Rule(Rewriter):
             self.say(bound[0], "by hand", stays)
             return
         statement = self.tree.parents[aliases[0]]
-        if self.tree.imports.get(statement) is scope:
+        assert isinstance(statement, cst.Import | cst.ImportFrom)
+        if self.tree.imports[statement] is scope:
             self.torch.offer(scope, statement)
         planned = self._plan_uses(uses)
         if len(planned) < len(uses) or self.tree.count_uses(name, scope) > len(uses):
@@ -439,7 +440,7 @@ class Rule(Rewriter):
         for node in self.tree.imports:
             if isinstance(node, cst.Import):
                 self._rewrite_import(node)
-            elif isinstance(node, cst.ImportFrom) and self.moved[node]:
+            elif self.moved[node]:
                 self._rewrite_import_from(node, self.moved[node])
 
     def _rewrite_import(self, node: cst.Import) -> None:

@@ -135,15 +135,14 @@ def _asks(tree: Tree, test: cst.BaseExpression, is_taken: bool) -> bool:
 
 
 @answered_once
-def _settled(tree: Tree, test: cst.BaseExpression) -> bool | None:
+def _settled(tree: Tree, test: cst.CSTNode) -> bool | None:
     """What a test of torch says wherever today's names exist; None if it depends."""
     if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
         value = _settled(tree, test.expression)
         return None if value is None else not value
     if isinstance(test, cst.Name) and test in tree.use_at:
-        binding = tree.use_at[test].scope.only(test.value)
-        value = binding.value if binding is not None else None
-        return _settled(tree, value) if isinstance(value, cst.BaseExpression) else None
+        value = tree.use_at[test].scope.value_of(test)
+        return None if value is test else _settled(tree, value)
     if nodes.is_call_of(test, "hasattr"):
         return True if _is_old_name(tree, test) else None
     return _settled_comparison(tree, test) if isinstance(test, cst.Comparison) else None
