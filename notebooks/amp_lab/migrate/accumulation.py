@@ -82,56 +82,6 @@ def unscaled_by_another(code: CodeReader) -> Found:
             yield unscale.node, f"{unscale.of} unscales what {step} unscales again: {what}"
 
 
-def clipped_between(code: CodeReader) -> Found:
-    """A clip after ``unscale_`` of one optimizer, and before that of another, of both's weights."""
-    for clip in of_kind("clip", code.events):
-        scaled = code.scaled_before(clip)
-        later = _unscaled_later(scaled, clip) if scaled is not None else None
-        if later is not None and _covers(code, clip, later.optimizer):
-            first = f"call {later.of}.unscale_({later.optimizer}) before"
-            yield clip.node, f"gradients of {later.optimizer} are clipped while scaled: {first}"
-
-
-def _unscaled_later(scaled: Event, clip: Event) -> Event | None:
-    """The first unscale after a clip, if that is of another optimizer than those before it."""
-    events = [e for e in clip.unit.events if not e.place.excludes(clip.place)]
-    unscales = [e for e in of_kind("unscale", events) if e.of == scaled.of]
-    done = {e.optimizer for e in unscales if scaled.order < e.order < clip.order}
-    later = next((e for e in unscales if e.order > clip.order), None)
-    if later is None or not done or later.optimizer in done:
-        return None
-    between = {event.kind for event in clip.unit.events[clip.order : later.order]}
-    is_anew = between & {"scaled", "backward", "scaler step"}  # its gradients are made later
-    return None if is_anew or later.place.loops != clip.place.loops else later
-
-
-def _covers(code: CodeReader, clip: Event, optimizer: str) -> bool:
-    """Whether what is clipped has weights that an optimizer of this file was given."""
-    if not clip.node.args:
-        return False
-    clipped = _owners(code, clip.node.args[0].value)
-    held = set()
-    for value in code.tree.assigned.get(tuple(optimizer.split(".")), ()):
-        if isinstance(value, cst.Call) and value.args:
-            held |= _owners(code, value.args[0].value)
-    return any(part[: len(owner)] == owner for owner in clipped for part in held)
-
-
-def _owners(code: CodeReader, node: cst.CSTNode, depth: int = 0) -> set[tuple[str, ...]]:
-    """The models whose parameters an expression has: ``(model, head)``."""
-    owners = set()
-    for part in nodes.below(node):
-        use = code.tree.use_at.get(part)
-        binding = use.scope.only(use.parts[0]) if use is not None else None
-        if use is None:
-            continue
-        if use.parts[-1] in ("parameters", "named_parameters") and len(use.parts) > 1:
-            owners.add(use.parts[:-1])
-        elif len(use.parts) == 1 and binding is not None and binding.value and depth < 2:
-            owners |= _owners(code, binding.value, depth + 1)
-    return owners
-
-
 def left_out(code: CodeReader) -> Found:
     """A step each n batches, after which the rest of the batches is thrown away."""
     for step in of_kind("scaler step", code.events):
@@ -254,7 +204,6 @@ def _packages(node: cst.Import | cst.ImportFrom) -> set[str]:
 RULES = (
     unscaled_in_each_batch,
     unscaled_by_another,
-    clipped_between,
     left_out,
     scaled_without_autocast,
 )
