@@ -176,42 +176,6 @@ ANOTHER_RIGHT = [
     "    scaler.step(opt)\n    scaler.update()\n",
 ]
 
-EACH = "if (i + 1) % 4 == 0:\n    scaler.step(opt)  # !\n    scaler.update()\n    opt.zero_grad()"
-EPOCH = "def train(loader):\n"
-
-
-def in_function(code: str) -> str:
-    head, rest = code[: len(HEAD)], code[len(HEAD) :]
-    return head + EPOCH + "".join(f"    {line}\n" for line in rest.splitlines())
-
-
-LEFT_WRONG = [
-    loop(EACH, before="opt.zero_grad()"),
-    in_function(loop(EACH, before="opt.zero_grad()")),
-    in_function(loop(EACH, before="model.zero_grad()")),
-    in_function(loop(EACH, after="opt.zero_grad()")),
-    loop(EACH.replace("(i + 1) % 4 == 0", "i % n == n - 1"), before="opt.zero_grad()"),
-    loop("if i % 4 == 0: pass\n" + EACH, before="opt.zero_grad(set_to_none=True)"),
-    loop("is_due = (i + 1) % args.n == 0\n" + EACH.replace("(i + 1) % 4 == 0", "is_due"),
-         before="opt.zero_grad()"),
-    loop(EACH.replace("(i + 1) % 4 == 0", "not (i + 1) % n"), before="opt.zero_grad()"),
-    loop(EACH, before="opt.zero_grad()").replace("enumerate(loader)", "tqdm(enumerate(loader))"),
-    loop(EACH, before="opt.zero_grad()").replace("enumerate(loader)", "enumerate(tqdm(loader), 1)"),
-]  # fmt: skip
-OWN = EACH.replace("  # !", "")
-LEFT_RIGHT = [
-    loop(OWN),
-    loop(OWN.replace("== 0", "== 0 or i + 1 == len(loader)"), before="opt.zero_grad()"),
-    loop(OWN.replace("(i + 1)", "step"), before="opt.zero_grad()"),
-    loop(OWN, before="opt.zero_grad()", after="scaler.step(opt)\nscaler.update()"),
-    loop(OWN, before="opt.zero_grad()").replace("enumerate(loader)", "zip(range(8), loader)"),
-    loop(OWN.replace("% 4", "% 1"), before="opt.zero_grad()"),
-    loop(OWN, before="loader = DataLoader(data, drop_last=True)\nopt.zero_grad()"),
-    loop(OWN, before="other_optimizer.zero_grad()"),
-    loop(STEP, before="opt.zero_grad()"),
-    loop("if i % 100 == 0:\n    print(i)\n" + STEP, before="opt.zero_grad()"),
-]
-
 PROGRAM = """\
 import torch
 from torch import nn
@@ -267,10 +231,9 @@ ALONE_RIGHT = [
 WRONG = {
     "unscale_ runs for each batch": UNSCALED_EACH_WRONG,
     "unscales again": ANOTHER_WRONG,
-    "are left out": LEFT_WRONG,
     "nothing runs in autocast": ALONE_WRONG,
 }
-RIGHT = UNSCALED_EACH_RIGHT + ANOTHER_RIGHT + LEFT_RIGHT + ALONE_RIGHT
+RIGHT = UNSCALED_EACH_RIGHT + ANOTHER_RIGHT + ALONE_RIGHT
 CASES = [(words, code) for words, codes in WRONG.items() for code in codes]
 
 
@@ -278,8 +241,8 @@ def mistakes(code: str) -> list[tuple[int, str]]:
     return [(f.line, f.message) for f in migrate_source(code)[1] if f.kind == "mistake"]
 
 
-def test_there_are_thirty_of_each():
-    assert min(len(CASES), len(RIGHT)) >= 30
+def test_there_are_twenty_of_each():
+    assert min(len(CASES), len(RIGHT)) >= 20
     assert len({code for _, code in CASES}) == len(CASES)
 
 

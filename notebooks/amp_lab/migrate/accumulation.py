@@ -82,83 +82,6 @@ def unscaled_by_another(code: CodeReader) -> Found:
             yield unscale.node, f"{unscale.of} unscales what {step} unscales again: {what}"
 
 
-def left_out(code: CodeReader) -> Found:
-    """A step each n batches, after which the rest of the batches is thrown away."""
-    for step in of_kind("scaler step", code.events):
-        counter = _counter(step.place.loops[-1]) if step.place.loops else None
-        every = counter and _condition_on(code, step, counter)
-        events = step.unit.events
-        if not every or not counter or _may_step_again(events, step):
-            continue
-        scaled = [e for e in of_kind("scaled", events) if e.place.loops == step.place.loops]
-        if not scaled or any(node is every for node, _ in scaled[0].place.arms):
-            continue
-        if any(_throws_away(code, e, step, counter) for e in of_kind("call", events)):
-            rest = f"step also where {counter} is that of the last batch"
-            yield step.node, f"the batches after the last step of a loop are left out: {rest}"
-
-
-def _may_step_again(events: list[Event], step: Event) -> bool:
-    """Whether the optimizer of a step has another one, such as for the rest after the loop."""
-    plain = [e for e in of_kind("step", events) if e.of == step.optimizer]
-    return len(_steps_of(step)) > 1 or any(e.place.loops != step.place.loops for e in plain)
-
-
-def _condition_on(code: CodeReader, step: Event, counter: str) -> cst.CSTNode | None:
-    """The `if` that lets only each nth batch step; None if that may be another batch too."""
-    found = None
-    for node, number in step.place.arms:
-        if not isinstance(node, cst.If) or number:
-            return None
-        test = step.unit.scope.value_of(node.test)
-        if _is_each_nth(code, test, counter):
-            found = node
-        elif counter in _names(test):
-            return None
-    return found
-
-
-def _counter(loop: cst.CSTNode | None) -> str | None:
-    """``i`` of ``for i, x in enumerate(loader)``, which begins anew with each loop."""
-    if not isinstance(loop, cst.For) or loop.orelse is not None:
-        return None
-    iterated = loop.iter
-    while isinstance(iterated, cst.Call) and nodes.name_called(iterated) in ("tqdm", "track"):
-        if not iterated.args:
-            return None
-        iterated = iterated.args[0].value
-    if not nodes.is_call_of(iterated, "enumerate") or not isinstance(loop.target, cst.Tuple):
-        return None
-    first = loop.target.elements[0].value
-    return first.value if isinstance(first, cst.Name) else None
-
-
-def _is_each_nth(code: CodeReader, test: cst.CSTNode, counter: str) -> bool:
-    """Whether a test is about a counter modulo some number alone, and not about the last one."""
-    parts = list(nodes.below(test))
-    if any(isinstance(part, cst.BooleanOperation | cst.Call) for part in parts):
-        return False
-    modulo = [p for p in parts if isinstance(p, cst.BinaryOperation) and "%" in code.tree.code(p)]
-    if not modulo or counter not in _names(modulo[0].left):
-        return False
-    is_one = isinstance(modulo[0].right, cst.Integer) and modulo[0].right.evaluated_value == 1
-    return not is_one and "drop_last" not in code.tree.text
-
-
-def _throws_away(code: CodeReader, call: Event, step: Event, counter: str) -> bool:
-    """Whether a call sets gradients to zero where those of the last batches are still there."""
-    if nodes.name_called(call.node) != "zero_grad":
-        return False
-    owner = code.key(call.node.func.value) if isinstance(call.node.func, cst.Attribute) else ""
-    if owner != step.optimizer and code.is_optimizer(owner):
-        return False
-    if call.place.loops == step.place.loops[:-1]:  # before or after the loop, in each epoch
-        return not call.place.excludes(step.place)
-    own = [node for node, _ in call.place.arms if isinstance(node, cst.If)]
-    is_other = call.place.loops == step.place.loops and call.place.arms != step.place.arms
-    return is_other and any(counter in _names(node.test) for node in own)
-
-
 def scaled_without_autocast(code: CodeReader) -> Found:
     """A scaler in a whole program that has no autocast: everything is computed in float32."""
     names = code.scalers_used()
@@ -204,6 +127,5 @@ def _packages(node: cst.Import | cst.ImportFrom) -> set[str]:
 RULES = (
     unscaled_in_each_batch,
     unscaled_by_another,
-    left_out,
     scaled_without_autocast,
 )
