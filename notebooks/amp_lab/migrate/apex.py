@@ -189,7 +189,7 @@ class Rule(Rewriter):
         return test is not None and test is not child and self._asks_for_apex(test)
 
     def _asks_for_apex(self, test: cst.CSTNode) -> bool:
-        uses = [self.tree.use_at[part] for part in nodes.below(test) if part in self.tree.use_at]
+        uses = self.tree.uses_among(nodes.below(test))
         return any(_AVAILABLE.search(use.parts[-1]) or self._tells_of_apex(use) for use in uses)
 
     def _tells_of_apex(self, use: Use) -> bool:

@@ -85,11 +85,9 @@ def arguments(args: Sequence[cst.Arg], names: Sequence[str] = ()) -> dict[str, c
     return given
 
 
-def module_of(node: cst.Import | cst.ImportFrom) -> str:
+def module_of(node: cst.ImportFrom) -> str:
     """The dotted name of the module that names are imported from; empty for a relative import."""
-    if isinstance(node, cst.Import) or node.relative:
-        return ""
-    return ".".join(dotted(node.module) or ())
+    return "" if node.relative else ".".join(dotted(node.module) or ())
 
 
 def aliases_of(node: cst.Import | cst.ImportFrom) -> Sequence[cst.ImportAlias]:

@@ -314,6 +314,10 @@ class Tree:
         """The use of a name that a node is."""
         return {use.node: use for use in self.uses}
 
+    def uses_among(self, parts: Iterable[cst.CSTNode]) -> list[Use]:
+        """The uses of names that are among some nodes."""
+        return [self.use_at[node] for node in parts if node in self.use_at]
+
     def count_uses(self, name: str, scope: Scope) -> int:
         """How often a name is used, as it is seen from a scope."""
         home = scope.find(name)

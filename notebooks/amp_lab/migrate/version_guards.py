@@ -6,7 +6,7 @@ is older than today's names, such as ``>= 1.6``, decides nothing where these exi
 
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import libcst as cst
 
@@ -175,7 +175,7 @@ def _asks_for_torch(tree: Tree, test: cst.BaseExpression, depth: int = 0) -> boo
     parts = list(_below_but_in_dicts(test))
     if any(isinstance(node, cst.Call) and _looks_up(tree, node) for node in parts):
         return True
-    return any(_is_of_version(tree, use, depth) for use in _uses_among(tree, parts))
+    return any(_is_of_version(tree, use, depth) for use in tree.uses_among(parts))
 
 
 def _is_of_version(tree: Tree, use: Use, depth: int) -> bool:
@@ -240,7 +240,7 @@ def _looks_up(tree: Tree, call: cst.Call) -> bool:
         return bool(re.match(r"torch\..*amp", first or ""))
     is_lookup = name in ("hasattr", "getattr", "signature", "getfullargspec", "dir", "vars")
     asked = rest[0] if name in ("hasattr", "getattr") and rest else None
-    return is_lookup and _is_about_amp(_uses_among(tree, nodes.below(thing)), asked)
+    return is_lookup and _is_about_amp(tree.uses_among(nodes.below(thing)), asked)
 
 
 def _is_about_amp(uses: list[Use], asked: str | None) -> bool:
@@ -248,10 +248,6 @@ def _is_about_amp(uses: list[Use], asked: str | None) -> bool:
     if names and asked is not None:
         names = [asked]  # of something of torch
     return any(map(_OF_AMP.search, names))
-
-
-def _uses_among(tree: Tree, parts: Iterable[cst.CSTNode]) -> list[Use]:
-    return [tree.use_at[node] for node in parts if node in tree.use_at]
 
 
 @answered_once
