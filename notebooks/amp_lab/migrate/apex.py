@@ -281,7 +281,7 @@ class Rule(Rewriter):
         olds = {alias: _named(self.tree.imported[alias] or "") for alias in nodes.aliases_of(node)}
         if not any(map(_is_apex, olds.values())):
             return
-        count = {alias: self.tree.count_uses(nodes.bound_name(alias), scope) for alias in olds}
+        count = {a: len(self.tree.uses_of(nodes.bound_name(a), scope)) for a in olds}
         if isinstance(node, cst.ImportFrom) and self._can_be_torch(node, olds, count):
             self._import_from_torch(node, olds)
             return

@@ -318,10 +318,10 @@ class Tree:
         """The uses of names that are among some nodes."""
         return [self.use_at[node] for node in parts if node in self.use_at]
 
-    def count_uses(self, name: str, scope: Scope) -> int:
-        """How often a name is used, as it is seen from a scope."""
+    def uses_of(self, name: str, scope: Scope) -> list[Use]:
+        """The uses of a name, as it is seen from a scope."""
         home = scope.find(name)
-        return sum(u.parts[0] == name and u.scope.find(name) is home for u in self.uses)
+        return [u for u in self.uses if u.parts[0] == name and u.scope.find(name) is home]
 
     # Where it is. Positions cost more than parsing, and most files need none.
 

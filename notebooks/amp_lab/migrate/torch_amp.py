@@ -260,10 +260,8 @@ class Rule(Rewriter):
 
     def _calls_alone(self, target: cst.Name, scope: Scope) -> list[cst.Call]:
         """The calls of a name; none if it has other uses, in this file or by an export."""
-        name, home = target.value, scope.find(target.value)
-        same = (u for u in self.tree.uses if u.parts[0] == name and u.scope.find(name) is home)
-        calls = [self.tree.call_of(use.node) for use in same]
-        is_alone = None not in calls and name not in self._exported
+        calls = [self.tree.call_of(use.node) for use in self.tree.uses_of(target.value, scope)]
+        is_alone = None not in calls and target.value not in self._exported
         return [call for call in calls if call is not None] if is_alone else []
 
     def _bring_functools(self, use: Use) -> bool:
@@ -398,7 +396,7 @@ class Rule(Rewriter):
         if self.tree.imports[statement] is scope:
             self.torch.offer(scope, statement)
         planned = self._plan_uses(uses)
-        if len(planned) < len(uses) or self.tree.count_uses(name, scope) > len(uses):
+        if len(planned) < len(uses) or len(self.tree.uses_of(name, scope)) > len(uses):
             for each in planned:  # the import stays for the rest, so these go past it
                 self._rewrite_alone(*each)
             return
