@@ -552,9 +552,10 @@ assert 0.98 < products * 2 * pixels * hidden**2 / flops <= 1
 # ```
 #
 # What it gave on the CPU of this page stands with [the recorded runs](../data/results/README.md#the-gallery).
-# This is the kind of kernel that Triton writes on a GPU, and that `torch.compile` does not find by
-# itself, because it keeps the order of the layers. For a model of your own it is rarely worth the
-# work; it shows how far the limit is from what the usual rungs reach.
+# For a GPU the same passes are written in Triton, in `amp_lab/bench/triton_tiles.py`
+# [*(not yet seen on a GPU)*](../data/results/README.md "triton-tiles"). `torch.compile` does not find
+# such kernels by itself, because it keeps the order of the layers. For a model of your own it is rarely
+# worth the work; it shows how far the limit is from what the usual rungs reach.
 #
 # ## Where AMP loses
 #

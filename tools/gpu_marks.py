@@ -36,6 +36,7 @@ STATEMENTS = {
     "real-rows": Statement("ops on fake CUDA tensors are those of a real run", ("xray",)),
     "memory-forecast": Statement("forecasts are what the allocator counts", ("memory",)),
     "small-ops": Statement("small ops leave a GPU waiting for its host", ("notebook-10",)),
+    "triton-tiles": Statement("the step in tiles runs there, in Triton", ("tiles",)),
     "apex-o1": Statement("O1 and autocast agree within four roundings", ("notebook-13",)),
 }
 _GAP = r"[\s#]+"  # a blank, or the end of a line in a comment

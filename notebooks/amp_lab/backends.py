@@ -18,6 +18,7 @@ class Backend:
     rng_takes_index: bool = True  # whether its random state is asked for by the device's number
     pins_memory: bool = True  # whether copies to it are faster from page-locked memory
     has_graphs: bool = False  # whether torch.compile can record its kernels, as CUDA graphs do
+    has_triton: bool = False  # whether Triton has kernels for it
     foreach: bool = False
     """Whether torch's optimizers work on all parameters in one call, unless told otherwise, and
     then need room for temporaries as large as all of them (torch.optim, "foreach")."""
@@ -47,11 +48,12 @@ BACKENDS = {
             made_by="NVIDIA, and AMD with ROCm",
             also_called=("gpu", "nvidia", "rocm", "hip", "amd"),
             has_graphs=True,
+            has_triton=True,
             foreach=True,
             fused_attention=True,
             fused_rnn_dtype=torch.float16,
         ),
-        Backend("xpu", "XPU", made_by="Intel", foreach=True),
+        Backend("xpu", "XPU", made_by="Intel", has_triton=True, foreach=True),
         Backend(
             "mps",
             "MPS",

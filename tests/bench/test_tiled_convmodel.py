@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from amp_lab.bench import rungs, runner, tiled_convmodel
+from amp_lab.bench import cpp_tiles, rungs, runner, tiled_convmodel
 from amp_lab.bench.convmodel import ConvModel, quantized_sine
 from amp_lab.bench.fused_convmodel import FusedStep
 from amp_lab.bench.results import Row
@@ -115,6 +115,6 @@ def test_without_a_compiler_tiles_say_so(monkeypatch, tmp_path):
     broken.write_text("#!/bin/sh\necho 'kernel: error: no such instruction' >&2\nexit 1\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    monkeypatch.setattr(tiled_convmodel, "_library", tiled_convmodel._library.__wrapped__)
+    monkeypatch.setattr(tiled_convmodel, "cpp_kernels", cpp_tiles.cpp_kernels.__wrapped__)
     with pytest.raises(OptionError, match=r"does not compile tiled_convmodel\.cpp: kernel: error"):
         TiledStep(ConvModel(32))

@@ -100,7 +100,7 @@ def test_a_missing_package_is_said_in_one_line(monkeypatch, capsys):
         "memory",
         *(
             pytest.param(name, marks=pytest.mark.weekly)
-            for name in ("xray", "article", "train", "latency")
+            for name in ("xray", "tiles", "article", "train", "latency")
         ),
     ],
 )

@@ -198,11 +198,11 @@ RUNGS = (
     ),
     Rung(
         "tiles",
-        "the step by hand in C++: blocks of pixels that stay in the cache, see tiled_convmodel.py",
+        "the step by hand, a kernel for each pass over the pixels, see tiled_convmodel.py",
         exists=lambda case: (
             bool(case.workload.in_tiles)
             and case.precision is Precision.BF16
-            and backend(case.device).is_host
+            and (backend(case.device).is_host or backend(case.device).has_triton)
         ),
         apply=lambda recipe: replace(recipe, by_hand=recipe.case.workload.in_tiles),
     ),

@@ -42,7 +42,8 @@ class Workload:
     many_layers: bool = False  # whether torch.compile takes minutes for it on a CPU
     # From model and dtype, what returns the loss of inputs and target, and sets all gradients.
     by_hand: Callable[..., Callable] | None = field(default=None, repr=False)
-    in_tiles: Callable[..., Callable] | None = field(default=None, repr=False)  # the same in C++
+    # The same in few kernels of its own.
+    in_tiles: Callable[..., Callable] | None = field(default=None, repr=False)
 
     @property
     def title(self) -> str:
