@@ -38,8 +38,6 @@ html_copy_source = html_show_sourcelink = html_show_copyright = False
 html_permalinks_icon = "#"
 html_math_renderer = "mathml"
 html_use_index = False  # its search does better
-# A summary is fetched from the page that was found, which a browser refuses for file://.
-html_show_search_summary = False
 html_theme_options = {"navigation_with_keys": True}
 add_module_names = False
 python_display_short_literal_types = True

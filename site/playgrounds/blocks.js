@@ -62,12 +62,15 @@ const AmpBlocks = (() => {
     return { rows: made, bits };
   }
 
-  /** What a row lost: the signal to noise ratio in dB, and the share that became zero. */
-  function loss(before, after) {
+  /** What a row lost: the signal to noise ratio in dB, but for the outlier at a place, if there is
+      one, beside which any noise is small; and the share that became zero. */
+  function loss(before, after, outlier = -1) {
     let signal = 0, noise = 0, zeros = 0;
     before.forEach((value, i) => {
-      signal += value ** 2;
-      noise += (value - after[i]) ** 2;
+      if (i !== outlier) {
+        signal += value ** 2;
+        noise += (value - after[i]) ** 2;
+      }
       if (value !== 0 && after[i] === 0) zeros += 1;
     });
     return { sqnr: noise === 0 ? Infinity : 10 * Math.log10(signal / noise), zeros: zeros / before.length };

@@ -4,6 +4,7 @@
 AmpPlayground.register("block_scaling", (box) => {
   const { el, svg, text, percent, power } = AmpPlayground;
   const COLUMNS = 64;
+  const OUTLIER = 20;
   const state = { preset: "outlier", size: 8, row: null };
 
   /* Four rows, like neurons of a layer; the first is the one that is drawn. */
@@ -12,7 +13,7 @@ AmpPlayground.register("block_scaling", (box) => {
     const normal = () => Math.sqrt(-2 * Math.log(1 - random())) * Math.cos(2 * Math.PI * random());
     const made = Array.from({ length: 4 }, () => Array.from({ length: COLUMNS }, () => Math.fround(normal())));
     const factor = 2 ** state.size;
-    if (state.preset === "outlier") made[0][20] = Math.fround(factor);
+    if (state.preset === "outlier") made[0][OUTLIER] = Math.fround(factor);
     if (state.preset === "other") made[1] = made[1].map((value) => Math.fround(value * factor));
     if (state.preset === "decay") made[0] = made[0].map((value, i) => Math.fround(value * 2 ** ((-state.size * i) / COLUMNS)));
     if (state.preset === "typed") return [state.row];
@@ -44,7 +45,7 @@ AmpPlayground.register("block_scaling", (box) => {
   sized.append(size.said);
   box.append(
     el("div", { class: "pg-row" }, AmpPlayground.labelled("Values", chooser), sized), own, problem, results,
-    el("p", { class: "pg-legend" }, "Outline: the value, on a scale of powers of two. Filled: what is kept of it. Red: it became zero."),
+    el("p", { class: "pg-legend" }, "Outline: the value, on a scale of powers of two. Filled: what is kept of it. Red: it became zero. Signal to noise is that of all values but the outlier."),
     status,
   );
 
@@ -80,9 +81,10 @@ AmpPlayground.register("block_scaling", (box) => {
   function show() {
     const all = rows();
     const before = all[0];
+    const outlier = state.preset === "outlier" ? OUTLIER : -1;
     const compared = AmpBlocks.SCHEMES.map((scheme) => {
       const { rows: made, bits } = AmpBlocks.apply(scheme, all);
-      return { scheme, bits, after: made[0], ...AmpBlocks.loss(before, made[0]) };
+      return { scheme, bits, after: made[0], ...AmpBlocks.loss(before, made[0], outlier) };
     });
     const lines = compared.map(({ scheme, bits, sqnr, zeros, after }) => ({
       cells: [

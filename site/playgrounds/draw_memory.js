@@ -4,7 +4,7 @@
 AmpPlayground.register("memory", (box) => {
   const M = AmpMemory;
   const { el, svg } = AmpPlayground;
-  const CARDS = [8, 16, 24, 32, 48, 80, 96, 141, 192]; // GiB
+  const CARDS = [8, 16, 24, 32, 48, 80, 96, 141, 192]; // GB, as cards are sold: about as many GiB are there
   const PARTS = ["weights", "casts", "gradients", "optimizer", "activations"];
   const NAMES = ["weights", "weights cast by autocast", "gradients", "optimizer state", "activations"];
   const SHADES = [0.95, 0.35, 0.7, 0.5, 0.2];
@@ -68,7 +68,7 @@ AmpPlayground.register("memory", (box) => {
     results.replaceChildren(AmpPlayground.table("Memory by precision; the bars stack these parts from dark to light", heads, rows));
     status.textContent = found.map(({ name, bytes }) => {
       const card = CARDS.find((size) => size * 2 ** 30 * 0.9 >= bytes.total);
-      return `${name}: ${gib(bytes.total)}, ${card ? `which a card of ${card} GiB holds` : "more than one card holds"}`;
+      return `${name}: ${gib(bytes.total)}, ${card ? `which a card sold as ${card} GB holds` : "more than one card holds"}`;
     }).join("; ") + ".";
   }
 

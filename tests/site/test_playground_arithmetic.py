@@ -1,6 +1,7 @@
 """The playgrounds' arithmetic against torch's, in a real browser."""
 
 import base64
+import math
 import re
 
 import pytest
@@ -224,6 +225,16 @@ def test_blocks_are_scaled_as_torch_would(page, key):
         [key, rows.tolist()],
     )
     torch.testing.assert_close(torch.tensor(got), block_scaled(rows, key), rtol=0, atol=0)
+
+
+def test_what_a_row_lost_leaves_the_outlier_out(page):
+    before, after = [1.0, 1000.0, -2.0, 0.5], [1.0, 900.0, -1.0, 0.0]
+    lost = "([before, after, outlier]) => AmpBlocks.loss(before, after, outlier)"
+    others = page.evaluate(lost, [before, after, 1])
+    assert others["sqnr"] == pytest.approx(10 * math.log10(5.25 / 1.25))
+    assert others["zeros"] == 0.25
+    whole = page.evaluate(lost, [before, after, -1])
+    assert whole["sqnr"] == pytest.approx(10 * math.log10(1000005.25 / 10001.25))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "sgd-momentum", "adam"])

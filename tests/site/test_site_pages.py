@@ -106,12 +106,20 @@ def test_an_address_makes_a_sitemap_and_whole_links_to_the_picture(site):
 
 
 def test_search_works_from_a_file(visit):
-    page = visit(["search.html", "q=underflow"][0])
+    page = visit("search.html")
     page.goto(f"{page.url}?q=underflow")
     page.wait_for_selector("ul.search li a")
     assert "01_number_formats.html" in " ".join(
         page.locator("ul.search li a").evaluate_all("links => links.map((a) => a.href)")
     )
+
+
+def test_a_page_that_was_found_opens_where_the_words_stand(visit):
+    page = visit("search.html")
+    page.goto(f"{page.url}?q=expected+scalar+type+Half+but+found+Float")
+    page.locator("ul.search li a").first.click()
+    page.wait_for_url("**/08_when_amp_breaks.html*")
+    page.wait_for_function("scrollY > 300")
 
 
 def test_the_api_pages_have_signatures_examples_and_links(site):
