@@ -131,7 +131,7 @@ def train_amp(model, optimizer, batches, dtype, scaler):
 # What are they for?
 #
 # - **`torch.autocast`** picks the precision of each op in its block: 16 bits for matrix products and
-#   convolutions, fp32 for what needs it, such as the cross-entropy. The weights stay in fp32.
+#   convolutions, fp32 for what needs it, such as most losses. The weights stay in fp32.
 #   [Notebook 02](02_autocast_dtypes.ipynb) shows which op gets what.
 # - **The scaler** is there for fp16 alone. In fp16 a gradient smaller than about 3e-8 becomes zero.
 #   So `scale` multiplies the loss, and with it all gradients, by a large number, and `step` divides

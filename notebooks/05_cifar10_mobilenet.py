@@ -802,7 +802,8 @@ for size, values in intensity.items():
 #
 # - AMP changed or added six lines of the loop. With `enabled=`, one loop serves every precision, and
 #   one scaler serves the whole run.
-# - Accuracy was kept: the precisions differed by no more than seeds and a finite test set explain.
+# - The precisions differed by no more than seeds and a finite test set explain. So few images would not
+#   have shown a loss of a few points.
 # - Autocast pays where there is enough arithmetic to speed up. Time it on your shapes. If it loses, time the
 #   layers by kind, and leave those that lose in FP32.
 # - Call `unscale_` before clipping, or `max_norm` means nothing; with Adam the mistake does not show.

@@ -21,8 +21,8 @@
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for the scaler. You need no GPU. On a CPU the processes share
-# its cores and talk through the machine's own network, so nothing gets faster, but all that is sent
-# and held can be counted. It takes a minute or two.
+# its cores and talk through the machine's own network, so such a small model gets no faster, but all
+# that is sent and held can be counted. It takes a minute or two.
 
 # %% tags=["nbval-ignore-output"]
 import functools

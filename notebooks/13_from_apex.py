@@ -674,7 +674,7 @@ assert (asked.get_scale(), got.get_scale()) == (1024, 65536)
 #
 # ### Let a tool do it
 #
-# `amp-lab migrate PATH` rewrites files and notebooks: the old names with exactly the behaviour that
+# `amp-lab migrate PATH` rewrites files and notebooks: the old names with the behaviour that
 # they had, and those names of Apex for which torch has an exact equal. It leaves magics and choices
 # between versions, reports the rest, and mistakes that it can prove. This is part of a program from
 # 2021, which runs in fp16 on a GPU, and in bf16 on a CPU. Both traps are in it:

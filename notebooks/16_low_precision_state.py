@@ -518,7 +518,7 @@ for name, make in OPTIMIZERS.items():
 # ## Summary
 #
 # - A bf16 weight moves only if the update is more than half of the distance to the next number. At
-#   small learning rates most weights never move.
+#   small learning rates most weights stand still in a step.
 # - Stochastic rounding, Kahan summation (two bytes more) and fp32 masters (four bytes more) each
 #   cure it.
 # - Eight bits, or even four, are enough for Adam's state, if its squares are kept from becoming

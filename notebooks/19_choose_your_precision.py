@@ -135,8 +135,9 @@ print("V100, a model trained in bf16:", choose(turing, "infer", trained_in="bf16
 # | hardware | what surprises its users |
 # |---|---|
 # | GTX 16 | fp16 gives NaN in some models ([pytorch 58123](https://github.com/pytorch/pytorch/issues/58123), [77955](https://github.com/pytorch/pytorch/issues/77955)): use fp32 |
+# | V100, GTX 10 | of PyTorch's builds only those for CUDA 12.6 have kernels for them ([pytorch 172351](https://github.com/pytorch/pytorch/issues/172351)) |
 # | V100, T4, RTX 20 | bf16 runs, but is emulated; TF32 does not exist |
-# | RTX 30, RTX 40 | the highest rate in a data sheet is that of fp16 products summed in fp16; PyTorch sums in fp32, at half of it ([NVIDIA](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf)). Nothing is to be done |
+# | RTX 30, RTX 40 | the highest rate in a data sheet is that of fp16 products summed in fp16; PyTorch sums in fp32, at half of it ([NVIDIA](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf)). `torch.backends.cuda.matmul.allow_fp16_accumulation` lets it sum in fp16, where sums overflow and small summands get lost ([01](01_number_formats.ipynb)): for inference at most |
 # | MI210, MI250 | products in 16 bits take subnormals as 0, which fp16 has many of in its gradients; PyTorch therefore computes fp16's backward products with bf16 inputs ([PyTorch](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html)): use bf16 |
 # | MI300 | its FP8 is *fnuz*: the same bits stand for half the value that they have elsewhere ([15](15_below_16_bits.ipynb)) |
 # | Arc A | has no float64, which `GradScaler` needs: use bf16. Arc B has it ([pytorch 147731](https://github.com/pytorch/pytorch/issues/147731)). The device is called `xpu` |

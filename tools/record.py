@@ -58,7 +58,7 @@ COSTS = {  # what our own code costs or gains: the files, and where in them (in 
             ("gpt-nano, 8x256", "gpt-nano 8x256"),
         )
     },
-    "two processes, times as fast as one, in bf16": {
+    "two processes of a core each, times as fast as one, in bf16": {
         "DDP": SCALE.format(", ddp"),
         "FSDP2": SCALE.format(", fsdp"),
         "two that exchange nothing, the limit": SCALE.format(" apart"),
