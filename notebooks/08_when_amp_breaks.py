@@ -2127,20 +2127,21 @@ assert (
 # range of fp32 and 11 significant bits. PyTorch has two sets of names for that switch, and refuses
 # to answer when they contradict each other.
 #
-# **The fix.** Use one set of names everywhere. The new name is `fp32_precision`, with the values
-# `"ieee"` and `"tf32"`. [Notebook 19](19_choose_your_precision.ipynb#What-fp32-means) shows what each
-# mode changes.
+# **The fix.** Set the mode of products with `torch.set_float32_matmul_precision`, and that of
+# convolutions with `torch.backends.cudnn.allow_tf32`. Each sets old and new names alike. Whoever sets
+# the new name, `fp32_precision`, by itself gets this error as soon as anyone reads an old one.
+# [Notebook 19](19_choose_your_precision.ipynb#What-fp32-means) shows what each mode changes.
 
 # %%
-torch.backends.cuda.matmul.fp32_precision = "ieee"
-assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+matmul = torch.backends.cuda.matmul
+for mode, new_name, is_tf32 in (("high", "tf32", True), ("highest", "ieee", False)):
+    torch.set_float32_matmul_precision(mode)
+    assert (matmul.fp32_precision, matmul.allow_tf32) == (new_name, is_tf32)
 assert 2 * 2**-11 < 0.001  # two factors, each rounded to 11 bits, against fp32's 24
-torch.backends.cuda.matmul.allow_tf32 = False  # as it was
-assert not torch.backends.cuda.matmul.allow_tf32
 
 # %% [markdown]
-# **Notice it earlier.** Search your code and your libraries for `allow_tf32` and
-# `set_float32_matmul_precision`, and print the setting when a run starts.
+# **Notice it earlier.** Search your code and your libraries for `allow_tf32` and `fp32_precision`, and
+# print the setting when a run starts.
 
 # %% [markdown]
 # ### 38 An FFT is refused in half precision

@@ -153,7 +153,7 @@ def draw(data, count, generator, length=64):
 
 
 def loss_of(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 # %% [markdown]
@@ -199,9 +199,9 @@ assert found["token"] == found["blocks.0"] == torch.float32
 assert found["blocks.0.attention.rotate"] == found["logits"] == torch.bfloat16
 
 # %% [markdown]
-# The logits leave in bf16, and the loss takes them up to fp32 again, as autocast's list has it.
-# Without autocast it does not: in a model that is *cast* to bf16, call `.float()` on the logits before
-# the loss, as libraries do.
+# The logits leave in bf16. On a GPU `cross_entropy` rounds its log-softmax to the dtype that it is given,
+# under autocast too ([notebook 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy)). So
+# `loss_of` calls `.float()` on the logits, as libraries do.
 #
 # A cast model has a bf16 stream, and one more trap: its rotations. What may be bf16 there, and what
 # may not? We round each part in turn and look at the cosines of 4,096 places:
@@ -677,7 +677,8 @@ if folder:
 # ## Summary
 #
 # - Under autocast over fp32 weights the products of a transformer are in 16 bits, and on CUDA norms,
-#   rotations, the residual stream and the loss in fp32. Over bf16 weights the stream is bf16.
+#   rotations and the residual stream in fp32. Over bf16 weights the stream is bf16.
+# - Give the loss its logits in fp32: `.float()`.
 # - Cosines may be rounded to bf16, rates and places not: load in a dtype, do not cast afterwards.
 # - q, k and v need one dtype, and flash attention wants 16 bits.
 # - The logits can be the largest tensor of a step. Compute their loss in chunks.

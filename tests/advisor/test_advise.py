@@ -16,12 +16,14 @@ from torch import nn
 from amp_lab import Precision, advise
 from amp_lab.advisor import session
 from amp_lab.advisor.learning import Learning
+from amp_lab.advisor.outlook import first_look
 from amp_lab.advisor.recipes import (
     INFERENCE,
     TRAINING,
     Candidate,
     Case,
     Recipe,
+    Step,
     loss_of,
     program,
     recipes,
@@ -399,3 +401,54 @@ def test_mistakes_are_told_in_a_line(call, error, said):
     with pytest.raises(error, match=said) as raised:
         call()
     assert "\n" not in str(raised.value)
+
+
+class Inverse(torch.autograd.Function):
+    """Its backward pass multiplies two dtypes under autocast."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight.T, x.T @ grad
+
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return Inverse.apply(x, self.weight)
+
+
+def test_inference_is_not_ruled_out_by_the_backward_pass():
+    look = first_look(Case(Custom(), (torch.randn(4, 8),), loss_fn=lambda out: out.float().mean()))
+    for precision in (Precision.BF16, Precision.FP16):
+        assert look.why_not(Recipe(TRAINING, precision))[0] == "raises"
+        assert look.why_not(Recipe(INFERENCE, precision)) == ("", "")
+
+
+def test_the_lines_move_dicts_within_inputs():
+    class Nested(nn.Linear):
+        def forward(self, parts, *, more):
+            return super().forward(parts["x"]) + super().forward(more["deep"][0]["y"])
+
+    x, y = torch.randn(2, 8), torch.randn(2, 8)
+    case = Case(
+        Nested(8, 8), ({"x": x},), {"more": {"deep": [{"y": y}]}}, device=torch.device("cpu")
+    )
+    step = Step(case, Recipe(INFERENCE, Precision.BF16, cast=True))
+    assert step().dtype is torch.bfloat16
+
+
+def test_an_error_stands_below_the_table_and_once():
+    case = Case(Custom(), (torch.randn(4, 8),), loss_fn=lambda out: out.float().mean())
+    said = str(session.forecast(case, first_look(case)))
+    assert max(map(len, said.partition("Look at:")[0].splitlines())) < 120
+    assert "raises: see below" in said
+    assert said.count("backward pass of Inverse") == 2  # in X-ray's words, in each precision

@@ -23,6 +23,12 @@ class Language(nn.Sequential):
         loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
         return {"loss": loss, "logits": logits}
 def batch(): return {"ids": torch.arange(10).view(2, 5), "labels": torch.arange(10).view(2, 5)}
+class Masked(nn.Sequential):
+    def __init__(self): super().__init__(nn.Linear(16, 4))
+    def forward(self, parts):
+        assert parts["mask"].unique().tolist() == [0, 1], "no mask"
+        return super().forward(parts["x"]) * parts["mask"]
+def masked(): return ({"x": torch.randn(8, 16), "mask": torch.arange(8.0)[:, None] % 2},)
 def whole(): return mlp(), (torch.randn(8, 16),), {}, lambda output: output.float().abs().mean()
 def loss(output): return output.float().square().mean()
 """
@@ -47,12 +53,15 @@ WAYS = {
     "inputs": ("my_nets:mlp", *INPUT, "--with", "width=16", "--loss", "my_nets:loss"),
     "a file": ("my_nets.py:mlp", *INPUT, "--eval"),
     "a batch": ("my_nets:Language", "--batch", "my_nets:batch", "--loss", ".loss"),
+    "a batch that cannot be drawn": ("my_nets:Masked", "--batch", "my_nets:masked"),
     "ids": ("my_nets:Language", "--input", "int64:2,5<50", "--input", "labels=int64:2,5<50"),
     "all in one": ("my_nets:whole",),
 }
 
 
-@pytest.mark.parametrize("way", WAYS if WEEKLY else ["inputs", "a batch", "all in one"])
+@pytest.mark.parametrize(
+    "way", WAYS if WEEKLY else ["inputs", "a batch that cannot be drawn", "all in one"]
+)
 def test_the_program_that_it_prints_is_whole(models, capsys, way):
     fast = ("--device", "cpu", "--minutes", "0.2", "--format", "json")
     assert main(["advise", *WAYS[way], *fast]) == 0

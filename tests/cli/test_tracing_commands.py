@@ -47,7 +47,7 @@ def test_a_real_run_and_a_fake_one_print_the_same_table(capsys):
 def test_each_parameters_dtypes_when_several_processes_share_it(capsys, tmp_path):
     out = printed(capsys, "xray", NET, *INPUT, "--parallel", "fsdp", "--device", "cpu")
     assert "SqueezeNet under FSDP2, before the first step" in out
-    assert "Inputs: 0 fp32 → bf16." in out
+    assert "Inputs: argument 0 fp32 → bf16." in out
     ddp = ("--parallel", "ddp", "--precision", "fp16", "--reduce-dtype", "bf16")
     found = json.loads(printed(capsys, "xray", NET, *INPUT, *ddp, "--format", "json"))
     (dtypes,) = {(p["stored"], p["computed"], p["reduced"]) for p in found["parameters"]}

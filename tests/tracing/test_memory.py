@@ -12,6 +12,7 @@ from torch import nn
 from amp_lab import Precision, forecast_memory, largest_batch
 from amp_lab.errors import DeviceError, TraceError
 from amp_lab.torch_versions import function_nodes_need_their_parents
+from amp_lab.tracing.memory import compare_memory, parse_bytes
 from gpt import Gpt
 
 pytestmark = pytest.mark.slow
@@ -325,3 +326,24 @@ def test_an_unknown_device_and_an_impossible_shape_are_refused():
     for shape in ((), (0, 4), (-1, 4), (1.5, 4)):
         with pytest.raises(TraceError, match=r"^input shape .*give sizes of 1 or more"):
             largest_batch(nn.Linear(4, 4), shape, memory_bytes=10**9, precision="fp32")
+
+
+def test_a_precision_that_fails_does_not_take_the_others_with_it():
+    def loss(p):
+        return nn.functional.binary_cross_entropy(p.sigmoid(), torch.zeros_like(p))
+
+    found = compare_memory(nn.Linear(8, 8), (4, 8), loss_fn=loss, memory_bytes="1GiB")
+    assert [str(one.precision) for one in found.forecasts] == ["fp32"]
+    assert set(found.failed) == {"fp16", "bf16"}
+    assert "No forecast in fp16: " in str(found)
+    assert "unsafe to autocast" in str(found)
+    assert found.largest.keys() == {"fp32"}
+    with pytest.raises(TraceError, match="unsafe to autocast"):
+        compare_memory(nn.Linear(8, 8), (4, 8), loss_fn=loss, precisions=("fp16",))
+
+
+def test_a_small_memory_without_a_unit_is_asked_about():
+    with pytest.raises(TraceError, match="'24' would be 24 bytes: give a unit, as 24GiB"):
+        parse_bytes("24")
+    assert parse_bytes(24) == 24
+    assert parse_bytes(str(2**30)) == 2**30

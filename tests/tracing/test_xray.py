@@ -451,3 +451,35 @@ def test_what_cannot_be_is_told_in_one_line(model, inputs, options, error, said)
         xray(model, *inputs, **options)
     assert isinstance(raised.value, AmpLabError)
     assert len(str(raised.value).splitlines()) == 1
+
+
+def test_a_model_that_fails_in_fp32_too_is_told_in_fp32():
+    pixels = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+    with pytest.raises(TraceError, match=r"unsigned char.*float") as raised:
+        xray(nn.Conv2d(3, 4, 3), pixels, dtype=BF16)
+    assert "BFloat16" not in str(raised.value)
+
+
+class Takes(nn.Linear):
+    def forward(self, x, **given):
+        return super().forward(x) + len(given)
+
+
+@pytest.mark.parametrize(("name", "own"), [("device", "device_type="), ("precision", "dtype=")])
+def test_an_argument_of_other_tools_is_no_input(name, own):
+    with pytest.raises(TraceError, match=f"has no {name}=, and the model neither: give {own}"):
+        xray(Takes(4, 4), torch.empty(2, 4), **{name: "cpu"})
+    assert xray(Takes(4, 4), torch.empty(2, 4), mask="any").rows
+
+
+def test_complex_products_are_said_to_be_left_alone():
+    class Spectral(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(33, 33, dtype=torch.complex64))
+
+        def forward(self, x):
+            return torch.fft.irfft(torch.fft.rfft(x) @ self.weight)
+
+    said = "\n".join(xray(Spectral(), torch.randn(8, 64), dtype=BF16).advice)
+    assert "stays in complex numbers or integers, because autocast leaves alone what is no" in said

@@ -133,7 +133,7 @@ class Answers:
         """Infer with a recipe, which needs no loss scale, and note how far off it is."""
         step, most = Step(self._case, candidate.recipe), TOLERANCE[candidate.recipe.precision]
         off = distance(_floats(step()), self._right)
-        candidate.against_fp32 = f"output {off:.2%} off"
+        candidate.against_fp32 = f"output {off:.2%} off" if off < math.inf else "output not finite"
         candidate.reason = "" if off <= most else f"its output may be {most:.1%} off at most"
         candidate.seconds = measure(step, device=self._case.device, warmup=0, repeats=3).median_s
         return step

@@ -1,10 +1,13 @@
 """What can be said before anything runs: dtypes, and memory, on a device that need not be here."""
 
 import contextlib
+import copy
+import functools
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from amp_lab.advisor.recipes import TRAINING, Case, Recipe
+from amp_lab.advisor.recipes import INFERENCE, TRAINING, Case, Recipe
 from amp_lab.backends import backend
 from amp_lab.device import describe_device
 from amp_lab.errors import TraceError
@@ -22,6 +25,7 @@ class Outlook:
     """What X-ray and forecast say of a case."""
 
     memory_bytes: int | None = None
+    raises: dict[tuple[str, Precision], str] = field(default_factory=dict)  # under autocast
     xrays: dict[Precision, Xray] = field(default_factory=dict)
     memory: dict[tuple, tuple[int, int | None]] = field(default_factory=dict)
     """Peak and largest batch by use, and by whether autocast or a cast makes it low precision."""
@@ -33,10 +37,11 @@ class Outlook:
 
     def why_not(self, recipe: Recipe) -> tuple[str, str]:
         """Why a recipe need not be tried, as a verdict and its reason; empty if it may run."""
-        seen, peak = self.xrays.get(recipe.precision), self.memory_of(recipe)[0]
-        if seen and seen.raised and recipe.autocasts:
-            return "raises", seen.raised
-        over = (peak or 0) - (1 - _RESERVE) * (self.memory_bytes or float("inf"))
+        raised = self.raises.get((recipe.use, recipe.precision))
+        if raised and recipe.autocasts:
+            return "raises", raised
+        peak, usable = self.memory_of(recipe)[0], (1 - _RESERVE) * (self.memory_bytes or math.inf)
+        over = (peak or 0) - usable
         return ("does not fit", f"{bytes_text(over)} too much") if over > 0 else ("", "")
 
 
@@ -50,10 +55,15 @@ def first_look(case: Case, memory: int | str | None = None) -> Outlook:
     kind, is_here = case.device.type, backend(case.device).is_available()
     own = describe_device(case.device).memory_bytes if is_here else None
     look = Outlook(own if memory is None else parse_bytes(memory))
-    options: dict[str, Any] = {"device_type": kind, "loss_fn": case.loss_fn, **case.kwargs}
+    loss: dict[str, Any] = {"loss_fn": case.loss_fn}
     try:
         for precision in (Precision.BF16, Precision.FP16):
-            look.xrays[precision] = xray(case.model, *case.args, dtype=precision.dtype, **options)
+            see = functools.partial(xray, dtype=precision.dtype, device_type=kind, **case.kwargs)
+            seen = look.xrays[precision] = see(case.model, *case.args, **loss)
+            if seen.raised:  # perhaps in what inference has not: the loss, or a backward pass
+                alone = copy.deepcopy(case.model).requires_grad_(False).eval()
+                found = {TRAINING: seen.raised, INFERENCE: see(alone, *case.args).raised}
+                look.raises |= {(use, precision): why for use, why in found.items() if why}
         for use in case.uses:
             _forecast(case, use, look)
     except TraceError as error:
@@ -65,7 +75,7 @@ def first_look(case: Case, memory: int | str | None = None) -> Outlook:
 
 def _forecast(case: Case, use: str, look: Outlook) -> None:
     """The memory of a step in fp32, under autocast, and with weights that are cast."""
-    low = [Recipe(use, p) for p, seen in look.xrays.items() if not seen.raised][:1]
+    low = [Recipe(use, p) for p in look.xrays if (use, p) not in look.raises][:1]
     for recipe in (Recipe(use), *low, Recipe(use, Precision.BF16, cast=True)):
         made, trains = case.copied(recipe), use == TRAINING
         if not trains:  # without gradients a step is a forward pass

@@ -78,20 +78,27 @@ class Advice(Printed):
         }
 
     def _table(self) -> Table:
+        told = "\n".join(self.watch)
+        errors = {c.reason: f"{c.name}: {c.reason}" for c in self.candidates if _is_long(c.reason)}
         return Table(
             ["for", "recipe", "ms", "speed-up", "against fp32", "peak", "batch", "verdict"],
             [_cells(candidate) for candidate in self.candidates],
             caption=self.title,
             facts=["Peak and largest batch are forecasts; a speed-up comes with its interval."],
-            advice=self.watch,
+            advice=[*self.watch, *(line for why, line in errors.items() if why not in told)],
             right=(2, 5, 6),
         )
+
+
+def _is_long(reason: str) -> bool:
+    return len(reason) > 60  # an error, which would make a table of one column
 
 
 def _cells(c: Candidate) -> list[str]:
     time = f"{1e3 * c.time_s.median:.3g}" if c.time_s and c.time_s.trusted else "-"
     peak = "-" if c.peak_bytes is None else bytes_text(c.peak_bytes)
     batch = "-" if c.largest_batch is None else f"{c.largest_batch:,}"
-    verdict = f"{c.verdict}: {c.reason}" if c.reason else c.verdict
+    why = "see below" if _is_long(c.reason) else c.reason
+    verdict = f"{c.verdict}: {why}" if why else c.verdict
     off = c.against_fp32 or "-"
     return [c.recipe.use, c.name, time, str(c.speedup or "-"), off, peak, batch, verdict]

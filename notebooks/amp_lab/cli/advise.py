@@ -75,7 +75,13 @@ def _beginning(options: argparse.Namespace, given: GivenModel) -> str:
         own_loss = given.loss_fn is not None and not options.loss
         made = made.replace("model", "model, *_, loss_fn" if own_loss else "model, *_", 1)
     body = ["torch.manual_seed(0)", made, *["model.eval()"] * options.eval]
-    body += [f"args = {_drawn(given.args)}", f"kwargs = {_drawn(given.kwargs)}"]
+    if options.batch:
+        more, batch = _imported(options.batch)
+        imports += more
+        call = f"{batch}{'()' * callable(find(options.batch))}"
+        body.append(f"args, kwargs = {given.form.format(call)}")
+    else:
+        body += [f"args = {_drawn(given.args)}", f"kwargs = {_drawn(given.kwargs)}"]
     if options.loss and options.loss.startswith("."):
         part = options.loss[1:]
         value = f"output[{part!r}] if isinstance(output, dict) else output.{part}"

@@ -105,14 +105,14 @@ def drawn(specs: Iterable[InputSpec], with_values: bool) -> tuple[tuple, dict[st
     return tuple(args), kwargs
 
 
-def batch_of(target: str) -> tuple[tuple, dict[str, Any]]:
-    """The arguments that ``--batch`` returns. Raises `OptionError` if it does not."""
+def batch_of(target: str) -> tuple[tuple, dict[str, Any], str]:
+    """The arguments that ``--batch`` returns, and its form. Raises `OptionError` if it does not."""
     found = find(target)
     made = called(f"--batch {target!r}", found, {}) if callable(found) else found
     args, kwargs = arguments_in(made, f"--batch {target!r}")
     if not args and not kwargs:
         raise OptionError(f"--batch {target!r} returns no arguments")
-    return args, kwargs
+    return args, kwargs, form_of(made)
 
 
 def arguments_in(made: Any, what: str) -> tuple[tuple, dict[str, Any]]:
@@ -126,11 +126,18 @@ def arguments_in(made: Any, what: str) -> tuple[tuple, dict[str, Any]]:
     if not isinstance(made, (tuple, list)):
         kinds = "a tensor, a tuple, a dict or (args, kwargs)"
         raise OptionError(f"{what} returns a {type(made).__name__} as the inputs: give {kinds}")
-    both = len(made) == 2 and isinstance(made[0], (tuple, list)) and isinstance(made[1], Mapping)
-    args, kwargs = made if both else (made, {})
+    args, kwargs = made if form_of(made) == "{}" else (made, {})
     if not all(isinstance(name, str) for name in kwargs):
         raise OptionError(f"{what}: the names of arguments are strings: {list(kwargs)[:3]}")
     return tuple(args), dict(kwargs)
+
+
+def form_of(made: Any) -> str:
+    """How Python makes args and kwargs of such inputs, whose name is to stand at ``{}``."""
+    if not isinstance(made, (tuple, list)):
+        return "(), dict({})" if isinstance(made, Mapping) else "({},), {{}}"
+    both = len(made) == 2 and isinstance(made[0], (tuple, list)) and isinstance(made[1], Mapping)
+    return "{}" if both else "tuple({}), {{}}"
 
 
 def _bound(text: str, below: str, dtype: str) -> int:

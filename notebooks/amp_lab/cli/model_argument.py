@@ -38,6 +38,7 @@ class GivenModel:
     kwargs: dict[str, Any] = field(default_factory=dict)
     loss_fn: Callable[[Any], Any] | None = None  # gets the output
     returned: int = 0  # parts of the tuple that the callable returned; 0: the model alone
+    form: str = ""  # of what --batch returns, see `form_of`
     observer: "Observer" = field(init=False)
     """What a run of the model in the block of `given_model` has shown."""
 
@@ -110,7 +111,7 @@ def _loaded(options: argparse.Namespace, target: str, with_values: bool) -> Give
     if specs:
         given.args, given.kwargs = drawn(specs, with_values)
     elif options.batch:
-        given.args, given.kwargs = batch_of(options.batch)
+        given.args, given.kwargs, given.form = batch_of(options.batch)
     _check_there_are_inputs(given)
     # In the order of the tensors: those by position, then the keywords.
     below = [spec.below for spec in sorted(specs, key=lambda spec: spec.name is not None)]

@@ -156,6 +156,9 @@ def _imported(target: str, module_name: str) -> ModuleType:
         return importlib.import_module(module_name)
     except BaseException as error:  # whatever the user's code raises
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if module_name.endswith(".ipynb"):
+            what = "a notebook cannot be imported: put the model into a file FILE.py"
+            raise OptionError(f"{target!r}: {what}") from None
         # A module that the user's own imports is another matter: there the whole error is of use.
         if missing and f"{module_name}.".startswith(f"{missing}."):
             here = [path.stem for path in Path().glob("*.py")]

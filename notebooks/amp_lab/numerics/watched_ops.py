@@ -88,7 +88,8 @@ def _results(func: Any, all_finite: bool) -> int:
 def outputs(func: Any, out: object, *, all_finite: bool) -> list[torch.Tensor]:
     """The tensors an op returned that are results; and, if all before were finite, may not be."""
     count = _results(func, all_finite)
-    return tensors_in(out[:count] if isinstance(out, (tuple, list)) else out) if count else []
+    results = out[:count] if isinstance(out, (tuple, list)) else (out,)
+    return [tensor for one in results for tensor in tensors_in(one)] if count else []
 
 
 def argument_summaries(call: Call, bad: list[torch.Tensor]) -> Iterator[TensorSummary]:

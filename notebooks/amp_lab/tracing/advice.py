@@ -82,7 +82,8 @@ def _work_left_wide(seen: Tracer) -> Iterator[str]:
         untouched = _is_untouched(rows, seen.rows)
         if share >= (_TINY if untouched else LARGE):
             what = " autocast leaves it untouched," if untouched else ""
-            stays = f"{100 * share:.1f} % of the work stays in {short_name(dtype)}"
+            kept = short_name(dtype) if dtype else "complex numbers or integers"
+            stays = f"{100 * share:.1f} % of the work stays in {kept}"
             yield f"{subject}:{what} {stays}, because {why}."
 
 
@@ -179,6 +180,8 @@ def _why_wide(row: OpRecord, device_type: str) -> str:
         return "autocast is switched off there"
     if row.dtype is torch.float64:
         return "autocast leaves fp64 alone"
+    if row.dtype is None:
+        return "autocast leaves alone what is no floating-point number"
     if row.called.endswith("_") and not row.called.endswith("__"):
         return "autocast does not cast for in-place ops"
     return f"autocast on {device_type} has no rule that casts this call"

@@ -155,18 +155,24 @@ def memory_table(
     total = None if memory_bytes is None else parse_bytes(memory_bytes)
     limit = None if total is None else int(total * (1 - reserve))
     solved: dict[str, MemoryByBatch] = {}
-    forecasts, reason = [], ""
+    forecasts, reason, failed = [], "", dict[str, TraceError]()
     with training_steps(model, device_type, precisions, **options) as steps:
         for step in steps:
             try:
                 by = MemoryByBatch(step, inputs, limit, known=tuple(solved.values()))
             except Exception as error:  # whatever the model raises at a batch that was not given
-                # If what was given fails too, that is the error to tell.
-                forecasts.append(step.trace(*inputs.of(inputs.batch, step.traced_on)).forecast())
-                reason = first_line(error)
+                try:
+                    trace = step.trace(*inputs.of(inputs.batch, step.traced_on))
+                except TraceError as failure:  # what was given fails too
+                    failed[str(step.precision)] = failure
+                else:
+                    forecasts.append(trace.forecast())
+                    reason = first_line(error)
             else:
                 solved[str(step.precision)] = by
                 forecasts.append(by.at(inputs.batch))
+    if not forecasts or "fp32" in failed:  # then the model or its inputs are wrong
+        raise next(iter(failed.values()))
     largest = {} if limit is None else {p: by.largest for p, by in solved.items()}
     # A quarter beyond the largest batch, so that the figure shows where the curves cross the limit.
     end = max([2 * inputs.batch, 16, *(5 * n // 4 for n in largest.values())])
@@ -179,6 +185,7 @@ def memory_table(
         reserve=reserve,
         not_extrapolated=reason,
         held=inputs.held,
+        failed={precision: str(error) for precision, error in failed.items()},
     )
 
 
@@ -190,12 +197,14 @@ _UNITS = {"": 1, "b": 1} | {
 
 
 def parse_bytes(text: str | int) -> int:
-    """The number of bytes in ``"24GiB"`` (24 x 2^30), ``"24 GB"`` (24 x 10^9) or ``"512"``.
+    """The number of bytes in ``"24GiB"`` (24 x 2^30), ``"24 GB"`` (24 x 10^9) or ``"25769803776"``.
 
     Raises `TraceError` for anything else, for a bare ``"24G"`` (it does not say which of the two it
-    means), and for less than one byte or more than 2^62.
+    means), less than one byte or more than 2^62, and less than 1 MiB in a text without a unit.
     """
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", str(text).strip().lower())
+    if isinstance(text, str) and text.strip().isdecimal() and int(text) < 2**20:
+        raise TraceError(f"memory {text!r} would be {text} bytes: give a unit, as {text}GiB")
     unit = _UNITS.get(match[2]) if match else None
     count = Fraction(match[1]) * unit if match and unit else None  # exact, unlike 1.1 * 10**9
     if count is None or (unit == 1 and count.denominator > 1):

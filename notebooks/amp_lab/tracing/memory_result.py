@@ -76,6 +76,7 @@ class MemoryTable(Printed):
     reserve: float = 0.0  # share of the memory that is left to the driver and to fragmentation
     not_extrapolated: str = ""  # why there is no largest batch
     held: tuple[tuple[int, ...], ...] = ()  # shapes of inputs that do not grow with the batch
+    failed: dict[str, str] = field(default_factory=dict)  # why there is none, by precision
     loss_left_out: str | None = None  # what to say if the forecast is too low without a loss
 
     @property
@@ -104,7 +105,7 @@ class MemoryTable(Printed):
                 "largest_batch": self.largest,
                 "not_extrapolated": self.not_extrapolated,
             }
-        return contents | {"loss_left_out": self.loss_left_out}
+        return contents | {"failed": self.failed, "loss_left_out": self.loss_left_out}
 
     def _table(self) -> Table:
         first = self.forecasts[0]
@@ -134,6 +135,7 @@ class MemoryTable(Printed):
             caption=f"{first.model}, input {shapes}, one training step with "
             f"{first.optimizer_name} on {first.device_type}",
             facts=[
+                *(f"No forecast in {name}: {error}." for name, error in self.failed.items()),
                 *([f"Too low: {self.loss_left_out}."] if self.loss_left_out else []),
                 *self._fits(),
                 "The parts are not all there at one time, so they do not add up to the peak.",

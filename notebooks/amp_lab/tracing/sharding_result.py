@@ -130,7 +130,8 @@ class ShardingXray(Printed):
 
     def _facts(self) -> Iterator[str]:
         named = [
-            f"{name} {short_name(given)}" + ("" if given is got else f" → {short_name(got)}")
+            f"{'argument ' * name.isdigit()}{name} {short_name(given)}"
+            + ("" if given is got else f" → {short_name(got)}")
             for name, (given, got) in self.inputs.items()
         ]
         if named:

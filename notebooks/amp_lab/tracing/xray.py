@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,9 @@ def xray(
     if real:
         require_backend(device_type)
     require_model(model)
+    for name, own in (("device", "device_type="), ("precision", "dtype=")):
+        if name in kwargs and name not in inspect.signature(model.forward).parameters:
+            raise TraceError(f"xray has no {name}=, and the model neither: give {own}")
     for name, tensor in model.named_parameters():
         _check_values(tensor, f"parameter {name!r}", real)
     dtype = dtype_for(model, device_type) if dtype is None else dtype
@@ -71,10 +75,12 @@ def xray(
     trace = functools.partial(run, (model, inputs, kwargs), loss_fn, device_type)
     seen, raised = trace(dtype), None
     if seen.error is not None:
-        raised = _explained(seen.error, seen.failed_at, model, (inputs, kwargs))
         # Only what runs without autocast is worth a table: else the model or its inputs are wrong.
-        if off or trace(torch.float32).error is not None:
-            raise TraceError(raised) from seen.error
+        plain = seen if off else trace(torch.float32)
+        if plain.error is not None:
+            why = _explained(plain.error, plain.failed_at, model, (inputs, kwargs))
+            raise TraceError(why) from plain.error
+        raised = _explained(seen.error, seen.failed_at, model, (inputs, kwargs))
     return Xray(
         model=type(model).__name__,
         device_type=device_type,

@@ -99,7 +99,7 @@ def export_model(
         )
     save(path, [content], CheckpointError)
     same = f"{int(agree.sum())} of {agree.numel()} decisions as in fp32"
-    say(f"Read and run: {same}, outputs off by {off:.1e}")
+    say(f"Read and run: {same}; outputs {off:.1e} from the model's in {dtype_name(dtype)}")
     say(f"Written: {path} ({bytes_text(len(content))})")
 
 
@@ -195,7 +195,8 @@ def _inputs(
         images = load_data(whole, data, augment=False, download=False).test
         return next(iter(batches(images, count)))[0]
     except DataError as error:
-        say(f"Checked with random images, for there are no others: {error}")
+        kind = "tokens" if config.dataset in TEXTS else "images"
+        say(f"Checked with random {kind}, since --data has none: {error}")
     draws = torch.Generator().manual_seed(0)
     if config.dataset in TEXTS:
         return torch.randint(classes, (count, config.context or CONTEXT), generator=draws)

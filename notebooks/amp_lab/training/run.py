@@ -241,6 +241,9 @@ class Run:
             f"accuracy {metrics.train_accuracy:.2%}  test loss {metrics.test_loss:.4f}  "
             f"test accuracy {metrics.test_accuracy:.2%}  {self._rate(metrics.images_per_s)}"
         )
+        lost = [epoch for epoch in self.progress.epochs if not math.isfinite(epoch.train_loss)]
+        if len(lost) == 1:
+            self._say("The loss is not finite: try a lower --lr, or find the op (find_nonfinite).")
 
     def _rate(self, per_second: float) -> str:
         """Images a second, or the tokens of passages; with the perplexity of the last test."""
