@@ -314,7 +314,8 @@ def _returned(op: OpOverload, sample: Sample) -> list[torch.dtype]:
 
 def _reason(error: Exception) -> str:
     """Why an op could not be called, in a line."""
-    if isinstance(error, (NotImplementedError, UnsupportedOperatorException)):
+    missing = NotImplementedError, UnsupportedOperatorException, torch.AcceleratorError
+    if isinstance(error, missing):  # the last for an op that asks a device that is not here
         return "torch has no kernel for it here, and none for fake tensors"
     return first_line(error)
 
