@@ -215,6 +215,36 @@ def test_convolutions_and_what_torchao_does_not_convert():
     )
 
 
+class Tagger(nn.Module):
+    """What is rehearsed between recurrent layers, which are not, and attention without weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.LSTM(32, 32), nn.LSTM(32, 32)
+        self.experts, self.head = nn.Parameter(torch.randn(2, 64, 32)), nn.Linear(64, 64)
+
+    def forward(self, values):
+        values = self.second(self.first(values)[0])[0]
+        values = values + (values @ values.mT).softmax(-1) @ values
+        ends = torch.tensor([0, 32], dtype=torch.int32)  # the first expert is given nothing
+        return self.head(F.grouped_mm(values, self.experts.transpose(-2, -1), offs=ends))
+
+
+def test_transposed_experts_are_rehearsed_and_what_is_not_is_told():
+    found = rehearse(Tagger(), torch.randn(32, 32), formats=("mxfp8",), loss_fn=mean_square)
+    layers = [report.layer for report in found.layers if report.format == "mxfp8"]
+    assert [(one.name, one.inner, one.outer) for one in layers] == [
+        ("experts", 32, 64),
+        ("head", 64, 64),
+    ]
+    what = "lstm with first.weight_ih_l0, second.weight_ih_l0"
+    assert [line for line in found.watch if "Not rehearsed" in line] == [
+        f"Not rehearsed: {what}, which torch computes."
+    ]
+    with pytest.raises(NumericsError, match="rounded; it has lstm with weight_ih_l0"):
+        rehearse(nn.LSTM(32, 32), torch.randn(4, 32), loss_fn=lambda output: output[0].sum())
+
+
 def test_values_that_are_not_finite_are_kept_and_counted():
     values = torch.randn(32, 64)
     values[0, 0] = float("nan")

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_lab.formats.scaling import Format
 
@@ -36,60 +38,82 @@ Product = Callable[[Tensor, Tensor], Tensor]
 @contextlib.contextmanager
 def intercepted(
     model: nn.Module, product_of: Callable[[Layer], Product | None]
-) -> Iterator[set[str]]:
-    """The block in which products of the model's 2-D and 4-D parameters are `product_of`'s.
+) -> Iterator[dict[str, dict[str, None]]]:
+    """The block in which products with the model's parameters are `product_of`'s.
 
-    Where that gives None, torch computes them. Convolutions of one and two dimensions become
-    products of their patches. What multiplies in another way is left to torch, and the set names
-    it: transposed and 3-D convolutions, and ``nn.MultiheadAttention``, which multiplies inside one
-    function.
+    So are those with views of them, such as transposed ones and single experts, and convolutions
+    of one and two dimensions, as products of their patches. Where it gives None, torch computes
+    them. What multiplies in another way is left to torch, and the dict names its weights by op:
+    recurrent layers, ``einsum``, and weights that are computed of parameters first, among others.
     """
-    names = {id(p): name for name, p in model.named_parameters()}
-    for name, module in model.named_modules():
-        if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)):
-            names[id(module.weight)] = name or type(module).__name__
-    mode = _Interception(names, product_of)
-    with mode:
+    with _Interception(model, product_of) as mode:
         yield mode.others
 
 
 class _Interception(TorchFunctionMode):
-    def __init__(self, names: dict[int, str], product_of: Callable[[Layer], Product | None]):
+    def __init__(self, model: nn.Module, product_of: Callable[[Layer], Product | None]):
         super().__init__()
-        self._names, self._product_of, self.others = names, product_of, set[str]()
+        self._product_of, self.others = product_of, dict[str, dict[str, None]]()
+        # The parameter that a tensor is, or is computed of alone; "" is for buffers and constants.
+        self._names = WeakTensorKeyDictionary(dict.fromkeys(model.buffers(), ""))
+        self._names.update({p: name for name, p in model.named_parameters()})
+        self._layers = WeakTensorKeyDictionary()
+        for name, module in model.named_modules():
+            if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)):
+                self._layers[module.weight] = name or type(module).__name__
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _OTHERS:
-            self.others.add(_OTHERS[func])
-        found = func in _HANDLERS and _HANDLERS[func](self, *args, **kwargs)
-        return found if isinstance(found, Tensor) else func(*args, **kwargs)
+        kwargs, op = kwargs or {}, getattr(func, "__name__", "").strip("_")
+        self._asked = False
+        found = _HANDLERS[op](self, *args, **kwargs) if op in _HANDLERS and len(args) > 1 else None
+        out = func(*args, **kwargs) if found is None else found
+        self._follow(op, [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)], out)
+        return out
 
-    def _chosen(self, weight: Tensor, kind: str, inner: int, outer: int) -> Product | None:
-        name = self._names.get(id(weight))
-        return self._product_of(Layer(name, kind, inner, outer)) if name is not None else None
+    def _follow(self, op: str, tensors: list[Tensor], out: Any) -> None:
+        """Note what a result is computed of, and a product that is left to torch."""
+        chosen = op in ("getitem", "index_select") and tensors[0].dim() > 2  # experts, by token
+        names = [self._names.get(_root(x)) for x in tensors[: 1 if chosen else None]]
+        if None not in names and op not in _ACTIVATIONS:
+            results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+            self._names.update(dict.fromkeys(results, next(filter(None, names), "")))
+        elif names[:1] == [""] and (op == "setitem" or out is tensors[0]):
+            del self._names[_root(tensors[0])]  # an activation was written into it
+        weights = [name for x, name in zip(tensors, names, strict=False) if name and x.dim() > 1]
+        if weights and op in _PRODUCTS and not self._asked:
+            self.others.setdefault(op, {})[weights[0]] = None
+
+    def _chosen(self, values: Tensor, weight: Tensor, *size: Any) -> Product | None:
+        root = _root(weight)
+        if not isinstance(root, nn.Parameter) or root not in self._names:
+            return None
+        self._asked, name = True, self._layers.get(weight) or self._names[root]
+        return self._product_of(Layer(name, *size)) if values.numel() else None
 
     # What each of these does not compute, torch does: it then returns None.
 
     def linear(self, values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        product = self._chosen(weight, "linear", *weight.shape[::-1]) if weight.dim() == 2 else None
+        if weight.dim() != 2:
+            return None
+        product = self._chosen(values, weight, "linear", *weight.shape[::-1])
         return _on_rows(product, values, weight, bias) if product else None
 
-    def matmul(self, values: Any, weight: Any, bias: Tensor | None = None) -> Tensor | None:
+    def matmul(self, values: Any, weight: Any, bias: Any = None, **options: Any) -> Tensor | None:
         """`weight` lies as GPT-2's do, ``(in, out)``."""
-        if not isinstance(weight, nn.Parameter) or weight.dim() != 2:
+        if options or not isinstance(weight, Tensor) or weight.dim() != 2:
             return None
-        product = self._chosen(weight, "linear", *weight.shape)
+        product = self._chosen(values, weight, "linear", *weight.shape)
         return _on_rows(product, values, weight.T, bias) if product else None
 
-    def addmm(self, bias: Tensor, values: Tensor, weight: Tensor, **scales: Any) -> Tensor | None:
-        return None if scales else self.matmul(values, weight, bias)
+    def addmm(self, bias: Tensor, values: Any, weight: Any = None, **scales: Any) -> Tensor | None:
+        return self.matmul(values, weight, bias, **scales)
 
-    def convolution(self, values: Tensor, weight: Tensor, *options: Any) -> Tensor | None:
-        defaults: tuple[Any, ...] = (None, 1, 0, 1, 1)
-        bias, stride, padding, dilation, groups = (*options, *defaults[len(options) :])
+    def convolution(
+        self, values: Tensor, weight: Tensor, bias: Tensor | None = None,
+        stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
+    ) -> Tensor | None:  # fmt: skip
         inner, outer = weight[0].numel(), len(weight) // groups
-        product = self._chosen(weight, "convolution", inner, outer)
+        product = self._chosen(values, weight, "convolution", inner, outer)
         if product is None:
             return None
         one = weight.dim() == 3  # of one dimension: an image of height 1
@@ -106,35 +130,36 @@ class _Interception(TorchFunctionMode):
         out = out if bias is None else out + bias.view(-1, *[1] * (weight.dim() - 2))
         return out if batched else out[0]
 
-    def grouped(self, values: Tensor, weights: Tensor, **options: Any) -> Tensor | None:
-        ends, plain = options.get("offs"), not (options.get("bias") or options.get("out_dtype"))
-        if ends is None or not plain or values.dim() != 2 or weights.dim() != 3:
+    def grouped(self, values: Tensor, weights: Tensor, offs: Any = None, **options: Any) -> Any:
+        plain = offs is not None and all(option is None for option in options.values())
+        if not plain or values.dim() != 2 or weights.dim() != 3:
             return None
-        product = self._chosen(weights, "grouped", *weights.shape[1:])
+        product = self._chosen(values, weights, "grouped", *weights.shape[1:])
         if product is None:
             return None
-        parts = torch.tensor_split(values, ends.tolist())  # the last lies behind all groups
-        out = [product(part, weight.T) for part, weight in zip(parts, weights, strict=False)]
+        parts = torch.tensor_split(values, offs.tolist())  # the last lies behind all groups
+        pairs = zip(parts, weights, strict=False)
+        out = [product(part, weight.T) for part, weight in pairs if len(part)]
         return torch.cat([*out, values.new_zeros(len(parts[-1]), weights.shape[2])]).to(values)
 
 
-_HANDLERS: dict[Any, Callable[..., Tensor | None]] = {
-    F.linear: _Interception.linear,
-    torch.matmul: _Interception.matmul,
-    Tensor.matmul: _Interception.matmul,
-    Tensor.__matmul__: _Interception.matmul,
-    torch.addmm: _Interception.addmm,
-    torch.conv1d: _Interception.convolution,
-    torch.conv2d: _Interception.convolution,
-    torch._grouped_mm: _Interception.grouped,
-}
-_OTHERS = {
-    torch.conv3d: "3-D convolutions",
-    torch.conv_transpose1d: "transposed convolutions",
-    torch.conv_transpose2d: "transposed convolutions",
-    torch.conv_transpose3d: "transposed convolutions",
-    F.multi_head_attention_forward: "nn.MultiheadAttention",
-}
+_HANDLERS: dict[str, Callable[..., Tensor | None]] = {
+    "linear": _Interception.linear, "matmul": _Interception.matmul, "mm": _Interception.matmul,
+    "addmm": _Interception.addmm, "grouped_mm": _Interception.grouped,
+    "conv1d": _Interception.convolution, "conv2d": _Interception.convolution,
+}  # fmt: skip
+_PRODUCTS = {
+    *_HANDLERS, "rmatmul", "bmm", "baddbmm", "addbmm", "einsum", "inner", "tensordot", "bilinear",
+    "multi_dot", "chain_matmul", "conv3d", "conv_transpose1d", "conv_transpose2d",
+    "conv_transpose3d", "multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu",
+    "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+}  # fmt: skip
+_ACTIVATIONS = {*_PRODUCTS, "embedding"} - {"matmul", "mm", "bmm", "einsum"}  # of whatever it is
+
+
+def _root(tensor: Tensor) -> Tensor:
+    """What a tensor is a view of, if it is one."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def _on_rows(product: Product, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

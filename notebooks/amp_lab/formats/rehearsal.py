@@ -28,6 +28,7 @@ from amp_lab.formats.products import (
 from amp_lab.formats.rehearsal_result import FormatReport, LayerReport, Rehearsal
 from amp_lab.formats.scaling import Counts, Format, format_of
 from amp_lab.precision import Precision
+from amp_lab.report import listed
 
 DEFAULT = ("fp8", "fp8-rowwise", "mxfp8", "mxfp4", "nvfp4")
 _CAUTIOUS = ("fp8-rowwise", "mxfp8", "fp8", "nvfp4", "mxfp4")  # as tried as libraries hold them
@@ -103,18 +104,17 @@ def _first_step(
     """Each layer in each format, what is left out, and the whole model without that."""
     run = _Run(case)
     passages, exact = _measured(run, forms)
+    others = [f"{op} with {listed([*weights], 3)}" for op, weights in run.others.items()]
     if not passages:
-        name, what = type(case.model).__name__, f"; it has {', '.join(run.others)}"
-        raise NumericsError(
-            f"{name} multiplies by no parameter that can be rounded{what * bool(run.others)}"
-        )
+        name, what = type(case.model).__name__, f"; it has {', '.join(others)}" if others else ""
+        raise NumericsError(f"{name} multiplies by no parameter that can be rounded{what}")
     layers = [passage.report(form) for passage in passages for form in forms]
     _leave_out(layers, on)
     reports = [_whole_model(run, form, layers, exact, on) for form in forms]
     if reports[0].gradients_off > 0.5:
         off = f"{reports[0].gradients_off:.0%} off: what says more is training (steps)"
         watch.append(f"The gradients in bf16 are {off}.")
-    watch += [f"Not rehearsed: {what}, which torch computes." for what in sorted(run.others)]
+    watch += [f"Not rehearsed: {what}, which torch computes." for what in sorted(others)]
     return layers, reports
 
 
@@ -228,7 +228,7 @@ class _Run:
         assert case.loss_fn is not None
         self._loss_fn, self._step = case.loss_fn, Step(case, Recipe(TRAINING))
         self._buffers = [buffer.clone() for buffer in self._step.model.buffers()]
-        self.others = set[str]()  # what multiplies and cannot be replaced
+        self.others = dict[str, dict[str, None]]()  # what multiplies and cannot be replaced
 
     def __call__(self, product_of: _ProductOf) -> tuple[float, list[Tensor]]:
         """Loss and gradients."""
@@ -246,11 +246,11 @@ class _Run:
 
 
 def _measured(run: _Run, forms: list[Format]) -> tuple[list[_Passage], tuple[float, list[Tensor]]]:
-    passages: dict[str, _Passage] = {}
+    passages: dict[Layer, _Passage] = {}
 
     def product_of(layer: Layer) -> Product:
         fit = [form for form in forms if not layer.misfit(form)]
-        passage = passages.setdefault(layer.name, _Passage(layer, fit))
+        passage = passages.setdefault(layer, _Passage(layer, fit))
         return lambda values, weight: _Measured.apply(values, weight, passage)
 
     exact = run(product_of)
@@ -275,12 +275,12 @@ def _leave_out(layers: list[LayerReport], on: Card | None) -> None:
 
 def _products(report: FormatReport, layers: list[LayerReport]) -> _ProductOf:
     """The products of the layers that are converted."""
-    chosen = {r.layer.name for r in _converted(report.name, layers)}
+    chosen = {r.layer for r in _converted(report.name, layers)}
 
     def product(values: Tensor, weight: Tensor) -> Tensor:
         return quantized_linear(values, weight, report.name).to(values.dtype)
 
-    return lambda layer: product if layer.name in chosen else None
+    return lambda layer: product if layer in chosen else None
 
 
 def _converted(form: str, layers: Iterable[LayerReport]) -> list[LayerReport]:

@@ -116,10 +116,10 @@ class Rehearsal(Printed):
 
     def _reasons(self) -> list[str]:
         """Why layers are left out, one line for all that share it."""
-        shared: dict[tuple[str, str], list[str]] = {}
+        shared: dict[tuple[str, str], dict[str, None]] = {}
         for report in self.layers:
             if report.left_out:
-                shared.setdefault((report.layer.name, report.left_out), []).append(report.format)
+                shared.setdefault((report.layer.name, report.left_out), {})[report.format] = None
         by_reason: dict[tuple[str, str], list[str]] = {}
         for (layer, reason), forms in shared.items():
             by_reason.setdefault((", ".join(forms), reason), []).append(layer)
