@@ -13,6 +13,7 @@ from amp_lab.advisor.recipes import TRAINING, Case, Recipe, Step
 from amp_lab.errors import NumericsError, OptionError, TraceError
 from amp_lab.formats import quantized_linear, torchao_code
 from amp_lab.formats.interception import intercepted
+from amp_lab.formats.rehearsal_result import FormatReport
 
 FORMATS = ("fp8", "fp8-rowwise", "mxfp8", "mxfp4", "nvfp4")
 
@@ -157,7 +158,7 @@ def test_layers_are_left_out_by_shape_place_and_size_and_the_others_are_converte
     on_card = rehearse(model, torch.randn(16, 64), formats=("fp8", "mxfp8"), card="h100")
     assert on_card.of("2", "fp8").left_out.startswith("too small to gain: a forecast of 0.")
     assert verdicts(on_card) == {
-        "bf16": "holds",
+        "bf16": "holds in one step",
         "fp8": "no layer is left",
         "mxfp8": "h100 does not multiply it",
     }
@@ -190,6 +191,28 @@ def test_a_format_that_does_not_learn_as_bf16_does_is_told():
     found = rehearse(model, torch.randn(64, 64), loss_fn=mean_square, formats=forms, steps=20)
     assert verdicts(found)["mxfp8"] == "holds"
     assert verdicts(found)["mxfp4"] == "it does not learn as bf16 does"
+
+
+@pytest.mark.parametrize(
+    ("off", "of_bf16", "verdict"),
+    [
+        (0.09, 0.0, "holds in one step"),
+        (0.24, 0.0, "its loss is +24% off"),
+        (-0.24, 0.0, "its loss is -24% off"),
+        (-0.24, 0.2, "holds in one step"),
+    ],
+)
+def test_without_steps_no_learning_is_promised_and_the_loss_counts(off, of_bf16, verdict):
+    report = FormatReport("nvfp4", 4, 2, loss_off=off, gradients_off=0.16)
+    report.judge(FormatReport("bf16", 6, 0, loss_off=of_bf16))
+    assert report.verdict == verdict
+
+
+def test_what_was_looked_at_without_steps_is_printed():
+    text = str(rehearse(chain(64, 64), torch.randn(64, 64), loss_fn=mean_square, formats=("fp8",)))
+    assert "fp8: holds in one step." in text
+    assert "gradients within 50% and loss within 10% of fp32's, or 1.5 times as far off" in text
+    assert "Learning was not tried: that takes steps." in text
 
 
 def test_the_model_is_untouched_and_two_rehearsals_are_the_same():

@@ -90,7 +90,7 @@ def rehearse(
         for report in reports[1:]:
             if on and report.name not in on.formats:
                 report.verdict = f"{card} does not multiply it"
-        sound = {r.name for r in reports if r.verdict == "holds"}
+        sound = {r.name for r in reports if r.verdict.startswith("holds")}
         best = next((form for form in _CAUTIOUS if form in sound), None)
         program = _program(case, best, layers, watch) if best else ""
     watch.append("Neither its speed nor the convergence of a long training can be known from this.")

@@ -10,6 +10,8 @@ from amp_lab.formats.interception import Layer
 from amp_lab.report import Printed, Table, listed
 
 _MOST_OFF = 0.5  # of the gradients, in their norm
+_LOSS_OFF = 0.1  # of the loss: noise 10 dB below an output adds so much to its mean square
+_BF16 = 1.5  # times what bf16 is off is always allowed
 _APART = 0.05  # of what bf16 learns may a loss be away from its own, whatever seeds say
 
 
@@ -49,8 +51,8 @@ class FormatReport:
     verdict: str = ""
 
     def judge(self, bf16: "FormatReport") -> None:
-        """Give the verdict: ``holds``, or what speaks against it."""
-        self.verdict, most = "holds", max(_MOST_OFF, 1.5 * bf16.gradients_off)
+        """Give the verdict: ``holds``, ``holds in one step``, or what speaks against it."""
+        self.verdict, most = "holds", max(_MOST_OFF, _BF16 * bf16.gradients_off)
         if not self.layers:
             self.verdict = "no layer is left"
         elif not math.isfinite(self.loss_off):
@@ -63,6 +65,10 @@ class FormatReport:
             spread = max(statistics.stdev(run) if len(run) > 1 else 0.0 for run in runs)
             if not apart <= max(2 * spread, _APART * abs(bf16.learned)):
                 self.verdict = "it does not learn as bf16 does"
+        elif abs(self.loss_off) <= max(_LOSS_OFF, _BF16 * abs(bf16.loss_off)):
+            self.verdict = "holds in one step"
+        else:
+            self.verdict = f"its loss is {self.loss_off:+.0%} off"
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,6 +110,10 @@ class Rehearsal(Printed):
             "SQNR in dB of the worst of three products; with * a layer is better left in bf16.",
             *(f"{r.name}: {r.verdict}." for r in self.formats[1:]),
         ]
+        if not self.steps:
+            limits = f"gradients within {_MOST_OFF:.0%} and loss within {_LOSS_OFF:.0%} of fp32's"
+            facts.append(f"Looked at in one step: {limits}, or {_BF16} times as far off as bf16.")
+            facts.append("Learning was not tried: that takes steps.")
         return Table(
             ["layer", "inner x outer", *names],
             rows,
