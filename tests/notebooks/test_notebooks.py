@@ -27,7 +27,7 @@ TO_LOOK_THINGS_UP = "08_when_amp_breaks"  # and not to read from its beginning t
 MAX_CELL_LINES = 20
 SCRIPT_NEEDS = {"torch", "torchvision", "numpy", "matplotlib", "sklearn", "tqdm"} | {
     "amp_lab", "exercises",  # beside the notebooks
-    "PIL", "filelock",  # come with torchvision and torch
+    "PIL", "filelock", "triton",  # come with torchvision and torch
     "matplotlib_inline",  # imported in a kernel alone, which brings it
 }  # fmt: skip
 START_NEEDS = {
