@@ -175,8 +175,74 @@ def test_an_overflow_in_fp16_is_named():
     model = make(ResidualMlp)
     model.layers[1].up.weight.data *= 3e5
     found = first_difference(model, in_fp16(model), INPUTS[ResidualMlp](4))
-    assert (found.module, found.kind) == ("layers.1.up", "precision")
+    assert (found.module, found.kind) == ("layers.1.up", "nonfinite")
     assert found.dtype_b is torch.float16
+    assert "has NaN where fp64 has numbers up to 489675" in found.reason  # inf - inf, in the sum
+    assert found.reason.endswith(": it overflows fp16, whose largest is 65504.")
+
+
+class Squares(nn.Module):
+    """What overflows fp16 is no module's result."""
+
+    def __init__(self, factor=400):
+        super().__init__()
+        self.up, self.down, self.factor = nn.Linear(6, 8), nn.Linear(8, 2), factor
+
+    def forward(self, x):
+        y = self.up(x) * self.factor
+        return self.down(y * y / (y * y).sum(-1, keepdim=True).sqrt())
+
+
+class Ratio(nn.Module):
+    """An eps that fp16 rounds to 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+
+    def forward(self, x):
+        y = self.up(x).relu()
+        return y / (y + 1e-9)
+
+
+class Stream(nn.Module):
+    """A residual stream in fp32, which fp16 does not hold, into a layer that autocast casts it for.
+
+    All of it cancels in the layer.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Linear(6, 2, bias=False)
+        self.down.weight.data[:] = torch.tensor([1.0, -1, 1, -1, 1, -1])
+
+    def forward(self, x):
+        return self.down(x.float() * 0 + 1e5)
+
+
+def in_halves(model):
+    halved = copy.deepcopy(model).half()
+    return lambda x: halved(x.half())
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "op", "said"),
+    [
+        (Squares, in_fp16, "mul", "has inf where fp64 has numbers up to "),
+        (Squares, in_halves, "mul", ": it overflows fp16, whose largest is 65504."),
+        (Ratio, in_halves, "div", "has NaN where fp64 has numbers up to 1."),
+        (Stream, in_fp16, "mm", "has NaN where fp64 has numbers up to 0."),
+    ],
+)
+def test_what_is_finite_in_one_run_alone_is_said_to_be_so(kind, way, op, said):
+    torch.manual_seed(3)
+    model, x = kind(), torch.randn(5, 6)
+    for runs in ((model, way(model)), (way(model), model)):
+        found = first_difference(*runs, x)
+        assert (found.kind, found.op) == ("nonfinite", op)
+        assert said in found.reason
+        assert "not finite" in str(found)
+    assert first_difference(way(model), way(model), x) is None
 
 
 def test_errors_grow_with_the_format():

@@ -1,15 +1,15 @@
 """Which differences of two aligned runs rounding does not explain; the first is the finding.
 
-Four kinds, each found without regard to what came before, so that an accumulated error neither
+Five kinds, each found without regard to what came before, so that an accumulated error neither
 hides one nor makes one:
 
 - ``function``: the two ops return different results in exact arithmetic, and so do the runs.
+- ``nonfinite``: one run has an inf or a NaN where fp64 has numbers, as when fp16 overflows.
 - ``precision``: one op rounds more than its formats predict, on the inputs that it really got.
 - ``order``: the same result in exact arithmetic, from sums that are taken in another order.
 - ``stability``: the same too, but one run has lost far more digits on the way there.
 """
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -29,6 +29,7 @@ _MORE_THAN_THE_OTHER = 4.0  # an op of the two rounds: both may be an unstable k
 _DIGITS_LOST = 64.0
 
 _REASONS = {
+    "nonfinite": "The op's result in {run} has {op.nonfinite}.",
     "precision": "On the inputs that it got there, the op's result in {run} is off by {size:.2g}, "
     "where its formats explain {predicted:.2g}: it computes in a narrower format than the runs are "
     "in, or a cast to a wider one is missing.",
@@ -57,8 +58,7 @@ def first_finding(both: Alignment) -> Difference | None:
 
 def _functions(both: Alignment) -> Iterator[_Finding]:
     """Ops whose exact results differ, on a way to a result of the run that differs as well."""
-    same = (pair.records for pair in both.pairs if pair.same)
-    reach = _reaching(both, set(itertools.chain.from_iterable(same)))
+    reach = _reaching(both, {record for pair in both.pairs if pair.same for record in pair.records})
     for pair in both.pairs:
         if pair.last in reach and not pair.last.is_neutral:
             noise = max(record.noise for record in pair.records)
@@ -93,12 +93,13 @@ def _precisions(both: Alignment) -> Iterator[_Finding]:
             allowed = roundoff + record.allowed
             if record.roundoff > max(allowed, _MORE_THAN_THE_OTHER * least):
                 op = _blamed(record)
-                yield _Finding(op, "precision", max(record.roundoff, op.roundoff), allowed)
+                kind = "nonfinite" if op.nonfinite else "precision"
+                yield _Finding(op, kind, max(record.roundoff, op.roundoff), allowed)
 
 
 def _blamed(record: OpRecord) -> OpRecord:
-    """Of a cast, the op that then computes in the narrower format, if one does."""
-    for user in record.log.records if record.is_neutral else ():
+    """Of a cast that is finite, the op that then computes in the narrower format, if one does."""
+    for user in record.log.records if record.is_neutral and not record.nonfinite else ():
         if record in user.producers and user.dtype == record.dtype and not user.is_neutral:
             return user
     return record
@@ -128,16 +129,18 @@ def _parted_by_place(both: Alignment) -> dict[Place, list[int]]:
 
 
 def _stabilities(both: Alignment) -> Iterator[_Finding]:
-    """Results that are the same in exact arithmetic, one of which has far fewer right digits."""
+    """Results that are the same in exact arithmetic, one of which has few right digits or none."""
     u = unit_roundoff(both.a.format)
-    for pair in both.pairs if both.same_kind else ():
+    for pair in both.pairs:
         if not pair.agrees or pair.last.is_neutral:
             continue
         one, other = pair.records
         floor = u + one.allowed
         small, large = sorted((one.error, other.error))
-        if large > _DIGITS_LOST * (small + floor):
-            worse = one if one.error > other.error else other
+        worse = one if one.error > other.error else other
+        if worse.nonfinite and small < large:
+            yield _Finding(worse, "nonfinite", large, floor)
+        elif both.same_kind and large > _DIGITS_LOST * (small + floor):
             lost = _where_lost(worse, _DIGITS_LOST * floor)
             if lost.roundoff <= u + lost.allowed:  # else that is a matter of precision
                 yield _Finding(lost, "stability", lost.error, floor)

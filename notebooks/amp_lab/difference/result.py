@@ -12,7 +12,7 @@ from amp_lab.report import Printed, Table, short_name
 class Difference(Printed):
     """The first op where two runs part by more than rounding explains."""
 
-    kind: str  # ``function``, ``precision``, ``order`` or ``stability``; compiled: ``module``
+    kind: str  # one of `findings`'s; of a compiled model ``module``
     module: str  # qualified name of the one whose code ran; "": the model itself
     module_type: str
     call: int  # which call of that module, from 1
@@ -30,8 +30,9 @@ class Difference(Printed):
         where = f"{name} ({self.module_type})" if self.module_type else "outside of all modules"
         where += f", call {self.call}" if self.call > 1 else ""
         what = f"{self.op} in {where}" if self.op else where
+        size = f"{self.size:.3g} of the result"
         rows = [
-            ["difference", f"{self.size:.3g} of the result"],
+            ["difference", "not finite" if self.kind == "nonfinite" else size],
             ["predicted", f"at most {self.predicted:.3g}"],
             ["in A", f"{self.op_a or 'no such op'}, {short_name(self.dtype_a)}"],
             ["in B", f"{self.op_b or 'no such op'}, {short_name(self.dtype_b)}"],

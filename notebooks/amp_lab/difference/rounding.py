@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map, tree_map_only
 
+from amp_lab.report import short_name
 from amp_lab.tracing.ops_seen import tensors_in
 
 EXACT = 1e-10  # relative: what fp64 leaves of an op's exact result, after many ops
@@ -86,6 +87,17 @@ def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
     left, right = unmasked(result.to(exact.device), exact)
     error = rms(left - right)
     return math.inf if math.isnan(error) else error / (rms(right) or 1.0)
+
+
+def nonfinite(result: torch.Tensor, exact: torch.Tensor) -> str:
+    """What the result has where the exact one has numbers, in words; empty if it has numbers."""
+    left, right = unmasked(result.to(exact.device), exact)
+    if bool(left.isfinite().all()) or not bool(right.isfinite().all()):
+        return ""
+    largest, end = float(right.abs().max()), torch.finfo(result.dtype).max
+    said = f"{'NaN' if left.isnan().any() else 'inf'} where fp64 has numbers up to {largest:.6g}"
+    beyond = f": it overflows {short_name(result.dtype)}, whose largest is {end:g}"
+    return said + (beyond if largest > end else "")
 
 
 def rms(tensor: torch.Tensor) -> float:

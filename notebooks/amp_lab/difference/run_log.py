@@ -47,6 +47,7 @@ class OpRecord:
     total: float  # the sum of `exact`
     size: float  # its root mean square
     error: float  # of the output against `exact`, relative, root mean square
+    nonfinite: str  # what the output has where `exact` has numbers, or ""
     roundoff: float  # effective, of this op alone
     allowed: float  # what fp32 arithmetic adds to the roundoff of a format in this op
     producers: tuple["OpRecord", ...] = field(repr=False)  # its inputs came from these
@@ -307,6 +308,7 @@ class _Watch(TorchDispatchMode):
             total=float(values.sum()),
             size=rounding.rms(values),
             error=rounding.relative_error(result, exact),
+            nonfinite=rounding.nonfinite(result, exact),
             roundoff=roundoff,
             allowed=rounding.allowance(name, given, result),
             producers=producers,
