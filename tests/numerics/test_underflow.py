@@ -251,6 +251,26 @@ def test_products_without_parameters_are_named_after_the_nearest():
     assert rows == [*block, *other, ("head", "output of addmm")]
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(7, 4), nn.Linear(4, 4)
+        self.again, self.head = self.layer, nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):  # (T,) to (T, 7)
+        x = self.embed(tokens)
+        return self.head(self.again(self.layer((x @ x.T) @ x)))
+
+
+def test_the_product_of_a_tied_head_is_named_after_the_head():
+    model = Tied()
+    report = gradient_underflow(model, model(torch.randint(7, (3,))).square().mean())
+    layers = [row.layer for row in report.rows if row.what.startswith("output")]
+    assert layers == ["embed", "embed", "layer", "head"]
+    assert [row.layer for row in report.rows[4:]] == ["embed", "layer", "layer"]
+
+
 def test_names_are_the_same_under_autocast_and_fp16_says_that_it_came_too_late():
     model, x = Cnn(), images()
     names = [(r.layer, r.what) for r in gradient_underflow(model, loss_of(model, x)).rows]

@@ -161,7 +161,11 @@ def gradient_underflow(
     """
     scales = tuple(float(scale) for scale in scales)
     parameters = _checked(model, loss, scales)
-    arrivals = _low_precision_nodes(loss, parameters)
+    # Tied weights are multiplied by the head, though the embedding's name comes before.
+    linear = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)][::-1]
+    weights = ((name, m._parameters.get("weight")) for name, m in linear)  # None: it is computed
+    factors = parameters | {w: f"{name}.weight" for name, w in weights if w is not None}
+    arrivals = _low_precision_nodes(loss, parameters, factors)
     gradients = _backward(loss, list(parameters), arrivals)
     outputs = [row for row in dict.fromkeys(arrivals.values()) if row.values]
     rows, unused = [], []
@@ -225,7 +229,9 @@ def _backward(
             hook.remove()
 
 
-def _low_precision_nodes(loss: torch.Tensor, parameters: _Names) -> dict[Node, GradientCount]:
+def _low_precision_nodes(
+    loss: torch.Tensor, parameters: _Names, factors: _Names
+) -> dict[Node, GradientCount]:
     """The nodes that fp16 gradients arrive at, first op first, and where each is counted."""
     low = [n for n in nodes_below([loss.grad_fn]) if n.name().startswith(_LOW_PRECISION_NODES)]
     arrivals: dict[Node, GradientCount] = {}
@@ -233,7 +239,7 @@ def _low_precision_nodes(loss: torch.Tensor, parameters: _Names) -> dict[Node, G
     products: Counter[tuple[str, str]] = Counter()
     for node in sorted(low, key=lambda node: node._sequence_nr()):  # as the forward pass ran them
         op = node.name().partition("Backward")[0].lower()
-        inputs = (_own(inner, parameters) for inner, _ in node.next_functions)
+        inputs = (_own(inner, factors) for inner, _ in node.next_functions)
         own = tuple(name for name in inputs if name)
         layer = (own[-1] if own else _nearest(node, parameters)).rpartition(".")[0]
         if own:  # a layer's product
