@@ -3,6 +3,8 @@
 import contextlib
 import math
 import random
+import re
+from pathlib import Path
 
 import matplotlib as mpl
 import pytest
@@ -198,3 +200,11 @@ def test_the_log_can_be_read_and_drawn():
     ax = log.plot()
     assert list(ax.lines[0].get_ydata()) == [1.0, 0.5]
     assert list(ax.lines[1].get_xdata()) == [0, 1]
+
+
+def test_what_the_page_says_of_it_runs():
+    page = Path(__file__).parents[2] / "docs" / "when_it_breaks.md"
+    start, end = re.findall(r"`([^`]*ScaleLog\(.*?|log\.[^`]*)`", page.read_text())
+    scaler, optimizer = torch.amp.GradScaler("cpu"), optimizer_of(2)
+    step = "set_gradients(optimizer, scaler), scaler.step(optimizer), scaler.update()"
+    exec(f"{start} {step}\n{end}", globals() | {"scaler": scaler, "optimizer": optimizer})
