@@ -49,7 +49,7 @@ class TensorSummary:
 
 def summarise(name: str, tensor: torch.Tensor) -> TensorSummary:
     """What a tensor holds; one without memory behind it counts as zeros."""
-    values = torch.zeros(tensor.shape) if _without_values(tensor) else _readable(tensor)
+    values = torch.zeros(tensor.shape) if _without_values(tensor) else readable(tensor)
     if values.is_complex():
         # Below autograd a lazy conjugate cannot be resolved, but be made one of a conjugate.
         values = torch.view_as_real(values.conj() if values.is_conj() else values)
@@ -72,14 +72,14 @@ def is_finite(tensor: torch.Tensor) -> bool:
     """Whether all values are finite. Other than floating-point and complex ones always are."""
     if not (tensor.is_floating_point() or tensor.is_complex()) or _without_values(tensor):
         return True
-    values = tensor if tensor.layout is torch.strided and tensor.itemsize > 1 else _readable(tensor)
+    values = tensor if tensor.layout is torch.strided and tensor.itemsize > 1 else readable(tensor)
     # A sum passes every inf and NaN on, and is the cheapest look at every value there is. It may
     # also overflow by itself, so only a finite one is an answer.
     dtype = torch.float32 if values.dtype is torch.float16 else None
     return cmath.isfinite(values.sum(dtype=dtype).item()) or bool(values.isfinite().all())
 
 
-def _readable(tensor: torch.Tensor) -> torch.Tensor:
+def readable(tensor: torch.Tensor) -> torch.Tensor:
     """Its values in a form that has sums and comparisons."""
     values = stored_values(tensor.detach())
     if values.layout is not torch.strided:  # oneDNN's own
