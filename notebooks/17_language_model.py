@@ -627,9 +627,9 @@ with torch.no_grad():
     print("the largest logit:", f"{planted(rows).abs().max():.1f}")
 
 # %% [markdown]
-# So look before you cast. `largest_values` (written out in [notebook
+# So look before you cast. `largest_values` (its idea is in [notebook
 # 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-card-without-it)) runs a model over some text
-# and says the largest magnitude that each module returns:
+# and says the largest magnitude that each module computes:
 
 # %%
 from amp_lab.numerics import largest_values
