@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from small_models import Head
 from torch import nn
 
+from amp_lab import forecast_memory
+from amp_lab.errors import TraceError
 from amp_lab.tracing.records import LOSS
 from amp_lab.tracing.xray import xray
 
@@ -65,6 +67,30 @@ def test_an_op_that_raises_under_autocast_alone_is_told():
     assert "the loss (binary_cross_entropy)" in found.advice[0]
     assert "binary_cross_entropy_with_logits" in found.advice[0]
     assert found.output_dtypes == [FP16]
+
+
+class Masked(nn.Linear):
+    lowest = -1e9
+
+    def forward(self, x):
+        scores = super().forward(x)
+        return scores.masked_fill(scores < 0, self.lowest).softmax(-1)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_mask_value_that_fp16_cannot_hold_is_told_with_the_remedy(device):
+    model, x = Masked(8, 8), torch.randn(8, 8)
+    with torch.autocast("cpu", FP16), pytest.raises(RuntimeError, match="without overflow") as real:
+        model(x)
+    found = xray(model, x, device_type=device, dtype=FP16)
+    assert found.advice[0] == f"Only under autocast: {found.raised}. The table ends there."
+    assert f"in the model itself (masked_fill): RuntimeError: {real.value}" in found.raised
+    assert found.raised.endswith("; take torch.finfo(x.dtype).min, or max, in place of the number")
+    with pytest.raises(TraceError, match=r"without overflow; take torch\.finfo"):
+        forecast_memory(model, x, device_type=device, precision="fp16")
+    assert xray(model, x, device_type=device, dtype=torch.bfloat16).raised is None
+    model.lowest = torch.finfo(FP16).min
+    assert xray(model, x, device_type=device, dtype=FP16).raised is None
 
 
 def test_a_model_in_float64_is_left_alone_and_told():

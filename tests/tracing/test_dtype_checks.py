@@ -1,11 +1,14 @@
 """Mixed dtypes raise on fake tensors wherever they raise for real."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from amp_lab import xray
+from amp_lab.errors import first_line
 from amp_lab.tracing.dtype_checks import StrictFakeMode
 from amp_lab.tracing.fake_device import absent_device
 
@@ -126,3 +129,63 @@ def test_what_is_no_float_is_taken_by_a_fake_as_by_a_kernel(layer, dtype):
 
     traced = refused(lambda: xray(layer, x, device_type="cpu", dtype=torch.bfloat16))
     assert traced is refused(real)
+
+
+# Each writes a number into a tensor, or a new one like it.
+NUMBERS = {
+    "masked_fill": lambda y, n: y.masked_fill(y > 0, n),
+    "masked_fill_": lambda y, n: y.masked_fill_(y > 0, n),
+    "fill_": lambda y, n: y.fill_(n),
+    "full": lambda y, n: torch.full((2,), n, dtype=y.dtype, device=y.device),
+    "full_like": lambda y, n: torch.full_like(y, n),
+    "full_like of another dtype": lambda y, n: torch.full_like(y, n, dtype=torch.float64),
+    "new_full": lambda y, n: y.new_full((2,), n),
+    "scalar_tensor": lambda y, n: torch.scalar_tensor(n, dtype=y.dtype, device=y.device),
+    "one number": lambda y, n: y.new_full((), n),
+    "one item": lambda y, n: y[0].__setitem__(0, n),
+    "index_fill": lambda y, n: y.index_fill(0, INDEX.to(y.device), n),
+    "scatter": lambda y, n: y.scatter(0, y.long(), n),
+    "item": lambda y, n: y.__setitem__((slice(None), 0), n),
+    "items of a mask": lambda y, n: y.__setitem__(y > 0, n),
+    "pad": lambda y, n: F.pad(y, (1, 1), value=n),
+    "crop": lambda y, n: F.pad(y, (-1, 0), value=n),
+    "clamp": lambda y, n: y.clamp(min=n),
+    "clamp to two": lambda y, n: y.clamp(0, n),
+    "clamp max": lambda y, n: y.clamp_max_(n),
+    "clamp by hardtanh": lambda y, n: F.hardtanh(y, 0.0, abs(n)),
+    "where": lambda y, n: torch.where(y > 0, n, y),
+    "product": lambda y, n: y * n,
+    "sum": lambda y, n: y + n,
+    "comparison": lambda y, n: y > n,
+    "maximum": lambda y, n: torch.maximum(y, y.new_ones(()) * n),
+    "nan_to_num": lambda y, n: y.nan_to_num(n, n, n),
+}
+
+
+def said_of(call, number, dtype, device_type="cpu") -> str:
+    try:
+        call(torch.ones(4, 4, dtype=dtype, device=device_type), number)
+    except RuntimeError as error:
+        return first_line(error)
+    return ""
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, BF16], ids=str)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_a_dtype_cannot_hold_is_refused_as_by_a_kernel(name, dtype):
+    for number in (65504.0, -65505.0, -1e9, 70_000, 1e39, math.inf, -math.inf, math.nan):
+        real = said_of(NUMBERS[name], number, dtype)
+        with StrictFakeMode():
+            assert said_of(NUMBERS[name], number, dtype) == real, number
+        with StrictFakeMode(), absent_device("cuda"):
+            # A GPU clamps in fp32 (TensorCompare.cu), and a CPU fills in one number unseen.
+            expected = {"clamp": "", "one": said_of(NUMBERS["fill_"], number, dtype)}
+            wanted = expected.get(name.split()[0], real)
+            assert said_of(NUMBERS[name], number, dtype, "cuda") == wanted, number
+
+
+def test_a_number_that_an_integer_cannot_hold_may_clamp_it():
+    x = torch.ones(4, dtype=torch.uint8)
+    assert x.clamp(max=300).equal(x)
+    with StrictFakeMode():
+        assert torch.ones(4, dtype=torch.uint8).clamp(max=300).dtype is torch.uint8

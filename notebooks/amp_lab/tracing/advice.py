@@ -30,12 +30,8 @@ _REDUCTIONS = {"mean", "sum", "norm", "linalg_vector_norm"}
 
 def advise(seen: Tracer, raised: str | None) -> list[str]:
     """Sentences on what autocast did to a model; `raised` is what it made fail."""
-    advice = []
-    if raised is not None:
-        unsafe = "are unsafe to autocast" in str(seen.error)
-        tip = "; take binary_cross_entropy_with_logits, on logits" if unsafe else ""
-        advice.append(f"Only under autocast: {raised}{tip}. The table ends there.")
-    return advice + [line for rule in RULES for line in rule(seen)]
+    only = [] if raised is None else [f"Only under autocast: {raised}. The table ends there."]
+    return only + [line for rule in RULES for line in rule(seen)]
 
 
 def _verdict(seen: Tracer) -> Iterator[str]:

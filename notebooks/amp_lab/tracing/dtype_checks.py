@@ -1,4 +1,4 @@
-"""What real kernels refuse and fake tensors let through: dtypes that differ, or are not floats."""
+"""What real kernels refuse and fake tensors let through: dtypes that differ or hold too little."""
 
 from typing import Any
 
@@ -24,14 +24,23 @@ _OF_FLOATS = (
     "upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d"
 )
 _OF_NO_BOOLS = "relu max_pool2d_with_indices avg_pool2d reflection_pad2d"
-_FLOATS, _NO_BOOLS = frozenset(_OF_FLOATS.split()), frozenset(_OF_NO_BOOLS.split())
+_FLOATS, _TYPED = frozenset(_OF_FLOATS.split()), frozenset(f"{_OF_FLOATS} {_OF_NO_BOOLS}".split())
+# Ops that turn a number into the dtype of their result, and when they refuse one that is too large:
+# a CPU fills in a single one without a look, and GPUs clamp in fp32.
+_CONVERT_IF = {
+    "fill full full_like new_full": lambda args, out: out.device.type != "cpu" or out.numel() != 1,
+    "masked_fill index_fill scatter": lambda args, out: True,
+    "constant_pad_nd": lambda args, out: max(args[1]) > 0,
+    "clamp clamp_min clamp_max hardtanh": lambda args, out: out.device.type == "cpu",
+}
+_CONVERTING = {name: when for names, when in _CONVERT_IF.items() for name in names.split()}
 
 
 class StrictFakeMode(FakeTensorMode):
     """A mode in which tensors, a module's own too, have no values and no memory.
 
     An op that torch cannot run without values raises, and is never run for real on zeros; so does
-    one that gets tensors of different dtypes where the kernels of a device refuse them.
+    one that gets dtypes, or a number too large for one, which the kernels of a device refuse.
     """
 
     def __init__(self):
@@ -39,14 +48,19 @@ class StrictFakeMode(FakeTensorMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         check_dtypes(func, args)
-        return super().__torch_dispatch__(func, types, args, kwargs or {})
+        out: Any = super().__torch_dispatch__(func, types, args, kwargs or {})
+        refuses = _CONVERTING.get(func._schema.name.removeprefix("aten::").rstrip("_"))
+        if refuses and getattr(out, "dtype", torch.bool).is_floating_point and refuses(args, out):
+            for number in [given for given in args if isinstance(given, (int, float))]:
+                torch.empty(2, dtype=out.dtype, device="cpu").fill_(number)  # raises for all
+        return out
 
 
 def check_dtypes(func: OpOverload, args: tuple) -> None:
     """Raise `RuntimeError` if an op gets tensors of dtypes that its kernels do not take."""
     name = func._schema.name.removeprefix("aten::")
     plain, first = name.rstrip("_"), args[0] if args else None
-    if plain in _FLOATS | _NO_BOOLS and isinstance(first, torch.Tensor):
+    if plain in _TYPED and isinstance(first, torch.Tensor):
         of_pixels = first.dtype is torch.uint8 and plain.startswith("upsample")
         fits = first.is_floating_point() or first.is_complex() or of_pixels
         if not fits and (plain in _FLOATS or first.dtype is torch.bool):

@@ -27,6 +27,10 @@ from amp_lab.tracing.dtype_checks import StrictFakeMode
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key
 
 _UNQUANTISED = "trace the model before it is quantised"
+_TIPS = {  # by what an error says
+    "are unsafe to autocast": "take binary_cross_entropy_with_logits, on logits",
+    "without overflow": "take torch.finfo(x.dtype).min, or max, in place of the number",
+}
 _BEFORE_VALUES = ("backbone", "encoder", "features")  # names of parts in which no value decides
 
 # What an op raises on fake tensors if its result, or the size of it, depends on values.
@@ -172,11 +176,14 @@ def remedy_for(error: Exception, model: nn.Module, part_by_part: str) -> str:
     return part_by_part.format(part)
 
 
-def tip_for(model: nn.Module, verb: str) -> str:
-    """What to do about any error of torchvision's detectors, and of quantised weights' own code."""
+def tip_for(error: Exception, model: nn.Module, verb: str) -> str:
+    """What to do about an error that is known, or any of detectors and of quantised weights."""
+    tips = [tip for said, tip in _TIPS.items() if said in str(error)]
     if "torchvision.models.detection" in type(model).__module__:
-        return f"; {verb} model.backbone by itself"
-    return f"; {_UNQUANTISED}" if any(map(is_wrapper, model.parameters())) else ""
+        tips.append(f"{verb} model.backbone by itself")
+    elif any(map(is_wrapper, model.parameters())):
+        tips.append(_UNQUANTISED)
+    return "".join(f"; {tip}" for tip in tips)
 
 
 def require_model(model: object) -> None:

@@ -330,7 +330,7 @@ def _one_line_errors(model: nn.Module, shapes: tuple) -> Iterator[None]:
                 why = f"torch cannot run {error.func} without values"
             raise TraceError(f"{name}: {why}: {remedy_for(error, model, 'forecast {}')}") from error
         given = f"input of shape {', '.join(map(str, shapes))}" if shapes else "no tensor as input"
-        reason = f"{first_line(error)}{tip_for(model, 'forecast')}"
+        reason = f"{first_line(error)}{tip_for(error, model, 'forecast')}"
         raise TraceError(f"{name} with {given}: {reason}") from error
 
 

@@ -145,7 +145,7 @@ def _explained(
     wide = any(tensor.dtype is torch.float32 for tensor in tensors)
     tip = f"; its weights are {dtype_name(low.pop())}: give such inputs" if low and wide else ""
     on = f"{type(model).__name__} fails on input {shapes or 'of no tensor'}{where}"
-    return f"{on}: {with_type(error)}{tip}{tip_for(model, 'X-ray')}"
+    return f"{on}: {with_type(error)}{tip}{tip_for(error, model, 'X-ray')}"
 
 
 def _check_inputs(inputs: tuple, kwargs: dict[str, Any], real: bool) -> None:
