@@ -104,8 +104,34 @@ def test_a_function_whose_backward_pass_fails_under_autocast_is_told():
         out = model(x)
     with pytest.raises(RuntimeError):
         out.sum().backward()
+    remedy = "under autocast the forward of OwnProduct needs @torch.amp.custom_fwd"
     for device in ("cuda", "cpu"):
-        assert "(backward pass of OwnProduct)" in xray(model, x, device_type=device).raised
+        found = xray(model, x, device_type=device)
+        assert "(backward pass of OwnProduct)" in found.raised
+        assert remedy in found.advice[0]
+        with pytest.raises(TraceError, match=remedy):
+            forecast_memory(model, x, device_type=device, precision="bf16")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_the_remedy_for_such_a_function_helps_and_is_told_to_no_other(device):
+    class Whole(OwnProduct):
+        forward = staticmethod(torch.amp.custom_fwd(OwnProduct.forward, device_type=device))
+        backward = staticmethod(torch.amp.custom_bwd(OwnProduct.backward, device_type=device))
+
+    class StillMixed(Whole):
+        @staticmethod
+        @functools.partial(torch.amp.custom_bwd, device_type=device)
+        def backward(ctx, gradient):
+            with torch.autocast(device, enabled=False):
+                return OwnProduct.backward(ctx, gradient)
+
+    x = torch.ones(4, 8)
+    assert xray(WithOwnProduct(Whole), x, device_type=device).raised is None
+    assert forecast_memory(WithOwnProduct(Whole), x, device_type=device, precision="bf16")
+    raised = xray(WithOwnProduct(StillMixed), x, device_type=device).raised
+    assert "dtype" in raised
+    assert "custom_fwd" not in raised
 
 
 def test_a_function_with_custom_fwd_is_sound():

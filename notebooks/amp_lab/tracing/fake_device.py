@@ -179,6 +179,13 @@ def remedy_for(error: Exception, model: nn.Module, part_by_part: str) -> str:
 def tip_for(error: Exception, model: nn.Module, verb: str) -> str:
     """What to do about an error that is known, or any of detectors and of quantised weights."""
     tips = [tip for said, tip in _TIPS.items() if said in str(error)]
+    frames = traceback.walk_tb(error.__traceback__) if "dtype" in str(error) else ()
+    for node in [frame.f_locals.get("self") for frame, _ in frames]:
+        own = isinstance(node, torch.autograd.function.BackwardCFunction)
+        if own and not hasattr(node, "_fwd_used_autocast"):
+            name = type(node).__name__.removesuffix("Backward")
+            needed = "@torch.amp.custom_fwd(device_type=…), its backward @torch.amp.custom_bwd(…)"
+            tips.append(f"under autocast the forward of {name} needs {needed}")
     if "torchvision.models.detection" in type(model).__module__:
         tips.append(f"{verb} model.backbone by itself")
     elif any(map(is_wrapper, model.parameters())):
