@@ -6,13 +6,23 @@ import pytest
 import torch
 import torch.utils.checkpoint
 import torchvision.models as tv
-from memory_models import OwnAttention, Two, bytes_kept, images, loss_of, real_peaks, vgg
+from memory_models import (
+    OwnAttention,
+    Two,
+    bytes_kept,
+    cpu_autocast,
+    images,
+    loss_of,
+    real_peaks,
+    vgg,
+)
 from torch import nn
 
 from amp_lab import Precision, forecast_memory, largest_batch
 from amp_lab.errors import DeviceError, TraceError
 from amp_lab.torch_versions import function_nodes_need_their_parents
 from amp_lab.tracing.memory import compare_memory, parse_bytes
+from amp_lab.tracing.training_step import OPTIMIZERS
 from gpt import Gpt
 
 pytestmark = pytest.mark.slow
@@ -273,6 +283,72 @@ def test_a_mask_whose_kind_torch_reads_is_told_with_the_remedy():
     found = forecast_memory(model, target, source, **told)
     assert found.input_shapes == ((2, 4, 16), (2, 5, 16), (4, 4))
     assert found.weights == found.gradients == sum(p.nbytes for p in model.parameters())
+
+
+class Sparse(nn.Module):
+    """Rows of a table, each by itself and summed up."""
+
+    def __init__(self):
+        super().__init__()
+        self.each = nn.Embedding(1000, 32, sparse=True)
+        self.bag = nn.EmbeddingBag(1000, 32, sparse=True, mode="sum")
+        self.layer = nn.Linear(64, 2)
+
+    def forward(self, tokens):
+        return self.layer(torch.cat([self.each(tokens).mean(1), self.bag(tokens)], 1))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_sparse_gradients_take_what_is_stored_of_them(precision):
+    model, tokens = Sparse(), torch.randint(0, 1000, (4, 6))
+    with cpu_autocast(precision):
+        loss = loss_of(model(tokens))
+    loss.backward()
+    sparse = [model.each.weight.grad, model.bag.weight.grad]
+    assert all(g._indices().data_ptr() == tokens.data_ptr() for g in sparse)  # which are there
+    stored = sum(g._values().nbytes for g in sparse)
+    options = {"precision": precision, "optimizer": "sgd", "loss_fn": loss_of}
+    found = forecast_memory(model, tokens, **options)
+    assert found.gradients == stored + sum(p.grad.nbytes for p in model.layer.parameters())
+    assert found.peak == sum(found.at_peak.values())
+    most = largest_batch(model, (6,), memory_bytes=MIB, input_dtype=torch.long, **options)
+    more = (tokens[:1].expand(count, 6) for count in (most, most + 1))
+    peaks = [forecast_memory(model, batch, **options).peak for batch in more]
+    assert peaks[0] <= MIB < peaks[1]
+
+    alone = nn.Embedding(1000, 32, sparse=True)
+    found = forecast_memory(alone, tokens, device_type="cpu", **options)
+    loss_of(alone(tokens)).backward()
+    assert found.gradients == alone.weight.grad._values().nbytes
+
+
+class Twice(Sparse):
+    def forward(self, tokens):
+        return super().forward(tokens) + super().forward(tokens + 1)
+
+
+@pytest.mark.parametrize(("model", "device"), [(Sparse, "cpu"), (Twice, "cuda")])
+def test_sparse_gradients_whose_size_fakes_do_not_have_are_told(model, device):
+    options = {"device_type": device, "precision": "fp32", "optimizer": "sgd"}
+    with pytest.raises(TraceError, match=r"bag\.weight are sparse, and values decide .*: make the"):
+        forecast_memory(model(), torch.randint(0, 999, (4, 6)), **options)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimizer_that_refuses_sparse_gradients_is_told_with_their_names(optimizer):
+    model, tokens = Sparse(), torch.randint(0, 1000, (4, 6))
+    model(tokens).sum().backward()
+    weights = [model.each.weight] if optimizer == "muon" else model.parameters()
+    if optimizer == "sgd":
+        OPTIMIZERS[optimizer](weights).step()
+        return
+    with pytest.raises(RuntimeError):
+        OPTIMIZERS[optimizer](weights).step()
+    said = (
+        rf"gradients of each\.weight, bag\.weight are sparse, and {optimizer} \(not sgd\) refuses"
+    )
+    with pytest.raises(TraceError, match=said):
+        forecast_memory(model, tokens, precision="fp16", optimizer=optimizer)
 
 
 # -------------------------------------------------------------------------------------- bad input

@@ -131,7 +131,7 @@ class _Walk:
         if gradient is None:
             return
         # A gradient that is part of a larger storage would keep all of it.
-        owns_it = gradient.untyped_storage().nbytes() == gradient.nbytes
+        owns_it = gradient.is_sparse or gradient.untyped_storage().nbytes() == gradient.nbytes
         self.leaves[id(leaf)] = gradient if owns_it else gradient.clone()
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, get_plain_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_lab.tracing.fake_device import takes_wrappers
-from amp_lab.tracing.ops_seen import storage_key, tensors_in
+from amp_lab.tracing.ops_seen import storage_key, stored_values, tensors_in
 
 KINDS = (
     *("weights", "buffers", "inputs", "gradients", "optimizer"),
@@ -84,7 +84,7 @@ class StorageLedger(TorchDispatchMode):
         if key is None:
             return None
         if key not in self._numbers:
-            self._begin(key, leaf.untyped_storage())
+            self._begin(key, stored_values(leaf).untyped_storage())
         return self._numbers[key]
 
     def _begin(self, key: int, storage: torch.UntypedStorage) -> int:

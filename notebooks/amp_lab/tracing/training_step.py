@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from amp_lab.backends import Backend, backend
 from amp_lab.errors import AmpLabError, TraceError, first_line
 from amp_lab.precision import Precision
+from amp_lab.report import listed
 from amp_lab.torch_versions import step_counters_on_host
 from amp_lab.tracing.backward import Seeds, run_backward, seeds_of
 from amp_lab.tracing.fake_device import (
@@ -139,10 +140,20 @@ class TrainingStep:
         ):
             gradients = run_backward(self._forward(ledger, inputs, kwargs))
             trained = {id(p): p for p in run.parameters.values() if id(p) in gradients}
+            self._require_sizes(gradients)
             ledger.own("gradients", [gradients[key] for key in trained])
             ledger.mark("backward")
         shapes_trained = tuple((tuple(p.shape), p.dtype) for p in trained.values())
         return TracedStep(self, shapes, shapes_trained, ledger.trace(kept_at="forward"))
+
+    def _require_sizes(self, gradients: dict[int, torch.Tensor]) -> None:
+        sgd = self.optimizer == "sgd"  # as fakes, sums of sparse ones are empty, bags' on CPUs too
+        bad = {key for key, g in gradients.items() if g.is_sparse and not (sgd and g._nnz())}
+        if bad:
+            names = listed([name for name, p in self.run.parameters.items() if id(p) in bad], 3)
+            why = "values decide their size" if sgd else f"{self.optimizer} (not sgd) refuses them"
+            said = f"the gradients of {names} are sparse, and {why}"
+            raise TraceError(f"{said}: make the embedding with sparse=False")
 
     def output(self, model: nn.Module, inputs: tuple, kwargs: dict[str, Any]) -> Any:
         """The loss, or what the model returns if there is no loss function."""
