@@ -470,7 +470,8 @@ query = scores[None]  # (1, 2, 2); for this mask, True means: not hidden
 assert F.scaled_dot_product_attention(query, query, query, attn_mask=~mask).isfinite().all()
 
 # %% [markdown]
-# **Notice it earlier.** Search the model's source for `1e9`, `1e10` and `1e20` before you run it.
+# **Notice it earlier.** `amp-lab xray --dtype fp16` finds it without running the model. Or search the source
+# for `1e9`, `1e10` and `1e20`.
 
 # %% [markdown]
 # ### 5 NaN because an epsilon of 1e-8 is zero in fp16
