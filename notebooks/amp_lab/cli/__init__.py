@@ -5,42 +5,17 @@ Each command is a file: `add` tells the parser of its options, `run` does it.
 
 import argparse
 import functools
+import importlib
 import warnings
 
 from amp_lab import __version__
-from amp_lab.cli import (
-    advise,
-    bench,
-    diff,
-    doctor,
-    export,
-    memory,
-    migrate,
-    ops,
-    rehearse,
-    sample,
-    train,
-    xray,
-)
 from amp_lab.cli.printing import drop_unprintable, flush, print_what_can_be, show_warning, tell
 from amp_lab.errors import AmpLabError, AmpLabWarning, OptionError, OtherRankError
 from amp_lab.requirements import needed_for, require_torch
 
 # torch takes seconds to load, so each `run` imports it, not these modules: --help answers at once.
-COMMANDS = (
-    doctor,
-    train,
-    sample,
-    export,
-    bench,
-    ops,
-    advise,
-    xray,
-    memory,
-    diff,
-    rehearse,
-    migrate,
-)
+_NAMES = "doctor train sample export bench ops advise xray memory diff rehearse migrate"
+COMMANDS = [importlib.import_module(f"amp_lab.cli.{name}") for name in _NAMES.split()]
 
 
 class _Parser(argparse.ArgumentParser):

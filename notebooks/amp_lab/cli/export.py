@@ -5,7 +5,6 @@ from pathlib import Path
 
 # What is written, by the ending of the file, if --format does not say it.
 _FORMATS = {".safetensors": "safetensors", ".onnx": "onnx", ".pt2": "pt2"}
-_DTYPES = ("fp32", "fp16", "bf16")
 
 
 def add(commands) -> None:
@@ -18,16 +17,13 @@ def add(commands) -> None:
         "weights (.safetensors), for ONNX Runtime (.onnx) or as a program of torch.export (.pt2). "
         "Such a file is read again and run before it takes its name.",
     )
-    export.add_argument("run_folder", metavar="DIR", help="the folder of the run")
-    export.add_argument("file", metavar="FILE", help="the file to write")
-    export.add_argument(
-        "--format",
-        choices=["checkpoint", *_FORMATS.values()],
-        help="default: by FILE's ending, else checkpoint",
-    )
-    export.add_argument("--dtype", choices=_DTYPES, help="cast the model to it (default: fp32)")
-    export.add_argument("--data", metavar="DIR", help="where its data sets are (default: data)")
-    export.add_argument("--force", action="store_true", help="replace a file that is there")
+    option, forms = export.add_argument, ["checkpoint", *_FORMATS.values()]
+    option("run_folder", metavar="DIR", help="the folder of the run")
+    option("file", metavar="FILE", help="the file to write")
+    option("--format", choices=forms, help="default: by FILE's ending, else checkpoint")
+    option("--dtype", choices=("fp32", "fp16", "bf16"), help="cast the model to it (default: fp32)")
+    option("--data", metavar="DIR", help="where its data sets are (default: data)")
+    option("--force", action="store_true", help="replace a file that is there")
     export.set_defaults(run=run)
 
 

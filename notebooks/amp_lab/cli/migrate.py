@@ -21,29 +21,20 @@ def add(commands) -> None:
         "and what is to be done by hand, with line numbers. Files and notebooks are left as they "
         "are without --write.",
     )
-    migrate.add_argument("paths", nargs="+", metavar="PATH", help="a file, notebook or folder")
-    migrate.add_argument(
-        "--select",
-        action="append",
-        choices=["torch", "apex", "mistakes"],
-        help="what to look at, instead of all three; may be given twice",
+    option, how = migrate.add_argument, migrate.add_mutually_exclusive_group().add_argument
+    parts, forms = ["torch", "apex", "mistakes"], ["text", "github", "sarif"]
+    look = "what to look at, instead of all three; may be given twice"
+    say = (
+        "how to say what was found: as text, with a diff (default), as annotations of GitHub, or "
+        "in SARIF"
     )
-    migrate.add_argument(
-        "--mark", action="store_true", help="put a comment above what is left of Apex"
-    )
-    migrate.add_argument(
-        "--format",
-        choices=["text", "github", "sarif"],
-        default="text",
-        help="how to say what was found: as text, with a diff (default), as annotations of GitHub, "
-        "or in SARIF",
-    )
-    how = migrate.add_mutually_exclusive_group()
-    how.add_argument("--write", action="store_true", help="change the files")
-    how.add_argument("--check", action="store_true", help="exit 1 if something is to be done")
-    how.add_argument(
-        "--diff", action="store_true", help="print a patch for `git apply`, and nothing else"
-    )
+    option("paths", nargs="+", metavar="PATH", help="a file, notebook or folder")
+    option("--select", action="append", choices=parts, help=look)
+    option("--mark", action="store_true", help="put a comment above what is left of Apex")
+    option("--format", choices=forms, default="text", help=say)
+    how("--write", action="store_true", help="change the files")
+    how("--check", action="store_true", help="exit 1 if something is to be done")
+    how("--diff", action="store_true", help="print a patch for `git apply`, and nothing else")
     migrate.set_defaults(run=run, needs_torch=False)  # it only reads code
 
 

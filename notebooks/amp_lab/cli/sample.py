@@ -11,20 +11,14 @@ def add(commands) -> None:
         help="let a language model of a run write",
         description="Write text with the model of a run that `amp-lab train` trained on text.",
     )
-    sample.add_argument("run_folder", metavar="DIR", help="the folder of the run")
-    sample.add_argument("--prompt", metavar="TEXT", default="\n", help="what it continues")
-    sample.add_argument(
-        "--tokens", metavar="N", type=int, default=300, help="how many to write (default: 300)"
-    )
-    text = "0 takes the likeliest (default: 0.8)"
-    sample.add_argument("--temperature", metavar="X", type=float, default=0.8, help=text)
-    sample.add_argument("--seed", metavar="N", type=int, default=0, help="default: 0")
-    sample.add_argument(
-        "--precision", metavar="NAME", default="fp32", help="fp32 (default), tf32, fp16, bf16"
-    )
-    sample.add_argument(
-        "--device", metavar="NAME", help="default: AMP_LAB_DEVICE, else accelerator"
-    )
+    option, text = sample.add_argument, "0 takes the likeliest (default: 0.8)"
+    option("run_folder", metavar="DIR", help="the folder of the run")
+    option("--prompt", metavar="TEXT", default="\n", help="what it continues")
+    option("--tokens", metavar="N", type=int, default=300, help="how many to write (default: 300)")
+    option("--temperature", metavar="X", type=float, default=0.8, help=text)
+    option("--seed", metavar="N", type=int, default=0, help="default: 0")
+    option("--precision", metavar="NAME", default="fp32", help="fp32 (default), tf32, fp16, bf16")
+    option("--device", metavar="NAME", help="default: AMP_LAB_DEVICE, else accelerator")
     sample.set_defaults(run=run)
 
 
