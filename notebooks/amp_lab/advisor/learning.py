@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
@@ -148,14 +148,12 @@ def _left_after(seconds: float, step: Step) -> Iterator[None]:
         if time.perf_counter() > end:
             raise TooSlow
 
-    hooks = [weight.register_hook(look) for weight in step.trained if seconds < math.inf]
-    if seconds < math.inf:  # which would be in the way of what is compiled
-        hooks.append(torch.nn.modules.module.register_module_forward_hook(look))
-    try:
+    with ExitStack() as hooks:
+        if seconds < math.inf:  # else they would be in the way of what is compiled
+            hooks.enter_context(torch.nn.modules.module.register_module_forward_hook(look))
+            for weight in step.trained:
+                hooks.enter_context(weight.register_hook(look))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _fall(run: Candidate) -> float:

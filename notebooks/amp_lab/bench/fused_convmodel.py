@@ -74,15 +74,11 @@ class FusedStep:
         centred = self.x - mean[:, None]
         covariance = centred @ centred.T / self.pixels  # (2, 2)
         variance = ((self.w1 @ covariance) * self.w1).sum(1)
-        bias = self.convs[0].bias
-        self.n1 = _Normalised(self.norms[0], self.w1 @ mean, variance, bias, self.pixels)
+        norms, biases, n = self.norms, [conv.bias for conv in self.convs], self.pixels
+        self.n1 = _Normalised(norms[0], self.w1 @ mean, variance, biases[0], n)
         self.weight1 = (self.w1 * self.n1.scale[:, None]).T.contiguous()  # (2, C)
-        self.n2 = _Normalised.from_sums(
-            self.norms[1], self._second_layer(), self.convs[1].bias, self.pixels
-        )
-        self.n3 = _Normalised.from_sums(
-            self.norms[2], self._third_layer(), self.convs[2].bias, self.pixels
-        )
+        self.n2 = _Normalised.from_sums(norms[1], self._second_layer(), biases[1], n)
+        self.n3 = _Normalised.from_sums(norms[2], self._third_layer(), biases[2], n)
 
     def _second_layer(self) -> list[Tensor]:
         """Write z2; return the sums of it and of its squares."""

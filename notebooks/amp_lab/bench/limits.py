@@ -7,14 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from amp_lab.backends import backend
 from amp_lab.device import describe_device, filling_size, matrix_product
 from amp_lab.precision import Precision
 from amp_lab.timing import compare
-from amp_lab.tracing.ops_seen import FLOP_FORMULAS, computes_nothing
+from amp_lab.tracing.ops_seen import FLOP_FORMULAS, computes_nothing, tensors_in
 
 # Edge of the matrices of a product, and bytes of a copy: at most so many, and fewer where they take
 # long enough already, as on the GPU of a laptop.
@@ -115,9 +114,7 @@ class _Moved(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if not computes_nothing(func):
-            for tensor in tree_leaves((args, kwargs, out)):
-                if isinstance(tensor, torch.Tensor):
-                    self.nbytes += tensor.numel() * tensor.itemsize
+            self.nbytes += sum(tensor.nbytes for tensor in tensors_in((args, kwargs, out)))
         return out
 
 
@@ -133,6 +130,6 @@ def count_step(
         step()
     with _Moved() as moved:
         step()
-    weights = sum(p.numel() * p.itemsize for p in model.parameters())
-    read = inputs.numel() * inputs.itemsize + (6 if training else 1) * weights
+    weights = sum(p.nbytes for p in model.parameters())
+    read = inputs.nbytes + (6 if training else 1) * weights
     return Count(flops.get_total_flops(), moved.nbytes, read)

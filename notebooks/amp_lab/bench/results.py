@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -114,9 +113,8 @@ class Results(Printed, Ceilings):
     rows: list[Row]
     complete: bool = True  # false for a run that was stopped before its end
 
-    def to_json(self) -> str:
-        """Everything, as JSON."""
-        return json.dumps({"schema": SCHEMA} | dataclasses.asdict(self), indent=1)
+    def _contents(self) -> dict[str, Any]:
+        return {"schema": SCHEMA} | vars(self)
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the JSON, whole or not at all. Raises `OptionError` if that fails."""
@@ -313,14 +311,13 @@ class Compared(Printed):
             found.setdefault(row.key, []).append(row)
         return [tuple(rows) for rows in found.values() if len(rows) == len(self.results)]
 
-    def to_json(self) -> str:
-        """What all have, as JSON."""
+    def _contents(self) -> dict[str, Any]:
         rows = []
         for same in self.common():
             names = ("median_s", "speedup", "speedup_interval", "trusted")
             figures = {name: [getattr(row, name) for row in same] for name in names}
             rows.append({"key": same[0].key} | figures)
-        return json.dumps({"names": self.names, "rows": rows}, indent=1)
+        return {"names": self.names, "rows": rows}
 
     def best_speedups(self) -> dict[str, dict[str, Ratio]]:
         """For `plots.best_speedups`: among what all have, the best of each workload.

@@ -61,9 +61,7 @@ def xray(
     if real:
         require_backend(device_type)
     require_model(model)
-    for name, own in (("device", "device_type="), ("precision", "dtype=")):
-        if name in kwargs and name not in inspect.signature(model.forward).parameters:
-            raise TraceError(f"xray has no {name}=, and the model neither: give {own}")
+    _check_names(model, kwargs)
     for name, tensor in model.named_parameters():
         _check_values(tensor, f"parameter {name!r}", real)
     dtype = dtype_for(model, device_type) if dtype is None else dtype
@@ -71,16 +69,15 @@ def xray(
     if not off:
         checked_dtype(device_type, dtype)
     _check_inputs(inputs, kwargs, real)
-    run = _on_device if real else _on_fakes
-    trace = functools.partial(run, (model, inputs, kwargs), loss_fn, device_type)
+    given = model, inputs, kwargs
+    trace = functools.partial(_on_device if real else _on_fakes, given, loss_fn, device_type)
     seen, raised = trace(dtype), None
     if seen.error is not None:
         # Only what runs without autocast is worth a table: else the model or its inputs are wrong.
         plain = seen if off else trace(torch.float32)
         if plain.error is not None:
-            why = _explained(plain.error, plain.failed_at, model, (inputs, kwargs))
-            raise TraceError(why) from plain.error
-        raised = _explained(seen.error, seen.failed_at, model, (inputs, kwargs))
+            raise TraceError(_explained(plain.error, plain, given)) from plain.error
+        raised = _explained(seen.error, seen, given)
     return Xray(
         model=type(model).__name__,
         device_type=device_type,
@@ -134,18 +131,23 @@ def _on_device(
         return Tracer(device_type, dtype, run).follow(loss_fn)
 
 
-def _explained(
-    error: Exception, failed_at: tuple[str, str] | None, model: nn.Module, given: tuple
-) -> str:
+def _explained(error: Exception, seen: Tracer, given: _Given) -> str:
     """The model's own error in a line, with the shapes that it was given."""
-    tensors = [tensor for _, tensor in named_tensors(given)]
+    model, *inputs = given
+    tensors = [tensor for _, tensor in named_tensors(inputs)]
     shapes = ", ".join(f"{tuple(t.shape)} {dtype_name(t.dtype)}" for t in tensors)
-    where = f" in {place_of(failed_at[0])} ({failed_at[1]})" if failed_at else ""
+    where = f" in {place_of(seen.failed_at[0])} ({seen.failed_at[1]})" if seen.failed_at else ""
     low = {p.dtype for p in model.parameters()} & set(LOWER_DTYPES)
     wide = any(tensor.dtype is torch.float32 for tensor in tensors)
     tip = f"; its weights are {dtype_name(low.pop())}: give such inputs" if low and wide else ""
     on = f"{type(model).__name__} fails on input {shapes or 'of no tensor'}{where}"
     return f"{on}: {with_type(error)}{tip}{tip_for(error, model, 'X-ray')}"
+
+
+def _check_names(model: nn.Module, kwargs: dict[str, Any]) -> None:
+    for name, own in (("device", "device_type="), ("precision", "dtype=")):
+        if name in kwargs and name not in inspect.signature(model.forward).parameters:
+            raise TraceError(f"xray has no {name}=, and the model neither: give {own}")
 
 
 def _check_inputs(inputs: tuple, kwargs: dict[str, Any], real: bool) -> None:
