@@ -12,18 +12,13 @@ from amp_lab.errors import RequirementError, with_type
 
 OLDEST_TORCH = (2, 11)
 
-_EXTRAS = {  # a module: the extra in pyproject.toml that brings it
-    "PIL": "train",
-    "filelock": "train",
-    "libcst": "migrate",
-    "matplotlib": "plots",
-    "onnxruntime": "export",
-    "onnxscript": "export",
-    "safetensors": "export",
-    "sklearn": "train",
-    "tokenizers": "train",
-    "torchvision": "train",
+_MODULES = {  # an extra in pyproject.toml: the modules that it brings
+    "export": "onnxruntime onnxscript safetensors",
+    "migrate": "libcst",
+    "plots": "matplotlib",
+    "train": "PIL filelock sklearn tokenizers torchvision",
 }
+_EXTRAS = {module: extra for extra, modules in _MODULES.items() for module in modules.split()}
 _NAMES = {"PIL": "pillow", "sklearn": "scikit-learn"}  # where a package is not called as its module
 _WANTED = (
     f"amp_lab needs {'.'.join(map(str, OLDEST_TORCH))} or later, from "

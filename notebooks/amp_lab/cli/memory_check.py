@@ -25,15 +25,8 @@ def require_memory(
         contextlib.suppress(TraceError),  # what can only be run for real is run
         given_model(options, with_values=False) as given,
     ):
-        needed = forecast_memory(
-            given.model,
-            *given.args,
-            device_type=device.type,
-            precision="fp32",
-            optimizer="sgd",
-            loss_fn=given.loss_fn,
-            **given.kwargs,
-        ).peak
+        how = {"device_type": device.type, "precision": "fp32", "optimizer": "sgd"}
+        needed = given.passed_to(forecast_memory, loss_fn=given.loss_fn, **how).peak
         if size is not None:
             needed = needed * size // BatchedInputs(given.args, given.kwargs).batch
     if there is not None and needed > there:

@@ -42,6 +42,10 @@ class GivenModel:
     observer: "Observer" = field(init=False)
     """What a run of the model in the block of `given_model` has shown."""
 
+    def passed_to(self, tool: Callable[..., Any], **options: Any) -> Any:
+        """What a tool returns that takes a model, what a call of it takes, and options."""
+        return tool(self.model, *self.args, **options, **self.kwargs)
+
 
 def add_model(command: argparse.ArgumentParser) -> None:
     """Add the options that name a model, its inputs, its loss and the format."""

@@ -45,16 +45,8 @@ def run(options: argparse.Namespace) -> None:
         require_figure(options.figure, "rehearse --figure")
     require_memory(options, "cpu", "rehearse")
     with given_model(options, with_values=True) as given:
-        found = rehearse(
-            given.model,
-            *given.args,
-            formats=names,
-            loss_fn=given.loss_fn,
-            steps=options.steps,
-            seeds=options.seeds,
-            card=options.card,
-            **given.kwargs,
-        )
+        how = {"steps": options.steps, "seeds": options.seeds, "card": options.card}
+        found = given.passed_to(rehearse, formats=names, loss_fn=given.loss_fn, **how)
     if options.figure:
         from amp_lab import plots
 

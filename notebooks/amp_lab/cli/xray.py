@@ -51,16 +51,9 @@ def run(options: argparse.Namespace) -> None:
     if options.real:
         require_memory(options, options.device, "--real")
     with given_model(options, with_values=options.real) as given:
+        how = {"loss_fn": given.loss_fn, "real": options.real}
         found = [
-            xray(
-                given.model,
-                *given.args,
-                device_type=device,
-                dtype=dtype_of(name),
-                loss_fn=given.loss_fn,
-                real=options.real,
-                **given.kwargs,
-            )
+            given.passed_to(xray, device_type=device, dtype=dtype_of(name), **how)
             for device, name in sides
         ]
     if options.against is not None and found[0].title == found[1].title:
@@ -79,14 +72,12 @@ def _run_sharded(options: argparse.Namespace) -> None:
     # A group for a TARGET that calls fully_shard itself; no other process is needed.
     with group_of(ranks=2), given_model(options, with_values=False) as given:
         is_done = parallel_of(given.model) == options.parallel
-        found = xray_sharding(
-            given.model,
-            *given.args,
+        found = given.passed_to(
+            xray_sharding,
             parallel=None if is_done else options.parallel,
             precision=options.precision,
             reduce_dtype=options.reduce_dtype,
             device_type=options.device,
-            **given.kwargs,
         )
     show(found, options.format)
 
