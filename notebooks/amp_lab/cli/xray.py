@@ -71,14 +71,10 @@ def _run_sharded(options: argparse.Namespace) -> None:
 
     # A group for a TARGET that calls fully_shard itself; no other process is needed.
     with group_of(ranks=2), given_model(options, with_values=False) as given:
-        is_done = parallel_of(given.model) == options.parallel
-        found = given.passed_to(
-            xray_sharding,
-            parallel=None if is_done else options.parallel,
-            precision=options.precision,
-            reduce_dtype=options.reduce_dtype,
-            device_type=options.device,
-        )
+        how = {"precision": options.precision, "reduce_dtype": options.reduce_dtype}
+        if parallel_of(given.model) != options.parallel:
+            how["parallel"] = options.parallel
+        found = given.passed_to(xray_sharding, device_type=options.device, **how)
     show(found, options.format)
 
 

@@ -145,8 +145,7 @@ class Ranks:
             dtype = REDUCE_DTYPES[self.reduce_dtype]
             wrapped.register_comm_hook(None, lambda group, bucket: memory.average(bucket, dtype))
         elif self.reduce_dtype != "fp32":
-            is_fp16 = self.reduce_dtype == "fp16"
-            compress = hooks.fp16_compress_hook if is_fp16 else hooks.bf16_compress_hook
+            compress = getattr(hooks, f"{self.reduce_dtype}_compress_hook")
             # Not itself: where torch was built without CUDA, DDP refuses the one for bf16 by name.
             wrapped.register_comm_hook(None, lambda group, bucket: compress(group, bucket))
         return wrapped

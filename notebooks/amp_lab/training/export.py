@@ -48,7 +48,7 @@ def export_checkpoint(
         raise CheckpointError(f"{file}: is there, and no checkpoint; --force replaces a file")
     state = _state(Path(out))
     if "shards" in state:
-        model, optimizer = _of_shards(Path(out), state)
+        model, optimizer = _restored(Path(out), state)
         state.pop("shards")
         state |= {"model": model, "optimizer": optimizer}
     save_checkpoint(file, **state)
@@ -131,23 +131,21 @@ def _state(out: Path) -> dict[str, Any]:
     return state
 
 
-@contextmanager
-def _of_a_run(out: Path) -> Iterator[None]:
+def _restored(out: Path, state: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model of a checkpoint, and the optimizer, whose state only shards are read for."""
     try:
-        yield
+        config = RunConfig(**state["config"])
+        model = build_model(config.model, state["classes"], freeze=config.freeze)
+        if "shards" not in state:
+            model.load_state_dict(state["model"])
     except run_state.WRONG_CONTENT as error:
         problem = f"not of a run ({first_line(error)})"
         raise CheckpointError(f"{out / run_state.CHECKPOINT}: {problem}") from error
-
-
-def _of_shards(out: Path, state: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
-    from amp_lab.checkpoint.shards import load_shards  # torch's part of it takes a second
-
-    with _of_a_run(out):
-        config = RunConfig(**state["config"])
-        model = build_model(config.model, state["classes"], freeze=config.freeze)
     optimizer = make_optimizer(model, config)
-    load_shards(out, state["shards"], model, optimizer, ALONE)
+    if "shards" in state:
+        from amp_lab.checkpoint.shards import load_shards  # torch's part of it takes a second
+
+        load_shards(out, state["shards"], model, optimizer, ALONE)
     return model, optimizer
 
 
@@ -156,13 +154,8 @@ def load_model(out: str | os.PathLike) -> tuple[nn.Module, dict[str, Any]]:
 
     Raises `CheckpointError` if there is none, or it is damaged.
     """
-    folder, state = Path(out), _state(Path(out))
-    if "shards" in state:
-        return _of_shards(folder, state)[0], state
-    with _of_a_run(folder):
-        model = build_model(RunConfig(**state["config"]).model, state["classes"])
-        model.load_state_dict(state["model"])
-    return model, state
+    state = _state(Path(out))
+    return _restored(Path(out), state)[0], state
 
 
 def _changes(before: nn.Module, after: nn.Module, dtype: torch.dtype) -> str:
