@@ -65,9 +65,7 @@ class DeviceReport:
     @property
     def accelerated(self) -> tuple[Precision, ...]:
         """The precisions whose matrix product is measurably faster than fp32's, fastest first."""
-        faster = [
-            p for p in Precision if p is not Precision.FP32 and self.speedup(p) >= ACCELERATED
-        ]
+        faster = [precision for precision in Precision if self.speedup(precision) >= ACCELERATED]
         return tuple(sorted(faster, key=self.speedup, reverse=True))
 
     def speedup(self, precision: Precision) -> float:

@@ -34,8 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     try:
         _refuse_empty(options)
-        with warnings.catch_warnings():
-            warnings.simplefilter("default", AmpLabWarning)  # whatever -W says
+        with warnings.catch_warnings(action="default", category=AmpLabWarning):  # whatever -W says
             warnings.showwarning = functools.partial(show_warning, options.command)
             with needed_for(options.command):
                 if options.needs_torch:

@@ -42,15 +42,14 @@ def run(options: argparse.Namespace) -> None:
     sizes = _check(options)
     place, most = options.device or "cpu", max(sizes) if sizes else None
     require_memory(options, place, "the two runs", most)
+    found = None
     with given_model(options, with_values=True) as given:
         if options.other:
             with given_model(options, with_values=True, target=options.other) as other:
                 if options.same_weights:
                     _share_weights(given.model, other.model)
                 found = _compare(options, given, other.model, sizes)
-        elif options.compile:
-            found = None
-        else:
+        elif not options.compile:
             found = _compare(options, given, copy.deepcopy(given.model), sizes)
     if found is None:  # outside of that block, whose hooks the compiler would have to follow
         with kept_in_bounds(repr(options.target), options.timeout):
@@ -126,10 +125,11 @@ def _compare_compiled(options: argparse.Namespace, given: Any) -> Any:
 def _moved(inputs: Any, place: str, size: int | None) -> Any:
     """Inputs on a device, with `size` rows: as many as they have, over and over."""
     import torch
-    from torch.utils._pytree import tree_leaves, tree_map_only
+    from torch.utils._pytree import tree_map_only
 
-    tensors = [x for x in tree_leaves(inputs) if isinstance(x, torch.Tensor) and x.dim()]
-    batch = len(tensors[0]) if tensors else 0
+    from amp_lab.tracing.memory import BatchedInputs
+
+    batch = BatchedInputs(*inputs).batch
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if size is not None and tensor.dim() and len(tensor) == batch:

@@ -2,10 +2,7 @@
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from amp_lab.device import DeviceReport
+import textwrap
 
 
 def add(commands) -> None:
@@ -45,26 +42,20 @@ def run(options: argparse.Namespace) -> None:
             remark = f"  {1 / speedup:.0f} times slower: avoid it here"
         print(f"{precision:<11}{rate_text(rate, 'FLOP/s'):>16}{speedup:>14.3g}x{remark}")
 
-    _print_values(report)
-
-    if not report.trusted:  # a figure of a busy machine is shown as that
-        print("\nThis machine is busy: the same product took 1.5 times as long in a second try.")
-        print("Measure again when it is idle.")
-    print(f"\nUse {report.recommended}: {report.why}.")
-    for line in _recipe(report.recommended, report.device.type):
-        print(f"    {line}")
-
-
-def _print_values(report: "DeviceReport") -> None:
-    """What products do to values, a line for each precision."""
     print(f"\n{'precision':<11}{'bits of inputs':>16}{'error of a sum':>18}{'subnormals':>12}")
     for precision, values in report.values.items():
-        if values is not None:
+        if values is not None:  # what its products do to values
             kept = "kept" if values.subnormals else "become 0"
             error = f"{values.error:.1f} ulp"
             print(f"{precision:<11}{values.input_bits:>16}{error:>18}{kept:>12}")
     product, convolution = report.fp32_bits_as_set
     print(f"As torch is set, fp32 keeps {product} bits in products, {convolution} in convolutions.")
+
+    if not report.trusted:  # a figure of a busy machine is shown as that
+        print("\nThis machine is busy: the same product took 1.5 times as long in a second try.")
+        print("Measure again when it is idle.")
+    print(f"\nUse {report.recommended}: {report.why}.")
+    print(textwrap.indent("\n".join(_recipe(report.recommended, report.device.type)), "    "))
 
 
 def _recipe(precision: str, device_type: str) -> list[str]:

@@ -38,20 +38,13 @@ def run(options: argparse.Namespace) -> None:
     """Forecast, and print the table."""
     from amp_lab.tracing.memory import BatchedInputs, memory_table
 
-    # What is not asked for is left to the function's own default.
-    asked = {"precisions": options.precision} if options.precision else {}
+    asked = {"memory_bytes": options.memory, "device_type": options.device}
+    asked |= {name: getattr(options, name) for name in ("reserve", "optimizer", "fsdp_ranks")}
+    if options.precision:  # else they are left to the function's own default
+        asked["precisions"] = options.precision
     with given_model(options, with_values=False) as given:
-        table = memory_table(
-            given.model,
-            BatchedInputs(given.args, given.kwargs),
-            memory_bytes=options.memory,
-            reserve=options.reserve,
-            device_type=options.device,
-            optimizer=options.optimizer,
-            loss_fn=given.loss_fn,
-            fsdp_ranks=options.fsdp_ranks,
-            **asked,
-        )
+        inputs = BatchedInputs(given.args, given.kwargs)
+        table = memory_table(given.model, inputs, loss_fn=given.loss_fn, **asked)
     if given.loss_fn is None:
         table = dataclasses.replace(table, loss_left_out=given.observer.loss_left_out)
     show(table, options.format)

@@ -22,9 +22,8 @@ def add(commands) -> None:
         "checkpoint.pt; a run that was stopped or killed goes on with --resume, and ends as if "
         "it had not been.",
     )
-    settings = parser.add_argument_group(
-        "settings of the run, of which --resume can give more epochs"
-    )
+    heading = "settings of the run, of which --resume can give more epochs"
+    settings = parser.add_argument_group(heading)
     for field in dataclasses.fields(RunConfig):
         # No default: a run that is resumed takes what is not given from its folder.
         _add_option(settings, field, default=argparse.SUPPRESS)

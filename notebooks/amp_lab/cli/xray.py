@@ -72,9 +72,8 @@ def _run_sharded(options: argparse.Namespace) -> None:
     # A group for a TARGET that calls fully_shard itself; no other process is needed.
     with group_of(ranks=2), given_model(options, with_values=False) as given:
         how = {"precision": options.precision, "reduce_dtype": options.reduce_dtype}
-        if parallel_of(given.model) != options.parallel:
-            how["parallel"] = options.parallel
-        found = given.passed_to(xray_sharding, device_type=options.device, **how)
+        parallel = None if parallel_of(given.model) == options.parallel else options.parallel
+        found = given.passed_to(xray_sharding, parallel=parallel, device_type=options.device, **how)
     show(found, options.format)
 
 

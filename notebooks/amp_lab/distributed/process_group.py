@@ -74,13 +74,17 @@ def _problems(kind: str | None, reduce_dtype: str, timeout_s: float) -> Iterator
         yield f"no dtype {reduce_dtype!r} to sum gradients in; there are {', '.join(REDUCE_DTYPES)}"
     if not 1 <= timeout_s <= 1e6:  # as written, NaN is refused too
         yield f"timeout must be 1 to 1,000,000 seconds, not {timeout_s:g}"
-    if kind is None:
-        size = os.environ.get("WORLD_SIZE", "1")
-        if "RANK" in os.environ and size != "1":  # each would train the whole run by itself
-            yield f"one of {size} processes of torchrun: add --parallel ddp or --parallel fsdp"
-        if reduce_dtype != "fp32":
-            yield f"reduce dtype {reduce_dtype}: one process sums nothing; it needs --parallel"
+    if kind is not None:
+        yield from _problems_together(kind)
         return
+    size = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and size != "1":  # each would train the whole run by itself
+        yield f"one of {size} processes of torchrun: add --parallel ddp or --parallel fsdp"
+    if reduce_dtype != "fp32":
+        yield f"reduce dtype {reduce_dtype}: one process sums nothing; it needs --parallel"
+
+
+def _problems_together(kind: str) -> Iterator[str]:
     missing = ", ".join(name for name in _ENVIRONMENT if name not in os.environ)
     if kind not in list(Parallel):
         yield f"no way {kind!r} to train in parallel; there are {', '.join(Parallel)}"

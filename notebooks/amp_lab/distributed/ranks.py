@@ -136,8 +136,7 @@ class Ranks:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
 
         options: dict[str, Any] = no_buffer_broadcast()  # all take rank 0's wherever it matters
-        if not backend(self.device).is_host:
-            options["device_ids"] = [self.device]
+        options["device_ids"] = None if backend(self.device).is_host else [self.device]
         options["gradient_as_bucket_view"] = True  # or the gradients are kept twice
         wrapped = nn.parallel.DistributedDataParallel(model, **options)
         memory = share_memory(self.device)
