@@ -262,7 +262,11 @@ def compare(
     while (spent_s := time.perf_counter() - start) < budget_s or not rounds.all:
         if spent_s > budget_s / 2 and 4 * len(rounds.quiet) < len(rounds.all):
             break
-        _round(functions, calls, rounds)
+        with rounds.next() as seconds:
+            # Every other round goes backwards, so that none is always first.
+            for name in list(functions)[:: 1 if len(rounds.all) % 2 == 0 else -1]:
+                time.sleep(_REST_S)
+                seconds[name] = _turn(functions[name], calls[name], device) / calls[name]
         if len(rounds.still) >= checked_at and spent_s > min(_LEAST_S, budget_s / 4):
             # An interval takes a thousand draws, so it is not computed after every round.
             checked_at += max(1, len(rounds.still) // 4)
@@ -319,16 +323,6 @@ _REST_S = 3e-3  # in which the threads of a library end to spin, and leave the c
 _SLOWER = 1.5  # the calibration product against its usual time: more is another program
 _APART = 3.0  # an exchange between threads against the fastest: the host has moved the cores
 _WAITED = 0.03  # of a round's time, in which a thread was ready and another program had its core
-
-
-def _round(
-    functions: Mapping[str, Callable[[], object]], calls: dict[str, int], rounds: "Rounds"
-) -> None:
-    """A turn of each function; every other round goes backwards, so that none is always first."""
-    with rounds.next() as seconds:
-        for name in list(functions)[:: 1 if len(rounds.all) % 2 == 0 else -1]:
-            time.sleep(_REST_S)
-            seconds[name] = _turn(functions[name], calls[name], rounds.watch.device) / calls[name]
 
 
 def _turn(fn: Callable[[], object], calls: int, device: torch.device) -> float:

@@ -5,7 +5,6 @@ import copy
 import functools
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 from amp_lab.advisor.recipes import INFERENCE, TRAINING, Case, Recipe
 from amp_lab.backends import backend
@@ -55,11 +54,10 @@ def first_look(case: Case, memory: int | str | None = None) -> Outlook:
     kind, is_here = case.device.type, backend(case.device).is_available()
     own = describe_device(case.device).memory_bytes if is_here else None
     look = Outlook(own if memory is None else parse_bytes(memory))
-    loss: dict[str, Any] = {"loss_fn": case.loss_fn}
     try:
         for precision in (Precision.BF16, Precision.FP16):
             see = functools.partial(xray, dtype=precision.dtype, device_type=kind, **case.kwargs)
-            seen = look.xrays[precision] = see(case.model, *case.args, **loss)
+            seen = look.xrays[precision] = see(case.model, *case.args, loss_fn=case.loss_fn)
             if seen.raised:  # perhaps in what inference has not: the loss, or a backward pass
                 alone = copy.deepcopy(case.model).requires_grad_(False).eval()
                 found = {TRAINING: seen.raised, INFERENCE: see(alone, *case.args).raised}

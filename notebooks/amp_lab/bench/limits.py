@@ -107,9 +107,7 @@ def _stream_rates(device: torch.device) -> dict[int, float]:
 class _Moved(TorchDispatchMode):
     """Adds up the bytes that each op reads and writes."""
 
-    def __init__(self):
-        super().__init__()
-        self.nbytes = 0
+    nbytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))

@@ -266,8 +266,7 @@ def make_step(case: Case, rung: Rung) -> Step:
     ladder = rungs_of(case)
     for lower in ladder[: ladder.index(rung) + 1]:
         recipe = lower.apply(recipe)
-    call = recipe.make(recipe)
-    return Step(call, recipe.problem.model, recipe.problem.inputs, recipe.records_graph)
+    return Step(recipe.make(recipe), problem.model, problem.inputs, recipe.records_graph)
 
 
 def _training_step(recipe: Recipe) -> Callable[[], Tensor]:

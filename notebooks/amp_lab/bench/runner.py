@@ -257,8 +257,7 @@ def _failure_told_in(row: Row, device: torch.device) -> Iterator[None]:
         row.status, row.reason = "failed", first_line(error)
         if is_out_of_memory(error):
             row.status = "out of memory"
-            held = allocated_bytes(device)
-            if held:
+            if held := allocated_bytes(device):
                 row.reason += f"; {held / 2**20:.0f} MiB are held by the rungs before it"
     if row.status != "ok":  # what it left behind is not to be missing for the next
         gc.collect()

@@ -42,12 +42,9 @@ class Characters:
         """
         table = {character: number for number, character in enumerate(self.names)}
         unknown = table.get(UNKNOWN)
-        for text in texts:
-            strange = set(text) - table.keys()
-            if strange and unknown is None:
-                raise DataError(
-                    f"the character {min(strange)!r} is not in the text of the training"
-                )
+        strange = set().union(*texts) - table.keys()
+        if strange and unknown is None:
+            raise DataError(f"the character {min(strange)!r} is not in the text of the training")
         return [np.fromiter((table.get(c, unknown) for c in t), np.int32, len(t)) for t in texts]
 
     def decode(self, numbers: Sequence[int]) -> str:

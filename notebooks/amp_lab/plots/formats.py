@@ -53,8 +53,7 @@ def errors_by_layer(reports: Sequence[Any]) -> Figure:
     forms = list(dict.fromkeys(report.format for report in reports))
     figure, ax = style.subplots(size=(9.0, 4.2))
     for i, form in enumerate(forms):
-        mark = _MARKS[i % len(_MARKS)]
-        colour = _shade(i, len(forms))
+        mark, colour = _MARKS[i % len(_MARKS)], _shade(i, len(forms))
         shown = [r for r in reports if r.format == form and r.decibels]
         at = [names.index(r.layer.name) for r in shown]
         values = [r.worst[1] for r in shown]

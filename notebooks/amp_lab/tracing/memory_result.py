@@ -117,13 +117,12 @@ class MemoryTable(Printed):
             [label, *(_in_unit(bytes_of(f), unit) for f in self.forecasts)]
             for label, bytes_of in _ROWS.items()
         ]
-        gradients = f"the gradients, {_in_unit(first.gradients, unit)} {name}"
-        copies = (
-            f"DDP adds buckets as large as {gradients}; none with gradient_as_bucket_view=True."
-        )
         if first.fsdp_ranks > 1:
             ranks = f"each of {first.fsdp_ranks} ranks of FSDP2"
             copies = f"Of {ranks}, forecast with the CPU's kernels, in one stream."
+        else:
+            buckets = f"buckets as large as the gradients, {_in_unit(first.gradients, unit)} {name}"
+            copies = f"DDP adds {buckets}; none with gradient_as_bucket_view=True."
         foot = [peaks, ["reached in", *(f.peak_phase for f in self.forecasts)]]
         if self.memory_bytes is not None:
             largest = [self.largest.get(f.precision) for f in self.forecasts]

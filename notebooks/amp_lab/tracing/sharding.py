@@ -133,14 +133,8 @@ def _unit(name: str, state: Any) -> Unit:
             group._init_mp_dtypes()  # as the first step does: it sets dtypes, the same every time
         except AssertionError as error:
             refusal = str(error)
-    return Unit(
-        name,
-        policy.param_dtype,
-        policy.reduce_dtype,
-        policy.output_dtype,
-        policy.cast_forward_inputs,
-        refusal,
-    )
+    dtypes = policy.param_dtype, policy.reduce_dtype, policy.output_dtype
+    return Unit(name, *dtypes, policy.cast_forward_inputs, refusal)
 
 
 def _of_group(group: Any, unit: str, names: dict[nn.Module, str]) -> Iterator[ShardedParameter]:
@@ -229,11 +223,8 @@ def _parameter(
 ) -> ShardedParameter:
     """One that each rank has as a whole."""
     norm = _is_norm(model.get_submodule(name.rpartition(".")[0]))
-    trained = own.requires_grad
-    reduced = reduced if trained else None
-    return ShardedParameter(
-        name, unit, own.dtype, None, computed, reduced, trained, own.numel(), norm
-    )
+    dtypes = own.dtype, None, computed, reduced if own.requires_grad else None
+    return ShardedParameter(name, unit, *dtypes, own.requires_grad, own.numel(), norm)
 
 
 def _buffers(model: nn.Module, unit_of: dict[str, str]) -> list[ShardedBuffer]:

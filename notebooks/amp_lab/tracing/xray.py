@@ -61,14 +61,13 @@ def xray(
     if real:
         require_backend(device_type)
     require_model(model)
-    _check_names(model, kwargs)
     for name, tensor in model.named_parameters():
         _check_values(tensor, f"parameter {name!r}", real)
     dtype = dtype_for(model, device_type) if dtype is None else dtype
     off = dtype is torch.float32
     if not off:
         checked_dtype(device_type, dtype)
-    _check_inputs(inputs, kwargs, real)
+    _check_inputs(model, inputs, kwargs, real)
     given = model, inputs, kwargs
     trace = functools.partial(_on_device if real else _on_fakes, given, loss_fn, device_type)
     seen, raised = trace(dtype), None
@@ -121,9 +120,8 @@ def _on_device(
         raise TraceError(f"real=True runs a copy of the model: {first_line(error)}") from error
     model.to(device_type)  # the copy: the user's own model stays where it is
     inputs = tree_map_only(torch.Tensor, lambda t: t.to(device_type), inputs)
-    parameters: dict[str, Any] = dict(model.named_parameters())
-    buffers = dict(model.named_buffers())
-    run = ModelRun(model, parameters, buffers, *inputs, fake=lambda x: x, is_fake=False)
+    own: Any = dict(model.named_parameters()), dict(model.named_buffers())
+    run = ModelRun(model, *own, *inputs, fake=lambda x: x, is_fake=False)
     # Dropout draws numbers: what the user draws next must not depend on this run.
     is_host = backend(device_type).is_host
     devices = [] if is_host else [torch.accelerator.current_device_index()]
@@ -144,13 +142,10 @@ def _explained(error: Exception, seen: Tracer, given: _Given) -> str:
     return f"{on}: {with_type(error)}{tip}{tip_for(error, model, 'X-ray')}"
 
 
-def _check_names(model: nn.Module, kwargs: dict[str, Any]) -> None:
+def _check_inputs(model: nn.Module, inputs: tuple, kwargs: dict[str, Any], real: bool) -> None:
     for name, own in (("device", "device_type="), ("precision", "dtype=")):
         if name in kwargs and name not in inspect.signature(model.forward).parameters:
             raise TraceError(f"xray has no {name}=, and the model neither: give {own}")
-
-
-def _check_inputs(inputs: tuple, kwargs: dict[str, Any], real: bool) -> None:
     given, found = [*enumerate(inputs), *kwargs.items()], 0
     for place, value in given:
         name = f"input {place!r}"

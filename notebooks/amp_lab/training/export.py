@@ -184,8 +184,7 @@ def _inputs(
     """Images (B, 3, S, S) or tokens (B, T) to check with: the run's own, if they are there."""
     count = _CHECKED_FP16 if dtype == torch.float16 or config.dataset in TEXTS else _CHECKED
     try:
-        whole = replace(config, limit=None)
-        images = load_data(whole, data, augment=False, download=False).test
+        images = load_data(replace(config, limit=None), data, augment=False, download=False).test
         return next(iter(batches(images, count)))[0]
     except DataError as error:
         kind = "tokens" if config.dataset in TEXTS else "images"
@@ -202,8 +201,7 @@ def _quiet() -> Iterator[None]:
     """Without what torch's exporters say of their own work."""
     logging.disable(logging.WARNING)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(logging.NOTSET)
@@ -218,11 +216,10 @@ def _made(form: str, served: _Served, inputs: Tensor, model: str) -> tuple[bytes
         except (AmpLabError, ModuleNotFoundError):
             raise
         except Exception as error:  # whatever the exporter or the runtime has not
-            cannot = (
-                f"{model} in {dtype_name(served.dtype)} cannot be written as {form}, or not run"
-            )
+            what = f"{model} in {dtype_name(served.dtype)}"
             raise CheckpointError(
-                f"{cannot} here ({with_type(error)}); try --dtype fp32, or another format"
+                f"{what} cannot be written as {form}, or not run here ({with_type(error)}); try "
+                "--dtype fp32, or another format"
             ) from error
 
 

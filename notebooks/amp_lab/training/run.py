@@ -202,7 +202,9 @@ class Run:
             # None of torchvision's models writes into what a block of it returns.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
             fit(
-                train_batches=self._train_batches,
+                train_batches=lambda epoch, batch: self._batches(
+                    self.images.train, epoch=epoch, seed=config.seed, start=batch, drop_last=True
+                ),
                 epochs=config.epochs,
                 test_batches=lambda: self._batches(self.images.test),
                 precision=config.precision,
@@ -252,10 +254,6 @@ class Run:
         perplexity = math.exp(min(self.progress.epochs[-1].test_loss, 700))  # e^700 is a float
         tokens = per_second * self.images.image_size
         return f"perplexity {perplexity:.4g}  {tokens:.0f} tokens/s"
-
-    def _train_batches(self, epoch: int, batch: int) -> Batches:
-        seed = self.config.seed
-        return self._batches(self.images.train, epoch=epoch, seed=seed, start=batch, drop_last=True)
 
     def _batches(self, images: ImageSet, **order: Any) -> Batches:
         workers, ranks = self.options.workers, self.ranks
