@@ -762,8 +762,8 @@ for what, (values, gains, _) in growth.items():
 assert climbed.trusted == (rung in ladder.steps)
 
 # %% [markdown]
-# On this CPU the advice is the highest rung. For a model of your own, channels last has most of that gain
-# for two lines. `amp-lab bench` climbs the same rungs with other models and with matrix products of
+# On this CPU the advice is the fused optimizer: what is above it is slower, or not surely faster by a tenth.
+# Channels last alone has most of that gain, for two lines. `amp-lab bench` climbs the same rungs with other models and with matrix products of
 # awkward shapes, and holds every rung's losses against FP32's. `--compare FILE` puts your machine beside [recorded ones](../data/results/README.md).
 
 # %%

@@ -369,6 +369,11 @@ def _estimate(values: np.ndarray) -> tuple[float, tuple[float, float]]:
     return median, (min(low, median * (1 - _FLOOR)), max(high, median * (1 + _FLOOR)))
 
 
+def turn_s(call_s: float) -> float:
+    """About the seconds that a turn of a function takes in `compare`, with the rest before it."""
+    return max(call_s, 1.2 * _TURN_S) + _REST_S
+
+
 def _why_not(quiet: int, rounds: int) -> str:
     """Why so many undisturbed rounds, among so many, are not enough; empty if they are."""
     if 2 * quiet < rounds:

@@ -91,7 +91,7 @@ class Advice(Printed):
 
 
 def _is_long(reason: str) -> bool:
-    return len(reason) > 60  # an error, which would make a table of one column
+    return len(reason) > 90  # an error, which would make a table of one column
 
 
 def _cells(c: Candidate) -> list[str]:

@@ -22,7 +22,7 @@ from amp_lab.device import describe_device, pick_device
 from amp_lab.errors import TraceError, with_type
 from amp_lab.precision import Precision
 from amp_lab.report import bytes_text
-from amp_lab.timing import Estimate, compare
+from amp_lab.timing import Estimate, compare, turn_s
 
 _FROM_SIMPLE = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)
 _EMULATED = 0.25  # of fp32's rate in a matrix product: a step might take minutes
@@ -239,7 +239,7 @@ class _Contest:
         self._first, best = self._first or new[0], self.best or new[0]
         new = self._without_the_slow(new)
         last, before = best, best.speedup
-        most = _ROUNDS * sum(c.seconds for c in self.found if c.name in self._steps)
+        most = _ROUNDS * sum(turn_s(c.seconds) for c in self.found if c.name in self._steps)
         budget_s = max(_HEAT * self.seconds, 1.0, min(most, self._time_to_compare()))
         timed = compare(self._steps, device=self.case.device, budget_s=budget_s, warmup=0)
         for candidate in new:
@@ -300,11 +300,11 @@ class _Contest:
         seconds = {c.name: c.seconds for c in self.found if c.name in self._steps}
         most = max(_HOPELESS * min(seconds.values()), _HEAT * self.seconds / _ROUNDS)
         others = sorted((c for c in new if c is not self._first), key=lambda c: -c.seconds)
-        left = self._time_to_compare() / _FEWEST_ROUNDS - sum(seconds.values())
+        left = self._time_to_compare() / _FEWEST_ROUNDS - sum(map(turn_s, seconds.values()))
         for candidate in others:
             if candidate.seconds > most or (left < 0 and candidate is not others[-1]):
                 candidate.verdict = _TOO_SLOW
                 candidate.reason = "" if candidate.seconds > most else "give more minutes"
-                left += candidate.seconds
+                left += turn_s(candidate.seconds)
                 del self._steps[candidate.name]
         return [candidate for candidate in new if not candidate.verdict]
