@@ -545,8 +545,8 @@ assert far["fp8-rowwise"] < far["int4"] < far["nvfp4"]
 # Beside its four bits a weight has its share of what the group stores: of one number in eight bits in
 # NVFP4, of two in 16 bits in our `int4`. torchao (`Int4WeightOnlyConfig`), GPTQ and AWQ let 32 to 128
 # weights share them, and the last two choose the roundings by what they do to real inputs.
-# bitsandbytes' NF4, the base of QLoRA, spaces its 16 numbers as normally distributed weights lie. All
-# of them multiply in 16 bits, and so does a kernel for NVFP4 weights with bf16 inputs.
+# bitsandbytes' NF4, the base of QLoRA, spaces its 16 numbers as normally distributed weights lie. These
+# four store in four bits and multiply in 16.
 #
 # ## The same answer twice
 #
