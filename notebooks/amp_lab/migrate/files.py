@@ -21,6 +21,7 @@ import libcst as cst
 from amp_lab import files
 from amp_lab.errors import OptionError
 from amp_lab.migrate.magics import without_magics
+from amp_lab.migrate.nesting import with_room_to_recurse
 from amp_lab.migrate.reports import patch
 from amp_lab.migrate.rewriter import Edit, Finding, apply
 from amp_lab.migrate.rules import EVERYTHING, Wanted, edits_and_findings, is_triggered
@@ -129,8 +130,6 @@ def migrate_file(path: Path, write: bool = False, wanted: Wanted = EVERYTHING) -
         return _migrate(path, write, wanted)
     except cst.ParserSyntaxError as error:
         why = f"line {error.raw_line} does not parse as Python"
-    except RecursionError:
-        why = "is nested too deeply"
     except (OptionError, OSError) as error:
         why = getattr(error, "strerror", None) or error
     except ValueError as error:
@@ -287,7 +286,7 @@ def _code_cells(notebook: dict, places: dict) -> list[_Cell]:
 def _why_no_python(cells: list[_Cell]) -> str:
     for cell in cells:
         try:
-            cst.parse_module(without_magics(cell.text))
+            with_room_to_recurse(cst.parse_module, without_magics(cell.text))
         except cst.ParserSyntaxError as error:
             return f"cell {cell.number}:{error.raw_line} does not parse as Python"
     return "its cells do not parse together as Python"

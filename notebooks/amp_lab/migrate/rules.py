@@ -4,20 +4,18 @@ A rule is a module beside this one with a `Rule` and its `TRIGGERS`: to add one,
 door's docstring shows, and add it to `RULES`.
 """
 
-import io
-import tokenize
 from types import ModuleType
 from typing import NamedTuple
 
 import libcst as cst
 
 from amp_lab.migrate import apex, mistakes, torch_amp
+from amp_lab.migrate.nesting import check_nesting, with_room_to_recurse
 from amp_lab.migrate.python_tree import Tree
 from amp_lab.migrate.rewriter import Edit, Finding, apply
 
 RULES = (torch_amp, apex, mistakes)
 SELECTIONS = ("torch", "apex", "mistakes")
-_MOST_TOKENS, _MOST_BRACKETS, _MOST_ELIFS = 2_000, 100, 500
 
 
 def is_triggered(data: bytes) -> bool:
@@ -48,10 +46,14 @@ EVERYTHING = Wanted()
 def edits_and_findings(text: str, wanted: Wanted = EVERYTHING) -> tuple[list[Edit], list[Finding]]:
     """What to change in a Python text, and what there is to say about its lines, in their order.
 
-    Raises `libcst.ParserSyntaxError` if the text is no Python, `RecursionError` if it is nested
-    too deeply, `ValueError` if the edits do not fit together.
+    Raises `libcst.ParserSyntaxError` if the text is not Python, `OptionError` if it is nested too
+    deeply (see `nesting`), `ValueError` if the edits do not fit together.
     """
-    _check_depth(text)
+    check_nesting(text)
+    return with_room_to_recurse(_edits_and_findings, text, wanted)
+
+
+def _edits_and_findings(text: str, wanted: Wanted) -> tuple[list[Edit], list[Finding]]:
     tree = Tree(text)
     if not is_triggered(text.encode(errors="replace")):
         return [], []  # as in a file, so that a rule whose triggers lack something fails its tests
@@ -75,31 +77,6 @@ def migrate_source(text: str, mark: bool = False) -> tuple[str, list[Finding]]:
     """
     edits, findings = edits_and_findings(text, Wanted(mark=mark))
     return apply(text, edits), findings
-
-
-def _check_depth(text: str) -> None:
-    """Raise `RecursionError` for code that the parser would follow so deep that the process ends.
-
-    Each operator of a long sum, or name of a long chain, is a level of the tree; items of a list
-    and arguments, which commas part, are not. Python itself takes 200 brackets within each other.
-    """
-    tokens, elifs = [0], 0  # the tokens since the last comma, inside each of the open brackets
-    try:
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            tokens[-1] += 1
-            if token.type == tokenize.NEWLINE:
-                tokens = [0]
-            elif token.string == ",":
-                tokens[-1] = 0
-            elif token.string in ("(", "[", "{"):
-                tokens.append(0)
-            elif token.string in (")", "]", "}"):
-                tokens = tokens[:-1] or [0]
-            elifs += token.string == "elif"
-            if max(tokens) > _MOST_TOKENS or len(tokens) > _MOST_BRACKETS or elifs > _MOST_ELIFS:
-                raise RecursionError("too deep")
-    except (tokenize.TokenError, SyntaxError):  # no Python, of which the parser tells
-        return
 
 
 def _check_python(text: str) -> None:
