@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from amp_lab.backends import BACKENDS, backend
+from amp_lab.cpu import matrix_instructions
 from amp_lab.errors import DeviceError
 from amp_lab.precision import Precision, has_tf32, require_backend
 from amp_lab.timing import compare, measure
@@ -283,9 +284,12 @@ def device_name(device: torch.device) -> str:
 
 
 def backend_name(device: torch.device) -> str:
-    """What torch drives it with, e.g. ``CUDA 13.0, compute capability 9.0``."""
+    """What torch drives it with, e.g. ``CUDA 13.0, compute capability 9.0``.
+
+    For a CPU its matrix instructions and the number of threads.
+    """
     if backend(device).is_host:
-        return f"CPU, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+        return f"CPU, {matrix_instructions()}, {torch.get_num_threads()} threads"
     if device.type == "cuda" and torch.version.hip:
         return f"ROCm {torch.version.hip}"
     if device.type == "cuda":

@@ -23,6 +23,7 @@ from amp_lab.errors import TraceError, with_type
 from amp_lab.precision import Precision
 from amp_lab.report import bytes_text
 from amp_lab.timing import Estimate, compare, turn_s
+from amp_lab.tracing.fake_device import tip_for
 
 _FROM_SIMPLE = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)
 _EMULATED = 0.25  # of fp32's rate in a matrix product: a step might take minutes
@@ -284,7 +285,8 @@ class _Contest:
             found.verdict = _TOO_SLOW
             return found
         except Exception as error:  # whatever a model raises in this precision
-            found.verdict, found.reason = "raises", with_type(error)
+            tip = tip_for(error, self.case.model, "try")
+            found.verdict, found.reason = "raises", f"{with_type(error)}{tip}"
             return found
         if found.reason:
             found.verdict = "unlike fp32"

@@ -21,6 +21,7 @@ def run(options: argparse.Namespace) -> None:
     """Describe the device, measure it, and print what to use."""
     import torch
 
+    from amp_lab.cpu import NO_PRIMITIVE_REMEDY, lstm_remarks
     from amp_lab.device import describe_device, pick_device
     from amp_lab.precision import Precision
     from amp_lab.report import rate_text
@@ -50,6 +51,9 @@ def run(options: argparse.Namespace) -> None:
             print(f"{precision:<11}{values.input_bits:>16}{error:>18}{kept:>12}")
     product, convolution = report.fp32_bits_as_set
     print(f"As torch is set, fp32 keeps {product} bits in products, {convolution} in convolutions.")
+
+    for remark in lstm_remarks() if report.device.type == "cpu" else ():
+        print(f"{remark}: {NO_PRIMITIVE_REMEDY}.")
 
     if not report.trusted:  # a figure of a busy machine is shown as that
         print("\nThis machine is busy: the same product took 1.5 times as long in a second try.")

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_lab
+from amp_lab.cpu import NO_PRIMITIVE, NO_PRIMITIVE_REMEDY
 from amp_lab.errors import NumericsError
 from amp_lab.numerics.nonfinite_report import NonfiniteReport
 from amp_lab.numerics.tensor_summary import TensorSummary, is_finite, summarise
@@ -116,6 +117,8 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 "find_nonfinite: use it in a with statement; it was left without being entered"
             )
         super().__exit__(exc_type, exc_val, exc_tb)
+        if NO_PRIMITIVE in str(exc_val):  # Python shows a note below the error
+            exc_val.add_note(f"find_nonfinite: {NO_PRIMITIVE_REMEDY}")
         find_nonfinite._active = None
         self._installed.close()
         self._reset()  # it may outlive its block: it then holds no modules, nor what ops made

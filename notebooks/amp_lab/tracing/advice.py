@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from amp_lab.backends import backend
+from amp_lab.cpu import NO_PRIMITIVE_REMEDY, lstm_error
 from amp_lab.report import bytes_text, listed, percent, short_name
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.records import LOSS, OpRecord, places_of, work_of
@@ -59,6 +60,28 @@ def _verdict(seen: Tracer) -> Iterator[str]:
         less = f"and results take only {bytes_text(saved)} less than in fp32"
         said += f"; in bytes {low} saves nothing in this forward pass: casts write {casts}, {less}"
     yield f"{said}."
+
+
+def _refused_by_this_cpu(seen: Tracer) -> Iterator[str]:
+    """An LSTM that torch cannot run on the CPU at hand, which fake tensors do not show."""
+    if seen.device_type != "cpu":
+        return
+    rows = [row for row in seen.rows if row.op == "lstm" and _is_low(row)]
+    for subject, _, dtype in _grouped((r, r.dtype) for r in rows if not _is_projected(r)):
+        in_training = lstm_error(dtype, with_gradients=True)
+        in_inference = lstm_error(dtype, with_gradients=False)
+        if in_training is not None:
+            use = "" if in_inference else " when it trains"
+            yield (
+                f"{subject} fails in {short_name(dtype)} on this CPU{use}: torch raises "
+                f"{in_training!r}. {NO_PRIMITIVE_REMEDY}."
+            )
+
+
+def _is_projected(row: OpRecord) -> bool:
+    """Whether an LSTM has projections (`proj_size`), which torch runs without oneDNN."""
+    weights = [shape for shape in row.in_shapes if len(shape) == 2]
+    return len({shape[0] for shape in weights}) > 1
 
 
 def _loss_in_low_precision(seen: Tracer) -> Iterator[str]:
@@ -140,6 +163,7 @@ def _parameters_cast_anew(seen: Tracer) -> Iterator[str]:
 # Each makes its sentences, or none if there is nothing to say.
 RULES: tuple[Callable[[Tracer], Iterator[str]], ...] = (
     _verdict,
+    _refused_by_this_cpu,
     _loss_in_low_precision,
     _work_left_wide,
     _large_op_in_fp32,

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
 from amp_lab.backends import BACKENDS, backend
+from amp_lab.cpu import NO_PRIMITIVE, NO_PRIMITIVE_REMEDY
 from amp_lab.errors import DeviceError, TraceError, first_line
 from amp_lab.torch_versions import fused_gru_on_fakes
 from amp_lab.tracing.attention import attention_of
@@ -30,6 +31,7 @@ _UNQUANTISED = "trace the model before it is quantised"
 _TIPS = {  # by what an error says
     "are unsafe to autocast": "take binary_cross_entropy_with_logits, on logits",
     "without overflow": "take torch.finfo(x.dtype).min, or max, in place of the number",
+    NO_PRIMITIVE: NO_PRIMITIVE_REMEDY,
 }
 _BEFORE_VALUES = ("backbone", "encoder", "features")  # names of parts in which no value decides
 

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_lab.backends import backend
+from amp_lab.cpu import lstm_remarks, matrix_instructions
 from amp_lab.errors import AmpLabWarning, first_line
 from amp_lab.report import Printed, Table, short_name
 from amp_lab.tracing.dtype_checks import StrictFakeMode
@@ -77,12 +78,15 @@ class OpTable(Printed, list[OpRule]):
         count = Counter(rule.policy for rule in self)
         parts = ", ".join(f"{count[policy]} {policy}" for policy in POLICIES if count[policy])
         where = "the device" if self.real else "fake tensors"
+        facts = [f"{policy}: {meaning}" for policy, meaning in POLICIES.items()]
+        if self.device_type == "cpu":
+            facts += [f"this CPU: {matrix_instructions()}", *lstm_remarks()]
         return Table(
             ["policy", "op", "given", "returned", "note"],
             rows,
             caption=f"autocast on {self.device_type!r} to {short_name(self.dtype)}, "
             f"torch {torch.__version__}: {len(self)} ops ({parts}), called on {where}",
-            facts=[f"{policy}: {meaning}" for policy, meaning in POLICIES.items()],
+            facts=facts,
         )
 
 

@@ -1,0 +1,77 @@
+"""The CPU at hand: its matrix instructions, and what torch cannot run on it in low precision."""
+
+import functools
+import os
+
+import torch
+
+NO_PRIMITIVE = "could not create a primitive descriptor"
+"""The beginning of oneDNN's error for an op that it has no kernel for on this CPU."""
+NO_PRIMITIVE_REMEDY = (
+    "oneDNN has no kernel for it on this CPU, so run the layer in fp32: "
+    'with torch.autocast("cpu", enabled=False), on x.float()'
+)
+
+# What limits the instructions that ATen and oneDNN choose, to emulate another CPU.
+LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+
+
+def matrix_instructions() -> str:
+    """The instructions that matter to a matrix product, such as ``AVX-512 BF16, AMX``.
+
+    A limit that is set in the environment is named behind them.
+    """
+    found = [torch.backends.cpu.get_cpu_capability()]
+    if found[0] == "AVX512":
+        found = ["AVX-512 BF16" if torch.cpu._is_avx512_bf16_supported() else "AVX-512"]
+        if onednn_has_fp16():
+            found.append("AVX-512 FP16")
+        if torch.cpu._is_amx_tile_supported():
+            found.append("AMX")
+    limits = [f"{name}={os.environ[name]}" for name in LIMITS if os.environ.get(name)]
+    return ", ".join(found) + (f" (limited by {' '.join(limits)})" if limits else "")
+
+
+def onednn_has_bf16() -> bool:
+    """Whether oneDNN, where this torch has it, computes in bf16 on this CPU."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def onednn_has_fp16() -> bool:
+    """Whether oneDNN, where this torch has it, computes in fp16 on this CPU."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
+
+
+def lstm_error(dtype: torch.dtype, *, with_gradients: bool) -> str | None:
+    """What torch raises for an `nn.LSTM` under autocast to `dtype` on this CPU; None if it runs.
+
+    Autocast casts the layer after torch has chosen oneDNN's kernel for it, which exists in bf16
+    from AVX-512 on, in fp16 for inference with AVX-512 FP16 alone, and for training in fp16 on no
+    CPU. Layers with projections, `nn.GRU` and `nn.RNN` have other kernels, which always run.
+    """
+    return _lstm_error(dtype, with_gradients)
+
+
+@functools.cache
+def _lstm_error(dtype: torch.dtype, with_gradients: bool) -> str | None:
+    steps = torch.zeros(1, 1, 1, device="cpu")  # (T, B, C)
+    weights = [torch.zeros(4, 1, device="cpu"), torch.zeros(4, 1, device="cpu")]
+    try:
+        with torch.set_grad_enabled(with_gradients), torch.autocast("cpu", dtype):
+            torch.lstm(steps, (steps, steps), weights, False, 1, 0.0, with_gradients, False, False)
+    except RuntimeError as error:
+        return str(error).partition(".")[0]
+    return None
+
+
+def lstm_remarks() -> list[str]:
+    """A sentence on where an `nn.LSTM` does not run under autocast on this CPU, if that is so."""
+    fails = []
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        if lstm_error(dtype, with_gradients=False) is not None:
+            fails.append(name)
+        elif lstm_error(dtype, with_gradients=True) is not None:
+            fails.append(f"{name} when it trains")
+    if not fails:
+        return []
+    return [f"nn.LSTM under autocast raises on this CPU in {' and in '.join(fails)}"]

@@ -1,0 +1,124 @@
+"""What torch cannot run on a CPU in low precision is known, and the remedy that is printed helps."""
+
+import pytest
+import torch
+from torch import nn
+
+from amp_lab import cpu, find_nonfinite
+from amp_lab.cli import main
+from amp_lab.tracing.xray import xray
+
+LOW = [torch.bfloat16, torch.float16]
+
+pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
+
+
+class Reader(nn.Module):
+    """An LSTM over a sequence (T, B, 8), in an fp32 region if asked to."""
+
+    def __init__(self, in_fp32=False, **options):
+        super().__init__()
+        self.layer, self.in_fp32 = nn.LSTM(8, 16, **options), in_fp32
+
+    def forward(self, x):
+        if not self.in_fp32:
+            return self.layer(x)[0]
+        with torch.autocast("cpu", enabled=False):
+            return self.layer(x.float())[0]
+
+
+def step(model, dtype, with_gradients):
+    with torch.set_grad_enabled(with_gradients), torch.autocast("cpu", dtype):
+        output = model(torch.randn(3, 2, 8))
+    if with_gradients:
+        output.float().sum().backward()
+    return output
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_lstm_error_is_what_torch_raises_for_a_layer(dtype, with_gradients):
+    expected = cpu.lstm_error(dtype, with_gradients=with_gradients)
+    if expected is None:
+        assert step(Reader(), dtype, with_gradients).dtype is dtype
+    else:
+        with pytest.raises(RuntimeError, match=cpu.NO_PRIMITIVE) as raised:
+            step(Reader(), dtype, with_gradients)
+        assert expected in str(raised.value)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_the_remedy_runs_on_every_cpu(dtype, with_gradients):
+    assert step(Reader(in_fp32=True), dtype, with_gradients).dtype is torch.float32
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
+@pytest.mark.parametrize("dtype", LOW)
+def test_other_recurrent_layers_run_on_every_cpu(kind, dtype):
+    with torch.autocast("cpu", dtype):
+        output, _ = kind(8, 16)(torch.randn(3, 2, 8))
+    output.float().sum().backward()
+
+
+def test_to_ask_changes_no_random_numbers():
+    cpu._lstm_error.cache_clear()
+    state = torch.get_rng_state()
+    cpu.lstm_remarks()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.fixture(params=["no CPU has it", "a CPU has it"])
+def kernels(request, monkeypatch):
+    """As if the CPU had no kernel for an LSTM in low precision, or had all of them."""
+    error = None
+    if request.param == "no CPU has it":
+        error = f"{cpu.NO_PRIMITIVE} for the LSTM forward propagation primitive"
+    monkeypatch.setattr(cpu, "_lstm_error", lambda dtype, with_gradients: error)
+    return error
+
+
+def test_xray_says_before_the_error_what_to_do(kernels):
+    def said(model, device_type):
+        advice = xray(model, torch.randn(3, 2, 8), device_type=device_type, dtype=LOW[0]).advice
+        return [line for line in advice if "fails in bf16 on this CPU" in line]
+
+    assert bool(said(Reader(), "cpu")) == bool(kernels)
+    assert all(cpu.NO_PRIMITIVE_REMEDY in line for line in said(Reader(), "cpu"))
+    assert not said(Reader(), "cuda")  # that CPU is not asked
+    assert not said(Reader(in_fp32=True), "cpu")
+    assert not said(Reader(proj_size=4), "cpu")
+
+
+def test_doctor_and_ops_know_the_cpu_at_hand(kernels, capsys):
+    for command in (["doctor", "--device", "cpu"], ["ops", "--device", "cpu"]):
+        assert main(command) == 0
+        printed = capsys.readouterr().out
+        assert cpu.matrix_instructions() in printed
+        assert ("nn.LSTM under autocast raises on this CPU in bf16 and in fp16" in printed) == bool(
+            kernels
+        )
+
+
+def test_find_nonfinite_adds_the_remedy_to_the_error():
+    model = Reader()
+    with pytest.raises(RuntimeError) as raised, find_nonfinite(model):
+        raise RuntimeError(f"{cpu.NO_PRIMITIVE} for the LSTM forward propagation primitive")
+    assert any(cpu.NO_PRIMITIVE_REMEDY in note for note in raised.value.__notes__)
+    with pytest.raises(RuntimeError) as raised, find_nonfinite(model):
+        raise RuntimeError("another error")
+    assert not hasattr(raised.value, "__notes__")
+
+
+def test_matrix_instructions_name_the_limits_that_are_set(monkeypatch):
+    for name in cpu.LIMITS:
+        monkeypatch.delenv(name, raising=False)
+    assert "limited by" not in cpu.matrix_instructions()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert "limited by ONEDNN_MAX_CPU_ISA=AVX2" in cpu.matrix_instructions()
+
+
+def test_a_torch_without_onednn_has_no_low_precision_there(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not cpu.onednn_has_bf16()
+    assert not cpu.onednn_has_fp16()
