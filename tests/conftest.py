@@ -9,6 +9,8 @@ import nbformat
 import pytest
 
 import build_pairs
+from amp_lab.cpu import check_limits
+from amp_lab.errors import DeviceError
 
 # What the committed outputs were made with.
 SETTINGS = {"AMP_LAB_DEVICE": "cpu", "AMP_LAB_SCALE": "quick"}
@@ -16,12 +18,33 @@ SETTINGS = {"AMP_LAB_DEVICE": "cpu", "AMP_LAB_SCALE": "quick"}
 # Read once, when a process imports Keras, whichever test does it first.
 os.environ["KERAS_BACKEND"] = "torch"
 
+REVERSED = "AMP_LAB_REVERSED"  # set by tools/cpu_matrix.py: the last file first
 WEEKLY = os.environ.get("AMP_LAB_WEEKLY") == "1"  # with every case, and not one of each kind
 
 needs_keras = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("keras", "tensorflow"))),
     reason="the dependency group 'keras' is not installed",
 )
+
+
+class SkipCount:
+    """Says at the end of a run in a line what this machine could not check, by reason."""
+
+    def __init__(self):
+        self.skipped: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self.skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped and isinstance(report.longrepr, tuple):
+            self.skipped[report.longrepr[2].removeprefix("Skipped: ")] += 1
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.skipped:
+            parts = [f"{count} ({reason})" for reason, count in self.skipped.most_common()]
+            terminalreporter.write_line(f"not checked on this machine: {'; '.join(parts)}")
 
 
 class CellCount:
@@ -70,6 +93,10 @@ def cells_not_run(passed: Iterable[str]) -> dict[str, int]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    try:
+        check_limits()
+    except DeviceError as error:
+        pytest.exit(str(error), returncode=2)
     for name, value in SETTINGS.items():
         asked = os.environ.setdefault(name, value) or value
         if asked != value:
@@ -82,9 +109,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # and not be trusted in the end. It shows as much in half a second.
     os.environ.setdefault("AMP_LAB_TIMING_S", "0.5")
     config.pluginmanager.register(CellCount(), "cell-count")
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SkipCount(), "skip-count")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if os.environ.get(REVERSED) == "1":  # file by file: a test may need those above it in its file
+        items.sort(key=lambda item: str(item.path), reverse=True)
     weekly = [item for item in items if item.get_closest_marker("weekly")]
     if weekly and not WEEKLY:
         config.hook.pytest_deselected(items=weekly)

@@ -1,4 +1,4 @@
-"""What torch cannot run on a CPU in low precision is known, and the remedy that is printed helps."""
+"""What torch cannot run on a CPU in low precision is known, and the remedy helps."""
 
 import pytest
 import torch
@@ -122,3 +122,14 @@ def test_a_torch_without_onednn_has_no_low_precision_there(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert not cpu.onednn_has_bf16()
     assert not cpu.onednn_has_fp16()
+
+
+@pytest.mark.parametrize("name", cpu.LIMITS)
+def test_a_limit_that_would_be_ignored_is_refused_in_a_line(name, monkeypatch, capsys):
+    monkeypatch.setenv(name, "BANANA")
+    assert main(["doctor", "--device", "cpu"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{name}='BANANA' limits nothing; give one of default" in line
+    for value in cpu.LIMITS[name]:
+        monkeypatch.setenv(name, value)
+        cpu.check_limits()

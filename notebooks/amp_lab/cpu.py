@@ -5,6 +5,8 @@ import os
 
 import torch
 
+from amp_lab.errors import DeviceError
+
 NO_PRIMITIVE = "could not create a primitive descriptor"
 """The beginning of oneDNN's error for an op that it has no kernel for on this CPU."""
 NO_PRIMITIVE_REMEDY = (
@@ -12,15 +14,33 @@ NO_PRIMITIVE_REMEDY = (
     'with torch.autocast("cpu", enabled=False), on x.float()'
 )
 
-# What limits the instructions that ATen and oneDNN choose, to emulate another CPU.
-LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")
+LIMITS: dict[str, tuple[str, ...]] = {
+    "ATEN_CPU_CAPABILITY": ("default", "avx2", "avx512", "vsx", "zvector", "sve256"),
+    "ONEDNN_MAX_CPU_ISA": (
+        "default", "sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core",
+        "avx512_core_vnni", "avx512_core_bf16", "avx512_core_fp16", "avx512_core_amx",
+        "avx512_core_amx_fp16", "avx10_1_512", "avx10_1_512_amx", "avx10_1_512_amx_fp16",
+        "avx10_2_512", "avx10_2_512_amx_2",
+    ),
+}  # fmt: skip
+"""Environment variables that limit the instructions which ATen and oneDNN choose, to emulate
+another CPU, with their values. torch and oneDNN ignore any other value."""
+
+
+def check_limits() -> None:
+    """Raise `DeviceError` for a limit in the environment that would be ignored."""
+    for name, values in LIMITS.items():
+        value = os.environ.get(name, "")
+        if value and value.lower() not in values:
+            raise DeviceError(f"{name}={value!r} limits nothing; give one of {', '.join(values)}")
 
 
 def matrix_instructions() -> str:
     """The instructions that matter to a matrix product, such as ``AVX-512 BF16, AMX``.
 
-    A limit that is set in the environment is named behind them.
+    A limit that is set in the environment is named behind them. Raises what `check_limits` raises.
     """
+    check_limits()
     found = [torch.backends.cpu.get_cpu_capability()]
     if found[0] == "AVX512":
         found = ["AVX-512 BF16" if torch.cpu._is_avx512_bf16_supported() else "AVX-512"]

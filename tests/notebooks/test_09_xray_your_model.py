@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cpu_kernels import needs_lstm
 from definitions import definitions
 from torch import nn
 
@@ -65,6 +66,7 @@ def test_fake_rows_are_those_of_a_real_run(notebook):
 
 def test_products_inside_an_lstm_are_in_the_dtype_that_xray_says(notebook):
     """It is one op in the X-ray, and each kind of CPU may run other kernels for it."""
+    needs_lstm(torch.bfloat16, with_gradients=False)
     classifier, sequence = notebook["Classifier"](), torch.rand(8, 32, 64)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), notebook["Tracer"]() as tracer:
         classifier(sequence)

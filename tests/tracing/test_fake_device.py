@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+from cpu_kernels import needs_lstm
 from small_models import Cnn, Rnn, Transformer, hooks_of, images, series, tokens
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -182,6 +183,8 @@ def test_model_runs_on_every_backend_and_nothing_is_left(device_type, model, dat
     assert hooks_of(model) == 0
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, tensors[name])
+    if enabled and isinstance(model, Rnn):
+        needs_lstm(torch.bfloat16)
     with torch.autocast("cpu", enabled=enabled):
         real = model(*args)
     real = real if isinstance(real, tuple) else (real,)

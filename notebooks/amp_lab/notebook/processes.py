@@ -143,6 +143,9 @@ def _keras_settings(
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "TF_FORCE_GPU_ALLOW_GROWTH": "true",  # it would take all of the memory
     }
+    if backend == "tensorflow":
+        # Its oneDNN would follow a limit to other instructions, and its choice of kernels not.
+        settings["ONEDNN_MAX_CPU_ISA"] = ""
     return settings | ({"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {})
 
 
