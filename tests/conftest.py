@@ -23,7 +23,7 @@ WEEKLY = os.environ.get("AMP_LAB_WEEKLY") == "1"  # with every case, and not one
 
 needs_keras = pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("keras", "tensorflow"))),
-    reason="the dependency group 'keras' is not installed",
+    reason="Keras or TensorFlow is not installed",
 )
 
 

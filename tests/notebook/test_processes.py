@@ -1,5 +1,6 @@
 """Functions reach other processes whole, results come back, failures are told, nothing is left."""
 
+import importlib.util
 import os
 import runpy
 import signal
@@ -175,6 +176,13 @@ def test_each_backend_has_a_process_and_an_environment_of_its_own(tmp_path, monk
     assert len({str(tmp_path), *(result["KERAS_HOME"] for result in found.values())}) == 3
     assert len({os.getpid(), *(result["process"] for result in found.values())}) == 3
     assert os.environ["KERAS_BACKEND"] == "numpy"
+
+
+def test_without_tensorflow_the_torch_backend_runs_alone_and_that_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", {"tensorflow": None}.get)
+    assert list(run_on_backends(environment, names=[])) == ["torch"]
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == "TensorFlow is not installed here, so this runs on the torch backend alone"
 
 
 def fails(how):

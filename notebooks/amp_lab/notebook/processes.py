@@ -10,6 +10,7 @@ for errors only, and none of them is left running.
 import builtins
 import dis
 import faulthandler
+import importlib.util
 import inspect
 import os
 import pickle
@@ -81,7 +82,7 @@ def run_workers(
 def run_on_backends(
     function: Callable[..., object],
     *needed: Callable[..., object],
-    backends: Iterable[str] = BACKENDS,
+    backends: Iterable[str] | None = None,
     device: torch.device | str = "cpu",
     timeout_s: float = 900,
     **arguments: object,
@@ -94,12 +95,14 @@ def run_on_backends(
     Keras has one backend in a process, so each gets one; the top of this file says what can be sent
     to it, and come back. On a CPU they run at the same time and share its cores, else one after the
     other. `device` is that of the torch backend, and if it is ``cpu``, TensorFlow sees no GPU
-    either. No settings file of Keras is read.
+    either. No settings file of Keras is read. Without `backends` it is both, or torch alone where
+    TensorFlow is not installed, which is then printed.
 
     Raises `ParallelError` for anything else; for a process that fails, with its last lines; and for
     one that has not ended after `timeout_s` seconds.
     """
-    backends, device = tuple(backends), torch.device(device)
+    backends = _installed_backends() if backends is None else tuple(backends)
+    device = torch.device(device)
     groups = [backends] if device.type == "cpu" else [[backend] for backend in backends]
     threads = max(1, torch.get_num_threads() // max(map(len, groups), default=1))
     with _folder_for(function, needed, arguments, "KERAS_BACKEND") as folder:
@@ -122,6 +125,13 @@ def run_on_backends(
                         last = _end_of(folder / f"error-{backend}.txt", folder / f"{backend}.log")
                         raise ParallelError(f"{name}: {how}\n{last}".rstrip())
         return {backend: _load_plain(folder / f"result-{backend}.pt") for backend in backends}
+
+
+def _installed_backends() -> tuple[str, ...]:
+    if importlib.util.find_spec("tensorflow") is None:
+        print("TensorFlow is not installed here, so this runs on the torch backend alone")
+        return ("torch",)
+    return BACKENDS
 
 
 def _settings(threads: int) -> dict[str, str]:
