@@ -39,7 +39,7 @@ def test_results_survive_their_file(tmp_path):
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path):
-    with pytest.raises(OptionError, match=r"r\.json: cannot be written \(No such file"):
+    with pytest.raises(OptionError, match=r"r\.json: cannot be written"):
         results_of(EAGER).save(tmp_path / "none" / "r.json")
 
 
@@ -81,7 +81,7 @@ def test_damaged_files_are_named(tmp_path, text, message):
 
 
 def test_a_file_that_is_not_there_or_no_text(tmp_path):
-    with pytest.raises(OptionError, match=r"none\.json: cannot be read \(No such file"):
+    with pytest.raises(OptionError, match=r"none\.json: cannot be read"):
         load_results(tmp_path / "none.json")
     (tmp_path / "r.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(OptionError, match="damaged, it is no JSON"):

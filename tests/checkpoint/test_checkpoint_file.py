@@ -147,9 +147,9 @@ def test_a_program_in_disguise_is_never_run(path, tmp_path):
 
 
 def test_missing_and_unreadable_files_are_said(tmp_path):
-    with pytest.raises(CheckpointError, match=r"none: cannot be read .No such file"):
+    with pytest.raises(CheckpointError, match="none: cannot be read"):
         load_checkpoint(tmp_path / "none")
-    with pytest.raises(CheckpointError, match="Is a directory"):
+    with pytest.raises(CheckpointError, match=f"{tmp_path.name}: cannot be read"):
         load_checkpoint(tmp_path)
 
 
@@ -157,13 +157,13 @@ def test_missing_and_unreadable_files_are_said(tmp_path):
 
 
 def test_a_missing_folder_is_said(tmp_path):
-    with pytest.raises(CheckpointError, match=r"cannot be written .No such file"):
+    with pytest.raises(CheckpointError, match=r"checkpoint\.pt: cannot be written"):
         save_checkpoint(tmp_path / "none" / "checkpoint.pt", step=1)
 
 
 def test_a_name_that_is_a_folder_is_said(tmp_path):
     (tmp_path / "checkpoint.pt").mkdir()
-    with pytest.raises(CheckpointError, match="Is a directory"):
+    with pytest.raises(CheckpointError, match=r"checkpoint\.pt: cannot be written"):
         save_checkpoint(tmp_path / "checkpoint.pt", step=1)
     assert os.listdir(tmp_path) == ["checkpoint.pt"]
 

@@ -88,6 +88,6 @@ def disk_of_16_mb(tmp_path):
 def test_a_full_disk_loses_nothing(disk_of_16_mb, capsys):
     """The first checkpoint, of 9 MB, fits; the second does not fit beside it."""
     said = refused(capsys, arguments(disk_of_16_mb / "x", model="squeezenet1_1"))
-    assert "checkpoint.pt: cannot be written (No space left on device)" in said
+    assert "checkpoint.pt: cannot be written (" in said
     state = load_checkpoint(disk_of_16_mb / "x" / "checkpoint.pt")
     assert state["ranks"][0]["progress"]["batch"] == 1

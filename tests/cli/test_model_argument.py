@@ -195,7 +195,7 @@ TOWER = ("my_models:TwoTower", "--input", "int64:2,5<100", "--input", "2,8")
         ((*TOWER[:2], "int64:2,5<101", *TOWER[3:]), "'user' has ids up to 100, but the embedding"),
         ((*TOWER[:4], "2,9"), "the inputs are user int64 (2, 5), item float32 (2, 9)"),
         ((*TOWER, "--input", "2,8"), "it takes user, item"),
-        ((*TOWER[:3], "--input", "items=2,8"), "unexpected keyword argument 'items'; it takes"),
+        ((*TOWER[:3], "--input", "items=2,8"), "'items'; it takes user, item"),
         ((*TOWER, "--batch", "my_models:batch"), "--input and --batch both give the inputs"),
         (("my_models:whole", "--with", "high=1000"), "but the embedding 'user' has 100 rows"),
         ((*TOWER[:1], "--batch", "my_models:batch_too_high"), "embedding 'user' has 100 rows"),

@@ -1,8 +1,10 @@
 """Downloads: whole or not there, gone on with, and told in one line."""
 
+import errno
 import hashlib
 import http.server
 import io
+import os
 import re
 import tarfile
 import threading
@@ -139,14 +141,14 @@ def test_without_a_server_it_says_so(tmp_path):
 def test_a_full_disk_is_told(server, tmp_path):
     (tmp_path / "file.part").symlink_to("/dev/full")
     said = refusal(download, server.url, tmp_path / "file", md5=md5(server.content))
-    assert "No space left" in said
+    assert os.strerror(errno.ENOSPC) in said
     assert not (tmp_path / "file").exists()
 
 
 def test_a_folder_that_cannot_be_made_is_told(server, tmp_path):
     (tmp_path / "file").touch()
     said = refusal(download, server.url, tmp_path / "file" / "in", md5=md5(server.content))
-    assert "Not a directory" in said or "File exists" in said
+    assert str(tmp_path / "file") in said
 
 
 def archive(folder) -> bytes:

@@ -132,21 +132,3 @@ def test_reading_the_loss_changes_nothing_but_its_type(notebook):
     assert all(isinstance(loss, float) for loss in losses[0])
     assert losses[0] == [loss.item() for loss in losses[1]]
     assert losses[0][2] < losses[0][0]
-
-
-@pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="the CPU has no products in bf16"
-)
-@pytest.mark.parametrize(
-    ("layout", "copied"), [("contiguous_format", True), ("channels_last", False)]
-)
-def test_a_convolution_in_bf16_copies_an_input_that_is_not_channels_last(layout, copied):
-    layer = torch.nn.Conv2d(8, 8, 1).to(memory_format=getattr(torch, layout))
-    images = torch.randn(1, 8, 6, 6).to(memory_format=getattr(torch, layout))
-    with (
-        torch.profiler.profile(record_shapes=True) as profile,
-        torch.autocast("cpu", torch.bfloat16),
-    ):
-        layer(images)
-    clones = [e for e in profile.events() if e.name == "aten::clone"]
-    assert any(e.input_shapes[0] == [1, 8, 6, 6] for e in clones) is copied

@@ -238,6 +238,6 @@ def test_a_path_that_cannot_be_written_is_told_in_a_line(tmp_path):
     path = tmp_path / "no such folder" / "ladder.png"
     with pytest.raises(OptionError) as caught:
         plots.save(path, plots.speed_ladder, {"CNN": RUNGS})
-    assert str(caught.value) == f"{path}: cannot be written (No such file or directory)"
+    assert str(caught.value).startswith(f"{path}: cannot be written (")
     plots.scale_over_time(SCALES, [])
     assert len(plt.get_fignums()) == 1

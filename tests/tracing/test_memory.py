@@ -267,7 +267,7 @@ def test_inputs_by_keyword_count_as_inputs_do():
     masked = forecast(tokens, x, mask=mask)
     assert masked.input_shapes == ((4, 8), (4, 8, 64), (4, 8, 64))
     assert masked.activations == plain.activations + mask.nbytes  # its gradient needs the mask
-    with pytest.raises(TraceError, match="unexpected keyword argument 'optimiser'"):
+    with pytest.raises(TraceError, match="optimiser"):
         forecast(tokens, x, optimiser="sgd")
 
 

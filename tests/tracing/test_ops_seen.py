@@ -80,4 +80,8 @@ def test_a_storage_is_known_by_each_tensor_on_it():
         assert storage_key(tensor) != storage_key(tensor.clone())
     for sparse in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()):
         assert storage_key(sparse) == storage_key(stored_values(sparse))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="a torch with oneDNN")
+def test_a_tensor_of_onednn_has_no_storage():
     assert storage_key(torch.ones(3).to_mkldnn()) is None
