@@ -29,7 +29,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from amp_lab import Precision, compare, forecast_memory, plots, recommend_precision
-from amp_lab.notebook import start
+from amp_lab.notebook import emulates_bf16, start
 from exercises.start_here import check_marked_lines, check_needs_scaler
 
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
@@ -72,17 +72,24 @@ images = images.flatten(1).to(device)  # (N, 64)
 labels = torch.tensor(digits.target[:1792]).to(device)  # (N,)
 batches = list(zip(images.split(256), labels.split(256), strict=True))
 print(f"{len(images)} images in {len(batches)} batches")
+width = 512 if emulates_bf16(device) else 2048  # of a hidden layer
 
 
 def new_network():
     """The same network, and its optimizer, each time."""
     torch.manual_seed(0)
-    layers = nn.Linear(64, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 10)
+    layers = (
+        nn.Linear(64, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, 10),
+    )
     model = nn.Sequential(*layers).to(device)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-4 * 2048 / width)
 
 
-assert sum(p.numel() for p in new_network()[0].parameters()) > 4e6
+assert sum(p.numel() for p in new_network()[0].parameters()) > width**2
 
 # %% [markdown]
 # ## The plain loop

@@ -42,7 +42,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from amp_lab import Precision, compare, describe_device, measure, plots
 from amp_lab.bench import ConvModel, quantized_sine
-from amp_lab.notebook import start
+from amp_lab.notebook import emulates_bf16, start
 from amp_lab.timing import Rounds
 from exercises.fp32_vs_amp import check_memory_share, check_paired, check_seconds_of, check_speedup
 
@@ -91,6 +91,8 @@ config = {
     },
     "full": {"size": 512, "hidden": 256, "epochs": 512, "lr": 1e-3, "seeds": (0, 1, 2)},
 }[scale]
+if emulates_bf16(device):
+    config |= {"size": 24, "hidden": 128}
 
 # %% [markdown]
 # For each pixel the network gets two numbers, its x and its y coordinate, and has to say how bright

@@ -1,11 +1,14 @@
 """What torch cannot run on a CPU in low precision is known, and the remedy helps."""
 
+import datetime
+
 import pytest
 import torch
 from torch import nn
 
 from amp_lab import cpu, find_nonfinite
 from amp_lab.cli import main
+from amp_lab.notebook import setup
 from amp_lab.tracing.xray import xray
 
 LOW = [torch.bfloat16, torch.float16]
@@ -122,6 +125,18 @@ def test_a_torch_without_onednn_has_no_low_precision_there(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert not cpu.onednn_has_bf16()
     assert not cpu.onednn_has_fp16()
+
+
+def test_a_notebook_says_where_bf16_is_slow(monkeypatch, capsys):
+    for has_bf16 in (True, False):
+        monkeypatch.setattr(setup, "onednn_has_bf16", lambda has_bf16=has_bf16: has_bf16)
+        assert setup.emulates_bf16(torch.device("cpu")) == (not has_bf16)
+        assert not setup.emulates_bf16(torch.device("cuda"))
+        setup.start()
+        first, *more = capsys.readouterr().out.splitlines()
+        assert cpu.matrix_instructions() in first
+        assert datetime.date.today().isoformat() in first
+        assert bool(more) == (not has_bf16)
 
 
 @pytest.mark.parametrize("name", cpu.LIMITS)

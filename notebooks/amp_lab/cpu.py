@@ -27,6 +27,9 @@ LIMITS: dict[str, tuple[str, ...]] = {
 another CPU, with their values. torch and oneDNN ignore any other value."""
 
 
+_WITHOUT_BF16 = ("sse41", "avx", "avx2", "avx2_vnni", "avx512_core", "avx512_core_vnni")
+
+
 def check_limits() -> None:
     """Raise `DeviceError` for a limit in the environment that would be ignored."""
     for name, values in LIMITS.items():
@@ -43,10 +46,13 @@ def matrix_instructions() -> str:
     check_limits()
     found = [torch.backends.cpu.get_cpu_capability()]
     if found[0] == "AVX512":
-        found = ["AVX-512 BF16" if torch.cpu._is_avx512_bf16_supported() else "AVX-512"]
+        # What torch says of bf16 and AMX is of the CPU, whatever limits oneDNN.
+        limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").lower() or "default"
+        has_bf16 = torch.cpu._is_avx512_bf16_supported() and limit not in _WITHOUT_BF16
+        found = ["AVX-512 BF16" if has_bf16 else "AVX-512"]
         if onednn_has_fp16():
             found.append("AVX-512 FP16")
-        if torch.cpu._is_amx_tile_supported():
+        if torch.cpu._is_amx_tile_supported() and (limit == "default" or "amx" in limit):
             found.append("AMX")
     limits = [f"{name}={os.environ[name]}" for name in LIMITS if os.environ.get(name)]
     return ", ".join(found) + (f" (limited by {' '.join(limits)})" if limits else "")

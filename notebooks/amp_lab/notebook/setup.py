@@ -1,5 +1,6 @@
 """The set-up cell that every notebook starts with: on which device, and at which scale."""
 
+import datetime
 import enum
 import importlib.util
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from amp_lab.cpu import onednn_has_bf16
 from amp_lab.device import backend_name, device_name, pick_device
 from amp_lab.errors import AmpLabError, OptionError
 from amp_lab.requirements import require_torch
@@ -36,10 +38,19 @@ def pick_scale(device: torch.device) -> Scale:
     return Scale(name)
 
 
+def emulates_bf16(device: torch.device) -> bool:
+    """Whether it is a CPU without instructions for bf16, as most without AVX-512 are.
+
+    Its matrix products in bf16 run at about a hundredth of fp32's rate.
+    """
+    return device.type == "cpu" and not onednn_has_bf16()
+
+
 def start(*packages: str) -> tuple[torch.device, Scale]:
     """Device and scale for a notebook, chosen by `pick_device` and `pick_scale`.
 
-    It prints what the outputs below it come from: device, torch, and the commit of this package.
+    It prints what the outputs below it come from: device, torch, date, and the commit of this
+    package.
 
     `packages` are those that it needs besides what all notebooks need, by the names of their
     modules; they are not imported.
@@ -63,7 +74,10 @@ def start(*packages: str) -> tuple[torch.device, Scale]:
         print(error, file=sys.stderr)
         sys.exit(2)
     where = [device_name(device), backend_name(device), f"torch {torch.__version__}"]
-    print(", ".join([*where, f"{scale} scale", *_commit()]))
+    today = datetime.date.today().isoformat()
+    print(", ".join([*where, f"{scale} scale", today, *_commit()]))
+    if emulates_bf16(device):
+        print("This CPU has no instructions for bf16: it is slow here, and some sizes are smaller.")
     return device, scale
 
 
