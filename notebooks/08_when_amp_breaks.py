@@ -14,7 +14,7 @@
 # reproduces the failure in a few lines, explains it, and repairs it.
 #
 # **What you'll learn.**
-# - to recognise 41 failures that people really meet, and to reproduce most of them in a few lines;
+# - to recognise 42 failures that people really meet, and to reproduce most of them in a few lines;
 # - why each happens, so that you recognise its relatives too;
 # - how to repair each of them, and how to notice it before it costs you a night.
 #
@@ -79,6 +79,7 @@
 # | `SyncBatchNorm layers only work with GPU modules` | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step) |
 # | `Expected to have finished reduction in the prior iteration before starting a new one.` | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step) |
 # | `Attempted to inline function marked as skipped` | [section&nbsp;41](#41-The-scaler-is-inside-a-compiled-function) |
+# | `could not create a primitive descriptor for the LSTM forward propagation primitive` | [section&nbsp;42](#42-An-LSTM-fails-under-autocast-on-the-CPU) |
 #
 # **No message.** If nothing was raised, look for what is wrong with the result.
 #
@@ -2326,6 +2327,62 @@ assert scaler.scale(loss_of(x)) == 3 * scaler.get_scale()
 
 # %% [markdown]
 # **Notice it earlier.** Compile with `fullgraph=True` once, in a test, and read what it says.
+
+# %% [markdown]
+# ### 42 An LSTM fails under autocast on the CPU
+#
+# **What you see.** `nn.LSTM` under `torch.autocast("cpu")` raises
+# `could not create a primitive descriptor for the LSTM forward propagation primitive`
+# The same program may run on another machine. `nn.GRU` and `nn.RNN` run everywhere.
+#
+# **The smallest program that does it.** We run an LSTM in both 16-bit formats. Which of them fails
+# depends on your CPU.
+
+
+# %% tags=["nbval-ignore-output"]
+def outcome_of(dtype):
+    """What becomes of an LSTM under autocast to `dtype` on this CPU."""
+    layer, sequence = nn.LSTM(4, 8), torch.ones(3, 2, 4)  # (T, B, C)
+    try:
+        with torch.autocast("cpu", dtype=dtype):
+            layer(sequence)
+    except RuntimeError as error:
+        return str(error).partition(".")[0]
+    return "runs"
+
+
+for dtype in (torch.bfloat16, torch.float16):
+    outcome = outcome_of(dtype)
+    print(f"{dtype}: {outcome}")
+    message = "could not create a primitive descriptor for the LSTM forward propagation primitive"
+    assert outcome in ("runs", message)
+
+# %% [markdown]
+# **Why.** For an LSTM in fp32, torch picks the kernel of oneDNN, a library that comes with it. After
+# that, autocast casts the tensors to 16 bits. oneDNN has a 16-bit LSTM only for some CPUs: in bf16
+# from AVX-512 on, in fp16 for inference with AVX-512 FP16. It never trains in fp16.
+#
+# **The fix.** Run the layer in an fp32 region: switch autocast off around it, and give it fp32.
+
+# %%
+layer, sequence = nn.LSTM(4, 8), torch.ones(3, 2, 4)  # (T, B, C)
+
+
+def in_fp32(sequence):
+    with torch.autocast("cpu", enabled=False):
+        return layer(sequence.float())
+
+
+for dtype in (torch.bfloat16, torch.float16):
+    with torch.autocast("cpu", dtype=dtype):
+        output, _ = in_fp32(sequence)
+    output.sum().backward()
+    assert output.dtype is torch.float32
+    assert layer.weight_ih_l0.grad.isfinite().all()
+
+# %% [markdown]
+# **Notice it earlier.** `amp-lab doctor` says where an LSTM fails on your CPU, and `amp-lab xray
+# --device cpu` names the layers of your model that will.
 
 # %% [markdown]
 # ## Summary
