@@ -1,0 +1,139 @@
+"""What torch refuses or computes slowly in 16 bits on each instruction set of x86-64 CPUs.
+
+`python tools/measure_cpu_ops.py --out FILE` runs a training step of single layers under autocast,
+in fp32, bf16 and fp16, in a process for each instruction set that this CPU can emulate (those of
+`cpu_matrix`). The file has the time of each as a multiple of fp32's in the same process, or the
+error. Ratios of an emulated CPU are near those of a real one only as long as its fp32 is: the
+limits also hold for fp32. `--table` prints the file as the table of docs/hardware.md.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from amp_lab.cpu import matrix_instructions
+from amp_lab.device import device_name
+from amp_lab.errors import first_line
+from amp_lab.files import write_whole
+from amp_lab.timing import measure
+from cpu_matrix import RUNS, can_do
+
+CPU = torch.device("cpu")
+SETS = ("sse41", "avx2", "avx512", "avx512-bf16", "native")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def cases() -> dict[str, tuple[nn.Module, torch.Tensor]]:
+    """Layers by name, each with an input; small, since some are slow."""
+    torch.manual_seed(0)
+    image, sequence = torch.randn(4, 32, 16, 16), torch.randn(8, 4, 64)  # (N, C, H, W), (T, B, C)
+    return {
+        "linear": (nn.Linear(256, 256), torch.randn(256, 256)),
+        "conv1d": (nn.Conv1d(32, 32, 3), torch.randn(4, 32, 64)),
+        "conv2d": (nn.Conv2d(32, 32, 3), image),
+        "conv2d, depthwise": (nn.Conv2d(32, 32, 3, groups=32), image),
+        "conv3d": (nn.Conv3d(16, 16, 3), torch.randn(2, 16, 8, 8, 8)),
+        "conv_transpose2d": (nn.ConvTranspose2d(32, 32, 3), image),
+        "attention": (_Attention(), torch.randn(3, 4, 4, 64, 32)),
+        "LSTM": (nn.LSTM(64, 64), sequence),
+        "GRU": (nn.GRU(64, 64), sequence),
+        "layer_norm": (nn.LayerNorm(256), torch.randn(256, 256)),
+        "softmax": (nn.Softmax(-1), torch.randn(256, 256)),
+    }
+
+
+class _Attention(nn.Module):
+    def forward(self, qkv: torch.Tensor) -> torch.Tensor:
+        query, key, value = qkv  # (3, B, H, T, D)
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+def step(layer: nn.Module, data: torch.Tensor, dtype: torch.dtype | None) -> Callable[[], None]:
+    """A forward and backward pass under autocast to `dtype`; None: in fp32."""
+
+    def run() -> None:
+        inputs = data.clone().requires_grad_()
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            output = layer(inputs)
+        output = output[0] if isinstance(output, tuple) else output
+        output.float().sum().backward()
+
+    return run
+
+
+def measured_here() -> dict[str, Any]:
+    """Of each case and dtype the time as a multiple of fp32's, or the error, in this process."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, (layer, data) in cases().items():
+        fp32_s = measure(step(layer, data, None), device=CPU, repeats=15).median_s
+        found[name] = {}
+        for label, dtype in DTYPES.items():
+            try:
+                seconds = measure(step(layer, data, dtype), device=CPU, repeats=15).median_s
+            except RuntimeError as error:
+                found[name][label] = first_line(error)
+            else:
+                found[name][label] = round(seconds / fp32_s, 2)
+    return {"instructions": matrix_instructions(), "times as long as fp32": found}
+
+
+def table(results: dict[str, Any], dtype: str) -> list[str]:
+    """The file as a Markdown table, a column for each instruction set."""
+    sets = results["instruction sets"]
+    lines = ["| layer | " + " | ".join(sets) + " |", "|---|" + "---:|" * len(sets)]
+    for name in next(iter(sets.values()))["times as long as fp32"]:
+        values = [found["times as long as fp32"][name][dtype] for found in sets.values()]
+        cells = ["raises" if isinstance(value, str) else f"{value:.2g}x" for value in values]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def main() -> int:
+    """Measure, or print the table of a file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="print a file as tables")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.here:
+        print(json.dumps(measured_here()))
+        return 0
+    if options.table:
+        results = json.loads(options.table.read_text())
+        for dtype in DTYPES:
+            print("\n".join([f"{dtype}, times as long as fp32:", "", *table(results, dtype), ""]))
+        return 0
+    if options.out is None:
+        parser.error("give --out or --table")
+    sets = {}
+    for run in (run for run in RUNS if run.name in SETS and can_do(run)):
+        print(run.name, flush=True)
+        command = [sys.executable, __file__, "--here"]
+        done = subprocess.run(
+            command, env=os.environ | run.settings, capture_output=True, text=True, check=True
+        )
+        sets[run.name] = json.loads(done.stdout.splitlines()[-1])
+    results = {
+        "device": device_name(CPU),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "date": datetime.date.today().isoformat(),
+        "instruction sets": {name: sets[name] for name in SETS if name in sets},
+    }
+    text = json.dumps(results, indent=1, ensure_ascii=False) + "\n"
+    write_whole(options.out, [text.encode()])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
