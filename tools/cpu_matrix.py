@@ -121,7 +121,11 @@ def outcome_of(run: Run, paths: Iterable[str] = ()) -> Outcome:
         command = [sys.executable, "-m", "pytest", "--junitxml", str(report), "--quiet"]
         command += ["--numprocesses", str(run.processes), "--dist", "loadfile"]
         command += ["--no-loadscope-reorder", "--durations", "5", *paths]
-        settings = {"TORCHINDUCTOR_CACHE_DIR": str(Path(folder, "kernels"))} | run.settings
+        settings = {"TORCHINDUCTOR_CACHE_DIR": str(Path(folder, "kernels"))}
+        # As tests/conftest.py sets them, which pytest does not load for a path in notebooks/ alone.
+        threads = max(1, (os.cpu_count() or 1) // run.processes)
+        settings |= {"OMP_NUM_THREADS": str(threads), "AMP_LAB_DEVICE": "cpu"}
+        settings |= {"AMP_LAB_SCALE": "quick"} | run.settings
         start = time.monotonic()
         code = subprocess.run(command, cwd=ROOT, env=os.environ | settings).returncode
         outcome = Outcome(run, code, time.monotonic() - start)

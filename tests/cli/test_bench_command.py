@@ -23,6 +23,10 @@ def toy(monkeypatch, tmp_path):
     monkeypatch.setattr(runner, "_TURN_S", 0.0)
     monkeypatch.setattr(runner, "_QUICK_TURN_S", 0.0)
     monkeypatch.setitem(limits._LARGEST, "cpu", (64, 2**18))
+    high = limits.Ceilings(
+        {"fp32": 1e15, "tf32": None, "fp16": 1e15, "bf16": 1e15}, {64: 1e18}, True
+    )
+    monkeypatch.setattr(runner, "measure_ceilings", lambda device: high)
     monkeypatch.chdir(tmp_path)
 
 
@@ -43,6 +47,7 @@ def refused(capsys, *arguments):
 
 def test_it_prints_a_table_and_writes_json_and_a_picture(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(plots, "save", draw)
+    monkeypatch.setattr(runner, "measure_ceilings", limits.measure_ceilings)  # as a user's run does
     # By name: without one, only precisions that this CPU accelerates are measured.
     assert main([*ARGUMENTS, "--precision", "bf16", "--out", "mine.json"]) == 0
     out, err = capsys.readouterr()

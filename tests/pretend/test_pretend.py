@@ -148,13 +148,21 @@ def test_the_package_works_beside_an_accelerator_of_another_make():
             "training",
         ),
         ("timing.py", "        _synchronize(device)\n        samples", "        samples", "timing"),
-        (
+        # further ones of the same kinds
+        pytest.param(
             "data/batches.py",
             "backend(torch.device(self.device).type).pins_memory",
             "False",
             "batches",
+            marks=pytest.mark.weekly,
         ),
-        ("data/batches.py", "part.to(self.device, non_blocking=True)", "part", "batches"),
+        pytest.param(
+            "data/batches.py",
+            "part.to(self.device, non_blocking=True)",
+            "part",
+            "batches",
+            marks=pytest.mark.weekly,
+        ),
         ("precision.py", "torch.autocast(device_type,", 'torch.autocast("cpu",', "autocast"),
     ],
 )
