@@ -92,7 +92,7 @@ config = {
     "full": {"size": 512, "hidden": 256, "epochs": 512, "lr": 1e-3, "seeds": (0, 1, 2)},
 }[scale]
 if emulates_bf16(device):
-    config |= {"size": 24, "hidden": 128}
+    config |= {"size": 16}
 
 # %% [markdown]
 # For each pixel the network gets two numbers, its x and its y coordinate, and has to say how bright

@@ -178,12 +178,13 @@ assert not limits.trusted or min(limits.stream_bytes_per_s.values()) > 1e8  # a 
 # multiplication and one addition. The backward pass does that twice more, for the gradient of the
 # weights and for that of the input; only the first convolution needs none of its input.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 inputs, target = quantized_sine(config["size"], device)  # (1, 2, H, W), (1, 1, H, W)
 pixels, hidden = target.numel(), config["hidden"]
 weights = [2 * hidden, hidden * hidden, hidden * hidden, hidden]
 flops = 2 * pixels * (3 * sum(weights) - weights[0])
 print(f"{pixels:,} pixels, {sum(weights):,} weights: {flops / 1e9:.2f} GFLOP a step")
+assert 0.98 < 12 * pixels * hidden**2 / flops <= 1  # nearly all of it in the two in the middle
 
 # %% [markdown]
 # That makes 12.94 GFLOP for a step at the quick scale. PyTorch can count too, by watching the ops of
@@ -192,7 +193,7 @@ print(f"{pixels:,} pixels, {sum(weights):,} weights: {flops / 1e9:.2f} GFLOP a s
 # wait](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization).
 
 
-# %%
+# %% tags=["nbval-ignore-output"]
 def new_model():
     """The network and its optimizer, the same each time."""
     torch.manual_seed(0)
@@ -458,7 +459,7 @@ assert counts[low].moved_bytes < counts["fp32"].moved_bytes
 # it takes all pixels as one block, which no cache holds, so that what passes from one kernel to the
 # next is written and read as well.
 
-# %%
+# %% tags=["nbval-ignore-output"]
 moved_by_hand = (3 + 3 + 2 + 1) * 2 * pixels * hidden  # bytes
 print(f"by hand: {moved_by_hand / 2**20:,.0f} MiB, {flops / moved_by_hand:.0f} FLOPs for each byte")
 assert 5 * moved_by_hand < counts[low].moved_bytes
@@ -531,7 +532,7 @@ _ = plots.passes(PASSES)
 # mask of a ReLU. The *sums* are those that batch normalisation, the bias and the next pass need; only
 # they make it five passes and not one. Let us count:
 
-# %%
+# %% tags=["nbval-ignore-output"]
 trips = [box for chain in PASSES.values() for box in chain if box.startswith(("read", "write"))]
 matrices = sum(1 + box.count(",") for box in trips)  # each of P x 256 values in bf16
 products = sum({"product": 1, "two products": 2}.get(box, 0) for c in PASSES.values() for box in c)

@@ -1,7 +1,8 @@
 """Execute the notebooks and write their pairs: `pdm run notebooks [NAME …]`; `--check` compares.
 
 People edit `NAME.py`; `NAME.ipynb` is made from it, with outputs from the CPU at the quick scale.
-The machine has to be quiet: `--force` writes figures that are not to be trusted all the same. On
+The machine has to be quiet, and the tree committed: `--force` writes figures that are not to be
+trusted, or of no commit, all the same. On
 another machine than the one that the committed outputs come from, `--keep` keeps the output of each
 cell that depends on the machine and whose code did not change. If only the text changed, `--text`
 runs nothing.
@@ -15,6 +16,7 @@ import hashlib
 import io
 import os
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -40,6 +42,7 @@ KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": 
 CELL_TIMEOUT_S = 600
 IGNORED = "nbval-ignore-output"  # the tag of a cell whose output depends on the machine
 UNTRUSTED = re.compile(r"not trusted|too busy")  # what a comparison prints on a busy machine
+DIRTY = re.compile(r"commit [0-9a-f]{7,}\+")  # as `amp_lab.notebook.start` prints it
 README_FIGURE = FOLDER / "04_fp32_vs_amp.png"  # the last figure of the notebook of that name
 
 
@@ -73,8 +76,11 @@ def main(argv: list[str] | None = None) -> int:
         sources = find(options.names)
         if options.check:
             check(sources)
+            check_stamps(sources)
         else:
             set_up()
+            if not (options.text or options.force):
+                require_clean_tree()
             for source in sources:
                 print(source.name, flush=True)
                 prepare(source)
@@ -180,6 +186,37 @@ def check(sources: list[Path]) -> None:
                 f"{pair.name} is out of step with {source.name}; "
                 f"run: pdm run notebooks {source.stem}"
             )
+
+
+def check_stamps(sources: list[Path]) -> None:
+    """Raise `Problem` if a pair was made from changes that are in no commit."""
+    for source in sources:
+        made_of = DIRTY.search(stamp(committed(source)))
+        if made_of:
+            raise Problem(
+                f"{source.stem}.ipynb was made from changes that are in no commit ({made_of[0]}); "
+                f"commit them, then run: pdm run notebooks {source.stem}"
+            )
+
+
+def stamp(notebook: nbformat.NotebookNode) -> str:
+    """What the first cell printed, of the machine and the commit that the outputs come from."""
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            return "".join(output.get("text", "") for output in cell.outputs)
+    return ""
+
+
+def require_clean_tree() -> None:
+    """Raise `Problem` for changes to Python files that are in no commit: outputs name theirs."""
+    command = ["git", "status", "--porcelain", "--untracked-files=no", ":/*.py"]
+    try:
+        asked = subprocess.run(command, cwd=FOLDER, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # no git here, and so no commit to name
+        return
+    if asked.stdout.strip():
+        changed = asked.stdout.split()[1]
+        raise Problem(f"{changed} is changed: commit first, since a pair names its commit")
 
 
 def why_busy(seconds: float = 1.0) -> str:

@@ -198,6 +198,29 @@ def test_a_damaged_pair_is_named(folder, capsys):
     assert "01_sound.ipynb is damaged" in said
 
 
+def git(folder, *arguments):
+    who = ["-c", "user.name=Test", "-c", "user.email=test@example.com"]
+    subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def test_a_pair_is_made_from_a_commit_alone(folder, capsys):
+    source = folder / "01_sound.py"
+    source.write_text(HEADER + '# %%\nprint("a machine, commit 0123abc")\n')
+    git(folder.parent, "init")
+    git(folder.parent, "add", ".")
+    git(folder.parent, "commit", "-m", "Add a notebook")
+    source.write_text(source.read_text().replace("0123abc", "0123abc+"))
+    assert build_pairs.main([]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "notebooks/01_sound.py is changed: commit first" in line
+    git(folder.parent, "commit", "-a", "-m", "Change it")
+    assert build_pairs.main([]) == 0
+    capsys.readouterr()
+    assert build_pairs.main(["--check"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "01_sound.ipynb was made from changes that are in no commit (commit 0123abc+)" in line
+
+
 def test_a_notebook_without_a_header_is_given_one(folder, capsys):
     source = folder / "20_plain.py"
     source.write_text("# %%\n1 + 1\n")
