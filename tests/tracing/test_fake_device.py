@@ -1,5 +1,7 @@
 """Fake tensors on a device that is not here, and its autocast, against what is here: the CPU."""
 
+import collections
+import copy
 import logging
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from amp_lab import find_nonfinite, forecast_memory, xray
 from amp_lab.backends import BACKENDS
 from amp_lab.errors import DeviceError, TraceError
 from amp_lab.tracing.dtype_checks import StrictFakeMode
@@ -191,6 +194,51 @@ def test_model_runs_on_every_backend_and_nothing_is_left(device_type, model, dat
     assert [o.shape for o in outputs] == [o.shape for o in real]
     if device_type == "cpu" or not enabled:
         assert [o.dtype for o in outputs] == [o.dtype for o in real]
+
+
+class HookedInItsFirstCall(nn.Module):
+    """A model that watches a layer of its own, as those of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.is_hooked = nn.Linear(4, 4), False
+        self.seen = collections.OrderedDict(first=1, second=2)
+
+    def forward(self, x):
+        if not self.is_hooked:
+            self.is_hooked = True
+            self.layer.register_forward_hook(lambda module, args, output: output * 2)
+            self.seen.move_to_end("first")
+            self.seen["third"] = x
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda model, x: xray(model, x),
+        lambda model, x: xray(model, x, device_type="cpu", real=True),
+        lambda model, x: forecast_memory(model, x, precision="bf16", device_type="cuda"),
+        lambda model, x: find_nonfinite(model).__enter__().__exit__(None, None, None),
+    ],
+    ids=["xray", "xray for real", "forecast_memory", "find_nonfinite"],
+)
+@pytest.mark.parametrize("called_before", [False, True])
+def test_a_model_that_registers_hooks_is_left_whole(look, called_before):
+    """Its ordered dicts keep their order in a list of their own."""
+    model, x = HookedInItsFirstCall(), torch.randn(2, 4)
+    expected = copy.deepcopy(model)(x)
+    if called_before:
+        model(x)
+    look(model, x)
+    if not called_before:
+        assert list(model.seen.items()) == [("first", 1), ("second", 2)]
+        assert hooks_of(model) == 0
+    for _ in range(2):
+        assert torch.equal(model(x), expected)
+    assert len(model.layer._forward_hooks) == 1
+    assert list(model.seen) == ["second", "first", "third"]
+    copy.deepcopy(model.seen)
 
 
 def test_nothing_is_left_after_an_exception():

@@ -1,5 +1,6 @@
 """Run a model as if on a device that is not here: fake tensors, and that device's autocast."""
 
+import collections
 import copy
 import dataclasses
 import functools
@@ -340,6 +341,11 @@ def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: An
     return pytree.tree_map(of_leaf, structure)
 
 
+# What holds the attributes of modules. An OrderedDict, such as a module's hooks, keeps its order in
+# a list of its own, which `dict.clear` would leave as it is.
+_CONTAINERS = (list, collections.OrderedDict, dict, set)
+
+
 @contextmanager
 def _attributes_restored(model: nn.Module) -> Iterator[None]:
     """The block after which attributes of the modules, and lists and dicts in them, are as before.
@@ -350,7 +356,7 @@ def _attributes_restored(model: nn.Module) -> Iterator[None]:
     before: list[tuple[Any, Any, Any]] = []  # kind, container and what it holds
     for module in model.modules():
         for container in (vars(module), *vars(module).values()):
-            kind = next((k for k in (list, dict, set) if isinstance(container, k)), None)
+            kind = next((k for k in _CONTAINERS if isinstance(container, k)), None)
             if kind is not None:
                 before.append((kind, container, kind(container)))
     try:
