@@ -51,6 +51,18 @@ def test_what_a_checkpoint_has_is_what_was(tokens):
     assert saved_tokens({"classes": 3}) is None
 
 
+def test_no_text_is_cut_off_or_filled_up_as_a_file_asks_for():
+    """Many a tokenizer.json was saved for a model with inputs of one length."""
+    tokens = BytePairs.of([TEXT], 400)
+    given = Tokenizer.from_str(tokens.saved["tokenizer"])
+    given.enable_truncation(128, stride=16)
+    given.enable_padding(length=256)
+    for other in (BytePairs(given.to_str()), saved_tokens({"tokenizer": given.to_str()})):
+        assert numbers(other, TEXT) == numbers(tokens, TEXT)
+        assert other.decode(numbers(other, TEXT)) == TEXT
+        assert numbers(other, "1") == numbers(tokens, "1")
+
+
 def test_a_tokenizer_of_ones_own_is_taken(tmp_path):
     words = {word: number for number, word in enumerate(["[?]", "times", "is", *"0123456789"])}
     given = Tokenizer(models.WordLevel(words, "[?]"))

@@ -65,6 +65,10 @@ class BytePairs:
             self._tokenizer = Tokenizer.from_str(content)
         except Exception as error:  # the library has no kind of its own
             raise DataError(f"{called}: no tokenizer.json ({first_line(error)})") from error
+        # A file may have been saved with these on, for a model with inputs of one length: they
+        # would cut off each text, or fill it up, without a word.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         size = self._tokenizer.get_vocab_size()
         if not 1 < size <= _LARGEST:
             raise DataError(f"{called}: has {size:,} tokens; from 2 to {_LARGEST:,} are taken")
