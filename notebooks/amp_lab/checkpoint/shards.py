@@ -2,16 +2,19 @@
 
 import contextlib
 import hashlib
+import io
+import pickle
 import shutil
 import warnings
 from collections import ChainMap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import state_dict
+from torch.distributed.checkpoint import metadata, state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 
 from amp_lab.distributed.process_group import is_lost
@@ -57,9 +60,9 @@ def load_shards(
 ) -> None:
     """Read into a model and its optimizer, sharded in any way or not, what `save_shards` wrote.
 
-    `shards` is what it returned, and `out` where the folder is. Every byte is checked first, but
-    torch unpickles parts of such files, so load only what you trust. Raises `CheckpointError` on
-    every rank if a file is missing, altered, or of another model.
+    `shards` is what it returned, and `out` where the folder is. Every byte is checked first, and no
+    code in such files is run: they may hold tensors and plain data. Raises `CheckpointError` on
+    every rank if a file is missing, altered, or of another model, or asks for anything else.
     """
 
     def compare() -> None:
@@ -73,7 +76,7 @@ def load_shards(
         states = _states(model, optimizer)
         with _reported(folder, "does not fit this run"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process: right
-            dcp.load(states, checkpoint_id=folder)
+            dcp.load(states, storage_reader=_DataReader(folder), planner=_DataPlanner())
             parts = {"model_state_dict": states["model"], "optim_state_dict": states["optimizer"]}
             state_dict.set_state_dict(model, optimizer, **parts)
 
@@ -96,6 +99,62 @@ def load_whole(
     state_dict.set_state_dict(model, optimizer, **parts, options=whole)
 
 
+# What torch writes into the description of the shards, besides dtypes.
+_OF_A_DESCRIPTION = {
+    (metadata.__name__, name)
+    for name in (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    )
+} | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # from Python 3.13 on
+    ("pathlib", "WindowsPath"),
+    ("pathlib._local", "WindowsPath"),
+}  # fmt: skip
+
+
+class _DataUnpickler(pickle.Unpickler):
+    """Reads the description of the shards, and refuses whatever it does not need."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a pickle names, if it is on the list or a dtype."""
+        if (module, name) in _OF_A_DESCRIPTION:
+            return super().find_class(module, name)
+        dtype = vars(torch).get(name) if module == "torch" else None
+        if not isinstance(dtype, torch.dtype):
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return dtype
+
+
+class _DataReader(dcp.FileSystemReader):
+    """Reads shards without running code of theirs, where torch's own reader unpickles anything."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
+        """The description of the shards."""
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            found = _DataUnpickler(file).load()
+        if getattr(found, "storage_meta", None) is None:
+            found.storage_meta = metadata.StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+class _DataPlanner(dcp.DefaultLoadPlanner):
+    """Puts plain data, such as a learning rate, into the states, where torch's unpickles it."""
+
+    def load_bytes(self, read_item: dcp.ReadItem, value: io.BytesIO) -> None:
+        """Put what a shard has of one thing that is not a tensor into its place."""
+        content, clean = torch.load(value, weights_only=True), io.BytesIO()
+        torch.save(content, clean)  # which the planner of torch may unpickle
+        clean.seek(0)
+        super().load_bytes(read_item, clean)
+
+
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
     states = state_dict.get_state_dict(model, optimizer)
     return dict(zip(("model", "optimizer"), states, strict=True))
@@ -116,7 +175,7 @@ def _reported(path: Path, what: str) -> Iterator[None]:
     except CheckpointException as failed:  # is no Exception; holds those of the ranks
         rank, (error, _) = min(failed.failures.items())
         where = f"rank {rank}: "
-    except (KeyError, OSError, RuntimeError, ValueError) as failed:
+    except (KeyError, OSError, RuntimeError, ValueError, pickle.UnpicklingError) as failed:
         error = failed
     if is_lost(error):  # which `join` reports better
         raise error
