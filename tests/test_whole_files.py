@@ -2,6 +2,7 @@
 
 import os
 import stat
+import subprocess
 import sys
 
 import pytest
@@ -28,13 +29,50 @@ def test_a_file_of_the_users_with_a_similar_name_stays(tmp_path):
     assert (tmp_path / "x.partial").read_text() == "thesis"
 
 
-@posix
-def test_a_link_in_the_way_is_not_followed(tmp_path):
-    (tmp_path / "thesis").write_text("mine")
-    (tmp_path / ".x.amp-lab-partial").symlink_to(tmp_path / "thesis")
+def test_two_writers_of_a_file_do_not_share_one(tmp_path):
+    """One begins while the other is in the middle; the last one to end has its file whole."""
+    path, inside = tmp_path / "x", []
+
+    def parts(letter: bytes, between=None):
+        yield 1000 * letter
+        if between is not None:
+            between()
+        yield 1000 * letter
+
+    def write_another():
+        write_whole(path, parts(b"b"))
+        inside.append(path.read_bytes())
+
+    write_whole(path, parts(b"a", write_another))
+    assert inside == [2000 * b"b"]
+    assert path.read_bytes() == 2000 * b"a"
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_many_processes_may_write_one_file(tmp_path):
+    code = """
+import sys
+from pathlib import Path
+from amp_lab.files import write_whole
+for _ in range(20):
+    write_whole(Path(sys.argv[1]), [100_000 * sys.argv[2].encode() for _ in range(10)])
+"""
+    path = tmp_path / "x"
+    writers = [subprocess.Popen([sys.executable, "-c", code, path, x]) for x in "abcd"]
+    assert [writer.wait(timeout=120) for writer in writers] == [0] * 4
+    content = path.read_bytes()
+    assert content == 1_000_000 * content[:1]
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_what_a_killed_process_left_is_removed_once_it_is_old(tmp_path):
+    names = [".x.0123.amp-lab-partial", ".x.4567.amp-lab-partial", ".xy.0123.amp-lab-partial"]
+    for name in names:
+        (tmp_path / name).write_text("half")
+    for name in (names[0], names[2]):  # the second may be another process's that writes now
+        os.utime(tmp_path / name, (0, 0))
     write_whole(tmp_path / "x", [b"new"])
-    assert (tmp_path / "thesis").read_text() == "mine"
-    assert (tmp_path / "x").read_bytes() == b"new"
+    assert sorted(os.listdir(tmp_path)) == [*names[1:], "x"]
 
 
 @posix

@@ -2,13 +2,16 @@
 
 import contextlib
 import errno
+import glob
 import json
 import math
 import os
 import reprlib
 import stat
+import time
 import types
 import typing
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,8 @@ from amp_lab.errors import AmpLabError, OptionError
 
 MADE_BY = "made by amp-lab"  # stands at the beginning of every picture and page of ours
 _MOST_JSON = 2**26  # bytes
+_PARTIAL = ".amp-lab-partial"  # the end of the name of a file that is being written
+_ABANDONED_S = 3600.0
 
 
 def read_regular(path: Path, most: int | None = None) -> bytes:
@@ -90,8 +95,9 @@ def write_whole(
     `path` as it was.
     """
     require_writable(path)
-    partial = path.with_name(f".{path.name}.amp-lab-partial")
-    partial.unlink(missing_ok=True)  # of one who was killed
+    _remove_old_partials(path)
+    # A name of its own, since another process may write the same file now.
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_PARTIAL}")
     try:
         with open(partial, "xb") as file:  # x: never through a link that somebody puts there
             for part in parts:
@@ -107,6 +113,14 @@ def write_whole(
         raise
     with contextlib.suppress(PermissionError):  # of a folder that may be written and not read
         sync_folder(path.parent)
+
+
+def _remove_old_partials(path: Path) -> None:
+    """Remove what processes that were killed left beside a file; none writes for an hour."""
+    for partial in path.parent.glob(f".{glob.escape(path.name)}.*{_PARTIAL}"):
+        with contextlib.suppress(OSError):  # another process may have removed it
+            if time.time() - partial.lstat().st_mtime > _ABANDONED_S:
+                partial.unlink()
 
 
 def save(
