@@ -60,6 +60,8 @@ def main(argv: list[str] | None = None) -> int:
         f"--LabApp.default_url=/lab/tree/{START}",
         f"--LabApp.app_settings_dir={SETTINGS}",  # no questions about news, and no look-ups
         *rest,
+        # Last, so that it counts: it ends a server that would ask for no token.
+        "--ServerApp.identity_provider_class=lab_contents.TokenRequired",
     ]
     if os.environ.get("AMP_LAB_PORT"):  # a container's port has another number outside
         address = f"http://127.0.0.1:{os.environ['AMP_LAB_PORT']}"

@@ -1,16 +1,23 @@
-"""How `tools/lab.py` reads and saves notebooks: opening and saving one untouched changes nothing.
+"""What `tools/lab.py` changes of Jupyter's server: how it reads and saves, and who may enter.
 
-JupyterLab writes into a notebook what its kernel says of its language, with the version of Python.
-A notebook without it counts as changed as soon as it is open, and one with it differs from machine
-to machine. So it is there as long as a notebook is open, and not in the file. Jupytext adds the
-filters of metadata that stand in pyproject.toml, which need not be in each notebook.
+Opening and saving a notebook untouched changes nothing. JupyterLab writes into a notebook what its
+kernel says of its language, with the version of Python. A notebook without it counts as changed as
+soon as it is open, and one with it differs from machine to machine. So it is there as long as a
+notebook is open, and not in the file. Jupytext adds the filters of metadata that stand in
+pyproject.toml, which need not be in each notebook.
 """
 
+import sys
 from typing import Any
 
 from ipykernel.ipkernel import IPythonKernel
+from jupyter_server.auth.identity import PasswordIdentityProvider
 from jupyter_server.services.contents.largefilemanager import AsyncLargeFileManager
 
+NO_TOKEN = (
+    "lab: the token is empty, and would let anyone in who reaches this port: give a token, or "
+    "leave it out to get one"
+)
 FILTERS = {"cell_metadata_filter", "notebook_metadata_filter"}
 
 
@@ -35,3 +42,14 @@ class Contents(AsyncLargeFileManager):
             if not metadata.get("jupytext", True):
                 del metadata["jupytext"]
         return await super().save(model, path)
+
+
+class TokenRequired(PasswordIdentityProvider):
+    """Ends a server that would ask for neither a token nor a password, however that was set."""
+
+    def validate_security(self, app: Any, ssl_options: dict[str, Any] | None = None) -> None:
+        """Called by the server once all its settings are read, before it listens."""
+        if not self.auth_enabled:
+            print(NO_TOKEN, file=sys.stderr)
+            sys.exit(2)
+        super().validate_security(app, ssl_options)

@@ -103,6 +103,23 @@ def test_an_empty_token_is_refused(monkeypatch, arguments, environment, empty):
     assert lab.token_problem(["--IdentityProvider.token=secret"]) is None
 
 
+@pytest.mark.parametrize("how", ["a file", "two arguments", "a settings file"])
+def test_a_server_without_a_token_never_starts(tmp_path, how):
+    """In whichever way the token became empty: what the server is set to counts."""
+    arguments, settings = [f"--port={free_port()}", "--no-browser"], {"HOME": str(tmp_path)}
+    if how == "a file":
+        (tmp_path / "token").write_text("")
+        settings["JUPYTER_TOKEN_FILE"] = str(tmp_path / "token")
+    elif how == "two arguments":
+        arguments += ["--IdentityProvider.token", ""]
+    else:
+        (tmp_path / "jupyter_server_config.py").write_text("c.IdentityProvider.token = ''\n")
+        settings["JUPYTER_CONFIG_DIR"] = str(tmp_path)
+    done = run_lab(*arguments, **settings)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("lab: the token is empty")
+
+
 def test_a_folder_that_cannot_be_written_is_said(tmp_path):
     said = lab.folder_problem(tmp_path / "missing")
     assert said is not None
