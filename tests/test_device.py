@@ -150,10 +150,10 @@ def test_a_notebook_starts_by_saying_what_its_outputs_come_from(monkeypatch, cap
     monkeypatch.setenv("AMP_LAB_DEVICE", "cpu")
     monkeypatch.setenv("AMP_LAB_SCALE", "quick")
     start()
-    line = capsys.readouterr().out
+    line = capsys.readouterr().out.splitlines()[0]
     report = describe_device("cpu")
     begin = f"{report.name}, {report.backend}, torch {torch.__version__}, quick scale"
-    assert re.fullmatch(re.escape(begin) + r"(, commit [0-9a-f]+\+?)?\n", line)
+    assert re.fullmatch(re.escape(begin) + r", \d{4}-\d\d-\d\d(, commit [0-9a-f]+\+?)?", line)
     monkeypatch.setenv("PATH", "")  # no git, as in a container
     start()
     assert capsys.readouterr().out == begin + "\n"
@@ -232,6 +232,29 @@ def test_a_fast_device_gets_larger_matrices_until_they_fill_it(monkeypatch):
     monkeypatch.setattr(device_module, "matrix_product", lambda device, p, n: lambda: n / 1e5)
     assert device_module.filling_size(CPU, 8192, seconds=10e-3) == 1024  # the first of 10 ms
     assert device_module.filling_size(CPU, 8192, seconds=1) == 8192
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_on_a_busy_machine_facts_decide_and_not_rates(monkeypatch, has_bf16):
+    """A rate of fp16 that was measured wrongly once made notebook 00 train for an hour."""
+    wrong = {Precision.FP32: 1e9, Precision.TF32: None, Precision.FP16: 1e12, Precision.BF16: 1e9}
+    monkeypatch.setattr(device_module, "_matmul_rates", lambda where: (wrong, False))
+    monkeypatch.setattr(device_module, "has_bf16_instructions", lambda: has_bf16)
+    report = device_module._describe.__wrapped__(CPU, "CPU")
+    assert not report.trusted
+    assert report.recommended == (Precision.BF16 if has_bf16 else Precision.FP32)
+    assert "too busy to measure" in report.why
+
+
+@pytest.mark.parametrize(
+    ("capability", "recommended"),
+    [((6, 1), "fp32"), ((7, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"), ((12, 0), "bf16")],
+)
+def test_on_a_busy_gpu_its_compute_capability_decides(monkeypatch, capability, recommended):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: capability)
+    precision, why = device_module._recommend_unmeasured(CUDA)
+    assert precision == recommended
+    assert f"compute capability {capability[0]}.{capability[1]}" in why
 
 
 def test_rates_of_a_busy_machine_are_not_trusted(monkeypatch):

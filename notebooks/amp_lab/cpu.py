@@ -46,16 +46,30 @@ def matrix_instructions() -> str:
     check_limits()
     found = [torch.backends.cpu.get_cpu_capability()]
     if found[0] == "AVX512":
-        # What torch says of bf16 and AMX is of the CPU, whatever limits oneDNN.
-        limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").lower() or "default"
-        has_bf16 = torch.cpu._is_avx512_bf16_supported() and limit not in _WITHOUT_BF16
-        found = ["AVX-512 BF16" if has_bf16 else "AVX-512"]
+        found = ["AVX-512 BF16" if has_bf16_instructions() else "AVX-512"]
         if onednn_has_fp16():
             found.append("AVX-512 FP16")
-        if torch.cpu._is_amx_tile_supported() and (limit == "default" or "amx" in limit):
+        if torch.cpu._is_amx_tile_supported() and (_limit() == "default" or "amx" in _limit()):
             found.append("AMX")
     limits = [f"{name}={os.environ[name]}" for name in LIMITS if os.environ.get(name)]
     return ", ".join(found) + (f" (limited by {' '.join(limits)})" if limits else "")
+
+
+def has_bf16_instructions() -> bool:
+    """Whether this CPU multiplies in bf16 itself, so that it is faster than in fp32.
+
+    With AVX-512 alone oneDNN takes bf16 too, but converts it to fp32 and back.
+    """
+    if not onednn_has_bf16():
+        return False
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return True  # Arm's, of which oneDNN asks just that
+    # What torch says of bf16 and AMX is of the CPU, whatever limits oneDNN.
+    return torch.cpu._is_avx512_bf16_supported() and _limit() not in _WITHOUT_BF16
+
+
+def _limit() -> str:
+    return os.environ.get("ONEDNN_MAX_CPU_ISA", "").lower() or "default"
 
 
 def onednn_has_bf16() -> bool:

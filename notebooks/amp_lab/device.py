@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from amp_lab.backends import BACKENDS, backend
-from amp_lab.cpu import matrix_instructions
+from amp_lab.cpu import has_bf16_instructions, matrix_instructions
 from amp_lab.errors import DeviceError
 from amp_lab.precision import Precision, has_tf32, require_backend
 from amp_lab.timing import compare, measure
@@ -60,6 +60,7 @@ class DeviceReport:
     trusted: bool
     """Whether the machine was quiet enough for the rates; if not, measure again."""
     recommended: Precision
+    """By the rates; where they are not `trusted`, by what is known of such a device."""
     why: str
     """The reason for `recommended`, in a sentence with its figures."""
 
@@ -122,7 +123,7 @@ def _describe(device: torch.device, driven_by: str) -> DeviceReport:
         reason = str(error).splitlines()[0]
         raise DeviceError(f"{str(device)!r} is there, but torch cannot use it: {reason}") from error
     rates, trusted = _matmul_rates(device)
-    recommended, why = _recommend(rates)
+    recommended, why = _recommend(rates) if trusted else _recommend_unmeasured(device)
     return DeviceReport(
         device=device,
         name=device_name(device),
@@ -263,6 +264,24 @@ def _recommend(rates: dict[Precision, float | None]) -> tuple[Precision, str]:
         return Precision.TF32, f"{rate.format(tf32)}, and nothing else is faster"
     why = f"nothing is measurably faster (bf16 {bf16:.2f}x, fp16 {fp16:.2f}x its rate)"
     return Precision.FP32, why
+
+
+def _recommend_unmeasured(device: torch.device) -> tuple[Precision, str]:
+    """The precision to use where rates cannot be trusted, by what the device has, and why."""
+    busy = "the machine was too busy to measure"
+    if backend(device).is_host:
+        if has_bf16_instructions():
+            return Precision.BF16, f"{busy}, and this CPU has instructions for bf16"
+        return Precision.FP32, f"{busy}, and this CPU has no instructions for bf16"
+    if device.type == "cuda" and not torch.version.hip:
+        capability = torch.cuda.get_device_capability(device)
+        has = f"{busy}, and compute capability {capability[0]}.{capability[1]} has"
+        if capability >= (8, 0):
+            return Precision.BF16, f"{has} tensor cores for bf16"
+        if capability >= (7, 0):
+            return Precision.FP16, f"{has} tensor cores for fp16 alone; use a gradient scaler"
+        return Precision.FP32, f"{has} no tensor cores"
+    return Precision.FP32, f"{busy}: measure again when it is idle"
 
 
 def device_name(device: torch.device) -> str:
