@@ -273,9 +273,9 @@ assert math.isclose(norms["step"], MAX_NORM, rel_tol=1e-3)
 # its true length of 0.57, clipping shortens it to 0.10, and the step uses it as it is.
 #
 # **Without `unscale_`** we would clip in the grey part, as in the five lines above, and `step` would
-# divide by the scale afterwards. If a gradient overflows, its norm is infinite, but that is no
-# reason to stop: `unscale_` has found it, and `step` will skip. So leave `error_if_nonfinite` of
-# `clip_grad_norm_` at `False`.
+# divide by the scale afterwards. If a gradient overflows in fp16, its norm is infinite, and the scaler
+# skips the step. In bf16 nothing skips it: there, give `clip_grad_norm_` `error_if_nonfinite=True`,
+# or the clipped gradients are NaN, and after the step every weight is too.
 #
 # ## Accumulate gradients
 #

@@ -1054,8 +1054,9 @@ assert (
 # **Why.** Strict clipping is good practice in fp32, where an infinite gradient is a fault. With a
 # scaler, an overflow now and then is normal, and `scaler.step` deals with it in the next line.
 #
-# **The fix.** Leave `error_if_nonfinite=False`, the default. `unscale_` has noted the infinity, so
-# `step` skips the optimizer.
+# **The fix.** In fp16, leave `error_if_nonfinite=False`, the default. `unscale_` has noted the
+# infinity, so `step` skips the optimizer. In bf16 the scaler is disabled and skips nothing, so keep
+# the error: without it, one infinite gradient makes every weight NaN.
 
 # %%
 assert overflowing_step(strict=False)

@@ -6,6 +6,7 @@ import math
 import re
 import types
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -199,6 +200,49 @@ def test_frozen_layers_may_be_fp16():
         return model[2].weight
 
     assert torch.equal(train(torch.float16), train(torch.float32))
+
+
+def one_step_with_an_infinite_gradient(dtype, **clipping):
+    """The weights after a step of the loop that clips, one of whose gradients is inf."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=dtype is torch.float16)
+    with torch.autocast("cpu", dtype=dtype):
+        loss = model(torch.ones(3, 4)).sum() * torch.inf
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, **clipping)
+    scaler.step(optimizer)
+    scaler.update()
+    return model.weight
+
+
+def test_an_infinite_gradient_is_skipped_in_fp16_and_has_to_be_refused_in_bf16():
+    assert one_step_with_an_infinite_gradient(torch.float16).isfinite().all()
+    assert one_step_with_an_infinite_gradient(torch.bfloat16).isnan().all()
+    with pytest.raises(RuntimeError, match="non-finite"):
+        one_step_with_an_infinite_gradient(torch.bfloat16, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_loop_of_the_cheat_sheet_loses_no_weights(dtype):
+    """As it is printed there, on a batch whose loss overflows."""
+    page = (build_pairs.FOLDER.parent / "CHEATSHEET.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"## The loop\n\n```python\n(.*?)```", page, re.DOTALL)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    names = {"torch": torch, "device": torch.device("cpu"), "dtype": dtype, "model": model}
+    names |= {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    for factor in (1.0, torch.inf):
+        names |= {"batches": [(torch.ones(3, 4), factor)]}
+        names |= {"loss_fn": lambda output, factor: output.float().mean() * factor}
+        before = model.weight.detach().clone()
+        refused = factor == torch.inf and dtype is torch.bfloat16
+        with pytest.raises(RuntimeError, match="non-finite") if refused else nullcontext():
+            exec(code, names)
+        assert torch.equal(model.weight, before) == (factor == torch.inf)
+    assert model.weight.isfinite().all()
 
 
 def test_links_within_the_notebook_lead_to_headings_and_every_recipe_is_linked():
