@@ -196,7 +196,8 @@ class Tracer(TorchFunctionMode):
     def _beyond_fakes(self, error: Exception) -> str:
         module, op = self.failed_at or (self._module, "an op")
         where = f"op {op} in {place_of(module)}"
-        part = "X-ray {}, or where the device is run it there (real=True, or --real)"
+        real = "run it for real (xray(…, real=True), or amp-lab xray --real)"
+        part = f"X-ray {{}}, or where the device is, {real}"
         remedy = remedy_for(error, self._run.model, part)
         if isinstance(error, _NOT_FAKED):
             return f"{where}: torch cannot run it on fake tensors; {remedy}"
