@@ -7,6 +7,7 @@ from small_models import Head
 from torch import nn
 
 from amp_lab import forecast_memory
+from amp_lab.backends import backend
 from amp_lab.errors import TraceError
 from amp_lab.tracing.records import LOSS
 from amp_lab.tracing.xray import xray
@@ -33,6 +34,21 @@ def test_low_precision_softmax_and_norm_are_told_where_they_happen():
     assert "softmax in the model itself runs in bf16 on cpu" in said
     assert "layer_norm in 'norm' runs in bf16 on cpu" in said
     assert "runs in" not in advice(Head(), torch.randn(8, 8), device_type="cuda")
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+@pytest.mark.parametrize(("device", "wide"), [("cpu", 0), ("mps", 0), ("cuda", 1), ("xpu", 1)])
+def test_rms_norm_is_in_fp32_only_where_autocast_has_a_rule_for_it(device, wide):
+    """Elsewhere it computes in fp32 inside, but takes and gives what it was given."""
+    key = f"Autocast{backend(device).key}"
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", key) == bool(wide)
+    model = nn.Sequential(nn.Linear(16, 64), nn.RMSNorm(64), nn.Linear(64, 8))
+    found = xray(model, torch.randn(4, 16), device_type=device, dtype=torch.bfloat16)
+    (row,) = (row for row in found.rows if row.op == "rms_norm")
+    assert row.dtype is (torch.float32 if wide else torch.bfloat16)
+    said = "\n".join(found.advice)
+    assert ("rms_norm in '1' stays in fp32" in said) == bool(wide)
+    assert (f"rms_norm in '1' runs in bf16 on {device}" in said) == (not wide)
 
 
 def test_the_surprise_of_cross_entropy_is_told_and_its_remedy_helps():

@@ -40,6 +40,8 @@ from amp_lab.tracing.records import LOSS, RNN_LAYERS, Cast, OpRecord, place_of, 
 
 NORMS = {"layer_norm", "group_norm", "rms_norm", "instance_norm"}
 
+_MADE_OF = {"instance_norm": ("batch_norm",)}
+
 _RNNS = RNN_LAYERS | {f"{name}_cell" for name in RNN_LAYERS}
 _RNN_KERNELS = {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "_lstm_mps"}
 # Each is one row, whatever kernels it chooses: that choice needs the device, the dtypes do not.
@@ -83,6 +85,7 @@ class _Call:
     name: str = ""
     dtype: torch.dtype | None = None  # of autocast, None where it is off
     casts: bool = False  # whether it is a cast of the model's own
+    has_rule: bool = True  # False for a norm that autocast leaves alone, whatever it does inside
     dtypes: dict[int, torch.dtype] = field(default_factory=dict)  # of its arguments, after casts
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     products: set[torch.dtype] = field(default_factory=set)  # dtypes of matrix products inside
@@ -94,6 +97,8 @@ class _Call:
     def inserts_cast(self, source: torch.Tensor, result: torch.Tensor) -> bool:
         """Whether a change of dtype during this call is autocast's."""
         if self.casts or self.dtype is None or not source.is_floating_point():
+            return False
+        if not self.has_rule:
             return False
         if not self.is_whole:
             return result.dtype in (self.dtype, torch.float32)
@@ -247,7 +252,12 @@ class Tracer(TorchFunctionMode):
         enabled = torch.is_autocast_enabled(self.device_type)
         dtype = torch.get_autocast_dtype(self.device_type) if enabled else None
         names_dtype = any(isinstance(given, torch.dtype) for given in (*args, *kwargs.values()))
-        call = _Call(_PLAIN_NAMES.get(name, name), dtype, casts=name in _CASTING or names_dtype)
+        call = _Call(
+            _PLAIN_NAMES.get(name, name),
+            dtype,
+            casts=name in _CASTING or names_dtype,
+            has_rule=name not in NORMS or self._has_rule(name),
+        )
         self._calls.append(call)
         try:
             return self._run_call(call, func, args, kwargs)
@@ -257,6 +267,11 @@ class Tracer(TorchFunctionMode):
         finally:
             self._calls.pop()
             self._pending = []
+
+    def _has_rule(self, name: str) -> bool:
+        """Whether autocast on this backend knows an op, or one that it is made of."""
+        key, ops = f"Autocast{self._backend.key}", (name, *_MADE_OF.get(name, ()))
+        return any(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", key) for op in ops)
 
     def _attention_inside(self, *args, **kwargs) -> object:
         return self.__torch_function__(_SDPA, (), args, kwargs)
