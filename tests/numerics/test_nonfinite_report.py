@@ -1,6 +1,7 @@
 """What find_nonfinite says of what it found."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -80,3 +81,12 @@ def test_the_loss_scale_is_told_and_not_called_a_fault():
     report = find(*plain[:2], **plain[2])
     assert report.loss_scale is None
     assert "GradScaler" not in str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_remedy_for_a_logit_helps_in_every_dtype(dtype):
+    report = find(Module(lambda x: torch.logit(x.sign().clamp(0, 1))), torch.randn(4, 3))
+    (code,) = re.findall(r"torch\.logit\(.*?\)(?=\.)", report.advice)
+    ends = torch.tensor([0.0, 1.0], dtype=dtype)
+    assert not torch.logit(ends, eps=0.0).isfinite().any()
+    assert eval(code, {"torch": torch, "x": ends}).isfinite().all()

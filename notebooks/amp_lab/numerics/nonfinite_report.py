@@ -138,7 +138,8 @@ _BACKWARD = {
 }  # fmt: skip
 _FORWARD = {
     "log_softmax": "Look at the logits: a row is infinite, or masked everywhere.",
-    "logit": "Keep the input inside (0, 1): torch.logit(x, eps=1e-6).",
+    "logit": "Keep the input inside (0, 1): torch.logit(x.float(), eps=1e-6). Without the cast, "
+             "1 - eps is 1 in fp16 and bf16.",
     "log": "The log of 0 is -inf, and of a negative number NaN: clamp the input "
            "(x.clamp_min(1e-6)), or stay in log space: log_softmax, logsigmoid, "
            "binary_cross_entropy_with_logits.",
