@@ -33,9 +33,24 @@ _Answer = TypeVar("_Answer")
 class _Bracket:
     """An open bracket, or a statement outside of all brackets."""
 
+    is_open: bool = True
     tokens: int = 0  # since the last comma that starts something which is not nested in it
     open_lambdas: int = 0  # whose commas separate their parameters
     is_comprehension: bool = False  # whose commas separate the names that it assigns
+
+    def count(self, token: tokenize.TokenInfo) -> None:
+        """Count one token that neither opens nor closes a bracket."""
+        if token.type == tokenize.STRING:
+            self.tokens += _levels_of_fields(token.string)
+        elif token.string in (",", ";"):
+            if not self.open_lambdas and not self.is_comprehension:
+                self.tokens = 0
+        elif token.string == "lambda":
+            self.open_lambdas += 1
+        elif token.string == ":":
+            self.open_lambdas = max(0, self.open_lambdas - 1)
+        elif token.string == "for":
+            self.is_comprehension = self.is_open
 
 
 def check_nesting(text: str) -> None:
@@ -44,23 +59,13 @@ def check_nesting(text: str) -> None:
     Each token of a statement counts as a level until a comma: an upper bound, since each operator
     of a sum and each name of a chain is a level of libcst's tree.
     """
-    brackets = [_Bracket()]
-    elifs = [0]  # in a row, in each of the open blocks
-    starts_statement = True
+    brackets, blocks = [_Bracket(is_open=False)], _Blocks()
     try:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             _count(brackets, token)
-            if token.type == tokenize.NEWLINE:
-                starts_statement = True
-            elif token.type == tokenize.INDENT:
-                elifs.append(0)
-            elif token.type == tokenize.DEDENT:
-                elifs.pop()
-            elif starts_statement and token.type not in (tokenize.NL, tokenize.COMMENT):
-                starts_statement = False
-                elifs[-1] = elifs[-1] + 1 if token.string == "elif" else 0
-            levels = sum(bracket.tokens for bracket in brackets) + sum(elifs)
-            if levels > MAX_LEVELS or max(len(brackets), len(elifs)) > MAX_BRACKETS:
+            blocks.count(token)
+            levels = sum(bracket.tokens for bracket in brackets) + sum(blocks.elifs)
+            if levels > MAX_LEVELS or max(len(brackets), len(blocks.elifs)) > MAX_BRACKETS:
                 raise OptionError(
                     f"line {token.start[0]} is nested too deeply: over {MAX_LEVELS:,} levels, or "
                     f"{MAX_BRACKETS} brackets or blocks; split it"
@@ -69,27 +74,38 @@ def check_nesting(text: str) -> None:
         return
 
 
+class _Blocks:
+    """The blocks that are open, by indentation."""
+
+    def __init__(self) -> None:
+        self.elifs = [0]  # in a row, in each of them: each is a level below the one before
+        self._starts_statement = True
+
+    def count(self, token: tokenize.TokenInfo) -> None:
+        """Count one token."""
+        if token.type == tokenize.NEWLINE:
+            self._starts_statement = True
+        elif token.type == tokenize.INDENT:
+            self.elifs.append(0)
+        elif token.type == tokenize.DEDENT:
+            self.elifs.pop()
+        elif self._starts_statement and token.type not in (tokenize.NL, tokenize.COMMENT):
+            self._starts_statement = False
+            self.elifs[-1] = self.elifs[-1] + 1 if token.string == "elif" else 0
+
+
 def _count(brackets: list[_Bracket], token: tokenize.TokenInfo) -> None:
-    """Count one token."""
+    """Count one token in the brackets that are open."""
     last = brackets[-1]
     last.tokens += 1
     if token.type == tokenize.NEWLINE:
-        brackets[:] = [_Bracket()]
-    elif token.type == tokenize.STRING:
-        last.tokens += _levels_of_fields(token.string)
-    elif token.string in (",", ";"):
-        if not last.open_lambdas and not last.is_comprehension:
-            last.tokens = 0
-    elif token.string == "lambda":
-        last.open_lambdas += 1
-    elif token.string == ":":
-        last.open_lambdas = max(0, last.open_lambdas - 1)
-    elif token.string == "for":
-        last.is_comprehension = len(brackets) > 1
+        brackets[:] = [_Bracket(is_open=False)]
     elif token.string in ("(", "[", "{"):
         brackets.append(_Bracket())
-    elif token.string in (")", "]", "}") and len(brackets) > 1:
-        brackets.pop()
+    elif token.string in (")", "]", "}"):
+        brackets[:] = brackets[:-1] or [_Bracket(is_open=False)]
+    else:
+        last.count(token)
 
 
 def _levels_of_fields(string: str) -> int:

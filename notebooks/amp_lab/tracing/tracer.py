@@ -84,8 +84,7 @@ class _Call:
 
     name: str = ""
     dtype: torch.dtype | None = None  # of autocast, None where it is off
-    casts: bool = False  # whether it is a cast of the model's own
-    has_rule: bool = True  # False for a norm that autocast leaves alone, whatever it does inside
+    casts: bool = False  # whether it is a cast of the model's own, or has one of its own inside
     dtypes: dict[int, torch.dtype] = field(default_factory=dict)  # of its arguments, after casts
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     products: set[torch.dtype] = field(default_factory=set)  # dtypes of matrix products inside
@@ -97,8 +96,6 @@ class _Call:
     def inserts_cast(self, source: torch.Tensor, result: torch.Tensor) -> bool:
         """Whether a change of dtype during this call is autocast's."""
         if self.casts or self.dtype is None or not source.is_floating_point():
-            return False
-        if not self.has_rule:
             return False
         if not self.is_whole:
             return result.dtype in (self.dtype, torch.float32)
@@ -251,13 +248,8 @@ class Tracer(TorchFunctionMode):
             )
         enabled = torch.is_autocast_enabled(self.device_type)
         dtype = torch.get_autocast_dtype(self.device_type) if enabled else None
-        names_dtype = any(isinstance(given, torch.dtype) for given in (*args, *kwargs.values()))
-        call = _Call(
-            _PLAIN_NAMES.get(name, name),
-            dtype,
-            casts=name in _CASTING or names_dtype,
-            has_rule=name not in NORMS or self._has_rule(name),
-        )
+        casts = self._casts_itself(name, (*args, *kwargs.values()))
+        call = _Call(_PLAIN_NAMES.get(name, name), dtype, casts=casts)
         self._calls.append(call)
         try:
             return self._run_call(call, func, args, kwargs)
@@ -268,10 +260,16 @@ class Tracer(TorchFunctionMode):
             self._calls.pop()
             self._pending = []
 
-    def _has_rule(self, name: str) -> bool:
-        """Whether autocast on this backend knows an op, or one that it is made of."""
+    def _casts_itself(self, name: str, given: tuple) -> bool:
+        """Whether a cast inside of a function is not autocast's."""
+        if name in _CASTING or any(isinstance(value, torch.dtype) for value in given):
+            return True
+        if name not in NORMS:
+            return False
+        # One that autocast on this backend leaves alone may compute in fp32 inside all the same.
         key, ops = f"Autocast{self._backend.key}", (name, *_MADE_OF.get(name, ()))
-        return any(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", key) for op in ops)
+        known = [torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", key) for op in ops]
+        return not any(known)
 
     def _attention_inside(self, *args, **kwargs) -> object:
         return self.__torch_function__(_SDPA, (), args, kwargs)
