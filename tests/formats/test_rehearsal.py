@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from amp_lab import rehearse
@@ -14,6 +15,7 @@ from amp_lab.errors import NumericsError, OptionError, TraceError
 from amp_lab.formats import quantized_linear, torchao_code
 from amp_lab.formats.interception import intercepted
 from amp_lab.formats.rehearsal_result import FormatReport
+from amp_lab.tracing.fake_device import errors_not_logged
 
 FORMATS = ("fp8", "fp8-rowwise", "mxfp8", "mxfp4", "nvfp4")
 
@@ -151,11 +153,11 @@ def test_blocks_of_many_sizes_break_nvfp4_where_mx_holds():
 
 def test_layers_are_left_out_by_shape_place_and_size_and_the_others_are_converted():
     model = chain(64, 128, 128, 128, 80)
-    found = rehearse(model, torch.randn(16, 64), formats=("fp8", "mxfp8"), loss_fn=mean_square)
+    found = rehearse(model, torch.randn(32, 64), formats=("fp8", "mxfp8"), loss_fn=mean_square)
     assert found.of("0", "fp8").left_out == "the first layer, by custom"
     assert found.of("6", "mxfp8").left_out == "128 to 80: no multiple of 32"
     assert [r.layers for r in found.formats] == [4, 2, 2]
-    on_card = rehearse(model, torch.randn(16, 64), formats=("fp8", "mxfp8"), card="h100")
+    on_card = rehearse(model, torch.randn(32, 64), formats=("fp8", "mxfp8"), card="h100")
     assert on_card.of("2", "fp8").left_out.startswith("too small to gain: a forecast of 0.")
     assert verdicts(on_card) == {
         "bf16": "holds in one step",
@@ -231,7 +233,7 @@ def test_convolutions_and_what_torchao_does_not_convert():
     torch.manual_seed(0)
     parts = [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)]
     model = nn.Sequential(*parts, nn.Flatten(), nn.Linear(32 * 64, 16))
-    found = rehearse(model, torch.randn(4, 16, 8, 8), formats=("fp8",), loss_fn=mean_square)
+    found = rehearse(model, torch.randn(16, 16, 8, 8), formats=("fp8",), loss_fn=mean_square)
     assert found.of("2", "fp8").layer.kind == "convolution"
     assert (
         "torchao converts nn.Linear alone, and so leaves 2 of 3 layers in 16 bits." in found.watch
@@ -291,3 +293,28 @@ def test_what_cannot_be_rehearsed_is_told_in_a_line():
         rehearse(chain(32, 64), values)
     with pytest.raises(OptionError, match="-1 steps"):
         rehearse(chain(64, 64), values, steps=-1)
+
+
+def torch_takes(rows: int) -> bool:
+    """Whether the matrix product in FP8 of a GPU sums over so many rows, by torch's own check."""
+    with FakeTensorMode(), errors_not_logged():
+        left, right = (
+            torch.empty(64, rows, device="cuda", dtype=torch.float8_e4m3fn) for _ in range(2)
+        )
+        scale = torch.ones((), device="cuda")
+        try:
+            torch._scaled_mm(left, right.T, scale, scale, out_dtype=torch.bfloat16)
+        except RuntimeError as error:
+            return "divisible by 16" not in str(error)
+    return True
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(2, 25), (2, 24), (16, 25), (4, 4)])
+def test_a_gradient_that_sums_over_rows_of_no_multiple_is_left_out_with_the_remedy(batch, tokens):
+    """torchao's forward runs for them, and its backward raises."""
+    found = rehearse(chain(64, 96, 64), torch.randn(batch, tokens, 64), formats=("bf16", "fp8"))
+    reasons = {r.layer.name: r.left_out for r in found.layers if r.format == "fp8"}
+    takes = torch_takes(batch * tokens)
+    assert all(("pad batch x tokens" in reason) == (not takes) for reason in reasons.values())
+    if not takes:
+        assert f"sums over {batch * tokens} rows, no multiple of 16" in next(iter(reasons.values()))

@@ -135,6 +135,7 @@ class _Passage:
     layer: Layer
     forms: list[Format]
     rows: int = 0
+    summed: set[int] = field(default_factory=set)  # rows that a gradient of the weight sums over
     signal: dict[str, float] = field(default_factory=dict)  # squares, by product
     noise: dict[tuple[str, str], float] = field(default_factory=dict)  # by format and product
     loss_change: dict[str, float] = field(default_factory=dict)
@@ -144,6 +145,8 @@ class _Passage:
     def note(self, which: str, left: Tensor, right: Tensor, exact: Tensor) -> None:
         """Repeat one of the products in each format."""
         self.signal[which] = self.signal.get(which, 0.0) + _squares(exact)
+        if which == GRAD_WEIGHT:
+            self.summed.add(left.shape[1])
         for name, values in zip(_OPERANDS[which], (left, right), strict=True):
             mean_square = _squares(values) / values.numel() or 1.0
             peak = float(values.abs().max()) / math.sqrt(mean_square)
@@ -165,7 +168,8 @@ class _Passage:
 
     def report(self, form: Format) -> LayerReport:
         """What was found in a format, also in one that does not fit."""
-        report = LayerReport(self.layer, self.rows, form.name, left_out=self.layer.misfit(form))
+        misfit = self.layer.misfit(form) or self._odd_rows(form)
+        report = LayerReport(self.layer, self.rows, form.name, left_out=misfit)
         if report.left_out:
             return report
         for which, signal in self.signal.items():
@@ -175,6 +179,14 @@ class _Passage:
             report.shares[operand] = counts.shares()
         report.left_out = "" if form.name == "bf16" else self._why_not(report, *_typical(form))
         return report
+
+    def _odd_rows(self, form: Format) -> str:
+        """Why kernels cannot compute the weight's gradient; empty if they can."""
+        odd = [rows for rows in sorted(self.summed) if rows % form.multiple]
+        if not odd or self.layer.kind != "linear":
+            return ""
+        what = f"its weight's gradient sums over {odd[0]} rows, no multiple of {form.multiple}"
+        return f"{what}: pad batch x tokens"
 
     def _why_not(self, report: LayerReport, decibels: float, flushed: float) -> str:
         """Why a layer is worse off than normally distributed values; empty if it is not."""
