@@ -318,3 +318,22 @@ def test_a_gradient_that_sums_over_rows_of_no_multiple_is_left_out_with_the_reme
     assert all(("pad batch x tokens" in reason) == (not takes) for reason in reasons.values())
     if not takes:
         assert f"sums over {batch * tokens} rows, no multiple of 16" in next(iter(reasons.values()))
+
+
+def test_a_recipe_whose_lines_fail_is_not_recommended(monkeypatch):
+    """The next one is, and where none runs no lines are printed."""
+
+    def failure(case, code, fails):
+        return "AssertionError: of torchao" if any(name in code for name in fails) else ""
+
+    model, values = chain(64, 64, 64, 64, 64), torch.randn(64, 64)
+    expected = {(): "fp8-rowwise", ("rowwise",): "fp8", ("rowwise", "tensorwise"): None}
+    for fails, best in expected.items():
+        monkeypatch.setattr(
+            torchao_code, "failure", lambda case, code, fails=fails: failure(case, code, fails)
+        )
+        found = rehearse(model, values, formats=("fp8", "fp8-rowwise"), loss_fn=mean_square)
+        assert found.recommended == best
+        assert bool(found.program) == (best is not None)
+        for name in ("fp8-rowwise", "fp8")[: len(fails)]:
+            assert any(line.startswith(f"{name} is not recommended: ") for line in found.watch)

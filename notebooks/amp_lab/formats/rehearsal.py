@@ -91,8 +91,8 @@ def rehearse(
             if on and report.name not in on.formats:
                 report.verdict = f"{card} does not multiply it"
         sound = {r.name for r in reports if r.verdict.startswith("holds")}
-        best = next((form for form in _CAUTIOUS if form in sound), None)
-        program = _program(case, best, layers, watch) if best else ""
+        candidates = [form for form in _CAUTIOUS if form in sound]
+        best, program = _recommended(case, candidates, layers, watch)
     watch.append("Neither its speed nor the convergence of a long training can be known from this.")
     title = f"{name}, rehearsed on {place}"
     return Rehearsal(title, layers, reports, best, program, card, steps, watch)
@@ -342,8 +342,25 @@ def _train(
         report.judge(reports[0])
 
 
+def _recommended(
+    case: Case, candidates: list[str], layers: list[LayerReport], watch: list[str]
+) -> tuple[str | None, str]:
+    """The first format whose lines do not fail on a copy of the model, and those lines."""
+    for form in candidates:
+        code = _program(case, form, layers, watch)
+        if not code:
+            return form, ""
+        untried = torchao_code.untried_reason(form, code)
+        failed = "" if untried else torchao_code.failure(case, code)
+        if not failed:
+            watch += [f"The lines below were not run here: {untried}."] if untried else []
+            return form, code
+        watch.append(f"{form} is not recommended: torchao's lines for it fail here ({failed}).")
+    return None, ""
+
+
 def _program(case: Case, best: str, layers: list[LayerReport], watch: list[str]) -> str:
-    """The lines that convert the model to a format, after they were run on a copy of it."""
+    """The lines that convert the model to a format; empty if torchao converts none of it."""
     modules = dict(case.model.named_modules())
     chosen = _converted(best, layers)
     linear = [r for r in chosen if torchao_code.converts(best, modules.get(r.layer.name))]
@@ -353,10 +370,7 @@ def _program(case: Case, best: str, layers: list[LayerReport], watch: list[str])
         watch.append(f"torchao converts {kind} alone, and so leaves {many} in 16 bits.")
     left = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
     left = [name for name in left if name not in {r.layer.name for r in linear}]
-    code = torchao_code.lines(best, left) if linear else ""
-    why = torchao_code.why_not_run(case, best, code) if linear else ""
-    watch += [f"The lines below were not run here: {why}."] if why else []
-    return code
+    return torchao_code.lines(best, left) if linear else ""
 
 
 @functools.cache

@@ -75,14 +75,19 @@ def converts(form: str, module: nn.Module | None) -> bool:
     return type(module) is nn.Linear and (form != "mxfp8" or module.bias is None)
 
 
-def why_not_run(case: Case, form: str, code: str) -> str:
-    """Convert a copy of a model and take its gradients; empty if that went well."""
+def untried_reason(form: str, code: str) -> str:
+    """Why lines cannot be tried on this machine; empty if they can."""
     if not code:
         return f"torchao has none for {form}"
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed"
     if form == "nvfp4":
         return "torchao trains in NVFP4 with kernels for Blackwell alone"
+    return ""
+
+
+def failure(case: Case, code: str) -> str:
+    """Convert a copy of a model and take its gradients: the error; empty if that went well."""
     step = Step(case, Recipe(TRAINING))
     assert case.loss_fn is not None
     logging.disable(logging.WARNING)  # of what torchao's import makes torch say
