@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.api import CheckpointException
 
 from amp_lab.checkpoint import shards
@@ -68,6 +69,16 @@ def test_no_name_but_those_of_a_description_is_looked_up(name):
     for place, what in ((module, thing), *((m, name) for m, _ in shards._OF_A_DESCRIPTION)):
         with pytest.raises(pickle.UnpicklingError, match="it asks for"):
             shards._DataUnpickler(io.BytesIO()).find_class(place, what)
+
+
+def test_the_attribute_of_an_enum_is_looked_up_and_no_other():
+    """As Python 3.11.2 pickles one."""
+    kind = metadata._MEM_FORMAT_ENCODING
+    look_up = shards._DataUnpickler(io.BytesIO()).find_class("builtins", "getattr")
+    assert look_up(kind, "TORCH_CHANNELS_LAST") is kind.TORCH_CHANNELS_LAST
+    for owner, name in ((os, "system"), (kind, "__subclasses__"), (torch, "load")):
+        with pytest.raises((pickle.UnpicklingError, KeyError)):
+            look_up(owner, name)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")

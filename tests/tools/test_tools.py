@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -220,6 +221,7 @@ def git(folder, *arguments):
     subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True)
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="git")
 def test_a_pair_is_made_from_a_commit_alone(folder, capsys):
     source = folder / "01_sound.py"
     source.write_text(HEADER + '# %%\nprint("a machine, commit 0123abc")\n')

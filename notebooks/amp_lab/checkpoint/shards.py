@@ -118,6 +118,13 @@ _OF_A_DESCRIPTION = {
 }  # fmt: skip
 
 
+def _memory_format(kind: type, name: str) -> metadata._MEM_FORMAT_ENCODING:
+    """A member of the one enum in a description, which Python before 3.11.4 pickles by getattr."""
+    if kind is not metadata._MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"it asks for {name!r} of {kind!r}")
+    return metadata._MEM_FORMAT_ENCODING[name]
+
+
 class _DataUnpickler(pickle.Unpickler):
     """Reads the description of the shards, and refuses whatever it does not need."""
 
@@ -125,6 +132,8 @@ class _DataUnpickler(pickle.Unpickler):
         """What a pickle names, if it is on the list or a dtype."""
         if (module, name) in _OF_A_DESCRIPTION:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _memory_format
         dtype = vars(torch).get(name) if module == "torch" else None
         if not isinstance(dtype, torch.dtype):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
