@@ -274,8 +274,8 @@ assert math.isclose(norms["step"], MAX_NORM, rel_tol=1e-3)
 #
 # **Without `unscale_`** we would clip in the grey part, as in the five lines above, and `step` would
 # divide by the scale afterwards. If a gradient overflows in fp16, its norm is infinite, and the scaler
-# skips the step. In bf16 nothing skips it: there, give `clip_grad_norm_` `error_if_nonfinite=True`,
-# or the clipped gradients are NaN, and after the step every weight is too.
+# skips the step. In bf16 nothing skips it. There, call `clip_grad_norm_` with
+# `error_if_nonfinite=True`: otherwise the step makes every weight NaN.
 #
 # ## Accumulate gradients
 #

@@ -28,7 +28,6 @@ from amp_lab.cpu import LIMITS
 ROOT = Path(__file__).resolve().parent.parent
 REVERSED = "AMP_LAB_REVERSED"
 """The environment variable with which the tests run the last file first, see tests/conftest.py."""
-_LOOKED_FOR = 500  # of the failing tests of a run, in the table
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ def table(outcomes: list[Outcome], cannot: dict[str, str]) -> str:
     lines += [f"{name:<14} not run: {reason}" for name, reason in cannot.items()]
     where: dict[str, list[str]] = {}
     for outcome in outcomes:
-        for test in outcome.failed[:_LOOKED_FOR]:
+        for test in outcome.failed:
             where.setdefault(_without_addresses(test), []).append(outcome.run.name)
     lines += [f"FAILED {test} on {', '.join(runs)}" for test, runs in sorted(where.items())]
     return "\n".join(lines)

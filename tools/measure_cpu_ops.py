@@ -3,8 +3,8 @@
 `python tools/measure_cpu_ops.py --out FILE` runs a training step of single layers under autocast,
 in fp32, bf16 and fp16, in a process for each instruction set that this CPU can emulate (those of
 `cpu_matrix`). The file has the time of each as a multiple of fp32's in the same process, or the
-error. Ratios of an emulated CPU are near those of a real one only as long as its fp32 is: the
-limits also hold for fp32. `--table` prints the file as the table of docs/hardware.md.
+error. The limits hold for fp32 too, so that a ratio compares like with like. `--table` prints the
+file as the table of docs/hardware.md.
 """
 
 import argparse
