@@ -135,7 +135,7 @@ def test_nothing_else_is_there(theirs):
     assert Path(where).is_relative_to(theirs / "venv")
 
 
-QUICKLY = ["--device", "cpu", "--minutes", "0.1"]
+QUICKLY = ["--device", "cpu", "--minutes", "0.05"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The notebooks: pairs in step and executed, every cell run, each also a plain script."""
 
 import ast
+import functools
 import importlib
 import inspect
 import os
@@ -40,8 +41,17 @@ def read_pair(source: Path) -> nbformat.NotebookNode:
     return nbformat.read(source.with_suffix(".ipynb"), as_version=4)
 
 
+def cells_of(source: Path) -> list[nbformat.NotebookNode]:
+    return _cells(source, source.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _cells(source: Path, text: str) -> list[nbformat.NotebookNode]:
+    return build_pairs.read_source(source).cells
+
+
 def code_cells(source: Path) -> list[nbformat.NotebookNode]:
-    return [cell for cell in build_pairs.read_source(source).cells if cell.cell_type == "code"]
+    return [cell for cell in cells_of(source) if cell.cell_type == "code"]
 
 
 def run_script(source: Path, **settings: str) -> subprocess.CompletedProcess:
@@ -201,32 +211,41 @@ def test_no_pair_holds_a_figure_of_a_busy_machine(source):
 
 @each_notebook
 def test_links_between_notebooks_lead_somewhere(source):
-    for cell in build_pairs.read_source(source).cells:
+    for cell in cells_of(source):
         if cell.cell_type == "markdown":
             for target in re.findall(r"\]\((?!https?://)([^)#\s]+)", cell.source):
                 assert (source.parent / target).exists(), f"correct the link: no file {target}"
 
 
+def imports_and_names(path: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """The packages that a file imports without asking for them in a line, and its names."""
+    return _imports_and_names(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _imports_and_names(text: str) -> tuple[frozenset[str], frozenset[str]]:
+    modules, tree = set(), ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.With) and "needed_for(" in ast.unparse(node.items[0]):
+            node.body = []  # what is asked for in a line, if it is missing
+    nodes = list(ast.walk(tree))
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            modules.update(alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            modules.add(node.module.partition(".")[0])
+    return frozenset(modules), frozenset(node.id for node in nodes if isinstance(node, ast.Name))
+
+
 @each_notebook
 def test_is_a_plain_script_that_needs_little(source):
     """nbval runs the cells; as a script they need no more than a GPU machine's Python has."""
-    modules, names = set(), set()
+    modules, names = imports_and_names(source)
     package = source.parent / "amp_lab"
-    for path in (source, *package.rglob("*.py")):
-        if path.parent == package / "migrate" or path.name == "export.py":
-            continue  # they need extras, and ask for them in a line
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.With) and "needed_for(" in ast.unparse(node.items[0]):
-                node.body = []  # what is asked for in a line, if it is missing
-        nodes = list(ast.walk(tree))
-        for node in nodes:
-            if isinstance(node, ast.Import):
-                modules.update(alias.name.partition(".")[0] for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                modules.add(node.module.partition(".")[0])
-        if path == source:
-            names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    for path in package.rglob("*.py"):
+        # These need extras, and ask for them in a line.
+        if path.parent != package / "migrate" and path.name != "export.py":
+            modules |= imports_and_names(path)[0]
     needed = SCRIPT_NEEDS.union(START_NEEDS.get(source.stem, ()), OPTIONAL.get(source.stem, ()))
     more = modules - sys.stdlib_module_names - needed
     assert not more, f"a GPU machine's Python may lack {more}: do without, or see START_NEEDS"

@@ -279,8 +279,15 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
 
     def _new(self, site: Site, value: TensorSummary, **seen: Any) -> NonfiniteReport:
         seen |= {"number": len(self._all), "loss_scale": self._loss_scale}
+        seen |= {"weights": self._weights_of(site.module)}
         self._all.append(NonfiniteReport(value=value, **dataclasses.asdict(site), **seen))
         return self._all[-1]
+
+    def _weights_of(self, name: str | None) -> torch.dtype | None:
+        """The dtype of a module's own weights, or of the model's first if it has none."""
+        own = [] if name is None else self._model.get_submodule(name).parameters(recurse=False)
+        parameters = itertools.chain(own, self._model.parameters())
+        return next((p.dtype for p in parameters if p.is_floating_point()), None)
 
     def _before(self, tensor: torch.Tensor, kind: str, name: str, site: Site) -> NonfiniteReport:
         """Note the origin of a tensor that no op seen here has made."""

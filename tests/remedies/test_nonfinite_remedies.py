@@ -1,0 +1,496 @@
+"""Each remedy of find_nonfinite, in the situation that it is printed in, done as it says.
+
+Most faults are a function of a layer's output. Its cure is code that stands in the remedy, run in
+place of the function; where a remedy is not code, the test does what it says.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from planted_faults import find
+from remedy_tests import does
+from torch import nn
+
+from amp_lab.numerics.nonfinite_report import NonfiniteReport
+from amp_lab.remedies import REMEDIES
+
+pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def found(model: nn.Module, x: torch.Tensor, **options: Any) -> NonfiniteReport:
+    report = find(model, x, **options)
+    assert report is not None
+    return report
+
+
+def codes(report: NonfiniteReport) -> list[str]:
+    return [remedy.code.removeprefix("nonfinite.") for remedy in report.remedies]
+
+
+class Apply(nn.Module):
+    """A weight of 1, so that gradients flow, and a function of its product with the input."""
+
+    def __init__(self, function: Callable, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=dtype))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x * self.weight)
+
+
+@dataclass
+class Fault:
+    """An expression, for which values of x it is at fault, and the code of the remedy."""
+
+    code: str
+    fault: str
+    values: list
+    cure: str  # as it stands in the remedy
+    whole: str = "{}"  # what the cure is put into, where it is only a part
+    dtypes: tuple = DTYPES
+
+
+ZERO = [0.0, 1.0, 2.0]
+HALVES = (torch.bfloat16, torch.float16)
+EQUAL = [[2.0, 0.0], [0.0, 2.0]]
+FAULTS = [
+    Fault("log1p", "torch.log1p(x)", [-2.0, -1.0, 1.0], "torch.log1p(x.clamp_min(-0.99))"),
+    Fault("acosh", "torch.acosh(x)", [0.5, 2.0], "torch.acosh(x.clamp_min(1.01))"),
+    Fault("backward.acosh", "torch.acosh(x)", [1.0, 2.0], "torch.acosh(x.clamp_min(1.01))"),
+    Fault("backward.log1p", "torch.where(x > 0, torch.log1p(x), 0)", [-1.0, 1.0],
+          "torch.log1p(x.clamp_min(-0.99))", "torch.where(x > 0, {}, 0)"),
+    Fault("logit", "torch.logit(x)", [0.0, 0.5, 1.0], "torch.logit(x.float(), eps=1e-6)"),
+    Fault("log", "torch.log(x)", [0.0, -1.0, 2.0], "x.clamp_min(1e-6)", "torch.log({})"),
+    Fault(
+        "reciprocal", "x.reciprocal()", ZERO, "x.clamp_min(1e-4).reciprocal()",
+        dtypes=(torch.float32, torch.bfloat16),  # 1e4 squared, of the gradient, exceeds fp16
+    ),
+    Fault("rsqrt", "torch.rsqrt(x)", [-1.0, 1.0, 0.0], "torch.rsqrt(x.clamp_min(0) + 1e-6)",
+          dtypes=(torch.float32, torch.bfloat16)),
+    Fault("sqrt", "torch.sqrt(x)", [-1.0, 1.0], "x.clamp_min(1e-6)", "torch.sqrt({})"),
+    Fault("pow", "x ** 0.3", [-1.0, 1.0], "x.clamp(1e-3, 1e3) ** p", "(lambda p: {})(0.3)"),
+    Fault("acos", "torch.acos(x)", [1.5, 0.5], "x.clamp(-1, 1)", "torch.acos({}.detach()) + x"),
+    Fault("std", "x.std(0)", [[1.0]], "correction=0", "x.detach().std(0, {}) + x"),
+    Fault("var", "x.var(0)", [[1.0]], "correction=0", "x.var(0, {})"),
+    Fault("backward.sqrt", "torch.sqrt(x)", ZERO, "torch.sqrt(x + 1e-6)"),
+    Fault("backward.rsqrt", "torch.rsqrt(x)", [1e-30, 1.0], "torch.rsqrt(x + 1e-2)",
+          dtypes=(torch.float32, torch.bfloat16)),
+    Fault("backward.pow", "x ** 0.5001", ZERO, "(x + 1e-6) ** p", "(lambda p: {})(0.5001)"),
+    Fault("backward.log", "torch.where(x > 0.5, torch.log(x), 0)", ZERO,
+          "torch.log(x.clamp_min(1e-4))", "torch.where(x > 0.5, {}, 0)"),
+    Fault("backward.div", "1 / x", [1e-30, 1.0], "a / (b + 1e-2)", "(lambda a, b: {})(1.0, x)",
+          dtypes=(torch.float32, torch.bfloat16)),
+    Fault("backward.linalg", "torch.linalg.eigh(x)[1]", EQUAL,
+          "x + torch.diag(torch.linspace(1e-3, 1e-2, len(x)))", "torch.linalg.eigh({})[1]",
+          (torch.float32,)),
+    Fault("backward.acos", "torch.acos(x)", [1.0, 0.5], "x.clamp(-0.99, 0.99)", "torch.acos({})"),
+]  # fmt: skip
+
+
+@does(*(f"nonfinite.{fault.code}" for fault in FAULTS))
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.code)
+def test_its_code_in_the_place_of_the_fault_heals_it(fault):
+    for dtype in fault.dtypes:
+        x = torch.tensor(fault.values, dtype=dtype)
+
+        def model(code: str, dtype: torch.dtype = dtype) -> Apply:
+            return Apply(eval(f"lambda x: {code}", {"torch": torch, "F": F}), dtype)
+
+        report = found(model(fault.fault), x, loss_fn=lambda y: y.float().sum())
+        assert fault.code in codes(report), (dtype, str(report))
+        assert fault.cure in report.advice
+        cured = model(fault.whole.format(fault.cure))
+        again = find(cured, x, loss_fn=lambda y: y.float().sum())
+        assert again is None, (dtype, str(again))
+
+
+def healed(model: nn.Module, x: torch.Tensor, **options: Any) -> bool:
+    """Whether another step, whose gradients begin anew, is finite."""
+    model.zero_grad()
+    return find(model, x, **options) is None
+
+
+def only(report: NonfiniteReport | None, *expected: str) -> str:
+    """The advice of a report, which has these remedies and no other."""
+    assert report is not None
+    assert codes(report) == list(expected), str(report)
+    return report.advice
+
+
+def linear(dtype: torch.dtype = torch.float32) -> nn.Linear:
+    return nn.Linear(3, 2).to(dtype)
+
+
+def broken_by_a_step(guarded: Callable[[nn.Module, torch.optim.Optimizer], None]) -> nn.Module:
+    """A layer after a step with infinite gradients, which `guarded` takes."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, math.inf)
+    guarded(model, optimizer)
+    return model
+
+
+@does("nonfinite.parameter")
+def test_weights_that_a_step_broke():
+    model = broken_by_a_step(lambda model, optimizer: optimizer.step())
+    advice = only(find(model, torch.ones(1, 3)), "parameter")
+    assert "GradScaler, which skips" in advice
+
+    def scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+
+    assert healed(broken_by_a_step(scaled), torch.ones(1, 3))
+
+    def unscaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        scaler = torch.amp.GradScaler("cpu", enabled=False)  # as in bf16: it skips nothing
+        scaler.step(optimizer)
+
+    assert find(broken_by_a_step(unscaled), torch.ones(1, 3)) is not None
+
+    def clipped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        code = "clip_grad_norm_(parameters, max_norm, error_if_nonfinite=True)"
+        assert code in advice
+        names = {"clip_grad_norm_": nn.utils.clip_grad_norm_}
+        eval(code, names, {"parameters": model.parameters(), "max_norm": 1.0})
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match="non-finite"):
+        broken_by_a_step(clipped)
+
+
+@does("nonfinite.buffer")
+def test_a_buffer_that_is_written_anew():
+    model = linear()
+    model.register_buffer("offset", torch.full((2,), math.nan))
+    model.register_forward_hook(lambda module, inputs, output: output + module.offset)
+    only(find(model, torch.ones(1, 3)), "buffer")
+    model.offset.zero_()
+    assert healed(model, torch.ones(1, 3))
+
+
+@does("nonfinite.statistics")
+def test_statistics_that_are_reset():
+    model = nn.Sequential(nn.BatchNorm1d(3), linear())
+    model(torch.full((4, 3), math.inf))
+    model.eval()
+    assert "reset_running_stats()" in only(find(model, torch.ones(4, 3)), "statistics")
+    model[0].reset_running_stats()
+    assert healed(model, torch.ones(4, 3))
+
+
+@does("nonfinite.input")
+@pytest.mark.parametrize(
+    ("prepare", "repair"),
+    [
+        (lambda x: x.where(x != 1, math.nan), lambda x: x.nan_to_num(0.0)),
+        (lambda x: (x - x.mean()) / x.std(), lambda x: x),
+        (lambda x: (x * 1e5).half().float(), lambda x: x),
+    ],
+    ids=["missing values", "a standard deviation of 0", "a cast to fp16"],
+)
+def test_inputs_that_are_prepared_otherwise(prepare, repair):
+    x = torch.ones(2, 3)
+    advice = only(find(linear(), prepare(x)), "input")
+    for cause in ("missing values", "standard deviation of 0", "cast to fp16 of values over 65504"):
+        assert cause in advice
+    assert healed(linear(), repair(x))
+
+
+@does("nonfinite.gradient")
+def test_gradients_that_are_left_from_before():
+    model = linear()
+    model.weight.grad = torch.full_like(model.weight, math.nan)
+    assert "zero_grad()" in only(find(model, torch.ones(1, 3)), "gradient")
+    model.weight.grad = torch.full_like(model.weight, math.nan)
+    model.zero_grad()
+    assert healed(model, torch.ones(1, 3))
+
+
+@does("nonfinite.constant")
+def test_a_target_that_is_not_finite():
+    target = torch.tensor([[math.nan, 0.0]])
+    assert "targets" in only(
+        find(linear(), torch.ones(1, 3), loss_fn=lambda y: F.mse_loss(y, target)), "constant"
+    )
+    whole = target.nan_to_num(0.0)
+    assert healed(linear(), torch.ones(1, 3), loss_fn=lambda y: F.mse_loss(y, whole))
+
+
+SCORES = torch.tensor([[0.5, 1.0], [2.0, 3.0]])  # two rows of attention scores
+NOTHING_SEEN = torch.tensor([[False, False], [False, True]])
+LEAST = torch.finfo(torch.float32).min
+
+
+@does("nonfinite.masked_softmax")
+def test_a_row_of_attention_that_is_masked_everywhere():
+    def attend(mask: Callable) -> Apply:
+        return Apply(lambda x: mask(x).softmax(-1))
+
+    masked = attend(lambda x: x.masked_fill(~NOTHING_SEEN, -math.inf))
+    advice = only(find(masked, SCORES), "masked_softmax")
+    assert "Leave one position of each row" in advice
+    one_left = NOTHING_SEEN | torch.eye(2, dtype=torch.bool)
+    assert healed(attend(lambda x: x.masked_fill(~one_left, -math.inf)), SCORES)
+    assert "masked_fill, with torch.finfo(dtype).min" in advice
+    for dtype in DTYPES:
+        least = torch.finfo(dtype).min
+        filled = Apply(lambda x, v=least: x.masked_fill(~NOTHING_SEEN, v).softmax(-1), dtype)
+        assert healed(filled, SCORES.to(dtype))
+    assert "Do not add that number" in advice
+    added = torch.where(NOTHING_SEEN, 0.0, torch.finfo(torch.float16).min).half()
+    twice = Apply(lambda x: (x + added + added).softmax(-1), torch.float16)
+    assert find(twice, SCORES.half()) is not None
+
+
+@does("nonfinite.masked")
+def test_a_mask_before_arithmetic():
+    mask = torch.tensor([0.0, -math.inf])
+
+    def model(function: Callable) -> Apply:
+        return Apply(lambda x: function(x).exp())
+
+    advice = only(find(model(lambda x: (x + mask) * 0), torch.ones(2)), "masked")
+    assert "Mask after the arithmetic, with torch.where or masked_fill" in advice
+    hidden = mask.isinf()
+    for after in (
+        lambda x: torch.where(hidden, -math.inf, x * 0),
+        lambda x: (x * 0).masked_fill(hidden, -math.inf),
+        lambda x: x.masked_fill(hidden, LEAST) * 0,
+    ):
+        assert healed(model(after), torch.ones(2))
+
+
+@does("nonfinite.no_values")
+def test_an_empty_batch_that_is_skipped():
+    batches = [torch.ones(0, 3), torch.ones(2, 3)]
+    assert "Skip empty batches" in only(find(linear(), batches[0]), "no_values")
+    assert all(find(linear(), batch) is None for batch in batches if len(batch))
+
+
+@does("nonfinite.loss_scale")
+def test_a_loss_scale_that_gradscaler_lowers():
+    model, scaler = linear(), torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=999)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    options = {"autocast": torch.float16, "scaler": scaler, "loss_fn": lambda y: y.float().sum()}
+    report = found(model, torch.ones(1, 3), **options)
+    assert codes(report) == ["loss_scale", "fp16_overflow.autocast"]
+    assert "skips the step and lowers the scale" in report.advice
+    skipped = 0
+    while find(model, torch.ones(1, 3), **options) is not None and skipped < 20:
+        before = model.weight.clone()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(model.weight, before)
+        skipped += 1
+    assert 1 <= skipped < 20
+    assert scaler.get_scale() == 2.0 ** (24 - skipped)
+
+
+class Overflowing(nn.Module):
+    """A layer whose result exceeds 65504, made small again by a norm; then another layer."""
+
+    def __init__(self, part: Callable = lambda self, x: self.norm(self.large(x))):
+        super().__init__()
+        self.large, self.norm, self.last = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1)
+        self.part = part
+        with torch.no_grad():
+            self.large.weight.fill_(100.0).diagonal().mul_(2)
+
+    def forward(self, x):
+        return self.last(self.part(self, x))
+
+
+LARGE = torch.tensor([[400.0, 300.0, 200.0, 100.0]])  # the sums reach 100,000
+
+
+@does("nonfinite.fp16_overflow.autocast")
+def test_a_layer_that_overflows_under_autocast():
+    fp16 = {"autocast": torch.float16, "loss_fn": lambda y: y.float().sum()}
+    advice = only(find(Overflowing(), LARGE, **fp16), "fp16_overflow.autocast")
+    assert "Use bf16" in advice
+    assert healed(Overflowing(), LARGE, **fp16 | {"autocast": torch.bfloat16})
+    assert "torch.autocast(device_type, enabled=False), on x.float()" in advice
+
+    def in_fp32(self: Overflowing, x: torch.Tensor, device_type: str = "cpu") -> torch.Tensor:
+        with eval("torch.autocast(device_type, enabled=False)"):
+            return self.norm(self.large(x.float()))
+
+    assert healed(Overflowing(in_fp32), LARGE, **fp16)
+
+
+@does("nonfinite.fp16_overflow.cast")
+@pytest.mark.parametrize("mixed", [False, True], ids=["half", "mixed"])
+def test_a_layer_that_overflows_in_a_model_cast_to_fp16(mixed):
+    def half(*part: Callable) -> nn.Module:
+        return Overflowing(*part).half()
+
+    model = half()
+    if mixed:  # a head that someone left in fp32
+        model.last.float()
+        model.norm.register_forward_hook(lambda module, inputs, output: output.float())
+    options = {"loss_fn": lambda y: y.float().sum()}
+    advice = only(find(model, LARGE.half(), **options), "fp16_overflow.cast")
+    assert "model.bfloat16(), with inputs in bf16" in advice
+    assert healed(Overflowing().bfloat16(), LARGE.bfloat16(), **options)
+    assert "torch.autocast in place of .half()" in advice  # which then has the remedy above
+    assert "part.float(), called with x.float()" in advice
+
+    def in_fp32(self: Overflowing, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.large(x.float())).to(x.dtype)
+
+    model = half(in_fp32)
+    model.large.float()
+    model.norm.float()
+    assert healed(model, LARGE.half(), **options)
+    # The advice for autocast would raise here.
+    with pytest.raises(RuntimeError, match="dtype"), torch.autocast("cpu", enabled=False):
+        half().large(LARGE.float())
+
+
+@does("nonfinite.attention_scores")
+def test_attention_scores_that_overflow():
+    q = torch.full((1, 1, 2, 64), 40.0, dtype=torch.float16)  # a score is 64 * 1600
+
+    def model(scores: Callable) -> Apply:
+        return Apply(lambda x: scores(x).softmax(-1) @ x, torch.float16)
+
+    advice = only(find(model(lambda x: x @ x.mT), q), "fp16_overflow.cast", "attention_scores")
+    assert "divide the queries by sqrt(d) before the product" in advice
+    assert healed(model(lambda x: (x / math.sqrt(64)) @ x.mT), q)
+    assert "F.scaled_dot_product_attention" in advice
+    fused = Apply(lambda x: F.scaled_dot_product_attention(x, x, x), torch.float16)
+    assert healed(fused, q)
+
+
+@does("nonfinite.range")
+def test_a_result_beyond_fp32():
+    total = {"loss_fn": torch.sum}
+    grown = Apply(lambda x: x * torch.tensor(1e30))
+    advice = only(find(grown, torch.tensor([1e10]), **total), "range")
+    assert "how its inputs came to be so large" in advice
+    assert healed(grown, torch.tensor([1e5]), **total)
+    at_one = Apply(torch.atanh)
+    assert "where this op is infinite" in only(find(at_one, torch.ones(1), **total), "range")
+    assert healed(at_one, torch.tensor([0.9]), **total)
+
+
+@does("nonfinite.backward.other")
+def test_another_derivative_that_is_infinite():
+    def model(function: Callable) -> Apply:
+        return Apply(function)
+
+    x = torch.tensor([0.0, 1.0])
+    total = {"loss_fn": torch.sum}
+    advice = only(find(model(torch.special.entr), x, **total), "backward.other")
+    assert "before the op" in advice
+    behind = model(lambda x: torch.where(x > 0.5, torch.special.entr(x), 0.0))
+    assert find(behind, x, **total) is not None
+    before = model(lambda x: torch.special.entr(x.clamp_min(1e-4)))
+    assert healed(before, x, **total)
+
+
+@does("nonfinite.xlogy")
+def test_xlogy_of_a_negative_number():
+    x = torch.tensor([-1.0, 2.0])
+    total = {"loss_fn": torch.sum}
+    advice = only(find(Apply(lambda x: torch.xlogy(1.0, x)), x, **total), "xlogy")
+    assert "clamp the second argument" in advice
+    assert healed(Apply(lambda x: torch.xlogy(1.0, x.clamp_min(1e-6))), x, **total)
+
+
+@does("nonfinite.div")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_division_by_zero(dtype):
+    x = torch.zeros(2, 3, dtype=dtype)
+
+    def model(function: Callable) -> Apply:
+        return Apply(function, dtype)
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return x.detach().norm(dim=-1, keepdim=True)
+
+    advice = only(find(model(lambda x: (x + 1) / norm(x)), x), "div")
+    assert "add an eps to the divisor or clamp it (F.normalize has one)" in advice
+    assert healed(model(lambda x: (x + 1) / (norm(x) + 1e-2)), x)
+    assert healed(model(lambda x: (x + 1) / norm(x).clamp_min(1e-2)), x)
+    assert healed(model(lambda x: F.normalize(x, dim=-1, eps=1e-2)), x)
+    assert "an eps below 6e-8 is zero itself" in advice
+    small = torch.tensor(1e-8).to(dtype)
+    assert (small == 0) == (dtype is torch.float16)
+
+
+@does("nonfinite.exp")
+@pytest.mark.parametrize(
+    ("dtype", "limit"), [(torch.float32, 88.7), (torch.bfloat16, 88.7), (torch.float16, 11.1)]
+)
+def test_an_exponential_that_overflows(dtype, limit):
+    for x, is_finite in ((limit - 0.7, True), (limit + 0.8, False)):
+        assert torch.tensor(x).to(dtype).exp().isfinite() == is_finite
+    x = torch.tensor([2 * limit, 1.0], dtype=dtype)
+    total = {"loss_fn": lambda y: y.float().sum()}
+    report = found(Apply(lambda x: x.exp(), dtype), x, **total)
+    if dtype is torch.float16:
+        assert codes(report) == ["exp", "fp16_overflow.cast"]
+    else:
+        assert codes(report) == ["exp"]
+    assert "subtract the largest value first" in report.advice
+    for cured in (lambda x: (x - x.max()).exp(), lambda x: F.softplus(x)):
+        assert healed(Apply(cured, dtype), x, **total)
+
+
+@does("nonfinite.nll_loss")
+def test_a_loss_over_no_targets():
+    ignored = torch.tensor([-100, -100])
+    x = torch.ones(2, 3)
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(y, ignored)
+
+    advice = only(find(linear(), x, loss_fn=loss), "nll_loss")
+    assert "reduction='sum', divided by the number of targets but at least by 1" in advice
+
+    def summed(y: torch.Tensor) -> torch.Tensor:
+        targets = (ignored != -100).sum().clamp_min(1)
+        return F.cross_entropy(y, ignored, reduction="sum") / targets
+
+    assert healed(linear(), x, loss_fn=summed)
+
+
+@does("nonfinite.cast")
+def test_a_cast_that_does_not_fit():
+    x = torch.tensor([1e6, 1.0])
+    total = {"loss_fn": lambda y: y.float().sum()}
+    report = found(Apply(lambda x: x.half()), x, **total)
+    assert codes(report) == ["cast", "fp16_overflow.autocast"]
+    assert "clamp it first, or use bf16" in report.advice
+    assert healed(Apply(lambda x: x.clamp(-65504, 65504).half()), x, **total)
+    assert healed(Apply(lambda x: x.bfloat16()), x, **total)
+
+
+@does("nonfinite.other")
+def test_a_product_of_zero_and_infinity():
+    large = torch.tensor(3e38)
+    advice = only(find(Apply(lambda x: (x * large * 10 * 0).sum()), torch.ones(1)), "range")
+    assert "came to be so large" in advice
+    model = Apply(lambda x: torch.fmod(x, 0.0))
+    assert "which of its inputs is zero" in only(find(model, torch.ones(1)), "other")
+    assert healed(Apply(lambda x: torch.fmod(x, 1.0)), torch.ones(1))
+
+
+def test_the_page_shows_what_is_said_today():
+    page = (Path(__file__).parents[2] / "docs" / "when_it_breaks.md").read_text()
+    said = REMEDIES["nonfinite.fp16_overflow.autocast"].said(what="The result")
+    assert f"{said} {REMEDIES['nonfinite.attention_scores'].text}" in " ".join(page.split())

@@ -1,0 +1,43 @@
+"""List every remedy that a tool can print, with the test that does what it says.
+
+    python tools/list_remedies.py
+
+Exit code 1 if a remedy has no test.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+
+from amp_lab.remedies import REMEDIES, Remedy
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = ("amp_lab.numerics.nonfinite_remedies",)
+"""The modules that define remedies."""
+
+
+def all_remedies() -> dict[str, Remedy]:
+    """The remedies of all tools, by code."""
+    for module in MODULES:
+        importlib.import_module(module)
+    return REMEDIES
+
+
+def main() -> int:
+    """Print the list; return 0, or 1 if one has no test."""
+    for folder in ("tests/support", "tests/remedies"):
+        sys.path.append(str(ROOT / folder))
+    tests, without = importlib.import_module("remedy_tests").remedies_tested(), []
+    for code, found in sorted(all_remedies().items()):
+        print(f"{code}: {found.when}\n    {found.text}")
+        for test in tests.get(code, []):
+            print(f"    {test}")
+        if code not in tests:
+            without.append(code)
+    missing = f": {', '.join(without)}" if without else ""
+    print(f"{len(REMEDIES)} remedies, {len(without)} without a test{missing}")
+    return int(bool(without))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
