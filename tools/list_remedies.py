@@ -12,7 +12,21 @@ from pathlib import Path
 from amp_lab.remedies import REMEDIES, Remedy
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = ("amp_lab.numerics.nonfinite_remedies",)
+MODULES = (
+    "amp_lab.cpu",
+    "amp_lab.advisor.learning",
+    "amp_lab.advisor.recipes",
+    "amp_lab.advisor.session",
+    "amp_lab.formats.rehearsal",
+    "amp_lab.numerics.nonfinite_remedies",
+    "amp_lab.numerics.scale_log",
+    "amp_lab.numerics.underflow",
+    "amp_lab.tracing.advice",
+    "amp_lab.tracing.fake_device",
+    "amp_lab.tracing.sharding_advice",
+    "amp_lab.tracing.tracer",
+    "amp_lab.tracing.xray",
+)
 """The modules that define remedies."""
 
 

@@ -6,13 +6,16 @@ import os
 import torch
 
 from amp_lab.errors import DeviceError
+from amp_lab.remedies import remedy
 
 NO_PRIMITIVE = "could not create a primitive descriptor"
 """The beginning of oneDNN's error for an op that it has no kernel for on this CPU."""
-NO_PRIMITIVE_REMEDY = (
+NO_PRIMITIVE_REMEDY = remedy(
+    "cpu.no_primitive",
+    "an LSTM under autocast that oneDNN has no kernel for on this CPU",
     "oneDNN has no kernel for it on this CPU, so run the layer in fp32: "
-    'with torch.autocast("cpu", enabled=False), on x.float()'
-)
+    'with torch.autocast("cpu", enabled=False), on x.float()',
+).text
 
 LIMITS: dict[str, tuple[str, ...]] = {
     "ATEN_CPU_CAPABILITY": ("default", "avx2", "avx512", "vsx", "zvector", "sve256"),

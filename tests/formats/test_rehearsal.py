@@ -143,6 +143,37 @@ def test_tiny_gradients_are_named():
         assert not found.of("layer", form).left_out
 
 
+class Routed(nn.Module):
+    """A language model's block with experts, and with names as in real models."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed_tokens = nn.Embedding(64, 64)
+        self.q_proj, self.k_proj = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.time_embedding = nn.Sequential(nn.Linear(64, 64), nn.SiLU())
+        self.gate, self.gate_proj = nn.Linear(64, 16), nn.Linear(64, 64)
+        self.lm_head = nn.Linear(64, 64)
+
+    def forward(self, tokens):
+        x = self.embed_tokens(tokens)
+        x = self.q_proj(x) + self.k_proj(x)
+        x = x + self.time_embedding(x)
+        x = self.gate_proj(x) * self.gate(x).softmax(-1).sum(-1, keepdim=True)
+        return self.lm_head(x)
+
+
+def test_embeddings_routers_and_the_head_stay_in_bf16_and_the_first_projection_does_not():
+    tokens = torch.randint(0, 64, (4, 32))
+    found = rehearse(Routed(), tokens, formats=("fp8",), loss_fn=mean_square)
+    left = {r.layer.name: r.left_out for r in found.layers if r.format == "fp8" and r.left_out}
+    assert left == {
+        "time_embedding.0": "an embedding, by custom",
+        "gate": "a router, by custom",
+        "lm_head": "the head, by custom",
+    }
+
+
 def test_blocks_of_many_sizes_break_nvfp4_where_mx_holds():
     sizes = torch.logspace(-4, 4, 8).repeat_interleave(32)[:, None]  # of blocks of samples
     found = rehearse(Scaled(sizes, 1 / sizes), torch.randn(256, 64), formats=FORMATS[2:])
@@ -154,7 +185,7 @@ def test_blocks_of_many_sizes_break_nvfp4_where_mx_holds():
 def test_layers_are_left_out_by_shape_place_and_size_and_the_others_are_converted():
     model = chain(64, 128, 128, 128, 80)
     found = rehearse(model, torch.randn(32, 64), formats=("fp8", "mxfp8"), loss_fn=mean_square)
-    assert found.of("0", "fp8").left_out == "the first layer, by custom"
+    assert found.of("0", "fp8").left_out == "the layer that reads the inputs, by custom"
     assert found.of("6", "mxfp8").left_out == "128 to 80: no multiple of 32"
     assert [r.layers for r in found.formats] == [4, 2, 2]
     on_card = rehearse(model, torch.randn(32, 64), formats=("fp8", "mxfp8"), card="h100")

@@ -12,6 +12,7 @@ from amp_lab.advisor.recipes import INFERENCE, TRAINING, Candidate, Case, Recipe
 from amp_lab.errors import NumericsError
 from amp_lab.numerics import gradient_underflow
 from amp_lab.precision import Precision
+from amp_lab.remedies import remedy
 from amp_lab.timing import measure
 from amp_lab.tracing.tracer import named_tensors
 
@@ -24,6 +25,17 @@ _MOST_SKIPPED = 8  # a scale that begins too high is halved in these
 _LOST = 0.02  # of the weights may stay as they are in a step that changes all of them in fp32
 TOLERANCE = {Precision.FP32: 1e-3, Precision.TF32: 0.02, Precision.FP16: 0.02, Precision.BF16: 0.1}
 """How far the output of inference may be from fp32's, in the Euclidean norm, relative."""
+
+_NO_LOSS_SCALE = remedy(
+    "advise.no_loss_scale",
+    "no loss scale keeps the model's gradients in fp16's range",
+    "No loss scale keeps fp16's gradients: use bf16, which has fp32's range.",
+)
+_FIRST_LOSS_SCALE = remedy(
+    "advise.first_loss_scale",
+    "some loss scale keeps the model's gradients in fp16's range",
+    "First loss scale for fp16: {scale:g}.",
+)
 
 
 class TooSlow(Exception):
@@ -198,6 +210,6 @@ def fp16_remarks(case: Case) -> tuple[float | None, list[str]]:
             said.append(f"Without a loss scale fp16 loses {share} ({row.what}).")
     low, high = report.smallest_scale, report.largest_scale
     if low is None or high is None or low > high:
-        return None, [*said, "No loss scale keeps fp16's gradients: take bf16, of fp32's range."]
+        return None, [*said, _NO_LOSS_SCALE.text]
     scale = max(low, min(2.0**16, high / 8))  # with room for them to grow eightfold
-    return scale, [*said, f"First loss scale for fp16: {scale:g}."]
+    return scale, [*said, _FIRST_LOSS_SCALE.said(scale=scale)]

@@ -11,11 +11,18 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from amp_lab.precision import Precision
+from amp_lab.remedies import remedy
 from amp_lab.timing import Estimate, Ratio
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
 
 TRAINING, INFERENCE = "training", "inference"
 YOURS = "# model, args, kwargs and loss_fn are yours: loss_fn(model(*args, **kwargs)) is the loss"
+
+OWN_LOSS = remedy(
+    "advise.own_loss",
+    "a model is to be trained, and no loss was given",
+    "No loss was given, so it is {loss} here: give your own.",
+)
 
 
 @dataclass(frozen=True)

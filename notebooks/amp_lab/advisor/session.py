@@ -21,6 +21,7 @@ from amp_lab.backends import BACKENDS, backend
 from amp_lab.device import describe_device, pick_device
 from amp_lab.errors import TraceError, with_type
 from amp_lab.precision import Precision
+from amp_lab.remedies import remedy
 from amp_lab.report import bytes_text
 from amp_lab.timing import Estimate, compare, turn_s
 from amp_lab.tracing.fake_device import tip_for
@@ -33,6 +34,22 @@ _TOO_SLOW = "left out early, since such steps take too long"
 _WORTH = 0.97  # of the time of the best so far: more changes to a program have to save so much
 _CHECKS, _HEAT = 0.2, 0.08  # shares of the time
 _COMPILING = {TRAINING: 0.3, INFERENCE: 0.2}  # what must be left of it
+_SMALLER_BATCH = remedy(
+    "advise.smaller_batch",
+    "a step in fp32 does not fit into the device's memory",
+    "fp32, which all is held against, needs {sizes}: give a smaller batch",
+)
+_MORE_MINUTES = remedy(
+    "advise.more_minutes",
+    "the time was not enough to try everything",
+    "give more minutes",
+)
+_KEEP_MEMORY = remedy(
+    "advise.keep_memory",
+    "a step on the CPU takes so much new memory that it costs time",
+    "{use}: {name} takes {size} anew from the operating system: set {settings} (or call "
+    "amp_lab.allocator.keep_memory), and ask again.",
+)
 _NEW_BYTES_PER_S = 2e9  # that an operating system makes of new pages: 1 to 5 µs for 4 KiB
 
 
@@ -83,7 +100,7 @@ def measured(case: Case, look: Outlook, seconds: float, beginning: str = "") -> 
     needed = max(look.memory_of(Recipe(use))[0] or 0 for use in (TRAINING, INFERENCE))
     if report.memory_bytes and needed > report.memory_bytes:  # the system would end this process
         sizes = f"{bytes_text(needed)}, and {case.device} has {bytes_text(report.memory_bytes)}"
-        raise TraceError(f"fp32, which all is held against, needs {sizes}: give a smaller batch")
+        raise TraceError(_SMALLER_BATCH.said(sizes=sizes))
     devices = [] if kind == "cpu" else [torch.accelerator.current_device_index()]
     kept = torch.random.fork_rng(devices, device_type="cuda" if kind == "cpu" else kind)
     stages = tqdm(total=4, unit="stage", leave=False, disable=None)  # None: but on a terminal
@@ -147,7 +164,7 @@ def _references(
     if TRAINING in case.uses and case.loss_fn is None:
         loss = r.loss_of(Step(case, Recipe(TRAINING)).output())
         case = replace(case, loss_fn=eval(f"lambda output: {loss}") if loss else None)
-        watch.append(f"No loss was given, so it is {loss} here: give your own.")
+        watch.append(r.OWN_LOSS.said(loss=loss))
     if TRAINING in case.uses and case.loss_fn is not None:
         scale, said = fp16_remarks(case)
         learning = Learning(case, seconds)
@@ -156,10 +173,10 @@ def _references(
         if not learning.learns:
             watch.append("fp32 does not learn here in a few steps: only first losses are compared.")
         if learning.noise > CHAOTIC:
-            noise = (
-                f"A little noise in the weights puts fp32's own gradients {learning.noise:.0%} off"
+            watch.append(
+                f"A little noise in the weights puts fp32's own gradients {learning.noise:.0%} off,"
+                " so only their size is compared."
             )
-            watch.append(f"{noise}, so only their size is compared: a larger batch tells more.")
     return case, loss, checks, scale or 2.0**16
 
 
@@ -207,7 +224,7 @@ class _Contest:
         if left > share * self.seconds:
             self._heat(recipes)
         else:
-            why = f"{max(0, left):.0f} s were left: give more minutes"
+            why = f"{max(0, left):.0f} s were left: {_MORE_MINUTES.text}"
             self.found += [Candidate(recipe, "not tried", why) for recipe in recipes]
 
     def memory_remarks(self) -> list[str]:
@@ -217,9 +234,8 @@ class _Contest:
         taken = memory_taken(self._steps[self._first.name])
         if taken < 0.1 * _NEW_BYTES_PER_S * self._first.seconds:
             return []
-        new = f"{self._first.name} takes {bytes_text(taken)} anew from the operating system"
-        keep = f"set {ENVIRONMENT} (or call amp_lab.allocator.keep_memory)"
-        return [f"{self.use}: {new}: {keep}, and ask again."]
+        name, size = self._first.name, bytes_text(taken)
+        return [_KEEP_MEMORY.said(use=self.use, name=name, size=size, settings=ENVIRONMENT)]
 
     def ranked(self) -> list[Candidate]:
         """The best first, then the fastest, then what was not timed."""
@@ -285,7 +301,7 @@ class _Contest:
             found.verdict = _TOO_SLOW
             return found
         except Exception as error:  # whatever a model raises in this precision
-            tip = tip_for(error, self.case.model, "try")
+            tip = tip_for(error, self.case.model, "try", self.case.device.type)
             found.verdict, found.reason = "raises", f"{with_type(error)}{tip}"
             return found
         if found.reason:
@@ -306,7 +322,7 @@ class _Contest:
         for candidate in others:
             if candidate.seconds > most or (left < 0 and candidate is not others[-1]):
                 candidate.verdict = _TOO_SLOW
-                candidate.reason = "" if candidate.seconds > most else "give more minutes"
+                candidate.reason = "" if candidate.seconds > most else _MORE_MINUTES.text
                 left += turn_s(candidate.seconds)
                 del self._steps[candidate.name]
         return [candidate for candidate in new if not candidate.verdict]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from amp_lab.advisor.learning import distance
-from amp_lab.advisor.recipes import TRAINING, Case, Recipe, Step, loss_of
+from amp_lab.advisor.recipes import OWN_LOSS, TRAINING, Case, Recipe, Step, loss_of
 from amp_lab.errors import AmpLabError, NumericsError, OptionError, TraceError, with_type
 from amp_lab.formats import torchao_code
 from amp_lab.formats.cards import Card
@@ -28,7 +28,9 @@ from amp_lab.formats.products import (
 from amp_lab.formats.rehearsal_result import FormatReport, LayerReport, Rehearsal
 from amp_lab.formats.scaling import Counts, Format, format_of
 from amp_lab.precision import Precision
+from amp_lab.remedies import remedy
 from amp_lab.report import listed
+from amp_lab.tracing.tracer import named_tensors
 
 DEFAULT = ("fp8", "fp8-rowwise", "mxfp8", "mxfp4", "nvfp4")
 _CAUTIOUS = ("fp8-rowwise", "mxfp8", "fp8", "nvfp4", "mxfp4")  # as tried as libraries hold them
@@ -40,7 +42,18 @@ _OPERANDS = {
     GRAD_INPUT: ("gradient", "weight"),
     GRAD_WEIGHT: ("gradient", "input"),
 }
-_CUSTOM = 3  # with more layers than that the first and the last stay in bf16, as is the custom
+_FEW = 3  # layers: of no more, the first and the last are converted too
+_ROUTERS = {"gate", "gating", "router", "switch"}
+_PAD_ROWS = remedy(
+    "rehearse.pad_rows",
+    "kernels of a format cannot sum over so many rows",
+    "its weight's gradient sums over {rows} rows, no multiple of {multiple}: pad batch x tokens",
+)
+_TRAIN = remedy(
+    "rehearse.train",
+    "the gradients in bf16 are far from fp32's already",
+    "The gradients in bf16 are {off:.0%} off: training tells more (steps=20, or --steps 20).",
+)
 _LR, _JITTER = 1e-3, 2.0**-9
 
 
@@ -109,11 +122,11 @@ def _first_step(
         name, what = type(case.model).__name__, f"; it has {', '.join(others)}" if others else ""
         raise NumericsError(f"{name} multiplies by no parameter that can be rounded{what}")
     layers = [passage.report(form) for passage in passages for form in forms]
-    _leave_out(layers, on)
+    reads_ids = not any(x.is_floating_point() for _, x in named_tensors((case.args, case.kwargs)))
+    _leave_out(layers, on, reads_ids)
     reports = [_whole_model(run, form, layers, exact, on) for form in forms]
     if reports[0].gradients_off > 0.5:
-        off = f"{reports[0].gradients_off:.0%} off: what says more is training (steps)"
-        watch.append(f"The gradients in bf16 are {off}.")
+        watch.append(_TRAIN.said(off=reports[0].gradients_off))
     watch += [f"Not rehearsed: {what}, which torch computes." for what in sorted(others)]
     return layers, reports
 
@@ -124,7 +137,7 @@ def _with_loss(case: Case, watch: list[str]) -> Case:
     loss = loss_of(Step(case, Recipe(TRAINING)).output())
     if loss is None:
         raise NumericsError("no gradient leads from its output to a weight: give a loss")
-    watch.append(f"No loss was given, so it is {loss} here: give your own.")
+    watch.append(OWN_LOSS.said(loss=loss))
     return replace(case, loss_fn=eval(f"lambda output: {loss}"))
 
 
@@ -185,8 +198,7 @@ class _Passage:
         odd = [rows for rows in sorted(self.summed) if rows % form.multiple]
         if not odd or self.layer.kind != "linear":
             return ""
-        what = f"its weight's gradient sums over {odd[0]} rows, no multiple of {form.multiple}"
-        return f"{what}: pad batch x tokens"
+        return _PAD_ROWS.said(rows=odd[0], multiple=form.multiple)
 
     def _why_not(self, report: LayerReport, decibels: float, flushed: float) -> str:
         """Why a layer is worse off than normally distributed values; empty if it is not."""
@@ -269,18 +281,38 @@ def _measured(run: _Run, forms: list[Format]) -> tuple[list[_Passage], tuple[flo
     return list(passages.values()), exact
 
 
-def _leave_out(layers: list[LayerReport], on: Card | None) -> None:
+def _custom(layers: list[Layer], reads_ids: bool) -> dict[Layer, str]:
+    """The layers, in the order of their calls, that stay in bf16 by custom, and what they are.
+
+    These are embeddings, what reads the inputs unless they are ids, routers and the head, as in
+    DeepSeek-V3's report (arXiv 2412.19437, section 3.3.1) and torchao's example of FP8 training.
+    """
+    found = {}
+    for layer in layers:
+        *around, own = layer.name.lower().split(".")
+        if any("embed" in name for name in (*around[-1:], own)):
+            found[layer] = "an embedding"
+        elif own in _ROUTERS and layer.outer < layer.inner:
+            found[layer] = "a router"
+    if len(layers) > _FEW:
+        found.setdefault(layers[-1], "the head")
+        first = next((layer for layer in layers if layer not in found), None)
+        if first is not None and not reads_ids:
+            found[first] = "the layer that reads the inputs"
+    return found
+
+
+def _leave_out(layers: list[LayerReport], on: Card | None, reads_ids: bool) -> None:
     """Say which of the layers that could be converted are better left in bf16."""
-    names = list(dict.fromkeys(report.layer.name for report in layers))
-    ends = {names[0]: "first", names[-1]: "last"} if len(names) > _CUSTOM else {}
+    kept = _custom(list(dict.fromkeys(report.layer for report in layers)), reads_ids)
     for report in layers:
         if report.format == "bf16" or report.left_out:
             continue
         layer, gain = report.layer, math.inf
         if on and report.format in on.formats:
             gain = on.gain(report.format, report.rows, layer.inner, layer.outer)
-        if layer.name in ends:
-            report.left_out = f"the {ends[layer.name]} layer, by custom"
+        if layer in kept:
+            report.left_out = f"{kept[layer]}, by custom"
         elif gain < 1:
             report.left_out = f"too small to gain: a forecast of {gain:.2f}x"
 

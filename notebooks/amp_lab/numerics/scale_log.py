@@ -5,7 +5,14 @@ from typing import Any
 import torch
 
 from amp_lab.errors import NumericsError
+from amp_lab.remedies import remedy
 from amp_lab.report import plural
+
+_BELOW_ONE = remedy(
+    "scale_log.below_one",
+    "the loss scale fell below 1",
+    "Below 1 a scale no longer helps: something else is wrong, see find_nonfinite",
+)
 
 
 class ScaleLog:
@@ -127,7 +134,7 @@ class ScaleLog:
         low = min(scales)
         text += f"; scale {scales[0]:g} at first, {scales[-1]:g} at the last, lowest {low:g}"
         if low < 1:
-            text += ". Below 1 a scale no longer helps: something else is wrong, see find_nonfinite"
+            text += f". {_BELOW_ONE.text}"
         return text
 
 

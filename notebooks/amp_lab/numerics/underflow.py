@@ -11,6 +11,7 @@ from torch.autograd.graph import Node
 
 from amp_lab.errors import NumericsError, first_line
 from amp_lab.numerics.gradient_histogram import GradientCount, log2_of, together
+from amp_lab.remedies import remedy
 from amp_lab.report import Printed, Table, listed, percent
 from amp_lab.tracing.backward import nodes_below
 
@@ -22,6 +23,28 @@ _LOW_PRECISION_NODES = (
     "MkldnnLinear", "MkldnnRnnLayer", "Mm", "Mps", "Mv", "ScaledDotProduct", "SlowConv",
     "ThnnConv", "ThnnFused",
 )  # fmt: skip
+_SCALE = remedy(
+    "underflow.scale",
+    "some loss scale keeps the gradients in fp16's range",
+    "A loss scale from {low} to {high} keeps 99.9 % of all and overflows none.",
+)
+_NO_SCALE = remedy(
+    "underflow.no_scale",
+    "the gradients span more than fp16's range, whatever the loss scale",
+    "No loss scale keeps 99.9 % and overflows none: {high}, the largest that does not overflow, "
+    "loses {lost:.2g} %. Use bf16, which has the range for all.",
+)
+_NONFINITE = remedy(
+    "underflow.nonfinite",
+    "some gradients are inf or NaN without any loss scale",
+    "{count:,} values are inf or NaN already: see find_nonfinite.",
+)
+_FP16_ALREADY = remedy(
+    "underflow.fp16_already",
+    "some gradients were computed in fp16",
+    "Some gradients are fp16 already: what it flushed counts as zero here. Compute the loss in "
+    "fp32 or bf16 to see it.",
+)
 _Names: TypeAlias = dict[torch.Tensor, str]  # of the parameters that require a gradient
 _RESHAPING = {"ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Alias"}
 
@@ -118,19 +141,12 @@ class UnderflowReport(Printed):
         ]
         if smallest and largest:
             low, high, lost = _power(smallest), _power(largest), 100 * total.lost(largest)
-            lines.append(
-                f"A loss scale from {low} to {high} keeps 99.9 % of all and overflows none."
-                if smallest <= largest
-                else f"No loss scale keeps 99.9 % and overflows none: {high}, the largest that "
-                f"does not overflow, loses {lost:.2g} %. bf16 has the range for all."
-            )
+            found = _SCALE if smallest <= largest else _NO_SCALE
+            lines.append(found.said(low=low, high=high, lost=lost))
         if total.nonfinite:
-            lines.append(f"{total.nonfinite:,} values are inf or NaN already: see find_nonfinite.")
+            lines.append(_NONFINITE.said(count=total.nonfinite))
         if self.half:
-            lines.append(
-                "Some gradients are fp16 already: what it flushed counts as zero here. Compute "
-                "the loss in fp32 or bf16 to see it."
-            )
+            lines.append(_FP16_ALREADY.text)
         if self.unused:
             lines.append(f"No gradient from this loss: {listed(self.unused)}.")
         return lines

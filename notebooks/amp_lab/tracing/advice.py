@@ -12,6 +12,7 @@ import torch
 
 from amp_lab.backends import backend
 from amp_lab.cpu import NO_PRIMITIVE_REMEDY, lstm_error
+from amp_lab.remedies import remedy
 from amp_lab.report import bytes_text, listed, percent, short_name
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.records import LOSS, OpRecord, places_of, work_of
@@ -28,11 +29,22 @@ _LOSSES = {
 }  # fmt: skip
 _REDUCTIONS = {"mean", "sum", "norm", "linalg_vector_norm"}
 
+_LOSS_IN_LOW_PRECISION = remedy(
+    "xray.loss_in_low_precision",
+    "an op of the loss runs in fp16 or bf16",
+    "{where}: its {op} runs in {low}, so the loss is computed in low precision; give it "
+    "output.float().",
+)
+
 
 def advise(seen: Tracer, raised: str | None) -> list[str]:
-    """Sentences on what autocast did to a model; `raised` is what it made fail."""
+    """Sentences on what autocast did to a model; `raised` is what it made fail.
+
+    Without autocast there is one thing to look at: a loss in the dtype that the model is cast to.
+    """
     only = [] if raised is None else [f"Only under autocast: {raised}. The table ends there."]
-    return only + [line for rule in RULES for line in rule(seen)]
+    rules = RULES if seen.dtype in LOWER_DTYPES else (_loss_in_low_precision,)
+    return only + [line for rule in rules for line in rule(seen)]
 
 
 def _verdict(seen: Tracer) -> Iterator[str]:
@@ -87,10 +99,8 @@ def _is_projected(row: OpRecord) -> bool:
 def _loss_in_low_precision(seen: Tracer) -> Iterator[str]:
     rows = [row for row in seen.rows if _is_low(row) and _is_of_loss(row)]
     for subject, _, (op, dtype) in _grouped((row, (row.op, row.dtype)) for row in rows):
-        yield (
-            f"{subject}: its {op.strip('_')} runs in {short_name(dtype)}, so the loss is computed "
-            "in low precision; give it output.float()."
-        )
+        low, name = short_name(dtype), op.strip("_")
+        yield _LOSS_IN_LOW_PRECISION.said(where=subject, op=name, low=low)
 
 
 def _work_left_wide(seen: Tracer) -> Iterator[str]:

@@ -22,18 +22,58 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wra
 from amp_lab.backends import BACKENDS, backend
 from amp_lab.cpu import NO_PRIMITIVE, NO_PRIMITIVE_REMEDY
 from amp_lab.errors import DeviceError, TraceError, first_line
+from amp_lab.remedies import remedy
 from amp_lab.torch_versions import fused_gru_on_fakes
 from amp_lab.tracing.attention import attention_of
 from amp_lab.tracing.device_guard import idle_guard
 from amp_lab.tracing.dtype_checks import StrictFakeMode
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key
 
-_UNQUANTISED = "trace the model before it is quantised"
 _TIPS = {  # by what an error says
-    "are unsafe to autocast": "take binary_cross_entropy_with_logits, on logits",
-    "without overflow": "take torch.finfo(x.dtype).min, or max, in place of the number",
+    "are unsafe to autocast": remedy(
+        "dtype.bce",
+        "binary cross-entropy of probabilities under autocast",
+        "take binary_cross_entropy_with_logits, on logits",
+    ).text,
+    "without overflow": remedy(
+        "dtype.fill_value",
+        "a mask is filled with a number that its dtype does not hold",
+        "take torch.finfo(x.dtype).min, or max, in place of the number",
+    ).text,
     NO_PRIMITIVE: NO_PRIMITIVE_REMEDY,
 }
+_CUSTOM_FUNCTION = remedy(
+    "dtype.custom_function",
+    "the backward of an autograd.Function mixes dtypes, since it ignores autocast",
+    "under autocast the forward of {name} needs @torch.amp.custom_fwd(device_type={device!r}), its "
+    "backward @torch.amp.custom_bwd(device_type={device!r})",
+)
+_DETECTOR = remedy(
+    "trace.detector",
+    "a detector of torchvision, whose results depend on values",
+    "{verb} model.backbone by itself",
+)
+_QUANTISED = remedy(
+    "trace.quantised",
+    "a model whose weights are tensors of a library for quantisation",
+    "trace the model before it is quantised",
+)
+_CAUSAL_MASK = remedy(
+    "trace.causal_mask",
+    "nn.Transformer compares its mask with the causal one",
+    "torch reads the mask to see whether it is causal: call the model with tgt_is_causal=True or "
+    "False (is_causal or src_is_causal for an encoder)",
+)
+_PART = remedy(
+    "trace.part",
+    "an op of the model depends on values, and a part of it does not",
+    "{verb} model.{part} by itself",
+)
+_PARTS = remedy(
+    "trace.parts",
+    "an op of the model depends on values",
+    "{verb} the parts before it one by one",
+)
 _BEFORE_VALUES = ("backbone", "encoder", "features")  # names of parts in which no value decides
 
 # What an op raises on fake tensors if its result, or the size of it, depends on values.
@@ -159,27 +199,24 @@ def is_composite(func: OpOverload) -> bool:
     return func.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
-def remedy_for(error: Exception, model: nn.Module, part_by_part: str) -> str:
-    """What to do about an op that fakes cannot run; `part_by_part` has a place for what to trace.
+def remedy_for(error: Exception, model: nn.Module, verb: str) -> str:
+    """What to do about an op that fakes cannot run: to `verb` (X-ray, forecast) a part before it.
 
-    That is a part of the model before the op, such as a detector's backbone.
+    That may be a detector's backbone.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     # nn.Transformer compares a mask with the causal one, unless it is told what the mask is.
     if "_detect_is_causal_mask" in {frame.f_code.co_name for frame in frames}:
-        return (
-            "torch reads the mask to see whether it is causal: call the model with "
-            "tgt_is_causal=True or False (is_causal or src_is_causal for an encoder)"
-        )
+        return _CAUSAL_MASK.text
     failed = {id(frame.f_locals.get("self")) for frame in frames}
     ran = [name for name, module in model.named_modules() if id(module) not in failed]
     names = [name for name in ran if name.rpartition(".")[2] in _BEFORE_VALUES]
     shortest = min(names, key=lambda name: name.count("."), default=None)
-    part = f"model.{shortest} by itself" if shortest else "the parts before it one by one"
-    return part_by_part.format(part)
+    found = _PART if shortest else _PARTS
+    return found.said(verb=verb, part=shortest)
 
 
-def tip_for(error: Exception, model: nn.Module, verb: str) -> str:
+def tip_for(error: Exception, model: nn.Module, verb: str, device_type: str) -> str:
     """What to do about an error that is known, or any of detectors and of quantised weights."""
     tips = [tip for said, tip in _TIPS.items() if said in str(error)]
     frames = traceback.walk_tb(error.__traceback__) if "dtype" in str(error) else ()
@@ -187,12 +224,11 @@ def tip_for(error: Exception, model: nn.Module, verb: str) -> str:
         own = isinstance(node, torch.autograd.function.BackwardCFunction)
         if own and not hasattr(node, "_fwd_used_autocast"):
             name = type(node).__name__.removesuffix("Backward")
-            needed = "@torch.amp.custom_fwd(device_type=…), its backward @torch.amp.custom_bwd(…)"
-            tips.append(f"under autocast the forward of {name} needs {needed}")
+            tips.append(_CUSTOM_FUNCTION.said(name=name, device=device_type))
     if "torchvision.models.detection" in type(model).__module__:
-        tips.append(f"{verb} model.backbone by itself")
+        tips.append(_DETECTOR.said(verb=verb))
     elif any(map(is_wrapper, model.parameters())):
-        tips.append(_UNQUANTISED)
+        tips.append(_QUANTISED.text)
     return "".join(f"; {tip}" for tip in tips)
 
 
@@ -308,7 +344,7 @@ class _Copies:
             return nn.Parameter(made, tensor.requires_grad) if is_parameter else made
         except Exception as error:  # whatever the code of the subclass raises
             why_not = f"is a {kind.__name__} without a fake copy ({first_line(error)})"
-            raise TraceError(f"{name} {why_not}: {_UNQUANTISED}") from error
+            raise TraceError(f"{name} {why_not}: {_QUANTISED.text}") from error
 
 
 def _without_fake_copy(tensor: torch.Tensor) -> str | None:
@@ -319,7 +355,7 @@ def _without_fake_copy(tensor: torch.Tensor) -> str | None:
         return "is sharded over several devices: trace the model before it is sharded"
     # What bitsandbytes' weights carry beside their bytes, which only its kernels can read.
     if tensor.is_quantized or hasattr(tensor, "quant_state") or hasattr(tensor, "SCB"):
-        return f"is quantised, for kernels that take real tensors alone: {_UNQUANTISED}"
+        return f"is quantised, for kernels that take real tensors alone: {_QUANTISED.text}"
     plain = tensor.layout is torch.strided and not tensor.is_nested
     return None if plain else "is sparse or nested: only dense tensors have a fake copy"
 

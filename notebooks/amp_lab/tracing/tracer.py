@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from amp_lab.backends import backend
 from amp_lab.errors import TraceError
+from amp_lab.remedies import remedy
 from amp_lab.report import listed
 from amp_lab.tracing.attention import ATTENTION, Attention
 from amp_lab.tracing.backward import functions_of_the_model, run_backward, seeds_of
@@ -54,6 +55,13 @@ _CASTING = {
 _SDPA = F.scaled_dot_product_attention
 _PLAIN_NAMES = {"__matmul__": "matmul", "__rmatmul__": "matmul"}
 _NOT_FAKED = (fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException)
+
+_FOR_REAL = remedy(
+    "xray.for_real",
+    "an op of the model depends on values, which fake tensors do not have",
+    'or run it for real on the CPU, xray(..., device_type="cpu", real=True), which is '
+    "amp-lab xray --device cpu --real",
+)
 
 
 def named_leaves(structure: object, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -198,12 +206,10 @@ class Tracer(TorchFunctionMode):
     def _beyond_fakes(self, error: Exception) -> str:
         module, op = self.failed_at or (self._module, "an op")
         where = f"op {op} in {place_of(module)}"
-        real = "run it for real (xray(…, real=True), or amp-lab xray --real)"
-        part = f"X-ray {{}}, or where the device is, {real}"
-        remedy = remedy_for(error, self._run.model, part)
+        cure = f"{remedy_for(error, self._run.model, 'X-ray')}; {_FOR_REAL.text}"
         if isinstance(error, _NOT_FAKED):
-            return f"{where}: torch cannot run it on fake tensors; {remedy}"
-        return f"{where} depends on values, which fake tensors have not: {remedy}"
+            return f"{where}: torch cannot run it on fake tensors; {cure}"
+        return f"{where} depends on values, which fake tensors have not: {cure}"
 
     # Modules
 

@@ -124,7 +124,7 @@ class TrainingStep:
         if self.ranks > 1:
             from amp_lab.tracing.sharded_step import trace_sharded  # FSDP2 takes a second to load
 
-            with _one_line_errors(run.model, shapes):
+            with _one_line_errors(run.model, shapes, self.device_type):
                 shards, storages = trace_sharded(self, inputs, kwargs)
             sharded = tuple((tuple(shard.shape), shard.dtype) for shard in shards)
             return TracedStep(self, shapes, sharded, storages)
@@ -133,7 +133,7 @@ class TrainingStep:
         ledger.own("buffers", run.buffers.values())
         ledger.own("inputs", given)
         with (
-            _one_line_errors(run.model, shapes),
+            _one_line_errors(run.model, shapes, self.device_type),
             ledger,
             # Around the backward pass too, in which activation checkpointing calls modules again.
             _reparametrize_module(run.model, run.parameters | run.buffers),
@@ -328,7 +328,7 @@ def _quantized_bytes(name: str, values: int, itemsize: int) -> tuple[int, int]:
 
 
 @contextmanager
-def _one_line_errors(model: nn.Module, shapes: tuple) -> Iterator[None]:
+def _one_line_errors(model: nn.Module, shapes: tuple, device_type: str) -> Iterator[None]:
     try:
         yield
     except AmpLabError:
@@ -339,9 +339,9 @@ def _one_line_errors(model: nn.Module, shapes: tuple) -> Iterator[None]:
             why = f"the result of {error.func} depends on values, which a forecast does not have"
             if isinstance(error, fake_tensor.UnsupportedOperatorException):
                 why = f"torch cannot run {error.func} without values"
-            raise TraceError(f"{name}: {why}: {remedy_for(error, model, 'forecast {}')}") from error
+            raise TraceError(f"{name}: {why}: {remedy_for(error, model, 'forecast')}") from error
         given = f"input of shape {', '.join(map(str, shapes))}" if shapes else "no tensor as input"
-        reason = f"{first_line(error)}{tip_for(error, model, 'forecast')}"
+        reason = f"{first_line(error)}{tip_for(error, model, 'forecast', device_type)}"
         raise TraceError(f"{name} with {given}: {reason}") from error
 
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map_only
 from amp_lab.backends import backend
 from amp_lab.errors import TraceError, first_line, with_type
 from amp_lab.precision import require_backend
+from amp_lab.remedies import remedy
 from amp_lab.report import dtype_name
 from amp_lab.tracing.advice import advise
 from amp_lab.tracing.fake_device import (
@@ -30,6 +31,11 @@ from amp_lab.tracing.records import place_of
 from amp_lab.tracing.tracer import Tracer, named_leaves, named_tensors
 from amp_lab.tracing.xray_result import Xray
 
+_CAST_MODEL = remedy(
+    "dtype.inputs_of_a_cast_model",
+    "a model cast to fp16 or bf16 is given fp32 inputs",
+    "its weights are {dtype}: give such inputs",
+)
 _Given = tuple[nn.Module, tuple, dict[str, Any]]  # the model, and what a call of it takes
 
 
@@ -75,7 +81,10 @@ def xray(
         # Only what runs without autocast is worth a table: else the model or its inputs are wrong.
         plain = seen if off else trace(torch.float32)
         if plain.error is not None:
-            raise TraceError(_explained(plain.error, plain, given)) from plain.error
+            # With some weights in 16 bits it only runs under autocast: what fails there counts.
+            has_low = any(parameter.dtype in LOWER_DTYPES for parameter in model.parameters())
+            told, error = (seen, seen.error) if has_low else (plain, plain.error)
+            raise TraceError(_explained(error, told, given)) from error
         raised = _explained(seen.error, seen, given)
     return Xray(
         model=type(model).__name__,
@@ -88,7 +97,7 @@ def xray(
         outputs=seen.outputs,
         loss_dtype=seen.loss_dtype,
         raised=raised,
-        advice=[] if off else advise(seen, raised),
+        advice=advise(seen, raised),
         classes=seen.classes,
     )
 
@@ -137,9 +146,9 @@ def _explained(error: Exception, seen: Tracer, given: _Given) -> str:
     where = f" in {place_of(seen.failed_at[0])} ({seen.failed_at[1]})" if seen.failed_at else ""
     low = {p.dtype for p in model.parameters()} & set(LOWER_DTYPES)
     wide = any(tensor.dtype is torch.float32 for tensor in tensors)
-    tip = f"; its weights are {dtype_name(low.pop())}: give such inputs" if low and wide else ""
+    tip = f"; {_CAST_MODEL.said(dtype=dtype_name(low.pop()))}" if low and wide else ""
     on = f"{type(model).__name__} fails on input {shapes or 'of no tensor'}{where}"
-    return f"{on}: {with_type(error)}{tip}{tip_for(error, model, 'X-ray')}"
+    return f"{on}: {with_type(error)}{tip}{tip_for(error, model, 'X-ray', seen.device_type)}"
 
 
 def _check_inputs(model: nn.Module, inputs: tuple, kwargs: dict[str, Any], real: bool) -> None:

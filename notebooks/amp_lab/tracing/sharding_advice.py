@@ -1,0 +1,264 @@
+"""What `xray_sharding` advises: parameters in no unit, no master weights, sums in low precision, …
+
+A rule is a function that yields lines: to add one, write it and add it to `RULES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_lab.remedies import Remedy, remedy
+from amp_lab.report import listed, short_name
+from amp_lab.tracing.ops_seen import LOWER_DTYPES
+
+if TYPE_CHECKING:
+    from amp_lab.tracing.sharding_result import ShardedBuffer, ShardedParameter, ShardingXray
+
+FP32 = torch.float32
+
+
+def _remedy(code: str, when: str, text: str) -> Remedy:
+    return remedy(f"sharding.{code}", when, text)
+
+
+_TWO_DTYPES = _remedy(
+    "two_dtypes",
+    "a unit of FSDP2 has trained parameters of two dtypes",
+    "{place} fails at the first step, since FSDP2 takes one stored dtype in a unit, and it has "
+    "parameters stored in {dtypes}: give each dtype a fully_shard of its own.",
+)
+_IN_NO_UNIT = _remedy(
+    "in_no_unit",
+    "a trained parameter is in no unit of FSDP2",
+    "{names}: in no unit, so the gradients are not summed and each rank trains a copy of its own: "
+    "call fully_shard on the model itself, last.",
+)
+_IGNORED = _remedy(
+    "ignored",
+    "DDP was told to ignore a trained parameter",
+    "{names}: in no unit, so the gradients are not summed and each rank trains a copy of its own: "
+    "take them out of what DDP was told to ignore.",
+)
+_NO_MASTER_WEIGHTS = _remedy(
+    "no_master_weights",
+    "trained parameters are stored in 16 bits",
+    "{names}: trained and stored in {dtype}, so there are no fp32 master weights,{more} and small "
+    "steps of the optimizer are rounded away: keep the model in fp32, and leave {dtype} to {to}.",
+)
+_UPCAST = _remedy(
+    "upcast",
+    "param_dtype is wider than what the parameters are stored in",
+    "{names}: cast to {wide} from {stored}, which adds no digits, and sends more: store them in "
+    "{wide}, or leave param_dtype out and give inputs in {stored}.",
+)
+_UNDONE_UPCAST = _remedy(
+    "undone_upcast",
+    "a policy casts back what was left in fp32 in a 16-bit model",
+    "{names}: in fp32 in a model of {low}, and cast back to {low} by the policy, so their upcast "
+    "changes nothing that is computed: {keep}.",
+)
+_LOW_NORMS = _remedy(
+    "low_norms",
+    "a policy computes norms in 16 bits",
+    "{names}: weights of norms, stored in fp32 and computed in {low}; if they were meant to stay "
+    "in fp32, {keep}.",
+)
+_LOW_SUM_FSDP = _remedy(
+    "low_sum.fsdp",
+    "FSDP2 sums gradients in 16 bits",
+    "{names}: gradients are summed in {low}, which rounds at every rank: "
+    "reduce_dtype=torch.float32 sums them in fp32.",
+)
+_LOW_SUM_DDP = _remedy(
+    "low_sum.ddp",
+    "DDP sums gradients in 16 bits",
+    "{names}: gradients are summed in {low}, which rounds at every rank: fp32 weights without a "
+    "communication hook sum them in fp32.",
+)
+_NO_REDUCE_DTYPE = _remedy(
+    "no_reduce_dtype",
+    "reduce_dtype is left out, which torch reads in two ways",
+    "{place}: reduce_dtype is left out, which means fp32 here and {low} in torch before 2.15: "
+    "write reduce_dtype=torch.float32.",
+)
+_FROZEN = _remedy(
+    "frozen_in_fp32",
+    "frozen parameters are stored in fp32 and computed in 16 bits",
+    "{names}: frozen, stored in fp32 and computed in {low}; what is not trained needs no master "
+    "weights: stored in {low}, it takes half.",
+)
+_BUFFERS = _remedy(
+    "buffers",
+    "buffers in fp32 meet activations in 16 bits",
+    "{names}: buffers stay in fp32, since a policy casts parameters and inputs alone. An op of "
+    "both gives fp32, or raises as a convolution does, unless forward casts them: "
+    "buffer.to(x.dtype).",
+)
+_LOW_STATISTICS = _remedy(
+    "low_statistics",
+    "running statistics are stored in 16 bits",
+    "{names}: running statistics in low precision, which soon stand still: keep them in fp32.",
+)
+_INPUTS = _remedy(
+    "inputs_not_cast",
+    "cast_forward_inputs is off",
+    "Inputs {names} reach the model in fp32, since cast_forward_inputs is off, and its weights in "
+    "{low}: forward has to cast all but those that are to stay so.",
+)
+
+
+def _refused_units(found: ShardingXray) -> Iterator[str]:
+    for unit in found.units:
+        if unit.refusal is None:
+            continue
+        trained = [p for p in found.of(unit.name) if p.trained]
+        by_dtype = [f"{short_name(d)} ({_names(own)})" for d, own in _by(trained, "stored")]
+        place = _place(unit.name)
+        if len(by_dtype) > 1:
+            yield _TWO_DTYPES.said(place=place, dtypes=" and ".join(by_dtype))
+        else:
+            yield f"{place} fails at the first step: {unit.refusal}."
+
+
+def _left_out(found: ShardingXray) -> Iterator[str]:
+    alone = [p for p in found.of(None) if p.trained]
+    if alone:
+        cure = _IN_NO_UNIT if found.kind == "FSDP2" else _IGNORED
+        yield cure.said(names=_names(alone))
+
+
+def _no_master_weights(found: ShardingXray) -> Iterator[str]:
+    low = [p for p in found.parameters if p.trained and p.stored in LOWER_DTYPES]
+    for dtype, own in _by(low, "stored"):
+        name = short_name(dtype)
+        casts = any(u.param_dtype is dtype for u in found.units)
+        more = f" and the policy's param_dtype={dtype} has nothing to cast," if casts else ""
+        to = "param_dtype" if found.kind == "FSDP2" else "autocast"
+        yield _NO_MASTER_WEIGHTS.said(names=_names(own), dtype=name, more=more, to=to)
+
+
+def _upcast_of_low(found: ShardingXray) -> Iterator[str]:
+    wider = [p for p in found.parameters if p.computed.itemsize > p.stored.itemsize]
+    for dtype, own in _by(wider, "computed"):
+        stored = short_name(own[0].stored)
+        yield _UPCAST.said(names=_names(own), wide=short_name(dtype), stored=stored)
+
+
+def _undone_upcast(found: ShardingXray) -> Iterator[str]:
+    own = _undone(found)
+    if own:
+        low = short_name(own[0].computed)
+        yield _UNDONE_UPCAST.said(names=_names(own), low=low, keep=_keep_in_fp32())
+
+
+def _undone(found: ShardingXray) -> list[ShardedParameter]:
+    """Parameters in fp32, of a model mostly in low precision, that are computed in that.
+
+    Those trained on a frozen base, such as LoRA's, are in fp32 for the optimizer, as they should.
+    """
+    low = [p for p in found.parameters if p.stored in LOWER_DTYPES]
+    total = sum(p.elements for p in found.parameters)
+    if found.kind != "FSDP2" or 2 * sum(p.elements for p in low) < total:
+        return []
+    is_frozen_base = not any(p.trained for p in low)
+    cast_back = [p for p in found.parameters if p.stored is FP32 and p.computed in LOWER_DTYPES]
+    return [p for p in cast_back if p.of_norm or not (p.trained and is_frozen_base)]
+
+
+def _norms_in_low_precision(found: ShardingXray) -> Iterator[str]:
+    known = _undone(found)
+    norms = [p for p in found.parameters if p.of_norm and p.stored is FP32 and p not in known]
+    for dtype, own in _by([p for p in norms if p.computed in LOWER_DTYPES], "computed"):
+        if found.kind == "FSDP2":
+            low, keep = short_name(dtype), _keep_in_fp32()
+            yield _LOW_NORMS.said(names=_names(own), low=low, keep=keep)
+
+
+def _keep_in_fp32() -> str:
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # takes a second to load
+
+    policy = "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
+    own = f"give them a fully_shard of their own, with {policy}"
+    if not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"):
+        return own
+    return f"name them in param_dtype_override_fn, or {own}"
+
+
+def _summed_in_low_precision(found: ShardingXray) -> Iterator[str]:
+    low = [p for p in found.parameters if p.reduced in LOWER_DTYPES]
+    for dtype, own in _by(low, "reduced"):
+        cure = _LOW_SUM_FSDP if found.kind == "FSDP2" else _LOW_SUM_DDP
+        yield cure.said(names=_names(own), low=short_name(dtype))
+
+
+def _reduce_dtype_left_out(found: ShardingXray) -> Iterator[str]:
+    for unit in found.units:
+        trained = [p for p in found.of(unit.name) if p.trained and p.reduced is FP32]
+        if trained and unit.param_dtype in LOWER_DTYPES and unit.reduce_dtype is None:
+            low = short_name(unit.param_dtype)
+            yield _NO_REDUCE_DTYPE.said(place=_place(unit.name), low=low)
+            return  # the same policy is mostly that of all
+
+
+def _frozen_in_fp32(found: ShardingXray) -> Iterator[str]:
+    frozen = [p for p in found.parameters if not p.trained and p.stored is FP32]
+    for dtype, own in _by([p for p in frozen if p.computed in LOWER_DTYPES], "computed"):
+        if found.kind == "FSDP2":
+            yield _FROZEN.said(names=_names(own), low=short_name(dtype))
+
+
+def _buffers(found: ShardingXray) -> Iterator[str]:
+    low_units = {u.name: u.param_dtype for u in found.units if u.param_dtype in LOWER_DTYPES}
+    wide = [b for b in found.buffers if b.dtype is FP32 and b.unit in low_units and not b.of_norm]
+    if wide:
+        yield _BUFFERS.said(names=_names(wide))
+    rounded = [b for b in found.buffers if b.of_norm and b.dtype in LOWER_DTYPES]
+    if rounded:
+        yield _LOW_STATISTICS.said(names=_names(rounded))
+
+
+def _inputs_not_cast(found: ShardingXray) -> Iterator[str]:
+    whole = next((unit for unit in found.units if not unit.name), None)
+    if whole is None or whole.cast_forward_inputs or whole.param_dtype not in LOWER_DTYPES:
+        return
+    wide = [name for name, (_, got) in found.inputs.items() if got is FP32]
+    if wide:
+        yield _INPUTS.said(names=listed(wide, 3), low=short_name(whole.param_dtype))
+
+
+# Each makes its sentences, or none if there is nothing to say.
+RULES: tuple[Callable[[ShardingXray], Iterator[str]], ...] = (
+    _refused_units,
+    _left_out,
+    _no_master_weights,
+    _upcast_of_low,
+    _undone_upcast,
+    _norms_in_low_precision,
+    _summed_in_low_precision,
+    _reduce_dtype_left_out,
+    _frozen_in_fp32,
+    _buffers,
+    _inputs_not_cast,
+)
+
+
+def _by(
+    parameters: list[ShardedParameter], key: str
+) -> list[tuple[torch.dtype, list[ShardedParameter]]]:
+    """The parameters by one of their dtypes."""
+    groups: dict[Any, list[ShardedParameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(getattr(parameter, key), []).append(parameter)
+    return list(groups.items())
+
+
+def _names(tensors: Iterable[ShardedParameter | ShardedBuffer]) -> str:
+    """The first three of them."""
+    return listed([tensor.name for tensor in tensors], 3)
+
+
+def _place(unit: str) -> str:
+    return f"Unit {unit!r}" if unit else "The model's own unit"

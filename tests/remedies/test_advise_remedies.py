@@ -1,0 +1,206 @@
+"""Each remedy of advise and of rehearse, done as it says."""
+
+import dataclasses
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from remedy_tests import does, says
+from torch import nn
+
+from amp_lab import advise, rehearse
+from amp_lab.advisor import session
+from amp_lab.advisor.learning import fp16_remarks
+from amp_lab.advisor.outlook import Outlook
+from amp_lab.advisor.recipes import TRAINING, Candidate, Case, Recipe
+from amp_lab.device import describe_device
+from amp_lab.errors import TraceError
+from amp_lab.precision import Precision
+from amp_lab.remedies import REMEDIES
+
+pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+
+
+def mean_square(output: torch.Tensor) -> torch.Tensor:
+    return output.square().mean()
+
+
+@does("advise.own_loss")
+def test_a_loss_of_ones_own():
+    x = torch.randn(16, 16)
+    for tool in (lambda **loss: advise(mlp(), x, device="cpu", minutes=0.02, **loss), rehearsed):
+        for loss in ({}, {"loss_fn": mean_square}):
+            assert says("advise.own_loss", "\n".join(tool(**loss).watch)) == (not loss)
+
+
+def rehearsed(rows: int = 16, **options):
+    return rehearse(mlp(), torch.randn(rows, 16), formats=("fp8",), **options)
+
+
+class Weights(nn.Module):
+    """Weights whose gradients are these numbers."""
+
+    def __init__(self, *gradients: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(len(gradients)))
+        self.register_buffer("gradients", torch.tensor(gradients))
+
+    def forward(self, x):
+        return (self.weight * self.gradients).sum() + 0 * x.sum()
+
+
+def remarks_of(*gradients: float) -> tuple[float | None, str]:
+    case = Case(Weights(*gradients), (torch.ones(1),), loss_fn=torch.sum)
+    scale, said = fp16_remarks(case)
+    return scale, "\n".join(said)
+
+
+@does("advise.first_loss_scale")
+def test_the_first_loss_scale_keeps_the_gradients():
+    gradients = [1e-9] * 500 + [1e-3] * 500
+    scale, said = remarks_of(*gradients)
+    assert says("advise.first_loss_scale", said)
+    assert float(re.search(r"First loss scale for fp16: ([\d.e+]+)\.$", said)[1]) == scale
+    kept = (torch.tensor(gradients) * scale).half()
+    assert kept.all()
+    assert kept.isfinite().all()
+    assert not torch.tensor(gradients).half().all()
+
+
+@does("advise.no_loss_scale")
+def test_where_no_loss_scale_keeps_them_bf16_does():
+    gradients = [1e-12] * 500 + [1e3] * 500
+    scale, said = remarks_of(*gradients)
+    assert scale is None
+    assert says("advise.no_loss_scale", said)
+    assert torch.tensor(gradients).bfloat16().all()
+    assert torch.tensor(gradients).bfloat16().isfinite().all()
+
+
+@does("advise.smaller_batch")
+def test_a_smaller_batch_fits(monkeypatch):
+    small = dataclasses.replace(describe_device(torch.device("cpu")), memory_bytes=2**15)
+    monkeypatch.setattr(session, "describe_device", lambda device: small)
+
+    def advised(batch: int):
+        return advise(mlp(), torch.randn(batch, 16), device="cpu", minutes=0.02)
+
+    with pytest.raises(TraceError) as refused:
+        advised(1024)
+    assert says("advise.smaller_batch", str(refused.value))
+    assert advised(8).recommended is not None
+
+
+@does("advise.more_minutes")
+def test_with_more_minutes_more_is_tried(monkeypatch):
+    recipe = Recipe(TRAINING, compiled=True)
+
+    def contest(seconds: float) -> session._Contest:
+        case, end = Case(mlp(), (torch.randn(8, 16),)), time.perf_counter() + seconds
+        made = session._Contest(TRAINING, case, Outlook(), None, 1.0, end, 120.0)
+        monkeypatch.setattr(made, "_heat", lambda recipes: tried.extend(recipes))
+        return made
+
+    tried: list[Recipe] = []
+    short = contest(1.0)
+    short._switch([recipe], 0.3)
+    assert tried == []
+    assert says("advise.more_minutes", short.found[0].reason)
+    contest(100.0)._switch([recipe], 0.3)
+    assert tried == [recipe]
+
+    precisions = {Precision.FP32: 5.5, Precision.BF16: 3.0, Precision.FP16: 3.5}
+    for seconds, waits in ((100.0, True), (1000.0, False)):
+        new = [Candidate(Recipe(TRAINING, p), seconds=s) for p, s in precisions.items()]
+        found = contest(seconds)
+        found.found, found._first = [*new], new[0]
+        found._steps = {candidate.name: None for candidate in new}
+        found._without_the_slow(new)
+        said = "\n".join(candidate.reason for candidate in new)
+        assert says("advise.more_minutes", said) == waits
+
+
+STEP = """
+import json
+from amp_lab.allocator import keep_memory, memory_taken
+import torch
+from torch import nn
+
+model, x = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256)), torch.randn(65536, 256)
+
+def step():
+    with torch.inference_mode():
+        model(x)
+
+if {keep}:
+    assert keep_memory()
+for _ in range(10):
+    step()
+print(json.dumps(min(memory_taken(step) for _ in range(3))))
+"""
+
+
+@does("advise.keep_memory")
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="takes glibc")
+def test_memory_that_is_kept_is_not_taken_anew():
+    text = REMEDIES["advise.keep_memory"].text
+    assert "set {settings} (or call amp_lab.allocator.keep_memory)" in text
+
+    def taken(keep: bool = False, **settings: str) -> int:
+        command = [sys.executable, "-c", STEP.format(keep=keep)]
+        run = subprocess.run(command, env=os.environ | settings, capture_output=True, check=True)
+        return json.loads(run.stdout)
+
+    settings = dict(pair.split("=") for pair in session.ENVIRONMENT.split())
+    page = os.sysconf("SC_PAGE_SIZE")
+    before = taken()
+    assert before > 15 * page
+    assert taken(keep=True) < before / 2
+    assert taken(**settings) < before / 2
+
+
+@does("rehearse.pad_rows")
+@pytest.mark.parametrize("rows", [18, 50])
+def test_rows_that_are_padded(rows):
+    def reasons(found) -> str:
+        return "\n".join(layer.left_out for layer in found.layers if layer.format == "fp8")
+
+    assert says("rehearse.pad_rows", reasons(rehearsed(rows, loss_fn=mean_square)))
+    padded = -(-rows // 16) * 16
+    assert reasons(rehearsed(padded, loss_fn=mean_square)).strip() == ""
+
+
+class Chaotic(nn.Module):
+    """Its gradients are turned by the rounding errors of bf16."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return self.second((self.first(x) * 1e3).sin())
+
+
+@does("rehearse.train")
+def test_training_says_what_gradients_cannot():
+    x = torch.randn(32, 16)
+
+    def found(steps: int):
+        return rehearse(Chaotic(), x, formats=("fp8",), loss_fn=mean_square, steps=steps)
+
+    assert says("rehearse.train", "\n".join(found(0).watch))
+    assert "steps=20, or --steps 20" in REMEDIES["rehearse.train"].text
+    trained = found(2)  # of 20, to be brief
+    assert all(report.losses for report in trained.formats)
+    assert not any(report.losses for report in found(0).formats)

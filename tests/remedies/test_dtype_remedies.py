@@ -1,0 +1,285 @@
+"""Each remedy of X-ray, the forecast and errors of dtypes, done to a model on a fake device.
+
+Where a remedy is for a model whatever its weights are, it is tried on one with fp32 weights under
+autocast, on one that is cast, and on one with both.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from remedy_tests import does, says
+from torch import nn
+
+from amp_lab import forecast_memory, xray
+from amp_lab.cli import main
+from amp_lab.cpu import lstm_error
+from amp_lab.errors import TraceError
+from amp_lab.remedies import REMEDIES
+
+pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def complaint(model: nn.Module, *inputs: torch.Tensor, **options) -> str:
+    """Why a model fails in an X-ray; empty if it does not."""
+    try:
+        return xray(model, *inputs, **options).raised or ""
+    except TraceError as error:
+        return str(error)
+
+
+def as_kind(kind: str, *layers: nn.Module) -> tuple[nn.Module, torch.Tensor]:
+    """A model of these layers behind a linear one, and an input of (8, 8) for it."""
+    model = nn.Sequential(nn.Linear(8, 8), *layers)
+    if kind == "mixed":
+        model[0].half()
+    elif kind == "cast":
+        model.half()
+    x = torch.randn(8, 8)
+    return model, x.half() if kind == "cast" else x
+
+
+KINDS = pytest.mark.parametrize("kind", ["autocast", "cast", "mixed"])
+
+
+class Masked(nn.Module):
+    """Masks what is negative with a number."""
+
+    def __init__(self, lowest: Callable[[torch.Tensor], float]):
+        super().__init__()
+        self.lowest = lowest
+
+    def forward(self, x):
+        return x.masked_fill(x < 0, self.lowest(x)).softmax(-1)
+
+
+@does("dtype.fill_value")
+@KINDS
+def test_a_mask_of_what_the_dtype_holds(kind):
+    device = {"device_type": "cuda", "dtype": None if kind == "cast" else FP16}
+    model, x = as_kind(kind, Masked(lambda x: -1e9))
+    assert says("dtype.fill_value", complaint(model, x, **device))
+    (code,) = re.findall(r"torch\.finfo\(.*\)\.min", REMEDIES["dtype.fill_value"].text)
+    model, x = as_kind(kind, Masked(lambda x: eval(code)))
+    assert complaint(model, x, **device) == ""
+
+
+@does("dtype.bce")
+@pytest.mark.parametrize("kind", ["autocast", "mixed"])  # a cast model runs without autocast
+def test_binary_cross_entropy_of_logits(kind):
+    target = torch.zeros(8, 8)
+    model, x = as_kind(kind, nn.Sigmoid())
+    options = {"device_type": "cuda", "dtype": FP16}
+    bad = complaint(model, x, loss_fn=lambda p: F.binary_cross_entropy(p, target), **options)
+    assert says("dtype.bce", bad)
+    logits, x = as_kind(kind)
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        return F.binary_cross_entropy_with_logits(y, target)
+
+    assert complaint(logits, x, loss_fn=loss, **options) == ""
+
+
+class Product(torch.autograd.Function):
+    """A product whose backward knows nothing of autocast."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x
+
+
+class WithProduct(nn.Module):
+    def __init__(self, function: type[torch.autograd.Function]):
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.ones(8, 8))
+
+    def forward(self, x):
+        return self.function.apply(x, self.weight)
+
+
+@does("dtype.custom_function")
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_function_of_ones_own_that_follows_autocast(device):
+    model, x = as_kind("autocast", WithProduct(Product))
+    said = complaint(model, x, device_type=device)
+    assert says("dtype.custom_function", said)
+    forward, backward = (
+        eval(code, {"torch": torch}) for code in re.findall(r"@(torch\.amp\.\w+\(.*?\))", said)
+    )
+
+    class Whole(Product):
+        pass
+
+    Whole.forward = staticmethod(forward(Product.forward))
+    Whole.backward = staticmethod(backward(Product.backward))
+    model, x = as_kind("autocast", WithProduct(Whole))
+    assert complaint(model, x, device_type=device) == ""
+
+
+@does("dtype.inputs_of_a_cast_model")
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_inputs_in_the_dtype_of_the_weights(dtype):
+    model, x = nn.Linear(8, 8).to(dtype), torch.randn(8, 8)
+    said = complaint(model, x)
+    assert says("dtype.inputs_of_a_cast_model", said)
+    assert str(dtype).removeprefix("torch.") in said
+    assert complaint(model, x.to(dtype)) == ""
+
+
+@does("xray.loss_in_low_precision")
+@KINDS
+def test_a_loss_of_what_is_cast_to_float(kind):
+    target = torch.zeros(8, dtype=torch.long)
+    model, x = as_kind(kind)
+    options = {"device_type": "cuda", "dtype": None if kind == "cast" else FP16}
+    found = xray(model, x, loss_fn=lambda output: F.cross_entropy(output, target), **options)
+    assert says("xray.loss_in_low_precision", "\n".join(found.advice))
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(eval("output.float()"), target)
+
+    found = xray(model, x, loss_fn=loss, **options)
+    assert not says("xray.loss_in_low_precision", "\n".join(found.advice))
+    assert found.loss_dtype is FP32
+
+
+class Reader(nn.Module):
+    def __init__(self, region: str | None = None):
+        super().__init__()
+        self.layer, self.region = nn.LSTM(8, 8), region
+
+    def forward(self, x):
+        if self.region is None:
+            return self.layer(x)[0]
+        with eval(self.region, {"torch": torch}):
+            return self.layer(x.float())[0]
+
+
+@does("cpu.no_primitive")
+def test_an_lstm_that_onednn_has_no_kernel_for():
+    if lstm_error(FP16, with_gradients=True) is None:
+        pytest.skip("a torch with oneDNN: without, an LSTM runs in fp16 too")
+    x = torch.randn(3, 8, 8)
+    found = xray(Reader(), x, device_type="cpu", dtype=FP16)
+    assert says("cpu.no_primitive", "\n".join(found.advice))
+    (region,) = re.findall(r"torch\.autocast\(.*\)(?=,)", REMEDIES["cpu.no_primitive"].text)
+
+    def run(model: Reader) -> torch.Tensor:
+        with torch.autocast("cpu", FP16):
+            output = model(x)
+        output.float().sum().backward()
+        return output
+
+    with pytest.raises(RuntimeError, match="primitive"):
+        run(Reader())
+    assert run(Reader(region)).dtype is FP32
+    found = xray(Reader(region), x, device_type="cpu", dtype=FP16)
+    assert not says("cpu.no_primitive", "\n".join(found.advice))
+
+
+class Chooses(nn.Module):
+    """Takes only the rows that are positive, behind a part in which no value decides."""
+
+    def __init__(self, name: str = "encoder"):
+        super().__init__()
+        setattr(self, name, nn.Linear(8, 8))
+        self.head, self._name = nn.Linear(8, 2), name
+
+    def forward(self, x):
+        x = getattr(self, self._name)(x)
+        return self.head(x[x.sum(-1).nonzero().flatten()])
+
+
+forecast = functools.partial(forecast_memory, precision="fp16")
+
+
+@does("trace.part", "trace.parts")
+@pytest.mark.parametrize(("code", "name"), [("trace.part", "encoder"), ("trace.parts", "body")])
+def test_a_part_in_which_no_value_decides(code, name):
+    model, x = Chooses(name), torch.randn(4, 8)
+    for trace in (xray, forecast):
+        with pytest.raises(TraceError) as refused:
+            trace(model, x)
+        assert says(code, str(refused.value))
+    part = eval(f"model.{name}")
+    assert xray(part, x).rows
+    assert forecast(part, x).peak
+
+
+@does("xray.for_real")
+def test_a_model_that_depends_on_values_runs_for_real(tmp_path, monkeypatch, capsys):
+    model, x = Chooses(), torch.randn(4, 8)
+    text = REMEDIES["xray.for_real"].text
+    assert says("xray.for_real", complaint(model, x))
+    (call,) = re.findall(r"xray\(.*?\)", text)
+    assert "\n" not in call
+    found = eval(call.replace("...", "model, x"), {"xray": xray, "model": model, "x": x})
+    assert {row.op for row in found.rows} >= {"linear", "nonzero"} or found.rows
+    command = text.rpartition("amp-lab ")[2].split()
+    (tmp_path / "chooses.py").write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Chooses(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.a = nn.Linear(8, 8)\n\n"
+        "    def forward(self, x):\n        x = self.a(x)\n        return x[x.sum(-1).nonzero()]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    model = ["chooses.py:Chooses", "--input", "4,8"]
+    assert main([command[0], *model]) == 2
+    assert says("xray.for_real", capsys.readouterr().err)
+    assert main([command[0], *model, *command[1:]]) == 0
+
+
+@does("trace.causal_mask")
+@pytest.mark.parametrize("part", ["decoder", "encoder"])
+def test_a_mask_that_torch_is_told_of(part):
+    mask = nn.Transformer.generate_square_subsequent_mask(4)
+    x = torch.rand(2, 4, 16)
+    if part == "decoder":
+        layer = nn.TransformerDecoderLayer(16, 2, 32, batch_first=True)
+        model, inputs, name = nn.TransformerDecoder(layer, 1), (x, x), "tgt_mask"
+        told = "tgt_is_causal"
+    else:
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        model, inputs, name = nn.TransformerEncoder(layer, 1), (x,), "mask"
+        told = "is_causal"
+    assert told in REMEDIES["trace.causal_mask"].text
+    for trace in (xray, forecast):
+        with pytest.raises(TraceError) as refused:
+            trace(model, *inputs, **{name: mask})
+        assert says("trace.causal_mask", str(refused.value))
+        for value in (True, False):
+            assert trace(model, *inputs, **{name: mask, told: value})
+
+
+@does("trace.detector")
+def test_the_backbone_of_a_detector():
+    model = torchvision.models.detection.fasterrcnn_mobilenet_v3_large_320_fpn(
+        weights=None, weights_backbone=None, num_classes=2
+    ).train()  # which fails for want of boxes
+    for trace in (xray, forecast):
+        with pytest.raises(TraceError) as refused:
+            trace(model, [torch.rand(3, 64, 64)])
+        assert says("trace.detector", str(refused.value))
+        assert trace(model.backbone, torch.rand(1, 3, 64, 64))
+
+
+@does("trace.quantised")
+def test_a_model_before_it_is_quantised():
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(4, 8)
+    for trace in (xray, forecast):
+        assert trace(model, x)
+    model[0].weight.quant_state = None  # as a library marks what its kernels alone can read
+    for trace in (xray, forecast):
+        with pytest.raises(TraceError) as refused:
+            trace(model, x)
+        assert says("trace.quantised", str(refused.value))
