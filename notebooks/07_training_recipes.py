@@ -570,7 +570,7 @@ class Checkpointed(nn.Module):
 
 
 # %% [markdown]
-# With AMP you change nothing in it. The second run happens in the backward pass, outside of the
+# With AMP you change nothing in this one. The second run happens in the backward pass, outside of the
 # autocast block, but `checkpoint` has noted the state of autocast and restores it. So both loops
 # from above train it as they are, and in fp16 the weights are equal to the last bit, with and without
 # checkpointing:
@@ -585,6 +585,9 @@ assert torch.equal(
 )
 
 # %% [markdown]
+# Selective checkpointing (`context_fn`) is an exception: if two of its regions use one weight, the
+# backward pass raises `… not found in storage`, unless autocast has `cache_enabled=False`.
+#
 # **Without `use_reentrant=False`** you get the older kind of checkpoint, with a warning that asks
 # you to choose. It cuts the graph if no *input* requires a gradient, which is so for a batch of
 # data. Then the parameters inside get no gradient. If your optimizer has other parameters too, you
@@ -619,11 +622,10 @@ assert "No inf checks were recorded for this optimizer" in message
 #
 # ## Compile the model
 #
-# You need this for speed, most of all on a GPU, where the casts of autocast can be fused with the
-# ops around them [*(not yet seen on a GPU)*](../data/results/README.md "compiled-casts"). The plain
-# version is one call around the model. The default backend, `inductor`, takes its time to generate
-# kernels, so at the quick scale we use `aot_eager`, which captures graphs but runs them with
-# PyTorch's own kernels.
+# You may need this for speed, most of all on a GPU, where the casts of autocast can be fused with the
+# ops around them [*(not yet seen on a GPU)*](../data/results/README.md "compiled-casts"). Measure it,
+# as [notebook 10](10_speed_ladder.ipynb) does. The default backend takes its time to generate kernels,
+# so at the quick scale we use `aot_eager`, which captures graphs and runs PyTorch's own kernels.
 
 # %%
 backend = "inductor" if scale == "full" and device.type == "cuda" else "aot_eager"
@@ -996,5 +998,3 @@ check_after_unscale(after_unscale)
 #   gradient penalty, several losses, custom functions.
 # - PyTorch, [`torch.utils.checkpoint`](https://docs.pytorch.org/docs/stable/checkpoint.html): what
 #   it restores for the second run, and how the two kinds differ.
-# - P. Micikevicius et al., [Mixed Precision Training](https://arxiv.org/abs/1710.03740), ICLR 2018:
-#   why the weights are kept in fp32.

@@ -95,7 +95,8 @@
 # | training works, but evaluation gives NaN | [section&nbsp;7](#7-Training-is-fine-but-evaluation-is-NaN) |
 # | parameters are NaN after one step of Adam | [section&nbsp;29](#29-Half-precision-weights-stop-moving) |
 # | results are good on short inputs and bad on long ones | [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
-# | `torch.compile` changes the results | [section&nbsp;27](#27-A-compiled-model-has-other-gradients) |
+# | `torch.compile` changes the gradients | [section&nbsp;27](#27-A-compiled-model-has-other-gradients) |
+# | `torch.compile` changes the results a little | it rounds less often: [notebook 18](18_inference_and_export.ipynb#Ways-to-run-it) |
 # | a compiled model is no faster | [notebook 10](10_speed_ladder.ipynb) |
 # | fp32 results differ between two GPUs | [section&nbsp;37](#37-TF32-is-set-in-the-old-and-in-the-new-way) |
 # | the ranks of a distributed run drift apart, or skip different steps | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step), [notebook 11](11_scale_out.ipynb) |
@@ -709,8 +710,24 @@ assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 step_with_parameters_in(torch.bfloat16)  # no message, on the CPU
 
 # %% [markdown]
-# **Notice it earlier.** Put `assert {p.dtype for p in model.parameters()} == {torch.float32}` at
-# the top.
+# **Notice it earlier.** Before each step of the optimizer, assert that what is *trained* is in fp32; a
+# frozen base may be in 16 bits. A `model.half()` inside of an evaluation changes the weights for good,
+# so that an assertion at the top of the program comes too early.
+
+
+# %%
+def check_trained(model):
+    assert all(p.dtype is torch.float32 for p in model.parameters() if p.requires_grad)
+
+
+adapted = nn.Sequential(nn.Linear(4, 4).half().requires_grad_(False), nn.Linear(4, 4))
+check_trained(adapted)  # an adapter on a frozen base
+try:
+    check_trained(model.half())
+except AssertionError:
+    model.float()
+else:
+    raise AssertionError("fp16 parameters were not noticed")
 
 # %% [markdown]
 # ### 10 Gradients are unscaled twice
@@ -2204,7 +2221,9 @@ if torch.backends.mps.is_available():
 
 # %% [markdown]
 # **Why.** Apple's framework has no kernels for float64. It usually slips in with class weights,
-# targets of a regression, or schedules that are computed with NumPy.
+# targets of a regression, or schedules that are computed with NumPy. A tensor of your own need not be
+# the reason: `GradScaler.unscale_` made one in older versions ([issue
+# 142397](https://github.com/pytorch/pytorch/issues/142397)).
 #
 # **The fix.** Convert to fp32 on the host, before you move the tensor.
 

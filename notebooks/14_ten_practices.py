@@ -354,7 +354,7 @@ assert counts == {False: 5, True: 8}
 # %% [markdown]
 # Autocast makes 5 casts, of two weights, two biases and the input. Casts by hand bring them to 8, and
 # each of the three more reads and writes an activation, which takes time. The other cost is range,
-# where a cast by hand overrules autocast's choice. Autocast computes this sum of squares in fp32:
+# where a cast by hand overrules autocast's choice. Left alone, this sum of squares stays in fp32:
 
 # %%
 error = torch.full((4, 8), 300.0)

@@ -20,8 +20,8 @@
 # - which layers to leave in 16 bits, and what no simulation can tell.
 #
 # **What you need.** [Notebook 01](01_number_formats.ipynb), which takes number formats apart. You
-# need no GPU: the rounded numbers are the hardware's, bit for bit. Its sums can differ in the last
-# bits, and its speed is missing.
+# need no GPU: the rounded numbers are the hardware's, bit for bit. What is missing are its sums, which
+# some GPUs keep in fewer bits, and its speed.
 
 # %% tags=["nbval-ignore-output"]
 import argparse
@@ -115,10 +115,21 @@ e2m1 = round_to(some, mantissa_bits=1, least_exponent=0, largest=6)
 assert torch.equal(e2m1, ELEMENTS["e2m1"].round(some))
 
 # %% [markdown]
-# That is bit for bit what PyTorch's cast gives after a `clamp`; without it, a value beyond the
-# range may become infinity. PyTorch has no arithmetic for these dtypes: they are for storage, and
-# for the matrix product at the end of this notebook.
-#
+# That is bit for bit what PyTorch's cast gives after a `clamp`. What becomes of a value beyond the
+# range without it depends on the version of torch ([notebook
+# 01](01_number_formats.ipynb)). Most ops refuse these dtypes: they are for storage,
+# and for the matrix product at the end of this notebook.
+
+# %% tags=["nbval-ignore-output"]
+refused = ""
+try:
+    some.clamp(-448, 448).to(torch.float8_e4m3fn) + 1
+except (RuntimeError, NotImplementedError) as error:
+    refused = str(error)
+print(refused)
+assert refused
+
+# %% [markdown]
 # ## The values that share a scale
 #
 # `FORMATS` puts an element and its scales together. `quantize` rounds a tensor to one of them and
@@ -220,8 +231,14 @@ for before, now in pairwise(growing):
 # A linear layer has three matrix products in a step: the output, the gradient of the input
 # (*dgrad*), and the gradient of the weight (*wgrad*). All three take rounded operands. Each operand
 # is rounded along the dimension that its product sums over, so the weight is rounded twice, once in
-# each direction. The sums, the weights that the optimizer updates, and all ops between the layers
-# stay in 16 or 32 bits.
+# each direction. The weights that the optimizer updates and all ops between the layers stay in 16 or
+# 32 bits.
+#
+# Our sums are in fp32. A Hopper GPU keeps about 14 bits of a sum of FP8 products ([DeepSeek-V3's
+# report](https://arxiv.org/abs/2412.19437), section 3.5.2), unless the kernel adds up parts in fp32.
+# torchao's recipes ask for that in the two products of the backward pass, and not in the forward one
+# ([`use_fast_accum`](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py)). No simulation
+# in this notebook shows that error.
 
 
 # %%
@@ -337,7 +354,7 @@ _ = plots.loss_by_format(losses)
 # The picture shows the mean loss of the three seeds, smoothed over ten steps. With scales, every
 # format follows fp32 more closely than two seeds follow each other, even with four bits. Without a
 # scale, the blocks learn little, and most of what is learned lies around them: the loss is a mean
-# over 256 characters, so its gradients are small, and E4M3 makes zero of nearly all of them.
+# over 256 characters, so its gradients are small, and E4M3 makes zero of nearly all of them:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -346,7 +363,7 @@ first = tokens[:256].view(8, 32).cpu()
 F.cross_entropy(lost(first[:, :-1]).flatten(0, 1), first[:, 1:].flatten()).backward()
 gradients = torch.cat([p.grad.flatten() for p in lost.blocks.parameters() if p.dim() == 2])
 zeros = (gradients == 0).float().mean().item()
-print(f"{zeros:.0%} of the gradients of the blocks' weights are exactly 0")
+print(f"{zeros:.2%} of the gradients of the blocks' weights are 0")
 assert zeros > 0.8
 
 # %%
@@ -408,8 +425,8 @@ assert not nearest.any()
 assert abs(average - 0.2) < 0.01
 
 # %% [markdown]
-# The third is to **leave some layers in 16 bits**: usually the first and the last, those that are
-# too small to gain anything, and those whose error is large. The tool at the end finds them.
+# The third is to **leave some layers in 16 bits**: usually embeddings, the head, routers, norms, those
+# that are too small to gain anything, and those whose error is large. The tool at the end finds them.
 #
 # ## The real product
 #
@@ -450,7 +467,7 @@ assert off < 2**-8  # the rounding of the result to bf16
 # documentation recommends. Compile the model as well, since the casts cost more than the product
 # saves if each is a kernel of its own. And the layers have to be large:
 # [its own table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance) has a loss for
-# a product of 1024 x 2048 x 1024, and a gain of a third for 4096 x 8192 x 16384.
+# a product of 1024 x 2048 x 1024, and a gain of 39 % for 4096 x 8192 x 16384.
 #
 # ## What each card multiplies
 #
@@ -458,9 +475,15 @@ assert off < 2**-8  # the rounding of the result to bf16
 # |---|---|---|
 # | NVIDIA Ampere and before (A100, RTX 30) | no | no |
 # | Ada, Hopper (8.9 and 9.0: RTX 40, L40S, H100) | yes | no |
-# | Blackwell (10.x: B200; 12.x: RTX 50) | yes | yes |
+# | Blackwell for data centers (10.x: B200, B300) | yes | yes |
+# | Blackwell RTX (12.x: RTX 50, RTX PRO) | yes | in part, see below |
 # | AMD MI300 | yes, as *fnuz* | no |
 # | AMD MI350 | yes | MXFP8, MXFP4 |
+#
+# The cards of 12.x multiply these formats too, but not every library has kernels for them: torch's
+# MXFP8 product takes [one layout of the operands](https://github.com/pytorch/pytorch/issues/198126),
+# which is not that of the backward pass, and Transformer Engine's NVFP4 [has to do without two of its
+# features](https://github.com/NVIDIA/TransformerEngine/issues/2255).
 #
 # The *fnuz* formats of MI300 look like E4M3 and E5M2, but their exponent is shifted by one: the
 # same bits mean half as much, and the largest number of E4M3 is 240. A checkpoint in one is wrong
@@ -500,11 +523,11 @@ report
 # %% [markdown]
 # Read a row from left to right: bf16's SQNR first (the higher, the better), then that of each
 # format. A product has two rounded operands, so E4M3's 31.5 dB become 29. `fp8` has gradients in
-# E5M2, as torchao's recipe of that name, and so 25. A star marks what is better left in 16 bits,
+# E5M2, as torchao's recipe `tensorwise`, and so 25. A star marks what is better left in 16 bits,
 # and the list below says why. The planted feature breaks both layers around it. With one scale for
 # the tensor, as in FP8 and in NVFP4's upper level, all their other values become zero (0 dB).
 # Scales for rows save a little, blocks of 32 save more, and yet they are far from the usual, so
-# `rehearse` leaves both layers out in every format, and the first and the last besides. Without
+# `rehearse` leaves both layers out in every format, and the head besides. Without
 # them the whole model *holds in one step*: its gradients are off by less than one percent in FP8,
 # where up to half is allowed, and its loss by far less than the tenth that is. Whether it learns
 # was not tried. The lines at the end convert the model with torchao, and ran on a copy.
@@ -528,8 +551,8 @@ assert report.formats[1].gradients_off < 0.01
 #   ordinary values, and the scales decide what outliers do to the others.
 # - One scale for the tensor is simple, and in FP8 it stands outliers of a thousand. In four bits
 #   an outlier takes its block with it, and the smaller the block, the less.
-# - All three products of a linear layer are rounded. Weights, sums, optimizer state and all other
-#   ops are not.
+# - The operands of all three products of a linear layer are rounded. Weights, optimizer state and all
+#   other ops are not. Sums are in fp32 here, and in about 14 bits on some GPUs.
 # - Without a scale the gradients of the blocks are zero in E4M3. With one, even four bits follow
 #   fp32 here, which says nothing about a long training of a large model.
 # - The numbers can be rehearsed anywhere. The speed can only be forecast: it needs large layers,

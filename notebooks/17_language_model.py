@@ -170,8 +170,9 @@ assert result.low_share == 1  # of the work of products
 result
 
 # %% [markdown]
-# The products run in bf16, and the norms in fp32, by CUDA's list of ops (a CPU's autocast leaves a
-# norm in the dtype of its input). The residual stream is fp32, because the embedding is: `x + …` adds
+# The products run in bf16, and the norms in fp32, by CUDA's list of ops, in which RMSNorm stands [from
+# torch 2.12 on](https://github.com/pytorch/pytorch/pull/188955) (a CPU's autocast leaves a norm in the
+# dtype of its input). The residual stream is fp32, because the embedding is: `x + …` adds
 # bf16 to fp32. That helps, because every block adds a small amount and bf16 would round each sum; it
 # costs memory. Hooks say the same of a real step on this device:
 
@@ -247,9 +248,11 @@ assert message.startswith("Expected query, key, and value to have the same dtype
 # %% [markdown]
 # Which kernel runs depends on the dtype too. On CUDA *flash attention* takes fp16 and bf16 alone, on
 # cards from Ampere on, with heads of at most 256, no mask of your own, and with `is_causal` as many
-# queries as keys. cuDNN's kernel wants 16 bits as well. Everything else goes to a slower kernel
-# without a word: a model in fp32, a padded batch with a mask, any model on a T4. Ask for a kernel if
-# you want to be sure of it. It raises if it cannot run, and *why* stands in the warnings before:
+# queries as keys. cuDNN's kernel wants 16 bits as well, takes a mask, and is the first choice on an
+# H100 (where its gradients can be NaN with a mask, [in torch 2.11 and some
+# later](https://github.com/pytorch/pytorch/issues/196678)). What neither takes goes to a slower kernel
+# without a word: a model in fp32, any model on a T4. Ask for a kernel if you want to be sure of it. It
+# raises if it cannot run, and *why* stands in the warnings before:
 
 # %%
 import warnings
@@ -404,7 +407,8 @@ assert parts < direct / 5
 # %% [markdown]
 # The gradients agree to rounding. (That is what is kept between the passes; in the backward pass one
 # chunk at a time comes on top.) Checkpointing remembers autocast's state and enters it again for its
-# second forward pass, so it goes with autocast as it is ([notebook 07](07_training_recipes.ipynb)).
+# second forward pass, so it needs no change under autocast ([notebook
+# 07](07_training_recipes.ipynb#Checkpoint-activations) has the exception).
 # With a frozen base, as below, it has to be `use_reentrant=False`: the old kind finds no gradient at
 # its input and learns nothing.
 #
@@ -521,7 +525,7 @@ assert arrived[1] > 0.98
 assert arrived[10_000] < arrived[1000] < 0.8
 
 # %% [markdown]
-# bf16 numbers are about 0.4 % apart. While the update is larger than that, rounding is noise, and on
+# bf16 numbers are 0.4 to 0.8 % apart. While the update is larger than that, rounding is noise, and on
 # the whole the update arrives. Below half of it most values do not move at all, and most of the
 # update is gone.
 #

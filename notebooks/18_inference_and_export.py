@@ -178,9 +178,9 @@ for batch in (1, 256):
     assert not times.ratio("fp32 compiled", "bf16 compiled").is_above(32)
 
 # %% [markdown]
-# The ratios say how many times as fast as fp32 each way is. On our two CPU cores bf16 took about twice
-# as long for a single image or more, even with no weights left to cast, so the casts of autocast are
-# not the whole of it. With 256 images at a time it gains, and most of all when it is compiled. Compare
+# The ratios say how many times as fast as fp32 each way is. On our two CPU cores bf16 took longer than
+# fp32 for a single image, even with no weights left to cast, so the casts of autocast are not the whole
+# of it. With 256 images at a time it gains, and most of all when it is compiled. Compare
 # the compiled bf16 with the *compiled* fp32 if you want to know what bf16 alone buys. [Notebook
 # 10](10_speed_ladder.ipynb) tells how to find the limit of a device, and `amp-lab advise` tries
 # these ways on a model of yours.
@@ -422,13 +422,14 @@ print("with autocast in its forward, it returns", inside.module()(x).dtype)
 assert inside.module()(x).dtype is torch.bfloat16
 
 # %% [markdown]
-# Autocast *around* an export leaves nothing in the graph: you believe that you have a bf16
-# program, and it computes in fp32. Autocast inside `forward` is kept, as a region
-# (`wrap_with_autocast`) for one type of device, which `run_decompositions` turns into casts; the
-# file still holds fp32 weights. The plain way is to **cast first**, so that the graph has bf16
-# weights and ops, and that is what we do. The program takes any batch (the example has two images,
-# since 1 would be a size of its own), and it is bound to the device on which it was exported. We
-# write it and read it back:
+# Autocast *around* `torch.export.export` leaves nothing in the graph: you believe that you have a
+# bf16 program, and it computes in fp32. (Around `torch.onnx.export` of a module it does leave its
+# casts, and the file then computes in bf16, which ONNX Runtime's CPU refuses, as we see below.)
+# Autocast inside `forward` is kept, as a region (`wrap_with_autocast`) for one type of device,
+# which `run_decompositions` turns into casts; the file still holds fp32 weights. The plain way is
+# to **cast first**, so that the graph has bf16 weights and ops, and that is what we do. The program
+# takes any batch (the example has two images, since 1 would be a size of its own), and it is bound
+# to the device on which it was exported. We write it and read it back:
 
 # %% tags=["nbval-ignore-output"]
 half = copy.deepcopy(model).cpu().bfloat16()  # in evaluation mode already: call eval() first
@@ -485,6 +486,10 @@ else:
         same = (onnx_decisions(dtype) == in_fp32.argmax(1).cpu()).sum().item()
         print(f"ONNX in {dtype}: {same} of {len(tests)} decisions as torch in fp32")
         assert same > 0.98 * len(tests)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = torch.onnx.export(torch.nn.Linear(8, 8), (torch.zeros(2, 8),), verbose=False)
+    print("exported inside autocast:", [node.op_type for node in inside.model.graph])
+    assert inside.model.graph.outputs[0].dtype.name == "BFLOAT16"
     try:
         onnx_decisions(torch.bfloat16)
     except onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented as error:
@@ -545,8 +550,9 @@ assert far["fp8-rowwise"] < far["int4"] < far["nvfp4"]
 # Beside its four bits a weight has its share of what the group stores: of one number in eight bits in
 # NVFP4, of two in 16 bits in our `int4`. torchao (`Int4WeightOnlyConfig`), GPTQ and AWQ let 32 to 128
 # weights share them, and the last two choose the roundings by what they do to real inputs.
-# bitsandbytes' NF4, the base of QLoRA, spaces its 16 numbers as normally distributed weights lie. These
-# four store in four bits and multiply in 16.
+# bitsandbytes' NF4, the base of QLoRA, spaces its 16 numbers as normally distributed weights lie. All
+# four store in four bits and multiply in more: in 16, except that bitsandbytes multiplies in fp32 unless
+# you say otherwise ([`bnb_4bit_compute_dtype=torch.bfloat16`](https://huggingface.co/docs/transformers/quantization/bitsandbytes)).
 #
 # ## The same answer twice
 #
@@ -565,13 +571,12 @@ with torch.inference_mode():
 
 # %% [markdown]
 # A library chooses another kernel for another size of the batch, and that one adds in another
-# order. So a service that batches requests as they come gives slightly different outputs. That
-# bf16 happened to give the same bits here says nothing about a GPU, where differences of the size
-# of bf16's rounding are usual. What can be had: the same bits for the same batch on the same
-# machine (`torch.use_deterministic_algorithms`), a fixed batch that is filled up, or kernels that
-# are made to be batch-invariant. What cannot be had is the same bits on another kind of GPU, or
-# after an update of the libraries. `amp-lab diff --batch-sizes` finds the op where two batch sizes
-# part.
+# order. So a service that batches requests as they come gives slightly different outputs. In bf16 a
+# difference this small is mostly rounded away, and where it is not, it is as large as bf16's
+# rounding. What can be had: the same bits for the same batch on the same machine
+# (`torch.use_deterministic_algorithms`), a fixed batch that is filled up, or kernels that are made
+# to be batch-invariant. What cannot be had is the same bits on another kind of GPU, or after an
+# update of the libraries. `amp-lab diff --batch-sizes` finds the op where two batch sizes part.
 #
 # ## Summary
 #
@@ -580,7 +585,7 @@ with torch.inference_mode():
 #   Cast the inputs too, and compare and sum the outputs in fp32.
 # - A compiled model is compiled again for another kind of batch, autocast state or gradient mode.
 #   Its bf16 rounds less often than eager's.
-# - Autocast around `torch.export` is lost: cast first, then export, then compare.
+# - Autocast around `torch.export.export` is lost: cast first, then export, then compare.
 #
 # Something is wrong with the outputs? [Notebook 08](08_when_amp_breaks.ipynb) is for looking it up.
 #

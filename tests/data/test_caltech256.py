@@ -190,7 +190,10 @@ def test_an_image_that_is_not_augmented_is_what_torchvision_makes_of_it(caltech2
         with Image.open(made._source[index]) as picture:
             expected = v2.Compose(crop)(picture.convert("RGB")).float()
         found = pixels_of(made[index][0])
-        assert (found - expected).abs().mean() < 0.1  # of 255: some builds decode a little else
+        # Both round to whole levels after each of two passes, some kernels in between as well: a
+        # half of one of 255 levels on average, where a picture shifted by a pixel is off by more.
+        assert (found - expected).abs().mean() < 0.5
+        assert (found[:, 1:] - expected[:, :-1]).abs().mean() > 1
         assert (found - expected).abs().max() < 4
 
 

@@ -11,6 +11,12 @@ from contextlib import nullcontext
 import pytest
 import torch
 from definitions import check_marks, definitions, names_defined
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import build_pairs
 
@@ -257,3 +263,28 @@ def test_links_within_the_notebook_lead_to_headings_and_every_recipe_is_linked()
     assert (main, len(anchors)) == (7, 14)
     links = re.findall(r"\]\(#(\S+)\) \|", text)
     assert links == anchors[: main + 1] + anchors[:main] + anchors[main + 1 :]
+
+
+def keep_products(context, op, *args, **kwargs):
+    is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("shares_a_weight", [True, False])
+@pytest.mark.parametrize("cache_enabled", [True, False])
+def test_selective_checkpointing_of_a_shared_weight_needs_the_cache_off(
+    one_thread, shares_a_weight, cache_enabled
+):
+    """As the recipe on checkpointing says."""
+    select = functools.partial(create_selective_checkpoint_contexts, keep_products)
+    layer, x = nn.Linear(8, 8), torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache_enabled):
+        for region in (layer, layer if shares_a_weight else nn.Linear(8, 8)):
+            x = checkpoint(region, x, use_reentrant=False, context_fn=select)
+    loss = x.float().sum()
+    if shares_a_weight and cache_enabled:
+        with pytest.raises(RuntimeError, match="not found in storage"):
+            loss.backward()
+    else:
+        loss.backward()
+        assert layer.weight.grad is not None
