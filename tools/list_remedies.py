@@ -18,6 +18,7 @@ MODULES = (
     "amp_lab.advisor.recipes",
     "amp_lab.advisor.session",
     "amp_lab.formats.rehearsal",
+    "amp_lab.migrate.mistakes",
     "amp_lab.numerics.nonfinite_remedies",
     "amp_lab.numerics.scale_log",
     "amp_lab.numerics.underflow",

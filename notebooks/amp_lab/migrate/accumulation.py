@@ -10,6 +10,7 @@ import libcst as cst
 
 from amp_lab.migrate import nodes
 from amp_lab.migrate.code_reader import CodeReader, Event, Found, last_part, of_kind
+from amp_lab.remedies import remedy
 
 # Packages in which no model calls autocast: where all imports are of these, the file is a whole
 # program. A model of another package, or of another file, may have autocast in its forward pass.
@@ -18,6 +19,25 @@ _PACKAGES |= {"PIL", "cv2", "pandas", "tensorboardX", "wandb", "yaml", "einops",
 _PACKAGES |= {"tqdm", "timm", *sys.stdlib_module_names}
 _CASTS = {"half", "float16", "bfloat16"}
 _MODELS = ("torchvision.models.", "timm.", "torch.nn.Sequential", "torch.nn.Linear")
+
+_UNSCALED_EACH_BATCH = remedy(
+    "migrate.unscaled_each_batch",
+    "unscale_ runs for each of several batches that one step sums",
+    "{scaler}.unscale_ runs for each batch, and may run once a step: call it right before "
+    "{scaler}.step({optimizer})",
+)
+_UNSCALED_BY_ANOTHER = remedy(
+    "migrate.unscaled_by_another",
+    "one scaler unscales, and another one steps",
+    "{scaler} unscales what {other}.step({optimizer}) unscales again: unscale with {other}, which "
+    "also has to scale its loss",
+)
+_WITHOUT_AUTOCAST = remedy(
+    "migrate.without_autocast",
+    "a whole program scales its loss and has no autocast",
+    "{scaler} scales, but nothing runs in autocast: put the forward pass and the loss in "
+    "torch.autocast, or drop the scaler",
+)
 
 
 def unscaled_in_each_batch(code: CodeReader) -> Found:
@@ -32,9 +52,8 @@ def unscaled_in_each_batch(code: CodeReader) -> Found:
         is_rare = all(_is_less_often(event, unscale) for event in (*steps, *updates))
         is_either = any(a.place.excludes(b.place) for a in updates for b in updates)
         if is_rare and not is_either and not code.escapes(last_part(unscale.of)):
-            what = f"call it right before {unscale.of}.step({unscale.optimizer})"
-            once = "runs for each batch, and may run once a step"
-            yield unscale.node, f"{unscale.of}.unscale_ {once}: {what}"
+            names = {"scaler": unscale.of, "optimizer": unscale.optimizer}
+            yield unscale.node, _UNSCALED_EACH_BATCH.said(**names)
 
 
 def _steps_of(event: Event) -> list[Event]:
@@ -77,9 +96,8 @@ def unscaled_by_another(code: CodeReader) -> Found:
             continue
         later = [e for e in steps if e.order > unscale.order]
         if later and code.is_one(unscale.of) and code.is_one(later[0].of):
-            step = f"{later[0].of}.step({unscale.optimizer})"
-            what = f"unscale with {later[0].of}, which also has to scale its loss"
-            yield unscale.node, f"{unscale.of} unscales what {step} unscales again: {what}"
+            names = {"scaler": unscale.of, "other": later[0].of}
+            yield unscale.node, _UNSCALED_BY_ANOTHER.said(optimizer=unscale.optimizer, **names)
 
 
 def scaled_without_autocast(code: CodeReader) -> Found:
@@ -92,8 +110,7 @@ def scaled_without_autocast(code: CodeReader) -> Found:
     parts |= {method.attr.value for method in methods}  # Net().half()
     if parts & _CASTS or any("autocast" in part for part in parts):
         return
-    what = "put the forward pass and the loss in torch.autocast, or drop the scaler"
-    yield code.makers[names[0]], f"{names[0]} scales, but nothing runs in autocast: {what}"
+    yield code.makers[names[0]], _WITHOUT_AUTOCAST.said(scaler=names[0])
 
 
 def _is_whole_program(code: CodeReader) -> bool:

@@ -4,6 +4,20 @@ import libcst as cst
 
 from amp_lab.migrate import nodes
 from amp_lab.migrate.code_reader import CodeReader, Found
+from amp_lab.remedies import remedy
+
+_NOT_SAVED = remedy(
+    "migrate.not_saved",
+    "a checkpoint that training goes on from lacks the scaler",
+    "the checkpoint holds the optimizer, but not {scaler}: save {scaler}.state_dict() too, or the "
+    "scale starts anew",
+)
+_NOT_LOADED = remedy(
+    "migrate.not_loaded",
+    "training goes on from a checkpoint without the scaler's state",
+    "training goes on without the state of {scaler}: load it, and save {scaler}.state_dict() too, "
+    "or the scale starts anew",
+)
 
 
 def saved_without(code: CodeReader) -> Found:
@@ -14,11 +28,10 @@ def saved_without(code: CodeReader) -> Found:
     calls, name = code.tree.calls, scalers[0]
     loads = [call for call in calls if _loads_optimizer(code, call)]
     saves = [call for call in calls if _saves_optimizer(code, call)]
-    save = f"save {name}.state_dict() too, or the scale starts anew"
     for call in saves if loads else ():
-        yield call, f"the checkpoint holds the optimizer, but not {name}: {save}"
+        yield call, _NOT_SAVED.said(scaler=name)
     if loads and not saves:
-        yield loads[0], f"training goes on without the state of {name}: load it, and {save}"
+        yield loads[0], _NOT_LOADED.said(scaler=name)
 
 
 def _is_kept(code: CodeReader, name: str) -> bool:

@@ -13,10 +13,39 @@ from amp_lab.migrate import accumulation, checkpoints, nodes
 from amp_lab.migrate.code_reader import CodeReader, Event, Found, last_part, of_kind
 from amp_lab.migrate.python_tree import Tree
 from amp_lab.migrate.rewriter import Rewriter
+from amp_lab.remedies import remedy
 
 # A scaler may be passed to a function. Without a backward there is nothing to do wrong.
 TRIGGERS = ("autocast backward", "GradScaler backward", "torch .scale( backward")
 _UNSCALES = re.compile(r"unscale|get_scale|_scale\b|\.grad\b|\binf\b")
+
+_CLIPPED_SCALED = remedy(
+    "migrate.clipped_scaled",
+    "gradients are clipped while they are scaled",
+    "scaled gradients are clipped: call {scaler}.unscale_({optimizer}) before",
+)
+_STEPPED_TWICE = remedy(
+    "migrate.stepped_twice",
+    "an optimizer steps after its scaler has stepped it",
+    "{scaler}.step({optimizer}) has stepped it: delete {optimizer}.step()",
+)
+_STEPPED_PAST = remedy(
+    "migrate.stepped_past",
+    "an optimizer steps with scaled gradients, past its scaler",
+    "{optimizer} steps past its scaler, which would skip gradients that are not finite{rest}: "
+    "write {scaler}.step({optimizer})",
+)
+_BACKWARD_INSIDE = remedy(
+    "migrate.backward_inside",
+    "backward runs inside the autocast block",
+    "backward runs inside autocast: end the block after the loss",
+)
+_NEVER_UPDATED = remedy(
+    "migrate.never_updated",
+    "a scaler steps, and its scale is never updated",
+    "{scaler} is never updated, so its scale stays what it was: call {scaler}.update() after the "
+    "step",
+)
 
 
 class Rule(Rewriter):
@@ -51,8 +80,8 @@ def _clipped_scaled(code: CodeReader) -> Found:
         later = of_kind("scaler step", clip.unit.events[clip.order :])
         steps = [e for e in later if e.of == scaled.of and not e.place.excludes(clip.place)]
         if steps and (code.both_run(clip, steps[0]) or code.both_run(scaled, steps[0])):
-            what = f"call {scaled.of}.unscale_({steps[0].optimizer}) before"
-            yield clip.node, f"scaled gradients are clipped: {what}"
+            names = {"scaler": scaled.of, "optimizer": steps[0].optimizer}
+            yield clip.node, _CLIPPED_SCALED.said(**names)
 
 
 def _may_be_unscaled(code: CodeReader, scaled: Event, clip: Event) -> bool:
@@ -101,15 +130,12 @@ def _wrong_with_step(code: CodeReader, scaled: Event, step: Event) -> str | None
     by_scaler = done.get("scaler step")
     if by_scaler is not None:
         is_twice = _steps_twice(code, by_scaler, step)
-        advice = f"{by_scaler.of}.step({step.of}) has stepped it: delete {step.of}.step()"
+        advice = _STEPPED_TWICE.said(scaler=by_scaler.of, optimizer=step.of)
         return advice if is_twice else None
     if not _steps_past(code, scaled, step, "unscale" in done):
         return None
     rest = "" if "unscale" in done else ", and unscale them"
-    return (
-        f"{step.of} steps past its scaler, which would skip gradients that are not finite"
-        f"{rest}: write {scaled.of}.step({step.of})"
-    )
+    return _STEPPED_PAST.said(scaler=scaled.of, optimizer=step.of, rest=rest)
 
 
 def _steps_twice(code: CodeReader, by_scaler: Event, step: Event) -> bool:
@@ -137,7 +163,7 @@ def _steps_past(code: CodeReader, scaled: Event, step: Event, is_unscaled: bool)
 def _backward_in_autocast(code: CodeReader) -> Found:
     for event in code.events:
         if event.kind in ("scaled", "backward") and event.place.autocast:
-            yield event.node, "backward runs inside autocast: end the block after the loss"
+            yield event.node, _BACKWARD_INSIDE.text
 
 
 def _never_updated(code: CodeReader) -> Found:
@@ -148,8 +174,7 @@ def _never_updated(code: CodeReader) -> Found:
             continue
         # Not every update is an event: a lambda runs later.
         if not any(use.parts[-2:] == (name, "update") for use in code.tree.uses):
-            fixed = f"its scale stays what it was: call {step.of}.update() after the step"
-            yield step.node, f"{step.of} is never updated, so {fixed}"
+            yield step.node, _NEVER_UPDATED.said(scaler=step.of)
 
 
 _NOTES = (_backward_in_autocast,)

@@ -1,0 +1,197 @@
+"""Each mistake that migrate finds, in a program that runs, and the program after what it says."""
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from remedy_tests import does, says
+from torch import nn
+
+from amp_lab.migrate import migrate_source
+
+HEAD = """
+import torch
+from torch import nn
+from torch.amp import GradScaler, autocast
+from torch.nn.utils import clip_grad_norm_
+
+model = nn.Linear(2, 1, bias=False)
+nn.init.ones_(model.weight)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cpu", init_scale=2.0**10)
+x = torch.ones(4, 2)
+
+
+def new_loss():
+    with autocast("cpu", dtype=torch.float16):
+        return model(x).float().square().mean()
+"""
+
+
+def run(code: str, **names: Any) -> dict[str, Any]:
+    """The names that a program leaves."""
+    left = names | {"__name__": "__main__"}
+    exec(compile(code, "program", "exec"), left)
+    return left
+
+
+def moved(names: dict[str, Any]) -> float:
+    """How far the program moved each of its two weights, which were 1; a step is 0.4."""
+    return float((1 - names["model"].weight.detach()).mean())
+
+
+def found(code: str) -> str:
+    findings = migrate_source(code)[1]
+    return "\n".join(f.message for f in findings if f.kind in ("mistake", "note"))
+
+
+class Case(NamedTuple):
+    wrong: str
+    right: str
+    says: str  # what stands in the message, and is done in `right`
+    check: Callable[[Callable[[], dict], Callable[[], dict]], bool]
+
+
+def raises(message: str) -> Callable:
+    """The wrong program raises, and the right one does not."""
+
+    def check(wrong: Callable[[], dict], right: Callable[[], dict]) -> bool:
+        with pytest.raises((RuntimeError, AssertionError), match=message):
+            wrong()
+        return bool(right())
+
+    return check
+
+
+def moves(wrongly: float, rightly: float) -> Callable:
+    """How far each moves the weights."""
+
+    def check(wrong: Callable[[], dict], right: Callable[[], dict]) -> bool:
+        found = moved(wrong()), moved(right())
+        return found == (pytest.approx(wrongly, rel=1e-2), pytest.approx(rightly, rel=1e-2))
+
+    return check
+
+
+BACKWARD = "scaler.scale(new_loss()).backward()\n"
+CASES = {
+    "clipped_scaled": Case(
+        BACKWARD + "clip_grad_norm_(model.parameters(), 1.0)\nscaler.step(optimizer)\n"
+        "scaler.update()\n",
+        BACKWARD + "scaler.unscale_(optimizer)\nclip_grad_norm_(model.parameters(), 1.0)\n"
+        "scaler.step(optimizer)\nscaler.update()\n",
+        "call scaler.unscale_(optimizer) before",
+        moves(0.1 * 0.5**0.5 / 2**10, 0.1 * 0.5**0.5),
+    ),
+    "stepped_twice": Case(
+        BACKWARD + "scaler.step(optimizer)\noptimizer.step()\nscaler.update()\n",
+        BACKWARD + "scaler.step(optimizer)\nscaler.update()\n",
+        "delete optimizer.step()",
+        moves(0.8, 0.4),
+    ),
+    "stepped_past": Case(
+        BACKWARD + "optimizer.step()\n",
+        BACKWARD + "scaler.step(optimizer)\nscaler.update()\n",
+        "write scaler.step(optimizer)",
+        moves(0.4 * 2**10, 0.4),
+    ),
+    "backward_inside": Case(
+        'with autocast("cpu", dtype=torch.float16):\n'
+        "    loss = model(x).float().square().mean()\n    scaler.scale(loss).backward()\n"
+        "scaler.step(optimizer)\nscaler.update()\n",
+        'with autocast("cpu", dtype=torch.float16):\n'
+        "    loss = model(x).float().square().mean()\nscaler.scale(loss).backward()\n"
+        "scaler.step(optimizer)\nscaler.update()\n",
+        "end the block after the loss",
+        moves(0.4, 0.4),  # it does no harm
+    ),
+    "never_updated": Case(
+        "for _ in range(2):\n    scaler.scale(new_loss()).backward()\n    scaler.step(optimizer)\n"
+        "    optimizer.zero_grad()\n",
+        "for _ in range(2):\n    scaler.scale(new_loss()).backward()\n    scaler.step(optimizer)\n"
+        "    scaler.update()\n    optimizer.zero_grad()\n",
+        "call scaler.update() after the step",
+        raises("already been called"),
+    ),
+    "unscaled_each_batch": Case(
+        "for i in range(4):\n    scaler.scale(new_loss()).backward()\n"
+        "    scaler.unscale_(optimizer)\n    if i % 2:\n        scaler.step(optimizer)\n"
+        "        scaler.update()\n        optimizer.zero_grad()\n",
+        "for i in range(4):\n    scaler.scale(new_loss()).backward()\n    if i % 2:\n"
+        "        scaler.unscale_(optimizer)\n        scaler.step(optimizer)\n"
+        "        scaler.update()\n        optimizer.zero_grad()\n",
+        "call it right before scaler.step(optimizer)",
+        raises("already been called"),
+    ),
+    "unscaled_by_another": Case(
+        'other = GradScaler("cpu", init_scale=2.0**10)\nscaler.scale(new_loss()).backward()\n'
+        "other.scale(new_loss() * 0).backward()\nscaler.unscale_(optimizer)\n"
+        "other.step(optimizer)\nother.update()\nscaler.update()\n",
+        'other = GradScaler("cpu", init_scale=2.0**10)\nother.scale(new_loss()).backward()\n'
+        "other.scale(new_loss() * 0).backward()\nother.unscale_(optimizer)\n"
+        "other.step(optimizer)\nother.update()\n",
+        "unscale with other, which also has to scale its loss",
+        moves(0.4 / 2**10, 0.4),
+    ),
+}
+RESUME = """
+scaler.scale(new_loss() * float("inf")).backward()  # this step is skipped, and halves the scale
+scaler.step(optimizer)
+scaler.update()
+"""
+AGAIN = """
+scaler = GradScaler("cpu", init_scale=2.0**10)
+state = torch.load(path)
+optimizer.load_state_dict(state["optimizer"])
+"""
+
+
+@does(*(f"migrate.{code}" for code in CASES))
+@pytest.mark.parametrize("code", CASES)
+def test_the_program_that_does_as_it_says_is_right(code):
+    case = CASES[code]
+    said = found(HEAD + case.wrong)
+    assert says(f"migrate.{code}", said)
+    assert case.says in said
+    assert found(HEAD + case.right) == ""
+    assert case.check(lambda: run(HEAD + case.wrong), lambda: run(HEAD + case.right))
+
+
+@does("migrate.without_autocast")
+def test_a_scaler_where_nothing_runs_in_autocast():
+    scaled = BACKWARD + "scaler.step(optimizer)\nscaler.update()\n"
+    wrong = (HEAD + scaled).replace('    with autocast("cpu", dtype=torch.float16):\n    ', "")
+    wrong = wrong.replace("GradScaler, autocast", "GradScaler")
+    assert says("migrate.without_autocast", found(wrong))
+    dropped = wrong.replace("scaler.scale(new_loss())", "new_loss()")
+    dropped = dropped.replace("scaler.step(optimizer)", "optimizer.step()")
+    dropped = re.sub(r"^(scaler|from torch.amp).*\n", "", dropped, flags=re.MULTILINE)
+    for right in (HEAD + scaled, dropped):
+        assert found(right) == ""
+        assert moved(run(right)) == pytest.approx(0.4, rel=1e-2)
+
+
+@does("migrate.not_saved", "migrate.not_loaded")
+def test_the_scale_goes_on_where_its_state_is_saved_and_loaded(tmp_path):
+    step = BACKWARD + "scaler.step(optimizer)\nscaler.update()\n"
+    save = 'torch.save({"optimizer": optimizer.state_dict()}, path)\n'
+    both = save.replace("()}", '(), "scaler": scaler.state_dict()}')
+    load = AGAIN + 'scaler.load_state_dict(state["scaler"])\n'
+    path = {"path": tmp_path / "state.pt"}
+
+    assert says("migrate.not_saved", found(HEAD + RESUME + save + AGAIN + step))
+    assert run(HEAD + RESUME + save + AGAIN, **path)["scaler"].get_scale() == 2.0**10
+    assert found(HEAD + RESUME + both + load + step) == ""
+    assert run(HEAD + RESUME + both + load, **path)["scaler"].get_scale() == 2.0**9
+
+    assert says("migrate.not_loaded", found(HEAD + AGAIN + step))
+    assert found(HEAD + load + step) == ""
+
+
+def test_the_programs_are_what_their_names_say():
+    """A step moves both weights by the rate times the gradient, 2 * 2."""
+    assert isinstance(run(HEAD)["model"], nn.Linear)
+    assert moved(run(HEAD + BACKWARD + "scaler.step(optimizer)\n")) == pytest.approx(0.4, rel=1e-2)
+    assert torch.equal(run(HEAD)["x"], torch.ones(4, 2))
