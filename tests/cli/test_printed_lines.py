@@ -1,0 +1,93 @@
+"""Every command that README and docs print is one that the command line takes; and runs."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from amp_lab import cli
+from conftest import WEEKLY
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CHEATSHEET.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+# What a person replaces: names of files and folders that are not here.
+STANDS_FOR = ("FILE", "PATH", "my_model.py", "before.py", "runs/", "letters.txt")
+TAKES_LONG = ("bench", "train", "advise", "rehearse")  # these have tests of their own
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """The arguments of each `amp-lab` in a block of code, and the page that it stands on."""
+    found = []
+    for page in PAGES:
+        for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
+            lines = block.replace("\\\n", " ").splitlines() if language != "python" else ()
+            for line in lines:
+                line = re.sub(r"  +#.*", "", line).replace("REPOSITORY", "x")
+                if match := re.search(r"(?:pdm run amp-lab|-m amp_lab|\" amp-lab) (.*)", line):
+                    found.append((page.name, shlex.split(match[1])))
+    return found
+
+
+COMMANDS = commands()
+
+
+@pytest.mark.parametrize(("page", "arguments"), COMMANDS, ids=lambda value: str(value)[:60])
+def test_a_command_on_a_page_is_one_that_there_is(page, arguments):
+    options = cli._parser().parse_args(arguments)
+    assert options.command == arguments[0]
+
+
+def test_every_page_with_commands_was_read():
+    assert {page for page, _ in COMMANDS} == {
+        "README.md", "bench.md", "migrate.md", "several_machines.md", "train.md", "your_model.md"
+    }  # fmt: skip
+    assert len(COMMANDS) > 20
+
+
+RUN = [
+    (page, arguments)
+    for page, arguments in COMMANDS
+    if arguments[0] not in TAKES_LONG
+    and not any(name in part for part in arguments for name in STANDS_FOR)
+    and page != "migrate.md"
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page", "arguments"),
+    RUN if WEEKLY else [run for run in RUN if "resnet18" in " ".join(run[1])],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_command_on_a_page_runs(page, arguments, capsys):
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_the_python_on_a_page_runs(capsys):
+    """All but the loop of the cheat sheet, which has a test of its own."""
+    blocks = {
+        page.name: [
+            code for language, code in FENCE.findall(page.read_text()) if language == "python"
+        ]
+        for page in PAGES
+    }
+    assert {name: len(found) for name, found in blocks.items() if found} == {
+        "CHEATSHEET.md": 1, "when_it_breaks.md": 1
+    }  # fmt: skip
+    (code,) = blocks["when_it_breaks.md"]
+
+    def train_step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        loss = model(batch).log().sum()
+        loss.backward()
+        return loss
+
+    with torch.random.fork_rng():
+        names = {"model": nn.Linear(2, 1), "batch": -torch.ones(1, 2), "train_step": train_step}
+        nn.init.ones_(names["model"].weight)
+        exec(code, names)
+    assert capsys.readouterr().out.startswith("NaN made in forward by log: outside the model")
