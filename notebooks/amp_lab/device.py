@@ -66,7 +66,12 @@ class DeviceReport:
 
     @property
     def accelerated(self) -> tuple[Precision, ...]:
-        """The precisions whose matrix product is measurably faster than fp32's, fastest first."""
+        """The precisions whose matrix product is measurably faster than fp32's, fastest first.
+
+        Where the rates are not `trusted`, what is `recommended` by what is known of the device.
+        """
+        if not self.trusted:
+            return () if self.recommended is Precision.FP32 else (self.recommended,)
         faster = [precision for precision in Precision if self.speedup(precision) >= ACCELERATED]
         return tuple(sorted(faster, key=self.speedup, reverse=True))
 

@@ -114,19 +114,31 @@ def test_from_python_it_takes_the_enum_and_tells_what_stopped_it(tmp_path):
     assert load_checkpoint(tmp_path / "x" / "checkpoint.pt")["config"]["precision"] == "bf16"
 
 
-@pytest.mark.parametrize(("speedup", "warned"), [(1 / 200, True), (0.8, False)])
+SLOW = "takes 200 times as long as in fp32 on this CPU"
+
+
+@pytest.mark.parametrize(
+    ("speedup", "trusted", "has_fp16", "warning"),
+    [
+        (1 / 200, True, True, SLOW),
+        (0.8, True, False, ""),
+        (5.0, False, False, "this CPU has no instructions for it"),
+        (1 / 200, False, True, ""),
+    ],
+)
 def test_fp16_works_on_a_cpu_and_is_warned_of_once_where_slow(
-    tmp_path, capsys, monkeypatch, speedup, warned
+    tmp_path, capsys, monkeypatch, speedup, trusted, has_fp16, warning
 ):
     measured = describe_device("cpu")
     rates = {**measured.rates, Precision.FP16: speedup * measured.rates[Precision.FP32]}
-    report = dataclasses.replace(measured, rates=rates)
+    report = dataclasses.replace(measured, rates=rates, trusted=trusted)
     monkeypatch.setattr("amp_lab.training.run.describe_device", lambda device: report)
+    monkeypatch.setattr("amp_lab.training.run.onednn_has_fp16", lambda: has_fp16)
     line = arguments(tmp_path / "x", epochs=1, limit=8, precision="fp16")
     assert main(line) == 0
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == warned
-    assert all("takes 200 times as long as in fp32 on this CPU" in line for line in said)
+    assert len(said) == bool(warning)
+    assert all(warning in line for line in said)
 
 
 def test_a_finished_run_has_nothing_to_resume(finished, capsys):

@@ -20,6 +20,7 @@ from torch import nn
 
 from amp_lab.backends import backend
 from amp_lab.checkpoint import run_state
+from amp_lab.cpu import onednn_has_fp16
 from amp_lab.data import TEXTS, ImageData, ImageSet, batches, load_dataset, load_text
 from amp_lab.device import describe_device, pick_device
 from amp_lab.distributed.process_group import join
@@ -328,11 +329,15 @@ def load_data(
 
 
 def _warn_of_slow_fp16(device: torch.device) -> None:
-    speedup = describe_device(device).speedup(Precision.FP16)
-    if speedup < 0.5:
-        slow = f"takes {1 / speedup:.0f} times as long as in fp32 on this CPU"
-        message = f"fp16: a matrix product {slow}; bf16 needs no more memory"
-        warnings.warn(message, AmpLabWarning, stacklevel=4)
+    report = describe_device(device)
+    speedup = report.speedup(Precision.FP16)
+    if report.trusted and speedup < 0.5:
+        slow = f"a matrix product takes {1 / speedup:.0f} times as long as in fp32 on this CPU"
+    elif not report.trusted and not onednn_has_fp16():
+        slow = "this CPU has no instructions for it, so that it is slow"
+    else:
+        return
+    warnings.warn(f"fp16: {slow}; bf16 needs no more memory", AmpLabWarning, stacklevel=4)
 
 
 class _StopSignals:
