@@ -2407,7 +2407,7 @@ for dtype in (torch.bfloat16, torch.float16):
 # %% [markdown]
 # ## Summary
 #
-# We looked at 41 failures. Five questions find most of them:
+# We looked at 42 failures. Five questions find most of them:
 #
 # 1. **Are the parameters fp32?** If they are not, nothing else helps (9, 29).
 # 2. **Does each forward pass have a block of its own, with its dtype, and end it with `.float()`?**
