@@ -487,7 +487,8 @@ else:
         print(f"ONNX in {dtype}: {same} of {len(tests)} decisions as torch in fp32")
         assert same > 0.98 * len(tests)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = torch.onnx.export(torch.nn.Linear(8, 8), (torch.zeros(2, 8),), verbose=False)
+        linear = torch.nn.Linear(8, 8).eval()
+        inside = torch.onnx.export(linear, (torch.zeros(2, 8),), verbose=False)
     print("exported inside autocast:", [node.op_type for node in inside.model.graph])
     assert inside.model.graph.outputs[0].dtype.name == "BFLOAT16"
     try:

@@ -76,16 +76,8 @@ def xray(
     _check_inputs(model, inputs, kwargs, real)
     given = model, inputs, kwargs
     trace = functools.partial(_on_device if real else _on_fakes, given, loss_fn, device_type)
-    seen, raised = trace(dtype), None
-    if seen.error is not None:
-        # Only what runs without autocast is worth a table: else the model or its inputs are wrong.
-        plain = seen if off else trace(torch.float32)
-        if plain.error is not None:
-            # With some weights in 16 bits it only runs under autocast: what fails there counts.
-            has_low = any(parameter.dtype in LOWER_DTYPES for parameter in model.parameters())
-            told, error = (seen, seen.error) if has_low else (plain, plain.error)
-            raise TraceError(_explained(error, told, given)) from error
-        raised = _explained(seen.error, seen, given)
+    seen = trace(dtype)
+    raised = None if seen.error is None else _raised_under_autocast(seen, trace, given, off)
     return Xray(
         model=type(model).__name__,
         device_type=device_type,
@@ -100,6 +92,23 @@ def xray(
         advice=advise(seen, raised),
         classes=seen.classes,
     )
+
+
+def _raised_under_autocast(
+    seen: Tracer, trace: Callable[[torch.dtype], Tracer], given: _Given, off: bool
+) -> str:
+    """The error of a run that failed, if the model runs without autocast; else `TraceError`.
+
+    Only what runs without autocast is worth a table: else the model or its inputs are wrong.
+    """
+    assert seen.error is not None
+    plain = seen if off else trace(torch.float32)
+    if plain.error is None:
+        return _explained(seen.error, seen, given)
+    # With some weights in 16 bits it only runs under autocast: what fails there counts.
+    has_low = any(parameter.dtype in LOWER_DTYPES for parameter in given[0].parameters())
+    told, error = (seen, seen.error) if has_low else (plain, plain.error)
+    raise TraceError(_explained(error, told, given)) from error
 
 
 def _on_fakes(
