@@ -56,9 +56,15 @@ def test_every_file_is_as_safe_as_the_first(checkout, file):
     assert not lab["user"].startswith("0")
     assert lab["restart"] == "on-failure:5"
     assert int(lab["shm_size"]) == 2 * 2**30
+    assert int(lab["mem_limit"]) == 16 * 2**30
     assert {v["target"] for v in lab["volumes"]} == {"/work/notebooks", "/work/data"}
     for forbidden in ("privileged", "network_mode", "cap_add", "pid", "ipc"):
         assert forbidden not in lab
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_memory_limit_can_be_set(checkout, file):
+    assert int(config(checkout, file, AMP_LAB_MEMORY="48g")["mem_limit"]) == 48 * 2**30
 
 
 def test_cuda_reserves_the_gpus(checkout):
