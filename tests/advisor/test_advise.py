@@ -283,7 +283,7 @@ def test_memory_that_is_taken_anew_in_each_step_is_told(planted, monkeypatch, ta
     monkeypatch.setattr(session, "memory_taken", of_a_step)
     watch = planted(mlp(), torch.randn(8, 16)).watch
     lines = [line for line in watch if "keep_memory" in line]
-    assert [line.partition(" takes 1048576.0 MiB anew")[0] for line in lines] == (
+    assert [line.partition(" takes 1048576.0 MiB from")[0] for line in lines] == (
         ["inference: fp32", "training: fp32"] if told else []
     )
 

@@ -105,14 +105,14 @@ def test_without_the_instructions_tiles_say_so(monkeypatch):
     with pytest.raises(OptionError, match="needs a CPU with AVX-512 and its bf16 instructions"):
         rungs.make_step(case, rung)  # which a run tells in the row of the rung, as "not run"
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    monkeypatch.setattr(cpp_tiles, "onednn_has_bf16", lambda: False)
+    monkeypatch.setattr(cpp_tiles, "has_bf16_instructions", lambda: False)
     with pytest.raises(OptionError, match="oneDNN has small products in bf16"):
         rungs.make_step(case, rung)
 
 
 def test_without_a_compiler_tiles_say_so(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    monkeypatch.setattr(cpp_tiles, "onednn_has_bf16", lambda: True)
+    monkeypatch.setattr(cpp_tiles, "has_bf16_instructions", lambda: True)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(OptionError, match="there is no no-such-compiler here"):
         TiledStep(ConvModel(32))

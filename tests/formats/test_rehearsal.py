@@ -348,7 +348,9 @@ def test_a_gradient_that_sums_over_rows_of_no_multiple_is_left_out_with_the_reme
     takes = torch_takes(batch * tokens)
     assert all(("pad batch x tokens" in reason) == (not takes) for reason in reasons.values())
     if not takes:
-        assert f"sums over {batch * tokens} rows, no multiple of 16" in next(iter(reasons.values()))
+        assert f"sums over {batch * tokens} rows, not a multiple of 16" in next(
+            iter(reasons.values())
+        )
 
 
 def test_a_recipe_whose_lines_fail_is_not_recommended(monkeypatch):

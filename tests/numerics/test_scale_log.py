@@ -196,7 +196,7 @@ def test_the_log_can_be_read_and_drawn():
             scaler.step(optimizer)
             scaler.update()
     assert "2 steps, 2 skipped" in repr(log)
-    assert "lowest 0.5. Below 1" in repr(log)
+    assert "lowest 0.5. A scale below 1" in repr(log)
     ax = log.plot()
     assert list(ax.lines[0].get_ydata()) == [1.0, 0.5]
     assert list(ax.lines[1].get_xdata()) == [0, 1]

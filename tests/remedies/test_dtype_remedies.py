@@ -20,6 +20,7 @@ from amp_lab.cli import main
 from amp_lab.cpu import lstm_error
 from amp_lab.errors import TraceError
 from amp_lab.remedies import REMEDIES
+from amp_lab.tracing.records import LOSS
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -139,19 +140,27 @@ def test_inputs_in_the_dtype_of_the_weights(dtype):
 
 @does("xray.loss_in_low_precision")
 @KINDS
-def test_a_loss_of_what_is_cast_to_float(kind):
-    target = torch.zeros(8, dtype=torch.long)
-    model, x = as_kind(kind)
-    options = {"device_type": "cuda", "dtype": None if kind == "cast" else FP16}
-    found = xray(model, x, loss_fn=lambda output: F.cross_entropy(output, target), **options)
-    assert says("xray.loss_in_low_precision", "\n".join(found.advice))
+@pytest.mark.parametrize("name", ["cross entropy", "contrastive"])
+def test_a_loss_outside_autocast(kind, name):
+    """A contrastive loss multiplies: `.float()` alone would not do, since autocast casts back."""
+    target = torch.arange(8)
 
     def loss(output: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(eval("output.float()"), target)
+        if name == "contrastive":
+            output = output @ output.T
+        return F.cross_entropy(output, target)
 
+    def outside(output: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", enabled=False):
+            return loss(eval("output.float()", {"output": output}))
+
+    model, x = as_kind(kind)
+    options = {"device_type": "cuda", "dtype": None if kind == "cast" else FP16}
     found = xray(model, x, loss_fn=loss, **options)
+    assert says("xray.loss_in_low_precision", "\n".join(found.advice))
+    found = xray(model, x, loss_fn=outside, **options)
     assert not says("xray.loss_in_low_precision", "\n".join(found.advice))
-    assert found.loss_dtype is FP32
+    assert {row.dtype for row in found.rows if row.module == LOSS} == {FP32}
 
 
 class Reader(nn.Module):

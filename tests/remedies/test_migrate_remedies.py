@@ -120,9 +120,9 @@ CASES = {
         "    scaler.unscale_(optimizer)\n    if i % 2:\n        scaler.step(optimizer)\n"
         "        scaler.update()\n        optimizer.zero_grad()\n",
         "for i in range(4):\n    scaler.scale(new_loss()).backward()\n    if i % 2:\n"
-        "        scaler.unscale_(optimizer)\n        scaler.step(optimizer)\n"
-        "        scaler.update()\n        optimizer.zero_grad()\n",
-        "call it right before scaler.step(optimizer)",
+        "        scaler.unscale_(optimizer)\n        clip_grad_norm_(model.parameters(), 9.0)\n"
+        "        scaler.step(optimizer)\n        scaler.update()\n        optimizer.zero_grad()\n",
+        "call it before clipping and scaler.step(optimizer)",
         raises("already been called"),
     ),
     "unscaled_by_another": Case(
@@ -132,7 +132,7 @@ CASES = {
         'other = GradScaler("cpu", init_scale=2.0**10)\nother.scale(new_loss()).backward()\n'
         "other.scale(new_loss() * 0).backward()\nother.unscale_(optimizer)\n"
         "other.step(optimizer)\nother.update()\n",
-        "unscale with other, which also has to scale its loss",
+        "use only other, and scale the loss with it too",
         moves(0.4 / 2**10, 0.4),
     ),
 }

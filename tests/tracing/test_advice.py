@@ -101,8 +101,8 @@ def test_a_mask_value_that_fp16_cannot_hold_is_told_with_the_remedy(device):
     found = xray(model, x, device_type=device, dtype=FP16)
     assert found.advice[0] == f"Only under autocast: {found.raised}. The table ends there."
     assert f"in the model itself (masked_fill): RuntimeError: {real.value}" in found.raised
-    assert found.raised.endswith("; take torch.finfo(x.dtype).min, or max, in place of the number")
-    with pytest.raises(TraceError, match=r"without overflow; take torch\.finfo"):
+    assert found.raised.endswith("; use torch.finfo(x.dtype).min (or .max) instead of the number")
+    with pytest.raises(TraceError, match=r"without overflow; use torch\.finfo"):
         forecast_memory(model, x, device_type=device, precision="fp16")
     assert xray(model, x, device_type=device, dtype=torch.bfloat16).raised is None
     model.lowest = torch.finfo(FP16).min

@@ -23,18 +23,18 @@ RIGHT = (
 AUTOCAST = {"ddp_under_autocast": s.plain_ddp}
 MISTAKES = {  # and what is said of them
     s.policy_on_top_of_bf16: "there are no fp32 master weights",
-    s.upcast_of_bf16: "cast to fp32 from bf16, which adds no digits",
-    s.upcast_that_is_undone: "norm.weight, norm.bias: in fp32 in a model of bf16, and cast back",
+    s.upcast_of_bf16: "cast to fp32 from bf16, which adds traffic",
+    s.upcast_that_is_undone: "norm.weight, norm.bias: kept in fp32 in a bf16 model, but",
     s.norm_in_bf16: "norm.weight, norm.bias: weights of norms, stored in fp32 and computed in bf16",
     s.summed_in_bf16: "gradients are summed in bf16",
     s.reduce_dtype_left_out: "reduce_dtype is left out"
     if SUMS_IN_FP32
     else "gradients are summed in bf16",
-    s.two_stored_dtypes_in_a_unit: "fails at the first step, since FSDP2 takes one stored dtype",
-    s.root_left_out: "last.weight, last.bias: in no unit",
+    s.two_stored_dtypes_in_a_unit: "fails at the first step: FSDP2 needs one stored dtype",
+    s.root_left_out: "last.weight, last.bias: not managed by FSDP2",
     s.frozen_in_fp32: "first.weight, first.bias: frozen, stored in fp32 and computed in bf16",
     s.buffer_in_fp32: "scale: buffers stay in fp32",
-    s.inputs_not_cast: "Inputs 0 reach the model in fp32",
+    s.inputs_not_cast: "Inputs 0 reach the bf16 model in fp32",
     s.ddp_that_compresses: "gradients are summed in fp16",
 }
 SETUPS = {make.__name__: make for make in (*RIGHT, *MISTAKES)} | AUTOCAST

@@ -431,7 +431,7 @@ def test_a_detection_model_is_followed_as_far_as_fakes_go():
         ),
         (Cnn(), (), {}, TraceError, "input of no tensor.*TypeError"),
         (Cnn(), (images(), images()), {}, TraceError, r"\(2, 3, 6, 6\).*\(2, 3, 6, 6\).*TypeError"),
-        (Cnn().half(), (images(),), {}, TraceError, "its weights are float16: give such inputs"),
+        (Cnn().half(), (images(),), {}, TraceError, "its weights are float16: cast its inputs too"),
         (Cnn(), ("text",), {}, TraceError, "no tensor among the inputs, but a str"),
         (Cnn(), ((2, 3, 6, 6),), {}, TraceError, r"torch.empty\(2, 3, 6, 6\)"),
         (Cnn(), (images().numpy(),), {}, TraceError, "no tensor but a ndarray"),

@@ -21,7 +21,7 @@ YOURS = "# model, args, kwargs and loss_fn are yours: loss_fn(model(*args, **kwa
 OWN_LOSS = remedy(
     "advise.own_loss",
     "a model is to be trained, and no loss was given",
-    "No loss was given, so it is {loss} here: give your own.",
+    "No loss was given, so {loss} is used here: pass yours.",
 )
 
 

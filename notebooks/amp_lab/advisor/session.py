@@ -37,7 +37,7 @@ _COMPILING = {TRAINING: 0.3, INFERENCE: 0.2}  # what must be left of it
 _SMALLER_BATCH = remedy(
     "advise.smaller_batch",
     "a step in fp32 does not fit into the device's memory",
-    "fp32, which all is held against, needs {sizes}: give a smaller batch",
+    "the fp32 baseline needs {sizes}: use a smaller batch",
 )
 _MORE_MINUTES = remedy(
     "advise.more_minutes",
@@ -47,8 +47,8 @@ _MORE_MINUTES = remedy(
 _KEEP_MEMORY = remedy(
     "advise.keep_memory",
     "a step on the CPU takes so much new memory that it costs time",
-    "{use}: {name} takes {size} anew from the operating system: set {settings} (or call "
-    "amp_lab.allocator.keep_memory), and ask again.",
+    "{use}: {name} takes {size} from the operating system each time: set {settings} (or call "
+    "amp_lab.allocator.keep_memory) and rerun.",
 )
 _NEW_BYTES_PER_S = 2e9  # that an operating system makes of new pages: 1 to 5 µs for 4 KiB
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from amp_lab.cpu import onednn_has_bf16
+from amp_lab.cpu import has_bf16_instructions
 from amp_lab.errors import OptionError, first_line
 
 _SOURCE = Path(__file__).with_name("tiled_convmodel.cpp")
@@ -58,7 +58,7 @@ def why_not_in_cpp() -> str | None:
     """Why they cannot run here, in a line; None if they can."""
     if not torch.cpu._is_avx512_bf16_supported():
         return "the step in tiles needs a CPU with AVX-512 and its bf16 instructions"
-    if not onednn_has_bf16():
+    if not has_bf16_instructions():  # oneDNN's too, which may be limited
         return "the step in tiles needs a torch whose oneDNN has small products in bf16"
     if shutil.which(_compiler()) is None:
         return f"the step in tiles is compiled at its first use, and there is no {_compiler()} here"

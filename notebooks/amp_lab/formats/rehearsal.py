@@ -47,12 +47,12 @@ _ROUTERS = {"gate", "gating", "router", "switch"}
 _PAD_ROWS = remedy(
     "rehearse.pad_rows",
     "kernels of a format cannot sum over so many rows",
-    "its weight's gradient sums over {rows} rows, no multiple of {multiple}: pad batch x tokens",
+    "its weight gradient sums over {rows} rows, not a multiple of {multiple}: pad batch x tokens",
 )
 _TRAIN = remedy(
     "rehearse.train",
     "the gradients in bf16 are far from fp32's already",
-    "The gradients in bf16 are {off:.0%} off: training tells more (steps=20, or --steps 20).",
+    "bf16 gradients differ {off:.0%} from fp32's: train instead (steps=20, or --steps 20).",
 )
 _LR, _JITTER = 1e-3, 2.0**-9
 

@@ -23,14 +23,14 @@ _MODELS = ("torchvision.models.", "timm.", "torch.nn.Sequential", "torch.nn.Line
 _UNSCALED_EACH_BATCH = remedy(
     "migrate.unscaled_each_batch",
     "unscale_ runs for each of several batches that one step sums",
-    "{scaler}.unscale_ runs for each batch, and may run once a step: call it right before "
-    "{scaler}.step({optimizer})",
+    "{scaler}.unscale_ runs for each batch, and must run once per step: call it before clipping "
+    "and {scaler}.step({optimizer})",
 )
 _UNSCALED_BY_ANOTHER = remedy(
     "migrate.unscaled_by_another",
     "one scaler unscales, and another one steps",
-    "{scaler} unscales what {other}.step({optimizer}) unscales again: unscale with {other}, which "
-    "also has to scale its loss",
+    "{scaler} unscales, and {other}.step({optimizer}) unscales again: use only {other}, and scale "
+    "the loss with it too",
 )
 _WITHOUT_AUTOCAST = remedy(
     "migrate.without_autocast",

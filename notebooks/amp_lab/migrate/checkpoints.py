@@ -10,13 +10,13 @@ _NOT_SAVED = remedy(
     "migrate.not_saved",
     "a checkpoint that training goes on from lacks the scaler",
     "the checkpoint holds the optimizer, but not {scaler}: save {scaler}.state_dict() too, or the "
-    "scale starts anew",
+    "scale restarts",
 )
 _NOT_LOADED = remedy(
     "migrate.not_loaded",
     "training goes on from a checkpoint without the scaler's state",
     "training goes on without the state of {scaler}: load it, and save {scaler}.state_dict() too, "
-    "or the scale starts anew",
+    "or the scale restarts",
 )
 
 

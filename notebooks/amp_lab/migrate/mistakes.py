@@ -27,12 +27,12 @@ _CLIPPED_SCALED = remedy(
 _STEPPED_TWICE = remedy(
     "migrate.stepped_twice",
     "an optimizer steps after its scaler has stepped it",
-    "{scaler}.step({optimizer}) has stepped it: delete {optimizer}.step()",
+    "{scaler}.step({optimizer}) includes it: delete {optimizer}.step()",
 )
 _STEPPED_PAST = remedy(
     "migrate.stepped_past",
     "an optimizer steps with scaled gradients, past its scaler",
-    "{optimizer} steps past its scaler, which would skip gradients that are not finite{rest}: "
+    "{optimizer}.step() bypasses the scaler, which would skip inf and NaN gradients{rest}: "
     "write {scaler}.step({optimizer})",
 )
 _BACKWARD_INSIDE = remedy(
@@ -43,8 +43,7 @@ _BACKWARD_INSIDE = remedy(
 _NEVER_UPDATED = remedy(
     "migrate.never_updated",
     "a scaler steps, and its scale is never updated",
-    "{scaler} is never updated, so its scale stays what it was: call {scaler}.update() after the "
-    "step",
+    "{scaler} is never updated, so its next step raises: call {scaler}.update() after the step",
 )
 
 

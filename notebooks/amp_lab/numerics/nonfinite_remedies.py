@@ -23,7 +23,7 @@ _BEFORE = {
         "a weight was inf or NaN when it was first used",
         "The weights were broken before they were used. If an optimizer step did it, its gradients "
         "were not finite or the learning rate is too high. Go back to the last good checkpoint. In "
-        "fp16, step through GradScaler, which skips such a step. In bf16 and fp32 nothing skips "
+        "fp16 autocast, GradScaler.step skips such a step. In bf16 and fp32 nothing skips "
         "it: clip_grad_norm_(parameters, max_norm, error_if_nonfinite=True) raises before the "
         "step.",
     ),
@@ -41,7 +41,7 @@ _BEFORE = {
     "input": _remedy(
         "input",
         "the model was given an inf or a NaN",
-        "The model was given it. Look at the data and at what prepares them: missing values, a "
+        "Its input contained it. Check the data and their preprocessing: missing values, a "
         "division by a standard deviation of 0, a cast to fp16 of values over 65504.",
     ),
     "gradient": _remedy(
@@ -62,8 +62,8 @@ _MASKED_SOFTMAX = _remedy(
     "masked_softmax",
     "softmax or attention was given a row that is -inf everywhere",
     "A row is masked everywhere, so softmax divides 0 by 0. Leave one position of each row "
-    "unmasked, or fill the masked places, with masked_fill, with torch.finfo(dtype).min instead "
-    "of -inf. Do not add that number: the sum can be -inf again.",
+    "unmasked, or use masked_fill with torch.finfo(dtype).min instead of -inf. Do not add that "
+    "number: the sum can be -inf again.",
 )
 _MASKED = _remedy(
     "masked",
@@ -79,9 +79,9 @@ _NO_VALUES = _remedy(
 _LOSS_SCALE = _remedy(
     "loss_scale",
     "a gradient overflowed while the loss was scaled",
-    "The loss was scaled by {scale:g}. If only that makes it overflow, this is what GradScaler is "
-    "for: it skips the step and lowers the scale. If it still overflows at a scale of 1 (ScaleLog "
-    "shows the scale), it is a fault; then:",
+    "The loss was scaled by {scale:g}. If that alone makes it overflow, GradScaler handles it: it "
+    "skips the step and lowers the scale. If it still overflows at a scale of 1 (ScaleLog shows "
+    "the scale), it is a real bug; then:",
 )
 
 # What exceeds 65504 in fp16. How to compute a part in fp32 depends on where its weights are.
@@ -96,7 +96,7 @@ _OVERFLOW_CAST = _remedy(
     "fp16_overflow.cast",
     "a value exceeded 65504 in a model cast to fp16",
     f"{_OVERFLOW} (model.bfloat16(), with inputs in bf16). Or keep fp32 weights and use "
-    "torch.autocast in place of .half(). A single part in fp32 is part.float(), called with "
+    "torch.autocast in place of .half(). To run one part in fp32: part.float(), called with "
     "x.float(); its result fits back into fp16 only where its values are small again.",
 )
 _SCORES = _remedy(
@@ -143,14 +143,15 @@ _BACKWARD = {
     "div reciprocal": _remedy(
         "backward.div",
         "the backward pass of a division by nearly 0",
-        "A division by nearly zero, whose derivative is larger still: a / (b + 1e-2), for a "
-        "divisor that is not negative.",
+        "The divisor is nearly zero, and the derivative is larger still: in fp16, a / (b + 1e-2), "
+        "if b is not negative.",
     ),
     "linalg": _remedy(
         "backward.linalg",
         "the backward pass of a decomposition with equal eigenvalues or singular values",
-        "The derivative is undefined at equal eigenvalues or singular values. A small diagonal of "
-        "unequal numbers tells them apart: x + torch.diag(torch.linspace(1e-3, 1e-2, len(x))).",
+        "The derivative is undefined at equal eigenvalues or singular values. Unequal offsets on "
+        "the diagonal separate them: "
+        "x + torch.linspace(1e-3, 1e-2, x.shape[-1], device=x.device).diag().",
     ),
     "acosh": _remedy(
         "backward.acosh",
@@ -174,7 +175,7 @@ _FORWARD = {
         "logit",
         "logit of 0 or 1",
         "Keep the input inside (0, 1): torch.logit(x.float(), eps=1e-6). Without the cast, "
-        "1 - eps is 1 in fp16 and bf16.",
+        "1 - eps is 1 in 16 bits on a CPU.",
     ),
     "log1p": _remedy(
         "log1p",
@@ -185,7 +186,7 @@ _FORWARD = {
         "log",
         "a logarithm of 0 or of a negative number",
         "The log of 0 is -inf, and of a negative number NaN: clamp the input "
-        "(x.clamp_min(1e-6)), or stay in log space: log_softmax, logsigmoid, "
+        "(x.clamp_min(1e-4)), or stay in log space: log_softmax, logsigmoid, "
         "binary_cross_entropy_with_logits.",
     ),
     "xlogy": _remedy(
@@ -197,7 +198,7 @@ _FORWARD = {
         "div",
         "a division by 0",
         "A division by zero: add an eps to the divisor or clamp it (F.normalize has one). In "
-        "fp16 an eps below 6e-8 is zero itself.",
+        "fp16 make it 1e-4: 1 / 1e-5 is inf.",
     ),
     "reciprocal": _remedy(
         "reciprocal",
@@ -207,7 +208,7 @@ _FORWARD = {
     "rsqrt": _remedy(
         "rsqrt",
         "rsqrt of 0 or of a negative number",
-        "A division by zero, or the root of a negative number: torch.rsqrt(x.clamp_min(0) + 1e-6).",
+        "A division by zero, or the root of a negative number: torch.rsqrt(x.clamp_min(0) + 1e-2).",
     ),
     "sqrt": _remedy(
         "sqrt",
@@ -235,7 +236,7 @@ _FORWARD = {
     "acos asin": _remedy(
         "acos",
         "acos or asin of a number outside [-1, 1]",
-        "Its input must lie in [-1, 1]: x.clamp(-1, 1), or inside of 1 if gradients are needed.",
+        "Clamp its input to [-1, 1]: x.clamp(-1, 1), or (-0.99, 0.99) if gradients are needed.",
     ),
     "std": _remedy(
         "std",

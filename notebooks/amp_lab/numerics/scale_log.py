@@ -11,7 +11,7 @@ from amp_lab.report import plural
 _BELOW_ONE = remedy(
     "scale_log.below_one",
     "the loss scale fell below 1",
-    "Below 1 a scale no longer helps: something else is wrong, see find_nonfinite",
+    "A scale below 1 means that gradients overflow unscaled: see find_nonfinite",
 )
 
 

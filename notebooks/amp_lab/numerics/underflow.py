@@ -42,8 +42,8 @@ _NONFINITE = remedy(
 _FP16_ALREADY = remedy(
     "underflow.fp16_already",
     "some gradients were computed in fp16",
-    "Some gradients are fp16 already: what it flushed counts as zero here. Compute the loss in "
-    "fp32 or bf16 to see it.",
+    "Some gradients are fp16 already: values that it flushed count as zero. Compute the loss in "
+    "fp32 or bf16 to see them.",
 )
 _Names: TypeAlias = dict[torch.Tensor, str]  # of the parameters that require a gradient
 _RESHAPING = {"ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Alias"}

@@ -32,8 +32,8 @@ _REDUCTIONS = {"mean", "sum", "norm", "linalg_vector_norm"}
 _LOSS_IN_LOW_PRECISION = remedy(
     "xray.loss_in_low_precision",
     "an op of the loss runs in fp16 or bf16",
-    "{where}: its {op} runs in {low}, so the loss is computed in low precision; give it "
-    "output.float().",
+    "{where}: its {op} runs in {low}, so the loss is computed in low precision: compute it outside "
+    "autocast, from output.float().",
 )
 
 

@@ -33,12 +33,12 @@ _TIPS = {  # by what an error says
     "are unsafe to autocast": remedy(
         "dtype.bce",
         "binary cross-entropy of probabilities under autocast",
-        "take binary_cross_entropy_with_logits, on logits",
+        "use binary_cross_entropy_with_logits, on logits",
     ).text,
     "without overflow": remedy(
         "dtype.fill_value",
         "a mask is filled with a number that its dtype does not hold",
-        "take torch.finfo(x.dtype).min, or max, in place of the number",
+        "use torch.finfo(x.dtype).min (or .max) instead of the number",
     ).text,
     NO_PRIMITIVE: NO_PRIMITIVE_REMEDY,
 }

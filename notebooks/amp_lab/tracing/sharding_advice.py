@@ -27,20 +27,20 @@ def _remedy(code: str, when: str, text: str) -> Remedy:
 _TWO_DTYPES = _remedy(
     "two_dtypes",
     "a unit of FSDP2 has trained parameters of two dtypes",
-    "{place} fails at the first step, since FSDP2 takes one stored dtype in a unit, and it has "
-    "parameters stored in {dtypes}: give each dtype a fully_shard of its own.",
+    "{place} fails at the first step: FSDP2 needs one stored dtype for the trained parameters of "
+    "a fully_shard call, and finds {dtypes}: give each dtype a call of its own.",
 )
 _IN_NO_UNIT = _remedy(
     "in_no_unit",
     "a trained parameter is in no unit of FSDP2",
-    "{names}: in no unit, so the gradients are not summed and each rank trains a copy of its own: "
+    "{names}: not managed by FSDP2, so their gradients are not reduced and the ranks drift apart: "
     "call fully_shard on the model itself, last.",
 )
 _IGNORED = _remedy(
     "ignored",
     "DDP was told to ignore a trained parameter",
-    "{names}: in no unit, so the gradients are not summed and each rank trains a copy of its own: "
-    "take them out of what DDP was told to ignore.",
+    "{names}: ignored by DDP, so their gradients are not averaged and the ranks drift apart: take "
+    "them off the list of what DDP ignores.",
 )
 _NO_MASTER_WEIGHTS = _remedy(
     "no_master_weights",
@@ -51,14 +51,14 @@ _NO_MASTER_WEIGHTS = _remedy(
 _UPCAST = _remedy(
     "upcast",
     "param_dtype is wider than what the parameters are stored in",
-    "{names}: cast to {wide} from {stored}, which adds no digits, and sends more: store them in "
+    "{names}: cast to {wide} from {stored}, which adds traffic but no precision: store them in "
     "{wide}, or leave param_dtype out and give inputs in {stored}.",
 )
 _UNDONE_UPCAST = _remedy(
     "undone_upcast",
     "a policy casts back what was left in fp32 in a 16-bit model",
-    "{names}: in fp32 in a model of {low}, and cast back to {low} by the policy, so their upcast "
-    "changes nothing that is computed: {keep}.",
+    "{names}: kept in fp32 in a {low} model, but the policy casts them to {low} again, so they are "
+    "still computed in {low}: {keep}.",
 )
 _LOW_NORMS = _remedy(
     "low_norms",
@@ -87,26 +87,25 @@ _NO_REDUCE_DTYPE = _remedy(
 _FROZEN = _remedy(
     "frozen_in_fp32",
     "frozen parameters are stored in fp32 and computed in 16 bits",
-    "{names}: frozen, stored in fp32 and computed in {low}; what is not trained needs no master "
-    "weights: stored in {low}, it takes half.",
+    "{names}: frozen, stored in fp32 and computed in {low}. Frozen weights need no master copy: "
+    "store them in {low} to halve their memory.",
 )
 _BUFFERS = _remedy(
     "buffers",
     "buffers in fp32 meet activations in 16 bits",
-    "{names}: buffers stay in fp32, since a policy casts parameters and inputs alone. An op of "
-    "both gives fp32, or raises as a convolution does, unless forward casts them: "
-    "buffer.to(x.dtype).",
+    "{names}: buffers stay in fp32, since a policy casts only parameters and inputs. Mixing dtypes "
+    "gives fp32 or, in convolutions, an error, unless forward casts: buffer.to(x.dtype).",
 )
 _LOW_STATISTICS = _remedy(
     "low_statistics",
     "running statistics are stored in 16 bits",
-    "{names}: running statistics in low precision, which soon stand still: keep them in fp32.",
+    "{names}: running statistics in low precision, which soon stop changing: keep them in fp32.",
 )
 _INPUTS = _remedy(
     "inputs_not_cast",
     "cast_forward_inputs is off",
-    "Inputs {names} reach the model in fp32, since cast_forward_inputs is off, and its weights in "
-    "{low}: forward has to cast all but those that are to stay so.",
+    "Inputs {names} reach the {low} model in fp32, since cast_forward_inputs is off: cast them in "
+    "forward, except those that should stay fp32.",
 )
 
 

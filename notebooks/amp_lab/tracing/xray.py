@@ -34,7 +34,7 @@ from amp_lab.tracing.xray_result import Xray
 _CAST_MODEL = remedy(
     "dtype.inputs_of_a_cast_model",
     "a model cast to fp16 or bf16 is given fp32 inputs",
-    "its weights are {dtype}: give such inputs",
+    "its weights are {dtype}: cast its inputs too",
 )
 _Given = tuple[nn.Module, tuple, dict[str, Any]]  # the model, and what a call of it takes
 
