@@ -311,10 +311,10 @@ for precision in precisions:
     assert abs(result["accuracy"] - baseline["accuracy"]) <= 3 * 2**0.5 * error
 
 # %% [markdown]
-# Whether a few percent between two losses are precision or chance, one run of each cannot tell:
-# [notebook 04](04_fp32_vs_amp.ipynb) takes several seeds. The accuracy of 25 %
-# says nothing about a ResNet-50: with random weights and four classes of generated pictures it is
-# chance. On the tutorial's test set, one image more is worth 0.03 points.
+# One run of each cannot tell whether a few percent between two losses are precision or chance:
+# [notebook 04](04_fp32_vs_amp.ipynb) takes several seeds. The accuracy of 25 % says nothing about a
+# ResNet-50: with random weights and four classes of generated pictures it is chance. On the
+# tutorial's test set, one image more is worth 0.03 points.
 #
 # ## Time: a step, and all around it
 #

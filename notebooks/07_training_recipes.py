@@ -585,7 +585,7 @@ assert torch.equal(
 )
 
 # %% [markdown]
-# Selective checkpointing (`context_fn`) is an exception: if two of its regions use one weight, the
+# Selective checkpointing (`context_fn`) is an exception: if two of its regions share a weight, the
 # backward pass raises `… not found in storage`, unless autocast has `cache_enabled=False`.
 #
 # **Without `use_reentrant=False`** you get the older kind of checkpoint, with a warning that asks

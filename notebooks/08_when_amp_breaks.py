@@ -2222,8 +2222,8 @@ if torch.backends.mps.is_available():
 
 # %% [markdown]
 # **Why.** Apple's framework has no kernels for float64. It usually slips in with class weights,
-# targets of a regression, or schedules that are computed with NumPy. A tensor of your own need not be
-# the reason: `GradScaler.unscale_` made one in older versions ([issue
+# targets of a regression, or schedules that are computed with NumPy. The tensor need not be yours:
+# `GradScaler.unscale_` made one in older versions ([issue
 # 142397](https://github.com/pytorch/pytorch/issues/142397)).
 #
 # **The fix.** Convert to fp32 on the host, before you move the tensor.

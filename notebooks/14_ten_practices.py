@@ -352,9 +352,10 @@ print(f"casts in a forward pass: {counts[False]} without casts by hand, {counts[
 assert counts == {False: 5, True: 8}
 
 # %% [markdown]
-# Autocast makes 5 casts, of two weights, two biases and the input. Casts by hand bring them to 8, and
-# each of the three more reads and writes an activation, which takes time. The other cost is range,
-# where a cast by hand overrules autocast's choice. Left alone, this sum of squares stays in fp32:
+# Autocast makes 5 casts, of two weights, two biases and the input. Casts by hand bring them to 8,
+# and each of the three more reads and writes an activation, which takes time. The other cost is
+# range, where a manual cast overrides autocast's choice. Left alone, this sum of squares stays in
+# fp32:
 
 # %%
 error = torch.full((4, 8), 300.0)

@@ -20,8 +20,8 @@
 # - which layers to leave in 16 bits, and what no simulation can tell.
 #
 # **What you need.** [Notebook 01](01_number_formats.ipynb), which takes number formats apart. You
-# need no GPU: the rounded numbers are the hardware's, bit for bit. What is missing are its sums, which
-# some GPUs keep in fewer bits, and its speed.
+# need no GPU: the rounded numbers are the hardware's, bit for bit. What is missing is its
+# accumulation, which some GPUs do in fewer bits, and its speed.
 
 # %% tags=["nbval-ignore-output"]
 import argparse
@@ -234,11 +234,12 @@ for before, now in pairwise(growing):
 # each direction. The weights that the optimizer updates and all ops between the layers stay in 16 or
 # 32 bits.
 #
-# Our sums are in fp32. A Hopper GPU keeps about 14 bits of a sum of FP8 products ([DeepSeek-V3's
-# report](https://arxiv.org/abs/2412.19437), section 3.5.2), unless the kernel adds up parts in fp32.
-# torchao's recipes ask for that in the two products of the backward pass, and not in the forward one
-# ([`use_fast_accum`](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py)). No simulation
-# in this notebook shows that error.
+# We accumulate in fp32. A Hopper GPU accumulates FP8 products in about 14 bits ([DeepSeek-V3's
+# report](https://arxiv.org/abs/2412.19437), section 3.5.2), unless the kernel adds up parts in
+# fp32. torchao's recipes ask for that in the two products of the backward pass, and not in the
+# forward one
+# ([`use_fast_accum`](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py)). No
+# simulation in this notebook shows that error.
 
 
 # %%
@@ -354,7 +355,7 @@ _ = plots.loss_by_format(losses)
 # The picture shows the mean loss of the three seeds, smoothed over ten steps. With scales, every
 # format follows fp32 more closely than two seeds follow each other, even with four bits. Without a
 # scale, the blocks learn little, and most of what is learned lies around them: the loss is a mean
-# over 256 characters, so its gradients are small, and E4M3 makes zero of nearly all of them:
+# over 256 characters, so its gradients are small, and E4M3 flushes nearly all of them to zero:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -480,10 +481,10 @@ assert off < 2**-8  # the rounding of the result to bf16
 # | AMD MI300 | yes, as *fnuz* | no |
 # | AMD MI350 | yes | MXFP8, MXFP4 |
 #
-# The cards of 12.x multiply these formats too, but not every library has kernels for them: torch's
-# MXFP8 product takes [one layout of the operands](https://github.com/pytorch/pytorch/issues/198126),
-# which is not that of the backward pass, and Transformer Engine's NVFP4 [has to do without two of its
-# features](https://github.com/NVIDIA/TransformerEngine/issues/2255).
+# Cards of 12.x support these formats too, but not every library has kernels for them: torch's MXFP8
+# product takes [one layout of the operands](https://github.com/pytorch/pytorch/issues/198126),
+# which is not that of the backward pass, and Transformer Engine's NVFP4 [has to do without two of
+# its features](https://github.com/NVIDIA/TransformerEngine/issues/2255).
 #
 # The *fnuz* formats of MI300 look like E4M3 and E5M2, but their exponent is shifted by one: the
 # same bits mean half as much, and the largest number of E4M3 is 240. A checkpoint in one is wrong
@@ -551,8 +552,8 @@ assert report.formats[1].gradients_off < 0.01
 #   ordinary values, and the scales decide what outliers do to the others.
 # - One scale for the tensor is simple, and in FP8 it stands outliers of a thousand. In four bits
 #   an outlier takes its block with it, and the smaller the block, the less.
-# - The operands of all three products of a linear layer are rounded. Weights, optimizer state and all
-#   other ops are not. Sums are in fp32 here, and in about 14 bits on some GPUs.
+# - The operands of all three products of a linear layer are rounded. Weights, optimizer state and
+#   all other ops are not. Accumulation is in fp32 here, and in about 14 bits on some GPUs.
 # - Without a scale the gradients of the blocks are zero in E4M3. With one, even four bits follow
 #   fp32 here, which says nothing about a long training of a large model.
 # - The numbers can be rehearsed anywhere. The speed can only be forecast: it needs large layers,

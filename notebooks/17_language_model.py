@@ -246,13 +246,13 @@ print("outside:", message)
 assert message.startswith("Expected query, key, and value to have the same dtype")
 
 # %% [markdown]
-# Which kernel runs depends on the dtype too. On CUDA *flash attention* takes fp16 and bf16 alone, on
-# cards from Ampere on, with heads of at most 256, no mask of your own, and with `is_causal` as many
-# queries as keys. cuDNN's kernel wants 16 bits as well, takes a mask, and is the first choice on an
-# H100 (where its gradients can be NaN with a mask, [in torch 2.11 and some
-# later](https://github.com/pytorch/pytorch/issues/196678)). What neither takes goes to a slower kernel
-# without a word: a model in fp32, any model on a T4. Ask for a kernel if you want to be sure of it. It
-# raises if it cannot run, and *why* stands in the warnings before:
+# Which kernel runs depends on the dtype too. On CUDA *flash attention* takes fp16 and bf16 alone,
+# on cards from Ampere on, with heads of at most 256, no mask of your own, and with `is_causal` as
+# many queries as keys. cuDNN's kernel wants 16 bits as well, takes a mask, and is the first choice
+# on an H100 (where its gradients can be NaN with a mask, [in torch 2.11 and some
+# later](https://github.com/pytorch/pytorch/issues/196678)). What neither takes goes to a slower
+# kernel without a word: a model in fp32, any model on a T4. To be sure of a kernel, select it: it
+# raises if it cannot run, and the warnings before say why:
 
 # %%
 import warnings

@@ -178,9 +178,9 @@ for batch in (1, 256):
     assert not times.ratio("fp32 compiled", "bf16 compiled").is_above(32)
 
 # %% [markdown]
-# The ratios say how many times as fast as fp32 each way is. On our two CPU cores bf16 took longer than
-# fp32 for a single image, even with no weights left to cast, so the casts of autocast are not the whole
-# of it. With 256 images at a time it gains, and most of all when it is compiled. Compare
+# The ratios say how many times as fast as fp32 each way is. On our two CPU cores bf16 took longer
+# than fp32 for a single image, even with no weights left to cast, so the casts of autocast are not
+# the only cause. With 256 images at a time it gains, and most of all when it is compiled. Compare
 # the compiled bf16 with the *compiled* fp32 if you want to know what bf16 alone buys. [Notebook
 # 10](10_speed_ladder.ipynb) tells how to find the limit of a device, and `amp-lab advise` tries
 # these ways on a model of yours.
@@ -428,8 +428,8 @@ assert inside.module()(x).dtype is torch.bfloat16
 # Autocast inside `forward` is kept, as a region (`wrap_with_autocast`) for one type of device,
 # which `run_decompositions` turns into casts; the file still holds fp32 weights. The plain way is
 # to **cast first**, so that the graph has bf16 weights and ops, and that is what we do. The program
-# takes any batch (the example has two images, since 1 would be a size of its own), and it is bound
-# to the device on which it was exported. We write it and read it back:
+# takes any batch (the example has two images, since export specialises a batch of 1), and it is for
+# the device on which it was exported. We write it and read it back:
 
 # %% tags=["nbval-ignore-output"]
 half = copy.deepcopy(model).cpu().bfloat16()  # in evaluation mode already: call eval() first
@@ -548,12 +548,13 @@ assert far["fp8-rowwise"] < far["int4"] < far["nvfp4"]
 # `quantize_(model, Int8WeightOnlyConfig())`. [Notebook 15](15_below_16_bits.ipynb) has the
 # formats.
 #
-# Beside its four bits a weight has its share of what the group stores: of one number in eight bits in
-# NVFP4, of two in 16 bits in our `int4`. torchao (`Int4WeightOnlyConfig`), GPTQ and AWQ let 32 to 128
-# weights share them, and the last two choose the roundings by what they do to real inputs.
-# bitsandbytes' NF4, the base of QLoRA, spaces its 16 numbers as normally distributed weights lie. All
-# four store in four bits and multiply in more: in 16, except that bitsandbytes multiplies in fp32 unless
-# you say otherwise ([`bnb_4bit_compute_dtype=torch.bfloat16`](https://huggingface.co/docs/transformers/quantization/bitsandbytes)).
+# Beside its four bits a weight has its share of what the group stores: of one number in eight bits
+# in NVFP4, of two in 16 bits in our `int4`. torchao (`Int4WeightOnlyConfig`), GPTQ and AWQ let 32
+# to 128 weights share them, and the last two choose the roundings by what they do to real inputs.
+# bitsandbytes' NF4, the base of QLoRA, places its 16 numbers at the quantiles of a normal
+# distribution. All four store in four bits and multiply in more: in 16, except that transformers
+# has bitsandbytes multiply in fp32 unless you set another dtype
+# ([`bnb_4bit_compute_dtype=torch.bfloat16`](https://huggingface.co/docs/transformers/quantization/bitsandbytes)).
 #
 # ## The same answer twice
 #
@@ -575,9 +576,9 @@ with torch.inference_mode():
 # order. So a service that batches requests as they come gives slightly different outputs. In bf16 a
 # difference this small is mostly rounded away, and where it is not, it is as large as bf16's
 # rounding. What can be had: the same bits for the same batch on the same machine
-# (`torch.use_deterministic_algorithms`), a fixed batch that is filled up, or kernels that are made
-# to be batch-invariant. What cannot be had is the same bits on another kind of GPU, or after an
-# update of the libraries. `amp-lab diff --batch-sizes` finds the op where two batch sizes part.
+# (`torch.use_deterministic_algorithms`), a fixed, padded batch, or kernels that are made to be
+# batch-invariant. What cannot be had is the same bits on another kind of GPU, or after an update of
+# the libraries. `amp-lab diff --batch-sizes` finds the op where two batch sizes diverge.
 #
 # ## Summary
 #
