@@ -249,9 +249,9 @@ assert memory[str(precision)] < memory["fp32"]
 # ## Summary
 #
 # Four lines of the loop changed: an autocast block around the forward pass and the loss, and three
-# calls of a scaler, which do nothing unless you train in fp16. They halved the memory that
-# the activations take, left the loss where it was, and changed the time by a factor that you have now
-# measured on your own device.
+# calls of a scaler. Unless you train in fp16 it is disabled, and its `step` is plain
+# `optimizer.step()`. They halved the memory that the activations take, left the loss where it was, and
+# changed the time by a factor that you have now measured on your own device.
 #
 # Next, if you want to go through it all in order: [what the formats can and cannot
 # hold](01_number_formats.ipynb).

@@ -279,8 +279,8 @@ assert (big + one) + one != big + (one + one)
 #
 # ## Overflow
 #
-# Beyond the largest number there is nothing but infinity. Before you run this: from which number on
-# does fp16 return infinity, 65505 or a later one?
+# In fp32, fp16 and bf16 there is nothing beyond the largest number but infinity. Before you run this:
+# from which number on does fp16 return infinity, 65505 or a later one?
 
 # %%
 numbers = torch.tensor([65504.0, 65519.0, 65520.0, 70000.0])
@@ -633,9 +633,9 @@ assert (saturated | nan).all()  # which of the two depends on the version of tor
 
 # %% [markdown]
 # The torch that made this page *saturates*: everything that is too large becomes 448, infinity
-# included, so that **an overflow leaves no trace**. Up to 2.11 it was [NaN for anything above
-# 464](https://github.com/pytorch/pytorch/pull/178817). If your code should mean the same everywhere, clamp first. Better still,
-# choose a scale for each tensor so that nothing has to be clamped:
+# included, so that **an overflow leaves no trace**. Up to 2.12 it was [NaN for anything above
+# 464](https://github.com/pytorch/pytorch/pull/178817). If your code should mean the same everywhere,
+# clamp first. Better still, choose a scale for each tensor so that nothing has to be clamped:
 
 # %%
 values = torch.tensor([-3000.0, 0.5, 12.0, 1000.0])

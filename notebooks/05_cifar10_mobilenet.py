@@ -67,9 +67,11 @@ assert logits.dtype is torch.bfloat16
 assert loss.dtype is weight.dtype is weight.grad.dtype is torch.float32
 
 # %% [markdown]
-# Only the logits are bf16, like the activations before them. The loss is fp32 because we asked for
-# it with `float()`. The weights and their gradients stay fp32 as well, so the optimizer does not
-# notice that anything has changed, and this is why a few lines of the loop are enough.
+# Only the logits are bf16, like the activations before them. The loss would be fp32 in any case; with
+# `float()` the log-softmax inside it is fp32 too, [which it otherwise is not on a
+# GPU](09_xray_your_model.ipynb#The-surprise-in-cross-entropy). The weights and their gradients stay
+# fp32 as well, so the optimizer does not notice that anything has changed, and this is why a few lines
+# of the loop are enough.
 #
 # ## Settings and data
 #

@@ -312,8 +312,8 @@ for precision in precisions:
 
 # %% [markdown]
 # One run of each cannot tell whether a few percent between two losses are precision or chance:
-# [notebook 04](04_fp32_vs_amp.ipynb) takes several seeds. The accuracy of 25 % says nothing about a
-# ResNet-50: with random weights and four classes of generated pictures it is chance. On the
+# [notebook 04](04_fp32_vs_amp.ipynb) takes several seeds. The accuracy says nothing about a ResNet-50
+# here: with random weights and four classes of generated pictures, 25 % is what guessing gives. On the
 # tutorial's test set, one image more is worth 0.03 points.
 #
 # ## Time: a step, and all around it

@@ -451,9 +451,9 @@ def schedule_amp(model, optimizer, scaler, dtype):
 check_same(change(schedule_plain), lambda dtype: change(schedule_amp, dtype))
 
 # %% [markdown]
-# **Without this check** skipped steps use up the schedule. We start with a scale of 2^20, which is
-# much too large, so that the scaler has to search. PyTorch warns if the very first step was skipped;
-# we silence that here, since it would say nothing about any later step.
+# **Without this check** skipped steps use up the schedule. We start with a scale of 2^20, which is much
+# too large, so that the scaler has to search. PyTorch warns only if the very first step was skipped and
+# the optimizer is not fused; we silence that here.
 
 
 # %%

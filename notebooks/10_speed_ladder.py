@@ -775,8 +775,8 @@ assert amp_lab_command(["bench", "--list"]) == 0
 #   measured rate say why you are not there yet.
 # - A lower precision speeds up matrix products and halves what the rest has to move. The first
 #   part is the promise, and the second often decides.
-# - Channels last, a fused optimizer, not reading the loss, `torch.compile`: each is a line or two,
-#   and each pays on some devices and not on others. Measure them in turns, on yours.
+# - Channels last, a fused optimizer, not reading the loss, `torch.compile`: each is a line or two. As a
+#   rule of thumb, each pays on some devices and not on others. Measure them in turns, on yours.
 # - AMP loses where there is nothing to multiply, where the ops are small, and in a format that
 #   the hardware does not speed up.
 # - The gain depends on the size, the layout and what else is switched on: the same network gains

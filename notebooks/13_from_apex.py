@@ -849,8 +849,8 @@ folder.cleanup()
 #   `model.half()`, which swallows small updates and made our loss NaN in its second step.
 # - In the loop, `scale_loss` becomes `scale(loss).backward()`, and what Apex did at the end of its
 #   block is now written out: `unscale_` before clipping, then `step` and `update`.
-# - Coming from `torch.cuda.amp`, write out the dtype, and pass arguments by keyword. `amp-lab
-#   migrate` does this for you.
+# - Coming from `torch.cuda.amp`, write out the dtype, and the device before arguments that are given by
+#   position. `amp-lab migrate` does this for you.
 # - An Apex checkpoint holds the loss scale under other names, and at O2 no master weights. With both,
 #   the training goes on exactly.
 #

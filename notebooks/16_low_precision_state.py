@@ -457,14 +457,14 @@ for name, store in (("INT8", int8), ("E4M3", e4m3), ("INT8, no zero", without_ze
 assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 
 # %% [markdown]
-# If a square is stored as 0, the next step knows only a thousandth of the newest squared gradient
-# and divides by its root. Where the newest gradient is 0 too, it divides by epsilon alone, and the
-# update becomes huge. INT8 loses a large share of the squares in this way. E4M3 reaches over five
-# orders of magnitude and loses far fewer, which did no harm here. It is a risk all the same, since
-# one such weight with a large mean is enough for a jump of the loss. Without a zero nothing of the
-# kind can happen: the smallest square that can be stored makes an update too small, which is
-# harmless. torchao's 4-bit optimizer has no zero for its squares. Its 8-bit optimizer has one, and
-# a table of numbers that lie close together near it.
+# If a square is stored as 0, the next step knows only a thousandth of the newest squared gradient and
+# divides by its root. Where the newest gradient is 0 too, it divides by epsilon alone, and the update
+# becomes huge. INT8 loses a large share of the squares in this way. E4M3 reaches over five orders of
+# magnitude and loses far fewer, which did no harm here. It may be a risk all the same: one such weight
+# with a large mean can be enough for a jump of the loss. Without a zero nothing of the kind can happen:
+# the smallest square that can be stored makes an update too small, which is harmless. torchao's 4-bit
+# optimizer has no zero for its squares. Its 8-bit optimizer has one, and a table of numbers that lie
+# close together near it.
 #
 # In your own code it is one line; `bf16_stochastic_round` is for weights in bf16:
 #

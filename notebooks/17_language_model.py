@@ -505,9 +505,9 @@ assert found["blocks.0.attention.qkv"] == found["blocks.1"] == torch.bfloat16  #
 # ### Merge, and what it loses
 #
 # For use, the update is added to the weight, and the adapter is gone. If the sum is stored in bf16,
-# each value of it is rounded. How much of the update arrives? Our update is nearly as large as the
-# weights, for it was learned in a hurry. Those of a gentle fine-tuning are far smaller, so we also
-# look at fractions of it. Before you run this: what is left of a thousandth?
+# each value of it is rounded. How much of the update arrives? Our update is almost as large as the
+# weights. Those of a gentle fine-tuning are far smaller, so we also look at fractions of it. Before you
+# run this: what is left of a thousandth?
 
 # %% tags=["nbval-ignore-output"]
 layer = adapted.blocks[1].up

@@ -220,8 +220,8 @@ for name in ("highest", "high", "medium"):
 torch.set_float32_matmul_precision(before)
 
 # %% [markdown]
-# None of it touches tensors of 16 bits, nor ops that are no product. Training in fp32 on an RTX 30,
-# an A100 or anything later usually wants `"high"`. Under autocast it still speeds up the products
+# None of it touches tensors of 16 bits, nor ops that are no product. As a rule of thumb, train in fp32
+# on an RTX 30, an A100 or anything later with `"high"`. Under autocast it still speeds up the products
 # that stay in fp32. Work that needs every digit wants TF32 off for both kinds. If such work differs
 # from a CPU's in the fourth digit, look here first: 11 bits are three to four digits.
 
