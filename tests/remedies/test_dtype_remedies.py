@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
+from own_product import OwnProduct, WithOwnProduct
 from remedy_tests import does, says
 from torch import nn
 
@@ -86,46 +87,22 @@ def test_binary_cross_entropy_of_logits(kind):
     assert complaint(logits, x, loss_fn=loss, **options) == ""
 
 
-class Product(torch.autograd.Function):
-    """A product whose backward knows nothing of autocast."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        return gradient @ weight, gradient.t() @ x
-
-
-class WithProduct(nn.Module):
-    def __init__(self, function: type[torch.autograd.Function]):
-        super().__init__()
-        self.function, self.weight = function, nn.Parameter(torch.ones(8, 8))
-
-    def forward(self, x):
-        return self.function.apply(x, self.weight)
-
-
 @does("dtype.custom_function")
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_a_function_of_ones_own_that_follows_autocast(device):
-    model, x = as_kind("autocast", WithProduct(Product))
-    said = complaint(model, x, device_type=device)
+    x = torch.randn(8, 8)
+    said = complaint(WithOwnProduct(), x, device_type=device)
     assert says("dtype.custom_function", said)
     forward, backward = (
         eval(code, {"torch": torch}) for code in re.findall(r"@(torch\.amp\.\w+\(.*?\))", said)
     )
 
-    class Whole(Product):
+    class Whole(OwnProduct):
         pass
 
-    Whole.forward = staticmethod(forward(Product.forward))
-    Whole.backward = staticmethod(backward(Product.backward))
-    model, x = as_kind("autocast", WithProduct(Whole))
-    assert complaint(model, x, device_type=device) == ""
+    Whole.forward = staticmethod(forward(OwnProduct.forward))
+    Whole.backward = staticmethod(backward(OwnProduct.backward))
+    assert complaint(WithOwnProduct(Whole), x, device_type=device) == ""
 
 
 @does("dtype.inputs_of_a_cast_model")

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
+from own_product import OwnProduct, WithOwnProduct
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -72,30 +73,6 @@ def test_wide_inputs_for_low_weights_fail_as_they_do_for_real():
         model(torch.ones(4, 8))
     with pytest.raises(TraceError, match="its weights are bfloat16: cast its inputs too"):
         xray(model, torch.ones(4, 8))
-
-
-class OwnProduct(torch.autograd.Function):
-    """A product whose backward pass meets fp32 weights with fp16 gradients under autocast."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        return gradient @ weight, gradient.t() @ x
-
-
-class WithOwnProduct(nn.Module):
-    def __init__(self, function=OwnProduct):
-        super().__init__()
-        self.first, self.function = nn.Linear(8, 8), function
-        self.weight = nn.Parameter(torch.ones(8, 8))
-
-    def forward(self, x):
-        return self.function.apply(self.first(x), self.weight)
 
 
 def test_a_function_whose_backward_pass_fails_under_autocast_is_told():
