@@ -250,8 +250,8 @@ assert memory[str(precision)] < memory["fp32"]
 #
 # Four lines of the loop changed: an autocast block around the forward pass and the loss, and three
 # calls of a scaler. Unless you train in fp16 it is disabled, and its `step` is plain
-# `optimizer.step()`. They halved the memory that the activations take, left the loss where it was, and
-# changed the time by a factor that you have now measured on your own device.
+# `optimizer.step()`. These changes halved the memory of the activations, left the loss where it was,
+# and changed the time by the factor that you measured above.
 #
 # Next, if you want to go through it all in order: [what the formats can and cannot
 # hold](01_number_formats.ipynb).

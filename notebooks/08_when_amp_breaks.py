@@ -710,7 +710,7 @@ assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 step_with_parameters_in(torch.bfloat16)  # no message, on the CPU
 
 # %% [markdown]
-# **Notice it earlier.** Before each step of the optimizer, assert that what is *trained* is in fp32; a
+# **Notice it earlier.** Before each optimizer step, assert that every *trained* parameter is in fp32. A
 # frozen base may be in 16 bits. A `model.half()` inside of an evaluation changes the weights for good,
 # so that an assertion at the top of the program comes too early.
 

@@ -64,11 +64,11 @@ assert (scaled / gradient - 1).abs().max() < 2**-4
 
 # %% [markdown]
 # As it is, the gradient becomes zero, since the smallest number of E4M3 is 2^-9. With a scale, all
-# three values arrive with an error of at most a sixteenth. In fp16, one loss scale serves a whole
-# model, and bf16 needs none ([notebook 03](03_grad_scaler_step_by_step.ipynb)). Below 16 bits *every
-# tensor* gets a scale of its own in every step, or even every 16 values, and the formats differ in how
-# many values share one. (Two numbers belong together: the *factor*, which values are multiplied by
-# before they are rounded, and its inverse, the *scale*, which is stored beside the rounded numbers.)
+# three values arrive with an error of at most a sixteenth. In fp16, one loss scale is enough for a
+# whole model, and bf16 needs none ([notebook 03](03_grad_scaler_step_by_step.ipynb)). Below 16 bits
+# *every tensor* gets a scale of its own in every step, or even every 16 values, and the formats differ
+# in how many values share one. (Two numbers belong together: the *factor*, which values are multiplied
+# by before they are rounded, and its inverse, the *scale*, which is stored beside the rounded numbers.)
 #
 # ## The numbers
 #
@@ -115,10 +115,9 @@ e2m1 = round_to(some, mantissa_bits=1, least_exponent=0, largest=6)
 assert torch.equal(e2m1, ELEMENTS["e2m1"].round(some))
 
 # %% [markdown]
-# That is bit for bit what PyTorch's cast gives after a `clamp`. What becomes of a value beyond the
-# range without it depends on the version of torch ([notebook
-# 01](01_number_formats.ipynb)). Most ops refuse these dtypes: they are for storage,
-# and for the matrix product at the end of this notebook.
+# That is bit for bit what PyTorch's cast gives after a `clamp`. Without the `clamp`, the result for a
+# value beyond the range depends on the version of torch ([notebook 01](01_number_formats.ipynb)). Most
+# ops refuse these dtypes: they are for storage, and for the matrix product at the end of this notebook.
 
 # %% tags=["nbval-ignore-output"]
 refused = ""

@@ -172,9 +172,9 @@ result
 # %% [markdown]
 # The products run in bf16, and the norms in fp32, by CUDA's list of ops, in which RMSNorm stands [from
 # torch 2.12 on](https://github.com/pytorch/pytorch/pull/188955) (a CPU's autocast leaves a norm in the
-# dtype of its input). The residual stream is fp32, because the embedding is: `x + …` adds
-# bf16 to fp32. That helps, because every block adds a small amount and bf16 would round each sum; it
-# costs memory. Hooks say the same of a real step on this device:
+# dtype of its input). The residual stream is fp32 because the embedding is: bf16 added to fp32 gives
+# fp32. That helps, because every block adds a small amount and bf16 would round each sum; it costs
+# memory. Hooks say the same of a real step on this device:
 
 
 # %%
@@ -506,7 +506,7 @@ assert found["blocks.0.attention.qkv"] == found["blocks.1"] == torch.bfloat16  #
 #
 # For use, the update is added to the weight, and the adapter is gone. If the sum is stored in bf16,
 # each value of it is rounded. How much of the update arrives? Our update is almost as large as the
-# weights. Those of a gentle fine-tuning are far smaller, so we also look at fractions of it. Before you
+# weights. A gentle fine-tuning makes far smaller updates, so we also try fractions of ours. Before you
 # run this: what is left of a thousandth?
 
 # %% tags=["nbval-ignore-output"]

@@ -422,14 +422,14 @@ print("with autocast in its forward, it returns", inside.module()(x).dtype)
 assert inside.module()(x).dtype is torch.bfloat16
 
 # %% [markdown]
-# Autocast *around* `torch.export.export` leaves nothing in the graph: you believe that you have a
-# bf16 program, and it computes in fp32. (Around `torch.onnx.export` of a module it does leave its
-# casts, and the file then computes in bf16, which ONNX Runtime's CPU refuses, as we see below.)
-# Autocast inside `forward` is kept, as a region (`wrap_with_autocast`) for one type of device,
-# which `run_decompositions` turns into casts; the file still holds fp32 weights. The plain way is
-# to **cast first**, so that the graph has bf16 weights and ops, and that is what we do. The program
-# takes any batch (the example has two images, since export specialises a batch of 1), and it is for
-# the device on which it was exported. We write it and read it back:
+# Autocast *around* `torch.export.export` leaves nothing in the graph: you believe that you have a bf16
+# program, and it computes in fp32. (Around `torch.onnx.export` of a module it does leave its casts, and
+# the file then computes in bf16, which ONNX Runtime's CPU refuses, as we see below.) Autocast inside
+# `forward` is kept, as a region (`wrap_with_autocast`) for one type of device, which
+# `run_decompositions` turns into casts; the file still holds fp32 weights. The plain way is to **cast
+# first**, so that the graph has bf16 weights and ops, and that is what we do. The program takes any
+# batch (the example has two images, since export specialises a batch of 1), and it is for the device on
+# which it was exported. We save the program and load it again:
 
 # %% tags=["nbval-ignore-output"]
 half = copy.deepcopy(model).cpu().bfloat16()  # in evaluation mode already: call eval() first
@@ -548,12 +548,12 @@ assert far["fp8-rowwise"] < far["int4"] < far["nvfp4"]
 # `quantize_(model, Int8WeightOnlyConfig())`. [Notebook 15](15_below_16_bits.ipynb) has the
 # formats.
 #
-# Beside its four bits a weight has its share of what the group stores: of one number in eight bits
-# in NVFP4, of two in 16 bits in our `int4`. torchao (`Int4WeightOnlyConfig`), GPTQ and AWQ let 32
-# to 128 weights share them, and the last two choose the roundings by what they do to real inputs.
-# bitsandbytes' NF4, the base of QLoRA, places its 16 numbers at the quantiles of a normal
-# distribution. All four store in four bits and multiply in more: in 16, except that transformers
-# has bitsandbytes multiply in fp32 unless you set another dtype
+# Besides four bits for each weight, a group stores what its weights share: one 8-bit number in NVFP4,
+# two 16-bit numbers in our `int4`. torchao (`Int4WeightOnlyConfig`), GPTQ and AWQ use groups of 32 to
+# 128 weights, and the last two choose the roundings by what they do to real inputs. bitsandbytes' NF4,
+# the base of QLoRA, places its 16 numbers at the quantiles of a normal distribution. All four store in
+# four bits and multiply in more: in 16, except that transformers has bitsandbytes multiply in fp32
+# unless you set another dtype
 # ([`bnb_4bit_compute_dtype=torch.bfloat16`](https://huggingface.co/docs/transformers/quantization/bitsandbytes)).
 #
 # ## The same answer twice

@@ -211,7 +211,7 @@ def test_a_model_that_depends_on_values_runs_for_real(tmp_path, monkeypatch, cap
     (call,) = re.findall(r"xray\(.*?\)", text)
     assert "\n" not in call
     found = eval(call.replace("...", "model, x"), {"xray": xray, "model": model, "x": x})
-    assert {row.op for row in found.rows} >= {"linear", "nonzero"} or found.rows
+    assert [row.module for row in found.rows if row.flops] == ["encoder", "head"]
     command = text.rpartition("amp-lab ")[2].split()
     (tmp_path / "chooses.py").write_text(
         "import torch\nfrom torch import nn\n\n\nclass Chooses(nn.Module):\n"

@@ -170,7 +170,7 @@ def _parameters_cast_anew(seen: Tracer) -> Iterator[str]:
         )
 
 
-# Each makes its sentences, or none if there is nothing to say.
+# Each yields sentences, or none if it has nothing to say.
 RULES: tuple[Callable[[Tracer], Iterator[str]], ...] = (
     _verdict,
     _refused_by_this_cpu,

@@ -228,7 +228,7 @@ def _inputs_not_cast(found: ShardingXray) -> Iterator[str]:
         yield _INPUTS.said(names=listed(wide, 3), low=short_name(whole.param_dtype))
 
 
-# Each makes its sentences, or none if there is nothing to say.
+# Each yields sentences, or none if it has nothing to say.
 RULES: tuple[Callable[[ShardingXray], Iterator[str]], ...] = (
     _refused_units,
     _left_out,
