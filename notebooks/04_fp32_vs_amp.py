@@ -160,6 +160,7 @@ def step_amp(model, optimizer, scaler, dtype):
 # %% [markdown]
 # A run consists of a network, an optimizer, and for AMP one scaler. We enable the scaler for fp16
 # only. With bf16 it does nothing, so that one step function serves both.
+# <!-- tests/test_precision.py -->
 
 
 # %%

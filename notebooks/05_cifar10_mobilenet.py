@@ -165,10 +165,12 @@ def train_epoch_fp32(model, loader, optimizer, scheduler):
 #
 # Only the marked lines are new or changed, and the function takes two more arguments. The forward
 # pass and the loss go under autocast, and the scaler takes over `backward` and `step`.
+# <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # Both autocast and `GradScaler` take `enabled=` and do nothing when it is false. We enable autocast
 # for fp16 and bf16 and the scaler for fp16 alone, so that one loop serves every precision. With two
 # loops, sooner or later a bug would be fixed in only one of them.
+# <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # `outputs.float()` has the whole loss computed in FP32. Without it the backend decides: a CPU computes
 # cross-entropy in FP32 anyway, but CUDA rounds the log-probabilities inside it to the narrow format

@@ -225,8 +225,10 @@ small
 # number of casts, and the dtype of what the module returns. The sentences under "Look at" are advice,
 # and they say only what this trace proves. Here the convolution does 62.8 % of the work, and all of
 # the work is in fp16.
+# <!-- tests/tracing/test_xray_result.py -->
 #
 # With `real=True`, `xray` traces a run on the device itself, which then has to be there.
+# <!-- tests/tracing/test_xray.py -->
 #
 # ## Four models, three backends
 #
@@ -295,6 +297,7 @@ class GPT(nn.Module):
 # %% [markdown]
 # Only shapes matter to us, so we build everything on the `meta` device, which takes no memory and
 # initialises nothing.
+# <!-- tests/tracing/test_xray.py -->
 
 # %%
 with torch.device("meta"):

@@ -260,16 +260,19 @@ def join(device_type):
 # %% [markdown]
 # In this notebook `run_workers` makes the script: it writes the source of our functions into a file,
 # starts that under torchrun, and returns what each rank returned.
+# <!-- tests/notebook/test_processes.py -->
 #
 # Whatever the ranks do together is a *collective*, and all of them must call it. `all_reduce` leaves
 # the sum of their tensors on every rank. `all_gather` leaves all of their tensors, one after another,
 # on every rank. `reduce_scatter` leaves an n-th of the sum on each. So an `all_reduce` is a
 # `reduce_scatter` followed by an `all_gather`.
+# <!-- tests/distributed/test_collectives.py -->
 #
 # ## DDP
 #
-# With DDP every rank has the whole model. When `backward` has made a gradient, DDP averages it over all
-# ranks. It collects many gradients in a *bucket*, and sends one bucket while `backward` fills the next.
+# With [DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html) every rank has the whole model. When
+# `backward` has computed a gradient, DDP averages it over all ranks. It collects many gradients in a
+# *bucket*, and sends one bucket while `backward` fills the next.
 # With `gradient_as_bucket_view` a gradient lies in its bucket and takes no memory of its own.
 #
 # A rank's loss is that of its part of the batch, so we report the mean over all ranks:
@@ -368,7 +371,8 @@ def shard(model, param_dtype, reduce_dtype, output_dtype=torch.float32):
 
 # %% [markdown]
 # Beside the plain loop, autocast is gone, and the optimizer is made *after* sharding, of the shards. (The
-# mesh says who shares. Without it, `fully_shard` would take the accelerator if there is one.)
+# mesh says who shares. Without it, [`fully_shard`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)
+# would take the accelerator if there is one.)
 
 
 # %%
@@ -395,6 +399,7 @@ def train_fsdp(config, data, dtype, device):
 # We compare seven combinations. The first dtype is that of the computation: autocast's for DDP, and
 # `param_dtype` for FSDP2. The second is the one in which gradients travel. For DDP a *communication
 # hook* casts each bucket before it is sent, and back.
+# <!-- tests/notebooks/test_11_scale_out.py -->
 
 # %%
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -409,8 +414,9 @@ SETUPS = {
 }
 
 # %% [markdown]
-# The next function makes one of them. (A PyTorch that was built without CUDA refuses
-# `bf16_compress_hook` by its name, although gloo can sum bf16, so our hook has another name.)
+# The next function sets up one of them. (A PyTorch built without CUDA [refuses a hook named
+# `bf16_compress_hook`](https://github.com/pytorch/pytorch/blob/v2.11.0/torch/nn/parallel/distributed.py),
+# although gloo can sum bf16, so our hook has another name.)
 
 
 # %%
@@ -437,6 +443,7 @@ def set_up(config, device, engine, compute, reduce):
 # `count_communication` notes every collective of a process with its dtype and size, and adds up what a
 # rank has to send for it. A payload of S bytes costs 2(n-1)/n S in an `all_reduce`, and (n-1)/n S in the
 # other two. No algorithm can do with less, and rings, the usual one, need no more.
+# <!-- tests/distributed/test_collectives.py -->
 
 
 # %%

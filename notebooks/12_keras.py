@@ -437,6 +437,7 @@ def step_with_tensorflow(self, data):
 # %% [markdown]
 # Both steps work in every precision: without a `LossScaleOptimizer`, `scale_loss` returns the loss
 # as it is. This small network uses them:
+# <!-- tests/notebooks/test_12_keras.py -->
 
 
 # %%

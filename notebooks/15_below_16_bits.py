@@ -275,6 +275,7 @@ class RoundedLinear(nn.Linear):
 # %% [markdown]
 # The model is a GPT of two blocks that predicts the next character of a text, and the text is the
 # source of Python's own `argparse`. The embedding and the last layer stay as they are.
+# <!-- code -->
 
 
 # %%

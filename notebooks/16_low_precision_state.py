@@ -147,8 +147,9 @@ class Adam:
 # %% [markdown]
 # The simplest way to add is to round the sum to the weight's dtype, to the nearest number, as
 # `weight += update` does. Three others are made for bf16:
+# <!-- code -->
 #
-# - **Stochastic rounding** rounds up or down at random: a sum that lies three tenths of the way to
+# - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random: a sum that lies three tenths of the way to
 #   the next number is rounded up in three of ten cases, so every update arrives on average. A bf16
 #   number is the upper half of an fp32 number. So it is enough to add 16 random bits to the lower
 #   half, let the carry go up, and set the lower half to zero.

@@ -137,6 +137,7 @@ class GPT(nn.Module):
 # %% [markdown]
 # The text is the source of the module `argparse`, a character a token. The last tenth is kept for
 # the test.
+# <!-- code -->
 
 # %%
 text = inspect.getsource(argparse)

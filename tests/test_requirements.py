@@ -9,6 +9,7 @@ import tomllib
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
 
 import amp_lab
 import measure_code
@@ -21,6 +22,17 @@ EXTRAS = PROJECT["project"]["optional-dependencies"]
 TORCH_BRINGS = {"jinja2", "typing_extensions"}
 IN_A_GROUP = {"torchao", "triton"}  # told in a line of its own where it is not there
 A_KERNEL_BRINGS = {"matplotlib_inline"}  # imported in a notebook alone
+
+
+def test_the_versions_of_python_that_the_readme_names_are_allowed():
+    readme = (measure_code.ROOT / "README.md").read_text(encoding="utf-8")
+    first, last, excluded = re.search(
+        r"Python 3\.(\d+) to 3\.(\d+) \(not ([\d.]+)\)", readme
+    ).groups()
+    allowed = SpecifierSet(PROJECT["project"]["requires-python"])
+    assert all(f"3.{minor}.0" in allowed for minor in range(int(first), int(last) + 1))
+    assert f"3.{int(first) - 1}.9" not in allowed
+    assert excluded not in allowed
 
 
 def test_a_torch_that_is_too_old_is_refused(monkeypatch, capsys):

@@ -1,21 +1,40 @@
 """torchvision's classifiers by name: their heads, frozen backbones and pretrained weights."""
 
+import re
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 import torch
 import torchvision
 
 from amp_lab.errors import RunError
+from amp_lab.training.gpt import SIZES, Gpt
 from amp_lab.training.models import build_model, model_names
 
+ROOT = Path(__file__).parents[2]
 SMALL = "squeezenet1_1"  # whose head is a convolution
 NAMES = [SMALL, "shufflenet_v2_x0_5", "mobilenet_v3_small", "mnasnet0_5", "regnet_y_400mf"]
 
 
 def trained(model: torch.nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def test_language_models_are_as_large_as_their_page_says():
+    page = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
+    named = dict(re.findall(r"`(gpt-\w+)`\s\((\d+)", page))
+    assert set(named) == set(SIZES)
+    for name, millions in named.items():
+        with torch.device("meta"):
+            model = Gpt(SIZES[name], vocabulary=100)
+        without_embedding = count_parameters(model) - count_parameters(model.token)
+        assert round(without_embedding / 1e6) == int(millions), name
+
+
+def count_parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def test_all_classifiers_are_known_and_nothing_else():
