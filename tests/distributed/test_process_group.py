@@ -2,6 +2,7 @@
 
 import gc
 import os
+import time
 import weakref
 
 import pytest
@@ -46,6 +47,28 @@ def test_one_of_several_without_a_way_to_train_together_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ParallelError, match="one of 2 processes of torchrun"), join(None, CPU):
         pass
+
+
+def connect_with_one_late(late: int):
+    """When this rank entered the block, or, if it is late, when it had not yet connected."""
+    connect = dist.init_process_group
+    not_yet = []
+
+    def connect_late(*arguments, **options):
+        connect(*arguments, **options)
+        if os.environ["RANK"] == str(late):
+            time.sleep(0.5)
+            not_yet.append(time.monotonic())
+
+    dist.init_process_group = connect_late
+    with join("ddp", CPU, timeout_s=30):
+        return (not_yet or [time.monotonic()])[0]
+
+
+def test_no_rank_begins_before_all_are_connected():
+    """Else one with little to do would leave while others still connect, and these would fail."""
+    entered, not_connected = values_of(connect_with_one_late, 2, 1)
+    assert entered >= not_connected
 
 
 def wait_for_nobody():

@@ -121,6 +121,7 @@ def _connect(device: torch.device, timeout_s: float) -> None:
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
         store = _unused_part(store, rank, size, timeout_s)
         dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=timeout)
+        dist.all_reduce(torch.zeros(1))  # else a rank might leave while others still connect
     except ParallelError:  # which is a RuntimeError, and says more
         raise
     except (RuntimeError, ValueError) as error:  # no such host, nobody there, a wrong number
