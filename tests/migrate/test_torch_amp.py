@@ -9,41 +9,12 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
-from migrate_snippets import snippets
+from migrate_snippets import run, snippets
 
 from amp_lab.migrate import migrate_source
 
 REWRITTEN = {title: text.split("--- becomes\n") for title, text in snippets("torch").items()}
 LEFT = snippets("left")
-
-
-def state() -> tuple:
-    """The autocast state of this thread."""
-    devices = [
-        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in ("cuda", "cpu")
-    ]
-    return *devices, torch.is_autocast_cache_enabled()
-
-
-def settings(scaler: torch.amp.GradScaler) -> tuple:
-    return isinstance(scaler, torch.amp.GradScaler), scaler._device, scaler.state_dict()
-
-
-def plain(value: object) -> object:
-    """The value with each tensor as its dtype and numbers, which compare bit for bit."""
-    if isinstance(value, torch.Tensor):
-        return value.dtype, value.tolist()
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return value
-
-
-def run(code: str) -> object:
-    names = {"state": state, "settings": settings, "__name__": "snippet"}
-    exec(compile(code, "snippet", "exec"), names)
-    return plain(names["result"])
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ What Apex's functions do, and their arguments and defaults, is from its sources
 import functools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import libcst as cst
 
@@ -20,7 +20,9 @@ from amp_lab.migrate import nodes
 from amp_lab.migrate.python_tree import Scope, Tree, Use
 from amp_lab.migrate.rewriter import Rewriter
 from amp_lab.migrate.version_guards import is_guarded
+from amp_lab.remedies import remedy
 
+_Entry = TypeVar("_Entry")
 TRIGGERS = ("apex",)
 MARK = "# amp-lab migrate: "
 
@@ -72,8 +74,8 @@ SCALER = 'scaler = torch.amp.GradScaler("cuda") once'
 _MASTERS = f"keep the model in float32; put {AUTOCAST}, and make {SCALER}, to train"
 _FLOAT = 'compute in torch.autocast("cuda", enabled=False), on x.float() for each input'
 _PROMOTES = "drop it: ops of two dtypes promote by themselves in autocast"
-ADVICE = {name: f"write {equal.module}.{equal.name}" for name, equal in EQUALS.items()}
-ADVICE |= {  # by the longest name that fits
+_ADVICE = {name: f"write {equal.module}.{equal.name}" for name, equal in EQUALS.items()}
+_ADVICE |= {  # by the longest name that fits
     "apex.amp.initialize": (
         f"delete it; at O1 and O2 put {AUTOCAST}, and make {SCALER}; O0 is plain float32, and O3 "
         "is model.half(), both without a scaler"
@@ -93,7 +95,7 @@ ADVICE |= {  # by the longest name that fits
         '"loss_scaler0", and "_growth_tracker" is its "unskipped"'
     ),
     "apex.amp.disable_casts": 'write torch.autocast("cuda", enabled=False)',
-    "apex.amp.half_function": "drop it: autocast casts the ops inside to float16 by itself",
+    "apex.amp.half_function": "drop it: autocast casts matrix products to float16 itself",
     "apex.amp.float_function": _FLOAT,
     "apex.amp.promote_function": _PROMOTES,
     "apex.amp.register_half_function": "drop it: autocast casts matrix products to float16 itself",
@@ -123,13 +125,20 @@ ADVICE |= {  # by the longest name that fits
     "apex.contrib.optimizers.DistributedFusedAdam": (
         "shard with torch.distributed.fsdp.fully_shard, or torch's ZeroRedundancyOptimizer"
     ),
-    "apex.contrib.xentropy": "write torch.nn.functional.cross_entropy, with ignore_index=0",
+    "apex.contrib.xentropy": (
+        'write torch.nn.functional.cross_entropy(..., ignore_index=0, reduction="none"), and '
+        "label_smoothing= for its smoothing"
+    ),
     "apex.contrib": "torch has no equal of it: keep Apex for it, or see what torch.nn has",
     "apex.transformer": "torch has no equal of it: Megatron-LM has its own by now",
     "apex.mlp": "write torch.nn.Sequential of Linear and ReLU; torch.compile fuses them",
     "apex.multi_tensor_apply": "torch's optimizers and clip_grad_norm_ take many tensors at once",
     "apex.pyprof": "use torch.profiler, or torch.autograd.profiler.emit_nvtx",
     "apex": "torch has no equal of this name: see what it does, and whether it is still needed",
+}
+ADVICE = {
+    name: remedy(f"migrate.{name}", f"{name} is used and not rewritten", text)
+    for name, text in _ADVICE.items()
 }
 SECTIONS = {  # of notebook 13, where it is explained: the heading for a name, and those below it
     "apex.amp.initialize": "What each level did, and what does it today",
@@ -325,7 +334,7 @@ class Rule(Rewriter):
 
     def _tell(self, node: cst.CSTNode, old: str) -> None:
         """Say what is to be done, and where to read more, which a comment leaves out."""
-        advice = _longest(ADVICE, _named(old))
+        advice = _longest(ADVICE, _named(old)).said()
         self.say(node, "by hand", f'{advice} (notebook 13, "{_longest(SECTIONS, _named(old))}")')
         self.told[self.tree.statement(node)].append(advice)
 
@@ -357,7 +366,7 @@ def _is_apex(origin: str | None) -> bool:
     return origin is not None and origin.partition(".")[0] == "apex"
 
 
-def _longest(table: dict[str, str], name: str) -> str:
+def _longest(table: Mapping[str, _Entry], name: str) -> _Entry:
     """What a table has for a dotted name, or for the longest part that it begins with."""
     while name not in table:
         name = name.rpartition(".")[0]

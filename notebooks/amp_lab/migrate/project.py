@@ -7,6 +7,7 @@ from pathlib import Path
 from amp_lab.migrate.amp_names import NEEDS
 from amp_lab.migrate.files import Result
 from amp_lab.migrate.rewriter import Finding
+from amp_lab.migrate.torch_amp_remedies import OLDER_TORCH
 
 _FILES = ("pyproject.toml", "setup.cfg", "setup.py", "requirements*.txt")
 _UP = 3  # folders above what is migrated
@@ -32,8 +33,7 @@ def older_torch(paths: Iterable[str | Path], needed: tuple[int, int]) -> Iterato
             asked = found["version"]
             if tuple(map(int, f"{asked}.0".split(".")))[:2] < needed:
                 line = text.count("\n", 0, found.start("version")) + 1
-                what = f"needs {needed[0]}.{needed[1]}: raise it, or keep the old names"
-                says = f"torch {asked} is asked for, and what is rewritten {what}"
+                says = OLDER_TORCH.said(asked=asked, needed=f"{needed[0]}.{needed[1]}")
                 yield Result(file, [Finding(line, "by hand", says)])
 
 

@@ -16,6 +16,7 @@ from typing import TypeGuard
 import libcst as cst
 
 from amp_lab.migrate import nodes
+from amp_lab.migrate import torch_amp_remedies as remedies
 from amp_lab.migrate.amp_names import HOMES, NAMED, NEW, OLD, OLD_MODULES
 from amp_lab.migrate.python_tree import Binding, Scope, Tree, Use
 from amp_lab.migrate.rewriter import Edit, Rewriter
@@ -51,8 +52,7 @@ class Rule(Rewriter):
     def run(self) -> None:
         """Rewrite the names that an import binds with all their uses, then the other uses."""
         for node, old in self.replaced.items():
-            where = f"replace torch.amp.{OLD[old][0]}, where that is used"
-            self.say(node, "by hand", f"{old} is replaced here: {where}")
+            self.say(node, "by hand", remedies.REPLACED.said(old=old, name=OLD[old][0]))
         alone, groups = self._sort_uses()
         for scope in self.tree.scopes:
             for name, bindings in scope.bindings.items():
@@ -113,8 +113,7 @@ class Rule(Rewriter):
             self._say_versioned(name, bindings)
             return
         lines = ", ".join(map(str, sorted(set(map(self.tree.line, bound)))))
-        what = f"{name} is bound to different things (lines {lines}): give them different names"
-        self.say(use.node, "by hand", f"{what}, then use torch.amp with its device")
+        self.say(use.node, "by hand", remedies.AMBIGUOUS.said(name=name, lines=lines))
 
     def _say_versioned(self, name: str, bindings: list[Binding]) -> None:
         olds = [binding.node for binding in bindings if _is_old(binding.origin)]
@@ -127,11 +126,10 @@ class Rule(Rewriter):
         """Rewrite a use to ``torch.amp.…``, by the name under which torch is known there."""
         name, torch = OLD[old][0], self.torch.at(use)
         if torch is None:
-            what = f"write torch.amp.{name} for {'.'.join(use.parts)}, and import torch"
-            self.say(use.node, "by hand", what)
+            written = ".".join(use.parts)
+            self.say(use.node, "by hand", remedies.NO_TORCH.said(name=name, written=written))
         elif "#" in self.tree.text[slice(*self.tree.span(use.node))]:
-            what = f"a comment stands inside the name: write torch.amp.{name}"
-            self.say(use.node, "by hand", what)
+            self.say(use.node, "by hand", remedies.COMMENT_INSIDE.said(name=name))
         else:
             self.replace(use.node, f"{torch}.amp.{name}")
             self._make(use, old, edits)
@@ -159,13 +157,12 @@ class Rule(Rewriter):
     def _plan(self, use: Use, old: str) -> list[Edit]:
         """The edits beside the name itself. Raises `ByHand`."""
         if isinstance(self.tree.parents[use.node], cst.Expr):  # see `magics`
-            raise ByHand(f"a magic, which is left as it is, uses {old}: use torch.amp there")
+            raise ByHand(remedies.IN_MAGIC.said(old=old))
         if old in OLD_MODULES:
-            where = f"give its device {OLD_MODULES[old]!r} in each call"
-            raise ByHand(f"{old} is used as a value: use torch.amp, and {where}")
+            raise ByHand(remedies.MODULE_AS_VALUE.said(old=old, device=OLD_MODULES[old]))
         if old not in OLD:
             whole = next(name for name in OLD if old.startswith(f"{name}."))
-            raise ByHand(f"{whole} is used as a value: use torch.amp.{OLD[whole][0]}")
+            raise ByHand(remedies.ATTRIBUTE.said(old=whole, name=OLD[whole][0]))
         (name, device), node = OLD[old], use.node
         self._check_place(node, old)
         call = self.tree.call_of(node)
@@ -177,7 +174,7 @@ class Rule(Rewriter):
             return [Edit(end, end, f'(device_type="{device}")')]
         place = self.tree.place_of_type(node)
         if isinstance(place, cst.Comparison) and not nodes.is_call_of(place.left, "type"):
-            raise ByHand(f"{name} is compared with: write torch.amp.{name} in all places")
+            raise ByHand(remedies.COMPARED.said(name=name))
         if place is not None:
             if not isinstance(place, cst.Annotation):
                 self._check_told_apart(name, device)
@@ -188,17 +185,17 @@ class Rule(Rewriter):
         """Raise `ByHand` where the name stands in something that an edit would break."""
         name, device = OLD[old]
         if self.tree.is_in(node, cst.FormattedString):
-            raise ByHand(f'inside an f-string: write torch.amp.{name}, with "{device}"')
+            raise ByHand(remedies.IN_F_STRING.said(name=name, device=device))
         replaced = [str(self.tree.line(at)) for at, other in self.replaced.items() if other == old]
         if replaced:
-            where = f"{old} is replaced (line {', '.join(replaced)})"
-            raise ByHand(f"{where}: write torch.amp.{name} in both places")
+            lines = ", ".join(replaced)
+            raise ByHand(remedies.REPLACED_ELSEWHERE.said(old=old, lines=lines, name=name))
         if self.tree.is_in(node, cst.Del):
-            raise ByHand(f"its name is deleted here: write torch.amp.{name}, and do not")
+            raise ByHand(remedies.DELETED.said(name=name))
         compared = self._compared if name == "GradScaler" else []
         if compared and not self.tree.is_in(node, cst.Annotation):
-            where = f"{name} is compared with (line {min(map(self.tree.line, compared))})"
-            raise ByHand(f"{where}: write torch.amp.{name} in all places, here and in other files")
+            line = min(map(self.tree.line, compared))
+            raise ByHand(remedies.SCALER_COMPARED.said(name=name, line=line))
 
     @functools.cached_property
     def _compared(self) -> list[cst.CSTNode]:
@@ -216,15 +213,14 @@ class Rule(Rewriter):
             if isinstance(call, cst.Call) and self._is_partial(call, old, use):
                 return self._plan_call(old, call, use, first=1)
             if isinstance(call, cst.ClassDef):
-                where = f'give "{device}" first in super().__init__'
-                raise ByHand(f"a class derives from it: derive from torch.amp.{name}, and {where}")
+                raise ByHand(remedies.SUBCLASS.said(name=name, device=device))
         if isinstance(parent, cst.Decorator):
-            raise ByHand(f'without brackets it decorates nothing: write torch.amp.{name}("cuda")')
+            raise ByHand(remedies.BARE_DECORATOR.said(name=name))
         if (edits := self._plan_alias(use, old)) is not None:
             return edits
         defaults = f", dtype=torch.{_DTYPES[device]}" if name == "autocast" else ""
-        new = f'functools.partial(torch.amp.{name}, "{device}"{defaults})'
-        raise ByHand(f"{old} is used as a value: write {new}")
+        facts = {"old": old, "name": name, "device": device, "defaults": defaults}
+        raise ByHand(remedies.CLASS_AS_VALUE.said(**facts))
 
     def _check_told_apart(self, name: str, device: str) -> None:
         """Raise `ByHand` if a check of the type tells what will be one class of torch.amp."""
@@ -232,8 +228,7 @@ class Rule(Rewriter):
         others = {old for old, new in OLD.items() if new[0] == name and new[1] != device}
         others |= {new for new, today in NEW.items() if today == name}
         if any(use.origins & others for use in self.tree.uses):
-            one = f"torch.amp.{name} is one class for all devices"
-            raise ByHand(f'{one}: ask for its device, here "{device}"')
+            raise ByHand(remedies.ONE_CLASS.said(name=name, device=device))
 
     def _plan_alias(self, use: Use, old: str) -> list[Edit] | None:
         """The edits that make a partial of a class that gets a name which is only called."""
@@ -287,11 +282,7 @@ class Rule(Rewriter):
         parts = targets[0] if len(targets) == 1 else None
         if name != "autocast" or (parts and self._is_called_by_keyword(parts[-1])):
             return True
-        raise ByHand(
-            "what calls it may give arguments by position, whose order is another now: write "
-            f'functools.partial(torch.amp.autocast, "{device}", dtype=torch.{_DTYPES[device]}, …), '
-            "and enabled=… where it is called"
-        )
+        raise ByHand(remedies.CALLED_BY_POSITION.said(device=device, dtype=_DTYPES[device]))
 
     def _is_called_by_keyword(self, name: str) -> bool:
         """Whether what has a name is always called, and never with an argument by position."""
@@ -329,8 +320,7 @@ class Rule(Rewriter):
         dtype = self._autocast_dtype(device, nodes.arguments(args, _AUTOCAST_ARGUMENTS), use)
         if any(arg.star == "**" for arg in args):  # which may hold the dtype
             if dtype and self._sets_dtype:
-                what = f'write torch.amp.autocast("{device}", …)'
-                raise ByHand(f"its ** may leave out the dtype: {what}")
+                raise ByHand(remedies.DOUBLE_STAR.said(device=device, dtype=_DTYPES[device]))
             return "", edits
         return dtype, edits
 
@@ -338,10 +328,7 @@ class Rule(Rewriter):
         """Give names to arguments by position, whose order is another now. Raises `ByHand`."""
         by_place = [arg for arg in args if arg.star != "**" and arg.keyword is None]
         if len(by_place) > len(_AUTOCAST_ARGUMENTS) or any(arg.star for arg in by_place):
-            raise ByHand(
-                "its positional arguments changed their order: write torch.amp.autocast("
-                f'"{device}", enabled=…, dtype=…, cache_enabled=…)'
-            )
+            raise ByHand(remedies.POSITIONAL.said(device=device))
         edits = []
         for keyword, arg in zip(_AUTOCAST_ARGUMENTS, by_place, strict=False):
             start, end = self.tree.span(arg)
@@ -356,7 +343,7 @@ class Rule(Rewriter):
             return ""
         torch = self.torch.at(use)
         if torch is None:
-            raise ByHand(f"import torch, and give it dtype=torch.{_DTYPES[device]}")
+            raise ByHand(remedies.GIVE_DTYPE.said(dtype=_DTYPES[device]))
         return f", dtype={torch}.{_DTYPES[device]}"
 
     @functools.cached_property
@@ -410,14 +397,13 @@ class Rule(Rewriter):
         """Why an import is left, and what to do; empty if it is not."""
         origin = bindings[0].origin
         if not _is_old(origin) or any(binding.origin != origin for binding in bindings):
-            return f"{name} is bound to different things in one scope"
+            return remedies.TWO_THINGS.said(name=name)
         is_class = origin in OLD
         if scope.kind != "class" and (not is_class or (uses and name not in self._exported)):
             return ""
-        device = OLD[origin][1] if is_class else OLD_MODULES[origin]
-        new = "import it from torch.amp" if is_class else "use torch.amp"
-        where = f'{new} where it is used, with its device "{device}"'
-        return f"{name} is not used here, or not only: {where}"
+        if is_class:
+            return remedies.CLASS_IMPORTED.said(name=name, device=OLD[origin][1])
+        return remedies.MODULE_IMPORTED.said(name=name, device=OLD_MODULES[origin])
 
     @functools.cached_property
     def _exported(self) -> set[str]:
@@ -433,8 +419,7 @@ class Rule(Rewriter):
     def _rewrite_imports(self) -> None:
         for star, module in self.tree.stars.items():
             if module.startswith(tuple(OLD_MODULES)) and not is_guarded(self.tree, star):
-                what = "import the names that are used from torch.amp, and give each call its"
-                self.say(star, "by hand", f"from {module} import *: {what} device")
+                self.say(star, "by hand", remedies.STAR.said(module=module))
         for node in self.tree.imports:
             if isinstance(node, cst.Import):
                 self._rewrite_import(node)

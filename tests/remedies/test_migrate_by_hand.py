@@ -1,0 +1,81 @@
+"""What migrate leaves to people: the code before, and the code that does what the message says."""
+
+import json
+import re
+import warnings
+
+import nbformat
+import pytest
+import torch
+from migrate_snippets import run, snippets
+from remedy_tests import does, says
+
+from amp_lab.cli import main
+from amp_lab.migrate import migrate_source
+
+CASES = {title: text.split("--- becomes\n") for title, text in snippets("by_hand").items()}
+SAYS = dict(title.split(": ", 1) for title in CASES)  # by remedy: words of its message
+_CALL = re.compile(r"torch\.amp\.\w+")
+
+
+def by_hand(code: str) -> list[str]:
+    return [finding.message for finding in migrate_source(code)[1] if finding.kind == "by hand"]
+
+
+@pytest.fixture
+def as_if_with_cuda(monkeypatch):
+    """Let autocast and the scaler for CUDA be made, and their state be asked, without a GPU."""
+    monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: True)
+
+
+@does(*(f"migrate.{name}" for name in SAYS))
+@pytest.mark.parametrize("title", CASES)
+def test_code_that_was_changed_as_it_says_gives_the_same(as_if_with_cuda, title):
+    old, new = CASES[title]
+    name, words = title.split(": ", 1)
+    said = [message for message in by_hand(old) if says(f"migrate.{name}", message)]
+    assert any(words in message for message in said), by_hand(old)
+    named = {today for message in said for today in _CALL.findall(message)}
+    assert all(today.rpartition(".")[2] in new for today in named)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        before = run(old)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        assert run(new) == before
+    text, findings = migrate_source(new)
+    assert text == new
+    assert findings == []
+
+
+@does("migrate.in_magic")
+def test_a_magic_that_was_changed_is_found_no_more(tmp_path, capsys):
+    file = tmp_path / "a.ipynb"
+    for line, code in [
+        ("%time torch.cuda.amp.GradScaler()", 1),
+        ("%time torch.amp.GradScaler()", 0),
+    ]:
+        cells = [nbformat.v4.new_code_cell(text) for text in ("import torch", line)]
+        file.write_text(json.dumps(nbformat.v4.new_notebook(cells=cells)))
+        assert main(["migrate", "--check", str(file)]) == code
+        assert says("migrate.in_magic", capsys.readouterr().out) is bool(code)
+    assert torch.amp.GradScaler("cpu").get_scale() == 65536.0
+
+
+@does("migrate.older_torch")
+@pytest.mark.parametrize(("asked", "found"), [("1.8", True), ("2.3", False)])
+def test_a_project_that_asks_for_the_torch_it_needs_is_left_alone(tmp_path, capsys, asked, found):
+    (tmp_path / "requirements.txt").write_text(f"torch>={asked}\n")
+    code = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"
+    (tmp_path / "train.py").write_text(code)
+    main(["migrate", str(tmp_path)])
+    assert says("migrate.older_torch", capsys.readouterr().out) is found
+
+
+@does("migrate.older_torch")
+def test_a_project_that_keeps_the_old_names_is_left_alone(tmp_path, capsys):
+    (tmp_path / "requirements.txt").write_text("torch>=1.8\n")
+    (tmp_path / "train.py").write_text("import torch\nscaler = None\n")
+    assert main(["migrate", "--check", str(tmp_path)]) == 0
+    assert not says("migrate.older_torch", capsys.readouterr().out)
