@@ -30,6 +30,7 @@ _EXPORTS = {  # public name: the module that defines it
     "xray": "tracing.xray",
     "xray_sharding": "tracing.sharding",
     "MemoryForecast": "tracing.memory_result",
+    "forecast_inference": "tracing.inference_memory",
     "forecast_memory": "tracing.memory",
     "largest_batch": "tracing.memory",
     "advise": "advisor",

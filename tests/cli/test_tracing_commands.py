@@ -286,3 +286,23 @@ def refused(capsys, arguments, said):
     assert found.out == ""
     assert len(found.err.splitlines()) == 1
     assert said in found.err
+
+
+def test_memory_of_inference(capsys):
+    asked = ("memory", NET, "--input", "2,3,64,64", "--eval")
+    out = printed(capsys, *asked, "--memory", "1GiB")
+    assert "one forward pass under inference_mode on cuda" in out
+    head = next(line for line in out.splitlines() if line.startswith("in MiB"))
+    assert re.split(r"  +", head) == ["in MiB", "fp32", "bf16 autocast", "bf16 cast"]
+    found = json.loads(printed(capsys, *asked, "--precision", "fp16", "--format", "json"))
+    assert [forecast["way"] for forecast in found["forecasts"]][:2] == [
+        "fp16 autocast",
+        "fp16 cast",
+    ]
+
+
+@pytest.mark.parametrize("option", [("--optimizer", "sgd"), ("--fsdp-ranks", "2")])
+def test_what_belongs_to_training_is_refused_for_inference(capsys, option):
+    refused(
+        capsys, ("memory", NET, *INPUT, "--eval", *option), f"{option[0]} is for a training step"
+    )

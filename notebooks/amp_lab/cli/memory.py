@@ -1,19 +1,22 @@
-"""`amp-lab memory`: forecast the memory of a training step."""
+"""`amp-lab memory`: forecast the memory of a training step, or of inference."""
 
 import argparse
 import dataclasses
 
 from amp_lab.cli.model_argument import DEVICE, add_model, given_model
 from amp_lab.cli.printing import show
+from amp_lab.errors import OptionError
 
 
 def add(commands) -> None:
     """Add the command to the parser's `commands`."""
     memory = commands.add_parser(
         "memory",
-        help="forecast the memory of a training step, on a device that need not be here",
+        help="forecast the memory of a training step or of inference, on a device that need not "
+        "be here",
         description="Print what a training step needs in each precision, whether it fits into a "
-        "card, and the largest batch that does.",
+        "GPU's memory, and the largest batch that does. With --eval it is a forward pass under "
+        "inference_mode: by autocast, with cast weights, and with weights in int8 and int4.",
     )
     add_model(memory)
     option, named = memory.add_argument, {"metavar": "NAME"}
@@ -25,21 +28,45 @@ def add(commands) -> None:
     option("--precision", action="append", **named, help=precisions)
     option(
         "--optimizer",
-        default="adam",
         **named,
         help="default: adam; also sgd, adamw, muon, adafactor, adamw-8bit, …",
     )
     ranks = "of FSDP2 among which weights, gradients and state are divided (default: 1)"
-    option("--fsdp-ranks", type=int, default=1, metavar="N", help=ranks)
+    option("--fsdp-ranks", type=int, metavar="N", help=ranks)
     memory.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> None:
     """Forecast, and print the table."""
+    if options.eval:
+        _run_inference(options)
+    else:
+        _run_training(options)
+
+
+def _run_inference(options: argparse.Namespace) -> None:
+    from amp_lab.tracing.inference_memory import inference_table
+    from amp_lab.tracing.memory import BatchedInputs
+
+    for name in ("optimizer", "fsdp_ranks"):
+        if getattr(options, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise OptionError(f"{option} is for a training step: leave it out, or leave out --eval")
+    asked = {"memory_bytes": options.memory, "device_type": options.device}
+    if options.precision:
+        asked["precisions"] = options.precision
+    with given_model(options, with_values=False) as given:
+        inputs = BatchedInputs(given.args, given.kwargs)
+        table = inference_table(given.model, inputs, reserve=options.reserve, **asked)
+    show(table, options.format)
+
+
+def _run_training(options: argparse.Namespace) -> None:
     from amp_lab.tracing.memory import BatchedInputs, memory_table
 
     asked = {"memory_bytes": options.memory, "device_type": options.device}
-    asked |= {name: getattr(options, name) for name in ("reserve", "optimizer", "fsdp_ranks")}
+    asked |= {"reserve": options.reserve, "optimizer": options.optimizer or "adam"}
+    asked["fsdp_ranks"] = 1 if options.fsdp_ranks is None else options.fsdp_ranks
     if options.precision:  # else they are left to the function's own default
         asked["precisions"] = options.precision
     with given_model(options, with_values=False) as given:

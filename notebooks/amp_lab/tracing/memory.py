@@ -5,7 +5,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_map_only
 
 from amp_lab.errors import TraceError, first_line
 from amp_lab.precision import Precision
+from amp_lab.tracing.fake_device import ModelRun
 from amp_lab.tracing.memory_result import MemoryForecast, MemoryTable
 from amp_lab.tracing.ops_seen import tensors_in
-from amp_lab.tracing.training_step import LossFunction, TracedStep, TrainingStep, training_steps
+from amp_lab.tracing.training_step import LossFunction, training_steps
 
 Shapes = Sequence[int] | Sequence[Sequence[int]]
 Dtypes = torch.dtype | Sequence[torch.dtype]
@@ -245,6 +246,21 @@ def _checked_shapes(given: Any) -> list[tuple[int, ...]]:
     return shapes
 
 
+class Step(Protocol):
+    """What runs once for a batch: a training step, or a forward pass."""
+
+    @property
+    def run(self) -> ModelRun:
+        """The model, on its fake device."""
+
+    @property
+    def traced_on(self) -> str:
+        """The type of device on which the inputs have to be."""
+
+    def trace(self, inputs: tuple, kwargs: dict[str, Any], /) -> Any:
+        """A dataclass with `storages`, `step`, `input_shapes` and `forecast`."""
+
+
 class MemoryByBatch:
     """The memory of a step as a function of the batch, from two traces; a third has agreed.
 
@@ -256,7 +272,7 @@ class MemoryByBatch:
 
     def __init__(
         self,
-        step: TrainingStep,
+        step: Step,
         inputs: BatchedInputs,
         limit: int | None,
         known: Iterable["MemoryByBatch"] = (),
@@ -273,11 +289,11 @@ class MemoryByBatch:
         # Another log would mean that another batch allocates at other times, or other things.
         self._require(np.array_equal(storages.log, self._second.log))
         self._slope = self._second.sizes - storages.sizes  # bytes per item of the batch
-        self.largest = 0 if limit is None else self._solve(limit)
+        self.largest = 0 if limit is None else self.largest_within(limit)
         third = self.largest if self.largest > self._SECOND else self._THIRD
         self._require(self.at(third) == self._trace(third).forecast())
 
-    def _trace(self, batch: int) -> TracedStep:
+    def _trace(self, batch: int) -> Any:
         try:
             return self._step.trace(*self._inputs.of(batch, self._step.traced_on))
         except TraceError as error:
@@ -290,7 +306,7 @@ class MemoryByBatch:
                 "multiple of the batch; forecast the batches one by one"
             )
 
-    def at(self, batch: int) -> MemoryForecast:
+    def at(self, batch: int) -> Any:
         """The forecast for a batch."""
         storages = self._first.storages
         sizes = storages.sizes + self._slope * (batch - self._FIRST)
@@ -300,7 +316,8 @@ class MemoryByBatch:
             storages=dataclasses.replace(storages, sizes=sizes),
         ).forecast()
 
-    def _solve(self, limit: int) -> int:
+    def largest_within(self, limit: int) -> int:
+        """The largest batch whose peak is at most `limit` bytes; 0 if none is."""
         too_large = 1
         while self.at(too_large).peak <= limit:
             too_large *= 2

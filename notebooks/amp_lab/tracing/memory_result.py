@@ -114,20 +114,20 @@ class MemoryTable(Printed):
         large = max(f.peak for f in self.forecasts) >= 10 * 2**30
         unit, name = (2**30, "GiB") if large else (2**20, "MiB")
         *rows, peaks = [
-            [label, *(_in_unit(bytes_of(f), unit) for f in self.forecasts)]
+            [label, *(in_unit(bytes_of(f), unit) for f in self.forecasts)]
             for label, bytes_of in _ROWS.items()
         ]
         if first.fsdp_ranks > 1:
             ranks = f"each of {first.fsdp_ranks} ranks of FSDP2"
             copies = f"Of {ranks}, forecast with the CPU's kernels, in one stream."
         else:
-            buckets = f"buckets as large as the gradients, {_in_unit(first.gradients, unit)} {name}"
+            buckets = f"buckets as large as the gradients, {in_unit(first.gradients, unit)} {name}"
             copies = f"DDP adds {buckets}; none with gradient_as_bucket_view=True."
         foot = [peaks, ["reached in", *(f.peak_phase for f in self.forecasts)]]
         if self.memory_bytes is not None:
             largest = [self.largest.get(f.precision) for f in self.forecasts]
             counts = ["cannot tell" if n is None else f"{n:,}" for n in largest]
-            foot.append([f"largest batch in {_memory_text(self.memory_bytes)}", *counts])
+            foot.append([f"largest batch in {memory_text(self.memory_bytes)}", *counts])
         return Table(
             [f"in {name}", *(str(f.precision) for f in self.forecasts)],
             rows,
@@ -151,9 +151,9 @@ class MemoryTable(Printed):
         if self.memory_bytes is not None:
             for precision, spare in self.spare.items():
                 fits, over = "fits, about {} to spare", "does not fit, {} too much"
-                yield f"{precision}: {(fits if spare >= 0 else over).format(_amount(abs(spare)))}."
+                yield f"{precision}: {(fits if spare >= 0 else over).format(amount(abs(spare)))}."
             if self.reserve:
-                share = f"Of the {_memory_text(self.memory_bytes)}, {100 * self.reserve:.3g} %"
+                share = f"Of the {memory_text(self.memory_bytes)}, {100 * self.reserve:.3g} %"
                 yield f"{share} are held in reserve for the driver and for fragmentation."
         if self.not_extrapolated:
             why = f"The largest batch cannot be extrapolated: {self.not_extrapolated}."
@@ -163,18 +163,19 @@ class MemoryTable(Printed):
             yield f"Held as they are for every batch: inputs of shape {shapes}."
 
 
-def _amount(count: int) -> str:
+def amount(count: int) -> str:
     """A number of bytes in two digits or so: ``about 4 GiB``."""
     unit, name = (2**30, "GiB") if count >= 2**30 else (2**20, "MiB")
     return f"{count / unit:.2g} {name}" if count < 10 * unit else f"{count / unit:,.0f} {name}"
 
 
-def _in_unit(count: int, unit: int) -> str:
+def in_unit(count: int, unit: int) -> str:
+    """A number of bytes in this unit, in three digits or so."""
     value = count / unit
     return f"{value:,.0f}" if value >= 100 or not count else f"{value:.3g}"
 
 
-def _memory_text(count: int) -> str:
+def memory_text(count: int) -> str:
     """The memory of a card, in the unit in which it was most likely given."""
     for name, unit in (("GiB", 2**30), ("GB", 10**9), ("MiB", 2**20), ("MB", 10**6)):
         if count >= unit and count % unit == 0:

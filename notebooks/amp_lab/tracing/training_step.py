@@ -80,6 +80,25 @@ def training_steps(
     With `fsdp_ranks` it is that of one of so many. Opening it takes as long as half a trace. Raises
     `TraceError` or `DeviceError` for what cannot be.
     """
+    if optimizer not in (names := (*OPTIMIZERS, *QUANTIZED)):
+        raise TraceError(f"optimizer {optimizer!r}: give one of {', '.join(names)}")
+    if not 1 <= fsdp_ranks <= _MOST_RANKS:
+        raise TraceError(f"ranks {fsdp_ranks}: give 1 to {_MOST_RANKS}")
+    checked_backend(device_type)
+    traced_on = "cpu" if fsdp_ranks > 1 else device_type
+    with steps_on(model, traced_on, precisions) as (run, asked), torch.enable_grad():
+        options = optimizer, loss_fn, fsdp_ranks
+        yield [TrainingStep(run, device_type, precision, *options) for precision in asked]
+
+
+@contextmanager
+def steps_on(
+    model: nn.Module, device_type: str, precisions: Iterable[Precision | str]
+) -> Iterator[tuple[ModelRun, list[Precision]]]:
+    """The block in which a model can be traced, and the precisions, which are checked.
+
+    Raises `TraceError` or `DeviceError` for what cannot be.
+    """
     asked = list(precisions)
     if not asked:
         raise TraceError("precisions is empty; give at least one")
@@ -87,18 +106,9 @@ def training_steps(
     for precision in asked:
         if precision not in list(Precision):
             raise TraceError(f"precision {precision!r}: give one of {', '.join(Precision)}")
-    if optimizer not in (names := (*OPTIMIZERS, *QUANTIZED)):
-        raise TraceError(f"optimizer {optimizer!r}: give one of {', '.join(names)}")
-    if not 1 <= fsdp_ranks <= _MOST_RANKS:
-        raise TraceError(f"ranks {fsdp_ranks}: give 1 to {_MOST_RANKS}")
     checked_backend(device_type)
-    with (
-        _same_every_time(),
-        on_fake_device(model, (), {}, "cpu" if fsdp_ranks > 1 else device_type) as run,
-        torch.enable_grad(),
-    ):
-        options = optimizer, loss_fn, fsdp_ranks
-        yield [TrainingStep(run, device_type, Precision(p), *options) for p in asked]
+    with _same_every_time(), on_fake_device(model, (), {}, device_type) as run:
+        yield run, [Precision(precision) for precision in asked]
 
 
 @dataclass(frozen=True)
@@ -124,7 +134,7 @@ class TrainingStep:
         if self.ranks > 1:
             from amp_lab.tracing.sharded_step import trace_sharded  # FSDP2 takes a second to load
 
-            with _one_line_errors(run.model, shapes, self.device_type):
+            with one_line_errors(run.model, shapes, self.device_type):
                 shards, storages = trace_sharded(self, inputs, kwargs)
             sharded = tuple((tuple(shard.shape), shard.dtype) for shard in shards)
             return TracedStep(self, shapes, sharded, storages)
@@ -133,7 +143,7 @@ class TrainingStep:
         ledger.own("buffers", run.buffers.values())
         ledger.own("inputs", given)
         with (
-            _one_line_errors(run.model, shapes, self.device_type),
+            one_line_errors(run.model, shapes, self.device_type),
             ledger,
             # Around the backward pass too, in which activation checkpointing calls modules again.
             _reparametrize_module(run.model, run.parameters | run.buffers),
@@ -328,7 +338,8 @@ def _quantized_bytes(name: str, values: int, itemsize: int) -> tuple[int, int]:
 
 
 @contextmanager
-def _one_line_errors(model: nn.Module, shapes: tuple, device_type: str) -> Iterator[None]:
+def one_line_errors(model: nn.Module, shapes: tuple, device_type: str) -> Iterator[None]:
+    """The block in which what a model raises becomes a `TraceError` of one line."""
     try:
         yield
     except AmpLabError:

@@ -1,0 +1,259 @@
+"""The memory of inference: a forecast for each way to run a model, and the largest batch."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils._pytree import tree_map_only
+
+from amp_lab.errors import TraceError
+from amp_lab.precision import Precision
+from amp_lab.tracing.fake_device import ModelRun, autocast_on
+from amp_lab.tracing.inference_result import InferenceForecast, InferenceTable
+from amp_lab.tracing.memory import BatchedInputs, MemoryByBatch, parse_bytes
+from amp_lab.tracing.ops_seen import tensors_in
+from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
+from amp_lab.tracing.training_step import one_line_errors, steps_on
+
+_LOW = (Precision.FP16, Precision.BF16)
+
+
+@dataclass(frozen=True)
+class QuantizedWeights:
+    """A format of the weights of linear layers, which are multiplied in 16 bits."""
+
+    name: str
+    bits: int
+    group: int | None  # values that share a scale; None: those of a row
+    scale_bytes: int  # of a group, its zero point included
+
+    def bytes_of(self, rows: int, columns: int) -> int:
+        """Bytes of a weight (rows, columns) with its scales."""
+        groups = 1 if self.group is None else -(-columns // self.group)
+        return rows * columns * self.bits // 8 + rows * groups * self.scale_bytes
+
+
+QUANTIZED_WEIGHTS = (
+    QuantizedWeights("int8", bits=8, group=None, scale_bytes=5),
+    QuantizedWeights("int4", bits=4, group=128, scale_bytes=4),
+)
+"""As torchao 0.18 stores them in a bf16 model: ``Int8WeightOnlyConfig(version=2)`` with a scale in
+fp32 and a zero point in int8, and ``Int4WeightOnlyConfig()`` with both in bf16."""
+
+
+def forecast_inference(
+    model: nn.Module,
+    *inputs: Any,
+    device_type: str = "cuda",
+    precision: Precision | str,
+    autocast: bool = False,
+    **kwargs: Any,
+) -> InferenceForecast:
+    """Forecast the memory of a forward pass of `model` on a device that need not be there.
+
+    The pass is ``model(*inputs, **kwargs)`` under `torch.inference_mode`. Weights and
+    floating-point inputs are cast to the precision before it, or, with `autocast`, are left as they
+    are and cast by autocast, which keeps no copy of a weight there. (Under `torch.no_grad` it keeps
+    all of them until its block ends.) The model runs in the mode that it is in: call
+    ``model.eval()`` first. `inputs` and `kwargs` are tensors, or structures of them, on any device.
+    Not counted: the workspaces of cuBLAS and cuDNN, what the driver takes, and fragmentation.
+
+    Raises `TraceError` for a model without a fake copy, an input that it does not take, an op whose
+    result depends on values, and an unknown precision; `DeviceError` for an unknown device type.
+    """
+    with _steps(model, device_type, [precision], ways=[autocast]) as (step,):
+        return step.trace(step.run.fake(inputs), step.run.fake(kwargs)).forecast()
+
+
+def inference_table(
+    model: nn.Module,
+    inputs: BatchedInputs,
+    *,
+    memory_bytes: int | str | None = None,
+    reserve: float = 0.0,
+    precisions: Iterable[Precision | str] = (Precision.FP32, Precision.BF16),
+    device_type: str = "cuda",
+) -> InferenceTable:
+    """Forecasts side by side: fp32, each low precision by autocast and cast, and int8 and int4.
+
+    With `memory_bytes` the largest batch is asked for, with a share of it held in `reserve`. What
+    a model refuses, such as cast weights, is named. Raises as `forecast_inference`.
+    """
+    total = None if memory_bytes is None else parse_bytes(memory_bytes)
+    limit = None if total is None else int(total * (1 - reserve))
+    forecasts: list[InferenceForecast] = []
+    largest: dict[str, int] = {}
+    failed: dict[str, str] = {}
+    with _steps(model, device_type, precisions, ways=[True, False]) as steps:
+        linear = _linear_weights(model)
+        for step in steps:
+            try:
+                given = _with_no_grad(step, inputs)
+            except TraceError as error:
+                if step.precision is Precision.FP32:  # then the model or its inputs are wrong
+                    raise
+                failed[step.way] = str(error)
+                continue
+            forecasts.append(given)
+            by_batch = _by_batch(step, inputs, limit)
+            if by_batch is not None:
+                largest[step.way] = by_batch.largest
+            if step.is_cast and step.precision is steps[-1].precision:
+                for weights in QUANTIZED_WEIGHTS if linear else ():
+                    saved = _saved_bytes(weights, linear, step.precision)
+                    forecasts.append(given.with_smaller_weights(weights.name, saved))
+                    if by_batch is not None and limit is not None:
+                        largest[weights.name] = by_batch.largest_within(limit + saved)
+    if not forecasts:
+        raise TraceError(next(iter(failed.values())))
+    return InferenceTable(tuple(forecasts), total, largest, reserve, failed)
+
+
+def _with_no_grad(step: "InferenceStep", inputs: BatchedInputs) -> InferenceForecast:
+    """The forecast for the batch that was given, with what it would be under `torch.no_grad`."""
+    given = inputs.of(inputs.batch, step.traced_on)
+    forecast = step.trace(*given).forecast()
+    if not step.by_autocast:
+        return forecast
+    no_grad = step.trace(*given, under=torch.no_grad).forecast()
+    return dataclasses.replace(forecast, kept_under_no_grad=no_grad.peak - forecast.peak)
+
+
+def _by_batch(
+    step: "InferenceStep", inputs: BatchedInputs, limit: int | None
+) -> MemoryByBatch | None:
+    """The memory for any batch; None if nobody asks, or if it cannot be told from two traces."""
+    if limit is None:
+        return None
+    try:
+        return MemoryByBatch(step, inputs, limit)
+    except TraceError:
+        return None
+
+
+def _linear_weights(model: nn.Module) -> list[torch.Size]:
+    """The shapes of the weights of linear layers, without those that another layer shares."""
+    owners: dict[int, int] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    return [layer.weight.shape for layer in layers if owners[id(layer.weight)] == 1]
+
+
+def _saved_bytes(weights: QuantizedWeights, linear: list[torch.Size], precision: Precision) -> int:
+    """How much smaller the weights of these layers are than in 16 bits."""
+    low = precision.dtype.itemsize
+    return sum(rows * columns * low - weights.bytes_of(rows, columns) for rows, columns in linear)
+
+
+@contextmanager
+def _steps(
+    model: nn.Module, device_type: str, precisions: Iterable[Precision | str], ways: list[bool]
+) -> Iterator[list["InferenceStep"]]:
+    """The block in which a forward pass can be traced, one for each precision and way."""
+    with steps_on(model, device_type, precisions) as (run, asked):
+        steps = []
+        for precision in asked:
+            is_low = precision in _LOW
+            for by_autocast in ways if is_low else [False]:
+                steps.append(InferenceStep(run, device_type, precision, by_autocast))
+        yield steps
+
+
+@dataclass(frozen=True)
+class InferenceStep:
+    """A forward pass, all but its inputs."""
+
+    run: ModelRun  # its inputs are not used
+    device_type: str
+    precision: Precision
+    by_autocast: bool
+
+    @property
+    def traced_on(self) -> str:
+        """The type of device on which the inputs have to be."""
+        return self.device_type
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether weights and inputs are cast to a low precision before the pass."""
+        return self.precision in _LOW and not self.by_autocast
+
+    @property
+    def way(self) -> str:
+        """What it is called in a table."""
+        if self.precision not in _LOW:
+            return str(self.precision)
+        return f"{self.precision} {'autocast' if self.by_autocast else 'cast'}"
+
+    def trace(
+        self, inputs: tuple, kwargs: dict[str, Any], *, under: Callable = torch.inference_mode
+    ) -> "TracedInference":
+        """Run the pass once on fake inputs, and note every storage's coming and going."""
+        run = self.run
+        parameters, buffers = run.parameters, run.buffers
+        if not self.by_autocast:  # to fp32 too: a checkpoint may come in 16 bits
+            parameters, buffers = self._cast(parameters), self._cast(buffers)
+            inputs, kwargs = self._cast((inputs, kwargs))
+        given = tensors_in((inputs, kwargs))
+        shapes = tuple(tuple(tensor.shape) for tensor in given)
+        with one_line_errors(run.model, shapes, self.device_type), under():
+            ledger = StorageLedger(self.device_type)
+            ledger.own("weights", parameters.values())
+            ledger.own("buffers", buffers.values())
+            ledger.own("inputs", given)
+            with ledger, _reparametrize_module(run.model, parameters | buffers):
+                with autocast_on(self.device_type, self._autocast_dtype, enabled=self.by_autocast):
+                    output = run.model(*inputs, **kwargs)
+                ledger.mark("forward")
+            del output
+        return TracedInference(self, shapes, ledger.trace())
+
+    @property
+    def _autocast_dtype(self) -> torch.dtype | None:
+        return self.precision.dtype if self.by_autocast else None
+
+    def _cast(self, structure: Any) -> Any:
+        """The structure with each floating-point tensor in the precision; a tied one stays one."""
+        made: dict[int, torch.Tensor] = {}
+
+        def cast(tensor: torch.Tensor) -> torch.Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            if id(tensor) not in made:
+                made[id(tensor)] = tensor.detach().to(self.precision.dtype)
+            return made[id(tensor)]
+
+        return tree_map_only(torch.Tensor, cast, structure)
+
+
+@dataclass(frozen=True)
+class TracedInference:
+    """What a forward pass allocated, when it ran on inputs of these shapes."""
+
+    step: InferenceStep
+    input_shapes: tuple[tuple[int, ...], ...]
+    storages: StorageTrace
+
+    def forecast(self) -> InferenceForecast:
+        """The forecast for this pass."""
+        in_use = self.storages.in_use()
+        at_peak = self.storages.by_kind(int(np.argmax(in_use)) + 1)
+        return InferenceForecast(
+            model=type(self.step.run.model).__name__,
+            input_shapes=self.input_shapes,
+            device_type=self.step.device_type,
+            way=self.step.way,
+            weights=at_peak["weights"],
+            buffers=at_peak["buffers"],
+            inputs=at_peak["inputs"],
+            weight_casts=at_peak["cast_cache"],
+            temporaries=at_peak["temporaries"],
+        )

@@ -1,0 +1,131 @@
+"""Forecasts of the memory of inference: as text, as a table and as JSON."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from amp_lab.report import Printed, Table
+from amp_lab.tracing.memory_result import amount, in_unit, memory_text
+
+_ROWS = {
+    "weights": "weights",
+    "buffers": "buffers",
+    "inputs": "inputs",
+    "weight casts at the peak": "weight_casts",
+    "temporaries at the peak": "temporaries",
+}
+
+
+@dataclass(frozen=True, repr=False)
+class InferenceForecast(Printed):
+    """What one forward pass takes, in bytes; made by `forecast_inference`.
+
+    The parts are those at the peak, and add up to it.
+    """
+
+    model: str
+    input_shapes: tuple[tuple[int, ...], ...]
+    device_type: str
+    way: str  # "fp32", "bf16 autocast", "bf16 cast", "int8"
+    weights: int
+    buffers: int
+    inputs: int
+    weight_casts: int  # copies of weights that autocast made, alive at the peak
+    temporaries: int  # activations, and what kernels take
+    kept_under_no_grad: int = 0  # how much higher the peak is under `torch.no_grad`
+
+    @property
+    def peak(self) -> int:
+        """The most that is in use at one time."""
+        return self.weights + self.buffers + self.inputs + self.weight_casts + self.temporaries
+
+    def with_smaller_weights(self, way: str, saved: int) -> "InferenceForecast":
+        """The same with weights that take `saved` bytes less."""
+        return dataclasses.replace(self, way=way, weights=self.weights - saved)
+
+    def _contents(self) -> dict[str, Any]:
+        return {**vars(self), "peak": self.peak}
+
+    def _table(self) -> Table:
+        return InferenceTable((self,))._table()
+
+
+@dataclass(frozen=True, repr=False)
+class InferenceTable(Printed):
+    """Forecasts for one model side by side; made by `inference_table`."""
+
+    forecasts: tuple[InferenceForecast, ...]
+    memory_bytes: int | None = None
+    largest: dict[str, int] = field(default_factory=dict)  # batch that fits, by way
+    reserve: float = 0.0  # share of the memory that is left to the driver and to fragmentation
+    failed: dict[str, str] = field(default_factory=dict)  # why there is none, by way
+
+    def __getitem__(self, way: str) -> InferenceForecast:
+        return next(forecast for forecast in self.forecasts if forecast.way == way)
+
+    @property
+    def spare(self) -> dict[str, int]:
+        """Bytes that a pass leaves of the memory without its reserve; below 0 if it is short."""
+        usable = int((self.memory_bytes or 0) * (1 - self.reserve))
+        return {forecast.way: usable - forecast.peak for forecast in self.forecasts}
+
+    def _contents(self) -> dict[str, Any]:
+        contents: dict[str, Any] = {"forecasts": [f._contents() for f in self.forecasts]}
+        if self.memory_bytes is not None:
+            contents["memory_bytes"] = self.memory_bytes
+            contents["reserve"] = self.reserve
+            contents["spare_bytes"] = self.spare
+            contents["largest_batch"] = self.largest
+        contents["failed"] = self.failed
+        return contents
+
+    def _table(self) -> Table:
+        first = self.forecasts[0]
+        shapes = ", ".join("x".join(map(str, shape)) for shape in first.input_shapes)
+        is_large = max(forecast.peak for forecast in self.forecasts) >= 10 * 2**30
+        unit, name = (2**30, "GiB") if is_large else (2**20, "MiB")
+        rows = []
+        for label, attribute in _ROWS.items():
+            cells = [in_unit(getattr(forecast, attribute), unit) for forecast in self.forecasts]
+            rows.append([label, *cells])
+        foot = [["peak", *(in_unit(forecast.peak, unit) for forecast in self.forecasts)]]
+        if self.memory_bytes is not None:
+            counts = [self._largest_text(forecast.way) for forecast in self.forecasts]
+            foot.append([f"largest batch in {memory_text(self.memory_bytes)}", *counts])
+        return Table(
+            [f"in {name}", *(forecast.way for forecast in self.forecasts)],
+            rows,
+            caption=f"{first.model}, input {shapes}, one forward pass under inference_mode on "
+            f"{first.device_type}",
+            facts=[*self._facts()],
+            foot=foot,
+            right=range(1, 1 + len(self.forecasts)),
+        )
+
+    def _largest_text(self, way: str) -> str:
+        return f"{self.largest[way]:,}" if way in self.largest else "cannot tell"
+
+    def _facts(self) -> Iterator[str]:
+        for way, error in self.failed.items():
+            yield f"No forecast for {way}: {error}."
+        if self.memory_bytes is not None:
+            for way, spare in self.spare.items():
+                if spare < 0:
+                    yield f"{way}: does not fit, {amount(-spare)} too much."
+            if self.reserve:
+                share = f"Of the {memory_text(self.memory_bytes)}, {100 * self.reserve:.3g} %"
+                yield f"{share} are held in reserve for the driver and for fragmentation."
+        for forecast in self.forecasts:
+            if forecast.kept_under_no_grad:
+                more = amount(forecast.kept_under_no_grad)
+                yield (
+                    f"{forecast.way}: under no_grad instead of inference_mode, autocast keeps its "
+                    f"casts of weights until its block ends, and the peak is {more} higher."
+                )
+        if any(forecast.way.startswith("int") for forecast in self.forecasts):
+            yield (
+                "int8 and int4: the weights of linear layers as torchao stores them, all else as "
+                "cast. What a kernel takes to unpack them is not counted."
+            )
+        yield "Not counted: a cache of keys and values, and what the driver takes for itself."

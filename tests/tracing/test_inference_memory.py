@@ -1,0 +1,154 @@
+"""The forecast for inference, compared with real forward passes on the CPU."""
+
+import contextlib
+
+import pytest
+import torch
+import torchvision.models as tv
+from memory_models import Meter, images
+from torch import nn
+
+from amp_lab import forecast_inference
+from amp_lab.errors import TraceError
+from amp_lab.tracing.inference_memory import QUANTIZED_WEIGHTS, InferenceTable, inference_table
+from amp_lab.tracing.memory import BatchedInputs
+from gpt import Gpt
+
+TOKENS = torch.randint(0, 500, (4, 32))
+MODELS = {
+    "vit": (lambda: tv.VisionTransformer(32, 8, 2, 4, 64, 128), images(32)),
+    "resnet18": (tv.resnet18, images(64)),
+    "gpt": (lambda: Gpt(500, 64, 4, 3), TOKENS),
+}
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 16)).eval()
+
+
+def real_peak(model, inputs, *, autocast: bool, under=torch.inference_mode) -> int:
+    """The most that a real pass has in use, with the model's own and the inputs."""
+    meter = Meter()
+    own = [*model.parameters(), *model.buffers(), inputs]
+    for tensor in own:
+        meter.see(tensor)
+    block = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
+    with under(), meter, block:
+        model(inputs)
+    return meter.most
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["fp32", "autocast", "cast"])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_peak_is_that_of_a_real_pass(name, way):
+    build, inputs = MODELS[name]
+    model = build().eval()
+    forecast = forecast_inference(
+        model,
+        inputs,
+        device_type="cpu",
+        precision="fp32" if way == "fp32" else "bf16",
+        autocast=way == "autocast",
+    )
+    if way == "cast":
+        model = model.bfloat16()
+        inputs = inputs.bfloat16() if inputs.is_floating_point() else inputs
+    # Kernels of layer norms give statistics whose dtype fakes get wrong in bf16.
+    real = real_peak(model, inputs, autocast=way == "autocast")
+    assert forecast.peak == pytest.approx(real, rel=0.01)
+
+
+def table(model: nn.Module, inputs: torch.Tensor, **options) -> InferenceTable:
+    return inference_table(model, BatchedInputs((inputs,)), **options)
+
+
+def test_casts_stay_under_no_grad_alone():
+    model, inputs = mlp(), torch.rand(2, 256)
+    forecast = table(model, inputs, device_type="cpu")["bf16 autocast"]
+    under = {
+        mode: real_peak(model, inputs, autocast=True, under=mode)
+        for mode in (torch.inference_mode, torch.no_grad)
+    }
+    assert forecast.peak == under[torch.inference_mode]
+    assert forecast.kept_under_no_grad == under[torch.no_grad] - under[torch.inference_mode] > 0
+
+
+def test_weights_in_eight_bits_take_what_torchao_stores():
+    quantization = pytest.importorskip("torchao.quantization")
+    model = mlp().bfloat16()
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig(version=2))
+    stored = 0
+    for layer in (model[0], model[2]):
+        parts, _ = layer.weight.__tensor_flatten__()
+        tensors = [getattr(layer.weight, part) for part in parts]
+        stored += sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+    biases = model[0].bias.nbytes + model[2].bias.nbytes
+    assert table(mlp(), torch.rand(2, 256), device_type="cpu")["int8"].weights == stored + biases
+
+
+def test_four_bits_have_a_scale_and_a_zero_point_in_bf16_for_each_group():
+    four = next(weights for weights in QUANTIZED_WEIGHTS if weights.name == "int4")
+    assert four.bytes_of(rows=16, columns=256) == 16 * 256 // 2 + 16 * 2 * (2 + 2)
+    assert four.bytes_of(rows=1, columns=130) == 65 + 2 * 4
+
+
+def test_a_weight_that_an_embedding_shares_stays_in_16_bits():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(50, 16)
+            self.head = nn.Linear(16, 50, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens):
+            return self.head(self.embedding(tokens))
+
+    found = table(Tied().eval(), torch.zeros(2, 3, dtype=torch.int64), device_type="cpu")
+    assert "int8" not in [forecast.way for forecast in found.forecasts]
+    assert found["bf16 cast"].weights == 50 * 16 * 2
+
+
+def test_the_largest_batch_is_the_largest_that_fits():
+    model = mlp()
+    memory = 2**20
+    found = table(model, torch.rand(2, 256), device_type="cpu", memory_bytes=memory)
+    for way, largest in found.largest.items():
+        forecasts = {
+            batch: table(model, torch.rand(batch, 256), device_type="cpu")[way].peak
+            for batch in (largest, largest + 1)
+        }
+        assert forecasts[largest] <= memory < forecasts[largest + 1], way
+    assert list(found.largest) == ["fp32", "bf16 autocast", "bf16 cast", "int8", "int4"]
+
+
+def test_a_model_that_refuses_cast_weights_is_named_and_the_others_are_forecast():
+    class MakesFloats(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) @ torch.ones(4, 4)
+
+    found = table(MakesFloats(4, 4).eval(), torch.rand(2, 4))
+    assert [forecast.way for forecast in found.forecasts] == ["fp32", "bf16 autocast"]
+    assert set(found.failed) == {"bf16 cast"}
+    assert "No forecast for bf16 cast: MakesFloats with input of shape (2, 4)" in str(found)
+
+
+def test_a_wrong_input_is_an_error():
+    with pytest.raises(TraceError, match=r"Sequential with input of shape \(2, 7\): "):
+        table(mlp(), torch.rand(2, 7))
+    with pytest.raises(TraceError, match="precision 'fp8'"):
+        forecast_inference(mlp(), torch.rand(2, 256), precision="fp8")
+
+
+def test_the_model_is_as_it_was():
+    model, inputs = mlp(), torch.rand(2, 256)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    table(model, inputs)
+    assert all(p.dtype is torch.float32 and p.requires_grad for p in model.parameters())
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_model_in_16_bits_is_forecast_in_fp32_too():
+    found = table(mlp().bfloat16(), torch.rand(2, 256), device_type="cpu")
+    assert found["fp32"].weights == 2 * found["bf16 cast"].weights
+    assert found["fp32"].peak == table(mlp(), torch.rand(2, 256), device_type="cpu")["fp32"].peak
