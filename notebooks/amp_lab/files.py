@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import glob
+import io
 import json
 import math
 import os
@@ -12,7 +13,7 @@ import time
 import types
 import typing
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +25,33 @@ _PARTIAL = ".amp-lab-partial"  # the end of the name of a file that is being wri
 _ABANDONED_S = 3600.0
 
 
-def read_regular(path: Path, most: int | None = None) -> bytes:
-    """The bytes of a file.
+@contextlib.contextmanager
+def open_regular(path: Path) -> Iterator[io.BufferedReader]:
+    """The block in which a file is open, to read its bytes.
 
-    Raises `OSError` if it cannot be read, has more bytes than `most`, or is a pipe, a device or
-    the like, from which one may read for ever.
+    Raises `OSError` if it cannot be opened, or is a pipe, a device or the like, from which one may
+    read for ever.
     """
     at_once = getattr(os, "O_NONBLOCK", 0)  # without waiting until somebody writes into a pipe
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | at_once)) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "no regular file", str(path))
-        if most is not None and status.st_size > most:
+        yield file
+
+
+def read_regular(path: Path, most: int | None = None) -> bytes:
+    """The bytes of a file.
+
+    Raises `OSError` as `open_regular`, if it has more bytes than `most`, or more than fit into
+    memory.
+    """
+    with open_regular(path) as file:
+        if most is not None and os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, f"has more than {most} bytes", str(path))
-        return file.read()
+        try:
+            return file.read()
+        except MemoryError:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(path)) from None
 
 
 def read_json(path: Path) -> Any:

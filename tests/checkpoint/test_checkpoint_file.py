@@ -1,6 +1,8 @@
 """Checkpoints: whole or not there, checked to the last byte, and never a program."""
 
 import errno
+import hashlib
+import io
 import os
 import random
 import resource
@@ -8,6 +10,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from rank_processes import CONTEXT, LOADED
 from torch import nn
 
 from amp_lab import load_checkpoint, save_checkpoint
+from amp_lab.checkpoint import file as checkpoint_file
 from amp_lab.errors import CheckpointError
 
 
@@ -144,6 +148,62 @@ def test_a_program_in_disguise_is_never_run(path, tmp_path):
     with pytest.raises(CheckpointError):
         load_checkpoint(path)
     assert not (tmp_path / "was-run").exists()
+
+
+def sparse(path: Path, size: int, end: bytes) -> None:
+    """A file that has a size and almost no bytes on the disk."""
+    with path.open("wb") as file:
+        file.truncate(size - len(end))
+        file.seek(0, os.SEEK_END)
+        file.write(end)
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [(b"", "not a checkpoint"), (b"amp-lab checkpoint 1 sha256 " + b"0" * 64, "altered since")],
+    ids=["zeros", "with our last line"],
+)
+def test_a_file_that_is_larger_than_memory_is_not_read_whole(path, monkeypatch, end, said):
+    sparse(path, 2**26, end)
+    most = []
+    monkeypatch.setattr(checkpoint_file, "open_regular", lambda path: Counting(path, most))
+    with pytest.raises(CheckpointError, match=said):
+        load_checkpoint(path)
+    assert max(most) <= 2**20
+
+
+class Counting(io.FileIO):
+    """A file that notes how many bytes it is asked for at a time."""
+
+    def __init__(self, path: Path, asked: list[int]):
+        super().__init__(path)
+        self._asked = asked
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._asked.append(2**62 if size is None or size < 0 else size)
+        return super().read(size)
+
+    def readinto(self, buffer: Any, /) -> int:
+        self._asked.append(memoryview(buffer).nbytes)
+        return super().readinto(buffer)
+
+
+def test_a_checkpoint_without_memory_for_it_is_said(saved, monkeypatch):
+    def load(*arguments: object, **options: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(CheckpointError, match="does not fit into memory"):
+        load_checkpoint(saved)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x02]q\x00e.", b"\x80\x02\x8a\xff.", b"PK\x03\x04"])
+def test_anything_with_a_right_checksum_is_told_in_a_line(path, content):
+    last = b"amp-lab checkpoint 1 sha256 %s" % hashlib.sha256(content).hexdigest().encode()
+    path.write_bytes(content + len(last).to_bytes(2, "little") + last)
+    with pytest.raises(CheckpointError, match="though its checksum fits") as caught:
+        load_checkpoint(path)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_missing_and_unreadable_files_are_said(tmp_path):

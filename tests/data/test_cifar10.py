@@ -92,3 +92,38 @@ def test_a_damaged_marker_is_named(content, cifar10_copy):
     marker = cifar10_copy / CIFAR10_FOLDER / "STAND_IN.json"
     marker.write_text(content)
     assert f"{marker} is damaged" in refusal(load_dataset, "cifar10", cifar10_copy)
+
+
+def reseal(folder, name, content):
+    """Put other things into a file of a stand-in, and their checksum into its list."""
+    (folder / name).write_bytes(pickle.dumps(content))
+    marker = json.loads((folder / "STAND_IN.json").read_text())
+    marker["md5"][name] = md5_of(folder / name)
+    (folder / "STAND_IN.json").write_text(json.dumps(marker))
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"labels": [99] * 20}, "a label is 99"),
+        ({"labels": [-1] * 20}, "a label is -1"),
+        ({"labels": ["cat"] * 20}, "a label is 'cat'"),
+        ({"labels": [1] * 19}, "images and 99 labels"),
+        ({"data": torch.zeros(19, 3072, dtype=torch.uint8).numpy()}, "99 images and 100 labels"),
+        ({"data": torch.zeros(20, 3072).numpy()}, "pixels of float"),
+        ({"data": torch.zeros(20, 7, dtype=torch.uint8).numpy()}, "other things in its files"),
+        ({"data": 3}, "other things in its files"),
+        ({"labels": 3}, "other things in its files"),
+    ],
+)
+def test_labels_and_images_that_do_not_fit_are_named(cifar10_copy, changed, says):
+    folder = cifar10_copy / CIFAR10_FOLDER
+    batch = pickle.loads((folder / "data_batch_2").read_bytes(), encoding="latin1")
+    reseal(folder, "data_batch_2", batch | changed)
+    assert says in refusal(load_dataset, "cifar10", cifar10_copy)
+
+
+@pytest.mark.parametrize("names", [[], ["cat"] * 3, [1] * 10, 5, "abcdefghij"])
+def test_names_of_classes_that_do_not_fit_are_named(cifar10_copy, names):
+    reseal(cifar10_copy / CIFAR10_FOLDER, "batches.meta", {"label_names": names})
+    assert cifar10.FOLDER in refusal(load_dataset, "cifar10", cifar10_copy)

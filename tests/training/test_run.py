@@ -239,7 +239,7 @@ def test_a_run_cannot_go_on_as_another(copy, capsys, changed, said):
     ("change", "said"),
     [
         (lambda state: state.update(config=[1]), "of another run"),
-        (lambda state: state.pop("ranks"), "does not fit this run"),
+        (lambda state: state.pop("ranks"), "not of a run (its 'ranks' is no list)"),
         (lambda state: state.update(scheduler=3), "does not fit this run"),
         (lambda state: state["ranks"][0]["progress"].update(batch="3"), "'batch' is '3'"),
         (lambda state: state["ranks"][0]["progress"].update(epochs=[{"epoch": 1}]), "missing"),

@@ -3,7 +3,9 @@
 import math
 import os
 import random
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from rank_processes import CONTEXT, LOADED, lose_a_worker, run_ranks
 from run_folders import arguments, assert_equal, outcome, read_rows, refused
 from tiny_gpt import NAME
 
-from amp_lab import load_checkpoint
+from amp_lab import load_checkpoint, save_checkpoint
 from amp_lab.cli import main
 from amp_lab.data.tokens import BytePairs
 from amp_lab.training import gpt
@@ -238,3 +240,67 @@ def test_a_wrong_sample_is_told_in_a_line(finished, capsys, options, says):
     said = capsys.readouterr().err
     assert says in said
     assert len(said.splitlines()) == 1
+
+
+@pytest.fixture
+def tampered(finished, tmp_path):
+    """A copy of the run, with other values in its checkpoint and a checksum that fits them."""
+
+    def tamper(**changed):
+        out = Path(shutil.copytree(finished, tmp_path / "tampered"))
+        state = load_checkpoint(out / "checkpoint.pt")
+        save_checkpoint(out / "checkpoint.pt", **state | changed)
+        return out
+
+    return tamper
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"characters": 5},
+        {"characters": "ab"},
+        {"characters": ""},
+        {"tokenizer": 5},
+        {"tokenizer": "{}"},
+        {"classes": 10**9},
+        {"classes": "18"},
+        {"classes": 0},
+        {"config": {}},
+        {"config": []},
+        {"ranks": 5},
+        {"model": []},
+        {"shards": "x"},
+        {"shards": {"folder": "..", "files": {}}},
+        {"shards": {"folder": "a/b", "files": {}}},
+        {"shards": {"folder": "x", "files": {"../checkpoint.pt": ""}}},
+        {"shards": {"folder": "x", "files": ["y"]}},
+    ],
+    ids=lambda changed: "-".join(f"{name}={value}" for name, value in changed.items()),
+)
+@pytest.mark.parametrize("command", ["sample", "export", "train"])
+def test_other_values_in_a_checkpoint_are_told_in_a_line(
+    tampered, text, tmp_path, capsys, changed, command
+):
+    out = tampered(**changed)
+    given = {
+        "sample": ["sample", str(out), "--tokens", "2", "--prompt", "7"],
+        "export": ["export", str(out), str(tmp_path / "x.safetensors"), "--data", str(text)],
+        "train": ["train", "--out", str(out), "--resume", "--data", str(text), "--epochs", "4"],
+    }
+    is_of_text = {"characters", "tokenizer"} & changed.keys()
+    if command == "sample" or not is_of_text:  # the others do not read these
+        assert main(given[command]) == 2
+        said = capsys.readouterr().err
+        assert len(said.splitlines()) == 1
+        assert str(out) in said
+
+
+@pytest.mark.parametrize(
+    "progress", [{"batch": 10**9}, {"batch": 3}, {"samples": 0, "batch": 1}, {"batch": "1"}]
+)
+def test_progress_beyond_the_run_is_told_in_a_line(tampered, finished, text, capsys, progress):
+    (own,) = load_checkpoint(finished / "checkpoint.pt")["ranks"]
+    out = tampered(ranks=[own | {"progress": own["progress"] | progress}])
+    said = refused(capsys, ["train", "--out", str(out), "--resume", "--data", str(text)])
+    assert "checkpoint.pt: does not fit this run" in said

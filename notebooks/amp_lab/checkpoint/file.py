@@ -3,14 +3,14 @@
 import hashlib
 import io
 import os
-import pickle
 import re
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 
 from amp_lab.errors import CheckpointError
-from amp_lab.files import read_regular, save
+from amp_lab.files import open_regular, save
 
 # A checkpoint is an ordinary file of `torch.save`, which is a zip archive, whose comment (its very
 # last bytes) holds the format's version and the SHA-256 of all that stands before it. So plain
@@ -18,6 +18,9 @@ from amp_lab.files import read_regular, save
 VERSION = 1
 _COMMENT = b"amp-lab checkpoint %d sha256 %s"
 _COMMENT_BYTES = len(_COMMENT % (VERSION, b"0" * 64))
+_ZIP = b"PK\x03\x04"  # its first bytes
+_LAST_BYTES = 65_557  # its end's record, and the longest comment there can be
+_PIECE_BYTES = 2**20
 _WRITTEN = re.compile(rb"amp-lab checkpoint (\d+) sha256 ([0-9a-f]{64})")
 
 
@@ -53,24 +56,11 @@ def load_checkpoint(path: str | os.PathLike) -> dict:
     """
     path = Path(path)
     try:
-        content = read_regular(path)
+        with open_regular(path) as file:
+            _check(path, file)
+            state = _unpickled(path, file)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    archive, comment = content[:-_COMMENT_BYTES], content[-_COMMENT_BYTES:]
-    written = _WRITTEN.fullmatch(comment)
-    if written is None:
-        raise CheckpointError(f"{path}: {_what_else(content)}")
-    version, checksum = int(written[1]), written[2].decode()
-    if version != VERSION:
-        source = f"{'an older' if version < VERSION else 'a newer'} amp_lab, in format {version}"
-        raise CheckpointError(f"{path}: written by {source}; this one reads {VERSION}")
-    is_whole = archive[-2:] == len(comment).to_bytes(2, "little")
-    if not is_whole or hashlib.sha256(archive[:-2]).hexdigest() != checksum:
-        raise CheckpointError(f"{path}: altered since it was saved: its checksum does not fit")
-    try:
-        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-        raise CheckpointError(f"{path}: not of amp_lab, though its checksum fits") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: holds no state, but a value of {type(state).__name__}")
     return state
@@ -86,11 +76,49 @@ def is_checkpoint(path: str | os.PathLike) -> bool:
         return _WRITTEN.fullmatch(file.read()) is not None
 
 
-def _what_else(content: bytes) -> str:
-    if not content:
+def _check(path: Path, file: BinaryIO) -> None:
+    """Raise `CheckpointError` unless a file is whole; it is read piece by piece, its end first."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _LAST_BYTES))
+    last = file.read(_LAST_BYTES)
+    written = _WRITTEN.fullmatch(last[-_COMMENT_BYTES:])
+    if written is None:
+        file.seek(0)
+        raise CheckpointError(f"{path}: {_what_else(file.read(len(_ZIP)), last)}")
+    version, checksum = int(written[1]), written[2].decode()
+    if version != VERSION:
+        source = f"{'an older' if version < VERSION else 'a newer'} amp_lab, in format {version}"
+        raise CheckpointError(f"{path}: written by {source}; this one reads {VERSION}")
+    length = last[:-_COMMENT_BYTES][-2:]
+    is_whole = length == _COMMENT_BYTES.to_bytes(2, "little")
+    if not is_whole or _digest(file, size - 2 - _COMMENT_BYTES) != checksum:
+        raise CheckpointError(f"{path}: altered since it was saved: its checksum does not fit")
+
+
+def _digest(file: BinaryIO, count: int) -> str:
+    """The SHA-256 of the first so many bytes of a file, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    for done in range(0, count, _PIECE_BYTES):
+        digest.update(file.read(min(_PIECE_BYTES, count - done)))
+    return digest.hexdigest()
+
+
+def _unpickled(path: Path, file: BinaryIO) -> Any:
+    file.seek(0)
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise CheckpointError(f"{path}: does not fit into memory") from None
+    except Exception as error:  # a damaged pickle may raise anything
+        raise CheckpointError(f"{path}: not of amp_lab, though its checksum fits") from error
+
+
+def _what_else(first: bytes, last: bytes) -> str:
+    if not first:
         return "empty"
-    if not content.startswith(b"PK\x03\x04"):
+    if first != _ZIP:
         return "not a checkpoint"
-    if b"PK\x05\x06" in content[-65_557:]:  # the end's record, and the longest comment there can be
+    if b"PK\x05\x06" in last:  # the end's record
         return "not a checkpoint of amp_lab, or its last bytes were altered"
     return "truncated: its end is missing"

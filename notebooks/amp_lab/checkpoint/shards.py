@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from amp_lab.distributed.process_group import is_lost
 from amp_lab.distributed.ranks import Ranks
 from amp_lab.errors import CheckpointError, first_line
-from amp_lab.files import sync_folder
+from amp_lab.files import open_regular, sync_folder
 
 
 def save_shards(
@@ -80,6 +80,9 @@ def load_shards(
             parts = {"model_state_dict": states["model"], "optim_state_dict": states["optimizer"]}
             state_dict.set_state_dict(model, optimizer, **parts)
 
+    for name in (shards["folder"], *shards["files"]):
+        if name in (".", "..") or Path(name).name != name:
+            raise CheckpointError(f"{out}: its shards are said to be in {name!r}, elsewhere")
     folder = out / shards["folder"]
     ranks.each(compare)
     ranks.each(load)
@@ -170,7 +173,7 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
 
 
 def _digest(path: Path) -> str:
-    with _reported(path, "cannot be read"), path.open("rb") as file:
+    with _reported(path, "cannot be read"), open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -184,7 +187,7 @@ def _reported(path: Path, what: str) -> Iterator[None]:
     except CheckpointException as failed:  # is no Exception; holds those of the ranks
         rank, (error, _) = min(failed.failures.items())
         where = f"rank {rank}: "
-    except (KeyError, OSError, RuntimeError, ValueError, pickle.UnpicklingError) as failed:
+    except Exception as failed:  # a damaged pickle may raise anything
         error = failed
     if is_lost(error):  # which `join` reports better
         raise error

@@ -29,10 +29,11 @@ def run(options: argparse.Namespace) -> None:
     from amp_lab.data.text import CONTEXT
     from amp_lab.data.tokens import saved_tokens
     from amp_lab.device import pick_device
-    from amp_lab.errors import OptionError
+    from amp_lab.errors import DataError, OptionError
     from amp_lab.precision import Precision
     from amp_lab.training.export import load_model
     from amp_lab.training.gpt import write
+    from amp_lab.training.train_options import RunConfig
 
     if not 1 <= options.tokens <= 10**6:
         raise OptionError(f"--tokens {options.tokens} must be from 1 to 1,000,000")
@@ -44,11 +45,14 @@ def run(options: argparse.Namespace) -> None:
         raise OptionError(f"no precision {options.precision!r}; there are {', '.join(Precision)}")
     device, precision = pick_device(options.device), Precision(options.precision)
     model, state = load_model(options.run_folder)
-    tokens = saved_tokens(state)
+    try:
+        tokens = saved_tokens(state)
+    except DataError as error:
+        raise OptionError(f"{options.run_folder}: {error}") from error
     if tokens is None:
         raise OptionError(f"{options.run_folder}: a run on images, which cannot write")
     prompt = torch.from_numpy(tokens.encode([options.prompt])[0]).long().to(device)
-    context = state["config"]["context"] or CONTEXT
+    context = RunConfig(**state["config"]).context or CONTEXT
     how = (options.tokens, context, options.temperature, options.seed)
     with precision.autocast(device.type):
         found = write(model.to(device).eval(), prompt, *how)

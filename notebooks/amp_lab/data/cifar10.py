@@ -72,7 +72,7 @@ def _read(folder: Path, checksums: dict[str, str]) -> list[CIFAR10]:
     }
     reader = type("Reader", (CIFAR10,), attributes)
     try:
-        return [reader(folder, train=is_train) for is_train in (True, False)]
+        return [_fitting(reader(folder, train=is_train)) for is_train in (True, False)]
     except RuntimeError:  # torchvision's, for a wrong checksum; it does not say of which file
         place = folder / FOLDER
         for path, md5 in ((place / name, md5) for name, md5 in checksums.items()):
@@ -85,6 +85,21 @@ def _read(folder: Path, checksums: dict[str, str]) -> list[CIFAR10]:
         place, why = folder / FOLDER, with_type(error)
         problem = f"{place} has other things in its files than images and classes ({why})"
         raise DataError(f"{problem}; {images.remedy(place)}") from None
+
+
+def _fitting(part: CIFAR10) -> CIFAR10:
+    """The same. Raises `ValueError` for images without labels, and labels that are no class."""
+    data, labels, classes = part.data, part.targets, part.classes
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        raise ValueError("the names of its classes are no list of texts")
+    if data.dtype != np.uint8:
+        raise ValueError(f"pixels of {data.dtype}")
+    if len(data) != len(labels):
+        raise ValueError(f"{len(data)} images and {len(labels)} labels")
+    for label in labels:
+        if not isinstance(label, int) or not 0 <= label < len(classes):
+            raise ValueError(f"a label is {label!r}, of {len(classes)} classes")
+    return part
 
 
 class _DataUnpickler(pickle.Unpickler):

@@ -138,7 +138,17 @@ def make_tokens(texts: Sequence[str], tokenizer: str | None, vocabulary: int | N
 
 
 def saved_tokens(state: dict[str, Any]) -> Tokens | None:
-    """Those that a run's checkpoint has; None for a run on images."""
-    if "tokenizer" in state:
-        return BytePairs(state["tokenizer"])
-    return Characters(state["characters"]) if "characters" in state else None
+    """Those that a run's checkpoint has; None for a run on images.
+
+    Raises `DataError` for a text that is none, and for other tokens than the run's classes.
+    """
+    name = "tokenizer" if "tokenizer" in state else "characters"
+    if name not in state:
+        return None
+    if not isinstance(state[name], str):
+        raise DataError(f"the {name} of the checkpoint is {type(state[name]).__name__}, no text")
+    tokens = BytePairs(state[name]) if name == "tokenizer" else Characters(state[name])
+    if len(tokens.names) != state["classes"]:
+        count = f"{len(tokens.names):,} tokens, and the model {state['classes']:,}"
+        raise DataError(f"the {name} of the checkpoint has {count}")
+    return tokens

@@ -126,8 +126,7 @@ def _require_free(path: Path, force: bool) -> None:
 def _state(out: Path) -> dict[str, Any]:
     path = out / run_state.CHECKPOINT
     state = load_checkpoint(path)
-    if "ranks" not in state:
-        raise CheckpointError(f"{path}: not of a run")
+    run_state.require_run(path, state)
     return state
 
 
@@ -138,14 +137,14 @@ def _restored(out: Path, state: dict[str, Any]) -> tuple[nn.Module, torch.optim.
         model = build_model(config.model, state["classes"], freeze=config.freeze)
         if "shards" not in state:
             model.load_state_dict(state["model"])
+        optimizer = make_optimizer(model, config)
+        if "shards" in state:
+            from amp_lab.checkpoint.shards import load_shards  # torch's part of it takes a second
+
+            load_shards(out, state["shards"], model, optimizer, ALONE)
     except run_state.WRONG_CONTENT as error:
         problem = f"not of a run ({first_line(error)})"
         raise CheckpointError(f"{out / run_state.CHECKPOINT}: {problem}") from error
-    optimizer = make_optimizer(model, config)
-    if "shards" in state:
-        from amp_lab.checkpoint.shards import load_shards  # torch's part of it takes a second
-
-        load_shards(out, state["shards"], model, optimizer, ALONE)
     return model, optimizer
 
 

@@ -58,10 +58,16 @@ class Progress:
 
     @classmethod
     def from_state_dict(cls, state: dict) -> "Progress":
-        """What `state_dict` was made from. Raises `TypeError` for other values."""
+        """What `state_dict` was made from. Raises `TypeError` or `ValueError` for others."""
         progress = cls(**state | {"epochs": [EpochMetrics(**epoch) for epoch in state["epochs"]]})
         for part in (progress, *progress.epochs):
             require_types(part)
+        for name in ("batch", "samples"):
+            if getattr(progress, name) < 0:
+                raise ValueError(f"{name} is {getattr(progress, name)}")
+        for name in ("loss_sum", "correct"):
+            if getattr(progress, name).shape != ():
+                raise ValueError(f"{name} is no single number")
         return progress
 
 

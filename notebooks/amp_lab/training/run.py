@@ -98,7 +98,7 @@ class Run:
         fingerprints = ranks.gather({"images": self.images.fingerprint})
         state = ranks.first(lambda: self._start(fingerprints))
         if state is not None:
-            given = self.out, state, ranks, self.parts, Progress.from_state_dict
+            given = self.out, state, ranks, self.parts, self._progress
             scheduler = self.parts["scheduler"]
             of_all_epochs = {name: vars(scheduler)[name] for name in _OF_ALL_EPOCHS}
             self.progress = ranks.each(lambda: run_state.restore_run(*given))
@@ -183,6 +183,21 @@ class Run:
         if state is None and (self.options.resume or self._saved is not None):
             self._say(f"Nothing was saved in {self.out} yet: starting from the beginning.")
         return state
+
+    def _progress(self, saved: dict) -> Progress:
+        """The progress that was saved. Raises `TypeError` or `ValueError` if it cannot be."""
+        progress, config = Progress.from_state_dict(saved), self.config
+        batches = len(self.images.train) // config.batch_size  # of an epoch
+        done = f"{len(progress.epochs)} epochs and {progress.batch} batches"
+        if len(progress.epochs) > config.epochs or progress.batch > batches:
+            raise ValueError(f"{done}, of {config.epochs} epochs of {batches} batches")
+        if (progress.samples > 0) != (progress.batch > 0):
+            raise ValueError(f"{progress.samples} samples in {progress.batch} batches")
+        steps = len(progress.epochs) * math.ceil(batches / config.accumulate)
+        steps += math.ceil(progress.batch / config.accumulate)
+        if steps != self.parts["scheduler"].last_epoch:
+            raise ValueError(f"{done}, and another number of steps")
+        return progress
 
     def save(self) -> None:
         """Save the state; all ranks must call it."""
