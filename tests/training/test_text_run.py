@@ -228,6 +228,7 @@ def test_what_does_not_go_together_is_told_in_a_line(text, tmp_path, capsys, cha
     [
         (["--tokens", "0"], "--tokens 0 must be"),
         (["--temperature", "-1"], "--temperature -1.0 must be"),
+        (["--temperature", "nan"], "--temperature nan must be"),
         (["--prompt", ""], "an empty text was given for prompt"),
         (["--prompt", "ß"], "the character 'ß' is not in the text"),
         (["--precision", "fp8"], "no precision 'fp8'"),
@@ -242,6 +243,27 @@ def test_a_wrong_sample_is_told_in_a_line(finished, capsys, options, says):
     assert len(said.splitlines()) == 1
 
 
+def test_it_begins_with_what_the_text_has_where_that_has_no_lines(tmp_path, capsys):
+    file = tmp_path / "one_line.txt"
+    file.write_text(TEXT.replace("\n", " "))
+    assert main(line(tmp_path / "x", file, epochs=1)) == 0
+    capsys.readouterr()
+    assert main(["sample", str(tmp_path / "x"), "--tokens", "40"]) == 0
+    assert len(capsys.readouterr().out.rstrip("\n")) >= 40
+    assert main(["sample", str(tmp_path / "x"), "--prompt", "7\n"]) == 2
+    assert "the character '\\n' is not in the text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("temperature", ["1e-320", "1e-45", "1e-30", "1e300"])
+def test_any_temperature_is_one(finished, capsys, temperature):
+    options = ["--tokens", "40", "--prompt", "7 times", "--temperature"]
+    assert main(["sample", str(finished), *options, temperature]) == 0
+    written = capsys.readouterr().out
+    if float(temperature) < 1:
+        assert main(["sample", str(finished), *options, "0"]) == 0
+        assert capsys.readouterr().out == written
+
+
 @pytest.fixture
 def tampered(finished, tmp_path):
     """A copy of the run, with other values in its checkpoint and a checksum that fits them."""
@@ -253,6 +275,18 @@ def tampered(finished, tmp_path):
         return out
 
     return tamper
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_a_run_that_diverged_is_told_in_a_line(tampered, finished, capsys, precision, temperature):
+    model = load_checkpoint(finished / "checkpoint.pt")["model"]
+    out = tampered(model={name: value * math.nan for name, value in model.items()})
+    given = ["--prompt", "7", "--precision", precision, "--temperature", temperature]
+    assert main(["sample", str(out), *given]) == 2
+    said = capsys.readouterr().err
+    assert "NaN" in said
+    assert len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,14 @@
 
 import argparse
 import math
+from typing import TYPE_CHECKING
+
+from amp_lab.errors import DataError, OptionError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from amp_lab.data.tokens import Tokens
 
 
 def add(commands) -> None:
@@ -13,7 +21,7 @@ def add(commands) -> None:
     )
     option, text = sample.add_argument, "0 takes the likeliest (default: 0.8)"
     option("run_folder", metavar="DIR", help="the folder of the run")
-    option("--prompt", metavar="TEXT", default="\n", help="what it continues")
+    option("--prompt", metavar="TEXT", help="what it continues (default: the end of a line)")
     option("--tokens", metavar="N", type=int, default=300, help="how many to write (default: 300)")
     option("--temperature", metavar="X", type=float, default=0.8, help=text)
     option("--seed", metavar="N", type=int, default=0, help="default: 0")
@@ -29,7 +37,6 @@ def run(options: argparse.Namespace) -> None:
     from amp_lab.data.text import CONTEXT
     from amp_lab.data.tokens import saved_tokens
     from amp_lab.device import pick_device
-    from amp_lab.errors import DataError, OptionError
     from amp_lab.precision import Precision
     from amp_lab.training.export import load_model
     from amp_lab.training.gpt import write
@@ -51,9 +58,26 @@ def run(options: argparse.Namespace) -> None:
         raise OptionError(f"{options.run_folder}: {error}") from error
     if tokens is None:
         raise OptionError(f"{options.run_folder}: a run on images, which cannot write")
-    prompt = torch.from_numpy(tokens.encode([options.prompt])[0]).long().to(device)
+    prompt = torch.from_numpy(_numbers(options.prompt, tokens)).long().to(device)
     context = RunConfig(**state["config"]).context or CONTEXT
     how = (options.tokens, context, options.temperature, options.seed)
     with precision.autocast(device.type):
         found = write(model.to(device).eval(), prompt, *how)
+    if found is None:
+        outputs = f"the outputs of the model in {precision}"
+        raise OptionError(
+            f"{options.run_folder}: {outputs} are NaN or infinite, so it cannot write"
+        )
     print(tokens.decode(found.tolist()))
+
+
+def _numbers(prompt: str | None, tokens: "Tokens") -> "np.ndarray":
+    """The tokens (T,) of a prompt; by default of a line's end, or the first if there is none."""
+    import numpy as np
+
+    if prompt is None and not tokens.knows("\n"):
+        return np.zeros(1, np.int32)
+    numbers = tokens.encode(["\n" if prompt is None else prompt])[0]
+    if len(numbers) == 0:
+        raise OptionError(f"--prompt {prompt!r} has no token of the run in it: give another")
+    return numbers

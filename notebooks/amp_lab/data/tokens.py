@@ -35,6 +35,10 @@ class Characters:
         usual = {c for c, count in counts.items() if count >= min(_RAREST, len(text) // 1000)}
         return cls(sorted(usual | ({UNKNOWN} if len(usual) < len(counts) else set())))
 
+    def knows(self, text: str) -> bool:
+        """Whether `encode` takes a text."""
+        return UNKNOWN in self.names or set(text) <= set(self.names)
+
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The numbers int32 (T,) of each text; what is no token becomes `UNKNOWN`.
 
@@ -93,6 +97,10 @@ class BytePairs:
         """The tokens as the tokenizer writes them, by number."""
         count = self._tokenizer.get_vocab_size()
         return tuple(self._tokenizer.id_to_token(number) or "" for number in range(count))
+
+    def knows(self, text: str) -> bool:
+        """Whether a text has a token."""
+        return len(self.encode([text])[0]) > 0
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The numbers int32 (T,) of each text. Raises `DataError` for one beyond the vocabulary."""

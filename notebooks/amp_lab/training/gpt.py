@@ -26,6 +26,9 @@ SIZES = {
 }
 
 
+_COLD = 1e-20  # a temperature by which logits in fp32 cannot be divided, and all goes to one token
+
+
 class Rotation(nn.Module):
     """Rotary embeddings of (B, heads, T, size), in fp32; Su et al., arXiv 2104.09864."""
 
@@ -90,15 +93,17 @@ class Gpt(nn.Module):
 @torch.no_grad()
 def write(
     model: nn.Module, tokens: Tensor, count: int, context: int, temperature: float, seed: int
-) -> Tensor:
+) -> Tensor | None:
     """`tokens` (T,), and `count` more that the model draws, each after the last `context`.
 
-    At temperature 0 it takes the likeliest.
+    At temperature 0, or close to it, it takes the likeliest. None if a logit is not finite.
     """
     draws = torch.Generator().manual_seed(seed)
     for _ in range(count):
         logits = model(tokens[None, -context:])[0, -1].float().cpu()
-        if temperature == 0:
+        if not logits.isfinite().all():
+            return None
+        if temperature < _COLD:
             following = logits.argmax(keepdim=True)
         else:
             following = torch.multinomial((logits / temperature).softmax(0), 1, generator=draws)
