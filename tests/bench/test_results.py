@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -24,6 +25,7 @@ def results_of(*rows, **environment):
     return Results({"fp32": 1e12, "bf16": 4e12}, {64: 1e9}, True, about, made)
 
 
+RECORDED = Path(__file__).parents[2] / "data" / "results"
 EAGER = ("convmodel", "8x8", "fp32", "eager", 1.0)
 EAGER_BF16 = ("convmodel", "8x8", "bf16", "eager", 2.0)
 COMPILED_BF16 = ("convmodel", "8x8", "bf16", "compile", 3.5)
@@ -71,12 +73,74 @@ def edited(change):
         (edited(lambda c: c["rows"][0].update(samples_s=[])), "is ok, but has no time"),
         (edited(lambda c: c["rows"][0].update(speedup_interval=[1.0])), "'speedup_interval' is"),
         (edited(lambda c: c["rows"][0].pop("rung")), "damaged, .*'rung'"),
+        (edited(lambda c: c["rows"][0].update(speedup=-1)), "damaged, 'speedup' is -1"),
+        (edited(lambda c: c["rows"][0].update(speedup=1e308)), "damaged, 'speedup' is 1e.308"),
+        (edited(lambda c: c["rows"][0].update(median_s=-1)), "damaged, 'median_s' is -1"),
+        (edited(lambda c: c["rows"][0].update(samples_s=[0.5, -1])), "'samples_s' is -1"),
+        (edited(lambda c: c["flops_per_s"].update(fp32=0)), "'a rate per_s' is 0"),
     ],
 )  # fmt: skip
 def test_damaged_files_are_named(tmp_path, text, message):
     path = tmp_path / "r.json"
     path.write_text(text)
     with pytest.raises(OptionError, match=rf"r\.json: .*{message}"):
+        load_results(path)
+
+
+STRANGE = [None, True, -1, 0, 5, 1e308, -1e-9, 2**62, "", "²", "9" * 5000, [], [-1.0], {}, {"²": 1}]
+
+
+def places(value):
+    """The keys and indices that lead to each value within one."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, one in items:
+        yield (key,)
+        if isinstance(one, dict | list):
+            yield from ((key, *place) for place in places(one))
+
+
+def test_whatever_is_in_a_file_is_refused_in_a_line_or_can_be_shown(tmp_path):
+    for place in places(json.loads(results_of(EAGER).to_json())):
+        for value in STRANGE:
+            (tmp_path / "r.json").write_text(edited(put(place, value)))
+            assert_refused_or_shown(tmp_path / "r.json", (place, value))
+
+
+def assert_refused_or_shown(path, where):
+    try:
+        found = load_results(path)
+    except OptionError as error:
+        refused = str(error)
+    else:
+        refused = ""
+        found.distrust_impossible()
+        shown = str((str(found), found.to_json(), found.ladder(), found.roofline()))
+        assert "e+308" not in shown, where
+    assert len(refused.splitlines()) <= 1, where
+    assert len(refused) < 1_000, where
+
+
+def put(place, value):
+    def change(content):
+        for key in place[:-1]:
+            content = content[key]
+        content[place[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize("size", ["²", "٣", "9" * 5000, "-1", "0", "1.5", "", "1_0", " 1"])
+def test_a_size_that_is_no_number_of_bytes_is_told_in_a_line(tmp_path, size):
+    (tmp_path / "r.json").write_text(edited(lambda c: c.update(stream_bytes_per_s={size: 1e9})))
+    with pytest.raises(OptionError, match="damaged, 'stream_bytes_per_s' is") as caught:
+        load_results(tmp_path / "r.json")
+    assert len(str(caught.value)) < 1_000
+
+
+def test_results_on_the_disk_are_possible():
+    recorded = [p for p in RECORDED.glob("*.json") if p.name.startswith("bench")]
+    assert recorded
+    for path in recorded:
         load_results(path)
 
 

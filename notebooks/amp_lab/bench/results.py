@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import os
+import re
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +19,10 @@ from amp_lab.timing import Comparison, Estimate, Ratio, time_text
 SCHEMA = "amp-lab bench 2"  # written into each file; another number means other fields
 STATES = ("ok", "failed", "out of memory", "not run")
 BASELINE = ("fp32", "eager")  # what all others of a workload are held against
+_SIZE = re.compile("[1-9][0-9]{0,17}", re.ASCII)  # in bytes
+# What no step of any device is beyond: seconds and ratios, and FLOPs, bytes and their rates.
+_SMALLEST, _LARGEST, _LARGEST_RATE = 1e-12, 1e12, 1e30
+_POSITIVE = ("median_s", "samples_s", "speedup", "speedup_interval")
 _ABOVE = 1.1  # of a measured limit: nothing is faster, so a time that says so is wrong
 
 
@@ -246,7 +252,9 @@ def load_results(path: str | os.PathLike) -> Results:
     if not schema.startswith(SCHEMA.rpartition(" ")[0]):
         raise OptionError(f"{path}: no results of amp-lab bench")
     if schema != SCHEMA:
-        raise OptionError(f"{path}: written as {schema!r}, and this amp_lab reads {SCHEMA!r}")
+        raise OptionError(
+            f"{path}: written as {reprlib.repr(schema)}, and this amp_lab reads {SCHEMA!r}"
+        )
     del content["schema"]
     try:
         content["rows"] = [_made(Row, row) for row in content["rows"]]
@@ -259,29 +267,55 @@ def load_results(path: str | os.PathLike) -> Results:
 
 
 def _check_values(results: Results) -> None:
-    for name in ("device", "torch", "threads", "date"):
-        results.environment[name]
+    """Raise `TypeError` or `KeyError` for what was not measured, or cannot be."""
+    for name in ("device", "torch", "date"):
+        _require(isinstance(results.environment[name], str), name, results.environment[name])
+    threads = results.environment["threads"]
+    _require(isinstance(threads, int) and threads > 0, "threads", threads)
     for row in results.rows:
-        if row.status not in STATES:
-            raise TypeError(f"'status' is {row.status!r}")
-        times = row.median_s, row.iqr_s, row.items_per_s, *(row.samples_s or [None])
-        if row.status == "ok" and None in times:
-            raise TypeError(f"{row.title}, {row.setting} is ok, but has no time")
-        if row.speedup_interval is not None and len(row.speedup_interval) != 2:
-            raise TypeError(f"'speedup_interval' is {row.speedup_interval!r}")
+        _check_row(row)
     rates = results.stream_bytes_per_s
-    if not rates or not all(str(size).isdigit() for size in rates):
-        raise TypeError(f"'stream_bytes_per_s' is {rates!r}")
+    is_sized = bool(rates) and all(_SIZE.fullmatch(str(size)) for size in rates)
+    _require(is_sized, "stream_bytes_per_s", rates)
     results.stream_bytes_per_s = {int(size): rate for size, rate in rates.items()}  # JSON has text
+    for rate in (*rates.values(), *results.flops_per_s.values()):
+        _check_figure("a rate per_s", rate)
+
+
+def _check_row(row: Row) -> None:
+    _require(row.status in STATES, "status", row.status)
+    times = row.median_s, row.iqr_s, row.items_per_s, *(row.samples_s or [None])
+    if row.status == "ok" and None in times:
+        raise TypeError(f"{row.title}, {row.setting} is ok, but has no time")
+    interval = row.speedup_interval
+    _require(interval is None or len(interval) == 2, "speedup_interval", interval)
+    for name, value in vars(row).items():
+        _check_figure(name, value)
+
+
+def _require(is_right: bool, name: str, value: object) -> None:
+    if not is_right:
+        raise TypeError(f"{name!r} is {reprlib.repr(value)}")
+
+
+def _check_figure(name: str, value: object) -> None:
+    """Raise `TypeError` for a number, or a list of some, that nothing measured can be."""
+    least = _SMALLEST if name in _POSITIVE or name.endswith("per_s") else 0.0
+    if name == "progress":  # a loss may rise
+        least = -_LARGEST
+    most = _LARGEST_RATE if name.endswith(("per_s", "flops", "bytes")) else _LARGEST
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, (int, float)) and not least <= number <= most:
+            raise TypeError(f"{name!r} is {number:.3g}")
 
 
 def _made(kind: type, values: object) -> Any:
     """A dataclass of values. Raises `TypeError` for a field too many, or of another type."""
     if not isinstance(values, dict):
-        raise TypeError(f"a {kind.__name__.lower()} is {values!r}")
+        raise TypeError(f"a {kind.__name__.lower()} is {reprlib.repr(values)}")
     known = {field.name for field in dataclasses.fields(kind)}
     for name in values.keys() - known:
-        raise TypeError(f"{name!r} is no field of a {kind.__name__.lower()}")
+        raise TypeError(f"{reprlib.repr(name)} is no field of a {kind.__name__.lower()}")
     made = kind(**values)
     require_types(made)
     return made
@@ -347,8 +381,8 @@ class Compared(Printed):
 
 
 def ratio(part: float | None, whole: float | None) -> float | None:
-    """The quotient of two figures; None where one of them is not known."""
-    return None if part is None or whole is None else part / whole
+    """The quotient of two figures; None where one of them is not known, or the second is 0."""
+    return None if part is None or not whole else part / whole
 
 
 def _figure(value: float | None) -> str:
