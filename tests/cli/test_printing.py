@@ -2,21 +2,31 @@
 
 import errno
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from amp_lab import load_checkpoint
 from amp_lab.cli import doctor, main
 
+RECORDED = Path(__file__).parents[2] / "data" / "results"
 OLD = "from torch.cuda.amp import autocast  # ×\nautocast()\n"
 
 
-def migrate(folder: Path, redirected: str, *arguments: str) -> subprocess.CompletedProcess:
-    """The one command that needs no torch, with its output redirected by a shell."""
-    command = f'exec "$0" -m amp_lab migrate {" ".join(arguments)} {redirected}'
+def amp_lab(
+    folder: Path, redirected: str, *arguments: str, variables: str = ""
+) -> subprocess.CompletedProcess:
+    """A command with its streams redirected by a shell."""
+    command = f'exec env {variables} "$0" -m amp_lab {" ".join(arguments)} {redirected}'
     return subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, cwd=folder)
+
+
+def migrate(folder: Path, redirected: str, *arguments: str) -> subprocess.CompletedProcess:
+    """The one command that needs no torch."""
+    return amp_lab(folder, redirected, "migrate", *arguments)
 
 
 @pytest.fixture
@@ -38,6 +48,47 @@ def test_a_closed_stdout_is_no_error(old):
     done = migrate(old, ">&-", "--write", ".")
     assert (done.returncode, done.stderr) == (0, b"")
     assert "torch.amp" in (old / "old.py").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [">&-", "<&- >&- 2>&-"])
+def test_a_model_is_looked_at_without_streams(tmp_path, streams):
+    (tmp_path / "model.py").write_text(MODEL)
+    done = amp_lab(tmp_path, streams, "xray", "model.py:make", "--input", "2,3")
+    assert (done.returncode, done.stdout) == (0, b"")
+    assert done.stderr in (b"", b"said")  # by the model, where that stream is open
+    assert (tmp_path / "seen.txt").read_text() == "whole"  # no file of the model's became a stream
+
+
+MODEL = """
+import os, torch
+def make():
+    with open("seen.txt", "w") as file:
+        file.write("whole")
+        file.flush()
+        for stream in (1, 2):
+            os.write(stream, b"said")
+    return torch.nn.Linear(3, 2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", ["2>&-", "<&- >&- 2>&-"])
+def test_a_run_is_trained_without_streams(tmp_path, streams):
+    (tmp_path / "x.txt").write_text("7 times 7 is 49.\n" * 200)
+    size = ["--context", "8", "--batch-size", "2", "--limit", "2", "--epochs", "1"]
+    given = ["--dataset", "text", "--data", "x.txt", "--model", "gpt-nano", *size]
+    done = amp_lab(tmp_path, streams, "train", "--out", "run", *given)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["ranks"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device that is always full")
+def test_an_error_that_cannot_be_printed_is_still_a_code(old):
+    assert migrate(old, "2> /dev/full", "none.py").returncode == 2
+    assert migrate(old, "2> /dev/full", "--banana").returncode == 2
+    assert migrate(old, "2>&-", "none.py").returncode == 2
+    assert migrate(old, "> /dev/full 2> /dev/full", ".").returncode == 2
 
 
 def test_a_terminal_of_ascii_shows_a_question_mark(old, monkeypatch):

@@ -9,7 +9,14 @@ import importlib
 import warnings
 
 from amp_lab import __version__
-from amp_lab.cli.printing import drop_unprintable, flush, print_what_can_be, show_warning, tell
+from amp_lab.cli.printing import (
+    drop_unprintable,
+    flush,
+    open_closed_streams,
+    print_what_can_be,
+    show_warning,
+    tell,
+)
 from amp_lab.errors import AmpLabError, AmpLabWarning, OptionError, OtherRankError
 from amp_lab.requirements import needed_for, require_torch
 
@@ -30,6 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     It is 0, or 2 for a user's mistake, or 128 plus the number of the signal that ended it; `migrate
     --check` returns 1 if something is to be done.
     """
+    open_closed_streams()
     print_what_can_be()
     options = _parser().parse_args(argv)
     try:

@@ -1,11 +1,10 @@
 """`amp-lab bench`: time training and inference in each precision."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from amp_lab.cli.printing import FORMAT, require_output, show
+from amp_lab.cli.printing import FORMAT, require_output, say_aside, show
 from amp_lab.errors import OptionError
 from amp_lab.requirements import require_matplotlib
 
@@ -53,6 +52,8 @@ def run(options: argparse.Namespace) -> int:
         raise OptionError(f"--out {options.out!r}: give a name that ends with .json")
     # Before what takes minutes: a file that cannot be read would only be found after it.
     recorded = [bench.load_results(path) for path in options.compare or []]
+    if recorded or not options.results:
+        require_matplotlib("bench")
     if recorded:
         require_output(_pictures(out)[2])
     results = _read(options) if options.results else _measure(options, out)
@@ -78,8 +79,7 @@ def _measure(options: argparse.Namespace, out: Path) -> "Results":
     from amp_lab.bench import load_results, run_bench
     from amp_lab.device import pick_device
 
-    # Now and not after minutes: where nothing can be drawn, or no result can or should be written.
-    require_matplotlib("bench")
+    # Now and not after minutes: where no result can or should be written.
     require_output(out, ours=True)  # looked at below
     for path in _pictures(out)[:2]:
         require_output(path)
@@ -95,7 +95,7 @@ def _measure(options: argparse.Namespace, out: Path) -> "Results":
         precisions=options.precision or (),
         rungs=options.rung or (),
         rounds=options.rounds,  # None: what suits a quick or a full run
-        say=lambda line: print(f"amp-lab bench: {line}", file=sys.stderr, flush=True),
+        say=lambda line: say_aside(f"amp-lab bench: {line}"),
         after_round=lambda so_far: so_far.save(out),
     )
     if not results.rows:
@@ -115,7 +115,7 @@ def _draw(results: "Results", out: Path) -> None:
     ladder, roofline, _ = _pictures(out)
     plots.save(ladder, plots.speed_ladder, results.ladder())
     plots.save(roofline, plots.roofline, *results.roofline())
-    print(f"\nWritten: {out}, {ladder}, {roofline}", file=sys.stderr)
+    say_aside(f"\nWritten: {out}, {ladder}, {roofline}")
 
 
 def _compare(results: list["Results"], options: argparse.Namespace, out: Path) -> None:
@@ -129,4 +129,4 @@ def _compare(results: list["Results"], options: argparse.Namespace, out: Path) -
     show(compared, options.format)
     picture = _pictures(out)[2]
     plots.save(picture, plots.best_speedups, compared.best_speedups())
-    print(f"\nWritten: {picture}", file=sys.stderr)
+    say_aside(f"\nWritten: {picture}")

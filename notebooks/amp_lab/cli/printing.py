@@ -1,5 +1,6 @@
 """How the commands print: results in the format asked for, and errors in a line."""
 
+import contextlib
 import io
 import os
 import sys
@@ -27,12 +28,42 @@ def tell(line: str, at_once: bool = False) -> None:
     """
     if os.environ.get("LOCAL_RANK", "0") != "0" and not at_once:
         time.sleep(3)
-    print(_in_one_line(line), file=sys.stderr, flush=True)
+    say_aside(_in_one_line(line))
+
+
+def say_aside(line: str) -> None:
+    """Print a line beside the result, if that is possible: the exit code tells of it as well."""
+    with contextlib.suppress(OSError):  # a full disk, say
+        print(line, file=sys.stderr, flush=True)
 
 
 def _in_one_line(text: str) -> str:
     """The text with signs such as a line's end written out: a path may hold them."""
     return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
+
+
+def open_closed_streams() -> None:
+    """Let what is read from or written to a stream that was closed before Python began be nothing.
+
+    The next file to be opened would get its number, and all that is printed.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            _open_if_closed(number)
+            mode = "r" if name == "stdin" else "w"
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  # as long as we run
+            setattr(sys, name, stream)
+
+
+def _open_if_closed(number: int) -> None:
+    """Let the null device have this number, if no file has it."""
+    try:
+        os.fstat(number)
+    except OSError:
+        null = os.open(os.devnull, os.O_RDWR)
+        if null != number:
+            os.dup2(null, number)
+            os.close(null)
 
 
 def print_what_can_be() -> None:
@@ -43,8 +74,7 @@ def print_what_can_be() -> None:
 
 def flush() -> None:
     """Print what is still held back, here, where an error is still told in a line."""
-    if sys.stdout is not None:  # None: it was closed before Python began
-        sys.stdout.flush()
+    sys.stdout.flush()
 
 
 def drop_unprintable() -> None:
@@ -58,7 +88,7 @@ def drop_unprintable() -> None:
 def show_warning(command: str, message: Warning, *where: object) -> None:
     """Print a warning in a line, as `warnings.showwarning` would in two."""
     if os.environ.get("LOCAL_RANK", "0") == "0":  # the others have the same to say
-        print(_in_one_line(f"amp-lab {command}: {message}"), file=sys.stderr)
+        say_aside(_in_one_line(f"amp-lab {command}: {message}"))
 
 
 def require_figure(path: str, what: str) -> None:
