@@ -4,6 +4,7 @@
 one line, when it is missing.
 """
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -63,8 +64,11 @@ def needed_for(what: str) -> Iterator[None]:
 
 def require_matplotlib(what: str) -> None:
     """Raise `RequirementError` now, and not after minutes of work, if nothing can be drawn."""
+    logging.disable(logging.WARNING)  # what matplotlib says of a damaged file, the error says too
     try:
         with needed_for(what):
             import matplotlib  # noqa: F401
     except (OSError, ValueError) as error:  # of its settings, the user's, which it reads
         raise RequirementError(f"matplotlib cannot be imported: {with_type(error)}") from error
+    finally:
+        logging.disable(logging.NOTSET)

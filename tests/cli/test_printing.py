@@ -83,6 +83,33 @@ def test_a_run_is_trained_without_streams(tmp_path, streams):
     assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["ranks"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["banana", "module://banana", "tkagg", "agg"])
+def test_a_backend_of_matplotlib_that_is_not_there_is_told_or_not_needed(old, backend):
+    results = shlex.quote(str(max(RECORDED.glob("bench*.json"))))
+    shown = "--results", results, "--compare", results
+    bench = amp_lab(old, "", "bench", *shown, variables=f"MPLBACKEND={backend}")
+    assert bench.returncode == (2 if backend == "banana" else 0), bench.stderr
+    picture = old / "bench-compared.png"
+    assert picture.exists() == (backend != "banana")
+    if backend == "banana":
+        (said,) = bench.stderr.decode().splitlines()
+        assert said.startswith("amp-lab bench: matplotlib cannot be imported: ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"backend: banana\n", b"font.size: x\n", b"[[["])
+def test_a_damaged_matplotlibrc_is_at_most_a_line(old, content):
+    (old / "matplotlibrc").write_bytes(content)  # of the current folder
+    results = shlex.quote(str(max(RECORDED.glob("bench*.json"))))
+    shown = "--results", results, "--compare", results
+    bench = amp_lab(old, "", "bench", *shown)
+    assert bench.returncode in (0, 2)
+    said = bench.stderr.decode().strip().splitlines()
+    assert len(said) == 1, said
+    assert ("Written: " in said[0]) == (bench.returncode == 0)
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the device that is always full")
 def test_an_error_that_cannot_be_printed_is_still_a_code(old):
     assert migrate(old, "2> /dev/full", "none.py").returncode == 2

@@ -6,6 +6,7 @@ named for its subject; colours, and the parts that figures are built from, are i
 
 from amp_lab import requirements
 
+requirements.require_matplotlib("drawing")
 with requirements.needed_for("drawing"):
     # Every public function of these files is a figure, and is exported without being listed here.
     from amp_lab.plots.difference import *  # noqa: F403
