@@ -15,6 +15,7 @@ import torchvision
 from own_product import OwnProduct, WithOwnProduct
 from remedy_tests import does, says
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from amp_lab import forecast_memory, xray
 from amp_lab.cli import main
@@ -113,6 +114,64 @@ def test_inputs_in_the_dtype_of_the_weights(dtype):
     assert says("dtype.inputs_of_a_cast_model", said)
     assert str(dtype).removeprefix("torch.") in said
     assert complaint(model, x.to(dtype)) == ""
+
+
+class Spectral(nn.Module):
+    """A convolution, a spectrum times weights and back, and a convolution."""
+
+    def __init__(self, given: str = "x", returned: str = "y"):
+        super().__init__()
+        self.lift, self.project = nn.Conv1d(1, 8, 1), nn.Conv1d(8, 1, 1)
+        self.weights = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+        self.given, self.returned = given, returned
+
+    def forward(self, x):
+        x = self.lift(x)
+        spectrum = torch.fft.rfft(eval(self.given, {"x": x}))
+        mixed = torch.einsum("bct,cd->bdt", spectrum, self.weights)
+        y = torch.fft.irfft(mixed, n=x.shape[-1])
+        return self.project(eval(self.returned, {"x": x, "y": y}))
+
+
+@does("dtype.fft")
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("length", [20, 16], ids=["no power of two", "power of two"])
+@pytest.mark.parametrize("kind", ["autocast", "cast"])
+def test_a_transform_in_fp32(kind, length):
+    text = REMEDIES["dtype.fft"].text
+    (given,), (back,) = re.findall(r"x\.float\(\)", text), re.findall(r"\.to\(x\.dtype\)", text)
+    x, mended = torch.randn(4, 1, length), Spectral(given, f"y{back}")
+    options = {"device_type": "cuda", "dtype": None if kind == "cast" else FP16}
+    model = Spectral()
+    if kind == "cast":  # as `.half()` would, without the complex weights
+        x = x.half()
+        for layers in (model, mended):
+            layers.lift.half()
+            layers.project.half()
+        options["dtype"] = FP32
+    assert says("dtype.fft", complaint(model, x, **options))
+    assert complaint(mended, x, **options) == ""
+
+
+class OnlyFlash(nn.Module):
+    def __init__(self, allowed: str = "sdpa_kernel([SDPBackend.FLASH_ATTENTION])"):
+        super().__init__()
+        self.layer, self.allowed = nn.Linear(8, 8), allowed
+
+    def forward(self, x):
+        x = self.layer(x)[None, None]
+        names = {"sdpa_kernel": sdpa_kernel, "SDPBackend": SDPBackend}
+        with eval(self.allowed, names):
+            return F.scaled_dot_product_attention(x, x, x)
+
+
+@does("dtype.no_attention_kernel")
+def test_attention_with_the_kernel_that_takes_everything():
+    x, options = torch.randn(8, 8), {"device_type": "cuda", "dtype": FP32}
+    assert says("dtype.no_attention_kernel", complaint(OnlyFlash(), x, **options))
+    (allowed,) = re.findall(r"sdpa_kernel\(.*\)", REMEDIES["dtype.no_attention_kernel"].text)
+    assert complaint(OnlyFlash(allowed), x, **options) == ""
+    assert complaint(OnlyFlash(), x, device_type="cuda", dtype=FP16) == ""
 
 
 @does("xray.loss_in_low_precision")

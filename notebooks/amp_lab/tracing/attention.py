@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from amp_lab.backends import Backend
-from amp_lab.tracing.dtype_checks import require_alike
+from amp_lab.tracing.kernel_limits import require_alike
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
 
 ATTENTION = "scaled_dot_product_attention"
@@ -46,8 +47,7 @@ class Attention(NamedTuple):
 def attention_of(device: Backend) -> Iterator[None]:
     """The block in which attention runs as on such a device, which is not asked for its kernel.
 
-    Where it is fused: flash for low precision without a mask, else the memory-efficient kernel; all
-    else is computed step by step. Source: ATen/native/transformers/cuda/sdp_utils.cpp.
+    Where it is fused, by the first of `KERNELS` that the program allows and that takes the call.
     """
 
     def run(*args, **kwargs) -> torch.Tensor:
@@ -63,16 +63,56 @@ def attention_of(device: Backend) -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True)
+class AttentionKernel:
+    """A kernel of CUDA's attention: whether the program allows it, and which calls it takes."""
+
+    is_allowed: Callable[[], bool]
+    takes: Callable[[Attention], bool]
+    run: Callable[[Attention], torch.Tensor]
+    source: str
+
+
 def _kernel(call: Attention) -> Callable[[Attention], torch.Tensor]:
-    query, key, value = call[:3]
-    head, low = query.size(-1), query.dtype in LOWER_DTYPES
-    if query.dim() != 4 or query.dtype == torch.float64:
-        return Attention.in_plain_ops
-    if low and call.attn_mask is None and head == key.size(-1) == value.size(-1) and head <= 256:
-        return _flash
-    width = 8 if low else 4  # numbers in the 16 bytes that the kernel reads at once
-    fits = head % width == value.size(-1) % width == 0 and not call.enable_gqa
-    return _efficient if fits else Attention.in_plain_ops
+    """The first of `KERNELS` for a call; raises `RuntimeError` with torch's words for none."""
+    for kernel in KERNELS:
+        if kernel.is_allowed() and kernel.takes(call):
+            return kernel.run
+    raise RuntimeError("No available kernel. Aborting execution.")
+
+
+def _is_low(call: Attention) -> bool:
+    return call.query.dim() == 4 and call.query.dtype in LOWER_DTYPES
+
+
+def _fits_flash(call: Attention) -> bool:
+    if not _is_low(call) or call.attn_mask is not None or not _is_ampere_or_later():
+        return False
+    head = call.query.size(-1)
+    is_square = call.query.size(-2) == call.key.size(-2)
+    if call.is_causal and not is_square:
+        return False
+    return head == call.key.size(-1) == call.value.size(-1) and head <= 256
+
+
+def _fits_efficient(call: Attention) -> bool:
+    dtype = call.query.dtype
+    if call.query.dim() != 4 or dtype == torch.float64 or call.enable_gqa:
+        return False
+    if dtype == torch.bfloat16 and not _is_ampere_or_later():
+        return False
+    width = 8 if dtype in LOWER_DTYPES else 4  # numbers in the 16 bytes that it reads at once
+    return call.query.size(-1) % width == call.value.size(-1) % width == 0
+
+
+def _fits_cudnn(call: Attention) -> bool:
+    if not _is_low(call) or not _is_ampere_or_later():
+        return False
+    return all(tensor.size(-1) % 8 == 0 and tensor.size(-1) <= 256 for tensor in call[:3])
+
+
+def _is_ampere_or_later() -> bool:
+    return torch.cuda.get_device_capability() >= (8, 0)
 
 
 def _flash(call: Attention) -> torch.Tensor:
@@ -95,3 +135,34 @@ def _efficient(call: Attention) -> torch.Tensor:
     return torch.ops.aten._scaled_dot_product_efficient_attention(
         *call[:3], mask, torch.is_grad_enabled(), call.dropout_p, call.is_causal, scale=call.scale
     )[0]
+
+
+_SDP_UTILS = "ATen/native/transformers/cuda/sdp_utils.cpp"
+# cuDNN's is not here first, though torch prefers it on an H100: what it keeps is what flash keeps.
+KERNELS: tuple[AttentionKernel, ...] = (
+    AttentionKernel(
+        torch.backends.cuda.flash_sdp_enabled,
+        _fits_flash,
+        _flash,
+        f"{_SDP_UTILS}, can_use_flash_attention",
+    ),
+    AttentionKernel(
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        _fits_efficient,
+        _efficient,
+        f"{_SDP_UTILS}, can_use_mem_efficient_attention",
+    ),
+    AttentionKernel(
+        torch.backends.cuda.cudnn_sdp_enabled,
+        _fits_cudnn,
+        _efficient,  # which keeps as much
+        f"{_SDP_UTILS}, can_use_cudnn_attention",
+    ),
+    AttentionKernel(
+        torch.backends.cuda.math_sdp_enabled,
+        lambda call: True,
+        Attention.in_plain_ops,
+        f"{_SDP_UTILS}, select_sdp_backend",
+    ),
+)
+"""The kernels of attention on CUDA, in the order in which torch asks them."""

@@ -27,6 +27,7 @@ from amp_lab.torch_versions import fused_gru_on_fakes
 from amp_lab.tracing.attention import attention_of
 from amp_lab.tracing.device_guard import idle_guard
 from amp_lab.tracing.dtype_checks import StrictFakeMode
+from amp_lab.tracing.kernel_limits import REMEDIES_BY_MESSAGE
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key
 
 _TIPS = {  # by what an error says
@@ -41,6 +42,7 @@ _TIPS = {  # by what an error says
         "use torch.finfo(x.dtype).min (or .max) instead of the number",
     ).text,
     NO_PRIMITIVE: NO_PRIMITIVE_REMEDY,
+    **REMEDIES_BY_MESSAGE,
 }
 _CUSTOM_FUNCTION = remedy(
     "dtype.custom_function",
@@ -229,7 +231,7 @@ def tip_for(error: Exception, model: nn.Module, verb: str, device_type: str) -> 
         tips.append(_DETECTOR.said(verb=verb))
     elif any(map(is_wrapper, model.parameters())):
         tips.append(_QUANTISED.text)
-    return "".join(f"; {tip}" for tip in tips)
+    return "".join(f"; {tip}" for tip in dict.fromkeys(tips))
 
 
 def require_model(model: object) -> None:
