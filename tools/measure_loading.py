@@ -28,8 +28,9 @@ from torchvision.transforms import v2
 
 from amp_lab.allocator import keep_memory
 from amp_lab.data import batches, load_dataset
-from amp_lab.data.caltech256 import FOLDER, MEAN_STD
+from amp_lab.data.caltech256 import FOLDER
 from amp_lab.data.generated import make_stand_in
+from amp_lab.data.images import IMAGENET_MEAN_STD
 from amp_lab.device import pick_device
 from amp_lab.timing import Rounds
 from recording import parser, record, times_as_fast
@@ -52,7 +53,7 @@ def make_files(folder: Path, factor: int, *, classes: int = 64) -> Path:
 def torchvision_loader(folder: Path, workers: int) -> Iterable:
     """As `references/classification` of torchvision has it, in its default backend, PIL."""
     crop = [v2.RandomResizedCrop(SIZE, antialias=True), v2.RandomHorizontalFlip(), v2.PILToTensor()]
-    to_float = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(*MEAN_STD)]
+    to_float = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(*IMAGENET_MEAN_STD)]
     files = ImageFolder(folder / FOLDER, v2.Compose([*crop, *to_float]))
     return DataLoader(files, BATCH, shuffle=True, num_workers=workers)
 
@@ -63,7 +64,7 @@ def timm_loader(folder: Path, workers: int, device: torch.device) -> Iterator:
     crop = [v2.RandomResizedCrop(SIZE, interpolation=bicubic), v2.RandomHorizontalFlip()]
     files = ImageFolder(folder / FOLDER, v2.Compose([*crop, v2.Lambda(np.asarray)]))
     loader = DataLoader(files, BATCH, shuffle=True, num_workers=workers, collate_fn=_collate)
-    mean, std = (255 * torch.tensor(v, device=device).view(1, 3, 1, 1) for v in MEAN_STD)
+    mean, std = (255 * torch.tensor(v, device=device).view(1, 3, 1, 1) for v in IMAGENET_MEAN_STD)
     for images, targets in loader:
         pixels = images.to(device, non_blocking=True).permute(0, 3, 1, 2)
         yield pixels.float().sub_(mean).div_(std), targets

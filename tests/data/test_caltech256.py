@@ -13,8 +13,7 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from amp_lab import load_dataset
-from amp_lab.data import caltech256
-from amp_lab.data.images import ImagesOnDisk, read_picture, split
+from amp_lab.data.images import IMAGENET_MEAN_STD, ImagesOnDisk, jitter, read_picture, split
 from amp_lab.errors import DataError
 
 pytest_plugins = ("data_sets",)
@@ -133,7 +132,7 @@ def test_too_few_images_are_refused(caltech256_copy):
 def transform_of(picture, path, size=32):
     """What an untouched image set makes of this picture."""
     picture.save(path)
-    [image], _ = ImagesOnDisk([path], np.array([0]), size, caltech256.MEAN_STD).batch([0])
+    [image], _ = ImagesOnDisk([path], np.array([0]), size, IMAGENET_MEAN_STD).batch([0])
     return pixels_of(image)
 
 
@@ -155,14 +154,14 @@ def two_ramps(path):
 
 def pixels_of(images):
     """Those that were normalised, from 0 to 255."""
-    mean, std = (torch.tensor(v).view(3, 1, 1) for v in caltech256.MEAN_STD)
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in IMAGENET_MEAN_STD)
     return 255 * (images * std + mean)
 
 
 def test_photographs_are_mirrored_turned_scaled_and_cropped(tmp_path):
     """From which column and row a pixel comes is an affine map, which least squares finds."""
     paths = [two_ramps(tmp_path / "ramps.png")] * 200
-    options = np.zeros(200), 224, caltech256.MEAN_STD, 0, caltech256._jitter
+    options = np.zeros(200), 224, IMAGENET_MEAN_STD, 0, jitter
     images = pixels_of(ImagesOnDisk(paths, *options).batch(range(200))[0])
     line = torch.arange(224) - 223 / 2
     places = torch.stack([*torch.meshgrid(line, line, indexing="xy"), torch.ones(224, 224)], -1)

@@ -6,18 +6,37 @@ from amp_lab.errors import DataError, first_line
 from amp_lab.requirements import needed_for
 
 with needed_for("loading data"):
-    from amp_lab.data import caltech256, cifar10, digits
+    from amp_lab.data import caltech256, cifar10, digits, image_folder
     from amp_lab.data.batches import batches
     from amp_lab.data.images import ImageData, ImageSet, LoadOptions
     from amp_lab.data.text import TEXTS, load_text
 
-__all__ = ["DATASETS", "TEXTS", "ImageData", "ImageSet", "batches", "load_dataset", "load_text"]
+__all__ = [
+    "COME_WITH_LIBRARIES",
+    "DATASETS",
+    "TEXTS",
+    "USERS_OWN",
+    "ImageData",
+    "ImageSet",
+    "batches",
+    "load_dataset",
+    "load_text",
+]
 
 # The registry: a data set is a file beside this one, whose `load` makes of `LoadOptions` an
 # `ImageData`, and a line here. All are imported at once, and torchvision with them: the libraries
 # that it loads cannot be loaded any more once TensorFlow is there, as in notebook 12.
-_LOADERS = {"digits": digits.load, "cifar10": cifar10.load, "caltech256": caltech256.load}
+_LOADERS = {
+    "digits": digits.load,
+    "cifar10": cifar10.load,
+    "caltech256": caltech256.load,
+    "folder": image_folder.load,
+}
 DATASETS = (*_LOADERS, *TEXTS)
+COME_WITH_LIBRARIES = ("digits", "stdlib")
+"""Those that are in no folder of the user's."""
+USERS_OWN = ("folder", "text")
+"""Those that are nowhere unless the user says where."""
 _LARGEST_SIZE = 1024
 
 
@@ -41,13 +60,18 @@ def load_dataset(
       `folder`/caltech256/256_ObjectCategories; `folder` may also be that folder itself. Every tenth
       is a test image. The first use reads every file, and writes the list caltech256.csv beside it.
 
+    - ``folder``: your own images; `folder` has a folder for each class, or two called train and val
+      (or test) that have these. Without a val or test, a tenth of each class is held out for the
+      test, always the same. All images are decoded once, before anything else.
+
     - ``stdlib`` and ``text``: see `load_text`.
 
-    Images are handed out at `image_size` pixels a side (default: 32, 32 and 224). `limit` keeps at
-    most so many training images, and of the test images the same share, rounded up; each class
-    keeps its share, and which images are kept is always the same. `seed` is that of the
-    augmentation of the training images, which `augment=False` switches off. `skip_damaged` leaves
-    out images of Caltech-256 that cannot be decoded, and names them in `skipped`.
+    Images are handed out at `image_size` pixels a side (default: 32; for caltech256 and folder,
+    224). `limit` keeps at most so many training images, and of the test images the same share,
+    rounded up; each class keeps its share, and which images are kept is always the same. `seed` is
+    that of the augmentation of the training images, which `augment=False` switches off.
+    `skip_damaged` leaves out images of caltech256 and folder that cannot be decoded, and names them
+    in `skipped`.
 
     Raises `DataError` for a wrong value, and for files that are missing, damaged or altered.
     """

@@ -2,12 +2,9 @@
 
 import csv
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import torch
-from tqdm import tqdm
 
 from amp_lab.data import images
 from amp_lab.data.downloads import fetch
@@ -17,8 +14,6 @@ from amp_lab.report import listed
 URL = "https://data.caltech.edu/records/nyy15-4j048/files/256_ObjectCategories.tar"
 MD5 = "67b4f42ca05d46448c6bb8ecd2220f6d"
 FOLDER = "256_ObjectCategories"
-# Those of ImageNet, since the networks trained on it start from weights that were made with these.
-MEAN_STD = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 _SUFFIXES = (".jpg", ".jpeg", ".png")
 
 
@@ -32,11 +27,16 @@ def load(options: images.LoadOptions) -> images.ImageData:
     paths, skipped = _readable_images(place, targets_of, options.skip_damaged)
     targets = np.array([targets_of[path] for path in paths])
     train, test = images.shorten(*images.split(targets, every=10), targets, options.limit)
-    files, size = np.array([place.parent / path for path in paths]), options.image_size or 224
-    train_set, test_set = ((files[i].tolist(), targets[i], size, MEAN_STD) for i in (train, test))
+    files, size = (
+        np.array([place.parent / path for path in paths]),
+        options.image_size or images.PHOTOGRAPH_SIZE,
+    )
+    train_set, test_set = (
+        (files[i].tolist(), targets[i], size, images.IMAGENET_MEAN_STD) for i in (train, test)
+    )
     return images.ImageData(
         name="caltech256",
-        train=images.ImagesOnDisk(*train_set, options.seed, _jitter),
+        train=images.ImagesOnDisk(*train_set, options.seed, images.jitter),
         test=images.ImagesOnDisk(*test_set),
         classes=tuple(name.partition(".")[2] for name in classes),  # 001.ak47
         image_size=size,
@@ -44,15 +44,6 @@ def load(options: images.LoadOptions) -> images.ImageData:
         fingerprint=images.fingerprint("\n".join(paths).encode(), targets, train, test),
         skipped=tuple(skipped),
     )
-
-
-def _jitter(draws: torch.Tensor) -> torch.Tensor:
-    """Matrices that crop 7/8, mirror half, turn by up to 15 degrees and scale by up to 10 %."""
-    angle, zoom, x, y = (2 * draws - 1).unbind(1)  # each (B,), -1 to 1
-    flip = 1 - 2 * (angle < 0).float()  # its sign mirrors, and its size turns
-    angle, zoom, x, y = (2 * angle.abs() - 1) * np.pi / 12, 7 / 8 / (1 + zoom / 10), x / 8, y / 8
-    cos, sin = zoom * angle.cos(), zoom * angle.sin()
-    return torch.stack([flip * cos, -sin, x, flip * sin, cos, y], dim=1).view(-1, 2, 3)
 
 
 def find_folder(folder: Path) -> Path | None:
@@ -89,14 +80,10 @@ def _readable_images(
     """
     table = place.parent / "caltech256.csv"
     in_table = _read_table(table, targets_of)
-    damaged = _find_damaged(place.parent, sorted(targets_of.keys() - in_table))
+    damaged = images.find_damaged(place.parent, sorted(targets_of.keys() - in_table))
     good = [path for path in targets_of if path not in damaged]
     if damaged and not skip_damaged:
-        raise DataError(
-            f"{len(damaged)} of {len(targets_of)} images cannot be read, {listed(damaged, 3)} in "
-            f"{place.parent}; put good ones in their place, or leave them out: skip_damaged=True, "
-            "on the command line --skip-damaged"
-        )
+        raise images.damaged_error(damaged, len(targets_of), place.parent)
     if len(good) < 10:  # one in ten is a test image, and without one nothing can be evaluated
         raise DataError(f"{place} has {len(good)} images that can be read; it takes at least 10")
     lacking = [path for path in good if path not in in_table]
@@ -105,24 +92,6 @@ def _readable_images(
     elif lacking:
         raise DataError(f"{table} lacks {listed(lacking, 3)}; delete it to have it made again")
     return good, damaged
-
-
-def _find_damaged(folder: Path, paths: list[str]) -> list[str]:
-    """Those of these files that cannot be decoded."""
-
-    def is_damaged(path: str) -> bool:
-        try:
-            images.read_picture(folder / path)
-        except DataError:
-            return True
-        return False
-
-    if not paths:
-        return []
-    with ThreadPoolExecutor() as pool:  # threads do, since Pillow decodes without Python's lock
-        found = pool.map(is_damaged, paths)
-        progress = tqdm(found, "checking images", len(paths), unit="image", disable=None)
-        return [path for path, damaged in zip(paths, progress, strict=True) if damaged]
 
 
 def _read_table(table: Path, targets_of: dict[str, int]) -> set[str]:

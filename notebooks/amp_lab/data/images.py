@@ -2,7 +2,10 @@
 
 import hashlib
 import math
+import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,11 +19,20 @@ from torch.nn import functional
 from torch.utils.data import Dataset, default_collate
 from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms.v2.functional import center_crop
+from tqdm import tqdm
 
 from amp_lab.data.tokens import Characters, Tokens
 from amp_lab.errors import DataError, first_line
+from amp_lab.report import listed
 
 MARKER = "STAND_IN.json"  # in the folder of generated pictures, so that none takes them for real
+# Those of ImageNet, since the networks trained on it start from weights that were made with these.
+IMAGENET_MEAN_STD = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+PHOTOGRAPH_SIZE = 224  # pixels
+# What torchvision's ImageFolder takes. Not whatever Pillow knows: for an EPS it would start
+# Ghostscript, whatever the file is called.
+_FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP")
+_MOST_BYTES = 2**30  # of a picture; Pillow's limit of pixels is 0.5 GiB at most
 SHUFFLE, AUGMENT = 1, 2  # what random numbers are for; part of their seed, so that the two differ
 
 
@@ -35,6 +47,8 @@ class ImageSet(Dataset):
 
     targets: torch.Tensor
     """The targets of all images, int64 (N,)."""
+    reads_files = False
+    """Whether each image is read from a file when it is asked for, so that workers pay."""
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -230,7 +244,9 @@ def _warp(images: torch.Tensor, matrices: torch.Tensor, size: int) -> torch.Tens
 
 
 class ImagesOnDisk(_Augmented):
-    """Images read from paths of JPEG or PNG files when asked for, and uint8 until `finish`."""
+    """Images read from the paths of their files when asked for, and uint8 until `finish`."""
+
+    reads_files = True
 
     def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ImageSet.read`."""
@@ -257,11 +273,47 @@ class ImagesOnDisk(_Augmented):
         return images.float().mul_(scale).add_(offset)
 
 
+def jitter(draws: torch.Tensor) -> torch.Tensor:
+    """Matrices that crop 7/8, mirror half, turn by up to 15 degrees and scale by up to 10 %."""
+    angle, zoom, x, y = (2 * draws - 1).unbind(1)  # each (B,), -1 to 1
+    flip = 1 - 2 * (angle < 0).float()  # its sign mirrors, and its size turns
+    angle, zoom, x, y = (2 * angle.abs() - 1) * np.pi / 12, 7 / 8 / (1 + zoom / 10), x / 8, y / 8
+    cos, sin = zoom * angle.cos(), zoom * angle.sin()
+    return torch.stack([flip * cos, -sin, x, flip * sin, cos, y], dim=1).view(-1, 2, 3)
+
+
+def find_damaged(folder: Path, paths: list[str]) -> list[str]:
+    """Those of these files that cannot be decoded."""
+
+    def is_damaged(path: str) -> bool:
+        try:
+            read_picture(folder / path)
+        except DataError:
+            return True
+        return False
+
+    if not paths:
+        return []
+    with ThreadPoolExecutor() as pool:  # threads do, since Pillow decodes without Python's lock
+        found = pool.map(is_damaged, paths)
+        progress = tqdm(found, "checking images", len(paths), unit="image", disable=None)
+        return [path for path, damaged in zip(paths, progress, strict=True) if damaged]
+
+
+def damaged_error(damaged: Sequence[str], count: int, folder: Path) -> DataError:
+    """The error for such images among so many in `folder`, with what to do about them."""
+    return DataError(
+        f"{len(damaged)} of {count} images cannot be read, {listed(damaged, 3)} in {folder}; put "
+        "good ones in their place, or leave them out: skip_damaged=True, on the command line "
+        "--skip-damaged"
+    )
+
+
 def read_picture(path: Path) -> torch.Tensor:
     """The picture in this file, uint8 (3, H, W); raises `DataError` if it cannot be decoded."""
     try:
-        # Not by whatever Pillow knows: for an EPS with another name it would start Ghostscript.
-        with Image.open(path, formats=("JPEG", "PNG")) as picture:
+        _require_plain_file(path)
+        with Image.open(path, formats=_FORMATS) as picture:
             if picture.width * picture.height > (Image.MAX_IMAGE_PIXELS or math.inf):
                 raise ValueError(f"{picture.width} x {picture.height} pixels are too many")
             with suppress(Exception):  # torchvision is faster; if it fails, Pillow tries, says why
@@ -270,6 +322,15 @@ def read_picture(path: Path) -> torch.Tensor:
             return torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1)
     except Exception as error:  # a decoder may raise anything for a damaged file
         raise DataError(f"{path} cannot be read as an image: {first_line(error)}") from None
+
+
+def _require_plain_file(path: Path) -> None:
+    """Raise `OSError` or `ValueError` for a pipe or a device, where reading might never end."""
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("no regular file")
+    if status.st_size > _MOST_BYTES:
+        raise ValueError(f"{status.st_size:,} bytes are too many")
 
 
 def remedy(place: Path) -> str:

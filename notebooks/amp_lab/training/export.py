@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from amp_lab.checkpoint import is_checkpoint, load_checkpoint, run_state, save_checkpoint
 from amp_lab.data import TEXTS, batches
+from amp_lab.data.images import PHOTOGRAPH_SIZE
 from amp_lab.data.text import CONTEXT
 from amp_lab.distributed.ranks import ALONE
 from amp_lab.errors import AmpLabError, CheckpointError, DataError, first_line, with_type
@@ -191,7 +192,8 @@ def _inputs(
     draws = torch.Generator().manual_seed(0)
     if config.dataset in TEXTS:
         return torch.randint(classes, (count, config.context or CONTEXT), generator=draws)
-    size = config.image_size or (224 if config.dataset == "caltech256" else 32)
+    usual = PHOTOGRAPH_SIZE if config.dataset in ("caltech256", "folder") else 32
+    size = config.image_size or usual
     return torch.randn(count, 3, size, size, generator=draws)
 
 

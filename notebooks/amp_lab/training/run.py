@@ -21,7 +21,16 @@ from torch import nn
 from amp_lab.backends import backend
 from amp_lab.checkpoint import run_state
 from amp_lab.cpu import onednn_has_fp16
-from amp_lab.data import TEXTS, ImageData, ImageSet, batches, load_dataset, load_text
+from amp_lab.data import (
+    COME_WITH_LIBRARIES,
+    TEXTS,
+    USERS_OWN,
+    ImageData,
+    ImageSet,
+    batches,
+    load_dataset,
+    load_text,
+)
 from amp_lab.device import describe_device, pick_device
 from amp_lab.distributed.process_group import join
 from amp_lab.distributed.ranks import Ranks, require_same
@@ -125,7 +134,8 @@ class Run:
         """Load the images and make the model, each rank for itself."""
         config = self.config
         _require_a_match(config)
-        self.images = load_data(config, self.options.data)
+        self._data = _place_of_data(config.dataset, self.options.data)
+        self.images = load_data(config, self._data)
         self._check_images()
         random.seed(config.seed)
         np.random.seed(config.seed % 2**32)
@@ -141,9 +151,10 @@ class Run:
     def _check_images(self) -> None:
         images, size = self.images, self.config.batch_size
         if self._saved is not None and self._saved.images != images.fingerprint:
-            data = self.options.data
             what = "text, or other tokens than" if images.is_text else "images"
-            raise RunError(f"{data}: not the {what} that the run in {self.out} was started with")
+            raise RunError(
+                f"{self._data}: not the {what} that the run in {self.out} was started with"
+            )
         if size > len(images.train):
             raise RunError(f"batch size {size} is larger than the {len(images.train)} images")
         if self.ranks.size > len(images.test):
@@ -274,8 +285,7 @@ class Run:
     def _batches(self, images: ImageSet, **order: Any) -> Batches:
         workers, ranks = self.options.workers, self.ranks
         if workers is None:  # none for images that wait in memory, else one per core up to 8
-            waits = self.config.dataset != "caltech256"
-            workers = 0 if waits else min(8, os.cpu_count() or 1)
+            workers = min(8, os.cpu_count() or 1) if images.reads_files else 0
         order |= {"share": (ranks.rank, ranks.size), "workers": workers, "device": ranks.device}
         return batches(images, self.config.batch_size, **order)
 
@@ -327,6 +337,19 @@ def _require_a_match(config: RunConfig) -> None:
         if getattr(config, name):
             other = "images" if is_text else "text"
             raise RunError(f"{name.replace('_', ' ')} is for {other}, not for {config.dataset}")
+
+
+def _place_of_data(dataset: str, given: str | None) -> str:
+    """Where the data are, which `given` says; raises `RunError` if it cannot or has to."""
+    if dataset in COME_WITH_LIBRARIES and given is not None:
+        raise RunError(
+            f"--data {given}: {dataset} comes with a library and takes none; your own images are "
+            "--dataset folder, and your own text is --dataset text"
+        )
+    if dataset in USERS_OWN and given is None:
+        what = "text" if dataset in TEXTS else "folder of images"
+        raise RunError(f"--dataset {dataset}: give your {what} with --data")
+    return given or "data"
 
 
 def load_data(

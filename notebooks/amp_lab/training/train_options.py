@@ -89,7 +89,7 @@ class RunConfig(_Checked):
     """
 
     dataset: str = setting(
-        "digits", "{} (default), cifar10, caltech256, stdlib, text", "NAME", _known
+        "digits", "{} (default), cifar10, caltech256, folder, stdlib, text", "NAME", _known
     )
     model: str = setting("mobilenet_v2", "of torchvision, or gpt-nano … (default: {})", "NAME")
     precision: str = setting("fp32", "{} (default), tf32, fp16, bf16", "NAME", _known)
@@ -131,7 +131,10 @@ class RunOptions(_Checked):
 
     out: str = setting(dataclasses.MISSING, "the folder of the run", "DIR")
     resume: bool = setting(False, "go on with the run in that folder")
-    data: str = setting("data", "where data sets are kept (default: {})", "DIR")
+    # None: nowhere for those that come with a library, "data" for those that are downloaded.
+    data: str | None = setting(
+        None, "your images or text; or where data sets are kept (default: data)", "PATH"
+    )
     device: str | None = setting(
         None, "default: AMP_LAB_DEVICE, else accelerator, else cpu", "NAME"
     )
@@ -151,5 +154,7 @@ class RunOptions(_Checked):
 
     def __post_init__(self):
         for name in ("out", "data"):  # from Python they may be paths of `pathlib`
-            object.__setattr__(self, name, os.fspath(getattr(self, name)))
+            path = getattr(self, name)
+            if path is not None:
+                object.__setattr__(self, name, os.fspath(path))
         super().__post_init__()
