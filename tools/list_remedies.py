@@ -27,6 +27,7 @@ MODULES = (
     "amp_lab.tracing.advice",
     "amp_lab.tracing.fake_device",
     "amp_lab.tracing.kernel_limits",
+    "amp_lab.tracing.memory_advice",
     "amp_lab.tracing.sharding_advice",
     "amp_lab.tracing.tracer",
     "amp_lab.tracing.xray",

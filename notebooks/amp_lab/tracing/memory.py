@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from amp_lab.errors import TraceError, first_line
 from amp_lab.precision import Precision
 from amp_lab.tracing.fake_device import ModelRun
+from amp_lab.tracing.memory_advice import EIGHT_BIT, needs_eight_bit, ways_out
 from amp_lab.tracing.memory_result import MemoryForecast, MemoryTable
 from amp_lab.tracing.ops_seen import tensors_in
 from amp_lab.tracing.training_step import LossFunction, training_steps
@@ -178,7 +179,7 @@ def memory_table(
     # A quarter beyond the largest batch, so that the figure shows where the curves cross the limit.
     end = max([2 * inputs.batch, 16, *(5 * n // 4 for n in largest.values())])
     batches = tuple(sorted({max(1, end * i // 16) for i in range(17)}))
-    return MemoryTable(
+    table = MemoryTable(
         tuple(forecasts),
         total,
         largest,
@@ -188,6 +189,11 @@ def memory_table(
         held=inputs.held,
         failed={precision: str(error) for precision, error in failed.items()},
     )
+    eight_bit = None
+    if needs_eight_bit(table) and solved:
+        smallest = min(solved.values(), key=lambda by: by.at(inputs.batch).peak)
+        eight_bit = smallest.at(inputs.batch, optimizer=EIGHT_BIT)
+    return dataclasses.replace(table, ways_out=tuple(ways_out(table, eight_bit)))
 
 
 _UNITS = {"": 1, "b": 1} | {
@@ -306,12 +312,16 @@ class MemoryByBatch:
                 "multiple of the batch; forecast the batches one by one"
             )
 
-    def at(self, batch: int) -> Any:
-        """The forecast for a batch."""
-        storages = self._first.storages
+    def at(self, batch: int, optimizer: str | None = None) -> Any:
+        """The forecast for a batch, of a training step with another optimizer if one is named."""
+        traced, storages = self._first, self._first.storages
+        if optimizer is not None:
+            traced = dataclasses.replace(
+                traced, step=dataclasses.replace(traced.step, optimizer=optimizer)
+            )
         sizes = storages.sizes + self._slope * (batch - self._FIRST)
         return dataclasses.replace(
-            self._first,
+            traced,
             input_shapes=self._inputs.shapes(batch),
             storages=dataclasses.replace(storages, sizes=sizes),
         ).forecast()

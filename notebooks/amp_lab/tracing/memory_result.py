@@ -78,6 +78,7 @@ class MemoryTable(Printed):
     held: tuple[tuple[int, ...], ...] = ()  # shapes of inputs that do not grow with the batch
     failed: dict[str, str] = field(default_factory=dict)  # why there is none, by precision
     loss_left_out: str | None = None  # what to say if the forecast is too low without a loss
+    ways_out: tuple[str, ...] = ()  # what makes the step smaller, if it fits in no precision
 
     @property
     def spare(self) -> dict[str, int]:
@@ -105,7 +106,8 @@ class MemoryTable(Printed):
                 "largest_batch": self.largest,
                 "not_extrapolated": self.not_extrapolated,
             }
-        return contents | {"failed": self.failed, "loss_left_out": self.loss_left_out}
+        contents |= {"failed": self.failed, "loss_left_out": self.loss_left_out}
+        return contents | {"ways_out": list(self.ways_out)}
 
     def _table(self) -> Table:
         first = self.forecasts[0]
@@ -142,6 +144,7 @@ class MemoryTable(Printed):
                 "Not counted: what the driver and its libraries take for themselves.",
                 *first.caveats,
             ],
+            advice=self.ways_out,
             foot=foot,
             right=range(1, 1 + len(self.forecasts)),
         )
