@@ -20,6 +20,11 @@ def drawn_anew():
 def strange(): return nn.Sequential(nn.Flatten(), nn.ReLU())
 def raises(): raise ValueError("no")
 def no_module(): return 3
+def in_bf16(): return net().to(torch.bfloat16)
+def ctc_loss(y):
+    scores = y.log_softmax(-1)[:, None].expand(-1, 2, -1)
+    lengths = torch.tensor([4, 4]), torch.tensor([2, 2])
+    return nn.functional.ctc_loss(scores, torch.tensor([[1, 2], [2, 1]]), *lengths)
 """
 INPUT = ("--input", "4,6")
 
@@ -58,6 +63,23 @@ def test_weights_are_those_of_a_if_asked(capsys):
 )
 def test_one_model_in_two_ways(capsys, options):
     assert "They part nowhere" in printed(capsys, "my_pair.py:net", *options)
+
+
+def test_the_loss_runs_under_autocast_as_in_an_xray(capsys):
+    """Autocast runs some losses in fp32 that have no kernel in bf16, as ctc_loss on a CPU."""
+    options = ("--precision", "bf16", "--loss", "my_pair.py:ctc_loss")
+    assert "They part nowhere" in printed(capsys, "my_pair.py:net", *options)
+
+
+def test_a_model_with_bf16_weights_is_compared_with_itself_in_fp32(capsys):
+    options = ("--format", "json", "--input", "bfloat16:4,6")
+    for precision, formats in (("fp32", ("bf16", "fp32")), ("bf16", ("fp32", "bf16"))):
+        assert main(["diff", "my_pair.py:in_bf16", "--precision", precision, *options]) == 0
+        read = json.loads(capsys.readouterr().out)
+        assert (read["format_a"], read["format_b"]) == tuple(f"{f} on cpu" for f in formats)
+        last = read["growth"][-1]
+        errors = {formats[0]: last["a"], formats[1]: last["b"]}
+        assert errors["bf16"] > 100 * errors["fp32"]
 
 
 def test_as_json_and_drawn(capsys, tmp_path):

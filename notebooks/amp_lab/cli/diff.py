@@ -13,6 +13,7 @@ from amp_lab.cli.printing import require_figure, show
 from amp_lab.cli.user_code import FORM, kept_in_bounds
 from amp_lab.errors import OptionError
 
+_FP32_MODES = ("fp32", "tf32")
 _VARIANTS = "--precision, --compile, --batch-sizes or --device"
 
 
@@ -86,11 +87,37 @@ def _compare(options: argparse.Namespace, given: Any, other: Any, sizes: Any) ->
     from amp_lab.difference import compare_runs
 
     second = _device(options), options.precision
-    first = second if options.other else ("cpu", "fp32" if options.precision else None)
+    first = second if options.other else ("cpu", _first_precision(options.precision, given.model))
     size, other_size = sizes or (None, None)
     return compare_runs(
         _run(given.model, given, *first, size), _run(other, given, *second, other_size)
     )
+
+
+def _first_precision(second: str | None, model: Any) -> str | None:
+    """What the first of two runs of one model is in; None: the model as it is."""
+    if second in _FP32_MODES and _has_low_weights(model):
+        return None  # how far is it from fp32?
+    return "fp32" if second else None
+
+
+def _has_low_weights(model: Any) -> bool:
+    from amp_lab.tracing.ops_seen import LOWER_DTYPES
+
+    return any(parameter.dtype in LOWER_DTYPES for parameter in model.parameters())
+
+
+def _in_fp32(structure: Any) -> Any:
+    """The structure with its 16-bit tensors in fp32."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    from amp_lab.tracing.ops_seen import LOWER_DTYPES
+
+    def widen(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if tensor.dtype in LOWER_DTYPES else tensor
+
+    return tree_map_only(torch.Tensor, widen, structure)
 
 
 def _run(
@@ -99,13 +126,15 @@ def _run(
     """A run on a device, in a precision; on as many rows as asked, and then in evaluation mode."""
     args, kwargs = _moved((given.args, given.kwargs), place, size)
     model = model.to(place)
+    if precision in _FP32_MODES and _has_low_weights(model):
+        model, (args, kwargs) = model.float(), _in_fp32((args, kwargs))
     if size is not None:
         model.eval()
 
     def call():
         with _autocast(precision, place):
             output = model(*args, **kwargs)
-        return output if given.loss_fn is None else given.loss_fn(output)
+            return output if given.loss_fn is None else given.loss_fn(output)
 
     return call
 
