@@ -1,6 +1,7 @@
 """Files and notebooks: what changes, what stays byte for byte, and what cannot be done is named."""
 
 import argparse
+import encodings
 import inspect
 import json
 import os
@@ -499,3 +500,32 @@ def test_what_never_ends_is_not_read(tmp_path):
     )
     assert "has more than 67108864 bytes" in huge.error
     assert "no regular file" in zero.error
+
+
+@pytest.mark.parametrize(
+    "codec", sorted({*encodings.aliases.aliases.values(), "idna", "undefined"})
+)
+def test_no_encoding_keeps_other_files_from_being_reported(tmp_path, codec, capsys):
+    """Some are of bytes, such as hex and zlib; some name no language's letters."""
+    odd = f"# coding: {codec}\nfrom torch.cuda.amp import autocast\nautocast()\n".encode()
+    (tmp_path / "a.py").write_bytes(odd)
+    (tmp_path / "b.py").write_text("from torch.cuda.amp import autocast\nautocast()\n")
+    assert main(["migrate", "--check", str(tmp_path)]) in (1, 2)
+    said = capsys.readouterr()
+    assert "b.py" in said.out
+    assert "Traceback" not in said.err
+    main(["migrate", "--write", str(tmp_path)])
+    found = (tmp_path / "a.py").read_bytes()
+    assert found == odd or b"torch.amp" in found
+
+
+def test_a_null_byte_in_a_cell_is_refused(tmp_path):
+    source = "from torch.cuda.amp import autocast\nautocast()\nx = '\0'\n"
+    cell = {"cell_type": "code", "source": source, "metadata": {}, "outputs": []}
+    path = tmp_path / "x.ipynb"
+    path.write_text(json.dumps({"cells": [cell], "metadata": {}, "nbformat": 4}))
+    before = path.read_bytes()
+    result = files.migrate_file(path, write=True)
+    assert result.error is not None
+    assert "cell 1 has a null byte" in result.error
+    assert path.read_bytes() == before

@@ -43,23 +43,28 @@ _WITHOUT_AUTOCAST = remedy(
 def unscaled_in_each_batch(code: CodeReader) -> Found:
     """``unscale_`` for each micro-batch, where only some of them step: the second one raises."""
     for unscale in of_kind("unscale", code.events):
-        events = [e for e in unscale.unit.events if e.of == unscale.of]
-        steps = [step for step in _steps_of(unscale) if step in events]
-        updates = of_kind("update", events)
-        is_scaled = any(e.place.loops == unscale.place.loops for e in of_kind("scaled", events))
-        if not all((steps, updates, is_scaled, unscale.place.loops)):
+        updates = unscale.unit.by_scaler["update", unscale.of]
+        if not _are_less_often(updates, unscale) or not _is_scaled_beside(unscale):
             continue
-        is_rare = all(_is_less_often(event, unscale) for event in (*steps, *updates))
+        steps = unscale.unit.by_scaler["scaler step", unscale.of]
+        is_rare = _are_less_often([e for e in steps if e.optimizer == unscale.optimizer], unscale)
         is_either = any(a.place.excludes(b.place) for a in updates for b in updates)
         if is_rare and not is_either and not code.escapes(last_part(unscale.of)):
             names = {"scaler": unscale.of, "optimizer": unscale.optimizer}
             yield unscale.node, _UNSCALED_EACH_BATCH.said(**names)
 
 
-def _steps_of(event: Event) -> list[Event]:
-    """Where a scaler steps the optimizer of an event, in the same function."""
-    steps = of_kind("scaler step", event.unit.events)
-    return [step for step in steps if step.optimizer == event.optimizer]
+def _is_scaled_beside(unscale: Event) -> bool:
+    """Whether a loss is scaled by the same scaler in the same loop."""
+    scaled = unscale.unit.by_scaler["scaled", unscale.of]
+    return any(e.place.loops == unscale.place.loops for e in scaled)
+
+
+def _are_less_often(events: list[Event], unscale: Event) -> bool:
+    """Whether there are such events, all of them in only some turns of the loop of an unscale."""
+    if not events or not unscale.place.loops:
+        return False
+    return all(_is_less_often(event, unscale) for event in events)
 
 
 def _is_less_often(event: Event, unscale: Event) -> bool:
@@ -91,10 +96,12 @@ def _names(node: cst.CSTNode) -> set[str]:
 def unscaled_by_another(code: CodeReader) -> Found:
     """``scaler_a.unscale_(o)`` with ``scaler_b.step(o)``, which unscales once more."""
     for unscale in of_kind("unscale", code.events):
-        steps = [e for e in _steps_of(unscale) if not e.place.excludes(unscale.place)]
+        own = unscale.unit.steps_of[unscale.optimizer]  # steps of the same optimizer
+        steps = (e for e in own if not e.place.excludes(unscale.place))
         if any(e.of == unscale.of for e in steps):
             continue
-        later = [e for e in steps if e.order > unscale.order]
+        later = [e for e in own if e.order > unscale.order]
+        later = [e for e in later if not e.place.excludes(unscale.place)]
         if later and code.is_one(unscale.of) and code.is_one(later[0].of):
             names = {"scaler": unscale.of, "other": later[0].of}
             yield unscale.node, _UNSCALED_BY_ANOTHER.said(optimizer=unscale.optimizer, **names)

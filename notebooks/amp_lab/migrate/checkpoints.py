@@ -36,13 +36,14 @@ def saved_without(code: CodeReader) -> Found:
 
 def _is_kept(code: CodeReader, name: str) -> bool:
     """Whether the state of a scaler is saved or loaded, if only in a file of its own."""
-    return any(use.parts[-2:-1] == (name,) and use.parts[-1] in _STATES for use in code.tree.uses)
+    uses = (use for state in _STATES for use in code.tree.uses_ending[state])
+    return any(use.parts[-2:-1] == (name,) for use in uses)
 
 
 def _leaves(code: CodeReader, name: str) -> bool:
     """Whether a scaler gets to where its state may be saved or loaded by another name."""
-    for use in code.tree.uses:
-        if use.parts[-1] != name or code.stays(use.node, name):
+    for use in code.tree.uses_ending[name]:
+        if code.stays(use.node, name):
             continue
         call = code.tree.parents[code.tree.parents[use.node]]
         called = nodes.name_called(call) if isinstance(call, cst.Call) else ""

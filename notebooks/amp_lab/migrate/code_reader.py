@@ -5,7 +5,9 @@ a rule can ask what surely runs before what.
 """
 
 import dataclasses
+import functools
 import re
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
@@ -76,6 +78,49 @@ class Unit:
     scope: Scope
     events: list[Event] = dataclasses.field(default_factory=list)
     scaled_names: dict[str, str] = dataclasses.field(default_factory=dict)
+    _asks_for_scale: bool | None = None
+
+    @functools.cached_property
+    def by_kind(self) -> defaultdict[str, list[Event]]:
+        """The events of each kind, in their order; to be asked for when all of them are there."""
+        found: defaultdict[str, list[Event]] = defaultdict(list)
+        for event in self.events:
+            found[event.kind].append(event)
+        return found
+
+    @functools.cached_property
+    def steps_of(self) -> defaultdict[str, list[Event]]:
+        """The steps by a scaler, by their optimizer."""
+        found: defaultdict[str, list[Event]] = defaultdict(list)
+        for event in self.by_kind["scaler step"]:
+            found[event.optimizer].append(event)
+        return found
+
+    @functools.cached_property
+    def by_scaler(self) -> defaultdict[tuple[str, str], list[Event]]:
+        """The events of each kind and scaler, in their order."""
+        found: defaultdict[tuple[str, str], list[Event]] = defaultdict(list)
+        for event in self.events:
+            found[event.kind, event.of].append(event)
+        return found
+
+    def asks_for_scale(self, tree: Tree) -> bool:
+        """Whether its code has ``get_scale``, to divide gradients by hand, say."""
+        if self._asks_for_scale is None:
+            self._asks_for_scale = "get_scale" in tree.code(self.scope.node)
+        return self._asks_for_scale
+
+    def after(self, kind: str, first: int) -> Iterator[Event]:
+        """The events of a kind with an order from `first` on."""
+        events = self.by_kind[kind]
+        start = bisect_left(events, first, key=lambda e: e.order)
+        return (events[number] for number in range(start, len(events)))
+
+    def between(self, kind: str, first: int, end: int) -> Iterator[Event]:
+        """The events of a kind with an order from `first` to before `end`, the last first."""
+        events = self.by_kind[kind]
+        start, stop = (bisect_left(events, at, key=lambda e: e.order) for at in (first, end))
+        return (events[number] for number in range(stop - 1, start - 1, -1))
 
 
 def of_kind(kind: str, events: Iterable[Event]) -> list[Event]:
@@ -248,10 +293,31 @@ class CodeReader:
     def escapes(self, name: str) -> bool:
         """Whether code that is not seen here may get hold of a scaler."""
         is_attribute = any(key.startswith("self.") for key in self.made.get(name, ()))
-        if is_attribute and any(map(self._hands_on_self, self.tree.calls)):
+        if is_attribute and self._object_escapes:
             return True
-        uses = (use.node for use in self.tree.uses if use.parts[-1] == name)
-        return not all(self.stays(node, name) for node in uses)
+        return not all(self.stays(use.node, name) for use in self.tree.uses_ending[name])
+
+    @functools.cached_property
+    def _object_escapes(self) -> bool:
+        return any(map(self._hands_on_self, self.tree.calls))
+
+    @functools.cached_property
+    def last_of(self) -> defaultdict[str, dict[str, Event]]:
+        """The last event of each kind, by the last part of the name of its scaler or optimizer."""
+        found: defaultdict[str, dict[str, Event]] = defaultdict(dict)
+        for event in self.events:
+            found[last_part(event.of)][event.kind] = event
+        return found
+
+    @functools.cached_property
+    def calls_of(self) -> defaultdict[str, list[Event]]:
+        """The calls of each function, or method of ``self``, by its name."""
+        found: defaultdict[str, list[Event]] = defaultdict(list)
+        for event in of_kind("call", self.events):
+            parts = nodes.dotted(event.node.func) or ("",)
+            if parts[:-1] in ((), ("self",)):
+                found[parts[-1]].append(event)
+        return found
 
     def _hands_on_self(self, call: cst.Call) -> bool:
         """Whether a call gives the object away, or is of a method from a class of another file."""
@@ -295,15 +361,15 @@ class CodeReader:
 
     def scaled_before(self, event: Event) -> Event | None:
         """The last scaled backward before an event that is on a way to it, in its loops."""
-        before = of_kind("scaled", event.unit.events[: event.order])
-        scaled = next((e for e in reversed(before) if not e.place.excludes(event.place)), None)
+        before = event.unit.between("scaled", 0, event.order)
+        scaled = next((e for e in before if not e.place.excludes(event.place)), None)
         if scaled is None or last_part(scaled.of) in self.disabled:
             return None
         # One may stand in a loop inside the other's, but not in a loop beside it.
         pairs = zip(scaled.place.loops, event.place.loops, strict=False)
         if any(a is not b for a, b in pairs) or not self.both_run(scaled, event):
             return None
-        later = of_kind("backward", event.unit.events[scaled.order : event.order])
+        later = event.unit.between("backward", scaled.order, event.order)
         # What is clipped or stepped may be the gradients of a plain backward in between.
         return scaled if all(e.place.excludes(scaled.place) for e in later) else None
 

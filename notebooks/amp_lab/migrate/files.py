@@ -19,7 +19,7 @@ from typing import NamedTuple
 import libcst as cst
 
 from amp_lab import files
-from amp_lab.errors import OptionError
+from amp_lab.errors import OptionError, first_line
 from amp_lab.migrate.magics import without_magics
 from amp_lab.migrate.nesting import with_room_to_recurse
 from amp_lab.migrate.reports import patch
@@ -188,6 +188,8 @@ def _migrate_python(data: bytes, wanted: Wanted) -> _Migrated:
         lines_of = io.BytesIO(data.replace(b"\r\n", b"\n").replace(b"\r", b"\n"))
         encoding, _ = tokenize.detect_encoding(lines_of.readline)
         text = data.decode(encoding)
+    except LookupError as error:  # rot13, hex and the like are no encodings of text
+        raise OptionError(f"its encoding is wrong: {first_line(error)}") from error
     except SyntaxError as error:  # an encoding that is not there, or a first line that breaks it
         raise OptionError(f"its encoding is wrong: {error.msg}") from error
     except UnicodeDecodeError as error:
@@ -216,6 +218,9 @@ class _Cell(NamedTuple):
 
 def _migrate_notebook(data: bytes, wanted: Wanted) -> _Migrated:
     text, cells = _read_notebook(data)
+    for cell in cells:
+        if "\0" in cell.text:
+            raise OptionError(f"cell {cell.number} has a null byte, so it is no Python")
     # All cells are one program: a name that one imports is used in another.
     code = "".join(without_magics(cell.text) + "\n" for cell in cells)
     if not is_triggered(code.encode()):
@@ -231,12 +236,14 @@ def _migrate_notebook(data: bytes, wanted: Wanted) -> _Migrated:
         at = bisect.bisect_left(line_of, finding.line) - 1
         lines.append(finding._replace(line=finding.line - line_of[at], cell=cells[at].number))
     raw_edits, changes = [], []
+    edits = sorted(edits, key=lambda edit: edit.start)
     for cell in cells:
         end = cell.start + len(cell.text)
+        first = bisect.bisect_left(edits, cell.start, key=lambda edit: edit.start)
+        last = bisect.bisect_right(edits, end, key=lambda edit: edit.start)
         own = [
             Edit(edit.start - cell.start, min(edit.end, end) - cell.start, edit.text)
-            for edit in edits
-            if cell.start <= edit.start <= end
+            for edit in edits[first:last]
         ]
         new = apply(cell.text, own)
         if new != cell.text:

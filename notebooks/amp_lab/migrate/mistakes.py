@@ -10,7 +10,7 @@ import re
 import libcst as cst
 
 from amp_lab.migrate import accumulation, checkpoints, nodes
-from amp_lab.migrate.code_reader import CodeReader, Event, Found, last_part, of_kind
+from amp_lab.migrate.code_reader import CodeReader, Event, Found, of_kind
 from amp_lab.migrate.python_tree import Tree
 from amp_lab.migrate.rewriter import Rewriter
 from amp_lab.remedies import remedy
@@ -76,10 +76,11 @@ def _clipped_scaled(code: CodeReader) -> Found:
         scaled = code.scaled_before(clip)
         if scaled is None or _may_be_unscaled(code, scaled, clip):
             continue
-        later = of_kind("scaler step", clip.unit.events[clip.order :])
-        steps = [e for e in later if e.of == scaled.of and not e.place.excludes(clip.place)]
-        if steps and (code.both_run(clip, steps[0]) or code.both_run(scaled, steps[0])):
-            names = {"scaler": scaled.of, "optimizer": steps[0].optimizer}
+        later = clip.unit.after("scaler step", clip.order)
+        steps = (e for e in later if e.of == scaled.of and not e.place.excludes(clip.place))
+        step = next(steps, None)
+        if step is not None and (code.both_run(clip, step) or code.both_run(scaled, step)):
+            names = {"scaler": scaled.of, "optimizer": step.optimizer}
             yield clip.node, _CLIPPED_SCALED.said(**names)
 
 
@@ -90,12 +91,12 @@ def _may_be_unscaled(code: CodeReader, scaled: Event, clip: Event) -> bool:
             return True
         if event.kind == "call" and _may_unscale(code, event.node, scaled.of):
             return True
-    plain = [event.place for event in of_kind("backward", clip.unit.events)]
+    plain = [event.place for event in clip.unit.by_kind["backward"]]
     if not all(at.excludes(clip.place) or at.excludes(scaled.place) for at in plain):
         return True
     text = code.text_between(scaled, clip)
     # divided by hand, here or by what is given the scaler
-    is_divided = "get_scale" in code.tree.code(clip.unit.scope.node)
+    is_divided = clip.unit.asks_for_scale(code.tree)
     return any((is_divided, _is_passed_on(scaled.of, text), _UNSCALES.search(text)))
 
 
@@ -147,8 +148,8 @@ def _steps_twice(code: CodeReader, by_scaler: Event, step: Event) -> bool:
 
 def _steps_past(code: CodeReader, scaled: Event, step: Event, is_unscaled: bool) -> bool:
     """Whether scaled gradients are surely stepped with, and by the optimizer alone."""
-    by_scaler = of_kind("scaler step", step.unit.events)
-    same = [e for e in by_scaler if e.optimizer == step.of]
+    by_scaler = step.unit.by_kind["scaler step"]
+    same = step.unit.steps_of[step.of]
     if by_scaler and not same:
         return False  # it may be the optimizer of another network
     if any(e.place.excludes(step.place) and not e.place.excludes(scaled.place) for e in same):
@@ -167,12 +168,13 @@ def _backward_in_autocast(code: CodeReader) -> Found:
 
 def _never_updated(code: CodeReader) -> Found:
     for name in code.made.keys() - code.disabled:
-        own = {e.kind: e for e in code.events if last_part(e.of) == name}  # the last of each kind
+        own = code.last_of[name]
         step = own.get("scaler step")
         if step is None or "scaled" not in own or "update" in own or code.escapes(name):
             continue
         # Not every update is an event: a lambda runs later.
-        if not any(use.parts[-2:] == (name, "update") for use in code.tree.uses):
+        updates = code.tree.uses_ending["update"]
+        if not any(use.parts[-2:] == (name, "update") for use in updates):
             yield step.node, _NEVER_UPDATED.said(scaler=step.of)
 
 

@@ -6,8 +6,9 @@ keeps only what the migration asks: imports, other bindings, uses of names.
 
 import dataclasses
 import functools
+import itertools
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
@@ -46,6 +47,7 @@ class Scope:
         self.kind, self.node, self.parent = kind, node, parent
         self.bindings: dict[str, list[Binding]] = {}
         self.elsewhere: dict[str, Scope] = {}  # global and nonlocal
+        self._origins: dict[tuple[str, bool, int], set[str | None]] = {}
 
     def bind(self, name: str, binding: Binding) -> None:
         """Give a name one more binding, here or where global and nonlocal move it."""
@@ -85,12 +87,21 @@ class Scope:
 
         A torch that is None where it cannot be imported has no attributes: no other meaning.
         """
-        bindings = self.bound(parts[0])
-        if not bindings:  # a module that some star import brings
+        home = self.find(parts[0])
+        if home is None:  # a module that some star import brings
             return {".".join(parts)} if parts[0] in ("torch", "apex") else {None}
-        if len(parts) > 1 and any(b.origin == "torch" for b in bindings):
-            bindings = [b for b in bindings if not b.is_none]
-        return {b.origin and ".".join((b.origin, *parts[1:])) for b in bindings}
+        found = home._origins_of(parts[0], len(parts) > 1)
+        return {origin and ".".join((origin, *parts[1:])) for origin in found}
+
+    def _origins_of(self, name: str, has_attribute: bool) -> set[str | None]:
+        """The dotted names of all that is bound to a name here, kept as long as no more is."""
+        bindings = self.bindings[name]
+        key = name, has_attribute, len(bindings)
+        if key not in self._origins:
+            if has_attribute and any(b.origin == "torch" for b in bindings):
+                bindings = [b for b in bindings if not b.is_none]
+            self._origins[key] = {b.origin for b in bindings}
+        return self._origins[key]
 
     def origin(self, node: cst.CSTNode | None) -> str | None:
         """The dotted name that an expression stands for, if that is certain."""
@@ -314,6 +325,14 @@ class Tree:
         """The use of a name that a node is."""
         return {use.node: use for use in self.uses}
 
+    @functools.cached_property
+    def uses_ending(self) -> defaultdict[str, list[Use]]:
+        """The uses by the last part of their names."""
+        found: defaultdict[str, list[Use]] = defaultdict(list)
+        for use in self.uses:
+            found[use.parts[-1]].append(use)
+        return found
+
     def uses_among(self, parts: Iterable[cst.CSTNode]) -> list[Use]:
         """The uses of names that are among some nodes."""
         return [self.use_at[node] for node in parts if node in self.use_at]
@@ -339,7 +358,23 @@ class Tree:
 
     def _offset(self, byte: int) -> int:
         at = byte + bisect_right(self._form_feeds, byte)
-        return at if self.text.isascii() else len(self.text.encode()[:at].decode())
+        return at - self._more_bytes[bisect_left(self._wide, at)]
+
+    @functools.cached_property
+    def _wide(self) -> list[int]:
+        """Where each character of several bytes starts, in bytes."""
+        found = re.finditer(rb"[\xc0-\xff]", self.text.encode()) if not self.text.isascii() else ()
+        return [match.start() for match in found]
+
+    @functools.cached_property
+    def _more_bytes(self) -> list[int]:
+        """How many bytes more than characters there are, before each of those and after all."""
+        wide = re.findall(r"[^\x00-\x7f]", self.text)
+        return list(itertools.accumulate((len(sign.encode()) - 1 for sign in wide), initial=0))
+
+    @functools.cached_property
+    def _line_starts(self) -> list[int]:
+        return [0, *(end.end() for end in re.finditer(r"\r\n?|\n", self.text))]
 
     def span(self, node: cst.CSTNode) -> tuple[int, int]:
         """Where the text of a node, without brackets around it, starts and ends."""
@@ -348,11 +383,11 @@ class Tree:
 
     def line(self, node: cst.CSTNode) -> int:
         """The line, from 1, on which a node starts."""
-        return 1 + len(re.findall(r"\r\n?|\n", self.text[: self.span(node)[0]]))
+        return bisect_right(self._line_starts, self.span(node)[0])
 
     def indent(self, offset: int) -> str | None:
         """The blanks before `offset` in its line, or None if there is something else."""
-        start = max(self.text.rfind("\n", 0, offset), self.text.rfind("\r", 0, offset)) + 1
+        start = self._line_starts[bisect_right(self._line_starts, offset) - 1]
         before = self.text[start:offset].lstrip("\ufeff")
         return before if not before.strip() else None  # None: a statement after a semicolon
 

@@ -45,6 +45,9 @@ class Rule(Rewriter):
         super().__init__(tree, mark)
         forget_fallbacks(tree)
         self.handled: set[cst.CSTNode] = set()  # import aliases that something was said about
+        # Of names with several meanings, by their scope: what was found out, and what to say once.
+        self._ambiguous: dict[tuple[Scope | None, str], tuple[bool, str]] = {}
+        self._versioned: dict[tuple[Scope | None, str], tuple[str, list[Binding]]] = {}
         self.moved: defaultdict[cst.CSTNode, list[cst.ImportAlias]] = defaultdict(list)
         self.torch = TorchName(tree)
         self.replaced = self._find_replaced()
@@ -81,6 +84,8 @@ class Rule(Rewriter):
                 groups[home, use.parts[0]].append((use, old))
             else:
                 alone.append((use, old))
+        for name, bindings in self._versioned.values():
+            self._say_versioned(name, bindings)
         return alone, groups
 
     def _find_replaced(self) -> dict[cst.CSTNode, str]:
@@ -107,13 +112,21 @@ class Rule(Rewriter):
         return *names[:1], ".".join(filter(None, names))
 
     def _say_ambiguous(self, use: Use, bindings: list[Binding]) -> None:
-        name, bound = use.parts[0], [binding.node for binding in bindings]
-        self.handled.update(bound)  # so that the group of this name is not rewritten either
-        if any(is_guarded(self.tree, node) for node in (use.node, *bound)):
-            self._say_versioned(name, bindings)
+        name, home = use.parts[0], use.scope.find(use.parts[0])
+        if (home, name) not in self._ambiguous:
+            self._ambiguous[home, name] = self._what_is_bound(bindings)
+        is_guarded_there, lines = self._ambiguous[home, name]
+        if is_guarded_there or is_guarded(self.tree, use.node):
+            self._versioned[home, name] = name, bindings
             return
-        lines = ", ".join(map(str, sorted(set(map(self.tree.line, bound)))))
         self.say(use.node, "by hand", remedies.AMBIGUOUS.said(name=name, lines=lines))
+
+    def _what_is_bound(self, bindings: list[Binding]) -> tuple[bool, str]:
+        """Whether some version of torch decides what a name is bound to, and on which lines."""
+        bound = [binding.node for binding in bindings]
+        self.handled.update(bound)  # so that the group of this name is not rewritten either
+        lines = sorted(set(map(self.tree.line, bound)))
+        return any(is_guarded(self.tree, node) for node in bound), ", ".join(map(str, lines))
 
     def _say_versioned(self, name: str, bindings: list[Binding]) -> None:
         olds = [binding.node for binding in bindings if _is_old(binding.origin)]

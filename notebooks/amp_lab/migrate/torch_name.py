@@ -1,5 +1,6 @@
 """By which name the module torch can be had where something is used."""
 
+import functools
 from collections.abc import Iterator
 
 import libcst as cst
@@ -17,6 +18,7 @@ class TorchName:
         self.tree = tree
         self.brings: dict[Scope, cst.CSTNode] = {}
         self.needed: set[Scope] = set()
+        self._names_in: dict[Scope, list[str]] = {}  # of torch, once they were asked for
 
     def at(self, use: Use) -> str | None:
         """The name of torch where something is used, if it is surely bound there."""
@@ -30,13 +32,16 @@ class TorchName:
                 return "torch"
         return None
 
-    @staticmethod
-    def _names(use: Use) -> Iterator[str]:
+    def _names(self, use: Use) -> Iterator[str]:
         yield "torch"
         for scope in use.scope.outwards():
-            for name, bindings in scope.bindings.items():
-                if any(binding.origin == "torch" for binding in bindings):
-                    yield name
+            if scope not in self._names_in:
+                self._names_in[scope] = [
+                    name
+                    for name, bindings in scope.bindings.items()
+                    if any(binding.origin == "torch" for binding in bindings)
+                ]
+            yield from self._names_in[scope]
 
     def _is_torch(self, name: str, use: Use) -> bool:
         # Its own spelling was understood as torch's already, whatever else may bind that name.
@@ -44,8 +49,7 @@ class TorchName:
             return True
         bound = use.scope.find(name)
         if bound is None:  # a star import may bring it: other code takes that as given too
-            same = (other for other in self.tree.uses if other.parts[0] == name)
-            return any(other.scope.find(name) is None for other in same)
+            return name in self._unbound
         return self._is_only_torch(bound, name, use)
 
     def _is_only_torch(self, bound: Scope, name: str, use: Use) -> bool:
@@ -69,8 +73,19 @@ class TorchName:
         return tree.is_in(use.node, block) and tree.span(node) < tree.span(use.node)
 
     def _is_deleted(self, name: str) -> bool:
-        same = (use.node for use in self.tree.uses if use.parts == (name,))
-        return any(isinstance(self.tree.parents[node], cst.Del) for node in same)
+        return name in self._deleted
+
+    @functools.cached_property
+    def _deleted(self) -> set[str]:
+        """The names that some ``del`` takes away."""
+        names = (use for use in self.tree.uses if len(use.parts) == 1)
+        parents = self.tree.parents
+        return {use.parts[0] for use in names if isinstance(parents[use.node], cst.Del)}
+
+    @functools.cached_property
+    def _unbound(self) -> set[str]:
+        """The names that are used where nothing in the file binds them."""
+        return {use.parts[0] for use in self.tree.uses if use.scope.find(use.parts[0]) is None}
 
     def offer(self, scope: Scope, statement: cst.CSTNode) -> None:
         """Let `import torch` be put before a statement, where nothing else has that name."""

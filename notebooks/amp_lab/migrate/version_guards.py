@@ -29,6 +29,9 @@ _FURTHEST = 3  # assignments that a name in a test is followed through
 _FIRST_WITH_SCALER = (2, 3)  # the torch that first had torch.amp.GradScaler
 
 
+_Compound = cst.If | cst.Try | cst.With
+
+
 def forget_fallbacks(tree: Tree) -> None:
     """Forget what takes the place of old names where their import fails: with today's, it cannot.
 
@@ -105,19 +108,32 @@ def _(parent: cst.Try, child, node, tree) -> bool:
 
 @_decides.register
 def _(parent: cst.Module | cst.IndentedBlock, child, node, tree) -> bool:
-    earlier = parent.body[: parent.body.index(child)]
+    places, leaving = _leaving(tree, parent)
+    earlier = (statement for statement in leaving if places[statement] < places[child])
     return any(_leaves_by_version(tree, statement, node) for statement in earlier)
 
 
-def _leaves_by_version(tree: Tree, statement: cst.CSTNode, node: cst.CSTNode) -> bool:
-    """Whether a statement ends a block for some versions, so that what follows is for others."""
-    if not isinstance(statement, cst.If | cst.Try | cst.With) or not nodes.leaves(statement.body):
+@answered_once
+def _leaving(
+    tree: Tree, block: cst.Module | cst.IndentedBlock
+) -> tuple[dict[cst.CSTNode, int], list[_Compound]]:
+    """The place of each statement in a block, and those that may leave it, but for an error."""
+    places: dict[cst.CSTNode, int] = {part: number for number, part in enumerate(block.body)}
+    compound = [part for part in block.body if isinstance(part, _Compound)]
+    return places, [part for part in compound if _may_leave(tree, part)]
+
+
+def _may_leave(tree: Tree, statement: _Compound) -> bool:
+    if not nodes.leaves(statement.body):
         return False
     if isinstance(nodes.last_statement(statement.body), cst.Raise):
         return False  # it is for what this file cannot run with
     # only suppress goes on after an error
-    if isinstance(statement, cst.With) and "suppress" not in tree.code(statement.items[0]):
-        return False
+    return not isinstance(statement, cst.With) or "suppress" in tree.code(statement.items[0])
+
+
+def _leaves_by_version(tree: Tree, statement: _Compound, node: cst.CSTNode) -> bool:
+    """Whether a statement ends a block for some versions, so that what follows is for others."""
     is_asked = isinstance(statement, cst.If) and _asks(tree, statement.test, is_taken=False)
     return is_asked or _is_newer(tree, statement.body, node)
 
