@@ -19,6 +19,7 @@ MODULES = (
     "amp_lab.advisor.session",
     "amp_lab.formats.rehearsal",
     "amp_lab.migrate.apex",
+    "amp_lab.migrate.lifetime",
     "amp_lab.migrate.mistakes",
     "amp_lab.migrate.torch_amp_remedies",
     "amp_lab.numerics.nonfinite_remedies",

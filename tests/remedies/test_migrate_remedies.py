@@ -76,6 +76,11 @@ def moves(wrongly: float, rightly: float) -> Callable:
 
 
 BACKWARD = "scaler.scale(new_loss()).backward()\n"
+EPOCH = (
+    "    for batch in range(4):\n        optimizer.zero_grad()\n"
+    "        scaler.scale(new_loss()).backward()\n        scaler.step(optimizer)\n"
+    "        scaler.update()\n"
+)
 CASES = {
     "clipped_scaled": Case(
         BACKWARD + "clip_grad_norm_(model.parameters(), 1.0)\nscaler.step(optimizer)\n"
@@ -106,6 +111,12 @@ CASES = {
         "scaler.step(optimizer)\nscaler.update()\n",
         "end the block after the loss",
         moves(0.4, 0.4),  # it does no harm
+    ),
+    "made_each_epoch": Case(
+        "for epoch in range(2):\n    scaler = GradScaler('cpu')\n" + EPOCH,
+        "scaler = GradScaler('cpu')\nfor epoch in range(2):\n" + EPOCH,
+        "make it once, before the loop over epochs",
+        moves(1 - 0.6**3, 1 - 0.6**5),  # a step moves by 0.4 of what is left: 1 and 2, or 1 and 4
     ),
     "never_updated": Case(
         "for _ in range(2):\n    scaler.scale(new_loss()).backward()\n    scaler.step(optimizer)\n"

@@ -9,7 +9,7 @@ import re
 
 import libcst as cst
 
-from amp_lab.migrate import accumulation, checkpoints, nodes
+from amp_lab.migrate import accumulation, checkpoints, lifetime, nodes
 from amp_lab.migrate.code_reader import CodeReader, Event, Found, of_kind
 from amp_lab.migrate.python_tree import Tree
 from amp_lab.migrate.rewriter import Rewriter
@@ -180,4 +180,4 @@ def _never_updated(code: CodeReader) -> Found:
 
 _NOTES = (_backward_in_autocast,)
 _RULES = (_clipped_scaled, _stepped_beside, _never_updated, checkpoints.saved_without, *_NOTES)
-_RULES += accumulation.RULES
+_RULES += (lifetime.made_each_epoch, *accumulation.RULES)
