@@ -1,6 +1,8 @@
 """Tokens: characters and byte pairs, written down, read again, and refused where they are none."""
 
+import base64
 import json
+import types
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -101,3 +103,44 @@ def test_numbers_beyond_the_vocabulary_are_refused():
     tokens = BytePairs(given.to_str())
     with pytest.raises(DataError, match="has 2 tokens and gives the number 9"):
         tokens.encode(["b"])
+
+
+def changed(given: Tokenizer, **parts) -> str:
+    return json.dumps(json.loads(given.to_str()) | parts)
+
+
+WORDS = Tokenizer(models.WordLevel({"a": 0, "b": 1}, "[UNK]"))  # without the token for others
+CHARSMAPS = (b"", b"\xff" * 3, b"\xff\xff\xff\x7f" + b"x" * 8, b"\x04\0\0\0" + b"\xff" * 20)
+BEYOND = {"max_length": 4, "stride": 8, "strategy": "LongestFirst", "direction": "Right"}
+HUGE = {"strategy": {"Fixed": 10**15}, "direction": "Right", "pad_to_multiple_of": 0}
+HUGE |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "a"}
+
+
+@pytest.mark.parametrize("charsmap", CHARSMAPS)
+def test_a_panic_of_the_library_is_told_in_a_line(charsmap, capfd):
+    text = base64.b64encode(charsmap).decode()
+    content = changed(WORDS, normalizer={"type": "Precompiled", "precompiled_charsmap": text})
+    with pytest.raises(DataError, match=r"x: no tokenizer\.json") as told:
+        BytePairs(content, "x")
+    assert len(str(told.value).splitlines()) == 1
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("given", [WORDS, Tokenizer(models.Unigram([("a", 0.0), ("b", -1.0)]))])
+def test_a_text_with_what_is_no_token_is_told_in_a_line(given):
+    with pytest.raises(DataError, match="the tokenizer does not take the text"):
+        BytePairs(given.to_str()).encode(["a", "c"])
+
+
+@pytest.mark.parametrize("parts", [{"truncation": BEYOND}, {"padding": HUGE}])
+def test_a_wrong_length_in_a_file_is_not_obeyed(parts):
+    assert numbers(BytePairs(changed(WORDS, **parts)), "a") == [0]
+
+
+def test_an_interrupt_stays_one(monkeypatch):
+    def interrupted(content: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tokenizers.Tokenizer", types.SimpleNamespace(from_str=interrupted))
+    with pytest.raises(KeyboardInterrupt):
+        BytePairs("{}")

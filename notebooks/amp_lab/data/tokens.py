@@ -1,7 +1,9 @@
 """What a text is cut into: its characters, or byte pairs, which Hugging Face's tokenizers find."""
 
+import contextlib
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -65,10 +67,8 @@ class BytePairs:
     def __init__(self, content: str, called: str = "the tokenizer"):
         with needed_for("byte pairs"):
             from tokenizers import Tokenizer
-        try:
+        with _library_errors(f"{called}: no tokenizer.json"):
             self._tokenizer = Tokenizer.from_str(content)
-        except Exception as error:  # the library has no kind of its own
-            raise DataError(f"{called}: no tokenizer.json ({first_line(error)})") from error
         # A file may have been saved with these on, for a model with inputs of one length: they
         # would cut off each text, or fill it up, without a word.
         self._tokenizer.no_truncation()
@@ -104,7 +104,8 @@ class BytePairs:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The numbers int32 (T,) of each text. Raises `DataError` for one beyond the vocabulary."""
-        found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _library_errors("the tokenizer does not take the text"):
+            found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         numbers = [np.array(one.ids, np.int32) for one in found]
         largest = max((int(row.max()) for row in numbers if len(row)), default=0)
         if largest >= len(self.names):
@@ -115,7 +116,36 @@ class BytePairs:
 
     def decode(self, numbers: Sequence[int]) -> str:
         """The text of some numbers."""
-        return self._tokenizer.decode(list(numbers), skip_special_tokens=False)
+        with _library_errors("the tokenizer cannot write the tokens"):
+            return self._tokenizer.decode(list(numbers), skip_special_tokens=False)
+
+
+@contextlib.contextmanager
+def _library_errors(problem: str) -> Iterator[None]:
+    """The block in which whatever the tokenizers library raises is a `DataError`.
+
+    It has no kind of its own, and a panic of its code in Rust is no `Exception`: such a one also
+    prints many lines, past Python.
+    """
+    try:
+        with _nothing_on_stderr():
+            yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(f"{problem} ({first_line(error)})") from error
+
+
+@contextlib.contextmanager
+def _nothing_on_stderr() -> Iterator[None]:
+    real = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(real, 2)
+        os.close(real)
 
 
 Tokens = Characters | BytePairs
