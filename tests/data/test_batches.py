@@ -1,5 +1,6 @@
 """Batches: their order, workers, signals, and random states left alone."""
 
+import errno
 import gc
 import importlib
 import multiprocessing
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from multiprocessing.context import ForkProcess
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from data_sets import all_of, refusal
 
 from amp_lab import load_dataset
 from amp_lab.data import batches
+from amp_lab.errors import DataError
 
 pytest_plugins = ("data_sets",)
 # From Python 3.12 on, a fork of a process with threads, as torch always has, is warned of.
@@ -146,3 +149,23 @@ def test_a_file_damaged_since_is_told_in_one_line_by_workers_too(caltech256_copy
 def test_wrong_values_of_a_pass_are_refused(digits, options):
     ((name, value),) = options.items()
     assert f"{name}={value}" in refusal(batches, digits.train, **({"batch_size": 8} | options))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_worker_that_cannot_be_started_ends_the_others(digits, monkeypatch):
+    """As where a user may have no more processes. They ignore SIGTERM, and Python waits for all."""
+    start, before = ForkProcess.start, multiprocessing.active_children()
+    started = []
+
+    def start_two(process):
+        if len(started) == 2:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        started.append(process)
+        start(process)
+
+    monkeypatch.setattr(ForkProcess, "start", start_two)
+    with pytest.raises(DataError, match=r"cannot be started .*; give fewer --workers"):
+        next(iter(batches(digits.train, 8, workers=3)))
+    assert len(started) == 2
+    assert multiprocessing.active_children() == before

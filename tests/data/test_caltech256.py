@@ -3,6 +3,7 @@
 import csv
 import functools
 import io
+import os
 import sys
 
 import numpy as np
@@ -281,3 +282,20 @@ def test_an_image_removed_since_is_named_by_its_line(caltech256_copy):
     image_paths(caltech256_copy)[0].unlink()
     said = refusal(load_dataset, "caltech256", caltech256_copy)
     assert "line 2: no image '256_ObjectCategories/001.generated-001/001_0001.jpg'" in said
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes of POSIX")
+def test_a_pipe_among_the_images_is_a_damaged_one(caltech256_copy):
+    image = next((caltech256_copy / CALTECH256_FOLDER).glob("*/*.jpg"))
+    image.unlink()
+    os.mkfifo(image)
+    said = refusal(load_dataset, "caltech256", caltech256_copy)
+    assert "1 of" in said
+    assert image.name in said
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes of POSIX")
+def test_a_pipe_in_place_of_the_list_is_named(caltech256_copy):
+    os.mkfifo(caltech256_copy / "caltech256.csv")
+    said = refusal(load_dataset, "caltech256", caltech256_copy)
+    assert "caltech256.csv cannot be read" in said

@@ -1,5 +1,7 @@
 """Text: which characters are tokens, how it is cut, and what is refused."""
 
+import os
+
 import pytest
 import torch
 
@@ -101,3 +103,12 @@ def test_what_cannot_be_is_refused(tmp_path, folder, monkeypatch):
     monkeypatch.setattr("amp_lab.data.text._MOST_BYTES", 100)
     with pytest.raises(DataError, match="at most 1 GiB"):
         load_text("text", folder)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="pipes of POSIX")
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_a_pipe_or_a_device_among_the_texts_is_told_in_a_line(tmp_path, make):
+    (tmp_path / "a.txt").write_text("a" * 10_000)
+    make(tmp_path / "b.txt")
+    with pytest.raises(DataError, match=r"text cannot be read: .*no regular file.*b\.txt"):
+        load_text("text", tmp_path, context=4)

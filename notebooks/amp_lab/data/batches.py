@@ -1,6 +1,7 @@
 """Batches of a data set: in the order of a seed, for one of several processes, and read ahead."""
 
 import atexit
+import multiprocessing
 import signal
 import sys
 from collections.abc import Iterator
@@ -90,7 +91,7 @@ class Batches:
             worker_init_fn=_ignore_signals,
             generator=torch.Generator(),  # else each pass draws a number from the global state
         )
-        with _signals_held():
+        with _signals_held(), _all_or_none():
             iterator: Any = iter(loader)  # torch gives its ends no public name
         with ExitStack() as at_end:
             if self.workers:
@@ -136,6 +137,21 @@ def _require_files_for(workers: int) -> None:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _FILES_OF_A_WORKER
         if workers > most:
             raise DataError(f"{workers:,} workers open more files than may be here: at most {most}")
+
+
+@contextmanager
+def _all_or_none() -> Iterator[None]:
+    """End the workers that were started where one more cannot be: they would be waited for."""
+    before = multiprocessing.active_children()
+    try:
+        yield
+    except OSError as error:
+        for worker in multiprocessing.active_children():
+            if worker not in before:
+                worker.kill()
+                worker.join()
+        told = f"a process that loads images cannot be started ({error.strerror})"
+        raise DataError(f"{told}; give fewer --workers") from error
 
 
 @contextmanager

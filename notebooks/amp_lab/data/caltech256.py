@@ -1,6 +1,7 @@
 """Caltech-256: 29,780 photographs of many sizes, in a folder for each class."""
 
 import csv
+import io
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 from amp_lab.data import images
 from amp_lab.data.downloads import fetch
 from amp_lab.errors import DataError, first_line
+from amp_lab.files import open_regular
 from amp_lab.report import listed
 
 URL = "https://data.caltech.edu/records/nyy15-4j048/files/256_ObjectCategories.tar"
@@ -101,7 +103,7 @@ def _read_table(table: Path, targets_of: dict[str, int]) -> set[str]:
     remedy = "correct it, or delete the file to have it made again"
     paths: set[str] = set()
     try:
-        with table.open(newline="", encoding="utf-8") as file:
+        with open_regular(table) as content, io.TextIOWrapper(content, "utf-8", newline="") as file:
             rows = csv.DictReader(file, strict=True)
             for column in ("path", "target"):
                 if column not in (rows.fieldnames or []):

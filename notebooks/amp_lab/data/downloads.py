@@ -14,6 +14,7 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from amp_lab.errors import DataError, first_line
+from amp_lab.files import open_regular
 
 
 def fetch(name: str, url: str, md5: str, place: Path, may_download: bool) -> None:
@@ -114,5 +115,5 @@ def unpack(archive: Path, place: Path) -> None:
 
 def md5_of(path: Path) -> str:
     """MD5 of a file, in hexadecimal digits."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

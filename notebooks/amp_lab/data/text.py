@@ -10,6 +10,7 @@ import torch
 from amp_lab.data.images import ImageData, ImageSet, fingerprint, generator
 from amp_lab.data.tokens import make_tokens
 from amp_lab.errors import DataError, first_line
+from amp_lab.files import read_regular
 
 OFFSET = 3  # what random numbers are for, as `SHUFFLE` and `AUGMENT`
 TEXTS = ("stdlib", "text")
@@ -127,7 +128,7 @@ def _of_files(place: Path) -> Iterator[str]:
     if size > _MOST_BYTES:
         raise DataError(f"{place}: {size / 2**30:.1f} GiB of text, and at most 1 GiB is taken")
     for file in files:
-        content = file.read_bytes()
+        content = read_regular(file, _MOST_BYTES)  # not from a pipe or a device, without end
         if b"\0" in content:
             raise DataError(f"{file}: not a text, for it has bytes of zero")
         try:
