@@ -306,3 +306,23 @@ def test_what_belongs_to_training_is_refused_for_inference(capsys, option):
     refused(
         capsys, ("memory", NET, *INPUT, "--eval", *option), f"{option[0]} is for a training step"
     )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["xray", NET, *INPUT],
+        ["xray", NET, *INPUT, "--parallel", "fsdp"],
+        ["xray", NET, *INPUT, "--parallel", "ddp"],
+        ["memory", NET, *INPUT],
+        ["diff", NET, *INPUT],
+        ["ops"],
+    ],
+    ids=" ".join,
+)
+def test_a_device_that_torch_lacks_is_told_in_a_line(capsys, arguments):
+    assert main([*arguments, "--device", "banana"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert "'banana'" in line

@@ -14,7 +14,7 @@ from amp_lab.distributed.ranks import REDUCE_DTYPES, Parallel
 from amp_lab.errors import TraceError
 from amp_lab.precision import Precision
 from amp_lab.torch_versions import fsdp_groups, fsdp_reduced_dtype
-from amp_lab.tracing.fake_device import on_fake_device, require_model
+from amp_lab.tracing.fake_device import checked_backend, on_fake_device, require_model
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.sharded_step import group_of, sharded
 from amp_lab.tracing.sharding_result import ShardedBuffer, ShardedParameter, ShardingXray, Unit
@@ -47,8 +47,9 @@ def xray_sharding(
     Autocast around a model of FSDP2 is not seen.
 
     Raises `TraceError` for a model that is neither, one of FSDP1, settings beside a model that is
-    sharded already, and autocast without inputs.
+    sharded already, and autocast without inputs; `DeviceError` for a device type that torch lacks.
     """
+    checked_backend(device_type)
     given = inputs, kwargs
     kind = parallel_of(model)
     settings = {"parallel": parallel, "reduce_dtype": reduce_dtype}
