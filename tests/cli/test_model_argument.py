@@ -38,12 +38,15 @@ class Reads(nn.Linear):
         self.scale = float(self.weight.abs().max())
 class Exits(nn.Linear):
     def forward(self, x): raise SystemExit(4)
+class EndsAGenerator(nn.Linear):
+    def forward(self, x): raise GeneratorExit("why")
 class Weird(BaseException): pass
 def build(): print("built"); os.system("echo built"); return nn.Linear(4, 5)
 def needs(width): return nn.Linear(width, 1)
 def fails(): raise RuntimeError("missing:\\n  weight")
 def empty(): pass
 def exits(): raise SystemExit(3)
+def ends_a_generator(): raise GeneratorExit
 def weird(): raise Weird("first\\nsecond")
 def exits_in_forward(): return Exits(4, 4)
 def ids(high=100): return torch.randint(high, (2, 5))
@@ -181,6 +184,11 @@ TOWER = ("my_models:TwoTower", "--input", "int64:2,5<100", "--input", "2,8")
         (("my_models:finished", *X, "--with", "width=2"), "is a finished model"),
         (("my_models:fails", *X), "fails when it is called: RuntimeError: missing: weight"),
         (("my_models:exits", *X), "exits by itself (SystemExit: 3)"),
+        (("my_models:ends_a_generator", *X), "GeneratorExit"),
+        (
+            ("my_models:EndsAGenerator", *X, "--with", "in_features=4", "--with", "out_features=4"),
+            "GeneratorExit: why",
+        ),
         (("my_models:weird", *X), "Weird: first"),
         (("my_models:exits_in_forward", *X), "exits by itself (SystemExit: 4)"),
         (("my_models:empty", *X), "returns a NoneType, not an nn.Module"),

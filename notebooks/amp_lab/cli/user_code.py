@@ -58,7 +58,7 @@ def kept_in_bounds(what: str, timeout: float) -> Iterator[None]:
         sys.path.append(os.getcwd())  # at the end, so that no file here hides a package
         try:
             yield
-        except (AmpLabError, KeyboardInterrupt, GeneratorExit):
+        except (AmpLabError, KeyboardInterrupt):
             raise
         except BaseException as error:  # SystemExit, and whatever else user's code raises
             raise OptionError(f"{what}: {_said(error)}") from error
