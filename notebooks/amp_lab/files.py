@@ -9,6 +9,7 @@ import math
 import os
 import reprlib
 import stat
+import tempfile
 import time
 import types
 import typing
@@ -159,6 +160,13 @@ def require_writable(path: Path) -> None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def try_to_write(path: Path) -> None:
+    """Raise `OSError` if `write_whole` would; a folder such as /proc says that it takes files."""
+    require_writable(path)
+    with tempfile.TemporaryFile(dir=path.parent):
+        return
 
 
 def _give(path: Path, like: os.stat_result) -> None:

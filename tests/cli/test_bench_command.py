@@ -1,6 +1,7 @@
 """`amp-lab bench` as a user types it, at toy size."""
 
 import json
+import sys
 
 import pytest
 
@@ -191,3 +192,12 @@ def test_ctrl_c_keeps_what_was_measured(capsys, monkeypatch):
     results = load_results("mine.json")
     assert not results.complete
     assert {row.workload for row in results.rows} == {"convmodel"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a folder that takes no files, even of root")
+@pytest.mark.parametrize("out", ["/proc/mine.json", "/proc/self/mine.json"])
+def test_a_folder_that_takes_no_files_is_told_before_anything_is_measured(capsys, monkeypatch, out):
+    monkeypatch.setattr(bench, "run_bench", lambda *given, **options: pytest.fail("measured"))
+    assert main(["bench", "--out", out]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{out}: cannot be written" in line

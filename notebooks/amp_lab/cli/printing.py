@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from amp_lab.errors import OptionError
-from amp_lab.files import MADE_BY, read_regular, require_writable
+from amp_lab.files import MADE_BY, read_regular, try_to_write
 from amp_lab.requirements import require_matplotlib
 
 FORMAT = {"choices": ("table", "markdown", "json"), "default": "table", "help": "default: table"}
@@ -105,7 +105,7 @@ def require_output(path: str | os.PathLike, ours: bool = False) -> None:
     One that is there should not, unless it is empty, or `ours`, or says so.
     """
     try:
-        require_writable(Path(path))
+        try_to_write(Path(path))
         first = b"" if ours or not os.path.exists(path) else read_regular(Path(path))[:4096]
     except OSError as error:
         raise OptionError(f"{path}: cannot be written ({error.strerror})") from error

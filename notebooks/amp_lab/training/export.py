@@ -20,7 +20,7 @@ from amp_lab.data.images import PHOTOGRAPH_SIZE
 from amp_lab.data.text import CONTEXT
 from amp_lab.distributed.ranks import ALONE
 from amp_lab.errors import AmpLabError, CheckpointError, DataError, first_line, with_type
-from amp_lab.files import require_writable, save
+from amp_lab.files import save, try_to_write
 from amp_lab.precision import Precision
 from amp_lab.report import bytes_text, dtype_name, plural
 from amp_lab.requirements import needed_for
@@ -119,7 +119,7 @@ def _require_free(path: Path, force: bool) -> None:
     if os.path.lexists(path) and not force:
         raise CheckpointError(f"{path}: is there already; --force replaces it")
     try:
-        require_writable(path)
+        try_to_write(path)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be written ({error.strerror})") from error
 
