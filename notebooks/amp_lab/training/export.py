@@ -142,6 +142,9 @@ def _restored(out: Path, state: dict[str, Any]) -> tuple[nn.Module, torch.optim.
         if "shards" in state:
             from amp_lab.checkpoint.shards import load_shards  # torch's part of it takes a second
 
+            # With the entries of the schedule, which would not be read into one without them.
+            steps = state["scheduler"]["total_steps"]
+            torch.optim.lr_scheduler.OneCycleLR(optimizer, config.lr, steps)
             load_shards(out, state["shards"], model, optimizer, ALONE)
     except run_state.WRONG_CONTENT as error:
         problem = f"not of a run ({first_line(error)})"
