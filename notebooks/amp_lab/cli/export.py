@@ -22,7 +22,7 @@ def add(commands) -> None:
     option("file", metavar="FILE", help="the file to write")
     option("--format", choices=forms, help="default: by FILE's ending, else checkpoint")
     option("--dtype", choices=("fp32", "fp16", "bf16"), help="cast the model to it (default: fp32)")
-    option("--data", metavar="DIR", help="where its data sets are (default: data)")
+    option("--data", metavar="DIR", help="where its data are (default: where the run had them)")
     option("--force", action="store_true", help="replace a file that is there")
     export.set_defaults(run=run)
 
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> None:
     form = options.format or _FORMATS.get(Path(options.file).suffix.lower(), "checkpoint")
     folder, file = options.run_folder, options.file
     if form != "checkpoint":
-        how = {"data": options.data or "data", "force": options.force}
+        how = {"data": options.data, "force": options.force}
         export.export_model(folder, file, form, options.dtype or "fp32", **how)
         return
     if options.dtype or options.data:

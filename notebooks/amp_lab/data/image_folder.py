@@ -42,28 +42,41 @@ def load(options: images.LoadOptions) -> images.ImageData:
     files = _list_images(layout, layout.train)
     if layout.test is not None:
         files += _list_images(layout, layout.test)
-    damaged: list[str] = []
+    damaged: set[str] = set()
     if options.skip_damaged:
-        damaged = images.find_damaged(layout.place, [file.path for file in files])
-        left_out = set(damaged)
-        files = [file for file in files if file.path not in left_out]
+        damaged = _find_damaged(layout, files)
+        files = [file for file in files if file.path not in damaged]
     targets = np.array([file.target for file in files], dtype=np.int64)
     train, test = images.shorten(*_split(layout, files, targets), targets, options.limit)
     if not options.skip_damaged:
-        _require_sound(layout.place, [files[i].path for i in (*train, *test)])
-    paths = [layout.place / file.path for file in files]
+        _require_sound(layout, [files[i] for i in (*train, *test)])
+    return _made(options, layout, files, (train, test), damaged)
+
+
+def _made(
+    options: images.LoadOptions,
+    layout: _Layout,
+    files: list[_File],
+    split: tuple[np.ndarray, np.ndarray],
+    damaged: set[str],
+) -> images.ImageData:
+    """The data set of these images, of which `split` has the indices of training and test."""
+    train, test = split
+    targets = np.array([file.target for file in files], dtype=np.int64)
+    paths = np.array([layout.place / file.path for file in files])
     size = options.image_size or images.PHOTOGRAPH_SIZE
     usual = (size, images.IMAGENET_MEAN_STD)
-    train_paths, test_paths = [paths[i] for i in train], [paths[i] for i in test]
     names = "\n".join(Path(file.path).as_posix() for file in files)
     return images.ImageData(
         name="folder",
-        train=images.ImagesOnDisk(train_paths, targets[train], *usual, options.seed, images.jitter),
-        test=images.ImagesOnDisk(test_paths, targets[test], *usual),
+        train=images.ImagesOnDisk(
+            paths[train].tolist(), targets[train], *usual, options.seed, images.jitter
+        ),
+        test=images.ImagesOnDisk(paths[test].tolist(), targets[test], *usual),
         classes=tuple(layout.classes),
         image_size=size,
         fingerprint=images.fingerprint(os.fsencode(names), targets, train, test),
-        skipped=tuple(damaged),
+        skipped=tuple(sorted(damaged)),
     )
 
 
@@ -205,8 +218,13 @@ def _hold_out(targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.flatnonzero(~is_test), np.flatnonzero(is_test)
 
 
-def _require_sound(place: Path, paths: list[str]) -> None:
+def _find_damaged(layout: _Layout, files: list[_File]) -> set[str]:
+    """The paths of those of these images that cannot be decoded."""
+    return set(images.find_damaged(layout.place, [file.path for file in files]))
+
+
+def _require_sound(layout: _Layout, files: list[_File]) -> None:
     """Raise `DataError` if any of these images cannot be decoded."""
-    damaged = images.find_damaged(place, sorted(paths))
+    damaged = _find_damaged(layout, files)
     if damaged:
-        raise images.damaged_error(damaged, len(paths), place)
+        raise images.damaged_error(sorted(damaged), len(files), layout.place)

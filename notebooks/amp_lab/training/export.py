@@ -24,6 +24,7 @@ from amp_lab.files import save, try_to_write
 from amp_lab.precision import Precision
 from amp_lab.report import bytes_text, dtype_name, plural
 from amp_lab.requirements import needed_for
+from amp_lab.training import run_folder
 from amp_lab.training.models import build_model
 from amp_lab.training.run import load_data, make_optimizer
 from amp_lab.training.train_options import RunConfig
@@ -61,7 +62,7 @@ def export_model(
     form: str,
     precision: Precision | str = Precision.FP32,
     *,
-    data: str | os.PathLike = "data",
+    data: str | os.PathLike | None = None,
     force: bool = False,
     say: Callable[[str], None] = print,
 ) -> None:
@@ -70,8 +71,9 @@ def export_model(
     All floating-point parameters and buffers of a copy are cast to the dtype of `precision`. What
     is written as ``onnx`` or ``pt2`` takes fp32 images (B, 3, S, S) for any B and returns fp32
     logits (B, C), and casts in between; ``safetensors`` holds the weights alone. The file is
-    read again and run, before it takes its name, on test images of the run from the folder `data`,
-    or on random ones if those are not there. `say` gets each line to report.
+    read again and run, before it takes its name, on test images of the run from `data` (default:
+    from where the run had them), or on random ones if those are not there. `say` gets each line to
+    report.
 
     Raises `CheckpointError` for a run without a whole checkpoint, a file that is there (unless
     `force`) or cannot be written, weights beyond the dtype's range, a model that torch cannot
@@ -83,9 +85,10 @@ def export_model(
     _require_free(path, force)
     model, state = load_model(out)
     model.eval()
+    place = data or run_folder.place_of_data(Path(out)) or "data"
     served = _Served(copy.deepcopy(model), dtype)
     say(_changes(model, served.model, dtype))
-    inputs = _inputs(RunConfig(**state["config"]), state["classes"], data, dtype, say)
+    inputs = _inputs(RunConfig(**state["config"]), state["classes"], place, dtype, say)
     with torch.no_grad(), _quiet():
         wanted = served(inputs)
         if not wanted.isfinite().all():
@@ -191,7 +194,7 @@ def _inputs(
         return next(iter(batches(images, count)))[0]
     except DataError as error:
         kind = "tokens" if config.dataset in TEXTS else "images"
-        say(f"Checked with random {kind}, since --data has none: {error}")
+        say(f"Checked with random {kind}, since {error}")
     draws = torch.Generator().manual_seed(0)
     if config.dataset in TEXTS:
         return torch.randint(classes, (count, config.context or CONTEXT), generator=draws)

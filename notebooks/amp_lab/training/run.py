@@ -31,6 +31,7 @@ from amp_lab.data import (
     load_dataset,
     load_text,
 )
+from amp_lab.data.tokens import BPE
 from amp_lab.device import describe_device, pick_device
 from amp_lab.distributed.process_group import join
 from amp_lab.distributed.ranks import Ranks, require_same
@@ -73,6 +74,7 @@ def train(
 
 
 TEXT_SETTINGS = ("context", "tokenizer", "vocabulary")
+_USUAL_PLACE = "data"  # of data sets that are downloaded
 _OF_ALL_EPOCHS = ("total_steps", "_schedule_phases")  # what a `OneCycleLR` keeps of its length
 
 
@@ -120,6 +122,9 @@ class Run:
         require_same(commands)
         if self.options.resume and not settings and not (self.out / run_folder.CONFIG).exists():
             raise RunError(f"{self.out}: no run to resume; to start one, give settings as well")
+        tokenizer = settings.get("tokenizer")
+        if tokenizer not in (None, BPE):  # a file, which is found from another folder too
+            settings = settings | {"tokenizer": os.path.abspath(str(tokenizer))}
         config, size = RunConfig(**settings), len(commands)
         held.enter_context(run_folder.lock(self.out))
         saved = run_folder.read_saved(self.out, settings, self.options.resume)
@@ -134,7 +139,7 @@ class Run:
         """Load the images and make the model, each rank for itself."""
         config = self.config
         _require_a_match(config)
-        self._data = _place_of_data(config.dataset, self.options.data)
+        self._data = self._place_of_data()
         self.images = load_data(config, self._data)
         self._check_images()
         random.seed(config.seed)
@@ -147,6 +152,26 @@ class Run:
             require_images_that_fit(self.model, count, self.images.image_size)
         if config.precision == Precision.FP16 and backend(self.ranks.device).is_host:
             _warn_of_slow_fp16(self.ranks.device)
+
+    def _place_of_data(self) -> str:
+        """Where the data are; raises `RunError` if that is not known, or said without need."""
+        dataset, given, saved = self.config.dataset, self.options.data, self._saved
+        if dataset in COME_WITH_LIBRARIES and given is not None:
+            raise RunError(
+                f"--data {given}: {dataset} comes with a library and takes none; your own images "
+                "are --dataset folder, and your own text is --dataset text"
+            )
+        if given is not None:
+            return given
+        if saved is not None and saved.data is not None:
+            if not os.path.exists(saved.data):
+                moved = f"its data were at {saved.data}, and are not there now"
+                raise RunError(f"{self.out}: {moved}; give --data with where they are")
+            return saved.data
+        # A run that an older version began may have found them in the folder that is the default.
+        if saved is None or not os.path.exists(_USUAL_PLACE):
+            _require_no_place_of_yours(dataset)
+        return _USUAL_PLACE
 
     def _check_images(self) -> None:
         images, size = self.images, self.config.batch_size
@@ -181,14 +206,11 @@ class Run:
         """Write the settings of a new run, or return the state of the one that goes on."""
         require_same(fingerprints)
         environment = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {self.ranks}"
-        if self._saved is None:
-            new = run_folder.SavedRun(self.config, self.images.fingerprint, environment)
-            run_folder.write_config(self.out, new)
-        elif self._saved.environment != environment:
+        self._write_config(environment)
+        if self._saved is not None and self._saved.environment != environment:
             self._say(f"Started with {self._saved.environment}; goes on with {environment}:")
             self._say("the result may differ.")
         if self._saved is not None and self._saved.config != self.config:
-            run_folder.write_config(self.out, replace(self._saved, config=self.config))
             self._say(f"More epochs, {self.config.epochs} now: the learning rates are theirs.")
         state = run_state.load_run(self.out, asdict(self.config))
         if state is None and (self.options.resume or self._saved is not None):
@@ -209,6 +231,16 @@ class Run:
         if steps != self.parts["scheduler"].last_epoch:
             raise ValueError(f"{done}, and another number of steps")
         return progress
+
+    def _write_config(self, environment: str) -> None:
+        """Write the settings of a new run, or what is another now of one that goes on."""
+        comes_along = self.config.dataset in COME_WITH_LIBRARIES
+        data = None if comes_along else os.path.abspath(self._data)
+        now = run_folder.SavedRun(self.config, self.images.fingerprint, environment, data)
+        if self._saved is not None:
+            now = replace(self._saved, config=self.config, data=data)
+        if now != self._saved:
+            run_folder.write_config(self.out, now)
 
     def save(self) -> None:
         """Save the state; all ranks must call it."""
@@ -339,17 +371,11 @@ def _require_a_match(config: RunConfig) -> None:
             raise RunError(f"{name.replace('_', ' ')} is for {other}, not for {config.dataset}")
 
 
-def _place_of_data(dataset: str, given: str | None) -> str:
-    """Where the data are, which `given` says; raises `RunError` if it cannot or has to."""
-    if dataset in COME_WITH_LIBRARIES and given is not None:
-        raise RunError(
-            f"--data {given}: {dataset} comes with a library and takes none; your own images are "
-            "--dataset folder, and your own text is --dataset text"
-        )
-    if dataset in USERS_OWN and given is None:
+def _require_no_place_of_yours(dataset: str) -> None:
+    """Raise `RunError` for a data set that is nowhere unless `--data` says where."""
+    if dataset in USERS_OWN:
         what = "text" if dataset in TEXTS else "folder of images"
         raise RunError(f"--dataset {dataset}: give your {what} with --data")
-    return given or "data"
 
 
 def load_data(

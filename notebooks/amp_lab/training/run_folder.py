@@ -14,7 +14,7 @@ import filelock
 
 from amp_lab.checkpoint.run_state import CHECKPOINT
 from amp_lab.errors import RunError
-from amp_lab.files import read_json, save
+from amp_lab.files import read_json, require_types, save
 from amp_lab.training.loop import EpochMetrics
 from amp_lab.training.train_options import RunConfig
 
@@ -28,6 +28,9 @@ class SavedRun:
     config: RunConfig
     images: str  # fingerprint of those that it was started with
     environment: str  # what else its result depends on, if only in its last bits
+    data: str | None = None
+    """The path of its data, from the root; None if they come with a library, and for runs that an
+    older version began."""
 
 
 def lock(out: Path) -> AbstractContextManager:
@@ -54,21 +57,46 @@ def read_saved(out: Path, settings: dict, resume: bool) -> SavedRun | None:
             if (out / name).exists():
                 raise RunError(f"{out}: has {name} but no {CONFIG}; choose another folder")
         return None
+    saved, started_by = _read_config(path)
+    # A torchrun that has lost a process starts the same command again.
+    if not resume and (_starter() is None or started_by != _starter()):
+        raise RunError(f"{out}: holds a run already; --resume goes on with it, or choose another")
+    _require_same_settings(out, settings, saved.config)
+    return saved
+
+
+def _read_config(path: Path) -> tuple[SavedRun, object]:
+    """What config.json holds, and which torchrun has started the run."""
     try:
         content = read_json(path)
         config = RunConfig(**content["config"])  # what is not there has its default
-        saved = SavedRun(config, content["images"], content["environment"])
+        saved = SavedRun(config, content["images"], content["environment"], content.get("data"))
+        require_types(saved)
+        return saved, content.get("started_by")
     except (OSError, ValueError, TypeError, KeyError) as error:  # a RunError is a ValueError
         raise RunError(f"{path}: not the settings of a run ({error})") from error
-    # A torchrun that has lost a process starts the same command again.
-    if not resume and (_starter() is None or content.get("started_by") != _starter()):
-        raise RunError(f"{out}: holds a run already; --resume goes on with it, or choose another")
+
+
+def _require_same_settings(out: Path, settings: dict, config: RunConfig) -> None:
+    """Raise `RunError` for a setting that the run was not started with."""
     for name, value in settings.items():
         is_more = name == "epochs" and value > config.epochs  # with which it can go on
-        if value != getattr(config, name) and not is_more:
+        is_same = value == getattr(config, name) or _is_same_file(name, value, config)
+        if not is_same and not is_more:
             start = f"the run was started with {name.replace('_', ' ')} {getattr(config, name)}"
             raise RunError(f"{out}: {start}, and cannot go on with {value}")
-    return saved
+
+
+def _is_same_file(name: str, value: object, config: RunConfig) -> bool:
+    """Whether the tokenizer of an older run, whose path may be relative, is the one given."""
+    stored = config.tokenizer
+    return name == "tokenizer" and stored is not None and os.path.abspath(stored) == value
+
+
+def place_of_data(out: Path) -> str | None:
+    """Where the data of the run in this folder are, if that is known; `RunError` if damaged."""
+    path = out / CONFIG
+    return _read_config(path)[0].data if path.exists() else None
 
 
 def write_config(out: Path, run: SavedRun) -> None:
