@@ -282,7 +282,7 @@ def test_a_wide_interval_and_a_busy_machine_cannot_tell():
     assert not busy.is_above(1)
     assert (str(clear), str(busy)) == (
         "1.50x (1.40x to 1.60x)",
-        "too busy to tell (1.40x to 1.60x)",
+        "1.40x to 1.60x (too busy to tell)",
     )
 
 

@@ -148,8 +148,10 @@ class Ratio(Estimate):
 
     def __str__(self) -> str:
         low, high = self.interval
-        what = f"{self.median:.2f}x" if self.trusted else "too busy to tell"
-        return f"{what} ({low:.2f}x to {high:.2f}x)"
+        spread = f"{low:.2f}x to {high:.2f}x"
+        if not self.trusted:  # in this order, so that it can stand before "as fast"
+            return f"{spread} (too busy to tell)"
+        return f"{self.median:.2f}x ({spread})"
 
 
 @dataclass(frozen=True)

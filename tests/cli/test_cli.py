@@ -56,7 +56,11 @@ assert torch.backends.cudnn.allow_tf32
     [
         ([], "COMMAND"),
         (["dcotor"], "invalid choice: 'dcotor'"),
-        (["doctor", "--devise", "cpu"], "unrecognized arguments: --devise cpu"),
+        (["doctor", "--devise", "cpu"], "--devise cpu; did you mean --device?"),
+        (["memory", "a:b", "--budget", "8GiB"], "--budget 8GiB; did you mean --memory?"),
+        (["advise", "a:b", "--budget=8GiB"], "--budget=8GiB; did you mean --memory?"),
+        (["doctor", "--colour", "red"], "unrecognized arguments: --colour red (see"),
+        (["doctor", "more"], "unrecognized arguments: more (see"),
         (["doctor", "--device"], "expected one argument"),
     ],
 )

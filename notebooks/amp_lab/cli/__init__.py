@@ -4,8 +4,10 @@ Each command is a file: `add` tells the parser of its options, `run` does it.
 """
 
 import argparse
+import difflib
 import functools
 import importlib
+import re
 import warnings
 
 from amp_lab import __version__
@@ -26,9 +28,37 @@ COMMANDS = [importlib.import_module(f"amp_lab.cli.{name}") for name in _NAMES.sp
 
 
 class _Parser(argparse.ArgumentParser):
+    commands: "dict[str, _Parser]"
+    """The parser of each command; the one of `amp-lab` itself has it."""
+
+    def parse_args(self, args=None, namespace=None):
+        """As argparse does, but with the option that was meant by one that there is not."""
+        options, rest = self.parse_known_args(args, namespace)
+        if rest:
+            hint = _meant(rest[0], self.commands[options.command])
+            self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        return options
+
     def error(self, message: str):  # the usage above it would bury the one line that matters
         tell(f"{self.prog}: {message} (see {self.prog} --help)")
         self.exit(2)
+
+
+def _meant(given: str, parser: argparse.ArgumentParser) -> str:
+    """Which option of a command may have been meant: by its name, or by a word in its help."""
+    name = given.partition("=")[0]
+    if not name.startswith("--"):
+        return ""
+    about = {
+        option: str(action.help)
+        for action in parser._actions
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+    word = name.strip("-").lower()
+    near = difflib.get_close_matches(name, about, n=1)
+    near += [option for option, text in about.items() if word in re.findall(r"\w+", text.lower())]
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -84,4 +114,5 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)
+    parser.commands = commands.choices
     return parser

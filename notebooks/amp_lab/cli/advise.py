@@ -27,7 +27,7 @@ def add(commands) -> None:
     option("--device", metavar="NAME", help="default: AMP_LAB_DEVICE, else accelerator, else cpu")
     option("--for", dest="absent", metavar="NAME", help=absent)
     option("--minutes", type=float, default=2.0, metavar="N", help="to take (default: 2)")
-    option("--memory", metavar="SIZE", help="that has to be enough, such as 24GiB")
+    option("--memory", metavar="SIZE", help="the budget that has to be enough, such as 24GiB")
     option("--html", metavar="FILE", help="write it all as a page too")
     advise.set_defaults(run=run)
 

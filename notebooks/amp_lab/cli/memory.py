@@ -23,7 +23,7 @@ def add(commands) -> None:
     precisions = "fp32, tf32, fp16, bf16; may be repeated (default: fp32, fp16, bf16)"
     reserve = "percent of it left to the driver and to fragmentation (default: 10)"
     option("--device", default="cuda", **DEVICE)
-    option("--memory", metavar="SIZE", help="of the card, such as 24GiB or 24GB")
+    option("--memory", metavar="SIZE", help="the budget: that of the card, such as 24GiB")
     option("--reserve", type=_share, default=0.1, metavar="PERCENT", help=reserve)
     option("--precision", action="append", **named, help=precisions)
     option(
