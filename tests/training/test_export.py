@@ -81,7 +81,11 @@ def test_an_onnx_file_decides_as_its_source(finished, tmp_path, images):
     assert (found.argmax(1) == wanted.argmax(1).numpy()).all()
     # Its CPU has no bf16.
     taken = refused_with_nothing_written("export", finished, tmp_path / "b.onnx", "--dtype", "bf16")
-    assert "in bfloat16 cannot be written as onnx, or not run here" in taken
+    assert (
+        "in bfloat16 cannot be written as onnx, since ONNX Runtime's CPU cannot run it; " in taken
+    )
+    assert "try --dtype fp16 or fp32" in taken
+    assert main(["export", str(finished), str(tmp_path / "h.onnx"), "--dtype", "fp16"]) == 0
 
 
 def refused_with_nothing_written(*line):

@@ -86,7 +86,7 @@ def test_it_says_what_it_does(tmp_path, capsys):
     assert "digits: 32 training and 8 test images of 24x24, 10 classes" in printed
     assert "squeezenet1_1: 727,626 parameters, 727,626 trained; bf16 on cpu" in printed
     assert "epoch   1  loss " in printed
-    assert "Trained 1 epochs in " in printed
+    assert "Trained 1 epoch in " in printed
     assert " images/s, peak memory " in printed
 
 

@@ -224,6 +224,12 @@ def _made(form: str, served: _Served, inputs: Tensor, model: str) -> tuple[bytes
             raise
         except Exception as error:  # whatever the exporter or the runtime has not
             what = f"{model} in {dtype_name(served.dtype)}"
+            of_runtime = type(error).__module__.startswith("onnxruntime")
+            if of_runtime and served.dtype is torch.bfloat16:
+                raise CheckpointError(
+                    f"{what} cannot be written as onnx, since ONNX Runtime's CPU cannot run it; "
+                    "try --dtype fp16 or fp32, or another format"
+                ) from error
             raise CheckpointError(
                 f"{what} cannot be written as {form}, or not run here ({with_type(error)}); try "
                 "--dtype fp32, or another format"

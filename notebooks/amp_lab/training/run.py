@@ -37,6 +37,7 @@ from amp_lab.distributed.process_group import join
 from amp_lab.distributed.ranks import Ranks, require_same
 from amp_lab.errors import AmpLabWarning, RunError
 from amp_lab.precision import Precision
+from amp_lab.report import plural
 from amp_lab.training import run_folder
 from amp_lab.training.gpt import SIZES
 from amp_lab.training.loop import Batches, EpochMetrics, Progress, fit
@@ -346,7 +347,7 @@ class Run:
         rate = sum(epoch.images_per_s * epoch.seconds for epoch in epochs) / seconds
         of_one = " of a process" if self.ranks.size > 1 else ""
         self._say(
-            f"Trained {len(epochs)} epochs in {seconds:.1f} s, {self._rate(rate)}, "
+            f"Trained {plural(len(epochs), 'epoch')} in {seconds:.1f} s, {self._rate(rate)}, "
             f"peak memory {peak_bytes / 2**20:.0f} MiB{of_one}"
         )
 
