@@ -26,11 +26,12 @@ MODULES = (
     "amp_lab.numerics.scale_log",
     "amp_lab.numerics.underflow",
     "amp_lab.tracing.advice",
+    "amp_lab.tracing.answered",
     "amp_lab.tracing.fake_device",
     "amp_lab.tracing.kernel_limits",
+    "amp_lab.tracing.memory",
     "amp_lab.tracing.memory_advice",
     "amp_lab.tracing.sharding_advice",
-    "amp_lab.tracing.tracer",
     "amp_lab.tracing.xray",
 )
 """The modules that define remedies."""

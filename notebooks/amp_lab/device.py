@@ -337,3 +337,21 @@ def memory_bytes(device: torch.device) -> int | None:
     except OSError:
         return total
     return total if allowed == "max" else min(total, int(allowed))
+
+
+def free_bytes() -> int | None:
+    """Bytes of main memory that this process could take now; None if the system does not say."""
+    total = memory_bytes(torch.device("cpu"))
+    try:
+        lines = Path("/proc/meminfo").read_text()
+    except OSError:  # not Linux
+        return total
+    available = re.search(r"^MemAvailable:\s+(\d+) kB", lines, re.MULTILINE)
+    free = int(available[1]) * 1024 if available else total
+    try:  # a container may be allowed less than the machine has
+        taken = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        allowed = int(Path("/sys/fs/cgroup/memory.max").read_text())
+    except (OSError, ValueError):  # there is no limit, or it is "max"
+        return free
+    left = max(0, allowed - taken)
+    return left if free is None else min(free, left)

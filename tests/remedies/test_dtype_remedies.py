@@ -17,7 +17,7 @@ from remedy_tests import does, says
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from amp_lab import forecast_memory, xray
+from amp_lab import forecast_memory, largest_batch, xray
 from amp_lab.cli import main
 from amp_lab.cpu import lstm_error
 from amp_lab.errors import TraceError
@@ -249,39 +249,92 @@ class Chooses(nn.Module):
 forecast = functools.partial(forecast_memory, precision="fp16")
 
 
-@does("trace.part", "trace.parts")
+@does("trace.part", "trace.parts", "trace.values")
 @pytest.mark.parametrize(("code", "name"), [("trace.part", "encoder"), ("trace.parts", "body")])
 def test_a_part_in_which_no_value_decides(code, name):
     model, x = Chooses(name), torch.randn(4, 8)
     for trace in (xray, forecast):
         with pytest.raises(TraceError) as refused:
-            trace(model, x)
+            trace(model, x.to("meta"))
+        assert says("trace.values", str(refused.value))
+        assert trace(model, x)  # where it has values
         assert says(code, str(refused.value))
     part = eval(f"model.{name}")
     assert xray(part, x).rows
     assert forecast(part, x).peak
 
 
+class ByDevice(Chooses):
+    """Asks for other values on a CPU."""
+
+    def forward(self, x):
+        if x.device.type == "cpu" and x.sum() > 1e9:
+            return x
+        return super().forward(x)
+
+
 @does("xray.for_real")
-def test_a_model_that_depends_on_values_runs_for_real(tmp_path, monkeypatch, capsys):
-    model, x = Chooses(), torch.randn(4, 8)
+def test_a_model_with_another_course_on_the_cpu_runs_for_real(tmp_path, monkeypatch, capsys):
+    model, x = ByDevice(), torch.randn(4, 8)
     text = REMEDIES["xray.for_real"].text
     assert says("xray.for_real", complaint(model, x))
     (call,) = re.findall(r"xray\(.*?\)", text)
-    assert "\n" not in call
     found = eval(call.replace("...", "model, x"), {"xray": xray, "model": model, "x": x})
     assert [row.module for row in found.rows if row.flops] == ["encoder", "head"]
     command = text.rpartition("amp-lab ")[2].split()
-    (tmp_path / "chooses.py").write_text(
-        "import torch\nfrom torch import nn\n\n\nclass Chooses(nn.Module):\n"
+    (tmp_path / "by_device.py").write_text(
+        "import torch\nfrom torch import nn\n\n\nclass ByDevice(nn.Module):\n"
         "    def __init__(self):\n        super().__init__()\n        self.a = nn.Linear(8, 8)\n\n"
-        "    def forward(self, x):\n        x = self.a(x)\n        return x[x.sum(-1).nonzero()]\n"
+        "    def forward(self, x):\n        x = self.a(x)\n"
+        "        if x.device.type == 'cpu' and x.sum() > 1e9:\n            return x\n"
+        "        return x[x.sum(-1).nonzero()]\n"
     )
     monkeypatch.chdir(tmp_path)
-    model = ["chooses.py:Chooses", "--input", "4,8"]
+    model = ["by_device.py:ByDevice", "--input", "4,8"]
     assert main([command[0], *model]) == 2
     assert says("xray.for_real", capsys.readouterr().err)
     assert main([command[0], *model, *command[1:]]) == 0
+
+
+class InTraining(nn.Linear):
+    def forward(self, x):
+        x = super().forward(x)
+        return x[x.sum(-1).nonzero().flatten()] if self.training else x
+
+
+@does("trace.eval")
+def test_a_model_whose_course_depends_on_values_in_training_mode():
+    model, x = InTraining(8, 8), torch.empty(4, 8, device="meta")
+    for trace in (xray, forecast):
+        with pytest.raises(TraceError) as refused:
+            trace(model.train(), x)
+        assert says("trace.eval", str(refused.value))
+        assert model.training
+        (call,) = re.findall(r"model\.\w+\(\)", REMEDIES["trace.eval"].text)
+        eval(call)
+        assert trace(model, x)
+
+
+@does("trace.without_loss")
+def test_a_loss_that_alone_asks_for_values():
+    def loss(output):
+        return output.sum() if (output > 0).any() else -output.sum()
+
+    for trace in (xray, forecast):
+        with pytest.raises(TraceError) as refused:
+            trace(nn.Linear(8, 8).eval(), torch.empty(4, 8, device="meta"), loss_fn=loss)
+        assert says("trace.without_loss", str(refused.value))
+        assert trace(nn.Linear(8, 8).eval(), torch.empty(4, 8, device="meta"))
+
+
+@does("memory.each_batch")
+def test_batches_of_a_model_that_depends_on_values_one_by_one():
+    model = Chooses()
+    with pytest.raises(TraceError) as refused:
+        largest_batch(model, (1, 8), memory_bytes="1GiB", precision="fp16")
+    assert says("memory.each_batch", str(refused.value))
+    for batch in (2, 4):
+        assert forecast(model, torch.randn(batch, 8)).peak
 
 
 @does("trace.causal_mask")
@@ -300,7 +353,7 @@ def test_a_mask_that_torch_is_told_of(part):
     assert told in REMEDIES["trace.causal_mask"].text
     for trace in (xray, forecast):
         with pytest.raises(TraceError) as refused:
-            trace(model, *inputs, **{name: mask})
+            trace(model, *inputs, **{name: mask.to("meta")})
         assert says("trace.causal_mask", str(refused.value))
         for value in (True, False):
             assert trace(model, *inputs, **{name: mask, told: value})

@@ -152,3 +152,15 @@ def test_a_model_in_16_bits_is_forecast_in_fp32_too():
     found = table(mlp().bfloat16(), torch.rand(2, 256), device_type="cpu")
     assert found["fp32"].weights == 2 * found["bf16 cast"].weights
     assert found["fp32"].peak == table(mlp(), torch.rand(2, 256), device_type="cpu")["fp32"].peak
+
+
+def test_a_model_whose_course_depends_on_values_takes_those_of_a_run():
+    class KeepsPositive(nn.Linear):
+        def forward(self, x):
+            rows = super().forward(x)
+            return rows[rows.sum(1) > 0]
+
+    torch.manual_seed(0)
+    found = table(KeepsPositive(4, 4).eval(), torch.rand(8, 4), device_type="cpu")
+    assert len(found.forecasts) == 5
+    assert "taken from a run on the CPU" in str(found)

@@ -228,20 +228,17 @@ def test_a_long_lstm_casts_its_weights_once():
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_a_detector_is_refused_with_the_part_that_can_be_traced(training):
+def test_a_detector_is_traced_and_refused_without_boxes(training):
     model = torchvision.models.detection.fasterrcnn_mobilenet_v3_large_320_fpn(
         weights=None, weights_backbone=None, num_classes=2
     ).train(training)
     boxes = {"boxes": torch.tensor([[1.0, 1.0, 20.0, 20.0]]), "labels": torch.tensor([1])}
     inputs = ([torch.rand(3, 64, 64)], [boxes]) if training else ([torch.rand(3, 64, 64)],)
-    for trace, verb in (
-        (xray, "X-ray"),
-        (lambda *given: forecast_memory(*given, precision="fp16"), "forecast"),
-    ):
-        with pytest.raises(TraceError, match=f"{verb} model.backbone by itself") as told:
-            trace(model, *inputs)
-        assert "depends on values" in str(told.value)
-        assert "\n" not in str(told.value)
+    # torchvision suppresses many boxes in one way on a CPU, and in another on a GPU.
+    device = {"device_type": "cpu"} if training else {}
+    assert "may differ for other inputs" in xray(model, *inputs, **device).decisions
+    caveats = forecast_memory(model, *inputs, precision="bf16", **device).caveats
+    assert "may differ for other inputs" in caveats[-1]
     if training:  # without boxes it does not get so far
         with pytest.raises(TraceError, match=r"X-ray model\.backbone by itself"):
             xray(model, *inputs[:1])
@@ -269,9 +266,9 @@ class Chooses(nn.Module):
 
 def test_the_part_in_which_values_decide_is_not_what_one_is_sent_to():
     with pytest.raises(TraceError, match="the parts before it one by one"):
-        xray(Choosing(), torch.rand(2, 8))
+        xray(Choosing(), torch.empty(2, 8, device="meta"))
     with pytest.raises(TraceError, match="the parts before it one by one"):
-        forecast_memory(Choosing(), torch.rand(2, 8), precision="fp16")
+        forecast_memory(Choosing(), torch.empty(2, 8, device="meta"), precision="fp16")
 
 
 @pytest.mark.parametrize("kind", [nn.parallel.DistributedDataParallel, nn.DataParallel])

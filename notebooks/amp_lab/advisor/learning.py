@@ -14,7 +14,7 @@ from amp_lab.numerics import gradient_underflow
 from amp_lab.precision import Precision
 from amp_lab.remedies import remedy
 from amp_lab.timing import measure
-from amp_lab.tracing.tracer import named_tensors
+from amp_lab.tracing.structures import named_tensors
 
 _STEPS, _RATE, _LOW_RATE = 10, 1e-3, 1e-4
 _LEARNS = 0.05  # by so much of the first loss, at least

@@ -30,6 +30,12 @@ class Outlook:
     """Peak and largest batch by use, and by whether autocast or a cast makes it low precision."""
     problem: TraceError | None = None  # why there is no forecast
 
+    @property
+    def decisions(self) -> list[str]:
+        """What to say if the X-rays took decisions of a run on the CPU."""
+        said = [seen.decisions for seen in self.xrays.values() if seen.decisions]
+        return list(dict.fromkeys(said))
+
     def memory_of(self, recipe: Recipe) -> tuple[int | None, int | None]:
         """Peak and largest batch: layouts and fused kernels change little of them."""
         return self.memory.get((recipe.use, recipe.autocasts, recipe.cast), (None, None))

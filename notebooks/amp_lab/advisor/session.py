@@ -85,6 +85,7 @@ def forecast(case: Case, look: Outlook) -> Advice:
             verdict, reason = look.why_not(recipe)
             found.append(Candidate(recipe, verdict or "not timed", reason, *look.memory_of(recipe)))
     watch = [f"Nothing was timed: which is the fastest cannot be known without a {kind} to run on."]
+    watch += look.decisions
     watch += [f"{p}: {line}" for p, seen in look.xrays.items() for line in seen.advice]
     title = f"{type(case.model).__name__} on {kind}, which is not here: a forecast"
     return Advice(title, found, {}, {}, watch)
@@ -105,6 +106,7 @@ def measured(case: Case, look: Outlook, seconds: float, beginning: str = "") -> 
     kept = torch.random.fork_rng(devices, device_type="cuda" if kind == "cpu" else kind)
     stages = tqdm(total=4, unit="stage", leave=False, disable=None)  # None: but on a terminal
     watch: list[str] = [f"No forecast: {look.problem}."] if look.problem else []
+    watch += [f"The forecast: {line}" for line in look.decisions]
     contests: dict[str, _Contest] = {}
     with stages, kept, torch.enable_grad():
         try:

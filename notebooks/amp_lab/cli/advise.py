@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_lab.cli.memory_check import require_memory
-from amp_lab.cli.model_argument import GivenModel, add_model, given_model
+from amp_lab.cli.model_argument import GivenModel, add_model, traced
 from amp_lab.cli.printing import require_output, show
 from amp_lab.cli.user_code import find, kept_in_bounds
 from amp_lab.errors import OptionError
@@ -51,10 +51,13 @@ def run(options: argparse.Namespace) -> None:
     place = torch.device(checked_backend(absent)) if absent else pick_device(options.device)
     if not absent:  # before inputs have values; `measured` asks again, for AdamW's step
         require_memory(options, options.device, "fp32, which all is held against")
-    with given_model(options, with_values=not absent) as given:
+
+    def outlook(given: GivenModel) -> tuple[Any, ...]:
         case = Case(given.model, given.args, given.kwargs, given.loss_fn, place)
         look = first_look(case, options.memory)
-        advice = forecast(case, look) if absent else None
+        return given, case, look, forecast(case, look) if absent else None
+
+    given, case, look, advice = traced(options, outlook, with_values=not absent)
     if advice is None:  # outside of that block, whose hooks would be timed and compiled
         seconds = end - time.perf_counter()
         with kept_in_bounds(repr(options.target), max(options.timeout, 180 * options.minutes)):

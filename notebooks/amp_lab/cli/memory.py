@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 
-from amp_lab.cli.model_argument import DEVICE, add_model, given_model
+from amp_lab.cli.model_argument import DEVICE, GivenModel, add_model, traced
 from amp_lab.cli.printing import show
 from amp_lab.errors import OptionError
 
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _run_inference(options: argparse.Namespace) -> None:
-    from amp_lab.tracing.inference_memory import inference_table
+    from amp_lab.tracing.inference_memory import InferenceTable, inference_table
     from amp_lab.tracing.memory import BatchedInputs
 
     for name in ("optimizer", "fsdp_ranks"):
@@ -55,26 +55,31 @@ def _run_inference(options: argparse.Namespace) -> None:
     asked = {"memory_bytes": options.memory, "device_type": options.device}
     if options.precision:
         asked["precisions"] = options.precision
-    with given_model(options, with_values=False) as given:
+
+    def trace(given: GivenModel) -> InferenceTable:
         inputs = BatchedInputs(given.args, given.kwargs)
-        table = inference_table(given.model, inputs, reserve=options.reserve, **asked)
-    show(table, options.format)
+        return inference_table(given.model, inputs, reserve=options.reserve, **asked)
+
+    show(traced(options, trace), options.format)
 
 
 def _run_training(options: argparse.Namespace) -> None:
-    from amp_lab.tracing.memory import BatchedInputs, memory_table
+    from amp_lab.tracing.memory import BatchedInputs, MemoryTable, memory_table
 
     asked = {"memory_bytes": options.memory, "device_type": options.device}
     asked |= {"reserve": options.reserve, "optimizer": options.optimizer or "adam"}
     asked["fsdp_ranks"] = 1 if options.fsdp_ranks is None else options.fsdp_ranks
     if options.precision:  # else they are left to the function's own default
         asked["precisions"] = options.precision
-    with given_model(options, with_values=False) as given:
+
+    def trace(given: GivenModel) -> MemoryTable:
         inputs = BatchedInputs(given.args, given.kwargs)
         table = memory_table(given.model, inputs, loss_fn=given.loss_fn, **asked)
-    if given.loss_fn is None:
-        table = dataclasses.replace(table, loss_left_out=given.observer.loss_left_out)
-    show(table, options.format)
+        if given.loss_fn is not None:
+            return table
+        return dataclasses.replace(table, loss_left_out=given.observer.loss_left_out)
+
+    show(traced(options, trace), options.format)
 
 
 def _share(text: str) -> float:

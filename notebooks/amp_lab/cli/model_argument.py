@@ -91,11 +91,33 @@ def given_model(
         except AmpLabError as error:
             if observer.problem:
                 raise OptionError(f"{target!r}: {observer.problem}") from error
+            if _lacks_values(error):
+                raise  # for `traced`, which builds it with values
             if isinstance(error, TraceError) and type(given.model).__name__ in str(error):
                 raise TraceError(f"{error}{_remedy(given, str(error))}") from error
             raise
         if observer.problem:
             raise OptionError(f"{target!r}: {observer.problem}")
+
+
+def traced(
+    options: argparse.Namespace, trace: Callable[[GivenModel], Any], *, with_values: bool = False
+) -> Any:
+    """What `trace` returns of the model in `options`, which has values if its course needs them."""
+    try:
+        with given_model(options, with_values=with_values) as given:
+            return trace(given)
+    except TraceError as error:
+        if not _lacks_values(error):
+            raise
+    with given_model(options, with_values=True) as given:
+        return trace(given)
+
+
+def _lacks_values(error: AmpLabError) -> bool:
+    from amp_lab.tracing.decisions import NoValues
+
+    return isinstance(error, NoValues)
 
 
 def _seconds(text: str) -> float:

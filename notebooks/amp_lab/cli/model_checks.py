@@ -11,7 +11,7 @@ from torch import nn
 from amp_lab.errors import OptionError, with_type
 from amp_lab.report import dtype_name
 from amp_lab.tracing.ops_seen import storage_key
-from amp_lab.tracing.tracer import named_tensors
+from amp_lab.tracing.structures import named_tensors
 
 
 def parameters_of(model: nn.Module) -> list[inspect.Parameter]:

@@ -1,11 +1,15 @@
 """`amp-lab xray`: what autocast does to a model."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from amp_lab.cli.memory_check import require_memory
-from amp_lab.cli.model_argument import DEVICE, add_model, dtype_of, given_model
+from amp_lab.cli.model_argument import DEVICE, GivenModel, add_model, dtype_of, given_model, traced
 from amp_lab.cli.printing import show
 from amp_lab.errors import OptionError
+
+if TYPE_CHECKING:
+    from amp_lab.tracing.xray_result import Xray
 
 _DTYPES = ("fp16", "bf16", "fp32")
 
@@ -50,12 +54,15 @@ def run(options: argparse.Namespace) -> None:
         sides.append(_other_side(options.against, *sides[0]))
     if options.real:
         require_memory(options, options.device, "--real")
-    with given_model(options, with_values=options.real) as given:
+
+    def trace(given: GivenModel) -> "list[Xray]":
         how = {"loss_fn": given.loss_fn, "real": options.real}
-        found = [
+        return [
             given.passed_to(xray, device_type=device, dtype=dtype_of(name), **how)
             for device, name in sides
         ]
+
+    found = traced(options, trace, with_values=options.real)
     if options.against is not None and found[0].title == found[1].title:
         same = f"--against {options.against!r} is the same again"
         raise OptionError(f"{same}: give another device or dtype")

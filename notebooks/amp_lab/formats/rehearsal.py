@@ -30,7 +30,7 @@ from amp_lab.formats.scaling import Counts, Format, format_of
 from amp_lab.precision import Precision
 from amp_lab.remedies import remedy
 from amp_lab.report import listed
-from amp_lab.tracing.tracer import named_tensors
+from amp_lab.tracing.structures import named_tensors
 
 DEFAULT = ("fp8", "fp8-rowwise", "mxfp8", "mxfp4", "nvfp4")
 _CAUTIOUS = ("fp8-rowwise", "mxfp8", "fp8", "nvfp4", "mxfp4")  # as tried as libraries hold them

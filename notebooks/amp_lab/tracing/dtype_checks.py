@@ -4,8 +4,13 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 
+from amp_lab.tracing.decisions import NMS, Replay
 from amp_lab.tracing.kernel_limits import OpCall, refusal_of
 
 # Ops that turn a number into the dtype of their result, and when they refuse one that is too large:
@@ -25,16 +30,21 @@ _COPYING = {"lift_fresh", "_to_copy", "detach", "clone", "alias", "view", "expan
 class StrictFakeMode(FakeTensorMode):
     """A mode in which tensors, a module's own too, have no values and no memory.
 
-    An op that torch cannot run without values raises, and is never run for real on zeros; so does
-    one that the kernels of a device refuse (`kernel_limits`), and one that gets a number too large
-    for a dtype.
+    An op that torch cannot run without values raises, and is never run for real on zeros, unless a
+    `replay` tells what it returned in a real run. So does one that the kernels of a device refuse
+    (`kernel_limits`), and one that gets a number too large for a dtype.
     """
 
     def __init__(self):
         super().__init__(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self.replay: Replay | None = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         check_limits(func, args)
+        if self.replay is not None and self.replay.answers(func, args):
+            return self.replay.answer(func, args, kwargs or {}, self._made)
+        if func._schema.name == NMS:
+            raise DynamicOutputShapeException(func)
         out: Any = super().__torch_dispatch__(func, types, args, kwargs or {})
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         refuses = _CONVERTING.get(name)
@@ -43,6 +53,10 @@ class StrictFakeMode(FakeTensorMode):
                 torch.empty(2, dtype=out.dtype, device="cpu").fill_(number)  # raises for all
         _remember_number(name, args, out)
         return out
+
+    def _made(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Any:
+        with self:
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def check_limits(func: OpOverload, args: tuple) -> None:

@@ -1,7 +1,6 @@
 """Run a model as if on a device that is not here: fake tensors, and that device's autocast."""
 
 import collections
-import copy
 import dataclasses
 import functools
 import logging
@@ -16,7 +15,6 @@ from torch import nn
 from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
 from amp_lab.backends import BACKENDS, backend
@@ -25,10 +23,12 @@ from amp_lab.errors import DeviceError, TraceError, first_line
 from amp_lab.remedies import remedy
 from amp_lab.torch_versions import fused_gru_on_fakes
 from amp_lab.tracing.attention import attention_of
+from amp_lab.tracing.decisions import Decisions, Replay
 from amp_lab.tracing.device_guard import idle_guard
 from amp_lab.tracing.dtype_checks import StrictFakeMode
 from amp_lab.tracing.kernel_limits import REMEDIES_BY_MESSAGE
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key
+from amp_lab.tracing.structures import map_tensors
 
 _TIPS = {  # by what an error says
     "are unsafe to autocast": remedy(
@@ -75,6 +75,13 @@ _PARTS = remedy(
     "trace.parts",
     "an op of the model depends on values",
     "{verb} the parts before it one by one",
+)
+FOR_REAL = remedy(
+    "xray.for_real",
+    "fake tensors cannot follow a model, and a run on the CPU takes another course, or has an op "
+    "that has no rule for fake tensors",
+    'run it for real on the CPU, xray(..., device_type="cpu", real=True), which is '
+    "amp-lab xray --device cpu --real",
 )
 _BEFORE_VALUES = ("backbone", "encoder", "features")  # names of parts in which no value decides
 
@@ -254,7 +261,12 @@ class ModelRun:
     args: tuple
     kwargs: dict[str, Any]
     fake: Callable[[Any], Any]  # makes fake copies of all tensors in a structure, such as a target
-    is_fake: bool = True
+    mode: StrictFakeMode | None = None  # None: the tensors are real
+
+    @property
+    def is_fake(self) -> bool:
+        """Whether the tensors have no values."""
+        return self.mode is not None
 
     def call(self) -> Any:
         """The output of the model for `args` and `kwargs`, with its fake tensors in place."""
@@ -263,6 +275,16 @@ class ModelRun:
         return torch.func.functional_call(
             self.model, self.parameters | self.buffers, self.args, self.kwargs, tie_weights=False
         )
+
+    @contextmanager
+    def told(self, decisions: Decisions | None) -> Iterator[Replay]:
+        """The block in which ops whose results depend on values return what they did for real."""
+        replay = Replay(decisions or Decisions())
+        if decisions is None:
+            yield replay
+            return
+        with replay.running.watched(self.model), attribute_set(self.mode, "replay", replay):
+            yield replay
 
 
 @contextmanager
@@ -285,12 +307,12 @@ def on_fake_device(
     # A function mode closes torch's fast paths for attention: there is none where none is needed.
     same = torch.get_default_device().type == device.type
     with (
-        StrictFakeMode(),
+        StrictFakeMode() as mode,
         nullcontext() if same else device,
         absent_device(device_type),
         fused_gru_on_fakes(),
         errors_not_logged(),
-        _attributes_restored(model),
+        attributes_restored(model),
     ):
         copies = _Copies(device)
         parameters, buffers = (
@@ -299,9 +321,10 @@ def on_fake_device(
         )
 
         def fake(structure: Any) -> Any:
-            return _map_tensors(lambda tensor: copies.of(tensor, "an input"), structure)
+            return map_tensors(lambda tensor: copies.of(tensor, "an input"), structure)
 
-        yield ModelRun(model, parameters, buffers, fake(tuple(args)), fake(dict(kwargs)), fake)
+        given = fake(tuple(args)), fake(dict(kwargs))
+        yield ModelRun(model, parameters, buffers, *given, fake=fake, mode=mode)
 
 
 class _Copies:
@@ -362,30 +385,13 @@ def _without_fake_copy(tensor: torch.Tensor) -> str | None:
     return None if plain else "is sparse or nested: only dense tensors have a fake copy"
 
 
-def _map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any) -> Any:
-    """`structure` with `function` of every tensor in its tuples, lists, dicts and dataclasses."""
-
-    def of_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return function(leaf)
-        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-            return leaf
-        copied = copy.copy(leaf)
-        for field in dataclasses.fields(leaf):
-            mapped = _map_tensors(function, getattr(leaf, field.name))
-            object.__setattr__(copied, field.name, mapped)  # a frozen dataclass refuses setattr
-        return copied
-
-    return pytree.tree_map(of_leaf, structure)
-
-
 # What holds the attributes of modules. An OrderedDict, such as a module's hooks, keeps its order in
 # a list of its own, which `dict.clear` would leave as it is.
 _CONTAINERS = (list, collections.OrderedDict, dict, set)
 
 
 @contextmanager
-def _attributes_restored(model: nn.Module) -> Iterator[None]:
+def attributes_restored(model: nn.Module) -> Iterator[None]:
     """The block after which attributes of the modules, and lists and dicts in them, are as before.
 
     A fake tensor left there, such as torchvision's anchors, would break the next real call. What

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,13 @@ from torch.utils._pytree import tree_map_only
 
 from amp_lab.errors import TraceError
 from amp_lab.precision import Precision
+from amp_lab.tracing.answered import answered
+from amp_lab.tracing.decisions import Decisions, ValuesNeeded
 from amp_lab.tracing.fake_device import ModelRun, autocast_on
 from amp_lab.tracing.inference_result import InferenceForecast, InferenceTable
 from amp_lab.tracing.memory import BatchedInputs, MemoryByBatch, parse_bytes
 from amp_lab.tracing.ops_seen import tensors_in
+from amp_lab.tracing.real_run import ModelCall
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
 from amp_lab.tracing.training_step import one_line_errors, steps_on
 
@@ -67,8 +70,13 @@ def forecast_inference(
     Raises `TraceError` for a model without a fake copy, an input that it does not take, an op whose
     result depends on values, and an unknown precision; `DeviceError` for an unknown device type.
     """
-    with _steps(model, device_type, [precision], ways=[autocast]) as (step,):
-        return step.trace(step.run.fake(inputs), step.run.fake(kwargs)).forecast()
+
+    def trace(call: ModelCall, decisions: Decisions | None) -> InferenceForecast:
+        with _steps(call.model, device_type, [precision], ways=[autocast]) as (step,):
+            fakes = step.run.fake(call.args), step.run.fake(call.kwargs)
+            return step.trace(*fakes, decisions).forecast()
+
+    return answered(trace, ModelCall(model, inputs, kwargs), "forecast")
 
 
 def inference_table(
@@ -87,41 +95,68 @@ def inference_table(
     """
     total = None if memory_bytes is None else parse_bytes(memory_bytes)
     limit = None if total is None else int(total * (1 - reserve))
-    forecasts: list[InferenceForecast] = []
-    largest: dict[str, int] = {}
-    failed: dict[str, str] = {}
-    with _steps(model, device_type, precisions, ways=[True, False]) as steps:
-        linear = _linear_weights(model)
-        for step in steps:
-            try:
-                given = _with_no_grad(step, inputs)
-            except TraceError as error:
-                if step.precision is Precision.FP32:  # then the model or its inputs are wrong
-                    raise
-                failed[step.way] = str(error)
-                continue
-            forecasts.append(given)
-            by_batch = _by_batch(step, inputs, limit)
-            if by_batch is not None:
-                largest[step.way] = by_batch.largest
-            if step.is_cast and step.precision is steps[-1].precision:
-                for weights in QUANTIZED_WEIGHTS if linear else ():
-                    saved = _saved_bytes(weights, linear, step.precision)
-                    forecasts.append(given.with_smaller_weights(weights.name, saved))
-                    if by_batch is not None and limit is not None:
-                        largest[weights.name] = by_batch.largest_within(limit + saved)
-    if not forecasts:
-        raise TraceError(next(iter(failed.values())))
-    return InferenceTable(tuple(forecasts), total, largest, reserve, failed)
+    asked = list(precisions)  # which may be gone through twice
+
+    def trace(call: ModelCall, decisions: Decisions | None) -> _ByWay:
+        with _steps(call.model, device_type, asked, ways=[True, False]) as steps:
+            return _each_way(steps, inputs, limit, decisions)
+
+    by_way = answered(trace, ModelCall(model, inputs.args, inputs.kwargs), "forecast")
+    return InferenceTable(tuple(by_way.forecasts), total, by_way.largest, reserve, by_way.failed)
 
 
-def _with_no_grad(step: "InferenceStep", inputs: BatchedInputs) -> InferenceForecast:
+@dataclass
+class _ByWay:
+    """The forecasts of the ways to run a model."""
+
+    forecasts: list[InferenceForecast] = field(default_factory=list)
+    largest: dict[str, int] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def _each_way(
+    steps: "list[InferenceStep]",
+    inputs: BatchedInputs,
+    limit: int | None,
+    decisions: Decisions | None,
+) -> _ByWay:
+    """Forecast each way; what a model refuses in low precision is named."""
+    found = _ByWay()
+    linear = _linear_weights(steps[0].run.model)
+    for step in steps:
+        try:
+            given = _with_no_grad(step, inputs, decisions)
+        except ValuesNeeded:
+            raise
+        except TraceError as error:
+            if step.precision is Precision.FP32:  # then the model or its inputs are wrong
+                raise
+            found.failed[step.way] = str(error)
+            continue
+        found.forecasts.append(given)
+        by_batch = _by_batch(step, inputs, limit)
+        if by_batch is not None:
+            found.largest[step.way] = by_batch.largest
+        if step.is_cast and step.precision is steps[-1].precision:
+            for weights in QUANTIZED_WEIGHTS if linear else ():
+                saved = _saved_bytes(weights, linear, step.precision)
+                found.forecasts.append(given.with_smaller_weights(weights.name, saved))
+                if by_batch is not None and limit is not None:
+                    found.largest[weights.name] = by_batch.largest_within(limit + saved)
+    if not found.forecasts:
+        raise TraceError(next(iter(found.failed.values())))
+    return found
+
+
+def _with_no_grad(
+    step: "InferenceStep", inputs: BatchedInputs, decisions: Decisions | None
+) -> InferenceForecast:
     """The forecast for the batch that was given, with what it would be under `torch.no_grad`."""
     given = inputs.of(inputs.batch, step.traced_on)
-    forecast = step.trace(*given).forecast()
+    forecast = step.trace(*given, decisions).forecast()
     if not step.by_autocast:
         return forecast
-    no_grad = step.trace(*given, under=torch.no_grad).forecast()
+    no_grad = step.trace(*given, decisions, under=torch.no_grad).forecast()
     return dataclasses.replace(forecast, kept_under_no_grad=no_grad.peak - forecast.peak)
 
 
@@ -133,7 +168,7 @@ def _by_batch(
         return None
     try:
         return MemoryByBatch(step, inputs, limit)
-    except TraceError:
+    except TraceError:  # the decisions of a model may be others for another batch, too
         return None
 
 
@@ -194,9 +229,24 @@ class InferenceStep:
         return f"{self.precision} {'autocast' if self.by_autocast else 'cast'}"
 
     def trace(
-        self, inputs: tuple, kwargs: dict[str, Any], *, under: Callable = torch.inference_mode
+        self,
+        inputs: tuple,
+        kwargs: dict[str, Any],
+        decisions: Decisions | None = None,
+        *,
+        under: Callable = torch.inference_mode,
     ) -> "TracedInference":
-        """Run the pass once on fake inputs, and note every storage's coming and going."""
+        """Run the pass once on fake inputs, and note every storage's coming and going.
+
+        `decisions` are those of a real run on such inputs, if values decide its course.
+        """
+        with self.run.told(decisions) as replay:
+            traced = self._trace(inputs, kwargs, under)
+            replay.require_done()
+        remark = decisions.remark if decisions is not None else ""
+        return dataclasses.replace(traced, decisions=remark)
+
+    def _trace(self, inputs: tuple, kwargs: dict[str, Any], under: Callable) -> "TracedInference":
         run = self.run
         parameters, buffers = run.parameters, run.buffers
         if not self.by_autocast:  # to fp32 too: a checkpoint may come in 16 bits
@@ -241,6 +291,7 @@ class TracedInference:
     step: InferenceStep
     input_shapes: tuple[tuple[int, ...], ...]
     storages: StorageTrace
+    decisions: str = ""  # what to say if it took decisions of a run on the CPU
 
     def forecast(self) -> InferenceForecast:
         """The forecast for this pass."""
@@ -256,4 +307,5 @@ class TracedInference:
             inputs=at_peak["inputs"],
             weight_casts=at_peak["cast_cache"],
             temporaries=at_peak["temporaries"],
+            decisions=self.decisions,
         )

@@ -34,6 +34,7 @@ class InferenceForecast(Printed):
     weight_casts: int  # copies of weights that autocast made, alive at the peak
     temporaries: int  # activations, and what kernels take
     kept_under_no_grad: int = 0  # how much higher the peak is under `torch.no_grad`
+    decisions: str = ""  # what to say if it took decisions of a run on the CPU
 
     @property
     def peak(self) -> int:
@@ -128,4 +129,6 @@ class InferenceTable(Printed):
                 "int8 and int4: the weights of linear layers as torchao stores them, all else as "
                 "cast. What a kernel takes to unpack them is not counted."
             )
+        if self.forecasts[0].decisions:
+            yield self.forecasts[0].decisions
         yield "Not counted: a cache of keys and values, and what the driver takes for itself."

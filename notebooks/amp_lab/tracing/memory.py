@@ -14,11 +14,21 @@ from torch.utils._pytree import tree_map_only
 
 from amp_lab.errors import TraceError, first_line
 from amp_lab.precision import Precision
+from amp_lab.remedies import remedy
+from amp_lab.tracing.answered import answered
+from amp_lab.tracing.decisions import Decisions, NoValues, ValuesNeeded
 from amp_lab.tracing.fake_device import ModelRun
 from amp_lab.tracing.memory_advice import EIGHT_BIT, needs_eight_bit, ways_out
 from amp_lab.tracing.memory_result import MemoryForecast, MemoryTable
 from amp_lab.tracing.ops_seen import tensors_in
-from amp_lab.tracing.training_step import LossFunction, training_steps
+from amp_lab.tracing.real_run import ModelCall
+from amp_lab.tracing.training_step import LossFunction, TrainingStep, training_steps
+
+_EACH_BATCH = remedy(
+    "memory.each_batch",
+    "the largest batch of a model whose course depends on values",
+    "forecast each batch by itself, with forecast_memory and inputs that have values",
+)
 
 Shapes = Sequence[int] | Sequence[Sequence[int]]
 Dtypes = torch.dtype | Sequence[torch.dtype]
@@ -87,12 +97,21 @@ def forecast_memory(
     CPU's fakes. Not counted: the workspaces of cuBLAS and cuDNN, the memory that the driver takes,
     and what the allocator loses by rounding and fragmentation.
 
+    If the course of the model depends on values, it runs once for real on the CPU in fp32, on
+    copies, and the step takes the decisions of that run; a caveat of the forecast says so.
+
     Raises `TraceError` for a model without a fake copy, an input that it does not take, an op whose
-    result depends on values, and an unknown precision or optimizer; `DeviceError` for an unknown
-    device type.
+    result depends on values that the run on the CPU does not have, and an unknown precision or
+    optimizer; `DeviceError` for an unknown device type.
     """
-    with training_steps(model, device_type, [precision], optimizer, loss_fn, fsdp_ranks) as (step,):
-        return step.trace(step.run.fake(inputs), step.run.fake(kwargs)).forecast()
+
+    def trace(call: ModelCall, decisions: Decisions | None) -> MemoryForecast:
+        options = optimizer, call.loss_fn, fsdp_ranks
+        with training_steps(call.model, device_type, [precision], *options) as (step,):
+            fakes = step.run.fake(call.args), step.run.fake(call.kwargs)
+            return step.trace(*fakes, decisions).forecast()
+
+    return answered(trace, ModelCall(model, inputs, kwargs, loss_fn), "forecast")
 
 
 def largest_batch(
@@ -120,7 +139,10 @@ def largest_batch(
     limit = parse_bytes(memory_bytes)
     inputs = inputs_of_shapes(input_shape, input_dtype, batched=False)
     with training_steps(model, device_type, [precision], optimizer, loss_fn) as (step,):
-        return MemoryByBatch(step, inputs, limit).largest
+        try:
+            return MemoryByBatch(step, inputs, limit).largest
+        except ValuesNeeded as error:
+            raise _shapes_alone(model) from error
 
 
 def compare_memory(
@@ -133,7 +155,16 @@ def compare_memory(
     ``memory_bytes="24GiB"``, ``precisions=["fp32", "bf16"]`` and ``device_type="cuda"``.
     """
     inputs = inputs_of_shapes(input_shape, input_dtype, batched=True)
-    return memory_table(model, inputs, **options)
+    try:
+        return memory_table(model, inputs, **options)
+    except NoValues as error:
+        raise _shapes_alone(model) from error
+
+
+def _shapes_alone(model: nn.Module) -> TraceError:
+    name = type(model).__name__
+    why = "its course depends on values, and shapes have none"
+    return TraceError(f"{name}: {why}: {_EACH_BATCH.text}")
 
 
 def memory_table(
@@ -156,44 +187,73 @@ def memory_table(
     """
     total = None if memory_bytes is None else parse_bytes(memory_bytes)
     limit = None if total is None else int(total * (1 - reserve))
-    solved: dict[str, MemoryByBatch] = {}
-    forecasts, reason, failed = [], "", dict[str, TraceError]()
-    with training_steps(model, device_type, precisions, **options) as steps:
-        for step in steps:
-            try:
-                by = MemoryByBatch(step, inputs, limit, known=tuple(solved.values()))
-            except Exception as error:  # whatever the model raises at a batch that was not given
-                try:
-                    trace = step.trace(*inputs.of(inputs.batch, step.traced_on))
-                except TraceError as failure:  # what was given fails too
-                    failed[str(step.precision)] = failure
-                else:
-                    forecasts.append(trace.forecast())
-                    reason = first_line(error)
-            else:
-                solved[str(step.precision)] = by
-                forecasts.append(by.at(inputs.batch))
-    if not forecasts or "fp32" in failed:  # then the model or its inputs are wrong
-        raise next(iter(failed.values()))
+    asked = list(precisions)  # which may be gone through twice
+
+    def trace(call: ModelCall, decisions: Decisions | None) -> _ByPrecision:
+        given: dict[str, Any] = {**options, "loss_fn": call.loss_fn}
+        with training_steps(call.model, device_type, asked, **given) as steps:
+            return _each_precision(steps, inputs, limit, decisions)
+
+    call = ModelCall(model, inputs.args, inputs.kwargs, options.get("loss_fn"))
+    by_precision = answered(trace, call, "forecast")
+    solved = by_precision.solved
     largest = {} if limit is None else {p: by.largest for p, by in solved.items()}
     # A quarter beyond the largest batch, so that the figure shows where the curves cross the limit.
     end = max([2 * inputs.batch, 16, *(5 * n // 4 for n in largest.values())])
     batches = tuple(sorted({max(1, end * i // 16) for i in range(17)}))
     table = MemoryTable(
-        tuple(forecasts),
+        tuple(by_precision.forecasts),
         total,
         largest,
         {p: (batches, tuple(by.at(n).peak for n in batches)) for p, by in solved.items()},
         reserve=reserve,
-        not_extrapolated=reason,
+        not_extrapolated=by_precision.reason,
         held=inputs.held,
-        failed={precision: str(error) for precision, error in failed.items()},
+        failed={precision: str(error) for precision, error in by_precision.failed.items()},
     )
     eight_bit = None
     if needs_eight_bit(table) and solved:
         smallest = min(solved.values(), key=lambda by: by.at(inputs.batch).peak)
         eight_bit = smallest.at(inputs.batch, optimizer=EIGHT_BIT)
     return dataclasses.replace(table, ways_out=tuple(ways_out(table, eight_bit)))
+
+
+@dataclasses.dataclass
+class _ByPrecision:
+    """The forecasts of some steps, which differ in precision."""
+
+    solved: dict[str, "MemoryByBatch"] = dataclasses.field(default_factory=dict)
+    forecasts: list[MemoryForecast] = dataclasses.field(default_factory=list)
+    failed: dict[str, TraceError] = dataclasses.field(default_factory=dict)
+    reason: str = ""  # why other batches cannot be extrapolated
+
+
+def _each_precision(
+    steps: list[TrainingStep],
+    inputs: BatchedInputs,
+    limit: int | None,
+    decisions: Decisions | None,
+) -> _ByPrecision:
+    """Forecast each step, by batch if that can be; `decisions` are those for the given batch."""
+    found = _ByPrecision()
+    for step in steps:
+        precision = str(step.precision)
+        try:
+            by = MemoryByBatch(step, inputs, limit, known=tuple(found.solved.values()))
+        except Exception as error:  # whatever the model raises at a batch that was not given
+            try:
+                trace = step.trace(*inputs.of(inputs.batch, step.traced_on), decisions)
+            except TraceError as failure:  # what was given fails too
+                found.failed[precision] = failure
+            else:
+                found.forecasts.append(trace.forecast())
+                found.reason = first_line(error)
+        else:
+            found.solved[precision] = by
+            found.forecasts.append(by.at(inputs.batch))
+    if not found.forecasts or "fp32" in found.failed:  # then the model or its inputs are wrong
+        raise next(iter(found.failed.values()))
+    return found
 
 
 _UNITS = {"": 1, "b": 1} | {
@@ -302,6 +362,8 @@ class MemoryByBatch:
     def _trace(self, batch: int) -> Any:
         try:
             return self._step.trace(*self._inputs.of(batch, self._step.traced_on))
+        except ValuesNeeded:
+            raise
         except TraceError as error:
             raise TraceError(f"{error} (tried with a batch of {batch})") from error
 

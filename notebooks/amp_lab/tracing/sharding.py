@@ -18,7 +18,7 @@ from amp_lab.tracing.fake_device import checked_backend, on_fake_device, require
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.sharded_step import group_of, sharded
 from amp_lab.tracing.sharding_result import ShardedBuffer, ShardedParameter, ShardingXray, Unit
-from amp_lab.tracing.tracer import named_tensors
+from amp_lab.tracing.structures import named_tensors
 from amp_lab.tracing.xray import xray
 
 _HOOKS = {"bf16_compress_hook": torch.bfloat16, "fp16_compress_hook": torch.float16}

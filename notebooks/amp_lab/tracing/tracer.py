@@ -4,11 +4,8 @@ Two modes look on. `Tracer` sits above autocast and sees which function of torch
 `_Ops` sits below it and shows it the ops that the call becomes, with the dtypes they really get.
 """
 
-import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +20,12 @@ from torch.utils._pytree import tree_map_only
 
 from amp_lab.backends import backend
 from amp_lab.errors import TraceError
-from amp_lab.remedies import remedy
 from amp_lab.report import listed
 from amp_lab.tracing.attention import ATTENTION, Attention
 from amp_lab.tracing.backward import functions_of_the_model, run_backward, seeds_of
+from amp_lab.tracing.decisions import NotAnswered, ValuesNeeded
 from amp_lab.tracing.fake_device import (
+    FOR_REAL,
     NEEDS_VALUES,
     ModelRun,
     attribute_set,
@@ -38,6 +36,8 @@ from amp_lab.tracing.fake_device import (
 )
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, computes_nothing, flops, storage_key, tensors_in
 from amp_lab.tracing.records import LOSS, RNN_LAYERS, Cast, OpRecord, place_of, widest
+from amp_lab.tracing.running_module import RunningModule
+from amp_lab.tracing.structures import named_tensors
 
 NORMS = {"layer_norm", "group_norm", "rms_norm", "instance_norm"}
 
@@ -55,31 +55,6 @@ _CASTING = {
 _SDPA = F.scaled_dot_product_attention
 _PLAIN_NAMES = {"__matmul__": "matmul", "__rmatmul__": "matmul"}
 _NOT_FAKED = (fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException)
-
-_FOR_REAL = remedy(
-    "xray.for_real",
-    "an op of the model depends on values, which fake tensors do not have",
-    'or run it for real on the CPU, xray(..., device_type="cpu", real=True), which is '
-    "amp-lab xray --device cpu --real",
-)
-
-
-def named_leaves(structure: object, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Place and value of each leaf of tuples, lists, mappings and dataclasses."""
-    if isinstance(structure, (list, tuple)):
-        structure = dict(enumerate(structure))
-    elif dataclasses.is_dataclass(structure) and not isinstance(structure, type):
-        structure = {f.name: getattr(structure, f.name) for f in dataclasses.fields(structure)}
-    if not isinstance(structure, Mapping):
-        yield path, structure
-        return
-    for step, value in structure.items():
-        yield from named_leaves(value, f"{path}.{step}")
-
-
-def named_tensors(structure: object) -> list[tuple[str, torch.Tensor]]:
-    """The tensors among `named_leaves`."""
-    return [pair for pair in named_leaves(structure) if isinstance(pair[1], torch.Tensor)]
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -145,11 +120,11 @@ class Tracer(TorchFunctionMode):
         self.bounces: list[tuple[OpRecord, str]] = []  # widened; cast back for which function
         self.outputs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}  # by place
         self.loss_dtype: torch.dtype | None = None
-        self.classes: dict[str, str] = {}  # of each module
+        self.classes = {name: type(module).__name__ for name, module in run.model.named_modules()}
         self.error: Exception | None = None  # of the model or the loss: the rows end there
         self.failed_at: tuple[str, str] | None = None  # module and op of the error
         self._in_loss = False
-        self._modules = [""]  # those that are running, the innermost last
+        self._running = RunningModule()
         self._calls: list[_Call] = []
         self._names: dict[int, str] = {}  # by storage: of what was there before
         self._made: dict[int, OpRecord] = {}  # by storage: the op that wrote it last
@@ -165,7 +140,7 @@ class Tracer(TorchFunctionMode):
             self._names.setdefault(_key(tensor), f"input {path[1:]}")
         enabled = self.dtype is not torch.float32
         with (
-            self._modules_watched(run.model),
+            self._running.watched(run.model),
             autocast_on(self.device_type, self.dtype if enabled else None, enabled=enabled),
             self,
             _Ops(self),
@@ -180,8 +155,15 @@ class Tracer(TorchFunctionMode):
                     self._in_loss = True
                     result = loss = loss_fn(output)
                     self.loss_dtype = loss.dtype if isinstance(loss, torch.Tensor) else None
-            except (*NEEDS_VALUES, *_NOT_FAKED) as error:
-                raise TraceError(self._beyond_fakes(error)) from error
+            except NEEDS_VALUES as error:
+                said = f"{self._failed_op} depends on values"
+                raise ValuesNeeded(said, error.func) from error
+            except _NOT_FAKED as error:
+                cure = f"{remedy_for(error, run.model, 'X-ray')}; or {FOR_REAL.text}"
+                said = f"{self._failed_op}: torch cannot run it on fake tensors; {cure}"
+                raise TraceError(said) from error
+            except NotAnswered:
+                raise
             except Exception as error:  # whatever the model raises: `xray` says it, or raises it
                 self.error = error
                 return self
@@ -203,40 +185,15 @@ class Tracer(TorchFunctionMode):
         except RuntimeError as error:
             self.error, self.failed_at = error, ("", f"backward pass of {listed(own, 3)}")
 
-    def _beyond_fakes(self, error: Exception) -> str:
+    @property
+    def _failed_op(self) -> str:
         module, op = self.failed_at or (self._module, "an op")
-        where = f"op {op} in {place_of(module)}"
-        cure = f"{remedy_for(error, self._run.model, 'X-ray')}; {_FOR_REAL.text}"
-        if isinstance(error, _NOT_FAKED):
-            return f"{where}: torch cannot run it on fake tensors; {cure}"
-        return f"{where} depends on values, which fake tensors have not: {cure}"
-
-    # Modules
-
-    @contextmanager
-    def _modules_watched(self, model: nn.Module) -> Iterator[None]:
-        """The block in which hooks keep `_modules` up to date."""
-        with ExitStack() as stack:
-            for name, module in model.named_modules():
-                self.classes[name] = type(module).__name__
-                enter = functools.partial(self._enter, name)
-                leave = functools.partial(self._leave, name)
-                stack.callback(module.register_forward_pre_hook(enter).remove)
-                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
-            yield
-
-    def _enter(self, name: str, module: nn.Module, args: tuple) -> None:
-        self._modules.append(name)
-
-    def _leave(self, name: str, module: nn.Module, args: tuple, output: object) -> None:
-        # Those that are above it on the stack were left without a call of their hooks.
-        while len(self._modules) > 1 and self._modules.pop() != name:
-            pass
+        return f"op {op} in {place_of(module)}"
 
     @property
     def _module(self) -> str:
         """The module whose code is running."""
-        return LOSS if self._in_loss else self._modules[-1]
+        return LOSS if self._in_loss else self._running.name
 
     # Functions
 

@@ -1,5 +1,6 @@
 """One training step on fake tensors, and the forecast that comes of it."""
 
+import dataclasses
 import functools
 import gc
 import math
@@ -23,6 +24,7 @@ from amp_lab.precision import Precision
 from amp_lab.report import listed
 from amp_lab.torch_versions import step_counters_on_host
 from amp_lab.tracing.backward import Seeds, run_backward, seeds_of
+from amp_lab.tracing.decisions import Decisions, ValuesNeeded
 from amp_lab.tracing.fake_device import (
     NEEDS_VALUES,
     ModelRun,
@@ -127,8 +129,20 @@ class TrainingStep:
         """The type of device whose kernels run, and on which its inputs have to be."""
         return "cpu" if self.ranks > 1 else self.device_type
 
-    def trace(self, inputs: tuple, kwargs: dict[str, Any]) -> "TracedStep":
-        """Run the step once on fake inputs, and note every storage's coming and going."""
+    def trace(
+        self, inputs: tuple, kwargs: dict[str, Any], decisions: Decisions | None = None
+    ) -> "TracedStep":
+        """Run the step once on fake inputs, and note every storage's coming and going.
+
+        `decisions` are those of a real run on such inputs, if values decide its course.
+        """
+        with self.run.told(decisions) as replay:
+            traced = self._trace(inputs, kwargs)
+            replay.require_done()
+        remark = decisions.remark if decisions is not None else ""
+        return dataclasses.replace(traced, decisions=remark)
+
+    def _trace(self, inputs: tuple, kwargs: dict[str, Any]) -> "TracedStep":
         run, given = self.run, tensors_in((inputs, kwargs))
         shapes = tuple(tuple(tensor.shape) for tensor in given)
         if self.ranks > 1:
@@ -205,6 +219,7 @@ class TracedStep:
     input_shapes: tuple[tuple[int, ...], ...]
     trained: tuple[Parameter, ...]  # those that got a gradient
     storages: StorageTrace
+    decisions: str = ""  # what to say if it took decisions of a run on the CPU
 
     def forecast(self) -> MemoryForecast:
         """The forecast for this step, its optimizer included, which never ran with it."""
@@ -224,6 +239,9 @@ class TracedStep:
         at_peak["optimizer"] += state
         at_peak["temporaries"] += work if peak_phase == "optimizer" else 0
         rnns = {type(m).__name__ for m in step.run.model.modules() if isinstance(m, nn.RNNBase)}
+        caveats = [f"{kind}{_RNN_CAVEAT}" for kind in sorted(rnns)]
+        if self.decisions:
+            caveats.append(self.decisions)
         return MemoryForecast(
             model=type(step.run.model).__name__,
             input_shapes=self.input_shapes,
@@ -239,7 +257,7 @@ class TracedStep:
             cast_kept=kept["cast_cache"],
             phases=phases,
             at_peak=at_peak,
-            caveats=tuple(f"{kind}{_RNN_CAVEAT}" for kind in sorted(rnns)),
+            caveats=tuple(caveats),
             fsdp_ranks=step.ranks,
         )
 
@@ -346,10 +364,11 @@ def one_line_errors(model: nn.Module, shapes: tuple, device_type: str) -> Iterat
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
         name = type(model).__name__
-        if isinstance(error, (fake_tensor.UnsupportedOperatorException, *NEEDS_VALUES)):
-            why = f"the result of {error.func} depends on values, which a forecast does not have"
-            if isinstance(error, fake_tensor.UnsupportedOperatorException):
-                why = f"torch cannot run {error.func} without values"
+        if isinstance(error, NEEDS_VALUES):
+            said = f"{name}: the result of {error.func} depends on values"
+            raise ValuesNeeded(said, error.func) from error
+        if isinstance(error, fake_tensor.UnsupportedOperatorException):
+            why = f"torch cannot run {error.func} without values"
             raise TraceError(f"{name}: {why}: {remedy_for(error, model, 'forecast')}") from error
         given = f"input of shape {', '.join(map(str, shapes))}" if shapes else "no tensor as input"
         reason = f"{first_line(error)}{tip_for(error, model, 'forecast', device_type)}"

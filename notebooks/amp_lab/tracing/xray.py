@@ -17,6 +17,8 @@ from amp_lab.precision import require_backend
 from amp_lab.remedies import remedy
 from amp_lab.report import dtype_name
 from amp_lab.tracing.advice import advise
+from amp_lab.tracing.answered import answered
+from amp_lab.tracing.decisions import Decisions
 from amp_lab.tracing.fake_device import (
     ModelRun,
     checked_backend,
@@ -27,8 +29,10 @@ from amp_lab.tracing.fake_device import (
     tip_for,
 )
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
+from amp_lab.tracing.real_run import ModelCall
 from amp_lab.tracing.records import place_of
-from amp_lab.tracing.tracer import Tracer, named_leaves, named_tensors
+from amp_lab.tracing.structures import named_leaves, named_tensors
+from amp_lab.tracing.tracer import Tracer
 from amp_lab.tracing.xray_result import Xray
 
 _CAST_MODEL = remedy(
@@ -36,7 +40,6 @@ _CAST_MODEL = remedy(
     "a model cast to fp16 or bf16 is given fp32 inputs",
     "its weights are {dtype}: cast its inputs too",
 )
-_Given = tuple[nn.Module, tuple, dict[str, Any]]  # the model, and what a call of it takes
 
 
 def xray(
@@ -53,15 +56,18 @@ def xray(
         print(xray(torchvision.models.resnet50(), torch.empty(8, 3, 224, 224), device_type="cuda"))
 
     One forward pass with `inputs` and `kwargs` on fake tensors of `device_type` ("cuda", also for
-    ROCm; "xpu", "mps", "cpu"), which have no values. Autocast computes in `dtype`; torch.float32
+    ROCm; "xpu", "mps", "cpu"), which have no values. If the course of the model depends on values,
+    it runs once for real on the CPU in fp32, on copies, and the pass takes the decisions of that
+    run (`Xray.decisions` says so). Autocast computes in `dtype`; torch.float32
     leaves it off. None stands for autocast's default, but a model whose weights are all in low
     precision runs as it is, and one with some of them under autocast to their dtype. `loss_fn`, if
     given, gets the output and runs under autocast too. `real` runs a copy of the model on the
     device itself.
 
     Raises `TraceError` for what is no model or no input, a model that fails on these inputs, and
-    one whose course depends on values; `DeviceError` for a dtype that autocast does not take, and a
-    device type that does not exist or, with `real`, is not there.
+    one whose course depends on values that the run on the CPU does not have; `DeviceError` for a
+    dtype that autocast does not take, and a device type that does not exist or, with `real`, is not
+    there.
     """
     checked_backend(device_type)
     if real:
@@ -74,13 +80,34 @@ def xray(
     if not off:
         checked_dtype(device_type, dtype)
     _check_inputs(model, inputs, kwargs, real)
-    given = model, inputs, kwargs
-    trace = functools.partial(_on_device if real else _on_fakes, given, loss_fn, device_type)
+    call = ModelCall(model, inputs, kwargs, loss_fn)
+    if real:
+        return _xrayed(call, functools.partial(_on_device, call, device_type), dtype, True)
+
+    def trace(call: ModelCall, decisions: Decisions | None) -> Xray:
+        run = functools.partial(_on_fakes, call, device_type, decisions)
+        return _xrayed(call, run, dtype, False, decisions)
+
+    def for_real() -> Xray:
+        return _xrayed(call, functools.partial(_on_device, call, "cpu"), dtype, True)
+
+    return answered(trace, call, "X-ray", for_real)
+
+
+def _xrayed(
+    call: ModelCall,
+    trace: Callable[[torch.dtype], Tracer],
+    dtype: torch.dtype,
+    real: bool,
+    decisions: Decisions | None = None,
+) -> Xray:
+    """What is said of a model that `trace` follows under autocast to a dtype."""
     seen = trace(dtype)
-    raised = None if seen.error is None else _raised_under_autocast(seen, trace, given, off)
+    off = dtype is torch.float32
+    raised = None if seen.error is None else _raised_under_autocast(seen, trace, call, off)
     return Xray(
-        model=type(model).__name__,
-        device_type=device_type,
+        model=type(call.model).__name__,
+        device_type=seen.device_type,
         dtype=seen.dtype,
         real=real,
         rows=seen.rows,
@@ -91,11 +118,12 @@ def xray(
         raised=raised,
         advice=advise(seen, raised),
         classes=seen.classes,
+        decisions=decisions.remark if decisions else "",
     )
 
 
 def _raised_under_autocast(
-    seen: Tracer, trace: Callable[[torch.dtype], Tracer], given: _Given, off: bool
+    seen: Tracer, trace: Callable[[torch.dtype], Tracer], call: ModelCall, off: bool
 ) -> str:
     """The error of a run that failed, if the model runs without autocast; else `TraceError`.
 
@@ -104,21 +132,28 @@ def _raised_under_autocast(
     assert seen.error is not None
     plain = seen if off else trace(torch.float32)
     if plain.error is None:
-        return _explained(seen.error, seen, given)
+        return _explained(seen.error, seen, call)
     # With some weights in 16 bits it only runs under autocast: what fails there counts.
-    has_low = any(parameter.dtype in LOWER_DTYPES for parameter in given[0].parameters())
+    has_low = any(parameter.dtype in LOWER_DTYPES for parameter in call.model.parameters())
     told, error = (seen, seen.error) if has_low else (plain, plain.error)
-    raise TraceError(_explained(error, told, given)) from error
+    raise TraceError(_explained(error, told, call)) from error
 
 
 def _on_fakes(
-    given: _Given, loss_fn: Callable | None, device_type: str, dtype: torch.dtype
+    call: ModelCall, device_type: str, decisions: Decisions | None, dtype: torch.dtype
 ) -> Tracer:
     """One forward pass on fake tensors under autocast to `dtype`; torch.float32: without it."""
 
     def trace(default: contextlib.AbstractContextManager) -> Tracer:
-        with on_fake_device(*given, device_type) as run, default:
-            return Tracer(device_type, dtype, run).follow(loss_fn)
+        with (
+            on_fake_device(call.model, call.args, call.kwargs, device_type) as run,
+            default,
+            run.told(decisions) as replay,
+        ):
+            seen = Tracer(device_type, dtype, run).follow(call.loss_fn)
+            if seen.error is None:
+                replay.require_done()
+            return seen
 
     seen = trace(contextlib.nullcontext())
     if isinstance(seen.error, RuntimeError) and "device" in str(seen.error):
@@ -128,29 +163,27 @@ def _on_fakes(
     return seen
 
 
-def _on_device(
-    given: _Given, loss_fn: Callable | None, device_type: str, dtype: torch.dtype
-) -> Tracer:
+def _on_device(call: ModelCall, device_type: str, dtype: torch.dtype) -> Tracer:
     """The same of a copy of the model, for real."""
     try:
-        model, *inputs = copy.deepcopy(given)
+        model, *inputs = copy.deepcopy((call.model, call.args, call.kwargs))
     except (RuntimeError, TypeError) as error:  # tensors of a graph, locks, open files
         raise TraceError(f"real=True runs a copy of the model: {first_line(error)}") from error
     model.to(device_type)  # the copy: the user's own model stays where it is
     inputs = tree_map_only(torch.Tensor, lambda t: t.to(device_type), inputs)
     own: Any = dict(model.named_parameters()), dict(model.named_buffers())
-    run = ModelRun(model, *own, *inputs, fake=lambda x: x, is_fake=False)
+    run = ModelRun(model, *own, *inputs, fake=lambda x: x)
     # Dropout draws numbers: what the user draws next must not depend on this run.
     is_host = backend(device_type).is_host
     devices = [] if is_host else [torch.accelerator.current_device_index()]
     with torch.random.fork_rng(devices, device_type="cuda" if is_host else device_type):
-        return Tracer(device_type, dtype, run).follow(loss_fn)
+        return Tracer(device_type, dtype, run).follow(call.loss_fn)
 
 
-def _explained(error: Exception, seen: Tracer, given: _Given) -> str:
+def _explained(error: Exception, seen: Tracer, call: ModelCall) -> str:
     """The model's own error in a line, with the shapes that it was given."""
-    model, *inputs = given
-    tensors = [tensor for _, tensor in named_tensors(inputs)]
+    model = call.model
+    tensors = [tensor for _, tensor in named_tensors([call.args, call.kwargs])]
     shapes = ", ".join(f"{tuple(t.shape)} {dtype_name(t.dtype)}" for t in tensors)
     where = f" in {place_of(seen.failed_at[0])} ({seen.failed_at[1]})" if seen.failed_at else ""
     low = {p.dtype for p in model.parameters()} & set(LOWER_DTYPES)

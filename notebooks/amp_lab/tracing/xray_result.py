@@ -35,6 +35,7 @@ class Xray(Printed):
     raised: str | None  # what autocast made fail, if it did: the rows end there
     advice: list[str]  # what to look at, in sentences; each is proved by the rows and casts
     classes: dict[str, str] = field(repr=False)  # of each module
+    decisions: str = ""  # what to say if the trace took decisions of a run on the CPU
 
     @property
     def title(self) -> str:
@@ -87,6 +88,8 @@ class Xray(Printed):
             yield f"Output: {listed(outputs, 6)}."
         if self.loss_dtype is not None:
             yield f"Loss: {short_name(self.loss_dtype)}."
+        if self.decisions:
+            yield self.decisions
 
 
 @dataclass(frozen=True)

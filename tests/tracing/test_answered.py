@@ -1,0 +1,222 @@
+"""A model whose course depends on values is traced with the decisions of a run on the CPU."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from amp_lab import forecast_memory, largest_batch, xray
+from amp_lab.cli import main
+from amp_lab.errors import TraceError
+from amp_lab.tracing import real_run
+from amp_lab.tracing.memory import BatchedInputs, compare_memory, memory_table
+from amp_lab.tracing.real_run import ModelCall, decisions_of
+
+pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
+
+
+class Router(nn.Module):
+    """A mixture of experts, two for each token."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, places = (chosen == number).nonzero(as_tuple=True)
+            if rows.numel() == 0:
+                continue
+            share = weights[rows, places, None]
+            out = out.index_add(0, rows, (expert(x[rows]) * share).to(out.dtype))
+        return out
+
+
+class Detector(nn.Module):
+    """Keeps the boxes with a high score."""
+
+    def __init__(self):
+        super().__init__()
+        self.boxes, self.scores = nn.Linear(8, 4), nn.Linear(8, 1)
+
+    def forward(self, x):
+        boxes, keep = self.boxes(x), self.scores(x).squeeze(-1) > 0
+        return boxes[keep]
+
+
+class Conformer(nn.Module):
+    """Cuts a padded batch to its longest item, and counts in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.seen = []
+
+    def forward(self, x, lengths):
+        self.seen.append(lengths.tolist())
+        x = self.layer(x[:, : lengths.max().item()])
+        return self.norm(nn.functional.dropout(x, 0.5, self.training).transpose(1, 2))
+
+
+def masked_loss(output):
+    mask = output.detach() > 0
+    return output[mask].mean() if mask.any() else output.sum()
+
+
+MODELS = {
+    "router": (Router, lambda: (torch.randn(6, 8),), None),
+    "detector": (Detector, lambda: (torch.randn(9, 8),), None),
+    "loss": (lambda: nn.Linear(8, 8), lambda: (torch.randn(6, 8),), masked_loss),
+    "conformer": (Conformer, lambda: (torch.randn(2, 7, 8), torch.tensor([3, 5])), None),
+}
+
+
+@pytest.fixture(params=MODELS)
+def made(request):
+    build, inputs, loss_fn = MODELS[request.param]
+    return build(), inputs(), loss_fn
+
+
+def test_the_trace_is_that_of_a_real_run(made):
+    model, inputs, loss_fn = made
+    for dtype in (torch.float32, torch.bfloat16):
+        how = {"device_type": "cpu", "dtype": dtype, "loss_fn": loss_fn}
+        fake, real = (xray(model, *inputs, **how, real=real) for real in (False, True))
+        if dtype is torch.float32:
+            assert fake.rows == real.rows
+        assert fake.outputs.keys() == real.outputs.keys()
+        assert "taken from a run on the CPU in fp32 and may differ for other" in str(fake)
+        assert not real.decisions
+
+
+def test_it_is_answered_on_every_device_and_in_a_forecast(made):
+    model, inputs, loss_fn = made
+    for device_type in ("cuda", "mps", "cpu"):
+        assert xray(model, *inputs, device_type=device_type, loss_fn=loss_fn).decisions
+    found = forecast_memory(model, *inputs, precision="fp16", loss_fn=loss_fn)
+    assert "may differ for other inputs" in str(found)
+    table = memory_table(model, BatchedInputs(inputs), memory_bytes="1GiB", loss_fn=loss_fn)
+    assert len(table.forecasts) == 3
+    assert "depends on values" in table.not_extrapolated
+
+
+def test_the_model_and_all_generators_are_as_they_were():
+    model, inputs, _ = MODELS["conformer"]
+    model, inputs = model(), inputs()
+    state, given = copy.deepcopy(model.state_dict()), copy.deepcopy(inputs)
+    torch_state, numpy_state = torch.get_rng_state(), np.random.get_state()[1].tolist()
+    python_state = random.getstate()
+    decisions_of(ModelCall(model, inputs, {}))
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert all(map(torch.equal, inputs, given))
+    assert model.seen == []
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), torch_state)
+    assert np.random.get_state()[1].tolist() == numpy_state
+    assert random.getstate() == python_state
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_embedding_that_renorms_itself_keeps_its_weights():
+    model = nn.Embedding(4, 8, max_norm=0.1)
+    before = model.weight.detach().clone()
+    decisions_of(ModelCall(model, (torch.tensor([1, 2]),), {}))
+    assert torch.equal(model.weight, before)
+
+
+def test_weights_in_16_bits_decide_as_in_fp32():
+    found = decisions_of(ModelCall(Detector().bfloat16(), (torch.randn(9, 8).bfloat16(),), {}))
+    (decision,) = found.made
+    assert decision.result.dtype is torch.float32
+    assert decision.module == ""
+
+
+class ByDevice(nn.Module):
+    """Asks for other values on a CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = Detector()
+
+    def forward(self, x):
+        if x.device.type == "cpu" and x.sum() > 1e9:
+            return x
+        return self.part(x)
+
+
+def test_another_course_is_refused_with_the_module():
+    model, x = ByDevice(), torch.randn(9, 8)
+    with pytest.raises(TraceError, match=r"another course at op index in 'part'") as told:
+        xray(model, x)
+    assert "\n" not in str(told.value)
+    assert xray(model, x, device_type="cpu").decisions
+
+
+def test_a_run_that_takes_too_much_is_stopped(monkeypatch):
+    call = ModelCall(Detector(), (torch.randn(9, 8),), {})
+    monkeypatch.setattr(real_run, "free_bytes", lambda: 1000)
+    with pytest.raises(TraceError, match="50 % of the free memory"):
+        decisions_of(call)
+    monkeypatch.setattr(real_run, "free_bytes", lambda: None)
+    assert decisions_of(call).made
+    monkeypatch.setattr(real_run, "LIMIT_S", -1.0)
+    with pytest.raises(TraceError, match="takes longer than"):
+        decisions_of(call)
+
+
+def test_memory_counts_as_long_as_it_lives(monkeypatch):
+    class Passing(nn.Module):
+        def forward(self, x):
+            for _ in range(100):
+                torch.ones(1000) + 1
+            return x
+
+    monkeypatch.setattr(real_run, "free_bytes", lambda: 40_000)  # the loop takes 800,000 in all
+    decisions_of(ModelCall(Passing(), (torch.ones(1),), {}))
+
+
+def test_a_run_that_fails_says_why():
+    def loss(output):
+        if output.sum() > 1e9:
+            return output.sum()
+        raise ValueError("no such target") if output.device.type == "cpu" else TypeError
+
+    with pytest.raises(TraceError, match="the run on the CPU in fp32 fails: ValueError: no such"):
+        xray(nn.Linear(8, 8), torch.randn(2, 8), loss_fn=loss)
+
+
+def test_shapes_have_no_values():
+    for trace in (largest_batch, compare_memory):
+        options = {"precision": "fp32"} if trace is largest_batch else {}
+        with pytest.raises(TraceError, match="Detector: its course depends on values, and shapes"):
+            trace(Detector(), (1, 8), memory_bytes="1GiB", **options)
+
+
+FILE = """
+import torch
+from torch import nn
+
+
+class Chooses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.a(x)
+        return x[x.sum(-1) > 0]
+"""
+
+
+@pytest.mark.parametrize("command", ["xray", "memory"])
+def test_the_commands_build_the_model_with_values(command, tmp_path, monkeypatch, capsys):
+    (tmp_path / "choosing_by_value.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    assert main([command, "choosing_by_value.py:Chooses", "--input", "6,8"]) == 0
+    assert "1 decision (branches, sizes) that depend" in capsys.readouterr().out
