@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from amp_lab.backends import Backend, backend
 from amp_lab.errors import AmpLabError, TraceError, first_line
 from amp_lab.precision import Precision
-from amp_lab.report import listed
+from amp_lab.report import listed, short_name
 from amp_lab.torch_versions import step_counters_on_host
 from amp_lab.tracing.backward import Seeds, run_backward, seeds_of
 from amp_lab.tracing.decisions import Decisions, ValuesNeeded
@@ -36,7 +36,7 @@ from amp_lab.tracing.fake_device import (
     tip_for,
 )
 from amp_lab.tracing.memory_result import MemoryForecast
-from amp_lab.tracing.ops_seen import tensors_in
+from amp_lab.tracing.ops_seen import LOWER_DTYPES, tensors_in
 from amp_lab.tracing.records import RNN_LAYERS
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
 
@@ -240,6 +240,7 @@ class TracedStep:
         at_peak["temporaries"] += work if peak_phase == "optimizer" else 0
         rnns = {type(m).__name__ for m in step.run.model.modules() if isinstance(m, nn.RNNBase)}
         caveats = [f"{kind}{_RNN_CAVEAT}" for kind in sorted(rnns)]
+        caveats += _caveat_of_low_weights(step.run.model, step.precision)
         if self.decisions:
             caveats.append(self.decisions)
         return MemoryForecast(
@@ -260,6 +261,14 @@ class TracedStep:
             caveats=tuple(caveats),
             fsdp_ranks=step.ranks,
         )
+
+
+def _caveat_of_low_weights(model: nn.Module, precision: Precision) -> Iterator[str]:
+    """What to say of a step in fp32 whose weights are in 16 bits."""
+    low = {short_name(p.dtype) for p in model.parameters() if p.dtype in LOWER_DTYPES}
+    if low and precision in (Precision.FP32, Precision.TF32):
+        names = listed(sorted(low))
+        yield f"Weights in {names} stay so: {precision} is this model without autocast."
 
 
 class _CastOnce(TorchFunctionMode):
