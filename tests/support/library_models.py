@@ -202,5 +202,5 @@ MODELS |= {
         {},
     ),
 }
-# What cannot be traced, and words of the line that says so.
-REFUSED = {"torchvision fasterrcnn": "backbone"}
+# What cannot be traced in training on cuda, and words of the line that says so.
+REFUSED = {"torchvision fasterrcnn": "--device cpu --real"}
