@@ -56,8 +56,8 @@ assert 2 * half.nbytes == full.nbytes
 
 # %% [markdown]
 # The result has half the bytes, although `x` and `weight` are what they were. Half the bytes take
-# half the memory and half the time to move. As a rule of thumb, hardware with units for 16-bit
-# products also multiplies them several times as fast. That is all AMP is about. The rest is care
+# half the memory and, as a rule of thumb, half the time to move. Hardware with units for 16-bit
+# products often multiplies them several times as fast. That is all AMP is about. The rest is care
 # about what gets lost when a number has fewer bits.
 #
 # ## A network and some data
@@ -183,8 +183,8 @@ assert all(loss < 0.2 * first for loss in last.values())  # both have learned
 assert abs(last[str(precision)] - last["fp32"]) < 0.02 * first  # and the same
 
 # %% [markdown]
-# Both losses fell by the same amount: what the format rounds away is far less than what one batch
-# differs from the next.
+# Both losses fell by the same amount, as the assertion checks: what the format rounds away makes no
+# difference here.
 #
 # Next we measure the time of a step. The two loops take turns, so that whatever else your machine
 # does affects both alike. We also look at the memory that the forward pass keeps for the backward
@@ -219,7 +219,7 @@ assert memory[str(precision)] < memory["fp32"]
 # themselves were kept in fp32 all along.
 #
 # On the machine that made the outputs you see here, two CPU cores with bf16 instructions, AMP made a
-# step faster. Yours may differ in both directions: GPUs from NVIDIA's Volta and AMD's CDNA on gain
+# step faster. Yours may differ in both directions: GPUs with tensor cores (AMD: matrix cores) gain
 # more, as a rule of thumb, and a CPU without such instructions loses time.
 #
 # ## Where do you want to go?

@@ -235,9 +235,10 @@ _ = plots.range_and_spacing(pictured)
 #
 # ## Rounding
 #
-# A result that falls between two numbers is rounded to the nearer one. If it lies exactly in the
-# middle, it goes to the one whose last bit is 0, which is called *round to nearest, ties to even*.
-# From 2048 on fp16 has only the even numbers, so that every odd number is such a tie.
+# The result of a cast, a sum or a product that falls between two numbers is rounded to the nearer
+# one. If it lies exactly in the middle, it goes to the one whose last bit is 0, which is called
+# *round to nearest, ties to even*. From 2048 to 4096 fp16 has only the even numbers, so that every
+# odd number is such a tie.
 
 # %%
 numbers = torch.arange(2048.0, 2057)
@@ -248,9 +249,9 @@ assert (numbers.half().float() - numbers).sum() == 0  # as many ties went up as 
 
 # %% [markdown]
 # 2049 was rounded down to 2048 and 2051 up to 2052. Since ties go up and down in turn, they do not
-# push a sum in one direction. And because we always get the nearer number, one rounding errs by at
-# most half the spacing, which is at most eps/2 relative to the number. We measure this for 10,001
-# numbers between 1 and 2.
+# push a sum in one direction. And because we get the nearer number, one rounding errs by at most half
+# the spacing, which is at most eps/2 relative to the number. We measure this for 10,001 numbers
+# between 1 and 2.
 
 # %%
 numbers = torch.linspace(1, 2, 10_001, dtype=torch.float64)
@@ -297,7 +298,7 @@ assert torch.tensor(fp32.largest).bfloat16() == math.inf  # bf16 ends 0.4 % befo
 # numbers have all become 65536.
 #
 # Infinity rarely stays alone. Subtract one infinity from another, or multiply infinity by zero, and
-# you get NaN, which spreads to everything that is computed with it.
+# you get NaN, which spreads to nearly everything that is computed with it.
 
 # %%
 inf = torch.tensor(70000.0).half()
@@ -371,8 +372,8 @@ for name in ("fp32", "fp16", "bf16"):
     assert one + 1.01 * half_spacing > one
 
 # %% [markdown]
-# An update of 1/2048 of the weight is lost in fp16, and one of 1/256 is lost in bf16. (At weights
-# that are not powers of two, the limit lies between this share and half of it.) So **bf16 has the
+# Added to 1, an update of 1/2048 is lost in fp16, and one of 1/256 is lost in bf16. (For other
+# weights, and downwards from 1, the limit lies between this share and half of it.) So **bf16 has the
 # range of fp32, but not its precision**: it needs no loss scaling, but it loses updates that are
 # eight times as large as those that fp16 loses.
 #
@@ -416,7 +417,9 @@ def wrong_class_gradient(loss_scale):
     """That gradient, as it arrives at fp16 logits, divided by the loss scale in fp32 afterwards."""
     logits = torch.tensor([[12.0, 0.0]]).repeat(1024, 1).half().requires_grad_()
     targets = torch.zeros(1024, dtype=torch.long)
-    loss = nn.functional.cross_entropy(logits.float(), targets)  # in fp32, as under autocast
+    loss = nn.functional.cross_entropy(
+        logits.float(), targets
+    )  # in fp32, as a CPU's autocast has it
     (loss * loss_scale).backward()
     return logits.grad[0, 1].float() / loss_scale
 
@@ -469,15 +472,15 @@ assert torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
 assert not torch.backends.cuda.matmul.allow_fp16_accumulation
 
 # %% [markdown]
-# They do not: 2060 is the exact sum, rounded to fp16 once at the end. According to PyTorch's notes
-# on [numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) and on
+# They do not: 2060 is the exact sum, rounded to fp16 once at the end. According to PyTorch's notes on
+# [numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) and on
 # [CUDA](https://docs.pytorch.org/docs/stable/notes/cuda.html), the matrix units of GPUs work in the
-# same way, with 16 bits coming in, fp32 inside, and 16 bits going out. Two switches loosen this on
-# CUDA, and the cell asserts their defaults: `allow_fp16_reduced_precision_reduction`, which is on,
-# lets *partial* sums be combined in fp16, and `allow_fp16_accumulation`, which is off, adds up in
-# fp16 altogether. Sums over a whole tensor, layer norms, softmax and losses are long sums too,
-# which is why autocast on CUDA runs them in fp32 ([notebook 02](02_autocast_dtypes.ipynb) shows how
-# to ask for any op).
+# same way, with 16 bits coming in, fp32 inside, and 16 bits going out. For fp16 two switches loosen
+# this on CUDA, and the cell asserts their defaults: `allow_fp16_reduced_precision_reduction`, which
+# is on, lets *partial* sums be combined in fp16, and `allow_fp16_accumulation`, which is off, adds up
+# in fp16 altogether. (bf16 has one of its own, `allow_bf16_reduced_precision_reduction`.) Sums over a
+# whole tensor, layer norms, softmax and most losses may leave fp16's range, which is why autocast on
+# CUDA runs them in fp32 ([notebook 02](02_autocast_dtypes.ipynb) shows how to ask for any op).
 #
 # ## The gradients of a real network
 #
@@ -551,10 +554,10 @@ assert lost[1] + subnormal[1] > 0.9
 assert (gradients.bfloat16() != 0).all()  # in bf16 nothing is lost, without any scale
 
 # %% [markdown]
-# At scale 1 more than a third of the gradients are gone, and nearly all the others are subnormal.
-# At 2^16, the scale that `torch.amp.GradScaler` starts with, fewer than one in a hundred is lost.
-# The exact shares differ a little between devices; the asserts hold on all of them. bf16 loses
-# none, so it needs no scaler. The picture shows why.
+# At scale 1 more than a third of the gradients are gone, and nearly all the others are subnormal. At
+# 2^16, the scale that `torch.amp.GradScaler` starts with, fewer than two in a hundred are lost. The
+# exact shares differ a little between devices; the asserts leave room for that. bf16 loses none, so
+# it needs no scaler. The picture shows why.
 
 # %%
 _ = plots.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
@@ -599,9 +602,9 @@ for stage, grads in (("untrained", untrained), ("trained", trained)):
 assert medians["trained", "mean"] < medians["untrained", "mean"] - 10
 
 # %% [markdown]
-# The mean costs ten powers of two. Training cost about seventeen more here, from 2^-13.3 to
-# 2^-30.0, and the longer it lasts, the more it costs. That is why a loss scale is not chosen once
-# and for all, but adjusted while training.
+# The mean costs ten powers of two. Training cost about seventeen more here, from 2^-13.3 to 2^-30.0,
+# and in this network, the longer it lasts, the more it costs. That is why a loss scale is not chosen
+# once and for all, but adjusted while training.
 #
 # ## FP8 overflows in two ways (optional)
 #
@@ -683,7 +686,7 @@ for name, use in USES.items():
 #
 # Mixed precision puts the remedies together: weights and sums in fp32, products in 16 bits, and a
 # loss scale for fp16. In our network fp16 without a scale lost more than a third of the gradients,
-# with a scale of 2^16 fewer than one in a hundred, and bf16 lost none.
+# with a scale of 2^16 fewer than two in a hundred, and bf16 lost none.
 #
 # Next: [notebook 02](02_autocast_dtypes.ipynb) shows how autocast decides which op runs in which
 # format.
@@ -784,8 +787,8 @@ check_length(length)
 #     return (wide * wide).sum().sqrt()
 # ```
 #
-# Squaring doubles the exponent, so the squares overflow from 256 on and become zero at 2^-13 and
-# below. In fp32 the square of every fp16 number fits.
+# Squaring doubles the exponent, so the squares overflow from 256 on and become zero below about
+# 2^-12.5. In fp32 the square of every fp16 number fits.
 #
 # </details>
 #

@@ -114,14 +114,15 @@ assert all(parameter.dtype is torch.float32 for parameter in steps["linear"].par
 #
 # ## Four things that can happen to an op
 #
-# Each backend has a list of ops, each with a policy. An op that is not on the list is not touched.
+# Each backend has a list of ops, each with a policy. An op that is neither on the list nor made of
+# ops that are is not touched.
 #
 # | policy | what autocast does | typical ops |
 # |---|---|---|
 # | lower precision | casts the inputs to `low` | `linear`, `conv2d`, `matmul`, attention |
 # | fp32 | casts the inputs to fp32, or asks for an fp32 result | losses; on a GPU also `exp`, `softmax` and `layer_norm` |
 # | promote | casts the inputs to fp32 if one of them is fp32, otherwise to `low` | a few ops that combine tensors, such as `index_copy` and `cat` on a CPU |
-# | (not on the list) | nothing, so the op runs in the dtype that comes in | `relu`, `add`, `mean`, pooling |
+# | (not on the list) | nothing, so the op runs in the dtype that comes in | `relu`, `add`, `mean`, 2-d average pooling |
 #
 # *Promote* is rare, and has a section of its own at the end. For the other three we call one op
 # each, with an fp32 and with a low-precision matrix. You can ask `dtype_of` about any op.
@@ -153,8 +154,8 @@ for policy, op in one_of_each.items():
 #
 # 1. **Is the call eligible?** Are there tensors that autocast may cast? The next section answers
 #    this.
-# 2. **Is the op on the list of this backend?** If it is not, nothing happens, and PyTorch's usual
-#    promotion applies.
+# 2. **Is the op on the list of this backend?** If it is not, and is not made of ops that are, nothing
+#    happens, and PyTorch's usual promotion applies.
 # 3. **Which policy does it have there?**
 #
 # ## What is eligible, and what is not
@@ -183,13 +184,14 @@ assert found.get("float64", torch.float64) is torch.float64
 assert dtype_of(torch.prod, narrow) is torch.float32
 
 # %% [markdown]
-# The first two rows are ordinary products, which are lowered in either spelling. The others are
-# not touched, and each for its own reason:
+# The first two rows are ordinary products, which are lowered in either spelling. Each of the others
+# has a reason of its own:
 #
-# - **In-place ops and `out=`** write into a tensor that exists, and its dtype cannot change. Such a
-#   product runs in fp32, and gets no faster.
-# - **An explicit `dtype=` wins** over the fp32 policy that `prod` has on every backend. It is also
-#   the way to get fp32 from an op that is *not* listed, such as `softmax` on a CPU.
+# - **In-place ops and `out=`** write into a tensor that exists, and its dtype cannot change. So
+#   autocast leaves the call alone: such a product runs in fp32, and gets no faster.
+# - **An explicit `dtype=`** decides the dtype of the result. `prod` is on every backend's list for
+#   fp32. On CUDA and XPU its input is then left alone as well; a CPU and MPS multiply in fp32 first.
+#   `dtype=` is also the way to get fp32 from an op that is *not* listed, such as `softmax` on a CPU.
 # - **Tensors on another device** are not cast, because the first argument of `torch.autocast` names
 #   one type of device. (The `meta` device stands in for "another" here.)
 # - **float64 and integers** are not cast either.
@@ -230,9 +232,10 @@ assert (inside + wide).dtype is torch.float32
 assert (inside.float() @ wide).dtype is torch.float32
 
 # %% [markdown]
-# Elementwise ops promote to fp32 without a word, and a matrix product fails. You can either call
-# `.float()` on the result or move the line into the block. The loss belongs in the block anyway.
-# Convert anything that leaves the block for good, such as predictions, to fp32 right there.
+# Most elementwise ops, such as `+`, promote to fp32 without a word, and a matrix product fails. You
+# can either call `.float()` on the result or move the line into the block. The loss belongs in the
+# block anyway. Convert anything that leaves the block for good, such as predictions, to fp32 right
+# there.
 #
 # ## Backward: no autocast there
 #
@@ -380,9 +383,11 @@ for kind, count in counts.items():
 assert list(counts.values()) == [1, 5, 5, 5]
 
 # %% [markdown]
-# The trained weight was cast once and all others five times. The cache holds only **leaf tensors
-# that require a gradient**, that is, parameters that are being trained. A frozen weight is cast
-# anew for every use, and so is the result of a computation.
+# The trained weight was cast once and all others five times. The cache holds only **leaf tensors that
+# require a gradient**, that is, parameters that are being trained. A frozen weight is cast again for
+# every use, and so is the result of a computation. Under `torch.inference_mode` nothing is cached
+# ([source](https://github.com/pytorch/pytorch/pull/165068)), so there trained weights are cast for
+# every use too.
 #
 # The end of the **outermost** block clears the cache. That is why a training step has one block
 # around its whole forward pass, and why a block must not contain the whole training loop. To see
@@ -467,7 +472,7 @@ for (name, function), dtype in zip(variants.items(), (low, torch.float32), stric
     output.float().sum().backward()
     print(f"{name:<17} output {output.dtype}, gradient {weight.grad.dtype}")
     assert (output.dtype, weight.grad.dtype) == (dtype, torch.float32)
-    # In bf16 each rounding is off by up to 2^-9.
+    # In bf16 each rounding is off by up to 2^-8 of the number.
     tolerance = {"rtol": 0.02, "atol": 0} if dtype is low else {}
     torch.testing.assert_close(weight.grad, exact, **tolerance)
 
@@ -719,13 +724,13 @@ assert "Unexpected floating ScalarType in at::autocast::prioritize" in message
 # | Is the op on the list? | Autocast looks at ops and not at formulas: `x @ y.T` is on it, `torch.outer` is not. Each backend has its own list. |
 # | Which policy does it have? | Lower precision, fp32, or promote. An op that is not listed takes what comes in. |
 #
-# - An explicit `dtype=` wins. Parameters and their gradients stay fp32, and what leaves the block
-#   keeps its dtype.
+# - An explicit `dtype=` decides the dtype of the result. Parameters and their gradients stay fp32,
+#   and what leaves the block keeps its dtype.
 # - One block goes around the forward pass and the loss. `backward()` and `step()` stay outside.
 # - An island needs `enabled=False`, and `.float()` on what goes in.
-# - The cache keeps the casts of trained weights until the outermost block ends, so do not change a
-#   weight inside it.
-# - Custom functions need `custom_fwd` and `custom_bwd`.
+# - Outside of `inference_mode` the cache keeps the casts of trained weights until the outermost block
+#   ends, so do not change a weight inside it.
+# - Custom functions that call listed ops need `custom_fwd` and `custom_bwd`.
 # - Autocast for a device that is not there does nothing, so take its name from `device.type`.
 # - CPU and CUDA share only 39 of the more than 110 ops on each of their lists. `policy_of` shows
 #   what CUDA would do.

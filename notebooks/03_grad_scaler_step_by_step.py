@@ -19,9 +19,9 @@
 # - why a step is sometimes skipped, and why that is no error;
 # - how the loss scale finds its value, and how to read its curve.
 #
-# **What you need.** [Notebook 01](01_number_formats.ipynb) for why small gradients vanish in fp16, and
-# [notebook 02](02_autocast_dtypes.ipynb) for `torch.autocast`. You need no GPU: fp16 is slow on a CPU,
-# but you will not notice it on one weight.
+# **What you need.** [Notebook 01](01_number_formats.ipynb) for why small gradients vanish in fp16,
+# and [notebook 02](02_autocast_dtypes.ipynb) for `torch.autocast`. You need no GPU: fp16 is slow on
+# many CPUs, but you will not notice it on one weight.
 
 # %% tags=["nbval-ignore-output"]
 from collections import Counter
@@ -316,9 +316,10 @@ with OpNames() as ops:
 assert ops.counts["_local_scalar_dense"] == 1
 
 # %% [markdown]
-# A scaler costs one pass over all gradients in each step. With an ordinary optimizer it also costs one
-# wait, because `step` has to read whether anything overflowed. A fused optimizer (`fused=True`) gets
-# that answer on the device and needs no wait. `get_scale()` always waits.
+# A scaler costs one pass over all gradients in each step. With an ordinary optimizer it also costs
+# one wait, because `step` has to read whether anything overflowed. A fused optimizer (`fused=True`)
+# gets that answer on the device and needs no wait. `get_scale()` waits too, once the scaler has
+# scaled a loss.
 #
 # ## Growth: after enough good steps, the scale doubles
 #
@@ -376,11 +377,12 @@ assert 0 < len(skipped) < 0.1 * len(scales)
 assert loss.item() < 0.03
 
 # %% [markdown]
-# The scale climbs one stair every ten steps, from 2^8 to 2^19, until a gradient overflows. There,
-# at a cross, the step is skipped, the scale halves, and the climb begins again. Some crosses are at
-# 2^19 and some at 2^20, since every batch has its own largest gradient. In all, 15 of 300 steps
-# were skipped, and the loss still ends at 0.007, at the level of the noise. With the default, 2000,
-# it is at most one step in 2000 in the long run, since a rise has to make up for every fall.
+# The scale climbs one stair every ten steps, from 2^8 to 2^19, until a gradient overflows. There, at
+# a cross, the step is skipped, the scale halves, and the climb begins again. Some crosses are at 2^19
+# and some at 2^20, since every batch has its own largest gradient. In all, 15 of 300 steps were
+# skipped, and the loss still ends at 0.007, at the level of the noise. With the default, 2000, it is
+# at most one step in 2000 in the long run, since a rise has to make up for every fall, unless the
+# scale falls for good.
 #
 # ## A scaler written by hand
 #
@@ -456,8 +458,8 @@ print(f"scale between {min(values):g} and {max(values):g}")
 assert 30 < falls < 70  # one in ten of 500, give or take three standard deviations
 
 # %% [markdown]
-# All 500 steps are equal, 57 of them skipped. So many skips in a row bring the scale far down, though
-# nothing here is in fp16: a scaler only counts infinities, wherever they come from.
+# All 500 steps are equal, 57 of them skipped. So many skips bring the scale far down, though nothing
+# here is in fp16: a scaler only looks for inf and NaN, wherever they come from.
 #
 # ## When there is nothing to scale
 #
@@ -485,7 +487,7 @@ for dtype in (torch.float16, torch.bfloat16):
 # |---|---|
 # | `scaler.scale(loss).backward()` | multiplies the loss, and with it every gradient, by the scale |
 # | `scaler.unscale_(optimizer)` | divides the gradients in place and looks for inf and NaN; you need it before clipping |
-# | `scaler.step(optimizer)` | unscales if that was not done yet; calls `optimizer.step()` unless something was not finite |
+# | `scaler.step(optimizer)` | unscales if that was not done yet; lets the optimizer change the weights unless something was not finite |
 # | `scaler.update()` | halves the scale after a bad step, and doubles it after 2000 good ones in a row |
 #
 # A skipped step is how the scaler searches for its value. One scaler lives as long as the training

@@ -20,7 +20,7 @@
 # - how to measure time and memory so that the numbers mean something, and what makes them mislead.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for `torch.autocast`, [notebook
-# 03](03_grad_scaler_step_by_step.ipynb) for `GradScaler`. It runs on a CPU in about a minute. On a
+# 03](03_grad_scaler_step_by_step.ipynb) for `GradScaler`. It runs on a CPU in under a minute. On a
 # GPU it takes the problem in its full size.
 #
 # Problem and network come from an [article by
@@ -319,12 +319,12 @@ assert all(one < differences["fp32 and target"].mean() for one in between)
 #
 # ## Time of a training step
 #
-# `compare` times functions against each other. They take turns, forwards and then backwards, with
-# the device synchronised around each turn, so that a drift of the machine meets all of them alike.
-# In between it times a small product of its own and asks the operating system who had the cores. A
-# round that another program disturbed is left out, and if too few rounds remain, the result says
-# that it is not to be trusted. From the ratios within each round come the median and, in brackets,
-# an interval that holds the true one in 95 of 100 cases.
+# `compare` times functions against each other. They take turns, forwards and then backwards, with the
+# device synchronised around each turn, so that a drift of the machine meets all of them alike. In
+# between it times a small product of its own and, on Linux, asks the operating system who had the
+# cores. A round that another program disturbed is left out, and if too few rounds remain, the result
+# says that it is not to be trusted. From the ratios within each round come the median and, in
+# brackets, an interval that holds the true one in 95 of 100 cases.
 #
 # A measured time can still be wrong. So we also count the arithmetic of a step, and check whether
 # the device can do that much in the time.
@@ -349,10 +349,10 @@ def flops_of(function):
 
 
 # %% [markdown]
-# The limit is the rate of the matrix product that `describe_device` timed. A convolution may come
-# out somewhat better than that product, so we allow half as much again. A speed-up is limited as
-# well: arithmetic gains at most the ratio of those rates, and whatever waits for memory gains at
-# most 2, because a 16-bit number has half the bytes.
+# The limit is the rate of the matrix product that `describe_device` timed. A convolution may come out
+# somewhat better than that product, so we allow half as much again. A speed-up is limited as well:
+# arithmetic gains at most the ratio of those rates, and whatever waits for memory gains about 2 as a
+# rule of thumb, because a 16-bit number has half the bytes.
 
 
 # %%
@@ -392,10 +392,9 @@ assert device.type == "cpu" or not fastest.is_below(1)
 # ## Memory of a training step
 #
 # A GPU's allocator counts its bytes, and `measure`, which times one function by itself, also reads
-# their peak. A CPU has no such count. But most of the memory of a training step can be counted on
-# any device: it is what the forward pass keeps for the backward pass. Autograd shows each of those
-# tensors to a hook. We count each storage once, and leave out the parameters, which are there
-# anyway.
+# their peak. A CPU has no such count. But most of the memory of *this* step can be counted on any
+# device: it is what the forward pass keeps for the backward pass. Autograd shows each of those
+# tensors to a hook. We count each storage once, and leave out the parameters, which are there anyway.
 
 
 # %%
@@ -594,10 +593,10 @@ assert device.type != "cpu" or not hidden.is_above(1.1)
 # On a CPU the interval in the second line contains 1x, as it should. If it is well above 1x on your
 # device, the hurried clock reports a speed-up where there is none, since both time the same step.
 #
-# **It counted the first step.** The first steps load kernels, choose algorithms and allocate
-# memory. In the article FP32 always ran first and paid for all of it, which makes AMP look better
-# than it is. We timed the very first step of this notebook at the top. Here it is beside the later
-# ones.
+# **It counted the first step.** The first steps load kernels, choose algorithms and allocate memory.
+# In the article FP32 always ran first and paid for whatever the runs share, which makes AMP look
+# better than it is. We timed the very first step of this notebook at the top. Here it is beside the
+# later ones.
 
 # %% tags=["nbval-ignore-output"]
 later = training.time_s(Precision.FP32).times(1e3)
@@ -646,8 +645,9 @@ for precision in precisions[1:]:
 # %% [markdown]
 # - A step took less than two thirds of the time and kept 52% of the memory, and the losses differed
 #   by less than those of two seeds do.
-# - To see whether reduced precision costs accuracy, compare the losses of several seeds. Without
-#   pairs you only see a difference that is larger than their spread; many pairs show smaller ones.
+# - To see whether reduced precision costs accuracy, compare the losses of several seeds. With few
+#   seeds you only see a difference that is larger than their spread; pairs show smaller ones with
+#   fewer runs.
 # - To measure time, synchronise, warm up, repeat, take turns and give an interval, and say what the
 #   baseline is: FP32, or TF32? If the machine was busy, say that it was.
 # - Weights, gradients and optimizer state stay fp32, so memory falls towards half only where
