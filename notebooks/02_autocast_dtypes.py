@@ -102,11 +102,11 @@ assert found["layer_norm"] == found["softmax"] == of_gpu
 assert all(parameter.dtype is torch.float32 for parameter in steps["linear"].parameters())
 
 # %% [markdown]
-# The picture has one dot for each step, from the input on the left to the loss on the right. A dot
-# on the upper line is an fp32 tensor, and one on the lower line is in low precision. The first
-# linear layer pulls the values down and `relu` keeps them there. Adding the fp32 input lifts them
-# up again, and the loss is fp32. What `layer_norm` and `softmax` do depends on the backend: on a
-# CPU they stay below, as in the picture here, and on a GPU both go up to fp32.
+# Each dot is the output of a step, from the input on the left to the loss on the right. Dots on the
+# upper line are fp32, those on the lower line low precision. The first linear layer pulls the values
+# down and `relu` keeps them there. Adding the fp32 input lifts them up again, and the loss is fp32.
+# What `layer_norm` and `softmax` do depends on the backend: on a CPU they stay below, as in the
+# picture here, and on a GPU both go up to fp32.
 #
 # The last assert holds everywhere: **the parameters stay fp32.** Autocast hands low-precision
 # *copies* of them to the op. So do not call `.half()` or `.bfloat16()` on a model that you train
@@ -350,17 +350,16 @@ print(seen)
 assert seen == {"plain": torch.float32, "decorated": low}
 
 # %% [markdown]
-# It is not: **the state belongs to the thread**, and a new thread begins without autocast, so the
-# plain product ran in fp32. If you run a model in threads of your own, enter autocast in each of
-# them, or use the decorator. (The cell also shows that a block can switch to the other half
-# precision, for instance to bf16 for one part of an fp16 model that overflows.)
+# It is not: **the state belongs to the thread**, and a new one begins without autocast, so the
+# product ran in fp32. If you run a model in threads of your own, enter autocast in each of them, or
+# use the decorator. (A block can also switch to the other half precision, for instance to bf16 for a
+# part that overflows.)
 #
 # ## The cache of weight casts
 #
 # A weight that is used five times, as in a recurrent network, need not be cast five times. Autocast
 # keeps its cast until the outermost block ends, at the price of the memory it takes. We count the
-# casts for three kinds of weights. The input is in low precision already, so that every cast is one
-# of the weight.
+# casts for three kinds of weights.
 
 
 # %%
@@ -384,14 +383,13 @@ assert list(counts.values()) == [1, 5, 5, 5]
 
 # %% [markdown]
 # The trained weight was cast once and all others five times. The cache holds only **leaf tensors that
-# require a gradient**, that is, parameters that are being trained. A frozen weight is cast again for
-# every use, and so is the result of a computation. Under `torch.inference_mode` nothing is cached
-# ([source](https://github.com/pytorch/pytorch/pull/165068)), so there trained weights are cast for
-# every use too.
+# require a gradient**, that is, parameters that are being trained. Under `torch.inference_mode` [it
+# holds nothing](https://github.com/pytorch/pytorch/pull/165068), so every weight is cast for every
+# use.
 #
-# The end of the **outermost** block clears the cache. That is why a training step has one block
-# around its whole forward pass, and why a block must not contain the whole training loop. To see
-# what would go wrong, we change a weight inside a block, as `optimizer.step()` would.
+# The end of the **outermost** block clears the cache. So a training step has one block around its
+# whole forward pass, and no block contains the whole training loop. To see what would go wrong, we
+# change a weight inside a block, as `optimizer.step()` would.
 
 # %%
 identity = torch.eye(4, device=device)
@@ -592,19 +590,18 @@ assert [name for name in grid if grid[name]["batch_norm"] == "fp32"] == ["mps"]
 assert grid["cuda"]["binary_cross_entropy"] == grid["xpu"]["binary_cross_entropy"] == "error"
 
 # %% [markdown]
-# The picture has one row for each op and one column for each backend. Each field tells the dtype
-# that comes out when a low-precision tensor goes in, and dark fields are fp32. (`cuda` stands for
-# AMD's GPUs as well, which ROCm presents under that name.) The upper part is alike in all columns:
-# `linear` to `add` stay low, and mixed inputs become fp32. From `sum` to `layer_norm` the CPU's
-# column stays low where CUDA goes to fp32. Note also `mean`, which stays low on CUDA, unlike `sum`,
-# and `batch_norm`, which goes to fp32 on MPS alone.
+# Each field is the dtype that comes out of an op on a backend when a low-precision tensor goes in;
+# dark fields are fp32. (`cuda` stands for AMD's GPUs as well.) The upper part is alike in all
+# columns: `linear` to `add` stay low, and mixed inputs become fp32. From `sum` to `layer_norm` the
+# CPU's column stays low where CUDA goes to fp32. Note also `mean`, which stays low on CUDA, unlike
+# `sum`, and `batch_norm`, which goes to fp32 on MPS alone.
 #
 # `binary_cross_entropy` is an error on CUDA. [PyTorch gives the
-# reason](https://docs.pytorch.org/docs/stable/amp.html): its gradient can be too large for fp16,
-# and a cast to fp32 would not help, since on the way back the gradient has to pass through fp16
-# again. So autocast on CUDA refuses it whatever the dtype of its inputs, and XPU's does the same.
-# The CPU computes it in fp32, and MPS leaves it in fp16. The message goes on to say what to use
-# instead: `binary_cross_entropy_with_logits`, which takes the values from before the sigmoid.
+# reason](https://docs.pytorch.org/docs/stable/amp.html): its gradient can be too large for fp16, and
+# a cast to fp32 would not help, since on the way back the gradient has to pass through fp16 again. So
+# autocast on CUDA refuses it whatever the dtype of its inputs, and XPU's does the same. The CPU
+# computes it in fp32, and MPS leaves it in fp16. Use `binary_cross_entropy_with_logits`, on the
+# values before the sigmoid, as the message says.
 
 # %%
 with policy_of("cuda", torch.float16):
