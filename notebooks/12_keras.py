@@ -394,8 +394,8 @@ for backend, policies in fitted.items():
         assert len(found["seconds"]) == config["epochs"]
 
 # %% [markdown]
-# In so small a network bfloat16 took about as long as float32 on this CPU with TensorFlow, and longer
-# with torch. float16, which has no fast convolutions here, took several times as long. [Notebook
+# In so small a network bfloat16 took longer than float32 on this CPU, on both backends. float16,
+# which has no fast convolutions here, took several times as long. [Notebook
 # 05](05_cifar10_mobilenet.ipynb) shows which layers of MobileNetV2 lose.
 #
 # ## Write the step
@@ -852,7 +852,7 @@ check_last_layer(last_layer)
 #     return layers.Dense(10, dtype="float32")
 # ```
 #
-# A softmax would return probabilities, and the loss would apply a second softmax to them.
+# A softmax would return probabilities, and on torch the loss would apply a second softmax to them.
 #
 # </details>
 #

@@ -85,9 +85,10 @@ assert torch.equal(today, as_apex_did)
 #
 # ## The names, then and now
 #
-# For years Apex was the usual way to train PyTorch models in mixed precision. In 2020 its ideas
-# went into PyTorch 1.6, as `torch.cuda.amp`, and later into `torch.amp`, which serves every device.
-# In 2025 Apex removed its `amp` ([pull request 1896](https://github.com/NVIDIA/apex/pull/1896)).
+# For years Apex was the usual way to train PyTorch models in mixed precision. In 2020 its ideas went
+# into PyTorch 1.6, as `torch.cuda.amp`, and later into `torch.amp`, which serves CPUs and several
+# kinds of accelerators. In 2025 Apex removed its `amp` ([pull request
+# 1896](https://github.com/NVIDIA/apex/pull/1896)).
 #
 # | Apex | today |
 # |---|---|
@@ -431,7 +432,7 @@ assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 # %% [markdown]
 # So the results agree too, and both skipped three steps until the scale had come down from 65536 to
 # 8192. What became better is *where* the casts are made: below Python, so that ops called from C++
-# are cast as well, only inside the block, and on every device.
+# are cast as well, only inside the block, and on CPUs and other accelerators as well.
 #
 # Where the lists differ, the results do. The difference that matters for every classifier is
 # `cross_entropy`. Apex had it on its black list and computed all of it in fp32. Autocast on CUDA
@@ -509,7 +510,8 @@ for dtype in (fp32, fp16):
 #
 # The second is what Adam makes of small gradients. It divides by the root of an average of their
 # squares, plus 1e-8, and a new square enters that average with a weight of 0.001. For a gradient of
-# 0.0005 both are zero in fp16, so that Adam divides by zero, and the second loss is NaN:
+# 0.0005 both are zero in fp16, so that Adam, unless it is fused, divides by zero, and the second loss
+# is NaN:
 
 # %%
 assert 0.001 * torch.tensor(5e-4).half() ** 2 == 0 == torch.tensor(1e-8).half()

@@ -77,10 +77,10 @@ for dtype in (fp16, bf16):
     assert (plain != scaled).any() == (dtype is fp16)
 
 # %% [markdown]
-# In fp16 scaling changes 995 of these small gradients, because it saves their bits from underflow.
-# In bf16 it changes none, so there a scaler does nothing, and the advice is only half true. The ten
-# practices below come from an article about the way from Apex to `torch.amp`, and for each there is
-# an experiment of this kind, with a verdict at its end.
+# In fp16 scaling changes 995 of these small gradients, because it saves their bits from underflow. In
+# bf16 it changes none of them, so there a scaler gains nothing, and the advice is only half true. The
+# ten practices below come from an article about the way from Apex to `torch.amp`, and for each there
+# is an experiment of this kind, with a verdict at its end.
 #
 # ## What the experiments share
 #
@@ -317,8 +317,8 @@ assert exact.dtype is blurred.dtype is fp32
 # on the island, and is in bf16 either way.) You would not notice, since the gradients are fp32
 # tensors both times.
 #
-# **Verdict: right.** If the optimizer is in the block too, it gets worse, because the next forward
-# pass still sees the old weights ([notebook 08](08_when_amp_breaks.ipynb) shows it).
+# **Verdict: right.** If one block holds the whole loop, it gets worse, because the next forward pass
+# still sees the old weights ([notebook 08](08_when_amp_breaks.ipynb) shows it).
 #
 # ### 5. No casts by hand
 #
@@ -417,9 +417,10 @@ for name in ("fp32", "bf16"):
 
 # %% [markdown]
 # Five of the six trainings end at a loss of 0.009, and fp16 without a scaler ends at 0.2. **Verdict:
-# right for fp16 alone.** bf16 has the range of fp32, so multiplying by a power of two and dividing
-# again changes no bit, and costs a pass over all gradients. A scaler without autocast is no mixed
-# precision at all. With `GradScaler(enabled=dtype is torch.float16)` one loop serves all.
+# right for fp16 alone.** bf16 has nearly the range of fp32, so for gradients of usual size
+# multiplying by a power of two and dividing again changes no bit, and costs a pass over all
+# gradients. A scaler alone lowers no precision. With `GradScaler(enabled=dtype is torch.float16)` one
+# loop serves all.
 #
 # ### 7. Tune initial scale and growth interval
 #

@@ -188,8 +188,8 @@ for name in NAMES:
     print(f"{name:<12} {FORMATS[name].bits:>5.2f} bits a value, {alone[name]:.1f} dB")
 
 # %% [markdown]
-# A million is a caricature. The outlier channels of language models are some ten to a thousand
-# times as large as the rest. Which format suffers from a factor of 100?
+# A million is a caricature. As a rule of thumb, outlier channels of language models are ten to a
+# thousand times as large as the rest. Which format suffers from a factor of 100?
 
 # %% tags=["nbval-ignore-output"]
 usual = normal.clone()
@@ -222,16 +222,16 @@ for before, now in pairwise(growing):
     print(f"largest {now.abs().max():6.2f}, with the last step's scale {delayed.abs().max():6.2f}")
 
 # %% [markdown]
-# Each step loses its largest values. That is why delayed scaling takes the largest value of a
-# history of steps and keeps some room above it, and why most recipes today use current scaling.
+# Each step loses its largest values. That is why delayed scaling takes the largest value of a history
+# of steps and keeps some room above it, and why many recipes today use current scaling.
 #
 # ## Train with rounded products
 #
-# A linear layer has three matrix products in a step: the output, the gradient of the input
-# (*dgrad*), and the gradient of the weight (*wgrad*). All three take rounded operands. Each operand
-# is rounded along the dimension that its product sums over, so the weight is rounded twice, once in
-# each direction. The weights that the optimizer updates and all ops between the layers stay in 16 or
-# 32 bits.
+# A linear layer has three matrix products in a step: the output, the gradient of the input (*dgrad*),
+# and the gradient of the weight (*wgrad*). In most recipes all three take rounded operands. Each
+# operand is rounded along the dimension that its product sums over, so the weight is rounded twice,
+# once in each direction. The weights that the optimizer updates and all ops between the layers stay
+# in 16 or 32 bits.
 #
 # We accumulate in fp32. A Hopper GPU accumulates FP8 products in about 14 bits ([DeepSeek-V3's
 # report](https://arxiv.org/abs/2412.19437), section 3.5.2), unless the kernel adds up parts in
@@ -550,14 +550,15 @@ assert report.formats[1].gradients_off < 0.01
 #
 # - Below 16 bits a tensor is small numbers *and* scales. The element decides the error of
 #   ordinary values, and the scales decide what outliers do to the others.
-# - One scale for the tensor is simple, and in FP8 it stands outliers of a thousand. In four bits
-#   an outlier takes its block with it, and the smaller the block, the less.
-# - The operands of all three products of a linear layer are rounded. Weights, optimizer state and
-#   all other ops are not. Accumulation is in fp32 here, and in about 14 bits on some GPUs.
-# - Without a scale the gradients of the blocks are zero in E4M3. With one, even four bits follow
-#   fp32 here, which says nothing about a long training of a large model.
+# - One scale for the tensor is simple, and in FP8 it stands outliers of a hundred. In four bits an
+#   outlier takes its block with it, and the smaller the block, the less.
+# - In most recipes the operands of all three products of a linear layer are rounded. Weights,
+#   optimizer state and all other ops are not. Accumulation is in fp32 here, and in about 14 bits on
+#   some GPUs.
+# - Without a scale, nearly all gradients of the blocks' weights are zero in E4M3 here. With one, even
+#   four bits follow fp32 here, which says nothing about a long training of a large model.
 # - The numbers can be rehearsed anywhere. The speed can only be forecast: it needs large layers,
-#   `torch.compile` and a card that multiplies the format.
+#   casts that are fused (by `torch.compile`, say) and a GPU that multiplies the format.
 #
 # [Notebook 10](10_speed_ladder.ipynb) measures what a lower precision buys on your device.
 #

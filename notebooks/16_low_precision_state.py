@@ -322,7 +322,7 @@ assert share["nearest"] < share["stochastic"] < 2 * share["nearest"]
 #
 # None of these four rounds stochastically. torchao's optimizers do, with
 # `bf16_stochastic_round=True`, and they work with FSDP2. If you convert a model with `.bfloat16()`
-# and use PyTorch's own AdamW, you get the line that learns slowly.
+# and use PyTorch's own AdamW, its updates are rounded to nearest, as in the line that learns slowly.
 #
 # ## Gradients that add up
 #
@@ -365,10 +365,10 @@ print(f"after a thousand steps without a gradient: {square.item()}; in fp32 {0.9
 assert square == 1
 
 # %% [markdown]
-# It never shrinks, and so all later steps are too small. A scale for each block helps to go to
-# eight bits and below, since the values are rounded anew beside the block's largest in each step.
-# We try bf16, and blocks of 256 values (128 in four bits) that share a scale, as torchao and
-# bitsandbytes have them:
+# It does not shrink, and so the steps after a large gradient stay too small. A scale for each block
+# helps to go to eight bits and below, since the values are rounded anew beside the block's largest in
+# each step. We try bf16, and blocks of 256 values (128 in four bits) that share a scale, as torchao
+# and bitsandbytes have them:
 #
 # - INT8, whose numbers are evenly spaced from -127 to 127;
 # - E4M3, with its exponent;
@@ -523,8 +523,8 @@ for name, make in OPTIMIZERS.items():
 #
 # ## Summary
 #
-# - A bf16 weight moves only if the update is more than half of the distance to the next number. At
-#   small learning rates most weights stand still in a step.
+# - Rounded to nearest, a bf16 weight stays if the update is less than half of the distance to the
+#   next number. At small learning rates most weights stand still in a step.
 # - Stochastic rounding, Kahan summation (two bytes more) and fp32 masters (four bytes more) each
 #   cure it.
 # - Eight bits, or even four, are enough for Adam's state, if its squares are kept from becoming
