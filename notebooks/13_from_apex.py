@@ -160,14 +160,12 @@ class LossScale:
 
 # %% [markdown]
 # These numbers are `GradScaler`'s defaults to this day. Only the highest scale is gone: a
-# `GradScaler` that is due to grow at 2^24 goes on to 2^25.
-# <!-- tests/notebooks/test_13_from_apex.py -->
+# `GradScaler` that is due to grow at 2^24 goes on to 2^25. <!-- tests/notebooks/test_13_from_apex.py -->
 #
 # **Patched functions.** O1 replaced functions of torch by others that cast their inputs first: to
 # fp16 for those on a white list, which multiply matrices, and to fp32 for those on a black list,
 # such as softmax and losses. A `TorchFunctionMode` sees every call of a torch function, so here it
-# does this for a few of them.
-# <!-- tests/notebooks/test_13_from_apex.py -->
+# does this for a few of them. <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
 WHITE = {F.linear, F.conv2d, torch.matmul}
@@ -192,8 +190,7 @@ class PatchedFunctions(TorchFunctionMode):
 # %% [markdown]
 # **A model in fp16.** O2 and O3 called `half()` on the model, and O2 left batch normalisation in
 # fp32. Inputs are cast to fp16 on their way in, and outputs back to fp32 on their way out. For its
-# **master weights**, O2 replaced each fp16 weight in the optimizer by an fp32 copy of it.
-# <!-- tests/notebooks/test_13_from_apex.py -->
+# **master weights**, O2 replaced each fp16 weight in the optimizer by an fp32 copy of it. <!-- tests/notebooks/test_13_from_apex.py -->
 
 
 # %%
@@ -220,8 +217,7 @@ def make_masters(optimizer):
 
 # %% [markdown]
 # **The backward pass.** `amp.scale_loss` hands out the scaled loss. When its block ends, the
-# gradients go to the masters, are unscaled and checked, and the scale is updated.
-# <!-- tests/notebooks/test_13_from_apex.py -->
+# gradients go to the masters, are unscaled and checked, and the scale is updated. <!-- tests/notebooks/test_13_from_apex.py -->
 
 
 # %%
@@ -249,8 +245,7 @@ class Scaling:
 # %% [markdown]
 # **`amp.initialize`** put these together. It also replaced the optimizer's `step` by one that does
 # nothing after an overflow, and that otherwise copies the masters back to the model. Apex patched
-# torch for good; our patches end with a `with` block.
-# <!-- tests/notebooks/test_13_from_apex.py -->
+# torch for good; our patches end with a `with` block. <!-- tests/notebooks/test_13_from_apex.py -->
 
 
 # %%
@@ -280,8 +275,7 @@ class ToyApex(Scaling, ExitStack):
 # ## What each level did, and what does it today
 #
 # We train one small network at each level, with `ToyApex` in the place of Apex, and again in today's
-# way. It has a layer of batch normalisation, because the levels treated that differently.
-# <!-- code -->
+# way. It has a layer of batch normalisation, because the levels treated that differently. <!-- code -->
 
 # %%
 torch.manual_seed(0)
@@ -306,8 +300,7 @@ def new_adam(model):
 # %% [markdown]
 # A step with Apex has two lines that a step in fp32 does not have, the `with` line and the first one
 # in its block. (The loss is made 12 times too large, so that the first loss scale is too large as
-# well, and a few steps have to be skipped.)
-# <!-- code -->
+# well, and a few steps have to be skipped.) <!-- code -->
 
 
 # %%
@@ -331,8 +324,7 @@ def train_apex(level, steps=24, model=None):
 
 # %% [markdown]
 # This is today's way, where nothing is done to the model or to the optimizer. For fp32, `dtype` is
-# None.
-# <!-- code -->
+# None. <!-- code -->
 
 
 # %%
