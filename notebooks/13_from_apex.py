@@ -323,8 +323,7 @@ def train_apex(level, steps=24, model=None):
 
 
 # %% [markdown]
-# This is today's way, where nothing is done to the model or to the optimizer. For fp32, `dtype` is
-# None. <!-- code -->
+# Today nothing is done to the model or the optimizer. For fp32, `dtype` is None. <!-- code -->
 
 
 # %%
@@ -422,15 +421,14 @@ check_close(runs["autocast"], runs["O1"])
 assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 
 # %% [markdown]
-# So the results agree too, and both skipped three steps until the scale had come down from 65536 to
-# 8192. What became better is *where* the casts are made: below Python, so that ops called from C++
-# are cast as well, only inside the block, and on CPUs and other accelerators as well.
+# The results agree too, and both skipped three steps until the scale was down from 65536 to 8192.
+# What became better is *where* the casts are made: below Python, so that ops called from C++ are cast
+# as well, only inside the block, and on CPUs and other accelerators as well.
 #
 # Where the lists differ, the results do. The difference that matters for every classifier is
 # `cross_entropy`. Apex had it on its black list and computed all of it in fp32. Autocast on CUDA
 # leaves the call alone, and its log-softmax returns fp16 for fp16 logits ([notebook
-# 09](09_xray_your_model.ipynb) shows where that goes). The X-ray tells us, by CUDA's rules, on any
-# machine:
+# 09](09_xray_your_model.ipynb) shows where that goes). X-ray shows CUDA's rules on any machine:
 
 
 # %%
@@ -476,8 +474,7 @@ check_close(train_today(fp16, model=rounded), runs["O2"])
 # %% [markdown]
 # For this network O2 is therefore autocast with the weights cast once a step instead of once a
 # forward pass. In other models there is one more difference: O2 had no lists of ops, so a softmax
-# inside the model ran in fp16, where autocast on CUDA runs it in fp32. Neither is a reason to
-# rebuild O2.
+# inside the model ran in fp16, where autocast on CUDA runs it in fp32. Neither is a reason for O2.
 #
 # ### O3: everything in fp16
 #
@@ -502,8 +499,7 @@ for dtype in (fp32, fp16):
 #
 # The second is what Adam makes of small gradients. It divides by the root of an average of their
 # squares, plus 1e-8, and a new square enters that average with a weight of 0.001. For a gradient of
-# 0.0005 both are zero in fp16, so that Adam, unless it is fused, divides by zero, and the second loss
-# is NaN:
+# 0.0005 both are zero in fp16, so Adam, unless it is fused, divides by zero:
 
 # %%
 assert 0.001 * torch.tensor(5e-4).half() ** 2 == 0 == torch.tensor(1e-8).half()

@@ -14,6 +14,7 @@ import build_pairs
 WORDS_A_MINUTE, SECONDS_A_CODE_LINE = 220, 4
 WORD = re.compile(r"\w[\w'’.-]*")
 LINK = re.compile(r"\]\([^)]*\)")
+COMMENT = re.compile(r"<!--.*?-->")  # which nobody sees
 README = build_pairs.FOLDER.parent / "README.md"
 # A row of its table: | [title](notebooks/NAME.ipynb) | … | minutes to read | time to run |
 ROW = re.compile(
@@ -40,7 +41,7 @@ def minutes(source: Path) -> float:
 
 
 def _words(text: str) -> int:
-    return len(WORD.findall(LINK.sub("]", text)))
+    return len(WORD.findall(LINK.sub("]", COMMENT.sub("", text))))
 
 
 def with_minutes(readme: str) -> str:
