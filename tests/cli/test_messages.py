@@ -18,6 +18,11 @@ PRINTED_BY = {
     "training": TRAINS, "data": TRAINS, "distributed": TRAINS, "checkpoint": TRAINS,
     "bench": ("bench",), "migrate": ("migrate",), "formats": ("rehearse",),
 }  # fmt: skip
+# Files whose messages several commands print, each of which has the options that are named.
+PRINTED_BY_EACH = {
+    "tracing/answered.py": ("xray", "memory", "advise"),
+    "tracing/memory_advice.py": ("memory",),
+}
 OTHER_PROGRAMS = ("torchrun", "git")
 
 
@@ -63,6 +68,9 @@ def test_an_option_in_a_message_is_one_of_the_command_that_prints_it(path):
         said = re.search(rf"amp-lab (\w+)[^,;]*{option}", text)
         if said:
             commands = [said[1]]
+        elif here.as_posix() in PRINTED_BY_EACH:
+            commands = [*PRINTED_BY_EACH[here.as_posix()]]
+            assert all(option in options[command] for command in commands), (text, option)
         elif here.parts[0] == "cli":
             commands = [here.stem] if here.stem in options else list(options)
         else:

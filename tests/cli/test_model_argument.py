@@ -38,7 +38,7 @@ class Reads(nn.Linear):
         self.scale = float(self.weight.abs().max())
 class Exits(nn.Linear):
     def forward(self, x): raise SystemExit(4)
-class EndsAGenerator(nn.Linear):
+class UnwindsAGenerator(nn.Linear):
     def forward(self, x): raise GeneratorExit("why")
 class Weird(BaseException): pass
 def build(): print("built"); os.system("echo built"); return nn.Linear(4, 5)
@@ -186,7 +186,14 @@ TOWER = ("my_models:TwoTower", "--input", "int64:2,5<100", "--input", "2,8")
         (("my_models:exits", *X), "exits by itself (SystemExit: 3)"),
         (("my_models:ends_a_generator", *X), "GeneratorExit"),
         (
-            ("my_models:EndsAGenerator", *X, "--with", "in_features=4", "--with", "out_features=4"),
+            (
+                "my_models:UnwindsAGenerator",
+                *X,
+                "--with",
+                "in_features=4",
+                "--with",
+                "out_features=4",
+            ),
             "GeneratorExit: why",
         ),
         (("my_models:weird", *X), "Weird: first"),

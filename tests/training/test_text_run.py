@@ -213,7 +213,7 @@ def test_an_exported_text_run_decides_as_its_source(finished, text, tmp_path, ca
         ({"context": 4096}, "too few for passages of 4096"),
         ({"data": "nowhere.txt"}, "nowhere.txt: no such file or folder"),
         ({"tokenizer": "none.json"}, "none.json: cannot be read"),
-        ({"tokenizer": "."}, ".: cannot be read"),
+        ({"tokenizer": "."}, ": cannot be read"),
         ({"vocabulary": 300}, "give --tokenizer bpe too"),
         ({"tokenizer": "bpe", "vocabulary": 256}, "a vocabulary of 256: from 257"),
     ],
