@@ -154,6 +154,8 @@ def test_wrong_values_of_a_pass_are_refused(digits, options):
 @pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker")  # where cores are fewer
+# torch's loader cannot delete itself when it was not made whole
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_worker_that_cannot_be_started_ends_the_others(digits, monkeypatch):
     """As where a user may have no more processes. They ignore SIGTERM, and Python waits for all."""
     start, before = ForkProcess.start, multiprocessing.active_children()
