@@ -77,11 +77,10 @@ assert math.isclose(divided_first.norm(), 0.1, rel_tol=1e-6)
 assert math.isclose(clipped_first.norm(), 0.1 / 65536, rel_tol=1e-6)
 
 # %% [markdown]
-# It matters a great deal. If we divide first, the gradient has the length 0.1 that we asked for. If
-# we clip first, a length of 1.5e-06 is left, and the training stands still without any error. So
-# the rule behind the recipes is this: **whatever looks at gradients belongs after `unscale_`, and
-# whatever makes gradients starts from `scaler.scale(…)`.** What looks only at weights needs no
-# change, because autocast leaves the weights in fp32.
+# It matters a great deal. If we divide first, the gradient has the length 0.1 that we asked for. If we clip first, a
+# length of 1.5e-06 is left, and with SGD the training stands still without any error. So the rule behind the recipes is
+# this: **whatever looks at gradients belongs after `unscale_`, and whatever makes gradients starts from
+# `scaler.scale(…)`.** What looks only at weights needs no change, because autocast leaves the weights in fp32.
 #
 # ## The setting
 #
@@ -272,10 +271,10 @@ assert math.isclose(norms["step"], MAX_NORM, rel_tol=1e-3)
 # the gradient has a length of 37,244, which is 65,536 times too much. `unscale_` brings it down to
 # its true length of 0.57, clipping shortens it to 0.10, and the step uses it as it is.
 #
-# **Without `unscale_`** we would clip in the grey part, as in the five lines above, and `step` would
-# divide by the scale afterwards. If a gradient overflows in fp16, its norm is infinite, and the scaler
-# skips the step. In bf16 nothing skips it. There, call `clip_grad_norm_` with
-# `error_if_nonfinite=True`: otherwise the step makes every weight NaN.
+# **Without `unscale_`** we would clip in the grey part, as in the five lines above, and `step` would divide by the
+# scale afterwards. If a gradient overflows in fp16, the norm is not finite, and the scaler skips the step. In bf16
+# nothing skips it. There, call `clip_grad_norm_` with `error_if_nonfinite=True`: otherwise the step makes weights NaN,
+# often all of them.
 #
 # ## Accumulate gradients
 #
@@ -429,8 +428,8 @@ def schedule_plain(model, optimizer):
 
 
 # %% [markdown]
-# With AMP a step may be skipped, and the schedule should count only the steps that were taken.
-# `scaler.step` does not tell us, but the scale does: it falls if, and only if, a step was skipped.
+# With AMP a step may be skipped, and the schedule should count only the steps that were taken. `scaler.step` does not
+# tell us, but the scale does: with one optimizer it falls if, and only if, its step was skipped.
 
 
 # %%
@@ -585,8 +584,8 @@ assert torch.equal(
 )
 
 # %% [markdown]
-# Selective checkpointing (`context_fn`) is an exception: if two of its regions share a weight, the
-# backward pass raises `… not found in storage`, unless autocast has `cache_enabled=False`.
+# From torch 2.13 on, if not earlier, selective checkpointing (`context_fn`) is an exception: if two of its regions
+# share a weight, the backward pass raises `… not found in storage`, unless autocast has `cache_enabled=False`.
 #
 # **Without `use_reentrant=False`** you get the older kind of checkpoint, with a warning that asks
 # you to choose. It cuts the graph if no *input* requires a gradient, which is so for a batch of
@@ -644,9 +643,9 @@ check_same(
 # With AMP we change nothing in it: the compiled model passes the same check as the plain one. The
 # compiler sees the autocast block around the call, and puts the casts into its graphs.
 #
-# **Without the same autocast block in every call** the model is compiled again, since compiled code
-# is made for one state of autocast. If you forget the block in evaluation, you pay that time, and
-# the evaluation then runs in fp32. A "stance" turns the second compilation into an error:
+# **Without the same autocast block in every call** the model is compiled again, since compiled code is made for one
+# state of autocast. If you forget the block in evaluation, it runs in fp32. (`no_grad` alone makes it compile again,
+# with the block too.) A "stance" turns the second compilation into an error:
 
 # %%
 torch.compiler.reset()  # forget what has been compiled so far
@@ -739,8 +738,8 @@ assert weight.grad.dtype is torch.float32
 # %% [markdown]
 # ### Choose the optimizer
 #
-# AMP works with any optimizer, as long as you always call `scaler.step(optimizer)`. If you write
-# `optimizer.step()` instead, nothing is unscaled. Who would notice that, a user of SGD or of Adam?
+# AMP works with every optimizer that needs no closure, as long as you always call `scaler.step(optimizer)`. If you
+# write `optimizer.step()` instead, nothing is unscaled. Who would notice that, a user of SGD or of Adam?
 
 
 # %%
@@ -761,15 +760,14 @@ for make in (torch.optim.SGD, torch.optim.Adam):
     assert math.isclose(ratio, 65536 if make is torch.optim.SGD else 1, rel_tol=1e-2)
 
 # %% [markdown]
-# SGD takes a step 65,536 times too long, which nobody overlooks. Adam divides the gradient by the
-# root of its running mean square, so the factor cancels and training looks perfect, until the first
-# overflow turns the weights into NaN.
+# SGD takes a step 65,536 times too long, which nobody overlooks. Adam divides the gradient by the root of its running
+# mean square, so the factor cancels and training looks perfect, until the first overflow turns the weights into NaN.
+# (If `scaler.update()` is still there, it raises `No inf checks were recorded` at once.)
 #
 # ### Evaluate during training
 #
-# Give evaluation an autocast block of its own. If one block surrounds training and evaluation,
-# autocast keeps its casts of the weights until that block ends, and the evaluation uses the weights
-# from before the step:
+# Give evaluation an autocast block of its own. If one block surrounds training and evaluation, autocast keeps its casts
+# of the weights until that block ends, and an evaluation under `no_grad` uses the weights from before the step:
 
 
 # %%
@@ -825,16 +823,16 @@ assert message == "ValueError: Attempting to unscale FP16 gradients."
 #
 # | recipe | what AMP adds | what goes wrong without |
 # |---|---|---|
-# | [Clip](#Clip-gradients) | `scaler.unscale_(optimizer)` before clipping | the training stands still |
+# | [Clip](#Clip-gradients) | `scaler.unscale_(optimizer)` before clipping | SGD stands still; Adam hides it |
 # | [Accumulate](#Accumulate-gradients) | `scale` per batch; `step` and `update` per group | gradients are divided twice |
 # | [Penalise](#Penalise-gradients) | scale the inner loss, divide its gradients by `get_scale()` | the penalty is 2^32 times too large |
 # | [Schedule](#Schedule-the-learning-rate) | `scheduler.step()` only if the scale did not fall | skipped steps use up the schedule |
-# | [Average](#Average-the-weights) | nothing; keep the average in fp32 | in half precision it never moves |
+# | [Average](#Average-the-weights) | nothing; keep the average in fp32 | in half precision it stops short, or never moves |
 # | [Checkpoint](#Checkpoint-activations) | nothing; `use_reentrant=False` | parameters get no gradient |
 # | [Compile](#Compile-the-model) | nothing; always the same autocast state | the model is compiled again |
 # | [Several](#Use-several-losses-and-optimizers) | one scaler, one `update` at the end | a step is twice as long as it should be |
 # | [Function](#Write-an-autograd-function) | `custom_fwd` and `custom_bwd` | dtypes differ in the backward pass |
-# | [Optimizer](#Choose-the-optimizer) | nothing; always `scaler.step` | Adam hides it until the first overflow |
+# | [Optimizer](#Choose-the-optimizer) | nothing; always `scaler.step` | `update` raises; without `update`, Adam hides it |
 # | [Evaluate](#Evaluate-during-training) | an autocast block of its own | the weights are stale |
 # | [Freeze](#Freeze-layers) | nothing; frozen weights may be half precision | |
 # | [Load](#Load-half-precision-weights) | nothing; `model.float()` if parameters are half | the scaler raises an error |

@@ -142,10 +142,10 @@ if device.type == "cpu":
 # %% [markdown]
 # ## The same on a device that is not here
 #
-# Autocast decides before a kernel is chosen, and it looks at nothing but the op, the dtypes and the
-# type of the device. A *fake tensor* has all of these and no data, so it needs no device. What
-# `torch.autocast("cuda")` does is simple as well: it checks that CUDA is there, and then sets a
-# state. The check is in our way, but we can set the state by hand.
+# Autocast decides before a kernel is chosen, and it looks at nothing but the call (op, dtypes, a dtype that it names)
+# and the type of the device. A *fake tensor* has all of these and no data, so it needs no device. What
+# `torch.autocast("cuda")` does is simple as well: it checks that CUDA is there, and then sets a state. The check is in
+# our way, but we can set the state by hand.
 
 
 # %%
@@ -351,9 +351,9 @@ assert casts["ResNet-50", "mps"] > 2 * casts["ResNet-50", "cuda"]
 found["ViT-B/16", "cuda"]
 
 # %% [markdown]
-# Matrix products, the convolution and the attention are in fp16, and so is GELU, which computes in
-# whatever dtype it is given. The norms are in fp32. So is the sum of the residual stream, because it
-# begins with the position embedding, an fp32 parameter.
+# Matrix products, the convolution and the attention are in fp16, and so is GELU, which computes in whatever dtype it is
+# given. The norms are in fp32. So is the sum of the residual stream, because it begins with `cat`, which takes fp32
+# from the class token, an fp32 parameter.
 #
 # Where do the backends differ? For the picture we collect each kind of op that computes with
 # floating-point tensors, together with the dtype that it computes in.
@@ -542,10 +542,9 @@ memory = compare_memory(resnet50, (32, 3, 224, 224), memory_bytes="24GiB", optim
 memory
 
 # %% [markdown]
-# AMP makes one part smaller. Weights, gradients and optimizer state take 97.5 MiB each in every
-# column, and the cast copies of the weights add 48.6 MiB. The activations fall from 2,622 to
-# 1,336 MiB, and for this network they are most of the memory. That is why the last row says 569
-# instead of 294 images, almost twice the batch.
+# AMP makes the activations smaller. Weights, gradients and optimizer state take 97.5 MiB each in every column, and the
+# cast copies of the weights add 48.6 MiB. The activations fall from 2,622 to 1,336 MiB, and for this network they are
+# most of the memory. That is why the last row says 569 instead of 294 images, almost twice the batch.
 
 # %%
 fp32, fp16 = memory["fp32"], memory["fp16"]
@@ -628,9 +627,9 @@ _ = big_memory.plot()
 # right do activations take over, and from there bf16 needs less: the card holds a batch of 5 in bf16
 # and of 3 in fp32.
 #
-# So for a model of this kind you use AMP for its speed. What saves memory is something else: an
-# optimizer that keeps fewer bytes per parameter, as plain SGD does, or parameters that are spread
-# over several GPUs ([notebook 11](11_scale_out.ipynb) counts what that saves).
+# So at batch 1 you use AMP for its speed. What saves memory there is something else: an optimizer that keeps fewer
+# bytes per parameter, as plain SGD does, or parameters that are spread over several GPUs ([notebook
+# 11](11_scale_out.ipynb) counts what that saves).
 #
 # ## Your own model
 #
@@ -785,17 +784,17 @@ assert not forecast.caveats
 # %% [markdown]
 # ## Summary
 #
-# - Autocast decides by op, dtype and type of device, before a kernel is chosen. Fake tensors and a
-#   state that we set by hand therefore show its decisions for a device that is not there. On the CPU,
-#   the predicted rows were those of the real run.
+# - Autocast decides by the call and the type of device, before a kernel is chosen. Fake tensors and a state that we set
+#   by hand therefore show its decisions for a device that is not there. On the CPU, the predicted rows were those of
+#   the real run.
 # - A `TorchDispatchMode` of fifteen lines sees all of this, and `xray` adds modules, casts and advice.
 # - Backends have different tables. The same ResNet needs 57 casts on CUDA and 165 on MPS, where
 #   `batch_norm` is fp32, and an LSTM stays in fp32 on MPS.
 # - `F.cross_entropy` on fp16 logits rounds its `log_softmax` to fp16 on CUDA, XPU and MPS, and still
 #   returns fp32. Give it `logits.float()`.
-# - AMP nearly halves the activations and makes none of the other parts smaller, and its copies of
-#   the weights come on top. A ResNet-50 fits with almost twice the batch. A 7B transformer at batch
-#   1 keeps its peak of 125 GiB.
+# - AMP nearly halves a ResNet's activations and makes weights, gradients and optimizer state no smaller, and its copies
+#   of the weights come on top. A ResNet-50 fits with almost twice the batch. A 7B transformer at batch 1 keeps its peak
+#   of 125 GiB.
 # - When two runs differ, `first_difference` names the first op that rounding does not explain, or
 #   none if there is no such op.
 #

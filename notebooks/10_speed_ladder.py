@@ -167,9 +167,9 @@ assert all(limits.flops_per_s[p] >= rate for p, rate in doctor.items() if rate i
 assert not limits.trusted or min(limits.stream_bytes_per_s.values()) > 1e8  # a disk is faster
 
 # %% [markdown]
-# This page was made on a CPU with AMX, units for products of small matrices in bf16. It multiplies more than
-# five times as fast in bf16 as in fp32, and in fp16 no faster. On a CPU without them expect less, and of fp16 far less. On a
-# GPU with tensor cores expect fp16 and bf16 to be alike.
+# This page was made on a CPU with AMX, units for products of small matrices in bf16. It multiplies more than five times
+# as fast in bf16 as in fp32, and in fp16 no faster. [On an EPYC without them](../data/results/README.md) bf16 gains
+# less, and fp16 is far slower. As a rule of thumb, fp16 and bf16 are alike on NVIDIA's GPUs from Ampere on.
 #
 # ## The work: what must a step do?
 #
@@ -187,9 +187,8 @@ print(f"{pixels:,} pixels, {sum(weights):,} weights: {flops / 1e9:.2f} GFLOP a s
 assert 0.98 < 12 * pixels * hidden**2 / flops <= 1  # nearly all of it in the two in the middle
 
 # %% [markdown]
-# That makes 12.94 GFLOP for a step at the quick scale. PyTorch can count too, by watching the ops of
-# a real step. Here is the recipe as you find it in most tutorials. It reads the loss after every step
-# in order to print it, for which a GPU's host [has to
+# That makes 12.94 GFLOP for a step at the quick scale. PyTorch can count too, by watching the ops of a real step. Here
+# is the plain recipe. It reads the loss after every step in order to print it, for which a GPU's host [has to
 # wait](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization).
 
 
@@ -272,10 +271,10 @@ class Ladder:
 
 
 # %% [markdown]
-# The rungs take turns, so that a machine that slows down in the meantime slows all of them down.
-# `compare` pairs the times of each round, gives every ratio with an interval, and leaves out the
-# rounds in which another program used the machine. On a GPU we time three steps in a row, since the
-# device must be free to begin the next step before the host has seen the end of the last.
+# The rungs take turns, so that a machine that slows down in the meantime slows all of them down. `compare` pairs the
+# times of each round, gives every ratio with an interval, and leaves out the rounds in which another program used the
+# machine. At full scale, a GPU's default, we time three steps in a row, since the device must be free to begin the next
+# step before the host has seen the end of the last.
 
 
 # %%
@@ -328,9 +327,9 @@ off = ladder.add("AMP", low, amp_step(*new_model(), inputs, target))
 assert off > 0  # it rounds, unlike FP32
 
 # %% [markdown]
-# **Rung 2: channels last.** An image is stored channel by channel, N, C, H, W. A 1x1 convolution is
-# a matrix product over the channels of each pixel, so it is faster if those lie side by side, in the
-# order N, H, W, C. The shape of the tensor stays the same; only its strides change.
+# **Rung 2: channels last.** An image is stored channel by channel, N, C, H, W. A 1x1 convolution is a matrix product
+# over the channels of each pixel, so it can be faster if those lie side by side, in the order N, H, W, C. The shape of
+# the tensor stays the same; only its strides change.
 
 # %%
 model, optimizer = new_model()
@@ -503,12 +502,11 @@ assert points[0][2] < points[1][2] < points[2][2]  # each moves less than the on
 _ = plots.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
-# From point to point the step moves fewer bytes. The recipe lies under the flat part of its roof. The
-# roof of bf16 is higher, so AMP lies under the slope, and only the step by hand, with a tenth of the bytes,
-# is under the flat part again. The slope is that of memory, and a point may lie above it if the data fits
-# in a cache. All three are well below their own roofs. Such a step spends time otherwise, as a rule on
-# copies inside an op, which are not counted here, on threads that wait, or on arithmetic that is no
-# matrix product.
+# From point to point the step moves fewer bytes. The recipe lies at the corner of its roof. The roof of bf16 is higher,
+# so AMP lies under the slope, and only the step by hand, with a tenth of the bytes, is clearly under the flat part. The
+# slope is that of memory, and a point may lie above it if the data fits in a cache. All three are well below their own
+# roofs. Such a step spends time otherwise, as a rule on copies inside an op, which are not counted here, on threads
+# that wait, or on arithmetic that is no matrix product.
 #
 # ## A rung above: in tiles (optional)
 #
@@ -760,9 +758,10 @@ for what, (values, gains, _) in growth.items():
 assert climbed.trusted == (rung in ladder.steps)
 
 # %% [markdown]
-# On this CPU the advice is the fused optimizer: what is above it is slower, or not surely faster by a tenth.
-# Channels last alone has most of that gain, for two lines. `amp-lab bench` climbs the same rungs with other models and with matrix products of
-# awkward shapes, and holds every rung's losses against FP32's. `--compare FILE` puts your machine beside [recorded ones](../data/results/README.md).
+# The advice is the simplest rung that no other surely beats by a tenth. On this CPU channels last alone has most of the
+# gain that a line or two can bring. `amp-lab bench` climbs the same rungs with other models and with matrix products of
+# awkward shapes, and holds every rung's losses against FP32's. `--compare FILE` puts your machine beside [recorded
+# ones](../data/results/README.md).
 
 # %%
 assert amp_lab_command(["bench", "--list"]) == 0
@@ -773,8 +772,8 @@ assert amp_lab_command(["bench", "--list"]) == 0
 # - On a CPU with Linux call `keep_memory` first, or you may take the cost of new memory for a gain by AMP.
 # - Count first. FLOPs at the measured rate give the time that no rung can beat; bytes at the
 #   measured rate say why you are not there yet.
-# - A lower precision speeds up matrix products and halves what the rest has to move. The first
-#   part is the promise, and the second often decides.
+# - A lower precision speeds up matrix products where the hardware can, and halves most of what the rest has to move.
+#   The first part is the promise, and the second often decides.
 # - Channels last, a fused optimizer, not reading the loss, `torch.compile`: each is a line or two. As a
 #   rule of thumb, each pays on some devices and not on others. Measure them in turns, on yours.
 # - AMP loses where there is nothing to multiply, where the ops are small, and in a format that

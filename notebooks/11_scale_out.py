@@ -88,9 +88,9 @@ assert off[torch.float32, 64] < 1e-6
 assert 1e-3 < off[torch.bfloat16, 2] < off[torch.bfloat16, 64]
 
 # %% [markdown]
-# In fp32 the average *is* the gradient of the whole batch, up to the order of a sum, so training on several devices is
-# the same training. In bf16 it is off by 0.24 % with 2 ranks, and by 0.89 % with 64, because each addition rounds once
-# more. In which dtype the gradients travel is the new choice of this notebook.
+# In fp32 the average over equal parts *is* the gradient of the whole batch, up to the order of a sum, so training on
+# several devices is the same training. In bf16 it is off by 0.24 % with 2 ranks, and by 0.89 % with 64, because each
+# addition rounds once more. In which dtype the gradients travel is the new choice of this notebook.
 #
 # ## The setting
 #
@@ -414,9 +414,9 @@ SETUPS = {
 }
 
 # %% [markdown]
-# The next function sets up one of them. (A PyTorch built without CUDA [refuses a hook named
-# `bf16_compress_hook`](https://github.com/pytorch/pytorch/blob/v2.11.0/torch/nn/parallel/distributed.py),
-# although gloo can sum bf16, so our hook has another name.)
+# The next function sets up one of them. (A PyTorch built for CPU alone [refuses a hook named
+# `bf16_compress_hook`](https://github.com/pytorch/pytorch/blob/v2.11.0/torch/nn/parallel/distributed.py), although gloo
+# can sum bf16, so our hook has another name.)
 
 
 # %%
@@ -440,9 +440,9 @@ def set_up(config, device, engine, compute, reduce):
 
 
 # %% [markdown]
-# `count_communication` notes every collective of a process with its dtype and size, and adds up what a
-# rank has to send for it. A payload of S bytes costs 2(n-1)/n S in an `all_reduce`, and (n-1)/n S in the
-# other two. No algorithm can do with less, and rings, the usual one, need no more.
+# `count_communication` notes every collective of a process with its dtype and size, and adds up what a rank has to send
+# for it. A payload of S bytes costs 2(n-1)/n S in an `all_reduce`, and (n-1)/n S in the other two. Without a switch
+# that adds, no algorithm can do with less, and rings, the usual one, need no more.
 # <!-- tests/distributed/test_collectives.py -->
 
 
@@ -552,8 +552,8 @@ assert 0.9 < in_fp32 / sent["DDP, fp32"] < 1.1
 # %% [markdown]
 # Is a gradient in bf16 good enough? The sum over the ranks is formed in bf16 then, and you saw at the beginning that
 # this loses more the more ranks there are. That is why FSDP2 lets you choose the two dtypes apart, and bf16 weights
-# with fp32 sums are the usual choice. These bytes become time when a network is the bottleneck: then divide them by
-# its rate.
+# with fp32 sums are a safe choice. These bytes become time when a network is the bottleneck: then divide them by its
+# rate.
 #
 # ## What does each hold?
 #
@@ -693,9 +693,9 @@ assert "fails at the first step" in advice[0]
 #   settings](https://www.deepspeed.ai/docs/config-json/): `grad_accum_dtype` for this, and `communication_data_type` for what travels.
 # - **Where is `ShardedGradScaler`?** [It belongs to FSDP1](https://github.com/pytorch/pytorch/blob/main/torch/distributed/fsdp/sharded_grad_scaler.py),
 #   whose shards are plain tensors, so it asked the other ranks about overflows itself. With FSDP2 you use `GradScaler`.
-# - **What if one rank has a batch more?** It waits for the others until the timeout. DDP has
-#   [`join`](https://docs.pytorch.org/docs/stable/notes/ddp.html) for that and FSDP2 has not, so give all ranks as many steps, for
-#   example with `drop_last=True`.
+# - **What if one rank has a batch more?** It waits, fails when another rank ends, or adds up what does not belong
+#   together, with no error. DDP has [`join`](https://docs.pytorch.org/docs/stable/notes/ddp.html) for that and FSDP2
+#   has not, so give all ranks as many steps, for example with `drop_last=True`.
 # - **Who loads the scaler's state?** Every rank. If one alone does, the average mixes gradients of two scales:
 
 # %%
@@ -822,9 +822,10 @@ assert all(rank[2] == {3} for ranks in loads.values() for rank in ranks)  # step
 # - What travels has a dtype of its own. DDP sends fp32 gradients, with autocast or without, unless a
 #   communication hook casts them, which halves the bytes. FSDP2 gathers weights in `param_dtype` and
 #   reduces gradients in `reduce_dtype`.
-# - FSDP2 divides weights, gradients and optimizer state among the ranks. In bf16 it sends about as much
+# - FSDP2 divides weights, gradients and optimizer state among the ranks. In bf16 with fp32 sums it sends about as much
 #   as DDP does in fp32.
-# - A sum of gradients in bf16 loses more with every rank, 0.24 % with 2 and 0.89 % with 64, so reduce in fp32.
+# - A sum of gradients in bf16, one rank after another, loses more with every rank, 0.24 % with 2 and 0.89 % with 64, so
+#   reduce in fp32.
 # - The scalers of all ranks must decide alike. DDP's do because the gradients are averaged before they
 #   look, and FSDP2's because `unscale_` asks all ranks. If you reduce by hand, do it before `unscale_`.
 # - A checkpoint that four ranks saved was loaded by four, by two and by one.
