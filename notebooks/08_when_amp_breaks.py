@@ -96,7 +96,7 @@
 # | parameters are NaN after one step of Adam | [section&nbsp;29](#29-Half-precision-weights-stop-moving) |
 # | results are good on short inputs and bad on long ones | [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
 # | `torch.compile` changes the gradients | [section&nbsp;27](#27-A-compiled-model-has-other-gradients) |
-# | `torch.compile` changes the results a little | it rounds less often: [notebook 18](18_inference_and_export.ipynb#Ways-to-run-it) |
+# | `torch.compile` changes the results a little | in 16 bits it rounds less often, in fp32 it computes in another way: [notebook 18](18_inference_and_export.ipynb#Ways-to-run-it) |
 # | a compiled model is no faster | [notebook 10](10_speed_ladder.ipynb) |
 # | fp32 results differ between two GPUs | [section&nbsp;37](#37-TF32-is-set-in-the-old-and-in-the-new-way) |
 # | the ranks of a distributed run drift apart, or skip different steps | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step), [notebook 11](11_scale_out.ipynb) |
@@ -346,9 +346,9 @@ assert scales[165:] == [0.0] * 5  # from where no doubling leads back
 
 # %% [markdown]
 # **Why.** The slope of the square root at 0 is infinite, and infinity times the inner slope, 0, is
-# NaN at *any* scale. The scaler tries smaller scales in vain. After 166 steps the scale is 0, and
-# it stays there. Anything else that makes a gradient NaN does the same, such as `log(0)`, 0/0, or a
-# NaN in the data.
+# NaN at *any* scale. The scaler tries smaller scales in vain. After 166 steps the scale is 0, and it
+# stays there. Anything else that makes a gradient infinite or NaN at any scale does the same, such as
+# `log(0)`, 0/0, or a NaN in the data.
 #
 # **The fix.** Repair the loss and leave the scaler alone. Here we add a small number under the
 # root, which keeps it away from 0.
@@ -417,8 +417,8 @@ print(f"with a scaler {kept.mean():.3e}, in exact arithmetic {exact:.3e}")
 torch.testing.assert_close(kept, torch.full_like(kept, exact), rtol=2e-3, atol=0)  # 11 bits
 
 # %% [markdown]
-# **Notice it earlier.** `gradient_underflow` counts, layer by layer, what fp16 would lose. Here
-# that is every gradient of the outputs, and a scale of 8 is enough:
+# **Notice it earlier.** `gradient_underflow` counts, layer by layer, what fp16 would lose. Here that
+# is every gradient of the outputs, and a scale of 8 keeps them from vanishing:
 
 # %%
 model, _ = make(nn.Linear(4, 64))
@@ -456,9 +456,9 @@ assert added[0].isnan().all()
 # not check: it gives -inf, and a softmax over nothing but -inf is 0/0.
 #
 # **The fix.** Fill in the lowest number of the scores' dtype, or give a boolean mask to
-# `F.scaled_dot_product_attention`, which needs no such number. Do not *add* that number: with a
-# score of -16 or less the sum rounds to -inf again, and so does the sum of two such masks. A row
-# that is masked everywhere is then NaN as before.
+# `F.scaled_dot_product_attention`, which needs no such number. Do not *add* that number: in fp16,
+# with a score of -16 or less the sum rounds to -inf again, and so does the sum of two such masks. If
+# that happens to all scores of a row, it is NaN as before.
 
 # %%
 lowest = torch.finfo(scores.dtype).min
@@ -472,8 +472,8 @@ query = scores[None]  # (1, 2, 2); for this mask, True means: not hidden
 assert F.scaled_dot_product_attention(query, query, query, attn_mask=~mask).isfinite().all()
 
 # %% [markdown]
-# **Notice it earlier.** `amp-lab xray --dtype fp16` finds it without running the model. Or search the source
-# for `1e9`, `1e10` and `1e20`.
+# **Notice it earlier.** `amp-lab xray --dtype fp16` finds a fill that raises, without running the
+# model. For a mask that is added, search the source for `1e9`, `1e10` and `1e20`.
 
 # %% [markdown]
 # ### 5 NaN because an epsilon of 1e-8 is zero in fp16
@@ -498,7 +498,8 @@ assert torch.tensor(1e-8).half() == 0
 # %% [markdown]
 # **Why.** 1e-8 is less than half of the smallest fp16 number, so it rounds to zero and protects
 # against nothing. On the CPU the same happens in `F.normalize`, whose epsilon is 1e-12; on CUDA
-# autocast takes its norm in fp32. Adam's 1e-8 is the same trap once the parameters are fp16.
+# autocast takes its norm in fp32. Adam's 1e-8 is the same trap once the parameters are fp16, unless
+# it is fused.
 #
 # **The fix.** Choose an epsilon that the dtype can hold, at least `torch.finfo(dtype).tiny`, or use
 # fp32.
@@ -520,7 +521,7 @@ assert torch.finfo(torch.float16).tiny < 1e-4
 # ### 6 A norm written by hand overflows above 256
 #
 # **What you see.** There is no NaN and no message. The output of a layer is exactly zero, and no
-# layer before it learns.
+# layer before it learns through it.
 #
 # **The smallest program that does it.** We write root-mean-square normalisation out, as many models
 # do.
@@ -541,9 +542,9 @@ assert weight.grad.count_nonzero() == 0
 
 # %% [markdown]
 # **Why.** 300 times 300 is 90,000, which is infinite in fp16. The root of the mean is infinite too,
-# and a number divided by infinity is 0. A multiplication is on none of autocast's lists (`pow` is,
-# on CUDA), so it stays in fp16. Squares, variances and distances all overflow long before their
-# inputs do.
+# and a number divided by infinity is 0. A multiplication is on none of autocast's lists (`pow` is, on
+# CUDA), so it stays in fp16. Squares, variances and distances that are written by hand overflow long
+# before their inputs do.
 #
 # **The fix.** Use the library's function, which computes in fp32 inside, or call `.float()` on the
 # input.
@@ -660,7 +661,7 @@ assert masked_step(calm).tolist() == [0.0, 1.0]
 # %% [markdown]
 # ## The scaler raises or warns
 #
-# `GradScaler` refuses a call when it could not do what you meant. Each of its messages points to a
+# `GradScaler` refuses some calls that could not do what you meant. Each of its messages points to a
 # line in the training loop. [Notebook 07](07_training_recipes.ipynb) shows the repaired loops at
 # length.
 
@@ -808,8 +809,8 @@ assert "No inf checks were recorded for this optimizer." in message
 
 # %% [markdown]
 # **Why.** `step` looks for infinities in the gradients of that optimizer, but it has none: every
-# `.grad` is `None`. The same happens if you leave out `backward()`, detach the loss, or build the
-# optimizer for another copy of the model.
+# `.grad` is `None`. The same happens if you leave out `backward()`, detach this part's output, or
+# build the optimizer for another copy of the model.
 #
 # **The fix.** If the part is meant to be frozen, do not step its optimizer. If it is not, find out
 # where the graph is cut.
@@ -868,9 +869,9 @@ plain_sgd.step(), plain_sgd.step()  # an optimizer itself does not refuse
 assert once_more.item() == -2
 
 # %% [markdown]
-# **Why.** `update` ends an iteration. It needs the result of at least one `step` or `unscale_`, and
-# makes the scaler forget it. A second `step` would apply the same gradients once more. Without
-# `scale(loss)` there is nothing to undo.
+# **Why.** `update` ends an iteration. Without a new scale it needs the result of at least one `step`
+# or `unscale_`, and makes the scaler forget it. A second `step` would apply the same gradients once
+# more. Without `scale(loss)` there is nothing to undo.
 #
 # **The fix.** Use one order in every iteration: `unscale_` if you need it, `step`, `update`. With
 # several optimizers, call `step` for each and `update` once.
@@ -881,7 +882,8 @@ call("step", "update")
 assert message_of(lambda: call("update", "step")) == messages["update"]
 
 # %% [markdown]
-# **Notice it earlier.** You cannot miss it: all of these raise in the first iteration.
+# **Notice it earlier.** A forgotten `update` raises in the second iteration. A `scale` that is left
+# out later raises nothing.
 
 # %% [markdown]
 # ### 13 The optimizer needs a closure
@@ -927,10 +929,10 @@ assert "Closure use is not currently supported if GradScaler is enabled." in mes
 _ = lbfgs(torch.amp.GradScaler("cpu"), torch.float16, by_position=True)  # no message
 
 # %% [markdown]
-# **Why.** The closure runs `backward` inside the optimizer, where the scaler can neither unscale
-# the gradients nor look at them. It notices only a closure that is passed *by name*. With
-# `scaler.step(optimizer, closure)` there is no message, and you train on scaled gradients that
-# nobody checks.
+# **Why.** The closure runs `backward` inside the optimizer, where the scaler can neither unscale the
+# gradients nor look at them. It notices only a closure that is passed *by name*. With
+# `scaler.step(optimizer, closure)`, once there are gradients, there is no message, and you train on
+# scaled gradients that nobody checks.
 #
 # **The fix.** Use bf16 or fp32, and disable the scaler. It then hands the closure on.
 
@@ -979,8 +981,8 @@ assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`." in me
 # **Why.** The order in the loop is right, but the scaler skipped `optimizer.step()` because of an
 # overflow, as it often does in the first steps. The schedule is then one step ahead of the training.
 #
-# **The fix.** `update` lowers the scale if and only if the step was skipped. So advance the
-# schedule only if the scale did not fall.
+# **The fix.** With one optimizer, `update` lowers the scale if and only if the step was skipped. So
+# advance the schedule only if the scale did not fall.
 
 # %%
 assert warnings_of(lambda: schedule(only_if_stepped=True)) == ""
@@ -1073,7 +1075,8 @@ assert (
 #
 # **The fix.** In fp16, leave `error_if_nonfinite=False`, the default. `unscale_` has noted the
 # infinity, so `step` skips the optimizer. In bf16 the scaler is disabled and skips nothing, so keep
-# the error: without it, one infinite gradient makes every weight NaN.
+# the error: without it, an infinite gradient makes its weight NaN, and a NaN gradient makes every
+# weight NaN.
 
 # %%
 assert overflowing_step(strict=False)
@@ -1104,7 +1107,8 @@ assert (
 # **Why.** A disabled scaler has no state, and saves an empty dict. The other way round nothing is
 # raised, because a disabled scaler ignores what it is told to load.
 #
-# **The fix.** Load the state only if there is one. A fresh scaler finds its scale in a few steps.
+# **The fix.** Load the state only if there is one. A fresh scaler finds a lower scale in a few steps;
+# upwards it doubles every 2000.
 
 # %%
 for saved in (from_bf16, torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict()):
@@ -1158,8 +1162,8 @@ assert "Input type (c10::Half) and bias type (float) should be the same" in mess
 
 # %% [markdown]
 # **Why.** Autocast stops casting at the end of the block, but the results of the block stay in low
-# precision. A model or an input that you converted by hand fails in the same way, with no autocast
-# at all. (Older versions say `expected mat1 and mat2 to have the same dtype`.)
+# precision. A model or an input that you converted by hand fails in the same way, with no autocast at
+# all. (Another wording is `expected mat1 and mat2 to have the same dtype`.)
 #
 # **The fix.** Move the line into the block, or convert what leaves the block to fp32.
 
@@ -1318,11 +1322,12 @@ assert "Unexpected floating ScalarType in at::autocast::prioritize" in promoted
 assert on_cuda == promoted
 
 # %% [markdown]
-# **Why.** Autocast keeps the cast of a weight until the outermost block ends, and does not note its
-# dtype. So the inner block casts the input to bf16, but finds an fp16 weight. The second message is
-# about the policy *promote* ([notebook 02](02_autocast_dtypes.ipynb)). It looks for the widest of
-# the inputs, and knows only fp32 and the dtype of the block, even if all inputs are bf16. Such a
-# tensor often comes from a model with bf16 weights, in a block that is fp16 by default.
+# **Why.** Autocast keeps the cast of a trained weight until the outermost block ends (except in
+# `inference_mode`), and does not note its dtype. So the inner block casts the input to bf16, but
+# finds an fp16 weight. The second message is about the policy *promote* ([notebook
+# 02](02_autocast_dtypes.ipynb)). It looks for the widest of the inputs, and knows only fp32 and the
+# dtype of the block, even if all inputs are bf16. Such a tensor often comes from a model with bf16
+# weights, in a block that is fp16 by default.
 #
 # **The fix.** Switch the cache off in the inner block. For the second message, use one half
 # precision everywhere: give the block the dtype of the weights, or make the bf16 tensor fp32.
@@ -1373,8 +1378,9 @@ if torch.cuda.is_available():  # the real thing
 # exactly 1. Autocast cannot see whether p ever was fp16, so it refuses fp32 inputs as well. On the
 # CPU it computes the loss in fp32.
 #
-# **The fix.** Leave out the sigmoid, and give the logits to the loss that has it built in. That
-# loss has the same value, and autocast computes it in fp32.
+# **The fix.** Leave out the sigmoid, and give the logits to the loss that has it built in. That loss
+# has the same value unless the sigmoid saturates, where it is the right one, and autocast computes it
+# in fp32.
 
 # %%
 with cuda_rules():
@@ -1453,8 +1459,8 @@ print(message)
 assert "Got unsupported ScalarType BFloat16" in message
 
 # %% [markdown]
-# **Why.** NumPy has no bf16. It does have fp16, so an fp16 prediction gives no message, and all
-# that follows is computed in fp16 without autocast to look after it.
+# **Why.** NumPy has no bf16. It does have fp16, so an fp16 prediction gives no message, and what
+# follows is computed in fp16, as long as no wider array joins in.
 #
 # **The fix.** Convert what leaves the block to fp32.
 
@@ -1522,7 +1528,8 @@ assert torch.equal(model[0].weight.grad, x.expand(2, 2))
 # %% [markdown]
 # ### 26 The loss stands still because the whole loop is in one block
 #
-# **What you see.** The loss is exactly the same in every step.
+# **What you see.** On the same batch the loss is the same in every step, if all trained weights are
+# cast. Otherwise it falls too slowly.
 #
 # **The smallest program that does it.** We put a second autocast block around the whole loop.
 
@@ -1563,7 +1570,7 @@ assert learning[2] < learning[1] < learning[0]
 assert losses_of(torch.autocast("cpu", enabled=False)) == stuck
 
 # %% [markdown]
-# **Notice it earlier.** Stop and look when two losses in a row are equal.
+# **Notice it earlier.** Stop and look when two losses of the same batch are equal.
 
 # %% [markdown]
 # ### 27 A compiled model has other gradients
@@ -1708,9 +1715,9 @@ assert after_updates(model) == 1.0
 
 # %% [markdown]
 # **Why.** `assign=True` took over the dtype of the checkpoint. Just below 1, bf16 numbers are 2^-8
-# apart, and a change of less than half of that is rounded away. The state of an optimizer has the
-# dtype of the parameters. In fp16 Adam's epsilon of 1e-8 is 0, so a weight whose gradient is 0 is
-# changed by 0/0, which is NaN:
+# apart, and a change of less than half of that is rounded away. The moments of Adam have the dtype of
+# the parameters. In fp16 its epsilon of 1e-8 is 0, so (unless it is fused) a weight whose gradient is
+# 0 is changed by 0/0, which is NaN:
 
 # %%
 half = nn.Parameter(torch.ones(1).half())
@@ -1804,8 +1811,9 @@ with mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", re
     assert not warnings_of(lambda: (torch.autocast("cuda"), torch.amp.GradScaler("cuda")))
 
 # %% [markdown]
-# **Why.** Autocast and the scaler switch themselves off, and the run goes on in fp32. For `"xpu"`
-# and `"mps"` there is not even a warning ([notebook 02](02_autocast_dtypes.ipynb)).
+# **Why.** For `"cuda"` autocast and the scaler switch themselves off, and the run goes on in fp32.
+# For `"xpu"` and `"mps"` both stay on, without a warning, and products of CPU tensors are fp32
+# ([notebook 02](02_autocast_dtypes.ipynb)).
 #
 # **The fix.** Take the name from the device that the tensors are on, and refuse a device that is
 # not there. `Precision` of this collection's package raises an error.
@@ -1877,7 +1885,8 @@ assert torch.get_autocast_dtype("cuda") is torch.float16
 assert in_a_thread(lambda: enter_again(dtype=torch.float16)) is torch.float16
 
 # %% [markdown]
-# **Notice it earlier.** Put `assert torch.is_autocast_enabled(device.type)` into `forward`.
+# **Notice it earlier.** In `forward`, assert `torch.is_autocast_enabled(device.type)`, and the dtype
+# that `torch.get_autocast_dtype(device.type)` gives.
 
 # %% [markdown]
 # ### 33 Autocast makes the model no faster
@@ -1912,7 +1921,7 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 # %% [markdown]
 # **Why.** Every step casts five weights, five biases and the input, so 5 ops became 16. As a rule
 # of thumb, this pays only if the products are large. There are four other reasons:
-# - The hardware has no fast path for the dtype (fp16 on most CPUs, bf16 on older GPUs).
+# - The hardware has no fast path for the dtype (as a rule of thumb, fp16 on a CPU, bf16 on older GPUs).
 # - The limit is the data loader or the launching of kernels, and not arithmetic.
 # - The "fp32" you compare with is really TF32.
 # - The clock was read before the GPU had finished.
@@ -1941,9 +1950,9 @@ for width in (16, 512):
 assert forward(layer, batch, enabled=True).dtype is torch.bfloat16
 
 # %% [markdown]
-# The last column is the speed-up, with its interval. Here the small layer was slower in bf16,
-# because its casts cost more than its product, and the large one was faster. Whether a large layer
-# gains depends on the hardware.
+# The last column is the speed-up, with its interval. Here the small layer was slower in bf16, whose
+# product saves no time at that size and needs casts, and the large one was faster. Whether a large
+# layer gains depends on the hardware.
 #
 # **Notice it earlier.** Measure one step in each precision before the long run.
 # [Notebook 04](04_fp32_vs_amp.ipynb) shows how.
@@ -1982,10 +1991,10 @@ print(f"batch of 1: fp32 {single[0] / 1024:.0f} KiB, autocast {single[1] / 1024:
 assert single[1] > 50 * single[0]
 
 # %% [markdown]
-# **Why.** Autocast narrows *activations*. The weights, the gradients and the two moments of Adam
-# stay fp32 and take 16 bytes for each parameter. The casts of the weights take 2 bytes more, and
-# are kept for the backward pass. With many weights and few activations, that is more than before:
-# 515 KiB here in place of 6.
+# **Why.** Autocast narrows *activations*. The weights, the gradients and the two moments of Adam stay
+# fp32 and take 16 bytes for each parameter. The casts of the weights take 2 bytes more, and those
+# that a gradient needs are kept for the backward pass. With many weights and few activations, that is
+# more than before: 515 KiB here in place of 6.
 #
 # **The fix.** AMP saves memory on a large batch, so make the batch larger. With 2048 examples it
 # keeps 6.5 MiB in place of 12. Other means help with the rest: gradient checkpointing, sharding, or
@@ -2023,8 +2032,8 @@ assert "`torch.cuda.amp.autocast(args...)` is deprecated." in old_autocast
 assert "`torch.cuda.amp.GradScaler(args...)` is deprecated." in old_scaler
 
 # %% [markdown]
-# **Why.** The functions have moved to `torch.amp`, which serves every kind of device. The old names
-# still work, but only on CUDA and ROCm.
+# **Why.** The functions have moved to `torch.amp`, which serves several kinds of devices. The old
+# names still work, but only on CUDA and ROCm.
 #
 # **The fix.** Write `torch.autocast("cuda", dtype=…)` and `torch.amp.GradScaler("cuda")`. Notebook
 # 13 migrates whole projects.
@@ -2114,11 +2123,11 @@ assert not torch.amp.is_autocast_available("hip")
 # %% [markdown]
 # ### 37 TF32 is set in the old and in the new way
 #
-# **What you see.** A message contains
-# `you have used mix of the legacy and new APIs to set the TF32 status for cublas matmul.`
-# It may come from code that only reads the setting, such as
+# **What you see.** A message contains `you have used mix of the legacy and new APIs to set the TF32
+# status for cublas matmul.` It may come from code that only reads the setting, such as
 # [`torch.compile`](https://github.com/pytorch/pytorch/issues/166387). Or there is no message, and
-# fp32 results of two GPUs differ by up to a thousandth.
+# fp32 results of two GPUs differ: each product in a sum by up to a thousandth, and the sum by more
+# where it cancels.
 #
 # **The smallest program that does it.** One line sets TF32 by the old name, another by the new one,
 # and the third reads it. This happens when a library and your script each have their own.
@@ -2149,9 +2158,9 @@ assert (
 # to answer when they contradict each other.
 #
 # **The fix.** Set the mode of products with `torch.set_float32_matmul_precision`, and that of
-# convolutions with `torch.backends.cudnn.allow_tf32`. Each sets old and new names alike. Whoever sets
-# the new name, `fp32_precision`, by itself gets this error as soon as anyone reads an old one.
-# [Notebook 19](19_choose_your_precision.ipynb#What-fp32-means) shows what each mode changes.
+# convolutions with `torch.backends.cudnn.allow_tf32`. Whoever changes the new name, `fp32_precision`,
+# by itself may get this error when anyone reads an old one. [Notebook
+# 19](19_choose_your_precision.ipynb#What-fp32-means) shows what each mode changes.
 
 # %%
 matmul = torch.backends.cuda.matmul
@@ -2187,9 +2196,10 @@ if torch.cuda.is_available():
 # %% [markdown]
 # **Why.** On CUDA no transform is on autocast's list, so it gets whatever the layer before it
 # returned. cuFFT has half-precision kernels only for powers of two, and 100 is not one. The CPU has
-# none at all, but autocast casts for the transform there.
+# none at all, but autocast casts there for all but `hfft2`, `hfftn` and their inverses.
 #
-# **The fix.** Call `.float()` before the transform. On CUDA you can also pad to a power of two.
+# **The fix.** Call `.float()` before the transform. On CUDA you can also pad to a power of two. (For
+# bf16, older versions raise `Unsupported dtype BFloat16` on CUDA too, for any size.)
 
 # %%
 assert torch.fft.rfft(signal.half().float()).dtype is torch.complex64
@@ -2302,10 +2312,10 @@ assert (
 )
 
 # %% [markdown]
-# **Why.** `SyncBatchNorm` has kernels for GPUs only. DDP waits until each parameter has a gradient
-# before it averages, so a parameter that never gets one leaves it waiting. Ranks drift apart
-# without a message when a gradient changes after the average, or when the scaler checks it before.
-# [Notebook 11](11_scale_out.ipynb) shows both.
+# **Why.** `SyncBatchNorm` has kernels for GPUs only. DDP averages a bucket when each of its
+# parameters has a gradient, so one that never gets one leaves it waiting. Ranks drift apart without a
+# message when a gradient changes after the average, or when the scaler checks it before. [Notebook
+# 11](11_scale_out.ipynb) shows both.
 #
 # **The fix.** On a CPU, test with plain batch normalisation. Take unused layers out, or set
 # `find_unused_parameters=True`, which costs a walk through the graph in each step.
@@ -2337,7 +2347,7 @@ broken = torch._dynamo.explain(lambda h: scaler.scale(h.sum()))(x)
 assert len(broken.break_reasons) == 1
 
 # %% [markdown]
-# **Why.** A scaler keeps its state in Python, so the compiler has been told to skip its methods.
+# **Why.** The compiler has been told to skip the file that defines the scaler.
 #
 # **The fix.** Compile the model, or the function that computes the loss, including autocast. Leave
 # `scale`, `step` and `update` outside.
@@ -2352,12 +2362,12 @@ assert scaler.scale(loss_of(x)) == 3 * scaler.get_scale()
 # %% [markdown]
 # ### 42 An LSTM fails under autocast on the CPU
 #
-# **What you see.** `nn.LSTM` under `torch.autocast("cpu")` raises
+# **What you see.** `nn.LSTM` on an fp32 input under `torch.autocast("cpu")` raises
 # `could not create a primitive descriptor for the LSTM forward propagation primitive`
 # The same program may run on another machine. `nn.GRU` and `nn.RNN` run everywhere.
 #
-# **The smallest program that does it.** We run an LSTM in both 16-bit formats. Which of them fails
-# depends on your CPU.
+# **The smallest program that does it.** We run an LSTM in both 16-bit formats. fp16 fails wherever
+# oneDNN trains it; whether bf16 fails depends on your CPU.
 
 
 # %% tags=["nbval-ignore-output"]
@@ -2380,8 +2390,8 @@ for dtype in (torch.bfloat16, torch.float16):
 
 # %% [markdown]
 # **Why.** For an LSTM in fp32, torch picks the kernel of oneDNN, a library that comes with it. After
-# that, autocast casts the tensors to 16 bits. oneDNN has a 16-bit LSTM only for some CPUs: in bf16
-# from AVX-512 on, in fp16 for inference with AVX-512 FP16. It never trains in fp16.
+# that, autocast casts the tensors to 16 bits. On x86 oneDNN has a 16-bit LSTM only for some CPUs: in
+# bf16 from AVX-512 on, in fp16 for inference with AVX-512 FP16. It never trains in fp16.
 #
 # **The fix.** Run the layer in an fp32 region: switch autocast off around it, and give it fp32.
 
@@ -2410,14 +2420,15 @@ for dtype in (torch.bfloat16, torch.float16):
 #
 # We looked at 42 failures. Five questions find most of them:
 #
-# 1. **Are the parameters fp32?** If they are not, nothing else helps (9, 29).
+# 1. **Are the parameters fp32?** If those that are trained are not, repair that first (9, 29), or see
+#    [notebook 16](16_low_precision_state.ipynb).
 # 2. **Does each forward pass have a block of its own, with its dtype, and end it with `.float()`?**
 #    (18, 19, 24 to 28, 32)
-# 3. **Is the order `scale`, `backward`, `unscale_`, clip, `step`, `update`, once per step?** (10 to 16)
-# 4. **Does it go away in bf16?** Then fp16's range is the cause, and an island is the repair (1 to 6, 22).
-# 5. **Does the scale stay above 1, with a skipped step now and then?** If it only falls, check the
-#    loss (2), and look for a forward pass that overflows (1, 7). If it only climbs, there is
-#    nothing to scale (28).
+# 3. **Is the order `scale`, `backward`, `unscale_`, clip, `step`, `update`, once per step?** (10 to
+#    16) 4. **Does it go away in bf16?** Then fp16's range is the cause: use an island (1, 4 to 6), or
+#    a scaler for small gradients (3). 5. **Does the scale stay above 1, with a skipped step now and
+#    then?** If it only falls, check the loss (2), and look for a forward pass that overflows (1, 7).
+#    If it climbs to the end of fp32, there is nothing to scale (28).
 #
 # Next: [notebook 09](09_xray_your_model.ipynb) shows the dtype of every op before a run.
 #
@@ -2498,7 +2509,8 @@ check_masked(mask_scores)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Section 4 has two ways that fail and one that does not. Which number do you fill in, and where do you get it?
+# Section 4 has ways that fail and ways that do not. Which number do you fill in, and where do you get
+# it?
 #
 # </details>
 #
@@ -2544,8 +2556,8 @@ check_advance(advance)
 #         scheduler.step()
 # ```
 #
-# The scale falls if and only if the step was skipped. After a good step it stays, or doubles. (A scale
-# that has fallen to 0 cannot fall any further, but by then training has ended.)
+# With one optimizer the scale falls if and only if the step was skipped. After a good step it stays,
+# or doubles. (A scale that has fallen to 0 cannot fall any further, but by then training has ended.)
 #
 # </details>
 #
