@@ -11,9 +11,15 @@ import pytest
 
 from amp_lab import load_checkpoint
 from amp_lab.cli import doctor, main
+from conftest import WEEKLY
 
 RECORDED = Path(__file__).parents[2] / "data" / "results"
 OLD = "from torch.cuda.amp import autocast  # ×\nautocast()\n"
+
+
+def some_of(first: object, *others: object) -> list[object]:
+    """The first of several cases, each of which starts a process; all of them weekly."""
+    return [first, *others] if WEEKLY else [first]
 
 
 def amp_lab(
@@ -51,7 +57,7 @@ def test_a_closed_stdout_is_no_error(old):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streams", [">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("streams", some_of("<&- >&- 2>&-", ">&-"))
 def test_a_model_is_looked_at_without_streams(tmp_path, streams):
     (tmp_path / "model.py").write_text(MODEL)
     done = amp_lab(tmp_path, streams, "xray", "model.py:make", "--input", "2,3")
@@ -73,7 +79,7 @@ def make():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("streams", ["2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("streams", some_of("2>&-", "<&- >&- 2>&-"))
 def test_a_run_is_trained_without_streams(tmp_path, streams):
     (tmp_path / "x.txt").write_text("7 times 7 is 49.\n" * 200)
     size = ["--context", "8", "--batch-size", "2", "--limit", "2", "--epochs", "1"]
@@ -84,7 +90,7 @@ def test_a_run_is_trained_without_streams(tmp_path, streams):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["banana", "module://banana", "tkagg", "agg"])
+@pytest.mark.parametrize("backend", some_of("banana", "module://banana", "tkagg", "agg"))
 def test_a_backend_of_matplotlib_that_is_not_there_is_told_or_not_needed(old, backend):
     results = shlex.quote(str(max(RECORDED.glob("bench*.json"))))
     shown = "--results", results, "--compare", results
@@ -98,7 +104,9 @@ def test_a_backend_of_matplotlib_that_is_not_there_is_told_or_not_needed(old, ba
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"backend: banana\n", b"font.size: x\n", b"[[["])
+@pytest.mark.parametrize(
+    "content", some_of(b"backend: banana\n", b"\xff\xfe", b"font.size: x\n", b"[[[")
+)
 def test_a_damaged_matplotlibrc_is_at_most_a_line(old, content):
     (old / "matplotlibrc").write_bytes(content)  # of the current folder
     results = shlex.quote(str(max(RECORDED.glob("bench*.json"))))
