@@ -2123,8 +2123,9 @@ assert not torch.amp.is_autocast_available("hip")
 # %% [markdown]
 # ### 37 TF32 is set in the old and in the new way
 #
-# **What you see.** A message contains `you have used mix of the legacy and new APIs to set the TF32
-# status for cublas matmul.` It may come from code that only reads the setting, such as
+# **What you see.** A message contains
+# `you have used mix of the legacy and new APIs to set the TF32 status for cublas matmul.`
+# It may come from code that only reads the setting, such as
 # [`torch.compile`](https://github.com/pytorch/pytorch/issues/166387). Or there is no message, and
 # fp32 results of two GPUs differ: each product in a sum by up to a thousandth, and the sum by more
 # where it cancels.
