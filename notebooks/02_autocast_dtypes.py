@@ -232,10 +232,9 @@ assert (inside + wide).dtype is torch.float32
 assert (inside.float() @ wide).dtype is torch.float32
 
 # %% [markdown]
-# Most elementwise ops, such as `+`, promote to fp32 without a word, and a matrix product fails. You
-# can either call `.float()` on the result or move the line into the block. The loss belongs in the
-# block anyway. Convert anything that leaves the block for good, such as predictions, to fp32 right
-# there.
+# Most elementwise ops, such as `+`, promote to fp32 without a word, and a matrix product fails. You can either
+# call `.float()` on the result or move the line into the block. The loss belongs in the block anyway. Convert
+# what leaves the block for good, such as predictions, to fp32.
 #
 # ## Backward: no autocast there
 #
@@ -387,9 +386,9 @@ assert list(counts.values()) == [1, 5, 5, 5]
 # holds nothing](https://github.com/pytorch/pytorch/pull/165068), so every weight is cast for every
 # use.
 #
-# The end of the **outermost** block clears the cache. So a training step has one block around its
-# whole forward pass, and no block contains the whole training loop. To see what would go wrong, we
-# change a weight inside a block, as `optimizer.step()` would.
+# The end of the **outermost** block clears the cache. So put one block around each forward pass, and never one
+# around the whole training loop. To see what would go wrong, we change a weight inside a block, as
+# `optimizer.step()` would.
 
 # %%
 identity = torch.eye(4, device=device)

@@ -391,10 +391,10 @@ assert device.type == "cpu" or not fastest.is_below(1)
 #
 # ## Memory of a training step
 #
-# A GPU's allocator counts its bytes, and `measure`, which times one function by itself, also reads
-# their peak. A CPU has no such count. But most of the memory of *this* step can be counted on any
-# device: it is what the forward pass keeps for the backward pass. Autograd shows each of those
-# tensors to a hook. We count each storage once, and leave out the parameters, which are there anyway.
+# A GPU's allocator counts its bytes, and `measure`, which times one function by itself, also reads their peak.
+# A CPU has no such count. But most of the memory of *this* step is what the forward pass keeps for the backward
+# pass, and that can be counted on any device. Autograd shows each of those tensors to a hook. We count each
+# storage once, and leave out the parameters, which are there anyway.
 
 
 # %%

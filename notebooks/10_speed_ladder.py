@@ -502,11 +502,11 @@ assert points[0][2] < points[1][2] < points[2][2]  # each moves less than the on
 _ = plots.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
-# From point to point the step moves fewer bytes. The recipe lies at the corner of its roof. The roof of bf16 is higher,
-# so AMP lies under the slope, and only the step by hand, with a tenth of the bytes, is clearly under the flat part. The
-# slope is that of memory, and a point may lie above it if the data fits in a cache. All three are well below their own
-# roofs. Such a step spends time otherwise, as a rule on copies inside an op, which are not counted here, on threads
-# that wait, or on arithmetic that is no matrix product.
+# From point to point the step moves fewer bytes. The recipe lies at the corner of its roof. The roof of bf16 is
+# higher, so AMP lies under the slope, and only the step by hand, with a tenth of the bytes, is clearly under
+# the flat part. The slope is that of memory, and a point may lie above it if the data fits in a cache. All
+# three are well below their own roofs. As a rule of thumb, the rest of the time goes to copies inside an op
+# (not counted here), to threads that wait, and to arithmetic other than matrix products.
 #
 # ## A rung above: in tiles (optional)
 #

@@ -115,9 +115,9 @@ e2m1 = round_to(some, mantissa_bits=1, least_exponent=0, largest=6)
 assert torch.equal(e2m1, ELEMENTS["e2m1"].round(some))
 
 # %% [markdown]
-# That is bit for bit what PyTorch's cast gives after a `clamp`. Without the `clamp`, the result for a
-# value beyond the range depends on the version of torch ([notebook 01](01_number_formats.ipynb)). Most
-# ops refuse these dtypes: they are for storage, and for the matrix product at the end of this notebook.
+# After a `clamp`, PyTorch's cast gives the same bits. Without the `clamp`, the result for a value beyond the
+# range depends on the version of torch ([notebook 01](01_number_formats.ipynb)). Most ops refuse these dtypes:
+# they are for storage, and for the matrix product at the end of this notebook.
 
 # %% tags=["nbval-ignore-output"]
 refused = ""

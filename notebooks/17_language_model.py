@@ -505,10 +505,10 @@ assert found["blocks.0.attention.qkv"] == found["blocks.1"] == torch.bfloat16  #
 #
 # ### Merge, and what it loses
 #
-# For use, the update is added to the weight, and the adapter is gone. If the sum is stored in bf16,
-# each value of it is rounded. How much of the update arrives? Our update is almost as large as the
-# weights. A gentle fine-tuning makes far smaller updates, so we also try fractions of ours. Before you
-# run this: what is left of a thousandth?
+# For use, the update is added to the weight, and the adapter is gone. If the sum is stored in bf16, each value
+# of it is rounded. How much of the update arrives? Our update is almost as large as the weights. Fine-tuning
+# with a small learning rate makes smaller updates, so we also try fractions of ours. Before you run this: what
+# is left of a thousandth?
 
 # %% tags=["nbval-ignore-output"]
 layer = adapted.blocks[1].up

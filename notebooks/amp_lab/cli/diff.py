@@ -110,14 +110,14 @@ def _has_low_weights(model: Any) -> bool:
 def _in_fp32(structure: Any) -> Any:
     """The structure with its 16-bit tensors in fp32."""
     import torch
-    from torch.utils._pytree import tree_map_only
 
     from amp_lab.tracing.ops_seen import LOWER_DTYPES
+    from amp_lab.tracing.structures import map_tensors
 
     def widen(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.float() if tensor.dtype in LOWER_DTYPES else tensor
 
-    return tree_map_only(torch.Tensor, widen, structure)
+    return map_tensors(widen, structure)
 
 
 def _run(

@@ -3,7 +3,6 @@
 import hashlib
 import math
 import os
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,6 +22,7 @@ from tqdm import tqdm
 
 from amp_lab.data.tokens import Characters, Tokens
 from amp_lab.errors import DataError, first_line
+from amp_lab.files import open_regular
 from amp_lab.report import listed
 
 MARKER = "STAND_IN.json"  # in the folder of generated pictures, so that none takes them for real
@@ -312,8 +312,10 @@ def damaged_error(damaged: Sequence[str], count: int, folder: Path) -> DataError
 def read_picture(path: Path) -> torch.Tensor:
     """The picture in this file, uint8 (3, H, W); raises `DataError` if it cannot be decoded."""
     try:
-        _require_plain_file(path)
-        with Image.open(path, formats=_FORMATS) as picture:
+        with open_regular(path) as file, Image.open(file, formats=_FORMATS) as picture:
+            size = os.fstat(file.fileno()).st_size
+            if size > _MOST_BYTES:
+                raise ValueError(f"{size:,} bytes are too many")
             if picture.width * picture.height > (Image.MAX_IMAGE_PIXELS or math.inf):
                 raise ValueError(f"{picture.width} x {picture.height} pixels are too many")
             with suppress(Exception):  # torchvision is faster; if it fails, Pillow tries, says why
@@ -322,15 +324,6 @@ def read_picture(path: Path) -> torch.Tensor:
             return torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1)
     except Exception as error:  # a decoder may raise anything for a damaged file
         raise DataError(f"{path} cannot be read as an image: {first_line(error)}") from None
-
-
-def _require_plain_file(path: Path) -> None:
-    """Raise `OSError` or `ValueError` for a pipe or a device, where reading might never end."""
-    status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError("no regular file")
-    if status.st_size > _MOST_BYTES:
-        raise ValueError(f"{status.st_size:,} bytes are too many")
 
 
 def remedy(place: Path) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
 from amp_lab.backends import BACKENDS, backend
@@ -206,6 +207,23 @@ def is_composite(func: OpOverload) -> bool:
     """Whether an op is made of others, as it arrives inside of a wrapper's own code."""
     name, key = func.name(), "CompositeImplicitAutograd"
     return func.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+class PlainOpsMode(TorchDispatchMode):
+    """A mode that runs each op by `run_op`; of an op on wrappers, the ops that it is made of."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if takes_wrappers(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        return self.run_op(func, args, kwargs)
+
+    def run_op(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run an op, and return its result."""
+        raise NotImplementedError
 
 
 def remedy_for(error: Exception, model: nn.Module, verb: str) -> str:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_map_only
 
 from amp_lab.errors import TraceError
 from amp_lab.precision import Precision
@@ -22,6 +21,7 @@ from amp_lab.tracing.memory import BatchedInputs, MemoryByBatch, parse_bytes
 from amp_lab.tracing.ops_seen import tensors_in
 from amp_lab.tracing.real_run import ModelCall
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
+from amp_lab.tracing.structures import map_tensors
 from amp_lab.tracing.training_step import one_line_errors, steps_on
 
 _LOW = (Precision.FP16, Precision.BF16)
@@ -281,7 +281,7 @@ class InferenceStep:
                 made[id(tensor)] = tensor.detach().to(self.precision.dtype)
             return made[id(tensor)]
 
-        return tree_map_only(torch.Tensor, cast, structure)
+        return map_tensors(cast, structure)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from torch import nn
 from torch._ops import OpOverload
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_lab.device import free_bytes
 from amp_lab.errors import with_type
@@ -29,10 +28,9 @@ from amp_lab.tracing.decisions import (
     noted,
 )
 from amp_lab.tracing.fake_device import (
+    PlainOpsMode,
     attributes_restored,
     autocast_on,
-    is_composite,
-    takes_wrappers,
 )
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key, stored_values, tensors_in
 from amp_lab.tracing.running_module import RunningModule
@@ -147,7 +145,7 @@ class _ListsByItems(TorchFunctionMode):
             return [item.tolist() for item in tensor]
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(PlainOpsMode):
     """Notes each decision of a run, and stops it where it takes too much memory or time."""
 
     def __init__(self, untagged: frozenset[OpOverload]):
@@ -161,13 +159,7 @@ class _Recorder(TorchDispatchMode):
         self._storages: dict[int, weakref.ref] = {}  # by key, those that live
         self._begin = time.monotonic()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if takes_wrappers(types):
-            return NotImplemented
-        kwargs = kwargs or {}
-        if is_composite(func):
-            with self:
-                return func.decompose(*args, **kwargs)
+    def run_op(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         self.count(tensors_in(result))
         self.require_room(0)

@@ -15,7 +15,6 @@ from torch import nn
 from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from amp_lab.backends import backend
@@ -28,11 +27,10 @@ from amp_lab.tracing.fake_device import (
     FOR_REAL,
     NEEDS_VALUES,
     ModelRun,
+    PlainOpsMode,
     attribute_set,
     autocast_on,
-    is_composite,
     remedy_for,
-    takes_wrappers,
 )
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, computes_nothing, flops, storage_key, tensors_in
 from amp_lab.tracing.records import LOSS, RNN_LAYERS, Cast, OpRecord, place_of, widest
@@ -374,20 +372,14 @@ def _name(func: OpOverload) -> str:
     return func._schema.name.rpartition("::")[2]
 
 
-class _Ops(TorchDispatchMode):
+class _Ops(PlainOpsMode):
     """Shows the tracer each op."""
 
     def __init__(self, tracer: Tracer):
         super().__init__()
         self._tracer = tracer
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if takes_wrappers(types):
-            return NotImplemented
-        kwargs = kwargs or {}
-        if is_composite(func):
-            with self:
-                return func.decompose(*args, **kwargs)
+    def run_op(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         try:
             out = func(*args, **kwargs)
         except Exception:
