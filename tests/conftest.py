@@ -102,6 +102,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if asked != value:
             message = f"{name}={asked!r}: the tests run with {name}={value}; unset it"
             pytest.exit(message, returncode=2)
+    os.environ.pop("COLUMNS", None)  # commands would print for a terminal of that width
     if hasattr(config, "workerinput"):  # workers share the cores
         share = max(1, (os.cpu_count() or 1) // config.workerinput["workercount"])
         os.environ.setdefault("OMP_NUM_THREADS", str(share))

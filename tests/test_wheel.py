@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from cases import some_of
 from packaging.requirements import Requirement
 
 from measure_code import ROOT
@@ -140,7 +141,7 @@ QUICKLY = ["--device", "cpu", "--minutes", "0.05"]
 
 @pytest.mark.parametrize(
     ("command", "said"),
-    [
+    some_of(
         (["xray", "my_models:TwoTower", *INPUTS], "TwoTower on cuda, autocast fp16"),
         (["memory", "my_models:TwoTower", *INPUTS, "--memory", "1GiB"], "largest batch in 1 GiB"),
         (["diff", "my_models:TwoTower", *INPUTS, "--precision", "bf16"], "They part nowhere"),
@@ -148,7 +149,7 @@ QUICKLY = ["--device", "cpu", "--minutes", "0.05"]
         (["advise", "my_models:TwoTower", *INPUTS, *QUICKLY], "\nThe lines to write for training "),
         (["doctor", "--device", "cpu"], "\nUse "),
         (["ops", "--device", "mps"], "scaled_dot_product_attention"),
-    ],
+    ),
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
 def test_a_command_works_on_their_model(theirs, command, said):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_workloads import CLASSIFIER, GPT, INFERENCE, PRODUCT, TINY, TRAINING
+from tiny_workloads import CLASSIFIER, GPT, INFERENCE, PRODUCT, TRAINING
 from torch import nn
 
 from amp_lab.bench import rungs, runner
@@ -17,6 +17,7 @@ from amp_lab.errors import OptionError
 from amp_lab.precision import Precision
 
 SLOW = ("compile", "max-autotune", "by-hand", "tiles")  # to compile; the last have their own tests
+QUICK = (TRAINING, INFERENCE, GPT, PRODUCT, pytest.param(CLASSIFIER, marks=pytest.mark.weekly))
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -39,7 +40,7 @@ def test_rungs_are_those_of_device_and_workload():
     assert names_of(PRODUCT, Precision.FP16, CUDA) == ["eager"]
 
 
-@pytest.mark.parametrize("workload", TINY, ids=lambda w: w.name)
+@pytest.mark.parametrize("workload", QUICK, ids=lambda w: w.name)
 def test_every_rung_computes_what_fp32_eager_does(workload):
     baseline = None
     for precision in (Precision.FP32, Precision.BF16):

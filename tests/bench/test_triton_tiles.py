@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import some_of
 from torch import nn
 
 from amp_lab.bench import rungs
@@ -110,9 +111,7 @@ def built(name: str, first: bool, card: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "card", ["sm_90", "gfx942", pytest.param("sm_80", marks=pytest.mark.weekly)]
-)
+@pytest.mark.parametrize("card", some_of("sm_90", "gfx942", "sm_80"))
 def test_the_kernels_are_code_for_a_card(card, tmp_path):
     instruction, shared = CARDS[card]
     for name, first in KERNELS:

@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from cases import some_of
 
 from amp_lab.advisor import session
 from amp_lab.cli import main
 from amp_lab.timing import Comparison
-from conftest import WEEKLY
 
 pytestmark = pytest.mark.slow
 
@@ -50,18 +50,16 @@ def models(tmp_path, monkeypatch):
 
 INPUT = ("--input", "8,16")
 WAYS = {
+    "a batch that cannot be drawn": ("my_nets:Masked", "--batch", "my_nets:masked"),
     "inputs": ("my_nets:mlp", *INPUT, "--with", "width=16", "--loss", "my_nets:loss"),
     "a file": ("my_nets.py:mlp", *INPUT, "--eval"),
     "a batch": ("my_nets:Language", "--batch", "my_nets:batch", "--loss", ".loss"),
-    "a batch that cannot be drawn": ("my_nets:Masked", "--batch", "my_nets:masked"),
     "ids": ("my_nets:Language", "--input", "int64:2,5<50", "--input", "labels=int64:2,5<50"),
     "all in one": ("my_nets:whole",),
 }
 
 
-@pytest.mark.parametrize(
-    "way", WAYS if WEEKLY else ["inputs", "a batch that cannot be drawn", "all in one"]
-)
+@pytest.mark.parametrize("way", some_of(*WAYS))
 def test_the_program_that_it_prints_is_whole(models, capsys, way):
     fast = ("--device", "cpu", "--minutes", "0.2", "--format", "json")
     assert main(["advise", *WAYS[way], *fast]) == 0

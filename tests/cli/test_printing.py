@@ -8,18 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import some_of
 
 from amp_lab import load_checkpoint
 from amp_lab.cli import doctor, main
-from conftest import WEEKLY
 
 RECORDED = Path(__file__).parents[2] / "data" / "results"
 OLD = "from torch.cuda.amp import autocast  # ×\nautocast()\n"
-
-
-def some_of(first: object, *others: object) -> list[object]:
-    """The first of several cases, each of which starts a process; all of them weekly."""
-    return [first, *others] if WEEKLY else [first]
 
 
 def amp_lab(

@@ -103,6 +103,7 @@ def on_both(cells) -> dict[str, dict]:
 
 
 @needs_keras
+@pytest.mark.weekly  # as the next one: these processes import TensorFlow and train
 def test_the_steps_by_hand_are_those_of_fit(on_both):
     for found in (result["steps"] for result in on_both.values()):
         for policy in ("float32", "mixed_bfloat16", "mixed_float16"):
@@ -114,6 +115,7 @@ def test_the_steps_by_hand_are_those_of_fit(on_both):
 
 
 @needs_keras
+@pytest.mark.weekly
 def test_what_the_kernel_shows_on_torch_holds_on_tensorflow(cells, on_both):
     """The same cells with the same assertions print the same."""
     outputs = "".join(output.text for cell in cells for output in cell.outputs)

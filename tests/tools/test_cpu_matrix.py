@@ -45,7 +45,7 @@ def test_a_test_of_one_cpu_is_caught(tmp_path):
     assert failed.endswith("test_planted::test_it")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly  # `.ci/run` runs all files so
 def test_the_last_file_can_be_run_first():
     files = ["tests/test_backends.py", "tests/test_cpu.py"]
     orders = []

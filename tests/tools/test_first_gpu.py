@@ -4,6 +4,7 @@ import json
 import time
 
 import pytest
+from cases import some_of
 
 import first_gpu
 from first_gpu import MARK, Part, Settings
@@ -94,15 +95,7 @@ def test_a_missing_package_is_said_in_one_line(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "doctor",
-        "memory",
-        *(
-            pytest.param(name, marks=pytest.mark.weekly)
-            for name in ("xray", "tiles", "article", "train", "latency")
-        ),
-    ],
+    "name", some_of("doctor", "memory", "xray", "tiles", "article", "train", "latency")
 )
 def test_a_part_runs_on_the_cpu_in_small(name, settings):
     """The whole rehearsal, notebooks and bench included, runs weekly."""

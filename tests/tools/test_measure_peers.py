@@ -5,6 +5,7 @@ import importlib.util
 
 import pytest
 import torch
+from cases import some_of
 from torch import nn
 
 import measure_peers
@@ -68,13 +69,7 @@ def test_fp16_on_a_cpu_is_refused_where_it_would_be_another(name, instead, model
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "nanogpt",
-        "amp_lab, compiled",
-        pytest.param("torch, compiled", marks=pytest.mark.weekly),
-        pytest.param("nanogpt, compiled", marks=pytest.mark.weekly),
-    ],
+    "name", some_of("nanogpt", "amp_lab, compiled", "torch, compiled", "nanogpt, compiled")
 )
 def test_a_language_model_is_trained_as_in_a_bare_loop(name):
     torch.manual_seed(0)

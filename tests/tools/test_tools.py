@@ -15,6 +15,7 @@ from urllib.request import urlopen
 
 import nbformat
 import pytest
+from cases import some_of
 
 import build_pairs
 import lab
@@ -104,7 +105,7 @@ def test_an_empty_token_is_refused(monkeypatch, arguments, environment, empty):
     assert lab.token_problem(["--IdentityProvider.token=secret"]) is None
 
 
-@pytest.mark.parametrize("how", ["a file", "two arguments", "a settings file"])
+@pytest.mark.parametrize("how", some_of("two arguments", "a file", "a settings file"))
 def test_a_server_without_a_token_never_starts(tmp_path, how):
     """In whichever way the token became empty: what the server is set to counts."""
     arguments, settings = [f"--port={free_port()}", "--no-browser"], {"HOME": str(tmp_path)}
