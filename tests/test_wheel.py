@@ -160,11 +160,11 @@ def test_a_command_works_on_their_model(theirs, command, said):
 
 @pytest.mark.parametrize(
     ("command", "line"),
-    [
+    some_of(
         (["migrate", "my_models.py"], "migrate needs libcst: pip install 'amp-lab[migrate]'"),
         (["bench", "--list"], "bench needs torchvision: pip install 'amp-lab[train]'"),
         (["train", "--out", "x"], "loading data needs pillow: pip install 'amp-lab[train]'"),
-    ],
+    ),
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
 def test_a_command_that_needs_more_says_what(theirs, command, line):

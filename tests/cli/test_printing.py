@@ -84,8 +84,8 @@ def test_a_run_is_trained_without_streams(tmp_path, streams):
     assert load_checkpoint(tmp_path / "run" / "checkpoint.pt")["ranks"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", some_of("banana", "module://banana", "tkagg", "agg"))
+@pytest.mark.weekly
+@pytest.mark.parametrize("backend", ["banana", "module://banana", "tkagg", "agg"])
 def test_a_backend_of_matplotlib_that_is_not_there_is_told_or_not_needed(old, backend):
     results = shlex.quote(str(max(RECORDED.glob("bench*.json"))))
     shown = "--results", results, "--compare", results
@@ -98,10 +98,8 @@ def test_a_backend_of_matplotlib_that_is_not_there_is_told_or_not_needed(old, ba
         assert said.startswith("amp-lab bench: matplotlib cannot be imported: ")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "content", some_of(b"backend: banana\n", b"\xff\xfe", b"font.size: x\n", b"[[[")
-)
+@pytest.mark.weekly
+@pytest.mark.parametrize("content", [b"backend: banana\n", b"\xff\xfe", b"font.size: x\n", b"[[["])
 def test_a_damaged_matplotlibrc_is_at_most_a_line(old, content):
     (old / "matplotlibrc").write_bytes(content)  # of the current folder
     results = shlex.quote(str(max(RECORDED.glob("bench*.json"))))

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from cases import some_of
 from pretend_build import library
 
 import build_pairs
@@ -138,9 +139,9 @@ def test_the_package_works_beside_an_accelerator_of_another_make():
 
 @pytest.mark.parametrize(
     ("module", "line", "fault", "name"),
-    [
-        # two forgotten .to(device), a time read without waiting, memory pinned for one make alone,
-        # and a device type that is written in
+    some_of(
+        # a forgotten .to(device), a time read without waiting, memory pinned for one make alone,
+        # a tensor that stays where it was, and a device type that is written in
         (
             "training/loop.py",
             "tensor.to(self.device, non_blocking=True, ",
@@ -148,23 +149,15 @@ def test_the_package_works_beside_an_accelerator_of_another_make():
             "training",
         ),
         ("timing.py", "        _synchronize(device)\n        samples", "        samples", "timing"),
-        # further ones of the same kinds
-        pytest.param(
+        (
             "data/batches.py",
             "backend(torch.device(self.device).type).pins_memory",
             "False",
             "batches",
-            marks=pytest.mark.weekly,
         ),
-        pytest.param(
-            "data/batches.py",
-            "part.to(self.device, non_blocking=True)",
-            "part",
-            "batches",
-            marks=pytest.mark.weekly,
-        ),
+        ("data/batches.py", "part.to(self.device, non_blocking=True)", "part", "batches"),
         ("precision.py", "torch.autocast(device_type,", 'torch.autocast("cpu",', "autocast"),
-    ],
+    ),
 )
 def test_a_planted_fault_is_found(tmp_path, module, line, fault, name):
     ignored = shutil.ignore_patterns("__pycache__")
@@ -178,7 +171,8 @@ def test_a_planted_fault_is_found(tmp_path, module, line, fault, name):
     assert "Error" in done.stderr
 
 
-@pytest.mark.parametrize("source", build_pairs.find([] if WEEKLY else ["03"]), ids=lambda s: s.stem)
+@pytest.mark.weekly
+@pytest.mark.parametrize("source", build_pairs.find(), ids=lambda source: source.stem)
 def test_a_notebook_runs_on_it(source):
     code = f"import runpy; runpy.run_path({str(source)!r}, run_name='__main__')"
     done = run(code, timeout_s=1200)

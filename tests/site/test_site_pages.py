@@ -76,7 +76,7 @@ def test_every_page_opens_without_an_error_or_a_request(visit, site):
     page = visit("index.html")
     pages = names(site)
     assert len(pages) > 30
-    for name in pages:
+    for name in pages if WEEKLY else pages[::4]:
         page.goto((site / name).as_uri())
         assert page.locator("h1").count() == 1, name
 

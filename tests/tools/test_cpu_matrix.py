@@ -1,5 +1,6 @@
 """The matrix of instruction sets: its runs, its table, and that CI catches a test of one CPU."""
 
+import dataclasses
 import json
 import os
 import re
@@ -36,6 +37,7 @@ def test_a_test_of_one_cpu_is_caught(tmp_path):
         "    assert torch.backends.cpu.get_cpu_capability() == 'AVX512'\n"
     )
     run = next(run for run in cpu_matrix.RUNS if run.name == "avx2-reversed")
+    run = dataclasses.replace(run, processes=1)
     if not cpu_matrix.can_do(run):
         pytest.skip("a CPU with AVX2")
     outcome = cpu_matrix.outcome_of(run, [str(planted)])

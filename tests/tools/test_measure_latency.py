@@ -9,7 +9,7 @@ from torch import nn
 import measure_latency
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_all_ways_give_one_answer():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)).eval()

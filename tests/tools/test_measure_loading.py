@@ -7,7 +7,7 @@ from PIL import Image
 import measure_loading
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("factor", measure_loading.PARTS.values())
 def test_every_way_reads_images_of_the_size_into_normalised_batches(factor, tmp_path):
     folder = measure_loading.make_files(tmp_path, factor, classes=2)

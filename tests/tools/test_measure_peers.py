@@ -5,7 +5,6 @@ import importlib.util
 
 import pytest
 import torch
-from cases import some_of
 from torch import nn
 
 import measure_peers
@@ -17,7 +16,7 @@ CPU = torch.device("cpu")
 MODULES = {"fabric": "lightning_fabric", "accelerate": "accelerate", "keras": "keras"}
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.weekly,  # a tool of ours for a recorded comparison, which few changes touch
     pytest.mark.usefixtures("one_thread_and_seed"),
 ]
 
@@ -69,7 +68,7 @@ def test_fp16_on_a_cpu_is_refused_where_it_would_be_another(name, instead, model
 
 
 @pytest.mark.parametrize(
-    "name", some_of("nanogpt", "amp_lab, compiled", "torch, compiled", "nanogpt, compiled")
+    "name", ["nanogpt", "amp_lab, compiled", "torch, compiled", "nanogpt, compiled"]
 )
 def test_a_language_model_is_trained_as_in_a_bare_loop(name):
     torch.manual_seed(0)

@@ -91,6 +91,7 @@ def test_what_counting_costs_is_told_of_a_step_round_by_round():
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_the_numerics_tool_measures_its_parts(monkeypatch):
     model, images = tiny_model(), torch.rand(4, 3, 8, 8)
     tiny = [("tiny", model, lambda one: one(images).square().mean())]
@@ -110,6 +111,7 @@ def test_the_numerics_tool_measures_its_parts(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_the_training_tool_measures_its_parts(monkeypatch, tmp_path):
     monkeypatch.setattr(measure_training, "build_model", tiny_model)
     monkeypatch.chdir(tmp_path)  # it saves on the disk of the working folder
@@ -134,6 +136,7 @@ def test_what_a_loop_adds_is_told_of_a_step_and_of_its_share():
     assert found["share of a step"]["interval"] == pytest.approx([0.005 * 0.98, 0.005 * 1.02])
 
 
+@pytest.mark.weekly
 def test_the_xray_tool_measures_a_task_in_time_and_memory(capsys):
     measure_xray.run_alone("xray", "mps")
     figures = json.loads(capsys.readouterr().out)

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from cases import some_of
 from torch import nn
 from torchvision import models
 
@@ -100,7 +101,7 @@ def test_a_module_imported_meanwhile_is_as_always(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mobilenet_v3_small", "swin_t", "shufflenet_v2_x0_5"])
+@pytest.mark.parametrize("name", some_of("mobilenet_v3_small", "swin_t", "shufflenet_v2_x0_5"))
 def test_what_is_traced_is_the_same_with_values_and_without(name):
     """With a table of positions, statistics of batch norm, and drop rates."""
     found = []
