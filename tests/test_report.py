@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass
 from html.parser import HTMLParser
 
@@ -58,6 +59,46 @@ def test_text_is_aligned_with_rules_under_the_head_and_above_the_foot():
         "Look at:\n"
         "- Take conv & go."
     )
+
+
+WIDE = Table(
+    ["module", "op that it runs", "lost % at 2^16"],
+    [
+        ["encoder.layers.0.self_attention.out_proj", "scaled_dot_product_attention", "1,234,567"],
+        ["head", "a few words that say what it does", "1"],
+    ],
+    caption="A title of many words, which does not fit the screen of a narrow terminal at all",
+    facts=["A sentence of many words that does not fit either, and goes on in the next line."],
+    advice=["Look at https://docs.pytorch.org/docs/stable/notes for more of it."],
+    foot=[["all of them together, whatever they are", "", "1,234,568"]],
+    right=(2,),
+)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_a_table_fits_the_terminal_and_loses_nothing(width):
+    lines = WIDE.text(width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert signs_of("".join(lines)) == signs_of(WIDE.text())
+
+
+def signs_of(text):
+    """How often each sign occurs, but for blanks and rules, which depend on the width."""
+    return Counter(re.sub(r"[\s-]", "", text))
+
+
+def test_a_number_and_a_link_are_never_broken():
+    text = WIDE.text(40)
+    for whole in ("1,234,567", "1,234,568", "https://docs.pytorch.org/docs/stable/notes"):
+        assert whole in text
+
+
+def test_a_longer_cell_goes_on_below_itself():
+    table = Table(["layer", "ms"], [["one two three four", "1"], ["five", "22"]], right=(1,))
+    assert table.text(18) == (
+        "layer           ms\n------------------\none two three    1\nfour\nfive            22"
+    )
+    assert table.text() == table.text(100)
 
 
 def test_markdown_has_a_cell_for_each_cell_whatever_is_in_it():

@@ -3,7 +3,8 @@
 import html
 import json
 import math
-from collections.abc import Container, Mapping, Sequence
+import textwrap
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -15,6 +16,10 @@ _SHORT = {
     torch.float32: "fp32",
     torch.float64: "fp64",
 }
+
+
+_GAP = "  "  # between two columns
+_NARROWEST = 12  # characters of a text that a column keeps, if it has so many
 
 
 @dataclass(frozen=True)
@@ -29,24 +34,73 @@ class Table:
     foot: list[list[str]] = field(default_factory=list)  # rows that sum up the others
     right: Container[int] = ()  # numbers of the columns whose text is set to the right
 
-    def text(self) -> str:
-        """The table in columns of equal width, with rules under the head and above the foot."""
-        cells = [self.head, *self.rows, *self.foot]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        head, *body = [
-            "  ".join(
-                cell.rjust(width) if i in self.right else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in cells
-        ]
-        rule = "-" * max(map(len, [head, *body]))
-        at = len(self.rows)  # where the foot begins
-        lines = [head, rule, *body[:at], *([rule] if self.foot else []), *body[at:]]
-        parts = [[self.caption] if self.caption else [], lines if body else [], list(self.facts)]
+    def text(self, width: int | None = None) -> str:
+        """The table in columns, with rules under the head and above the foot.
+
+        With a `width`, in characters, what is longer goes on in the next line. Numbers and words of
+        the head are never broken, so a table of very many columns may still be wider.
+        """
+        parts = [[self.caption], self._in_columns(width), list(self.facts)]
+        if width is not None:
+            parts[0] = _wrapped(self.caption, width)
+            parts[2] = [line for fact in self.facts for line in _wrapped(fact, width)]
         if self.advice:
-            parts.append(["Look at:", *(f"- {sentence}" for sentence in self.advice)])
-        return "\n\n".join("\n".join(part) for part in parts if part)
+            parts.append(["Look at:"])
+            for sentence in self.advice:
+                parts[-1] += _wrapped(sentence, width, bullet="- ")
+        return "\n\n".join("\n".join(part) for part in parts if any(part))
+
+    def _in_columns(self, width: int | None) -> list[str]:
+        """The lines of the head, the rows and the foot; none if there is nothing below the head."""
+        if not self.rows and not self.foot:
+            return []
+        widths = self._widths(width)
+        head = list(self._row_in_columns(self.head, widths))
+        rows = [line for row in self.rows for line in self._row_in_columns(row, widths)]
+        foot = [line for row in self.foot for line in self._row_in_columns(row, widths)]
+        rule = "-" * max(map(len, [*head, *rows, *foot]))
+        lines = [*head, rule, *rows]
+        if foot:
+            lines += [rule, *foot]
+        return lines
+
+    def _widths(self, width: int | None) -> list[int]:
+        """How wide each column is: as its longest cell, or less if the table would not fit."""
+        body = [*self.rows, *self.foot]
+        columns = [*zip(self.head, *body, strict=True)]
+        widths = [max(map(len, column)) for column in columns]
+        if width is None:
+            return widths
+        least = [self._least_width(number, column) for number, column in enumerate(columns)]
+        room = width - len(_GAP) * (len(columns) - 1)
+        while sum(widths) > room and widths != least:
+            can_shrink = [i for i in range(len(widths)) if widths[i] > least[i]]
+            widest = max(can_shrink, key=lambda i: widths[i])
+            widths[widest] -= 1
+        return widths
+
+    def _least_width(self, number: int, column: Sequence[str]) -> int:
+        head, *body = column
+        longest_word = max(map(len, head.split()), default=0)
+        longest_cell = max(map(len, body), default=0)
+        if number in self.right:
+            return max(longest_word, longest_cell)
+        return max(longest_word, min(longest_cell, _NARROWEST))
+
+    def _row_in_columns(self, row: list[str], widths: list[int]) -> Iterator[str]:
+        """The lines of a row: more than one where a cell is longer than its column is wide."""
+        columns = []
+        for number, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            pieces = [cell]
+            if len(cell) > width:
+                pieces = textwrap.wrap(cell, width, break_on_hyphens=False)
+            is_number = number in self.right
+            columns.append([p.rjust(width) if is_number else p.ljust(width) for p in pieces])
+        height = max(map(len, columns))
+        for pieces, width in zip(columns, widths, strict=True):
+            pieces += [" " * width] * (height - len(pieces))
+        for line in zip(*columns, strict=True):
+            yield _GAP.join(line).rstrip()
 
     def markdown(self) -> str:
         """The same in Markdown; the foot is bold."""
@@ -104,11 +158,29 @@ class Printed:
     def _repr_html_(self) -> str:
         return self._table().html()
 
+    def text(self, width: int | None = None) -> str:
+        """What `str` says, for a terminal so many characters wide."""
+        return self._table().text(width)
+
     def __str__(self) -> str:
-        return self._table().text()
+        return self.text()
 
     def __repr__(self) -> str:
         return str(self)
+
+
+def _wrapped(sentence: str, width: int | None, bullet: str = "") -> list[str]:
+    """The lines of a sentence; a word, such as a path or a call, is never broken."""
+    if width is None:
+        return [bullet + sentence]
+    return textwrap.wrap(
+        sentence,
+        width,
+        initial_indent=bullet,
+        subsequent_indent=" " * len(bullet),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 from amp_lab.advisor.recipes import INFERENCE, TRAINING, Candidate, Case, Recipe, Step
 from amp_lab.errors import NumericsError
 from amp_lab.numerics import gradient_underflow
+from amp_lab.numerics.gradient_histogram import GradientCount, together
 from amp_lab.precision import Precision
 from amp_lab.remedies import remedy
 from amp_lab.timing import measure
@@ -186,6 +187,10 @@ def distance(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
     return _size(apart) / (_size(right) or 1.0)
 
 
+_ROUNDED = 20
+"""Powers of two below the largest gradient. fp32 has 24 bits, and sums of many values lose some."""
+
+
 def fp16_remarks(case: Case) -> tuple[float | None, list[str]]:
     """A first loss scale for fp16, if any keeps the gradients, and where fp16 would lose what."""
     assert case.loss_fn is not None
@@ -204,12 +209,25 @@ def fp16_remarks(case: Case) -> tuple[float | None, list[str]]:
         report = gradient_underflow(step.model, loss)
     except NumericsError:  # a graph that cannot be followed; the steps themselves still can run
         return 2.0**16, said
-    for row in sorted(report.rows, key=lambda row: -row.lost(1.0))[:3]:
+    rows = _above_rounding(report.rows)
+    for row in sorted(rows, key=lambda row: -row.lost(1.0))[:3]:
         if row.lost(1.0) > 0.01:
             share = f"{row.lost(1.0):.0%} of the gradient values of {row.layer or 'the model'}"
             said.append(f"Without a loss scale fp16 loses {share} ({row.what}).")
-    low, high = report.smallest_scale, report.largest_scale
+    counted = together("", rows)
+    low, high = counted.smallest_scale, counted.largest_scale
     if low is None or high is None or low > high:
         return None, [*said, _NO_LOSS_SCALE.text]
     scale = max(low, min(2.0**16, high / 8))  # with room for them to grow eightfold
     return scale, [*said, _FIRST_LOSS_SCALE.said(scale=scale)]
+
+
+def _above_rounding(rows: Sequence[GradientCount]) -> list[GradientCount]:
+    """The gradients that are more than rounding errors of those beside them.
+
+    Some gradients are zero but for the rounding of fp32, such as those of the biases of attention's
+    keys, which softmax takes out again. It does not matter that fp16 loses these.
+    """
+    largest = {row: max(row.histogram) for row in rows if row.nonzero}  # as a power of two
+    floor = max(largest.values(), default=0) - _ROUNDED
+    return [row for row, power in largest.items() if power > floor]

@@ -9,7 +9,29 @@ from typing import Any
 
 from amp_lab.advisor.recipes import Candidate
 from amp_lab.files import MADE_BY, save
-from amp_lab.report import Printed, Table, bytes_text
+from amp_lab.report import Printed, Table, bytes_text, listed
+
+# What is too wide for a phone, tables and programs, scrolls by itself.
+_PAGE = """\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="generator" content="{made_by}">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark }}
+body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 64rem; margin: auto; padding: 1rem }}
+table {{ border-collapse: collapse; display: block; overflow-x: auto }}
+caption {{ display: block; font-weight: bold; text-align: left; margin-bottom: .5em }}
+th, td {{ text-align: left; white-space: nowrap; padding: .25em .75em .25em 0 }}
+th, td {{ border-bottom: 1px solid #8886 }}
+pre {{ background: #8882; border-radius: .25rem; overflow-x: auto; padding: .75rem }}
+img {{ background: white; height: auto; max-width: 100% }}
+</style>
+{body}
+</html>
+"""
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,10 +54,11 @@ class Advice(Printed):
 
         Raises `OptionError` if that cannot be, and `RequirementError` without matplotlib.
         """
-        style = "<style>body{font:16px sans-serif}td,th{padding:.2em .6em;text-align:left}</style>"
-        head = f'<!doctype html><meta charset="utf-8"><meta name="generator" content="{MADE_BY}">'
-        head += f"<title>{html.escape(self.title)}</title>"
-        page = f"{head}{style}{self._repr_html_()}{self._picture()}\n"
+        page = _PAGE.format(
+            made_by=html.escape(MADE_BY),
+            title=html.escape(self.title),
+            body=self._repr_html_() + self._picture(),
+        )
         save(Path(path), [page.encode()])
 
     def _picture(self) -> str:
@@ -58,8 +81,9 @@ class Advice(Printed):
     def _repr_html_(self) -> str:
         return super()._repr_html_() + self._with_programs("<p>{}</p><pre>{}</pre>", html.escape)
 
-    def __str__(self) -> str:
-        return super().__str__() + self._with_programs("\n\n{}\n\n{}").rstrip()
+    def text(self, width: int | None = None) -> str:
+        """The table and the programs, for a terminal so many characters wide."""
+        return super().text(width) + self._with_programs("\n\n{}\n\n{}").rstrip()
 
     def to_markdown(self) -> str:
         """The table and the programs, in Markdown."""
@@ -78,27 +102,32 @@ class Advice(Printed):
         }
 
     def _table(self) -> Table:
-        told = "\n".join(self.watch)
-        errors = {c.reason: f"{c.name}: {c.reason}" for c in self.candidates if _is_long(c.reason)}
         return Table(
             ["for", "recipe", "ms", "speed-up", "against fp32", "peak", "batch", "verdict"],
             [_cells(candidate) for candidate in self.candidates],
             caption=self.title,
             facts=["Peak and largest batch are forecasts; a speed-up comes with its interval."],
-            advice=[*self.watch, *(line for why, line in errors.items() if why not in told)],
+            advice=[*self.watch, *self._reasons()],
             right=(2, 5, 6),
         )
 
-
-def _is_long(reason: str) -> bool:
-    return len(reason) > 90  # an error, which would make a table of one column
+    def _reasons(self) -> list[str]:
+        """Why verdicts are as they are, a sentence for all recipes that share one."""
+        told = "\n".join(self.watch)
+        recipes: dict[tuple[str, str], list[str]] = {}
+        for candidate in self.candidates:
+            if candidate.reason and candidate.reason not in told:
+                why = candidate.verdict, candidate.reason
+                recipes.setdefault(why, []).append(f"{candidate.name} ({candidate.recipe.use})")
+        return [
+            f"{listed(names)}: {verdict}: {reason}" for (verdict, reason), names in recipes.items()
+        ]
 
 
 def _cells(c: Candidate) -> list[str]:
     time = f"{1e3 * c.time_s.median:.3g}" if c.time_s and c.time_s.trusted else "-"
     peak = "-" if c.peak_bytes is None else bytes_text(c.peak_bytes)
     batch = "-" if c.largest_batch is None else f"{c.largest_batch:,}"
-    why = "see below" if _is_long(c.reason) else c.reason
-    verdict = f"{c.verdict}: {why}" if why else c.verdict
+    speedup = str(c.speedup or "-")
     off = c.against_fp32 or "-"
-    return [c.recipe.use, c.name, time, str(c.speedup or "-"), off, peak, batch, verdict]
+    return [c.recipe.use, c.name, time, speedup, off, peak, batch, c.verdict]

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -17,7 +18,20 @@ FORMAT = {"choices": ("table", "markdown", "json"), "default": "table", "help": 
 
 def show(result, form: str) -> None:
     """Print a result of the tools in the format asked for."""
-    print(result if form == "table" else getattr(result, f"to_{form}")())
+    if form == "table":
+        print(result.text(screen_width()))
+    else:
+        print(getattr(result, f"to_{form}")())
+
+
+def screen_width() -> int | None:
+    """The characters of a line: `COLUMNS`, else the terminal's; None for a pipe or a file.
+
+    There another program reads, or a person whose screen is not known: each row stays a line.
+    """
+    if os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty():
+        return max(40, shutil.get_terminal_size().columns)
+    return None
 
 
 def tell(line: str, at_once: bool = False) -> None:

@@ -142,8 +142,9 @@ class Rehearsal(Printed):
         layers = [vars(r) | {"layer": vars(r.layer)} for r in self.layers]
         return vars(self) | {"layers": layers}
 
-    def __str__(self) -> str:
-        return super().__str__() + self._with_program("\n\n{}\n\n{}").rstrip()
+    def text(self, width: int | None = None) -> str:
+        """The table and the lines, for a terminal so many characters wide."""
+        return super().text(width) + self._with_program("\n\n{}\n\n{}").rstrip()
 
     def to_markdown(self) -> str:
         """The table and the lines, in Markdown."""
