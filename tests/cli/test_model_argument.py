@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from amp_lab.cli import main
-from amp_lab.cli.model_argument import add_model, given_model
+from amp_lab.cli.model_argument import add_model, given_model, parse_arguments
 
 MODULE = """
 import argparse
@@ -182,7 +182,9 @@ TOWER = ("my_models:TwoTower", "--input", "int64:2,5<100", "--input", "2,8")
         (("my_models:needs", *X), "add --with width=…"),
         (("my_models:needs", *X, "--with", "height=3"), "cannot be called with height=3: TypeE"),
         (("my_models:needs", *X, "--with", "width"), "write NAME=VALUE, such as n_layers=2"),
-        (("my_models:needs", *X, "--with", "width=big"), "a string has quotes"),
+        (("my_models:needs", *X, "--with", "width=two words"), "a string has quotes"),
+        (("my_models:needs", *X, "--with", "width=false"), "--with 'width=false': write False"),
+        (("my_models:needs", *X, "--with", "width=big"), "fails when it is called: TypeError"),
         (("my_models:finished", *X, "--with", "width=2"), "is a finished model"),
         (("my_models:fails", *X), "fails when it is called: RuntimeError: missing: weight"),
         (("my_models:exits", *X), "exits by itself (SystemExit: 3)"),
@@ -259,3 +261,8 @@ def test_a_target_that_hangs_is_ended(here):
     assert done.stdout == ""
     assert "'my_models:hangs': not done after 1 s; give --timeout SECONDS" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_word_is_a_string():
+    found = parse_arguments(["name=resnet18", "path=a/b-1.0", "n=2", "quoted='two words'"])
+    assert found == {"name": "resnet18", "path": "a/b-1.0", "n": 2, "quoted": "two words"}

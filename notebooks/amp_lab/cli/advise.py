@@ -5,8 +5,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from amp_lab.cli.config_target import imports_and_call, is_config
 from amp_lab.cli.memory_check import require_memory
-from amp_lab.cli.model_argument import GivenModel, add_model, traced
+from amp_lab.cli.model_argument import GivenModel, add_model, parse_arguments, traced
 from amp_lab.cli.printing import require_output, show
 from amp_lab.cli.user_code import find, kept_in_bounds
 from amp_lab.errors import OptionError
@@ -69,11 +70,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _beginning(options: argparse.Namespace, given: GivenModel) -> str:
     """The lines that make ``model``, ``args``, ``kwargs`` and, if one is given, ``loss_fn``."""
-    from torch import nn
-
-    imports, name = _imported(options.target)
-    is_model = isinstance(find(options.target), nn.Module)
-    made = f"model = {name}" + f"({', '.join(options.arguments or ())})" * (not is_model)
+    imports, call = _model_call(options)
+    made = f"model = {call}"
     if given.returned:
         own_loss = given.loss_fn is not None and not options.loss
         made = made.replace("model", "model, *_, loss_fn" if own_loss else "model, *_", 1)
@@ -94,6 +92,20 @@ def _beginning(options: argparse.Namespace, given: GivenModel) -> str:
         imports += more
         body.append(f"loss_fn = {loss}{'()' * isinstance(find(options.loss), type)}")
     return "\n".join([*dict.fromkeys(imports), "", *body])
+
+
+def _model_call(options: argparse.Namespace) -> tuple[list[str], str]:
+    """The lines that import what makes the model, and the expression that does so."""
+    from torch import nn
+
+    arguments = parse_arguments(options.arguments or ())
+    if is_config(options.target):
+        return imports_and_call(options.target, arguments)
+    imports, name = _imported(options.target)
+    if isinstance(find(options.target), nn.Module):
+        return imports, name
+    given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    return imports, f"{name}({given})"
 
 
 def _imported(target: str) -> tuple[list[str], str]:

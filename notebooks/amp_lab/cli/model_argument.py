@@ -9,10 +9,11 @@ import contextlib
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from amp_lab.cli.config_target import is_config, model_of
 from amp_lab.cli.input_argument import arguments_in, batch_of, drawn, parse_input
 from amp_lab.cli.printing import FORMAT
 from amp_lab.cli.user_code import FORM, called, find, kept_in_bounds
@@ -50,7 +51,9 @@ class GivenModel:
 def add_model(command: argparse.ArgumentParser) -> None:
     """Add the options that name a model, its inputs, its loss and the format."""
     option, several = command.add_argument, {"action": "append"}
-    target = "returns the model when it is called; or FILE.py:CALLABLE"
+    target = (
+        "returns the model when it is called; or FILE.py:CALLABLE; or a config.json of transformers"
+    )
     argument = "an argument of the callable, such as n_layers=2; may be repeated"
     shapes = (
         "such as 8,3,224,224 (float32), 'int64:2,128<32000' (ids below 32000) or labels=int64:8 "
@@ -133,7 +136,7 @@ def _loaded(options: argparse.Namespace, target: str, with_values: bool) -> Give
     if options.input and options.batch:
         raise OptionError("--input and --batch both give the inputs: give one of them")
     specs = [parse_input(text) for text in options.input or ()]  # before anything slow
-    given = _built(target, _arguments(options.arguments or ()), with_values)
+    given = _built(target, parse_arguments(options.arguments or ()), with_values)
     if specs:
         given.args, given.kwargs = drawn(specs, with_values)
     elif options.batch:
@@ -151,20 +154,33 @@ def _loaded(options: argparse.Namespace, target: str, with_values: bool) -> Give
     return given
 
 
-def _arguments(texts) -> dict[str, Any]:
-    """The arguments that ``--with`` names."""
+def parse_arguments(texts: Iterable[str]) -> dict[str, Any]:
+    """The arguments that ``--with`` names: values of Python, or words, which are strings.
+
+    Raises `OptionError`.
+    """
     found = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
             raise OptionError(f"--with {text!r}: write NAME=VALUE, such as n_layers=2")
-        try:
-            found[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):
-            quoted = f'''--with "{name}='{value}'"'''
-            no = f"--with {text!r}: the value is no number, True, None, list or string of Python"
-            raise OptionError(f"{no}; a string has quotes, as {quoted}") from None
+        found[name] = _value(text, value)
     return found
+
+
+def _value(text: str, value: str) -> Any:
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        pass
+    meant = value.capitalize()
+    if meant in ("True", "False", "None"):
+        raise OptionError(f"--with {text!r}: write {meant}")
+    if re.fullmatch(r"[A-Za-z_][\w./-]*", value):
+        return value
+    quoted = f'''--with "{text.partition("=")[0]}='{value}'"'''
+    no = f"--with {text!r}: the value is no number, True, None, list, word or string of Python"
+    raise OptionError(f"{no}; a string has quotes, as {quoted}")
 
 
 def _built(target: str, arguments: dict[str, Any], with_values: bool) -> GivenModel:
@@ -173,7 +189,11 @@ def _built(target: str, arguments: dict[str, Any], with_values: bool) -> GivenMo
 
     from amp_lab.tracing.meta_build import build_on_meta
 
-    found = find(target)
+    if is_config(target):
+        found = functools.partial(model_of, target, arguments)
+        arguments = {}
+    else:
+        found = find(target)
     if isinstance(found, nn.Module):  # a finished model is callable too, but with inputs
         if arguments:
             raise OptionError(f"{target!r} is a finished model: --with is for what builds one")
