@@ -118,3 +118,27 @@ def test_a_name_that_a_magic_uses_keeps_its_import(tmp_path, capsys, kept):
     said = capsys.readouterr().out
     line = next(n for n, text in enumerate(kept.splitlines(), 1) if "autocast" in text)
     assert f"a.ipynb:cell 2:{line}: by hand: a magic, which is left as it is, uses torch." in said
+
+
+@pytest.mark.parametrize(
+    ("first", "kept", "advice"),
+    [
+        ("from apex import amp\n", "%%time\nx = amp.initialize(m, o)\n", "2:2: by hand: delete it"),
+        ("import apex\n", "%time apex.amp.initialize(m, o)\n", "2:1: by hand: delete it"),
+        ("from apex.optimizers import FusedAdam\n", "%time FusedAdam(p)\n", "2:1: by hand: write"),
+        (
+            "from apex.fp16_utils import FP16_Optimizer\n",
+            "%time FP16_Optimizer(o)\n",
+            "2:1: by hand",
+        ),
+    ],
+)
+def test_an_import_of_apex_that_a_magic_uses_is_not_left_over(
+    tmp_path, capsys, first, kept, advice
+):
+    file = tmp_path / "a.ipynb"
+    file.write_text(notebook(first, kept))
+    assert main(["migrate", "--check", str(file)]) == 1
+    said = capsys.readouterr().out
+    assert f"a.ipynb:cell {advice}" in said
+    assert "delete the import" not in said

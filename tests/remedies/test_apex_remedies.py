@@ -4,6 +4,7 @@ What Apex did is from its sources, as in the module that rewrites it.
 """
 
 import re
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -252,6 +253,20 @@ def test_migrate_says_it_of_the_name(name):
     used = NO_EQUAL.get(name, name)
     findings = migrate_source(f"import apex\nresult = [{used}]\n")[1]
     assert any(says(f"migrate.{name}", finding.message) for finding in findings), findings
+
+
+@does("migrate.apex_unused")
+def test_an_import_that_is_left_over_is_deleted(monkeypatch):
+    monkeypatch.setitem(sys.modules, "apex", None)  # as where it is not installed
+    wrong = HEAD + "from apex import amp\n"
+    (finding,) = migrate_source(wrong)[1]
+    assert says("migrate.apex_unused", finding.message)
+    assert "delete the import" in finding.message
+    with pytest.raises(ImportError):
+        exec(wrong, {})
+    right = wrong.replace("from apex import amp\n", "")
+    assert migrate_source(right)[1] == []
+    exec(right, {})
 
 
 def test_every_name_of_torch_in_the_advice_is_there():

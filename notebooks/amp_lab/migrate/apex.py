@@ -69,6 +69,7 @@ _INNER = re.compile(r"^(apex\.(?:optimizers|parallel|normalization|contrib\.clip
 _AVAILABLE = re.compile(
     r"(?i)^_*(?:has|have|is|no|found|imported)_*(?:\w+_)?apex|apex_*(?:is_*)?(?:avail|install|import|found|exist)"
 )
+_LOOKS_FOR = re.compile(r"(?i)find|avail|install|import|exist|has_")  # find_spec("apex")
 AUTOCAST = 'the forward pass and the loss in torch.autocast("cuda", dtype=torch.float16)'
 SCALER = 'scaler = torch.amp.GradScaler("cuda") once'
 _MASTERS = f"keep the model in float32; put {AUTOCAST}, and make {SCALER}, to train"
@@ -140,6 +141,12 @@ ADVICE = {
     name: remedy(f"migrate.{name}", f"{name} is used and not rewritten", text)
     for name, text in _ADVICE.items()
 }
+_UNUSED = remedy(
+    "migrate.apex_unused",
+    "an import of Apex is left over",
+    "nothing in this file uses {name}, and without Apex its import fails: delete the import, "
+    "unless another file imports {name} from here",
+)
 SECTIONS = {  # of notebook 13, where it is explained: the heading for a name, and those below it
     "apex.amp.initialize": "What each level did, and what does it today",
     "apex.amp.init": "What each level did, and what does it today",
@@ -192,12 +199,17 @@ class Rule(Rewriter):
 
     def _decides(self, parent: cst.CSTNode, child: cst.CSTNode) -> bool:
         if isinstance(parent, cst.Try):
-            return child is parent.body and not _always_raises(parent)
+            return child is parent.body and not _always_ends(parent)
+        if isinstance(parent, cst.With):
+            called = [i.item for i in parent.items if isinstance(i.item, cst.Call)]
+            return child is parent.body and any(nodes.name_called(c) == "suppress" for c in called)
         is_operator = isinstance(parent, cst.BooleanOperation)
         test = parent.left if is_operator else getattr(parent, "test", None)
         return test is not None and test is not child and self._asks_for_apex(test)
 
     def _asks_for_apex(self, test: cst.CSTNode) -> bool:
+        if _looks_for_apex(test):
+            return True
         uses = self.tree.uses_among(nodes.below(test))
         return any(_AVAILABLE.search(use.parts[-1]) or self._tells_of_apex(use) for use in uses)
 
@@ -205,8 +217,10 @@ class Rule(Rewriter):
         """Whether a name is of Apex, or was set where it was tried."""
         if any(map(_is_apex, use.origins)):
             return True
-        bound = [binding.node for binding in use.scope.bound(use.parts[-1])]
-        above = (parent for node in bound for parent, _ in self.tree.ancestors(node))
+        bound = use.scope.bound(use.parts[-1])
+        if any(b.source is not None and _looks_for_apex(b.source) for b in bound):
+            return True
+        above = (parent for b in bound for parent, _ in self.tree.ancestors(b.node))
         return any(isinstance(a, cst.Try) and "apex" in self.tree.code(a.body) for a in above)
 
     def _is_torchs_elsewhere(self, use: Use, equal: Equal | None) -> bool:
@@ -242,7 +256,7 @@ class Rule(Rewriter):
         if binding is None or old not in EQUALS or is_guarded(self.tree, use.node):
             return False
         tries = [p for p, _ in self.tree.ancestors(binding.node) if isinstance(p, cst.Try)]
-        if not all(map(_always_raises, tries)):
+        if not all(map(_always_ends, tries)):
             return False  # its import stays, and what is done without Apex may be elsewhere
         if not self._is_plain_call(use, EQUALS[old]):
             return False
@@ -300,10 +314,12 @@ class Rule(Rewriter):
                     self.spelled[alias] += 1
                 else:
                     self._tell(use.node, old)
-        # one that nothing used before may be there to see whether Apex is installed
         gone = [alias for alias in olds if self.spelled[alias] == count[alias] > 0]
         if gone and not self.tree.is_in(node, cst.Try):
             self.remove_names(node, gone)
+        for alias, old in olds.items():
+            if count[alias] == 0 and _is_apex(old):
+                self._tell_unused(alias, old, scope)
 
     def _can_be_torch(self, node: cst.ImportFrom, olds: dict, count: dict) -> bool:
         """Whether every name of an import has an equal in one module, by which all uses can go."""
@@ -338,6 +354,26 @@ class Rule(Rewriter):
         self.say(node, "by hand", f'{advice} (notebook 13, "{_longest(SECTIONS, _named(old))}")')
         self.told[self.tree.statement(node)].append(advice)
 
+    def _tell_unused(self, alias: cst.ImportAlias, old: str, scope: Scope) -> None:
+        """Say what to do with an import that nothing uses here, unless it is a choice."""
+        if self._is_chosen(alias):
+            return
+        name = nodes.bound_name(alias)
+        is_exported = name in self.tree.exported or alias.evaluated_alias == alias.evaluated_name
+        if is_exported or scope.kind == "class":  # used from elsewhere
+            self._tell(alias, old)
+            return
+        advice = _UNUSED.said(name=name)
+        self.say(alias, "by hand", advice)
+        self.told[self.tree.statement(alias)].append(advice)
+
+    def _is_chosen(self, alias: cst.ImportAlias) -> bool:
+        """Whether an import runs only where Apex is installed, for some versions, or for types."""
+        if is_guarded(self.tree, alias):
+            return True
+        above = self.tree.ancestors(alias)
+        return any(self._decides(parent, child) or _is_for_types(parent) for parent, child in above)
+
     def _put_marks(self) -> None:
         """Put each advice as a comment above its statement, unless it is there."""
         for statement, pieces in self.told.items() if self.mark else ():
@@ -357,9 +393,33 @@ def _named(origin: str) -> str:
     return _INNER.sub(r"\1.", origin)
 
 
-def _always_raises(tried: cst.Try) -> bool:
+def _always_ends(tried: cst.Try) -> bool:
     """Whether nothing goes on without what is tried: no choice."""
-    return all(isinstance(nodes.last_statement(h.body), cst.Raise) for h in tried.handlers)
+    return all(_ends_program(nodes.last_statement(handler.body)) for handler in tried.handlers)
+
+
+def _ends_program(statement: cst.CSTNode) -> bool:
+    """Whether a statement raises, or leaves Python, as ``sys.exit`` does."""
+    if isinstance(statement, cst.Raise):
+        return True
+    call = statement.value if isinstance(statement, cst.Expr) else None
+    return isinstance(call, cst.Call) and nodes.name_called(call) in ("exit", "_exit", "quit")
+
+
+def _looks_for_apex(node: cst.CSTNode) -> bool:
+    """Whether something asks if Apex is installed: ``importlib.util.find_spec("apex")``."""
+    for call in nodes.below(node):
+        if isinstance(call, cst.Call) and _LOOKS_FOR.search(nodes.name_called(call)):
+            given = [nodes.literal(arg.value) for arg in call.args]
+            if any(map(_is_apex, given)):
+                return True
+    return False
+
+
+def _is_for_types(node: cst.CSTNode) -> bool:
+    """Whether it is an ``if TYPE_CHECKING``, in which nothing runs."""
+    test = nodes.dotted(node.test) if isinstance(node, cst.If) else None
+    return test is not None and test[-1] == "TYPE_CHECKING"
 
 
 def _is_apex(origin: str | None) -> bool:

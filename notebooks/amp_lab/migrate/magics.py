@@ -22,7 +22,10 @@ _PIECE = re.compile(
     re.VERBOSE | re.MULTILINE,
 )
 # Names that would stop working if their import were migrated without the line that uses them.
-_KEPT = re.compile(rf"[\w.]*\b(?:{'|'.join(HOMES)})\b|\btorch\.(?:cuda|cpu)\.amp\b")
+_KEPT = re.compile(
+    rf"[\w.]*\b(?:{'|'.join(HOMES)})\b|\btorch\.(?:cuda|cpu)\.amp\b"
+    r"|(?<![\w.])(?:(?:apex|amp)\.[\w.]+|Fused\w+|FP16_\w+)(?=\()"  # calls of Apex
+)
 
 
 def without_magics(cell: str) -> str:

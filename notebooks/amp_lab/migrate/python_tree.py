@@ -342,6 +342,17 @@ class Tree:
         home = scope.find(name)
         return [u for u in self.uses if u.parts[0] == name and u.scope.find(name) is home]
 
+    @functools.cached_property
+    def exported(self) -> set[str]:
+        """The names in ``__all__``, which other files may import from here."""
+        bindings = self.scopes[0].bindings.get("__all__", [])
+        values = [b.value for b in bindings if b.value is not None]
+        values += [
+            call for call in self.calls if (nodes.dotted(call.func) or ())[:1] == ("__all__",)
+        ]
+        text = "".join(map(self.code, values))
+        return set(re.findall(r"['\"](\w+)['\"]", text))
+
     # Where it is. Positions cost more than parsing, and most files need none.
 
     @functools.cached_property

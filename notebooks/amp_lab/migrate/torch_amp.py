@@ -8,7 +8,6 @@ where today's leaves it as it is: hardly any code turns it off, so that is not w
 """
 
 import functools
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TypeGuard
@@ -269,7 +268,7 @@ class Rule(Rewriter):
     def _calls_alone(self, target: cst.Name, scope: Scope) -> list[cst.Call]:
         """The calls of a name; none if it has other uses, in this file or by an export."""
         calls = [self.tree.call_of(use.node) for use in self.tree.uses_of(target.value, scope)]
-        is_alone = None not in calls and target.value not in self._exported
+        is_alone = None not in calls and target.value not in self.tree.exported
         return [call for call in calls if call is not None] if is_alone else []
 
     def _bring_functools(self, use: Use) -> bool:
@@ -412,17 +411,11 @@ class Rule(Rewriter):
         if not _is_old(origin) or any(binding.origin != origin for binding in bindings):
             return remedies.TWO_THINGS.said(name=name)
         is_class = origin in OLD
-        if scope.kind != "class" and (not is_class or (uses and name not in self._exported)):
+        if scope.kind != "class" and (not is_class or (uses and name not in self.tree.exported)):
             return ""
         if is_class:
             return remedies.CLASS_IMPORTED.said(name=name, device=OLD[origin][1])
         return remedies.MODULE_IMPORTED.said(name=name, device=OLD_MODULES[origin])
-
-    @functools.cached_property
-    def _exported(self) -> set[str]:
-        bindings = self.tree.scopes[0].bindings.get("__all__", [])
-        text = "".join(self.tree.code(b.value) for b in bindings if b.value is not None)
-        return set(re.findall(r"['\"](\w+)['\"]", text))  # other files may import these from here
 
     def _put_before(self, statement: cst.CSTNode, line: str) -> None:
         start = self.tree.span(statement)[0]
