@@ -184,7 +184,7 @@ def test_a_scaler_where_nothing_runs_in_autocast():
         assert moved(run(right)) == pytest.approx(0.4, rel=1e-2)
 
 
-@does("migrate.not_saved", "migrate.not_loaded")
+@does("migrate.not_saved", "migrate.not_loaded", "migrate.never_loaded", "migrate.never_saved")
 def test_the_scale_goes_on_where_its_state_is_saved_and_loaded(tmp_path):
     step = BACKWARD + "scaler.step(optimizer)\nscaler.update()\n"
     save = 'torch.save({"optimizer": optimizer.state_dict()}, path)\n'
@@ -196,6 +196,14 @@ def test_the_scale_goes_on_where_its_state_is_saved_and_loaded(tmp_path):
     assert run(HEAD + RESUME + save + AGAIN, **path)["scaler"].get_scale() == 2.0**10
     assert found(HEAD + RESUME + both + load + step) == ""
     assert run(HEAD + RESUME + both + load, **path)["scaler"].get_scale() == 2.0**9
+
+    assert says("migrate.never_loaded", found(HEAD + RESUME + both + AGAIN + step))
+    assert run(HEAD + RESUME + both + AGAIN, **path)["scaler"].get_scale() == 2.0**10
+
+    guarded = load.replace("scaler.load", 'if "scaler" in state: scaler.load')
+    assert says("migrate.never_saved", found(HEAD + RESUME + save + guarded + step))
+    assert run(HEAD + RESUME + save + guarded, **path)["scaler"].get_scale() == 2.0**10
+    assert found(HEAD + RESUME + both + guarded + step) == ""
 
     assert says("migrate.not_loaded", found(HEAD + AGAIN + step))
     assert found(HEAD + load + step) == ""

@@ -18,26 +18,58 @@ _NOT_LOADED = remedy(
     "training goes on without the state of {scaler}: load it, and save {scaler}.state_dict() too, "
     "or the scale restarts",
 )
+_NEVER_LOADED = remedy(
+    "migrate.never_loaded",
+    "a scaler's state is saved, and not loaded where the optimizer's is",
+    "{scaler}.state_dict() is saved and never loaded, so the scale restarts: call "
+    "{scaler}.load_state_dict(...) where {optimizer}'s state is loaded",
+)
+_NEVER_SAVED = remedy(
+    "migrate.never_saved",
+    "a scaler's state is loaded, and not saved where the optimizer's is",
+    "{scaler} loads a state that is never saved: save {scaler}.state_dict() with the optimizer's",
+)
 
 
 def saved_without(code: CodeReader) -> Found:
     """Where an optimizer is saved without its scaler, or else loaded, to go on with training."""
     scalers = code.scalers_used()
-    if not scalers or any(_is_kept(code, name) or _leaves(code, name) for name in scalers):
+    if not scalers or any(_leaves(code, name) for name in scalers):
         return
-    calls, name = code.tree.calls, scalers[0]
-    loads = [call for call in calls if _loads_optimizer(code, call)]
-    saves = [call for call in calls if _saves_optimizer(code, call)]
+    loads = [call for call in code.tree.calls if _loads_optimizer(code, call)]
+    saves = [call for call in code.tree.calls if _saves_optimizer(code, call)]
+    moved = {name: _moved(code, name) for name in scalers}
+    if any(moved.values()):
+        yield from _moved_one_way(code, moved, loads, saves)
+        return
+    name = scalers[0]
     for call in saves if loads else ():
         yield call, _NOT_SAVED.said(scaler=name)
     if loads and not saves:
         yield loads[0], _NOT_LOADED.said(scaler=name)
 
 
-def _is_kept(code: CodeReader, name: str) -> bool:
-    """Whether the state of a scaler is saved or loaded, if only in a file of its own."""
-    uses = (use for state in _STATES for use in code.tree.uses_ending[state])
-    return any(use.parts[-2:-1] == (name,) for use in uses)
+def _moved_one_way(
+    code: CodeReader, moved: dict[str, set[str]], loads: list[cst.Call], saves: list[cst.Call]
+) -> Found:
+    """Where a scaler's state is saved and not loaded, or the reverse, beside the optimizer's."""
+    for name, methods in moved.items():
+        if methods == {"state_dict"} and loads:
+            func = loads[0].func
+            assert isinstance(func, cst.Attribute)  # it is a call of a method
+            yield loads[0], _NEVER_LOADED.said(scaler=name, optimizer=code.key(func.value))
+        if methods == {"load_state_dict"} and saves:
+            yield saves[0], _NEVER_SAVED.said(scaler=name)
+
+
+def _moved(code: CodeReader, name: str) -> set[str]:
+    """By which methods the state of a scaler is saved or loaded, if only in a file of its own."""
+    found = set()
+    for method in ("state_dict", "load_state_dict"):
+        uses = code.tree.uses_ending[method]
+        if any(use.parts[-2:-1] == (name,) for use in uses):
+            found.add(method)
+    return found
 
 
 def _leaves(code: CodeReader, name: str) -> bool:
@@ -51,9 +83,6 @@ def _leaves(code: CodeReader, name: str) -> bool:
         if function is None or "state_dict" in code.tree.code(function):
             return True
     return False
-
-
-_STATES = ("state_dict", "load_state_dict")
 
 
 def _moves(code: CodeReader, call: cst.CSTNode, at: cst.Call, method: str) -> bool:
@@ -78,8 +107,15 @@ def _loads_optimizer(code: CodeReader, call: cst.Call) -> bool:
 
 
 def _saves_optimizer(code: CodeReader, call: cst.Call) -> bool:
-    scope = code.tree.calls[call]
-    if not call.args or code.origin(call.func, scope) != "torch.save":
+    if not call.args or not _saves(code, call):
         return False
-    saved = scope.value_of(call.args[0].value)
+    saved = code.tree.calls[call].value_of(call.args[0].value)
     return any(_moves(code, part, call, "state_dict") for part in nodes.below(saved))
+
+
+def _saves(code: CodeReader, call: cst.Call) -> bool:
+    """Whether it is ``torch.save``, or a function of this file that calls it."""
+    if code.origin(call.func, code.tree.calls[call]) == "torch.save":
+        return True
+    function = code.functions.get(nodes.name_called(call))
+    return function is not None and "torch.save" in code.tree.code(function)
