@@ -48,6 +48,17 @@ FILES = {
         "for i, b in enumerate(loader):\n    scaler.scale(loss).backward()\n    if i % 4 == 0:\n"
         "        scaler.step(optimizer)\n        scaler.update()\n",
     ),
+    "Apex, left over": ("import torch\n", "from apex import amp\n"),
+    "two branches": (
+        f"{IMPORTS}scaler = GradScaler()\n",
+        "if use_amp:\n    scaler.scale(loss).backward()\n    scaler.step(optimizer)\nelse:\n"
+        "    loss.backward()\noptimizer.step()\n",
+    ),
+    "clips": (
+        f"{IMPORTS}scaler = GradScaler()\n",
+        "scaler.scale(loss).backward()\nclip_grad_norm_(p, 1.0)\nscaler.step(optimizer)\n"
+        "factor{0} = scaler.get_scale()\n",
+    ),
     "other letters": (IMPORTS, "with autocast():  # ü\n    pass\n"),
     "guards": (
         "import torch\n",

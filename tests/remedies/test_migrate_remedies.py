@@ -184,6 +184,55 @@ def test_a_scaler_where_nothing_runs_in_autocast():
         assert moved(run(right)) == pytest.approx(0.4, rel=1e-2)
 
 
+BRANCHES = """
+if use_amp:
+    scaler.scale(new_loss()).backward()
+    {scaled}
+else:
+    model(x).float().square().mean().backward()
+    {plain}
+{after}
+"""
+
+
+def branches(scaled: str, plain: str, after: str) -> str:
+    return HEAD + BRANCHES.format(scaled=scaled, plain=plain, after=after)
+
+
+SCALER_STEPS = "scaler.step(optimizer); scaler.update()"
+CLIP = "clip_grad_norm_(model.parameters(), 1.0)"
+CLIPPED = 0.1 * 0.5**0.5
+EITHER = f"if use_amp:\n    {SCALER_STEPS}\nelse:\n    optimizer.step()"
+IN_BRANCHES = {  # the wrong program and the right one, and how far each goes with AMP and without
+    "stepped_in_both": (
+        branches(SCALER_STEPS, "pass", "optimizer.step()"),
+        branches(SCALER_STEPS, "optimizer.step()", ""),
+        {True: (0.8, 0.4), False: (0.4, 0.4)},
+    ),
+    "stepped_past_in_both": (
+        branches("pass", "pass", "optimizer.step()"),
+        branches("scaler.step(optimizer)", "optimizer.step()", ""),
+        {True: (0.4 * 2**10, 0.4), False: (0.4, 0.4)},
+    ),
+    "clipped_in_both": (
+        branches("pass", "pass", f"{CLIP}\n{EITHER}"),
+        branches("scaler.unscale_(optimizer)", "pass", f"{CLIP}\n{EITHER}"),
+        {True: (CLIPPED / 2**10, CLIPPED), False: (CLIPPED, CLIPPED)},
+    ),
+}
+
+
+@does(*(f"migrate.{code}" for code in IN_BRANCHES))
+@pytest.mark.parametrize("use_amp", [True, False])
+@pytest.mark.parametrize("code", IN_BRANCHES)
+def test_the_advice_is_right_with_mixed_precision_and_without(code, use_amp):
+    wrong, right, expected = IN_BRANCHES[code]
+    assert says(f"migrate.{code}", found(wrong))
+    assert "includes it" not in found(right)
+    moves = [moved(run(program, use_amp=use_amp)) for program in (wrong, right)]
+    assert moves == pytest.approx([*expected[use_amp]], rel=1e-2)
+
+
 @does("migrate.not_saved", "migrate.not_loaded", "migrate.never_loaded", "migrate.never_saved")
 def test_the_scale_goes_on_where_its_state_is_saved_and_loaded(tmp_path):
     step = BACKWARD + "scaler.step(optimizer)\nscaler.update()\n"

@@ -35,6 +35,7 @@ _NO_LOSS = {"self", "cls", "engine", "model_engine", "accelerator", "fabric", "m
 _NO_LOSS |= {"model", "net", "module", "ctx", "layer"}
 _KEEPS = cst.Attribute | cst.AssignTarget | cst.Comparison | cst.ComparisonTarget | cst.If
 _KEEPS |= cst.UnaryOperation | cst.BooleanOperation
+_WORDS = re.compile(r"[A-Za-z_]\w*")
 Found = Iterator[tuple[cst.CSTNode, str]]
 
 
@@ -78,7 +79,6 @@ class Unit:
     scope: Scope
     events: list[Event] = dataclasses.field(default_factory=list)
     scaled_names: dict[str, str] = dataclasses.field(default_factory=dict)
-    _asks_for_scale: bool | None = None
 
     @functools.cached_property
     def by_kind(self) -> defaultdict[str, list[Event]]:
@@ -103,12 +103,6 @@ class Unit:
         for event in self.events:
             found[event.kind, event.of].append(event)
         return found
-
-    def asks_for_scale(self, tree: Tree) -> bool:
-        """Whether its code has ``get_scale``, to divide gradients by hand, say."""
-        if self._asks_for_scale is None:
-            self._asks_for_scale = "get_scale" in tree.code(self.scope.node)
-        return self._asks_for_scale
 
     def after(self, kind: str, first: int) -> Iterator[Event]:
         """The events of a kind with an order from `first` on."""
@@ -204,9 +198,9 @@ class CodeReader:
             switch = self._switches(part.item, scope)
             return place if switch is None else dataclasses.replace(place, autocast=switch)
         if isinstance(part, cst.If):
-            if nodes.leaves(part.body):
+            if _leaves(part.body):
                 return place.in_arm(part, 1)
-            if isinstance(part.orelse, cst.Else) and nodes.leaves(part.orelse.body):
+            if isinstance(part.orelse, cst.Else) and _leaves(part.orelse.body):
                 return place.in_arm(part, 0)
         return place
 
@@ -290,6 +284,21 @@ class CodeReader:
         is_named = bool(_OPTIMIZER.search(last_part(key))) and "sched" not in key.lower()
         return is_named or key in self.stepped
 
+    def may_inherit(self, node: cst.CSTNode) -> bool:
+        """Whether the class around a node has a base from which methods may come, not seen here."""
+        for parent, _ in self.tree.ancestors(node):
+            if isinstance(parent, cst.ClassDef):
+                bases = {self.origin(base.value, self.tree.scopes[0]) for base in parent.bases}
+                names = {nodes.dotted(base.value) for base in parent.bases}
+                return bool(bases - {"torch.nn.Module"}) and names != {("object",)}
+        return False
+
+    def is_of_torch(self, parts: tuple[str, ...]) -> bool:
+        """Whether all that an attribute is given is made by torch, such as a loss function."""
+        values = self.tree.assigned.get(parts, ())
+        made = [self._class_of(v) or "" if isinstance(v, cst.Call) else "" for v in values]
+        return bool(made) and all(origin.startswith("torch.") for origin in made)
+
     def escapes(self, name: str) -> bool:
         """Whether code that is not seen here may get hold of a scaler."""
         is_attribute = any(key.startswith("self.") for key in self.made.get(name, ()))
@@ -334,6 +343,20 @@ class CodeReader:
         parent = self.tree.parents[node]
         given = [last_part(self.key(target)) for target, _ in nodes.assignments(parent)]
         return isinstance(parent, _KEEPS) or (given != [] and {*given} == {name})
+
+    @functools.cached_property
+    def scale_names(self) -> set[str]:
+        """``get_scale``, and the names that hold what it gave or what was computed from it."""
+        words: defaultdict[str, set[str]] = defaultdict(set)
+        for parts, values in self.tree.assigned.items():
+            for value in values:
+                words[parts[-1]] |= set(_WORDS.findall(self.tree.code(value)))
+        found = {"get_scale"}
+        size = 0
+        while len(found) > size:  # until no name gets a value from one that was found
+            size = len(found)
+            found |= {name for name, read in words.items() if read & found}
+        return found
 
     def text_between(self, first: Event, second: Event) -> str:
         """The source from the end of one call to the end of another, without comments."""
@@ -393,6 +416,18 @@ def _arms(node: cst.CSTNode) -> list[cst.CSTNode | None]:
     if isinstance(node, cst.Try | cst.TryStar):
         return [node.body, *node.handlers]
     return [*node.cases] if isinstance(node, cst.Match) else []
+
+
+def _leaves(block: cst.BaseSuite) -> bool:
+    """Whether what stands after a block is not reached through it, also by a block in it."""
+    last = nodes.last_statement(block)
+    if isinstance(last, cst.With):
+        is_caught = any(nodes.is_call_of(item.item, "suppress") for item in last.items)
+        return _leaves(last.body) and not is_caught
+    if isinstance(last, cst.If):
+        other = last.orelse
+        return isinstance(other, cst.Else) and _leaves(last.body) and _leaves(other.body)
+    return nodes.leaves(block)
 
 
 def _place_of(part: cst.CSTNode, node: cst.CSTNode, place: Place) -> Place:

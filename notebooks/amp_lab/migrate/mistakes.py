@@ -17,23 +17,47 @@ from amp_lab.remedies import remedy
 
 # A scaler may be passed to a function. Without a backward there is nothing to do wrong.
 TRIGGERS = ("autocast backward", "GradScaler backward", "torch .scale( backward")
-_UNSCALES = re.compile(r"unscale|get_scale|_scale\b|\.grad\b|\binf\b")
+# Methods of nn.Module and of Lightning's modules, of which none unscales gradients.
+_OF_A_MODULE = {"parameters", "named_parameters", "modules", "named_modules", "children"}
+_OF_A_MODULE |= {"named_children", "buffers", "state_dict", "train", "eval", "zero_grad", "log"}
+_OF_A_MODULE |= {"log_dict"}
+_OF_SCALER = re.compile(r"(?i)scaler|amp|fp16|half|mixed|precision")
+_UNSCALES = re.compile(r"unscale|get_scale|_scale\b|\.grad\b(?!\s+is\b)|\binf\b")
 
 _CLIPPED_SCALED = remedy(
     "migrate.clipped_scaled",
     "gradients are clipped while they are scaled",
     "scaled gradients are clipped: call {scaler}.unscale_({optimizer}) before",
 )
+_CLIPPED_IN_BOTH = remedy(
+    "migrate.clipped_in_both",
+    "gradients are clipped after two branches, in one of which they are scaled",
+    "scaled gradients are clipped: call {scaler}.unscale_({optimizer}) in the branch that scales "
+    "the loss, after its backward",
+)
 _STEPPED_TWICE = remedy(
     "migrate.stepped_twice",
     "an optimizer steps after its scaler has stepped it",
     "{scaler}.step({optimizer}) includes it: delete {optimizer}.step()",
+)
+_STEPPED_IN_BOTH = remedy(
+    "migrate.stepped_in_both",
+    "an optimizer steps after two branches, in one of which its scaler has stepped it",
+    "{scaler}.step({optimizer}) includes it, but only in its own branch: move {optimizer}.step() "
+    "into the branch without the scaler",
 )
 _STEPPED_PAST = remedy(
     "migrate.stepped_past",
     "an optimizer steps with scaled gradients, past its scaler",
     "{optimizer}.step() bypasses the scaler, which would skip inf and NaN gradients{rest}: "
     "write {scaler}.step({optimizer})",
+)
+_STEPPED_PAST_IN_BOTH = remedy(
+    "migrate.stepped_past_in_both",
+    "an optimizer steps after two branches, in one of which the loss is scaled",
+    "{optimizer}.step() bypasses the scaler, which would skip inf and NaN gradients{rest}: write "
+    "{scaler}.step({optimizer}) in the branch that scales the loss, and move {optimizer}.step() "
+    "into the other one",
 )
 _BACKWARD_INSIDE = remedy(
     "migrate.backward_inside",
@@ -81,23 +105,27 @@ def _clipped_scaled(code: CodeReader) -> Found:
         step = next(steps, None)
         if step is not None and (code.both_run(clip, step) or code.both_run(scaled, step)):
             names = {"scaler": scaled.of, "optimizer": step.optimizer}
-            yield clip.node, _CLIPPED_SCALED.said(**names)
+            in_both = _has_plain_branch(code, scaled, clip)
+            advice = _CLIPPED_IN_BOTH if in_both else _CLIPPED_SCALED
+            yield clip.node, advice.said(**names)
 
 
 def _may_be_unscaled(code: CodeReader, scaled: Event, clip: Event) -> bool:
     """Whether the gradients may not be scaled any more, or be those of another network."""
+    own = set(nodes.below(clip.node))  # what is called in its arguments finds parameters
     for event in clip.unit.events[scaled.order + 1 : clip.order]:
         if event.kind in ("scaler step", "unscale"):
             return True
-        if event.kind == "call" and _may_unscale(code, event.node, scaled.of):
+        is_other = event.kind == "call" and event.node not in own
+        if is_other and _may_unscale(code, event.node, scaled.of):
             return True
     plain = [event.place for event in clip.unit.by_kind["backward"]]
     if not all(at.excludes(clip.place) or at.excludes(scaled.place) for at in plain):
         return True
     text = code.text_between(scaled, clip)
-    # divided by hand, here or by what is given the scaler
-    is_divided = clip.unit.asks_for_scale(code.tree)
-    return any((is_divided, _is_passed_on(scaled.of, text), _UNSCALES.search(text)))
+    if _is_passed_on(scaled.of, text) or _UNSCALES.search(text):
+        return True
+    return bool(code.scale_names & set(re.findall(r"\w+", text)))  # divided by hand
 
 
 def _is_passed_on(scaler: str, text: str) -> bool:
@@ -112,7 +140,27 @@ def _may_unscale(code: CodeReader, call: cst.Call, scaler: str) -> bool:
         return "unscale" in code.tree.code(function)
     if nodes.is_given(call, "self"):
         return scaler.startswith("self.")
-    return len(parts) == 2 and parts[0] == scaler.partition(".")[0]
+    if len(parts) != 2 or parts[0] != scaler.partition(".")[0] or parts[1] in _OF_A_MODULE:
+        return False
+    if parts[0] == "self" and parts not in code.tree.assigned:
+        return code.may_inherit(call)
+    return not code.is_of_torch(parts)
+
+
+def _has_plain_branch(code: CodeReader, scaled: Event, event: Event) -> bool:
+    """Whether a loss that is not scaled may lead to an event, by another branch than a scaled one.
+
+    The branches are those of one `if`, or of two with opposite conditions.
+    """
+    steps = event.unit.between("scaler step", 0, scaled.order)
+    before = next((s.order for s in steps if not s.place.excludes(scaled.place)), 0)
+    for plain in event.unit.between("backward", before, event.order):
+        is_branch = not set(plain.place.arms) <= set(event.place.arms)
+        is_near = plain.place.loops == scaled.place.loops
+        may_lead = not plain.place.excludes(event.place)
+        if is_branch and is_near and may_lead and not code.both_run(plain, scaled):
+            return True
+    return False
 
 
 def _stepped_beside(code: CodeReader) -> Found:
@@ -129,13 +177,16 @@ def _wrong_with_step(code: CodeReader, scaled: Event, step: Event) -> str | None
     done = {e.kind: e for e in between if e.optimizer == step.of}  # the last of each kind
     by_scaler = done.get("scaler step")
     if by_scaler is not None:
-        is_twice = _steps_twice(code, by_scaler, step)
-        advice = _STEPPED_TWICE.said(scaler=by_scaler.of, optimizer=step.of)
-        return advice if is_twice else None
+        if not _steps_twice(code, by_scaler, step):
+            return None
+        is_needed = _steps_alone_elsewhere(code, scaled, by_scaler, step)
+        advice = _STEPPED_IN_BOTH if is_needed else _STEPPED_TWICE
+        return advice.said(scaler=by_scaler.of, optimizer=step.of)
     if not _steps_past(code, scaled, step, "unscale" in done):
         return None
     rest = "" if "unscale" in done else ", and unscale them"
-    return _STEPPED_PAST.said(scaler=scaled.of, optimizer=step.of, rest=rest)
+    advice = _STEPPED_PAST_IN_BOTH if _has_plain_branch(code, scaled, step) else _STEPPED_PAST
+    return advice.said(scaler=scaled.of, optimizer=step.of, rest=rest)
 
 
 def _steps_twice(code: CodeReader, by_scaler: Event, step: Event) -> bool:
@@ -144,6 +195,22 @@ def _steps_twice(code: CodeReader, by_scaler: Event, step: Event) -> bool:
         return False  # and gradients anew, by something that is not seen
     # else other batches may lie between
     return step.place.loops == by_scaler.place.loops and code.both_run(by_scaler, step)
+
+
+def _steps_alone_elsewhere(code: CodeReader, scaled: Event, by_scaler: Event, step: Event) -> bool:
+    """Whether a step is the only one of a run that takes another branch than that of its scaler."""
+    own = [arm for arm in by_scaler.place.arms if arm not in step.place.arms]
+    if not own:
+        return False
+    if _has_plain_branch(code, by_scaler, step):
+        return True
+    tests = [code.tree.code(node.test) for node, _ in own if isinstance(node, cst.If)]
+    if any(map(_OF_SCALER.search, tests)):
+        return True
+    # what the other branch calls may run a backward of its own
+    is_scaled_there = any(arm in scaled.place.arms for arm in own)
+    has_other = any(isinstance(node, cst.If) and node.orelse is not None for node, _ in own)
+    return is_scaled_there and has_other
 
 
 def _steps_past(code: CodeReader, scaled: Event, step: Event, is_unscaled: bool) -> bool:
