@@ -59,6 +59,16 @@ FILES = {
         "scaler.scale(loss).backward()\nclip_grad_norm_(p, 1.0)\nscaler.step(optimizer)\n"
         "factor{0} = scaler.get_scale()\n",
     ),
+    "a program in bfloat16": (
+        "import torch\nmodel = torch.nn.Linear(2, 1)\n",
+        "with torch.autocast('cuda', torch.bfloat16):\n    loss = model(x)\nloss.backward()\n"
+        "optimizer.step()\n",
+    ),
+    "a program in float16": (
+        "import torch\nmodel = torch.nn.Linear(2, 1)\n",
+        "with torch.autocast('cuda', torch.float16):\n    loss = model(x)\nloss.backward()\n"
+        "optimizer.step()\n",
+    ),
     "other letters": (IMPORTS, "with autocast():  # ü\n    pass\n"),
     "guards": (
         "import torch\n",

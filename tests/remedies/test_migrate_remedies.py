@@ -233,6 +233,43 @@ def test_the_advice_is_right_with_mixed_precision_and_without(code, use_amp):
     assert moves == pytest.approx([*expected[use_amp]], rel=1e-2)
 
 
+WITHOUT_SCALER = """
+import torch
+from torch import nn
+
+model = nn.Linear(2, 1, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with torch.autocast("cpu", dtype=torch.float16):
+    output = model(torch.ones(4, 2))
+loss = output.float().mean() * 2.0**-26  # below half the smallest number of float16, 2**-24
+loss.backward()
+optimizer.step()
+"""
+
+
+def has_gradients(program: str) -> bool:
+    return bool(run(program)["model"].weight.grad.any())
+
+
+@does("migrate.without_scaler")
+def test_training_in_float16_without_a_scaler():
+    said = found(WITHOUT_SCALER)
+    assert says("migrate.without_scaler", said)
+    made = 'scaler = torch.amp.GradScaler("cpu")'
+    scaled = WITHOUT_SCALER.replace("loss.backward()", "scaler.scale(loss).backward()")
+    scaled = scaled.replace("optimizer.step()", "scaler.step(optimizer)\nscaler.update()")
+    scaled = scaled.replace("model = ", f"{made}\nmodel = ")
+    for fragment in (made, "scaler.scale(loss).backward()", "scaler.step(optimizer)"):
+        assert fragment in said
+        assert fragment in scaled
+    wider = WITHOUT_SCALER.replace("torch.float16", "torch.bfloat16")
+    assert "dtype=torch.bfloat16" in said
+    assert not has_gradients(WITHOUT_SCALER)
+    for right in (scaled, wider):
+        assert found(right) == ""
+        assert has_gradients(right)
+
+
 @does("migrate.not_saved", "migrate.not_loaded", "migrate.never_loaded", "migrate.never_saved")
 def test_the_scale_goes_on_where_its_state_is_saved_and_loaded(tmp_path):
     step = BACKWARD + "scaler.step(optimizer)\nscaler.update()\n"

@@ -4,21 +4,11 @@ As in `mistakes`, each rule yields the nodes that are wrong and what to do, and 
 code that is not seen may make it right.
 """
 
-import sys
-
 import libcst as cst
 
 from amp_lab.migrate import nodes
 from amp_lab.migrate.code_reader import CodeReader, Event, Found, last_part, of_kind
 from amp_lab.remedies import remedy
-
-# Packages in which no model calls autocast: where all imports are of these, the file is a whole
-# program. A model of another package, or of another file, may have autocast in its forward pass.
-_PACKAGES = {"torch", "torchvision", "torchaudio", "numpy", "scipy", "sklearn", "matplotlib"}
-_PACKAGES |= {"PIL", "cv2", "pandas", "tensorboardX", "wandb", "yaml", "einops", "albumentations"}
-_PACKAGES |= {"tqdm", "timm", *sys.stdlib_module_names}
-_CASTS = {"half", "float16", "bfloat16"}
-_MODELS = ("torchvision.models.", "timm.", "torch.nn.Sequential", "torch.nn.Linear")
 
 _UNSCALED_EACH_BATCH = remedy(
     "migrate.unscaled_each_batch",
@@ -31,12 +21,6 @@ _UNSCALED_BY_ANOTHER = remedy(
     "one scaler unscales, and another one steps",
     "{scaler} unscales, and {other}.step({optimizer}) unscales again: use only {other}, and scale "
     "the loss with it too",
-)
-_WITHOUT_AUTOCAST = remedy(
-    "migrate.without_autocast",
-    "a whole program scales its loss and has no autocast",
-    "{scaler} scales, but nothing runs in autocast: put the forward pass and the loss in "
-    "torch.autocast, or drop the scaler",
 )
 
 
@@ -107,49 +91,4 @@ def unscaled_by_another(code: CodeReader) -> Found:
             yield unscale.node, _UNSCALED_BY_ANOTHER.said(optimizer=unscale.optimizer, **names)
 
 
-def scaled_without_autocast(code: CodeReader) -> Found:
-    """A scaler in a whole program that has no autocast: everything is computed in float32."""
-    names = code.scalers_used()
-    if not names or not _is_whole_program(code):
-        return
-    parts = {part for use in code.tree.uses for part in use.parts}
-    methods = (call.func for call in code.tree.calls if isinstance(call.func, cst.Attribute))
-    parts |= {method.attr.value for method in methods}  # Net().half()
-    if parts & _CASTS or any("autocast" in part for part in parts):
-        return
-    yield code.makers[names[0]], _WITHOUT_AUTOCAST.said(scaler=names[0])
-
-
-def _is_whole_program(code: CodeReader) -> bool:
-    """Whether a file is run, makes its model, and imports none of another project."""
-    if not all(_packages(node) <= _PACKAGES for node in code.tree.imports):
-        return False
-    in_module = [e for e in of_kind("scaled", code.events) if e.unit.scope.kind == "module"]
-    is_run = "__main__" in code.tree.text or bool(in_module)
-    return is_run and any(_makes_model(code, call) for call in code.tree.calls)
-
-
-def _makes_model(code: CodeReader, call: cst.Call) -> bool:
-    scope = code.tree.calls[call]
-    if any(outer.kind == "class" for outer in scope.outwards()):
-        return False  # a part of a model
-    if (code.origin(call.func, scope) or "").startswith(_MODELS):
-        return True
-    binding = scope.only(call.func.value) if isinstance(call.func, cst.Name) else None
-    made = binding.node if binding is not None else None
-    bases = made.bases if isinstance(made, cst.ClassDef) else ()
-    return any(code.origin(base.value, code.tree.scopes[0]) == "torch.nn.Module" for base in bases)
-
-
-def _packages(node: cst.Import | cst.ImportFrom) -> set[str]:
-    """The packages that an import is of; empty for a relative one."""
-    if isinstance(node, cst.ImportFrom):
-        return {nodes.module_of(node).partition(".")[0]}
-    return {alias.evaluated_name.partition(".")[0] for alias in node.names}
-
-
-RULES = (
-    unscaled_in_each_batch,
-    unscaled_by_another,
-    scaled_without_autocast,
-)
+RULES = (unscaled_in_each_batch, unscaled_by_another)

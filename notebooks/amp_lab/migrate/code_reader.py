@@ -45,7 +45,7 @@ class Place:
 
     arms: tuple[tuple[cst.CSTNode, int], ...] = ()
     loops: tuple[cst.CSTNode, ...] = ()
-    autocast: bool = False
+    autocast: cst.Call | None = None  # the innermost one that is on
 
     def excludes(self, other: "Place") -> bool:
         """Whether no path runs through both."""
@@ -180,8 +180,9 @@ class CodeReader:
                 unit.scaled_names[self.key(target)] = scaler
         for part in _parts_to_read(node):
             if isinstance(part, cst.FunctionDef):  # it runs elsewhere than where it stands
-                is_on = any(self._switches(each.decorator, unit.scope) for each in part.decorators)
-                self._read(part.body, Place(autocast=is_on), self._units[part])
+                casts = [self._autocast(each.decorator, unit.scope) for each in part.decorators]
+                cast = next((c for c in casts if c is not None and not self._is_off(c)), None)
+                self._read(part.body, Place(autocast=cast), self._units[part])
             else:
                 self._read(part, _place_of(part, node, place), unit)
             place = self._place_after(part, place, unit.scope)
@@ -195,8 +196,10 @@ class CodeReader:
     def _place_after(self, part: cst.CSTNode, place: Place, scope: Scope) -> Place:
         """The place of what follows a part, which may turn autocast on, or leave the block."""
         if isinstance(part, cst.WithItem):
-            switch = self._switches(part.item, scope)
-            return place if switch is None else dataclasses.replace(place, autocast=switch)
+            cast = self._autocast(part.item, scope)
+            if cast is None:
+                return place
+            return dataclasses.replace(place, autocast=None if self._is_off(cast) else cast)
         if isinstance(part, cst.If):
             if _leaves(part.body):
                 return place.in_arm(part, 1)
@@ -204,12 +207,12 @@ class CodeReader:
                 return place.in_arm(part, 0)
         return place
 
-    def _switches(self, node: cst.CSTNode, scope: Scope) -> bool | None:
-        """Whether autocast is turned on or off, or None, by a call or what a name was given."""
+    def _autocast(self, node: cst.CSTNode, scope: Scope) -> cst.Call | None:
+        """The call of autocast that an expression is, or that its name was given; else None."""
         node = scope.value_of(node)
         if not isinstance(node, cst.Call) or self.origin(node.func, scope) not in AUTOCASTS:
             return None
-        return not self._is_off(node)
+        return node
 
     def _is_off(self, call: cst.Call) -> bool:
         """Whether a call has ``enabled=False``, by keyword or as the argument at its place."""

@@ -9,7 +9,7 @@ import re
 
 import libcst as cst
 
-from amp_lab.migrate import accumulation, checkpoints, lifetime, nodes
+from amp_lab.migrate import accumulation, checkpoints, lifetime, nodes, whole_programs
 from amp_lab.migrate.code_reader import CodeReader, Event, Found, of_kind
 from amp_lab.migrate.python_tree import Tree
 from amp_lab.migrate.rewriter import Rewriter
@@ -229,7 +229,7 @@ def _steps_past(code: CodeReader, scaled: Event, step: Event, is_unscaled: bool)
 
 def _backward_in_autocast(code: CodeReader) -> Found:
     for event in code.events:
-        if event.kind in ("scaled", "backward") and event.place.autocast:
+        if event.kind in ("scaled", "backward") and event.place.autocast is not None:
             yield event.node, _BACKWARD_INSIDE.text
 
 
@@ -247,4 +247,4 @@ def _never_updated(code: CodeReader) -> Found:
 
 _NOTES = (_backward_in_autocast,)
 _RULES = (_clipped_scaled, _stepped_beside, _never_updated, checkpoints.saved_without, *_NOTES)
-_RULES += (lifetime.made_each_epoch, *accumulation.RULES)
+_RULES += (lifetime.made_each_epoch, *accumulation.RULES, *whole_programs.RULES)

@@ -127,6 +127,15 @@ def assignments(node: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, cst.Bas
                 yield name.value, value.value
 
 
+def loss_of(backward: cst.Call) -> cst.BaseExpression | None:
+    """What a call of ``backward`` computes the gradients of."""
+    func = backward.func
+    modules = ("torch", "autograd"), ("autograd",)
+    if isinstance(func, cst.Attribute) and dotted(func.value) not in modules:
+        return func.value
+    return backward.args[0].value if backward.args else None
+
+
 def last_statement(block: cst.CSTNode) -> cst.CSTNode:
     """The statement that a block ends with; several may share its line."""
     assert isinstance(block, cst.BaseSuite)
