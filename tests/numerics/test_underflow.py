@@ -271,15 +271,87 @@ def test_the_product_of_a_tied_head_is_named_after_the_head():
     assert [row.layer for row in report.rows[4:]] == ["embed", "layer", "layer"]
 
 
-def test_names_are_the_same_under_autocast_and_fp16_says_that_it_came_too_late():
+def test_names_are_the_same_under_autocast():
     model, x = Cnn(), images()
     names = [(r.layer, r.what) for r in gradient_underflow(model, loss_of(model, x)).rows]
     for dtype in (torch.bfloat16, torch.float16):
         with torch.autocast("cpu", dtype=dtype):
             report = gradient_underflow(model, loss_of(model, x))
         assert [(r.layer, r.what) for r in report.rows] == names
-        assert report.half == (dtype is torch.float16)
-        assert ("fp16 already" in str(report)) == report.half
+
+
+class Halved(nn.Module):
+    """A linear layer, and a part in fp16 that has no matrix product."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x):
+        return (self.layer(x).half() * 1e-6).float()
+
+
+def under_autocast():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = model(torch.ones(4, 3)).float().sum()
+    return model, loss * 1e-6
+
+
+def with_fp16_weights():
+    model = nn.Linear(3, 2).half()
+    return model, model(torch.ones(4, 3).half()).float().sum() * 1e-6
+
+
+def with_a_part_in_fp16():
+    model = Halved()
+    return model, model(torch.ones(4, 3)).sum() * 1e-3
+
+
+def with_an_fp16_loss():
+    model = nn.Linear(3, 2)
+    return model, (model(torch.ones(4, 3)).sum() * 1e-6).half() * 1e-3
+
+
+@pytest.mark.parametrize(
+    "make", [under_autocast, with_fp16_weights, with_a_part_in_fp16, with_an_fp16_loss]
+)
+def test_what_fp16_has_flushed_is_not_counted_as_kept(make):
+    report = gradient_underflow(*make())
+    assert report.half
+    assert report.smallest_scale is None
+    assert all(math.isnan(row.lost(1.0)) for row in (*report.rows, report.total))
+    text = str(report)
+    assert text.startswith("Some gradients were computed in fp16")
+    assert "lost" not in text.partition("\n")[2]
+    assert "A loss scale from" not in text
+    assert "No loss scale" not in text
+    assert "zero %  subn. %" in text
+    content = json.loads(report.to_json())
+    assert content["half"] is True
+    assert content["parameters"]["lost at 1"] is None
+    assert content["rows"][0]["lost at 65536"] is None
+    assert "Some gradients were computed in fp16" in report._repr_html_()
+
+
+def test_zeros_and_subnormal_numbers_of_fp16_are_counted():
+    model = nn.Linear(3, 1, bias=False).half()
+    factors = torch.tensor([[2.0**-20, 2.0**-30, 1.0]]).half()  # the second is 0
+    report = gradient_underflow(model, model(factors).float().sum())
+    row = report.parameters
+    assert (row.values, row.zero, row.subnormal_in_fp16(1.0)) == (3, 1, 1)
+    assert "33.3" in str(report)
+    assert "50" in str(report)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_loss_in_fp32_or_bf16_has_no_warning(dtype):
+    model = Cnn()
+    with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+        report = gradient_underflow(model, loss_of(model, images()))
+    assert not report.half
+    assert "computed in fp16" not in str(report)
+    assert "lost % at" in str(report)
 
 
 def test_unused_parameters_are_told():

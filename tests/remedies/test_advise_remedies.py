@@ -87,6 +87,17 @@ def test_where_no_loss_scale_keeps_them_bf16_does():
     assert torch.tensor(gradients).bfloat16().isfinite().all()
 
 
+def test_of_a_model_that_is_fp16_by_itself_no_share_and_no_range_is_told():
+    class Halved(Weights):
+        def forward(self, x):
+            return super().forward(x).half().float()
+
+    case = Case(Halved(*[1e-9] * 500, *[1.0] * 500), (torch.ones(1),), loss_fn=torch.sum)
+    scale, said = fp16_remarks(case)
+    assert scale == 2.0**16  # GradScaler's own
+    assert said == ["Part of the model computes in fp16 by itself: what that loses is not known."]
+
+
 @does("advise.smaller_batch")
 def test_a_smaller_batch_fits(monkeypatch):
     small = dataclasses.replace(describe_device(torch.device("cpu")), memory_bytes=2**15)

@@ -75,6 +75,8 @@ def test_a_loss_in_fp32_or_bf16_shows_what_fp16_flushed():
 
     flushed = report(torch.float16)
     assert says("underflow.fp16_already", str(flushed))
+    assert not says("underflow.scale", str(flushed))
+    assert not says("underflow.no_scale", str(flushed))
     for dtype in (None, torch.bfloat16):
         seen = report(dtype)
         assert not says("underflow.fp16_already", str(seen))

@@ -209,6 +209,9 @@ def fp16_remarks(case: Case) -> tuple[float | None, list[str]]:
         report = gradient_underflow(step.model, loss)
     except NumericsError:  # a graph that cannot be followed; the steps themselves still can run
         return 2.0**16, said
+    if report.half:
+        unknown = "Part of the model computes in fp16 by itself: what that loses is not known."
+        return 2.0**16, [*said, unknown]
     rows = _above_rounding(report.rows)
     for row in sorted(rows, key=lambda row: -row.lost(1.0))[:3]:
         if row.lost(1.0) > 0.01:

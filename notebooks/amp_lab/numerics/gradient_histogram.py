@@ -57,7 +57,7 @@ class GradientCount:
     what: str  # the parameter's name, or ``output of OP``: the gradient that arrives there
     values: int = 0
     nonfinite: int = 0  # infinite or NaN before any cast; counted nowhere else
-    half: bool = False  # some gradients were fp16 already: what it flushed counts as zero
+    half: bool = False  # some gradients of the pass were fp16: what it flushed counts as zero
     sample: int | None = None  # values counted of the gradient with the fewest; None: of each all
     _bins: torch.Tensor = field(default_factory=lambda: torch.zeros(_KEYS).long(), repr=False)
 
@@ -66,7 +66,6 @@ class GradientCount:
         """Count the values of gradients of any layout and dtype as well."""
         for gradient in gradients:
             if gradient is not None:
-                self.half |= gradient.dtype in (torch.float16, torch.complex32)
                 values = _as_it_lies(gradient.detach())
                 self.values += len(values)
                 self._bins += self._count(values)
@@ -120,7 +119,9 @@ class GradientCount:
         return self.nonzero - self._below(_INFINITE, 16 - log2_of(scale))
 
     def lost(self, scale: float) -> float:
-        """Share of the non-zero values, from 0 to 1, that would be zero."""
+        """Share of the non-zero values, from 0 to 1, that would be zero; NaN if `half`."""
+        if self.half:
+            return math.nan
         return self.zero_in_fp16(scale) / self.nonzero if self.nonzero else 0.0
 
     @property
@@ -131,7 +132,12 @@ class GradientCount:
 
     @property
     def smallest_scale(self) -> float | None:
-        """The smallest power of two, 1 to 2^64, at which 99.9 % of the non-zero values stay so."""
+        """The smallest power of two, 1 to 2^64, at which 99.9 % of the non-zero values stay so.
+
+        None without values, if there is none, and if `half`.
+        """
+        if self.half:
+            return None
         allowed = (1 - KEEP) * self.nonzero
         scales = (2.0**p for p in range(LARGEST_POWER + 1))
         return next((s for s in scales if self.nonzero and self.zero_in_fp16(s) <= allowed), None)

@@ -42,9 +42,21 @@ _NONFINITE = remedy(
 _FP16_ALREADY = remedy(
     "underflow.fp16_already",
     "some gradients were computed in fp16",
-    "Some gradients are fp16 already: values that it flushed count as zero. Compute the loss in "
-    "fp32 or bf16 to see them.",
+    "Some gradients were computed in fp16, which flushed the smallest to zero before they could be "
+    "counted. So it is not known how many fp16 loses, nor which loss scale keeps them. Compute the "
+    "loss again in fp32 or bf16, with fp32 weights and without fp16 autocast, to see that.",
 )
+_ABOUT = (
+    "zero %: of all values, those that are zero in any precision. Of the others, in fp16 "
+    "at each loss scale:",
+    "lost: zero; subn.: subnormal, with fewer bits; inf: overflow. keep at: the smallest "
+    "scale that loses at most 0.1 %.",
+)
+_ABOUT_HALF = (
+    "zero %: of all values, those that are zero, among them those that fp16 has flushed.",
+    "subn. %: of the others, those that are subnormal in fp16, with fewer bits.",
+)
+_HALF = (torch.float16, torch.complex32)
 _Names: TypeAlias = dict[torch.Tensor, str]  # of the parameters that require a gradient
 _RESHAPING = {"ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Alias"}
 
@@ -66,12 +78,15 @@ class UnderflowReport(Printed):
 
     @property
     def half(self) -> bool:
-        """Whether some gradients were fp16 already, so that what it flushed counts as zero."""
+        """Whether some gradients were fp16 already: what it has lost can then not be counted."""
         return self.total.half
 
     @property
     def smallest_scale(self) -> float | None:
-        """The smallest power of two at which 99.9 % of all non-zero values stay so in fp16."""
+        """The smallest power of two at which 99.9 % of all non-zero values stay so in fp16.
+
+        None if no scale does, without such values, and if `half`.
+        """
         return self.total.smallest_scale
 
     @property
@@ -80,8 +95,14 @@ class UnderflowReport(Printed):
         return self.total.largest_scale
 
     def __str__(self) -> str:
-        by_loss = sorted(range(len(self.rows)), key=lambda i: -self.rows[i].lost(self.scales[0]))
+        by_loss = sorted(range(len(self.rows)), key=lambda i: -self._share_lost(self.rows[i]))
         return self._table([self.rows[i] for i in sorted(by_loss[:20])]).text()
+
+    def _share_lost(self, row: GradientCount) -> float:
+        """The share that the first scale loses; if that is not known, the share of zeros."""
+        if self.half:
+            return row.zero / row.values if row.values else 0.0
+        return row.lost(self.scales[0])
 
     def _table(self, rows: Sequence[GradientCount] | None = None) -> Table:
         rows = self.rows if rows is None else rows
@@ -95,6 +116,7 @@ class UnderflowReport(Printed):
             [self._cells(row) for row in rows],
             foot=[self._cells(row) for row in (self.outputs, self.parameters)],
             facts=cut + self._summary() + (error if sample else []),
+            caption=_FP16_ALREADY.text if self.half else "",
             right=range(2, len(head)),
         )
 
@@ -103,14 +125,21 @@ class UnderflowReport(Printed):
         names += ("smallest_scale", "largest_scale")
 
         def plain(count: GradientCount) -> dict[str, Any]:
-            by_scale = {f"lost at {scale:g}": count.zero_in_fp16(scale) for scale in self.scales}
-            return {name: getattr(count, name) for name in names} | by_scale
+            cells = {name: getattr(count, name) for name in names}
+            for scale in self.scales:
+                lost = None if self.half else count.zero_in_fp16(scale)
+                cells[f"lost at {scale:g}"] = lost
+            return cells
 
         counts = {"outputs": plain(self.outputs), "parameters": plain(self.parameters)}
-        return vars(self) | counts | {"rows": [*map(plain, self.rows)]}
+        rows = {"rows": [*map(plain, self.rows)], "half": self.half}
+        return vars(self) | counts | rows
 
     def plot(self):
-        """The exponents of all gradient values against fp16's range, one panel for each scale."""
+        """The exponents of all gradient values against fp16's range, one panel for each scale.
+
+        What fp16 has flushed already is not among them, if `half`.
+        """
         from amp_lab import plots  # matplotlib only where a figure is drawn
 
         histograms = {c.what: c.histogram for c in (self.outputs, self.parameters)}
@@ -118,6 +147,8 @@ class UnderflowReport(Printed):
 
     def _header(self) -> list[str]:
         cells = ["layer", "gradient of", "values", "zero %"]
+        if self.half:
+            return [*cells, "subn. %"]
         for scale in self.scales:
             cells += [f"lost % at {_power(scale)}", "subn. %"]
             cells += ["inf %"] if self.total.inf_in_fp16(scale) else []
@@ -125,6 +156,8 @@ class UnderflowReport(Printed):
 
     def _cells(self, row: GradientCount) -> list[str]:
         cells = [row.layer or "(model)", row.what, f"{row.values:,}", percent(row.zero, row.values)]
+        if self.half:
+            return [*cells, percent(row.subnormal_in_fp16(1.0), row.nonzero)]
         for scale in self.scales:
             counts = [row.zero_in_fp16(scale), row.subnormal_in_fp16(scale)]
             counts += [row.inf_in_fp16(scale)] if self.total.inf_in_fp16(scale) else []
@@ -132,24 +165,24 @@ class UnderflowReport(Printed):
         return [*cells, _power(row.smallest_scale)]
 
     def _summary(self) -> list[str]:
-        total, smallest, largest = self.total, self.smallest_scale, self.largest_scale
-        lines = [
-            "zero %: of all values, those that are zero in any precision. Of the others, in fp16 "
-            "at each loss scale:",
-            "lost: zero; subn.: subnormal, with fewer bits; inf: overflow. keep at: the smallest "
-            "scale that loses at most 0.1 %.",
-        ]
-        if smallest and largest:
-            low, high, lost = _power(smallest), _power(largest), 100 * total.lost(largest)
-            found = _SCALE if smallest <= largest else _NO_SCALE
-            lines.append(found.said(low=low, high=high, lost=lost))
+        total = self.total
+        lines = [*_ABOUT_HALF] if self.half else [*_ABOUT, *self._on_scales()]
         if total.nonfinite:
             lines.append(_NONFINITE.said(count=total.nonfinite))
-        if self.half:
-            lines.append(_FP16_ALREADY.text)
         if self.unused:
             lines.append(f"No gradient from this loss: {listed(self.unused)}.")
         return lines
+
+    def _on_scales(self) -> list[str]:
+        """Which loss scales keep the gradients."""
+        smallest = self.smallest_scale
+        largest = self.largest_scale
+        if smallest is None or largest is None:
+            return []
+        low = _power(smallest)
+        high = _power(largest)
+        found = _SCALE if smallest <= largest else _NO_SCALE
+        return [found.said(low=low, high=high, lost=100 * self.total.lost(largest))]
 
 
 def gradient_underflow(
@@ -157,9 +190,13 @@ def gradient_underflow(
 ) -> UnderflowReport:
     """Count, layer by layer, the gradient values that fp16 would lose at each loss scale.
 
-    `loss` is a scalar that `model` was used to compute, without a loss scale, and in fp32 or bf16:
-    fp16 has lost its values before they can be counted. One backward pass runs from it, with the
-    graph kept, so that ``loss.backward()`` still works after it. No `.grad` is written.
+    `loss` is a scalar that `model` was used to compute, without a loss scale, and in fp32 or bf16.
+    Under fp16 autocast, or with fp16 weights, fp16 has lost its values before they can be counted.
+    Then `half` is true, no share that is lost and no smallest scale is given, and the report says
+    so first; zeros, and numbers that are subnormal in fp16, are still counted.
+
+    One backward pass runs from the loss, with the graph kept, so that ``loss.backward()`` still
+    works after it. No `.grad` is written.
 
     Counted are the gradients that fp16 holds under autocast: those of the parameters, and those
     that arrive at the outputs of matrix products, convolutions and recurrent layers. These are
@@ -184,13 +221,16 @@ def gradient_underflow(
     arrivals = _low_precision_nodes(loss, parameters, factors)
     gradients = _backward(loss, list(parameters), arrivals)
     outputs = [row for row in dict.fromkeys(arrivals.values()) if row.values]
+    half = _has_fp16(loss)
+    for output in outputs:
+        output.half = half
     rows, unused = [], []
     for name, gradient in zip(parameters.values(), gradients, strict=True):
         if gradient is None:
             unused.append(name)
             continue
         layer, _, what = name.rpartition(".")
-        rows.append(GradientCount(layer, what))
+        rows.append(GradientCount(layer, what, half=half))
         rows[-1].add((gradient,))
     if not rows:
         raise NumericsError("gradient_underflow: the loss does not depend on the model")
@@ -224,6 +264,12 @@ def _checked(model: object, loss: object, scales: tuple[float, ...]) -> _Names:
             "pass the tensor itself, not .item() or .detach()"
         )
     return parameters
+
+
+def _has_fp16(loss: torch.Tensor) -> bool:
+    """Whether the gradient of anything that the loss was computed from is fp16."""
+    nodes = nodes_below([loss.grad_fn])
+    return any(given.dtype in _HALF for node in nodes for given in node._input_metadata)
 
 
 def _backward(
