@@ -11,6 +11,7 @@ from cpu_kernels import needs_lstm
 from planted_faults import FAULTS, Function, Module, faulty, find, run
 from small_models import CellRnn, Cnn, Rnn, Transformer, hooks_of, images, series, tokens
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 from amp_lab import find_nonfinite
@@ -276,6 +277,27 @@ def test_a_step_with_scaler_and_optimizers_that_skips_is_found_once():
     assert finder.report.loss_scale == 2.0**30  # that of the first step
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_that_steps_without_the_scaler_is_told(fused):
+    def steps(step, enabled=True):
+        model = nn.Linear(3, 2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, enabled=enabled)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps the method `step`
+        with find_nonfinite(model) as finder:
+            loss = 1e3 * model(torch.ones(1, 3)).square().sum()
+            scaler.scale(loss).backward()
+            step(scaler, optimizer)
+        return finder.report
+
+    assert steps(lambda scaler, optimizer: optimizer.step()).bypassed
+    assert not steps(lambda scaler, optimizer: scaler.step(optimizer)).bypassed
+    assert steps(lambda scaler, optimizer: optimizer.step(), enabled=False) is None
+    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert not steps(lambda scaler, optimizer: other.step()).bypassed
+    assert not _global_optimizer_pre_hooks
+
+
 def test_raise_on_first_raises_in_forward_and_in_backward():
     for name in ("log of zero", "sqrt at zero", "inf in a weight", "all targets ignored"):
         model, x, options = FAULTS[name][0]()
@@ -341,6 +363,71 @@ def test_a_part_of_the_model_and_passes_without_gradients():
         with find_nonfinite(model) as finder, context:
             model(torch.randn(2, 3))
         assert (finder.report.module, finder.report.op) == ("fault", "log")
+
+
+def rms_norm(x):
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-4)
+
+
+def root(x):
+    return x / x.square().mean(-1, keepdim=True).sqrt()
+
+
+DIVIDED_AWAY = {
+    # name: (function of a large x in fp16, the op that made the inf)
+    "a norm by hand": (rms_norm, "pow"),
+    "a division by a root": (root, "pow"),
+    "a sigmoid by hand": (lambda x: 1 / (1 + x.exp()), "exp"),
+    "a softmax by hand": (lambda x: x / x.exp().sum(-1, keepdim=True), "exp"),
+    "a negative power": (lambda x: x.square() ** -0.5, "pow"),
+    "in place": (lambda x: (x * x).reciprocal_(), "mul"),
+    "div_": (lambda x: x.clone().div_(x * x), "mul"),
+    "addcdiv": (lambda x: torch.addcdiv(x, x, x * x), "mul"),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED_AWAY)
+def test_an_inf_that_is_divided_away_is_reported_at_the_end(name):
+    function, op = DIVIDED_AWAY[name]
+    model = Function(function)
+    x = torch.full((2, 3), 300.0, dtype=torch.float16)
+    with find_nonfinite(model) as finder:
+        output = model(x)
+        assert finder.report is None
+    assert output.isfinite().all()
+    report = finder.report
+    assert (report.module, report.op, report.phase) == ("", op, "forward"), report
+    assert report.reached == "a divisor: what was divided by it became 0"
+    with pytest.raises(NumericsError, match="became 0"), find_nonfinite(model, raise_on_first=True):
+        model(x)
+    assert hooks_of(model) == 0
+    with find_nonfinite(model) as finder:
+        model(x.clamp_max(2))
+    assert finder.report is None
+
+
+def test_what_spreads_goes_before_what_is_divided_away():
+    def both(x):
+        return 1 / (1 + (x.abs() * 1e4).exp()) + (x * 0).log()
+
+    assert find(Module(both), torch.randn(2, 3)).op == "log"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x / torch.full_like(x, math.inf),
+        lambda x: x / x.masked_fill(x > 0, math.inf),
+        lambda x: x / (x * 1e30 * 1e30).clamp(-1, 1).sign().add(3),
+        lambda x: torch.where(x > 0, x, 1.0) / torch.cat([x.exp(), (x * 0).log()])[:2],
+    ],
+    ids=["a constant", "a mask", "an inf that is clamped", "a part that is finite"],
+)
+def test_a_divisor_of_inf_that_stands_in_the_code_is_no_finding(function):
+    model = Function(function)
+    with find_nonfinite(model) as finder:
+        model(torch.randn(2, 3))
+    assert finder.report is None, finder.report
 
 
 @pytest.mark.parametrize("sign", [torch.abs, lambda x: -x.abs(), torch.tanh, torch.relu])

@@ -164,6 +164,19 @@ def test_errors_of_the_scaler_pass_and_leave_no_trace():
     assert log.skipped_by == [[]]
 
 
+@pytest.mark.parametrize("unscale", [False, True])
+def test_refused_fp16_gradients_are_told_with_the_remedy(unscale):
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.float16))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu")
+    set_gradients(optimizer, scaler)
+    step = scaler.unscale_ if unscale else scaler.step
+    with pytest.raises(ValueError, match="unscale FP16") as raised, ScaleLog(scaler):
+        step(optimizer)
+    (note,) = raised.value.__notes__
+    assert note.startswith("ScaleLog: The weights that are trained are fp16.")
+
+
 def test_wrapping_again_on_top_is_respected():
     scaler, optimizer, calls = torch.amp.GradScaler("cpu"), optimizer_of(1), []
     log = ScaleLog(scaler)

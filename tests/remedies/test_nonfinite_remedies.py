@@ -17,6 +17,7 @@ from planted_faults import find
 from remedy_tests import does
 from torch import nn
 
+from amp_lab import ScaleLog, find_nonfinite
 from amp_lab.numerics.nonfinite_report import NonfiniteReport
 from amp_lab.remedies import REMEDIES
 
@@ -69,10 +70,7 @@ FAULTS = [
           "torch.log1p(x.clamp_min(-0.99))", "torch.where(x > 0, {}, 0)"),
     Fault("logit", "torch.logit(x)", [0.0, 0.5, 1.0], "torch.logit(x.float(), eps=1e-6)"),
     Fault("log", "torch.log(x)", [0.0, -1.0, 5e-6], "x.clamp_min(1e-4)", "torch.log({})"),
-    Fault(
-        "reciprocal", "x.reciprocal()", ZERO, "x.clamp_min(1e-4).reciprocal()",
-        dtypes=(torch.float32, torch.bfloat16),  # 1e4 squared, of the gradient, exceeds fp16
-    ),
+    Fault("reciprocal", "x.reciprocal()", ZERO, "x.float().clamp_min(1e-3).reciprocal()"),
     Fault("rsqrt", "torch.rsqrt(x)", [-1.0, 1.0, 0.0], "torch.rsqrt(x.clamp_min(0) + 1e-2)",
           dtypes=(torch.float32, torch.bfloat16)),
     Fault("sqrt", "torch.sqrt(x)", [-1.0, 1.0], "x.clamp_min(1e-6)", "torch.sqrt({})"),
@@ -144,7 +142,8 @@ def broken_by_a_step(guarded: Callable[[nn.Module, torch.optim.Optimizer], None]
 def test_weights_that_a_step_broke():
     model = broken_by_a_step(lambda model, optimizer: optimizer.step())
     advice = only(find(model, torch.ones(1, 3)), "parameter")
-    assert "GradScaler.step skips such a step" in advice
+    assert "scaler.step(optimizer) skips such a step" in advice
+    assert "a plain optimizer.step() does not" in advice
 
     def scaled(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         scaler = torch.amp.GradScaler("cpu")
@@ -254,6 +253,75 @@ def test_a_row_of_attention_that_is_masked_everywhere():
     assert find(twice, SCORES.half()) is not None
 
 
+def fill(x: torch.Tensor, value: Any) -> torch.Tensor:
+    x = x.clone()
+    x[~NOTHING_SEEN] = value
+    return x
+
+
+def hidden(x: torch.Tensor) -> torch.Tensor:
+    return (~NOTHING_SEEN).to(x.dtype)
+
+
+CONSTANTS = {
+    "times a float": lambda x: x + hidden(x) * -1e9,
+    "times an int": lambda x: x + hidden(x) * -(2**30),
+    "minus a product": lambda x: x - 1e9 * hidden(x),
+    "alpha": lambda x: x.add(hidden(x), alpha=-1e9),
+    "a mask that is cast": lambda x: x + torch.where(NOTHING_SEEN, 0.0, -1e9).to(x.dtype),
+    "where and a tensor": lambda x: torch.where(NOTHING_SEEN, x, torch.tensor(-1e9)),
+    "where": lambda x: torch.where(NOTHING_SEEN, x, -1e9),
+    "masked_fill": lambda x: x.masked_fill(~NOTHING_SEEN, -1e9),
+    "masked_fill with a tensor": lambda x: x.masked_fill(~NOTHING_SEEN, torch.tensor(-1e9)),
+    "an assignment": lambda x: fill(x, -(2**30)),
+    "an assignment of a tensor": lambda x: fill(x, torch.tensor(-1e9)),
+    "full_like": lambda x: torch.where(NOTHING_SEEN, x, torch.full_like(x, -1e9)),
+}
+
+
+@does("nonfinite.mask_value")
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_mask_value_that_does_not_fit(name):
+    def model(mask: Callable) -> Apply:
+        return Apply(lambda x: mask(x).softmax(-1), torch.float16)
+
+    advice = ""
+    x = SCORES.half()
+    try:
+        report = find(model(CONSTANTS[name]), x)
+    except RuntimeError as error:  # some ops refuse the number instead
+        (advice,) = error.__notes__
+    else:
+        assert report is not None
+        assert codes(report)[0] == "mask_value"
+        assert report.constant in (-1e9, 1e9, -(2**30))
+        assert "constant" in str(report)
+        advice = report.advice
+    cure = "scores.masked_fill(mask, torch.finfo(scores.dtype).min)"
+    assert cure in advice
+
+    def cured(x: torch.Tensor) -> torch.Tensor:
+        return eval(cure, {"torch": torch, "scores": x, "mask": ~NOTHING_SEEN})
+
+    assert healed(model(cured), x)
+    assert "Do not add that number" in advice
+    added = hidden(x) * torch.finfo(x.dtype).min
+    assert find(model(lambda x: x - 20 * x.detach() + added + added), x) is not None
+
+
+def test_numbers_that_fit_or_are_sizes_are_no_constants():
+    x = torch.full((2, 3), 300.0, dtype=torch.float16)
+    for overflow in (
+        lambda x: x * x,
+        lambda x: x * 60000.0,
+        lambda x: x.expand(70_000, 2, 3)[:2].clone() * x,
+    ):
+        report = found(Apply(overflow, torch.float16), x)
+        assert "mask_value" not in codes(report), str(report)
+    report = found(Apply(lambda x: x * 1e6, torch.float16), x)  # data may overflow by it, too
+    assert codes(report) == ["mask_value", "fp16_overflow.cast"]
+
+
 @does("nonfinite.masked")
 def test_a_mask_before_arithmetic():
     mask = torch.tensor([0.0, -math.inf])
@@ -286,7 +354,8 @@ def test_a_loss_scale_that_gradscaler_lowers():
     options = {"autocast": torch.float16, "scaler": scaler, "loss_fn": lambda y: y.float().sum()}
     report = found(model, torch.ones(1, 3), **options)
     assert codes(report) == ["loss_scale", "fp16_overflow.autocast"]
-    assert "skips the step and lowers the scale" in report.advice
+    assert "scaler.step(optimizer) skips the step" in report.advice
+    assert "scaler.update() lowers the scale" in report.advice
     skipped = 0
     while find(model, torch.ones(1, 3), **options) is not None and skipped < 20:
         before = model.weight.clone()
@@ -297,6 +366,80 @@ def test_a_loss_scale_that_gradscaler_lowers():
         skipped += 1
     assert 1 <= skipped < 20
     assert scaler.get_scale() == 2.0 ** (24 - skipped)
+    assert "A plain optimizer.step() skips nothing" in report.advice
+    model, x = linear(), torch.ones(1, 3)
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = model(x).float().sum()
+    torch.amp.GradScaler("cpu", init_scale=2.0**24).scale(loss).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert not model.weight.isfinite().all()
+
+
+def scaled_steps(step: Callable, scale: float, steps: int = 2) -> tuple:
+    """A model, and the report of some steps under fp16 autocast that end in `step`."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    with find_nonfinite(model) as finder:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = model(torch.ones(1, 3)).float().square().sum()
+            scaler.scale(loss).backward()
+            step(scaler, optimizer)
+    return model, finder.report
+
+
+@does("nonfinite.bypassed")
+@pytest.mark.parametrize("scale", [2.0**12, 2.0**24], ids=["not divided", "not skipped"])
+def test_an_optimizer_that_steps_without_the_scaler(scale):
+    def plain(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+        scaler.update(scaler.get_scale())
+
+    model, report = scaled_steps(plain, scale, steps=9)
+    assert report is not None
+    assert codes(report)[0] == "bypassed"
+    assert not all(p.isfinite().all() for p in model.parameters())
+    assert "scaler.step(optimizer) and then scaler.update()" in report.advice
+
+    def with_scaler(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    model, report = scaled_steps(with_scaler, scale, steps=9)
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert report is None or not report.bypassed
+
+
+@does("nonfinite.half_weights")
+def test_weights_that_are_trained_in_fp16():
+    model = linear().half()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    total = {"scaler": scaler, "loss_fn": lambda y: y.float().sum()}
+    report = find(model, torch.ones(1, 3).half(), **total)
+    advice = only(report, "half_weights", "fp16_overflow.cast")
+    refused = pytest.raises(ValueError, match="Attempting to unscale FP16 gradients")
+    with refused as raised, ScaleLog(scaler):
+        scaler.step(optimizer)
+    assert raised.value.__notes__ == [f"ScaleLog: {REMEDIES['nonfinite.half_weights'].text}"]
+    assert "Keep these weights in fp32, model.float() in place of .half()" in advice
+    model.float()
+    report = find(model, torch.ones(1, 3), autocast=torch.float16, **total)
+    assert codes(report) == ["loss_scale", "fp16_overflow.autocast"]
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**23
+
+
+def test_an_adapter_in_fp32_on_a_frozen_model_in_fp16_can_be_unscaled():
+    frozen = nn.Linear(2, 2).half().requires_grad_(False)
+    model = nn.Sequential(linear(), frozen)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    options = {"autocast": torch.float16, "scaler": scaler, "loss_fn": lambda y: y.float().sum()}
+    assert codes(found(model, torch.ones(1, 3), **options))[0] == "loss_scale"
+    scaler.step(torch.optim.SGD(model[0].parameters(), lr=0.1))
 
 
 class Overflowing(nn.Module):
@@ -427,11 +570,76 @@ def test_a_division_by_zero(dtype):
     assert healed(model(lambda x: (x + 1) / (norm(x) + 1e-2)), x)
     assert healed(model(lambda x: (x + 1) / norm(x).clamp_min(1e-2)), x)
     assert healed(model(lambda x: F.normalize(x, dim=-1, eps=1e-2)), x)
-    assert "In fp16 make it 1e-4: 1 / 1e-5 is inf" in advice
+    assert "in fp32, on x.float(), with an eps of 1e-3 or more" in advice
     total = {"loss_fn": lambda y: y.float().sum()}
-    assert healed(model(lambda x: (x + 1) / (norm(x) + 1e-4)), x, **total)
-    too_small = torch.ones(1, dtype=dtype) / torch.tensor(1e-5).to(dtype)
-    assert too_small.isinf().all() == (dtype is torch.float16)
+    assert healed(model(lambda x: (x + 1).float() / (norm(x.float()) + 1e-3)), x, **total)
+
+
+ROWS = torch.tensor([[1.0, 2.0], [0.0, 0.0], [0.5, -0.25]])  # the second is padding, say
+GUARDED = {
+    "a norm": lambda x, eps: x / (x.norm(dim=-1, keepdim=True) + eps),
+    "F.normalize": lambda x, eps: F.normalize(x, dim=-1, eps=eps),
+    "a clamped norm": lambda x, eps: x / x.norm(dim=-1, keepdim=True).clamp_min(eps),
+    "a clamp": lambda x, eps: x / x.norm(dim=-1, keepdim=True).clamp(min=eps),
+    "the largest": lambda x, eps: x / (x.abs().amax(-1, keepdim=True) + eps),
+    "a deviation": lambda x, eps: (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + eps),
+    "a root before the division": lambda x, eps: (
+        x / (x.square().sum(-1, keepdim=True) + eps).sqrt()
+    ),
+    "rsqrt": lambda x, eps: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps),
+    "a reciprocal": lambda x, eps: 1 / (x.abs().amax(-1, keepdim=True) + eps),
+    "in place": lambda x, eps: x / (x.norm(dim=-1, keepdim=True) * 1).add_(eps),
+    "a logarithm": lambda x, eps: torch.log(x.abs() + eps),
+    "a root, backward": lambda x, eps: torch.sqrt(x.square().sum(-1) + eps),
+}
+
+
+def scaled_gradient(function: Callable, x: torch.Tensor, scale: float) -> torch.Tensor:
+    """The gradient of x, of a loss that is the mean over some thousand rows, and scaled."""
+    x = x.clone().requires_grad_()
+    (function(x).to(torch.float64).sum() * (1e-4 * scale)).backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@does("nonfinite.eps")
+@pytest.mark.parametrize("name", GUARDED)
+def test_an_eps_that_is_zero_in_fp16(name):
+    function = GUARDED[name]
+    model = Apply(lambda x: function(x, 1e-8), torch.float16)
+    report = found(model, ROWS.half(), loss_fn=lambda y: y.float().sum())
+    advice = only(report, "eps")
+    assert report.eps == 1e-8
+    assert "The eps of 1e-08 is 0 in fp16" in advice
+    assert torch.tensor(1e-8).half() == 0
+    assert "in fp32, on x.float(), with an eps of 1e-3 or more" in advice
+    scale = 65536.0
+    cured = scaled_gradient(lambda x: function(x.float(), 1e-3), ROWS.half(), scale)
+    exact = scaled_gradient(lambda x: function(x, 1e-3), ROWS.double(), 1.0)
+    assert cured.dtype is torch.float16
+    # One cast to fp16, of 11 bits; where terms of about 0.1 cancel, what fp32 leaves of them.
+    torch.testing.assert_close(cured.double() / scale, exact, rtol=2**-10, atol=1e-8)
+
+
+def test_an_eps_of_1e_4_in_fp16_is_not_enough():
+    def reciprocal(x: torch.Tensor) -> torch.Tensor:
+        return GUARDED["a reciprocal"](x, 1e-4)
+
+    assert reciprocal(ROWS.half()).isfinite().all()
+    assert not scaled_gradient(reciprocal, ROWS.half(), 65536.0).isfinite().all()
+    assert scaled_gradient(lambda x: reciprocal(x.float()), ROWS.half(), 65536.0).isfinite().all()
+
+
+def test_an_eps_that_counts_is_not_blamed():
+    for guarded in (
+        lambda x: x / (x.norm(dim=-1, keepdim=True) + 1e-8) + x.mul(0).log(),  # in fp32
+        lambda x: (x + 1e-8).half().mul(0).log(),
+        lambda x: (x.half() + 1e-8) * 1e4 * 1e4,
+        lambda x: 1 / (x.mul(0).half() + (x.half() + 1e-8)[:1].mul(0)),
+    ):
+        x = torch.tensor([[0.0, 1.0, 2.0], [1.0, 1.0, 1.0]])
+        report = found(Apply(guarded), x, loss_fn=lambda y: y.float().sum())
+        assert "eps" not in codes(report)
 
 
 @does("nonfinite.exp")
@@ -451,6 +659,10 @@ def test_an_exponential_that_overflows(dtype, limit):
     assert "subtract the largest value first" in report.advice
     for cured in (lambda x: (x - x.max()).exp(), lambda x: F.softplus(x)):
         assert healed(Apply(cured, dtype), x, **total)
+    assert "1 / (1 + exp(-x)), use torch.sigmoid" in report.advice
+    by_hand = Apply(lambda x: 1 / (1 + torch.exp(x)), dtype)
+    assert "exp" in codes(found(by_hand, x, **total))
+    assert healed(Apply(lambda x: torch.sigmoid(-x), dtype), x, **total)
 
 
 @does("nonfinite.nll_loss")

@@ -15,12 +15,20 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_lab
-from amp_lab.cpu import NO_PRIMITIVE, NO_PRIMITIVE_REMEDY
 from amp_lab.errors import NumericsError
+from amp_lab.numerics.error_notes import add_note
 from amp_lab.numerics.nonfinite_report import NonfiniteReport
+from amp_lab.numerics.op_constants import (
+    constant_beyond,
+    divisor,
+    infinite_at_zero,
+    keeps_zero,
+    lost_eps,
+)
 from amp_lab.numerics.tensor_summary import TensorSummary, is_finite, summarise
 from amp_lab.numerics.watched_ops import REDUCTIONS, Call, Site, among, argument_summaries, outputs
 from amp_lab.tracing.ops_seen import storage_key, stored_values, tensors_in
@@ -32,7 +40,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         with find_nonfinite(model) as finder:
             loss = loss_fn(model(inputs), targets)
             loss.backward()
-        print(finder.report)  # None if all was finite
+        print(finder.report)  # None if no inf or NaN mattered
 
     Every op of the block is watched, also in the loss, under autocast, in activation checkpointing
     and in custom functions; backward ops are named after the module whose forward they undo. With
@@ -41,7 +49,9 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
     What counts is what spreads: to a gradient of a parameter or of an input, to the output of the
     model (inf or NaN; a -inf there may be a mask), to a single number outside the model such as
     the loss. Then the op that the value came from is reported, however far back. So a mask of -inf
-    that softmax makes finite is no finding, and neither is an intermediate that is replaced. A
+    that softmax makes finite is no finding, and neither is an intermediate that is replaced. If
+    nothing spread, but something was divided by an inf, so that it became 0, the op that made that
+    inf is reported when the block ends; an inf that stands in the code is not. A
     parameter that is not finite, and a running mean or variance, is reported when its module is
     called. What a compiled function, an optimizer that works on lists of tensors, or another
     thread computes is not watched op by op: run the model eagerly.
@@ -74,6 +84,9 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         self._all: list[NonfiniteReport] = []
         self._watched: set[str] = set()  # names of the parameters whose gradients are
         self._loss_scale: float | None = None
+        self._lost_eps: dict[int | None, tuple[StorageWeakRef, float]] = {}  # by storage
+        self._divided_away: NonfiniteReport | None = None
+        self._bypassed = False
         self._watching = False
 
     def __enter__(self) -> "find_nonfinite":
@@ -100,6 +113,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             self._installed.callback(before.remove)
             self._installed.callback(after.remove)
         self._watch_parameters()
+        self._installed.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         for parameter in self._model.parameters():
             if parameter.grad is not None and not is_finite(parameter.grad):
                 self._origin_of(parameter.grad)
@@ -117,11 +131,25 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 "find_nonfinite: use it in a with statement; it was left without being entered"
             )
         super().__exit__(exc_type, exc_val, exc_tb)
-        if NO_PRIMITIVE in str(exc_val):  # Python shows a note below the error
-            exc_val.add_note(f"find_nonfinite: {NO_PRIMITIVE_REMEDY}")
+        add_note(exc_val, "find_nonfinite")
         find_nonfinite._active = None
         self._installed.close()
-        self._reset()  # it may outlive its block: it then holds no modules, nor what ops made
+        try:
+            if self._divided_away is not None and self.report is None and exc_val is None:
+                self._judge(self._divided_away, "a divisor: what was divided by it became 0")
+        finally:
+            self._reset()  # it may outlive its block: it then holds no modules, nor what ops made
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Note an optimizer that steps by itself on gradients of a scaled loss."""
+        if self._loss_scale is None or _in_scaler("step", "_maybe_opt_step"):
+            return
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if stepped.isdisjoint(map(id, self._model.parameters())):
+            return
+        self._bypassed = True
+        if self.report is not None:
+            self.report = dataclasses.replace(self.report, bypassed=True)
 
     # Modules
 
@@ -204,10 +232,44 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             self._loss_scale = _loss_scale(args) or self._loss_scale
         returned = outputs(func, out, all_finite=not self._origins)
         bad = [tensor for tensor in returned if not is_finite(tensor)]
+        call = Call(func, args, kwargs, node, site, bool(node and self._stack))
         if bad:
-            self._suspect(Call(func, args, kwargs, node, site, bool(node and self._stack)), bad)
+            self._suspect(call, bad)
         elif self._origins:
+            self._see_divisor(call)
             self._forget(returned)
+        self._follow_eps(call, returned)
+
+    def _see_divisor(self, call: Call) -> None:
+        """Note the first inf that an op made, and that another op divides by."""
+        by = divisor(call)
+        origin = None if by is None else self._noted(by)
+        if by is None or origin is None or origin.placed or origin.phase == "before":
+            return
+        is_overwritten = by is call.args[0] and call.name.endswith("_")
+        if self._divided_away is None and (is_overwritten or not is_finite(by)):
+            self._divided_away = origin
+
+    def _follow_eps(self, call: Call, returned: list[torch.Tensor]) -> None:
+        """Note which tensors had an eps added that is 0 in their dtype."""
+        for tensor in returned:
+            eps = lost_eps(call, tensor.dtype)
+            if eps is None and self._lost_eps and keeps_zero(call):
+                eps = self._eps_of(tensors_in((call.args, call.kwargs)))
+            if eps is None:
+                continue
+            if len(self._lost_eps) > 10_000:
+                self._lost_eps = _living(self._lost_eps)
+            storage = StorageWeakRef(stored_values(tensor).untyped_storage())
+            self._lost_eps[storage_key(tensor)] = storage, eps
+
+    def _eps_of(self, tensors: list[torch.Tensor]) -> float | None:
+        """The eps that was added to one of these tensors, and lost, so that it has zeros."""
+        for tensor in tensors:
+            found = self._lost_eps.get(storage_key(tensor))
+            if found is not None and not tensor.all():
+                return found[1]
+        return None
 
     def _site_of(self, node: Any) -> Site:
         """Where an op runs: in the module that is being called; in backward, its node's."""
@@ -273,13 +335,15 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             inputs=() if placed else tuple(argument_summaries(call, bad + call.statistics_written)),
             line=None if call.is_backward else _user_line(),
             placed_by=source.place if source else None,
+            constant=constant_beyond(call, value.dtype),
+            eps=self._eps_of(infinite_at_zero(call)),
         )
 
     # Origins
 
     def _new(self, site: Site, value: TensorSummary, **seen: Any) -> NonfiniteReport:
         seen |= {"number": len(self._all), "loss_scale": self._loss_scale}
-        seen |= {"weights": self._weights_of(site.module)}
+        seen |= {"weights": self._weights_of(site.module), "half_weights": self._trains_half()}
         self._all.append(NonfiniteReport(value=value, **dataclasses.asdict(site), **seen))
         return self._all[-1]
 
@@ -288,6 +352,10 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         own = [] if name is None else self._model.get_submodule(name).parameters(recurse=False)
         parameters = itertools.chain(own, self._model.parameters())
         return next((p.dtype for p in parameters if p.is_floating_point()), None)
+
+    def _trains_half(self) -> bool:
+        parameters = self._model.parameters()
+        return any(p.requires_grad and p.dtype is torch.float16 for p in parameters)
 
     def _before(self, tensor: torch.Tensor, kind: str, name: str, site: Site) -> NonfiniteReport:
         """Note the origin of a tensor that no op seen here has made."""
@@ -322,7 +390,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         if key is None:
             return
         if len(self._origins) > 10_000:  # a long block, and masks in every step
-            self._origins = {k: v for k, v in self._origins.items() if not v[0].expired()}
+            self._origins = _living(self._origins)
         # The weak reference keeps the address from being used again for another storage.
         self._origins[key] = StorageWeakRef(stored_values(tensor).untyped_storage()), origin
 
@@ -336,7 +404,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
 
     def _judge(self, origin: NonfiniteReport, reached: str) -> None:
         """The first that came to matter is the finding; nothing is watched after it."""
-        self.report = dataclasses.replace(origin, reached=reached)
+        self.report = dataclasses.replace(origin, reached=reached, bypassed=self._bypassed)
         self._watching = False
         if self._raise:
             raise NumericsError(f"find_nonfinite:\n{self.report}")
@@ -352,6 +420,11 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             self._watching = before and self.report is None
 
 
+def _living(by_storage: dict) -> dict:
+    """Those entries whose storage still lives."""
+    return {key: entry for key, entry in by_storage.items() if not entry[0].expired()}
+
+
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
@@ -361,11 +434,16 @@ def _loss_scale(args: tuple) -> float | None:
     scale = args[1]
     if not isinstance(scale, torch.Tensor) or scale.dim():
         return None
-    for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe()), 9):
-        scales = frame.f_code.co_name in ("scale", "apply_scale")
-        if scales and isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
-            return scale.item()
-    return None
+    return scale.item() if _in_scaler("scale", "apply_scale") else None
+
+
+def _in_scaler(*methods: str) -> bool:
+    """Whether one of these methods of a `GradScaler` is running, a few calls up."""
+    for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe()), 10):
+        is_method = frame.f_code.co_name in methods
+        if is_method and isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
+            return True
+    return False
 
 
 _DETACH = torch.ops.aten.detach.default  # a third of all calls: it computes nothing, without a node

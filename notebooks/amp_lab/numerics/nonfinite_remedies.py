@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from amp_lab.numerics.op_constants import FILLING
 from amp_lab.remedies import Remedy, remedy
 
 if TYPE_CHECKING:
@@ -23,9 +24,9 @@ _BEFORE = {
         "a weight was inf or NaN when it was first used",
         "The weights were broken before they were used. If an optimizer step did it, its gradients "
         "were not finite or the learning rate is too high. Go back to the last good checkpoint. In "
-        "fp16 autocast, GradScaler.step skips such a step. In bf16 and fp32 nothing skips "
-        "it: clip_grad_norm_(parameters, max_norm, error_if_nonfinite=True) raises before the "
-        "step.",
+        "fp16 autocast, scaler.step(optimizer) skips such a step, and a plain optimizer.step() "
+        "does not. In bf16 and fp32 nothing skips it: "
+        "clip_grad_norm_(parameters, max_norm, error_if_nonfinite=True) raises before the step.",
     ),
     "buffer": _remedy(
         "buffer",
@@ -79,9 +80,40 @@ _NO_VALUES = _remedy(
 _LOSS_SCALE = _remedy(
     "loss_scale",
     "a gradient overflowed while the loss was scaled",
-    "The loss was scaled by {scale:g}. If that alone makes it overflow, GradScaler handles it: it "
-    "skips the step and lowers the scale. If it still overflows at a scale of 1 (ScaleLog shows "
-    "the scale), it is a real bug; then:",
+    "The loss was scaled by {scale:g}. If that alone makes it overflow, GradScaler handles it: "
+    "scaler.step(optimizer) skips the step, and scaler.update() lowers the scale. A plain "
+    "optimizer.step() skips nothing. If it still overflows at a scale of 1 (ScaleLog shows the "
+    "scale), it is a real bug; then:",
+)
+_BYPASSED = _remedy(
+    "bypassed",
+    "an optimizer stepped by itself on the gradients of a scaled loss",
+    "An optimizer took a step by itself, although the loss was scaled. optimizer.step() skips no "
+    "inf or NaN and does not divide by the scale, so the weights may be broken now: go back to the "
+    "last good ones, and call scaler.step(optimizer) and then scaler.update() in its place.",
+)
+HALF_WEIGHTS = _remedy(
+    "half_weights",
+    "weights that are trained are fp16, and a GradScaler is used",
+    "The weights that are trained are fp16. GradScaler refuses their gradients (Attempting to "
+    "unscale FP16 gradients), so it neither skips a step nor lowers the scale. Keep these weights "
+    "in fp32, model.float() in place of .half(), and run the forward pass under torch.autocast.",
+)
+MASK_VALUE = _remedy(
+    "mask_value",
+    "a number in the code, such as a mask of -1e9, does not fit the dtype",
+    "A number in the code is too large for the dtype of this tensor, as -1e9 is for fp16. If it "
+    "is a mask, fill in the lowest number that the dtype has: "
+    "scores.masked_fill(mask, torch.finfo(scores.dtype).min). Do not add that number: the sum can "
+    "be -inf again.",
+)
+_EPS = _remedy(
+    "eps",
+    "an eps that protects a division, a root or a logarithm is 0 in the dtype",
+    "The eps of {eps:g} is 0 in fp16 and protects against nothing. Compute this part in fp32, on "
+    "x.float(), with an eps of 1e-3 or more: where x is 0, a gradient can be 1 / eps, and goes "
+    "back into fp16 multiplied by the loss scale. An eps of 1e-4 without the cast is often not "
+    "enough: the derivative of 1 / x is 1 / x ** 2, and 1e8 is inf in fp16.",
 )
 
 # What exceeds 65504 in fp16. How to compute a part in fp32 depends on where its weights are.
@@ -198,12 +230,14 @@ _FORWARD = {
         "div",
         "a division by 0",
         "A division by zero: add an eps to the divisor or clamp it (F.normalize has one). In "
-        "fp16 make it 1e-4: 1 / 1e-5 is inf.",
+        "fp16 compute this part in fp32, on x.float(), with an eps of 1e-3 or more: gradients can "
+        "be 1 / eps, and overflow fp16 with a smaller one and a loss scale of 65536.",
     ),
     "reciprocal": _remedy(
         "reciprocal",
         "the reciprocal of 0",
-        "A division by zero: x.clamp_min(1e-4).reciprocal(), for an input that is not negative.",
+        "A division by zero: x.float().clamp_min(1e-3).reciprocal(), for an input that is not "
+        "negative. Without the cast the derivative, 1 / x ** 2, is inf in fp16.",
     ),
     "rsqrt": _remedy(
         "rsqrt",
@@ -226,7 +260,8 @@ _FORWARD = {
         "exp",
         "an exponential out of range",
         "The exponential overflows fp16 from 11.1 on, and fp32 and bf16 from 88.7: subtract the "
-        "largest value first, as softmax and logsumexp do, or use softplus.",
+        "largest value first, as softmax and logsumexp do, or use softplus. For a sigmoid by hand, "
+        "1 / (1 + exp(-x)), use torch.sigmoid.",
     ),
     "acosh": _remedy(
         "acosh",
@@ -269,6 +304,11 @@ _UNKNOWN = _remedy(
 
 def remedies_for(report: NonfiniteReport) -> list[Remedy]:
     """What to do about a finding, in the order in which to say it."""
+    found = _on_cause(report)
+    return [_BYPASSED, *found] if report.bypassed else found
+
+
+def _on_cause(report: NonfiniteReport) -> list[Remedy]:
     if report.phase == "before":
         running = report.tensor == "buffer" and "running_" in report.name
         return [_BEFORE["statistics" if running else report.tensor]]
@@ -279,13 +319,15 @@ def remedies_for(report: NonfiniteReport) -> list[Remedy]:
         return [_MASKED_SOFTMAX if is_softmax else _MASKED]
     if report.value.kinds == {"NaN"} and any(not summary.values for summary in report.inputs):
         return [_NO_VALUES]
+    if report.eps is not None:
+        return [_EPS]
     return _on_backward(report) if report.phase == "backward" else _on_forward(report)
 
 
 def _on_backward(report: NonfiniteReport) -> list[Remedy]:
     found = []
     if report.loss_scale is not None and _overflows(report):
-        found.append(_LOSS_SCALE)
+        found.append(HALF_WEIGHTS if report.half_weights else _LOSS_SCALE)
     own = _by_op(report, _BACKWARD)
     if own is not None:
         found.append(own)
@@ -298,6 +340,14 @@ def _on_backward(report: NonfiniteReport) -> list[Remedy]:
 
 
 def _on_forward(report: NonfiniteReport) -> list[Remedy]:
+    if report.constant is not None and _overflows(report):
+        # Only a mask is -inf alone, or filled in; data that overflow may have either sign.
+        is_mask = report.value.kinds == {"-inf"} or _begins(report, *FILLING)
+        return [MASK_VALUE] if is_mask else [MASK_VALUE, *_on_overflow(report)]
+    return _on_overflow(report)
+
+
+def _on_overflow(report: NonfiniteReport) -> list[Remedy]:
     if _overflows_fp16(report) and not _is_at_a_pole(report):
         # What these do about it needs no other format.
         own = _by_op(report, _FORWARD) if _begins(report, "exp", "pow", "to_copy") else None

@@ -26,9 +26,13 @@ class NonfiniteReport:
     value: TensorSummary  # of the tensor that is not finite
     inputs: tuple[TensorSummary, ...] = ()  # without what the op wrote into: its old value is gone
     weights: torch.dtype | None = None  # of the module, or of the model if it has none
+    half_weights: bool = False  # whether weights that are trained are fp16
+    constant: float | None = None  # a number in the code that the result's dtype cannot hold
+    eps: float | None = None  # what was added to an input to keep it from 0, and is 0 in its dtype
     line: str | None = None  # of your code that called the op, where there was one
     reached: str = ""  # what it spread to: why it counts
     loss_scale: float | None = None  # what a `GradScaler` had multiplied the loss by, if one did
+    bypassed: bool = False  # whether an optimizer of the model stepped without that scaler
     placed_by: str | None = None  # what had put a -inf there that this op turned into a NaN
     placed: bool = False  # whether it was written there on purpose, as a mask of -inf is
     number: int = 0  # how many there were before it
@@ -43,6 +47,7 @@ class NonfiniteReport:
         """The same in words."""
         what = "The gradient" if self.phase == "backward" else "The result"
         facts = {"what": what, "scale": self.loss_scale, "dtype": dtype_name(self.value.dtype)}
+        facts |= {"eps": self.eps, "constant": self.constant}
         return " ".join(remedy.said(**facts) for remedy in self.remedies)
 
     @property
@@ -72,6 +77,7 @@ class NonfiniteReport:
             (self.tensor, str(self.value)),
             *((f"from {summary.name}", str(summary)) for summary in self.inputs[:6]),
             ("-inf from", self.placed_by),
+            ("constant", None if self.constant is None else f"{self.constant:g}"),
             ("line", self.line),
             ("loss scale", f"{self.loss_scale:g}" if backward and self.loss_scale else None),
             ("reached", self.reached),

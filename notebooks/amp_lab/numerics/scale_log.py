@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from amp_lab.errors import NumericsError
+from amp_lab.numerics.error_notes import add_note
 from amp_lab.remedies import remedy
 from amp_lab.report import plural
 
@@ -27,6 +28,7 @@ class ScaleLog:
 
     Leaving the block, or `close`, leaves the scaler as it was; the log can still be read. With a
     disabled scaler every scale is 1. While it is open, save the scaler by its `state_dict` alone.
+    If the scaler refuses fp16 gradients in the block, what to do is added to its error as a note.
 
     Raises `NumericsError` if `scaler` is no GradScaler, or has an open ScaleLog already.
     """
@@ -121,7 +123,8 @@ class ScaleLog:
     def __enter__(self) -> "ScaleLog":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> None:
+        add_note(exc_val, "ScaleLog")
         self.close()
 
     def __repr__(self) -> str:
