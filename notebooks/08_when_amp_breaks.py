@@ -473,7 +473,7 @@ assert F.scaled_dot_product_attention(query, query, query, attn_mask=~mask).isfi
 
 # %% [markdown]
 # **Notice it earlier.** `amp-lab xray --dtype fp16` finds a fill that raises, without running the
-# model. For a mask that is added, search the source for `1e9`, `1e10` and `1e20`.
+# model. `find_nonfinite` names the line of a mask that made a NaN. For a mask that is added, search the source for `1e9`, `1e10` and `1e20`.
 
 # %% [markdown]
 # ### 5 NaN because an epsilon of 1e-8 is zero in fp16
@@ -501,8 +501,10 @@ assert torch.tensor(1e-8).half() == 0
 # autocast takes its norm in fp32. Adam's 1e-8 is the same trap once the parameters are fp16, unless
 # it is fused.
 #
-# **The fix.** Choose an epsilon that the dtype can hold, at least `torch.finfo(dtype).tiny`, or use
-# fp32.
+# **The fix.** Compute this part in fp32, on `h.float()`, with an epsilon of 1e-3 or more if you train.
+# An epsilon that fp16 can hold, at least `torch.finfo(dtype).tiny`, makes the result finite. In the
+# backward pass, at a loss scale of 65536, the gradients often overflow with it.
+# <!-- tests/remedies/test_nonfinite_remedies.py -->
 
 # %%
 assert F.normalize(h.half())[1].isnan().all()
@@ -561,7 +563,8 @@ with cuda_rules():
 
 # %% [markdown]
 # **Notice it earlier.** Look at the gradients of a step. If a whole layer has only zeros, find out
-# why.
+# why. `find_nonfinite` names the op that made an infinity which something was then divided by.
+# <!-- tests/numerics/test_nonfinite.py -->
 
 # %% [markdown]
 # ### 7 Training is fine but evaluation is NaN
