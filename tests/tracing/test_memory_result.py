@@ -2,12 +2,14 @@
 
 import json
 
+import pytest
 import torch
 from memory_models import images, vgg
 from torch import nn
 
-from amp_lab import forecast_memory
+from amp_lab import forecast_inference, forecast_memory
 from amp_lab.tracing import compare_memory
+from amp_lab.tracing.storage_ledger import StorageLedger
 
 
 def test_the_table_shows_all_precisions_side_by_side():
@@ -56,6 +58,80 @@ def test_the_table_says_what_of_the_casts_is_alive_at_the_peak():
     line = next(line for line in str(forecast).splitlines() if line.startswith("weight casts"))
     assert line.split()[-2:] == ["peak", "0"]
     assert json.loads(forecast.to_json())["at_peak"]["cast_cache"] == 0
+
+
+class Language(nn.Module):
+    """Logits of 4,000 tokens for each position, by far the largest of its tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4000, 16), nn.Linear(16, 4000)
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+
+LOGITS = 4 * 64 * 4000  # of 64 positions, in fp32
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_the_largest_tensor_at_the_peak_is_named_with_its_place(precision):
+    def loss(logits):
+        target = torch.zeros(64, dtype=torch.int64, device=logits.device)
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), target)
+
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    model = Language()
+    forecast = forecast_memory(model, tokens, precision=precision, loss_fn=loss, optimizer="sgd")
+    share = f"{100 * LOGITS / forecast.peak:.0f} % of the peak"
+    found = forecast.largest_at_peak
+    assert found.startswith("the result of ")
+    assert "in the loss" in found or "in the backward pass" in found
+    assert found.endswith(f", fp32 values, {LOGITS / 2**20:.2g} MiB, {share}")
+    assert f"{precision}: the largest tensor at the peak is {found}." in str(forecast)
+    assert json.loads(forecast.to_json())["largest_at_peak"] == found
+
+
+def test_a_module_is_named_where_its_output_is_the_largest_tensor():
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    for autocast, size in ((False, LOGITS), (True, LOGITS // 2)):
+        precision = "bf16" if autocast else "fp32"
+        options = {"precision": precision, "autocast": autocast}
+        forecast = forecast_inference(Language().eval(), tokens, **options)
+        values = "16-bit" if autocast else "fp32"
+        of = f"in 'head', {values} values, {size / 2**20:.2g} MiB"
+        assert of in forecast.largest_at_peak
+        assert forecast.largest_at_peak in str(forecast)
+
+
+def test_the_size_at_the_peak_grows_with_the_batch_that_it_is_forecast_for():
+    table = compare_memory(nn.Sequential(nn.Linear(8, 4000)), (64, 8), precisions=["fp32"])
+    assert f", fp32 values, {LOGITS / 2**20:.2g} MiB, " in table["fp32"].largest_at_peak
+
+
+def test_no_tensor_is_named_where_weights_and_the_optimizers_state_are_nearly_all():
+    forecast = forecast_memory(nn.Linear(512, 512), torch.ones(1, 512), precision="fp32")
+    assert forecast.largest_at_peak == ""
+    assert "the largest tensor" not in str(forecast)
+
+
+def test_naming_modules_leaves_a_layer_its_fast_path():
+    """A module with hooks of its own takes another course."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    x = torch.rand(2, 5, 16)
+    forecast = forecast_inference(layer, x, device_type="cpu", precision="fp32")
+    assert "_transformer_encoder_layer_fwd" in _ops(layer, x)
+    assert not layer._forward_hooks
+    assert forecast.peak > 0
+
+
+def _ops(model, x):
+    """The names of the ops of a pass while a ledger names modules."""
+    ledger = StorageLedger("cpu")
+    with torch.inference_mode(), ledger.naming_modules(model), ledger:
+        model(x)
+        ledger.mark("forward")
+    return {maker.op for maker in ledger.trace().makers}
 
 
 def test_what_ddp_would_add_is_said():

@@ -259,7 +259,8 @@ class InferenceStep:
             ledger.own("weights", parameters.values())
             ledger.own("buffers", buffers.values())
             ledger.own("inputs", given)
-            with ledger, _reparametrize_module(run.model, parameters | buffers):
+            own = _reparametrize_module(run.model, parameters | buffers)
+            with ledger.naming_modules(run.model), ledger, own:
                 with autocast_on(self.device_type, self._autocast_dtype, enabled=self.by_autocast):
                     output = run.model(*inputs, **kwargs)
                 ledger.mark("forward")
@@ -296,7 +297,9 @@ class TracedInference:
     def forecast(self) -> InferenceForecast:
         """The forecast for this pass."""
         in_use = self.storages.in_use()
-        at_peak = self.storages.by_kind(int(np.argmax(in_use)) + 1)
+        peak_at = int(np.argmax(in_use)) + 1
+        at_peak = self.storages.by_kind(peak_at)
+        largest = self.storages.largest(peak_at, int(in_use.max()))
         return InferenceForecast(
             model=type(self.step.run.model).__name__,
             input_shapes=self.input_shapes,
@@ -308,4 +311,5 @@ class TracedInference:
             weight_casts=at_peak["cast_cache"],
             temporaries=at_peak["temporaries"],
             decisions=self.decisions,
+            largest_at_peak=str(largest or ""),
         )

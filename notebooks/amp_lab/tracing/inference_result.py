@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from amp_lab.report import Printed, Table
-from amp_lab.tracing.memory_result import amount, in_unit, memory_text
+from amp_lab.tracing.memory_result import amount, in_unit, largest_lines, memory_text
 
 _ROWS = {
     "weights": "weights",
@@ -35,6 +35,8 @@ class InferenceForecast(Printed):
     temporaries: int  # activations, and what kernels take
     kept_under_no_grad: int = 0  # how much higher the peak is under `torch.no_grad`
     decisions: str = ""  # what to say if it took decisions of a run on the CPU
+    largest_at_peak: str = field(default="", compare=False)
+    """The largest activation or temporary then, if it is large."""
 
     @property
     def peak(self) -> int:
@@ -43,7 +45,8 @@ class InferenceForecast(Printed):
 
     def with_smaller_weights(self, way: str, saved: int) -> "InferenceForecast":
         """The same with weights that take `saved` bytes less."""
-        return dataclasses.replace(self, way=way, weights=self.weights - saved)
+        smaller = dataclasses.replace(self, way=way, weights=self.weights - saved)
+        return dataclasses.replace(smaller, largest_at_peak="")
 
     def _contents(self) -> dict[str, Any]:
         return {**vars(self), "peak": self.peak}
@@ -117,6 +120,7 @@ class InferenceTable(Printed):
             if self.reserve:
                 share = f"Of the {memory_text(self.memory_bytes)}, {100 * self.reserve:.3g} %"
                 yield f"{share} are held in reserve for the driver and for fragmentation."
+        yield from largest_lines((f.way, f.largest_at_peak) for f in self.forecasts)
         for forecast in self.forecasts:
             if forecast.kept_under_no_grad:
                 more = amount(forecast.kept_under_no_grad)

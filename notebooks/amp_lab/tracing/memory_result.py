@@ -1,6 +1,6 @@
 """A memory forecast, and several side by side: as text, as a table, as JSON and as a figure."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,8 @@ class MemoryForecast(Printed):
     at_peak: dict[str, int]  # what the peak consists of, by kind
     caveats: tuple[str, ...] = ()  # what in this model the forecast may be wrong about
     fsdp_ranks: int = 1  # of FSDP2; it is the memory of each
+    largest_at_peak: str = field(default="", compare=False)
+    """The largest activation or temporary then, if it is large."""
 
     @property
     def peak(self) -> int:
@@ -139,6 +141,7 @@ class MemoryTable(Printed):
                 *(f"No forecast in {name}: {error}." for name, error in self.failed.items()),
                 *([f"Too low: {self.loss_left_out}."] if self.loss_left_out else []),
                 *self._fits(),
+                *largest_lines((str(f.precision), f.largest_at_peak) for f in self.forecasts),
                 "The parts are not all there at one time, so they do not add up to the peak.",
                 *([copies] if first.gradients else []),
                 "Not counted: what the driver and its libraries take for themselves.",
@@ -164,6 +167,13 @@ class MemoryTable(Printed):
         elif self.held and self.memory_bytes is not None:
             shapes = ", ".join(map(str, self.held))
             yield f"Held as they are for every batch: inputs of shape {shapes}."
+
+
+def largest_lines(found: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """A line on the largest tensor at the peak of each forecast, given with its name."""
+    for name, largest in found:
+        if largest:
+            yield f"{name}: the largest tensor at the peak is {largest}."
 
 
 def amount(count: int) -> str:

@@ -5,15 +5,20 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, get_plain_tensors
+from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from amp_lab.report import short_name
 from amp_lab.tracing.fake_device import takes_wrappers
-from amp_lab.tracing.ops_seen import storage_key, stored_values, tensors_in
+from amp_lab.tracing.memory_result import amount
+from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key, stored_values, tensors_in
+from amp_lab.tracing.records import LOSS, place_of
 
 KINDS = (
     *("weights", "buffers", "inputs", "gradients", "optimizer"),
@@ -45,6 +50,33 @@ _SHORTCUTS = {
 }
 
 
+_TRANSIENT = ("activations", "cast_cache", "temporaries")
+_LARGE = 0.05  # of the peak: a smaller tensor is not worth a line
+
+
+class Maker(NamedTuple):
+    """The op that made a storage."""
+
+    op: str  # "": none that was seen
+    place: str  # ``'head'``, ``the loss``, ``the backward pass``; "" if it is not known
+    values: str  # ``fp32 values``; of fp16 and bf16 alike ``16-bit values``
+
+
+class LargestTensor(NamedTuple):
+    """The largest activation or temporary that is alive at a peak."""
+
+    maker: Maker
+    nbytes: int
+    share: float  # of the peak
+
+    def __str__(self) -> str:
+        op, place, values = self.maker
+        op = "a cast" if op == "_to_copy" else op
+        where = f" in {place}" if place else ""
+        size = f"{amount(self.nbytes)}, {100 * self.share:.0f} % of the peak"
+        return f"the result of {op}{where}, {values}, {size}"
+
+
 class StorageLedger(TorchDispatchMode):
     """The mode in which each storage on a device is noted when it is made and when it ends."""
 
@@ -58,6 +90,37 @@ class StorageLedger(TorchDispatchMode):
         self._kept: set[int] = set()  # what autograd keeps
         self._numbers: dict[int, int] = {}  # key of a living storage: its number
         self._watches: dict[int, weakref.ref] = {}
+        self._makers: list[Maker] = []  # of each storage
+        self._op = ""  # that runs
+        self._running: list[str] | None = None  # names of modules that run, the innermost last
+
+    @contextmanager
+    def naming_modules(self, model: nn.Module) -> Iterator[None]:
+        """The block in which the ledger knows which module of `model` runs.
+
+        The hooks are torch's global ones: a module with hooks of its own may take another course,
+        such as `nn.TransformerEncoderLayer` without its fast path.
+        """
+        names = {module: name for name, module in model.named_modules()}
+        running = self._running = [LOSS]
+
+        def enter(module: nn.Module, args: Any) -> None:
+            running.append(names.get(module, running[-1]))  # of a loss, it is no module of ours
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if len(running) > 1:
+                running.pop()
+
+        before = module_hooks.register_module_forward_pre_hook(enter)
+        with before, module_hooks.register_module_forward_hook(leave, always_call=True):
+            yield
+
+    def _maker(self, leaf: torch.Tensor) -> Maker:
+        place = place_of(self._running[-1]) if self._running else ""
+        if "forward" in self._marks:
+            place = "the backward pass"
+        is_low = leaf.dtype in LOWER_DTYPES
+        return Maker(self._op, place, f"{'16-bit' if is_low else short_name(leaf.dtype)} values")
 
     def __torch_dispatch__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
         if takes_wrappers(types):
@@ -67,8 +130,10 @@ class StorageLedger(TorchDispatchMode):
         result = run(*args, **(kwargs or {}))
         if func is _DEVICE_OF:  # asked for more often than all else, and makes nothing
             return result
+        self._op = func._schema.name.rpartition("::")[2]
         for tensor in tensors_in(result):
             self._number(tensor)
+        self._op = ""
         if func is _TO_COPY and result.dtype != args[0].dtype:
             before, made = self._number(args[0]), self._number(result)
             # A cast of a weight is autocast's copy of it, whoever asked for the cast.
@@ -84,12 +149,14 @@ class StorageLedger(TorchDispatchMode):
         if key is None:
             return None
         if key not in self._numbers:
-            self._begin(key, stored_values(leaf).untyped_storage())
+            storage = stored_values(leaf).untyped_storage()
+            self._begin(key, storage, self._maker(leaf))
         return self._numbers[key]
 
-    def _begin(self, key: int, storage: torch.UntypedStorage) -> int:
+    def _begin(self, key: int, storage: torch.UntypedStorage, maker: Maker) -> int:
         number = self._numbers[key] = len(self._sizes)
         self._sizes.append(storage.nbytes())
+        self._makers.append(maker)
         self._log.append(number)
 
         def end(_: weakref.ref) -> None:
@@ -113,7 +180,7 @@ class StorageLedger(TorchDispatchMode):
                 number = self._numbers[key]
                 self._log.append(~number)
                 del self._watches[number]
-            self._kinds[self._begin(key, storage)] = "gathered"
+            self._kinds[self._begin(key, storage, Maker("", "", ""))] = "gathered"
             return result
 
         torch.UntypedStorage.resize_ = seen  # pyrefly: ignore[bad-assignment]
@@ -164,7 +231,8 @@ class StorageLedger(TorchDispatchMode):
                     kinds[number] = "activations"
         kinds = ["temporaries" if kind == "gathered" else kind for kind in kinds]
         numbers = np.array([KINDS.index(kind) for kind in kinds], np.int64)
-        return StorageTrace(np.array(self._sizes, np.int64), numbers, log, dict(self._marks))
+        sizes, makers = np.array(self._sizes, np.int64), tuple(self._makers)
+        return StorageTrace(sizes, numbers, log, dict(self._marks), makers)
 
 
 def _alive(log: np.ndarray, storages: int) -> np.ndarray:
@@ -181,6 +249,7 @@ class StorageTrace:
     kinds: np.ndarray  # (storages,) index into KINDS
     log: np.ndarray  # (events,) i: storage i was made; ~i: it ended
     marks: dict[str, int]  # name of a moment: how many events lie before it
+    makers: tuple[Maker, ...] = ()  # of each storage
 
     def equals(self, other: "StorageTrace") -> bool:
         """Whether all storages come and go alike."""
@@ -199,3 +268,19 @@ class StorageTrace:
         bytes_alive = _alive(self.log[:events], len(self.sizes)) * self.sizes
         sums = np.bincount(self.kinds, bytes_alive, minlength=len(KINDS))
         return dict(zip(KINDS, map(int, sums), strict=True))
+
+    def largest(self, events: int, peak: int) -> LargestTensor | None:
+        """The largest activation or temporary in use after the first `events` of the log.
+
+        None if an op made none that is worth a line next to the `peak`, in bytes.
+        """
+        transient = np.isin(self.kinds, [KINDS.index(kind) for kind in _TRANSIENT])
+        in_use = _alive(self.log[:events], len(self.sizes)) * self.sizes * transient
+        if not len(in_use):
+            return None
+        number = int(np.argmax(in_use))
+        nbytes = int(in_use[number])
+        maker = self.makers[number]
+        if not maker.op or nbytes < _LARGE * peak:
+            return None
+        return LargestTensor(maker, nbytes, nbytes / peak)

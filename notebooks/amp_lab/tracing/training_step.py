@@ -158,6 +158,7 @@ class TrainingStep:
         ledger.own("inputs", given)
         with (
             one_line_errors(run.model, shapes, self.device_type),
+            ledger.naming_modules(run.model),
             ledger,
             # Around the backward pass too, in which activation checkpointing calls modules again.
             _reparametrize_module(run.model, run.parameters | run.buffers),
@@ -238,6 +239,7 @@ class TracedStep:
         at_peak = storages.by_kind(peak_at[peak_phase] + 1)
         at_peak["optimizer"] += state
         at_peak["temporaries"] += work if peak_phase == "optimizer" else 0
+        largest = storages.largest(peak_at[peak_phase] + 1, phases[peak_phase])
         rnns = {type(m).__name__ for m in step.run.model.modules() if isinstance(m, nn.RNNBase)}
         caveats = [f"{kind}{_RNN_CAVEAT}" for kind in sorted(rnns)]
         caveats += _caveat_of_low_weights(step.run.model, step.precision)
@@ -260,6 +262,7 @@ class TracedStep:
             at_peak=at_peak,
             caveats=tuple(caveats),
             fsdp_ranks=step.ranks,
+            largest_at_peak=str(largest or ""),
         )
 
 
