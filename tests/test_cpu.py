@@ -52,6 +52,24 @@ def test_lstm_error_is_what_torch_raises_for_a_layer(dtype, with_gradients):
 
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("with_gradients", [False, True])
+@pytest.mark.parametrize("weights", ["fp32", "16-bit"])
+def test_an_input_in_16_bits_is_asked_about_by_itself(dtype, with_gradients, weights):
+    """torch chooses a kernel by the input, before autocast casts it."""
+    expected = cpu.lstm_error(dtype, with_gradients=with_gradients, input_dtype=dtype)
+    model, x = nn.LSTM(8, 16), torch.randn(3, 2, 8, dtype=dtype)
+    if weights == "16-bit":
+        model.to(dtype)
+    with torch.set_grad_enabled(with_gradients), torch.autocast("cpu", dtype):
+        if expected is None:
+            assert model(x)[0].dtype is dtype
+            return
+        with pytest.raises(RuntimeError, match=cpu.NO_PRIMITIVE) as raised:
+            model(x)
+    assert expected in str(raised.value)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("with_gradients", [False, True])
 def test_the_remedy_runs_on_every_cpu(dtype, with_gradients):
     assert step(Reader(in_fp32=True), dtype, with_gradients).dtype is torch.float32
 
@@ -77,7 +95,7 @@ def kernels(request, monkeypatch):
     error = None
     if request.param == "no CPU has it":
         error = f"{cpu.NO_PRIMITIVE} for the LSTM forward propagation primitive"
-    monkeypatch.setattr(cpu, "_lstm_error", lambda dtype, with_gradients: error)
+    monkeypatch.setattr(cpu, "_lstm_error", lambda *asked: error)
     return error
 
 
@@ -91,6 +109,47 @@ def test_xray_says_before_the_error_what_to_do(kernels):
     assert not said(Reader(), "cuda")  # that CPU is not asked
     assert not said(Reader(in_fp32=True), "cpu")
     assert not said(Reader(proj_size=4), "cpu")
+
+
+class Behind(nn.Module):
+    """An LSTM that gets what a layer gives, in 16 bits under autocast, or the same in fp32."""
+
+    def __init__(self, widens=False):
+        super().__init__()
+        self.layer, self.lstm, self.widens = nn.Linear(8, 8), nn.LSTM(8, 16), widens
+
+    def forward(self, x):
+        x = self.layer(x)
+        return self.lstm(x.float() if self.widens else x)[0]
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("widens", [False, True])
+def test_xray_says_that_an_lstm_fails_exactly_where_it_does(dtype, widens):
+    model, x = Behind(widens), torch.randn(3, 2, 8)
+    found = xray(model, x, device_type="cpu", dtype=dtype)
+    (row,) = [row for row in found.rows if row.op == "lstm"]
+    assert row.given_dtype is (torch.float32 if widens else dtype)
+    warned = any(cpu.NO_PRIMITIVE_REMEDY in line for line in found.advice)
+    error = ""
+    try:
+        step(model, dtype, with_gradients=True)
+    except RuntimeError as raised:
+        error = str(raised)
+    assert warned == bool(error)
+    assert cpu.NO_PRIMITIVE in error or not error
+
+
+@pytest.mark.parametrize("widens", [False, True])
+def test_xray_asks_about_the_dtype_that_the_layer_is_given(widens, monkeypatch):
+    """As if no CPU had a kernel that autocast casts to, and torch its own for 16 bits."""
+
+    def error(dtype, with_gradients, input_dtype):
+        return cpu.NO_PRIMITIVE if input_dtype is torch.float32 else None
+
+    monkeypatch.setattr(cpu, "_lstm_error", error)
+    found = xray(Behind(widens), torch.randn(3, 2, 8), device_type="cpu", dtype=LOW[0])
+    assert any("fails in bf16 on this CPU" in line for line in found.advice) == widens
 
 
 def test_doctor_and_ops_know_the_cpu_at_hand(kernels, capsys):

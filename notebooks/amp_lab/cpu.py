@@ -85,19 +85,26 @@ def onednn_has_fp16() -> bool:
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_fp16_supported()
 
 
-def lstm_error(dtype: torch.dtype, *, with_gradients: bool) -> str | None:
+def lstm_error(
+    dtype: torch.dtype, *, with_gradients: bool, input_dtype: torch.dtype = torch.float32
+) -> str | None:
     """What torch raises for an `nn.LSTM` under autocast to `dtype` on this CPU; None if it runs.
 
     Autocast casts the layer after torch has chosen oneDNN's kernel for it, which exists in bf16
     from AVX-512 on, in fp16 for inference with AVX-512 FP16 alone, and for training in fp16 on no
-    CPU. Layers with projections, `nn.GRU` and `nn.RNN` have other kernels, which always run.
+    CPU. torch chooses by the dtype of the input, `input_dtype`: of one that is in 16 bits already
+    it asks whether oneDNN has the kernel, and takes its own if not (`use_mkldnn` in
+    ATen/native/RNN.cpp). Layers with projections, `nn.GRU` and `nn.RNN` have other kernels, which
+    always run.
     """
-    return _lstm_error(dtype, with_gradients)
+    return _lstm_error(dtype, with_gradients, input_dtype)
 
 
 @functools.cache
-def _lstm_error(dtype: torch.dtype, with_gradients: bool) -> str | None:
-    steps = torch.zeros(1, 1, 1, device="cpu")  # (T, B, C)
+def _lstm_error(
+    dtype: torch.dtype, with_gradients: bool, input_dtype: torch.dtype = torch.float32
+) -> str | None:
+    steps = torch.zeros(1, 1, 1, device="cpu", dtype=input_dtype)  # (T, B, C)
     weights = [torch.zeros(4, 1, device="cpu"), torch.zeros(4, 1, device="cpu")]
     try:
         with torch.set_grad_enabled(with_gradients), torch.autocast("cpu", dtype):

@@ -79,9 +79,11 @@ def _refused_by_this_cpu(seen: Tracer) -> Iterator[str]:
     if seen.device_type != "cpu":
         return
     rows = [row for row in seen.rows if row.op == "lstm" and _is_low(row)]
-    for subject, _, dtype in _grouped((r, r.dtype) for r in rows if not _is_projected(r)):
-        in_training = lstm_error(dtype, with_gradients=True)
-        in_inference = lstm_error(dtype, with_gradients=False)
+    # torch chooses the kernel by the input as the model gives it, and autocast casts after that.
+    facts = [(row, (row.dtype, row.given_dtype)) for row in rows if not _is_projected(row)]
+    for subject, _, (dtype, given) in _grouped(facts):
+        in_training = lstm_error(dtype, with_gradients=True, input_dtype=given)
+        in_inference = lstm_error(dtype, with_gradients=False, input_dtype=given)
         if in_training is not None:
             use = "" if in_inference else " when it trains"
             yield (

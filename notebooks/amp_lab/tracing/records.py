@@ -32,6 +32,8 @@ class OpRecord:
     widened: bool = False  # whether autocast made it compute on a low-precision input in fp32
     # Of a recurrent layer or cell: the widest dtype of its products, which its state may exceed.
     product_dtype: torch.dtype | None = None
+    # Of a recurrent layer: the dtype in which the model gave its input, before autocast cast it.
+    given_dtype: torch.dtype | None = None
 
     @property
     def dtype(self) -> torch.dtype | None:

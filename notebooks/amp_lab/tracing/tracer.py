@@ -68,6 +68,7 @@ class _Call:
     casts: bool = False  # whether it is a cast of the model's own, or has one of its own inside
     dtypes: dict[int, torch.dtype] = field(default_factory=dict)  # of its arguments, after casts
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    given_dtype: torch.dtype | None = None  # of a recurrent layer: its input's, before casts
     products: set[torch.dtype] = field(default_factory=set)  # dtypes of matrix products inside
     copied: dict[int, int] = field(default_factory=dict)  # by storage: what it is a copy of
 
@@ -250,6 +251,7 @@ class Tracer(TorchFunctionMode):
             count = Attention(*args, **kwargs).flops()
         elif call.is_rnn:
             count = self._rnn_flops(ins)
+            call.given_dtype = ins[0].dtype
         alone = is_fake and call.name in RNN_LAYERS
         out = self._rnn(call, func, args) if alone else func(*args, **kwargs)
         if is_fake and call.name == ATTENTION and not self._backend.is_host and out.dim() == 4:
@@ -319,6 +321,7 @@ class Tracer(TorchFunctionMode):
             autocast=call.dtype is not None,
             widened=self._is_widened(call, name, ins, outs),
             product_dtype=widest(call.products),
+            given_dtype=call.given_dtype,
         )
         self.rows.append(row)
         self._pending = []
