@@ -1,11 +1,14 @@
 """xray_result: the table, Markdown, HTML and JSON of an X-ray, and of two side by side."""
 
 import json
+import weakref
 
 import pytest
 import torch
 import torchvision
 from small_models import Head
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_lab.tracing import compare
 from amp_lab.tracing.xray import xray
@@ -54,6 +57,47 @@ def test_fp32_leaves_autocast_off():
     assert not found.casts
     assert not found.advice
     assert "autocast off" in str(found)
+
+
+def casts_kept(model, x, under):
+    """Bytes of casts of weights that autocast's cache keeps to the end of a real pass."""
+    made = weakref.WeakSet()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten._to_copy.default and out.shape in shapes:
+                made.add(out)
+            return out
+
+    shapes = {parameter.shape for parameter in model.parameters()}
+    with under(), torch.autocast("cpu", BF16), Watch():
+        model(x)
+        return sum(cast.nbytes for cast in made)
+
+
+def test_in_evaluation_mode_it_is_said_what_the_cache_keeps():
+    model, x = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 40)), torch.rand(3, 64)
+    said = "under inference_mode it keeps none"
+    assert said not in str(xray(model, x, device_type="cpu"))
+    found = xray(model.eval(), x, device_type="cpu")
+    assert said in str(found)
+    kept = sum(cast.nbytes for cast in found.casts if cast.cached)
+    assert f"under no_grad the cache keeps {kept / 2**10:.1f} KiB of casts" in str(found)
+    assert casts_kept(model, x, torch.no_grad) == kept > 0
+    assert casts_kept(model, x, torch.inference_mode) == 0
+    frozen = xray(model.requires_grad_(False), x, device_type="cpu")
+    assert said not in str(frozen)
+    assert casts_kept(model, x, torch.no_grad) == 0
+
+
+@pytest.mark.parametrize("under", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_the_casts_that_are_kept_are_those_of_the_mode_that_the_trace_runs_in(under):
+    model, x = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 40)), torch.rand(3, 64)
+    with under():
+        found = xray(model, x, device_type="cpu")
+    kept = sum(cast.nbytes for cast in found.casts if cast.cached)
+    assert casts_kept(model, x, under) == kept
 
 
 def test_backends_differ_and_compare_shows_where():

@@ -368,6 +368,7 @@ class Tracer(TorchFunctionMode):
             and source.is_leaf
             and not source._is_view()
             and torch.is_autocast_cache_enabled()
+            and not torch.is_inference_mode_enabled()
         )
 
 

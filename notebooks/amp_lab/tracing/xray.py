@@ -119,6 +119,7 @@ def _xrayed(
         advice=advise(seen, raised),
         classes=seen.classes,
         decisions=decisions.remark if decisions else "",
+        training=call.model.training,
     )
 
 

@@ -36,6 +36,7 @@ class Xray(Printed):
     advice: list[str]  # what to look at, in sentences; each is proved by the rows and casts
     classes: dict[str, str] = field(repr=False)  # of each module
     decisions: str = ""  # what to say if the trace took decisions of a run on the CPU
+    training: bool = True  # whether the model was in training mode
 
     @property
     def title(self) -> str:
@@ -80,6 +81,13 @@ class Xray(Printed):
                 f"parameters ({cached:,} kept in its cache), {others:,} of other values; they "
                 f"write {bytes_text(sum(cast.nbytes for cast in self.casts))}."
             )
+            if cached and not self.training:
+                kept = bytes_text(sum(cast.nbytes for cast in weights if cast.cached))
+                yield (
+                    f"In evaluation mode: under no_grad the cache keeps {kept} of casts until the "
+                    "autocast block ends; under inference_mode it keeps none, and each use of a "
+                    "weight casts it anew."
+                )
         outputs = [
             f"{place} {short_name(dtype)} {shape}".lstrip()
             for place, (dtype, shape) in self.outputs.items()
