@@ -31,6 +31,7 @@ MODULES = (
     "amp_lab.tracing.kernel_limits",
     "amp_lab.tracing.memory",
     "amp_lab.tracing.memory_advice",
+    "amp_lab.tracing.operands",
     "amp_lab.tracing.sharding_advice",
     "amp_lab.tracing.xray",
 )

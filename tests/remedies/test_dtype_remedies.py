@@ -8,6 +8,7 @@ import functools
 import re
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -112,8 +113,171 @@ def test_inputs_in_the_dtype_of_the_weights(dtype):
     model, x = nn.Linear(8, 8).to(dtype), torch.randn(8, 8)
     said = complaint(model, x)
     assert says("dtype.inputs_of_a_cast_model", said)
-    assert str(dtype).removeprefix("torch.") in said
+    assert f"give input 0 in {str(dtype).removeprefix('torch.')}" in said
     assert complaint(model, x.to(dtype)) == ""
+
+
+class Positions(nn.Module):
+    """Adds positions in fp32 to an input that it casts, in front of a layer in 16 bits."""
+
+    def __init__(self, held_as: str, used_as: str = "positions"):
+        super().__init__()
+        self.used_as = used_as
+        self.up = nn.Linear(8, 8, dtype=FP16)
+        positions = torch.randn(8, 8)
+        if held_as == "buffer":
+            self.register_buffer("positions", positions)
+        else:
+            self.positions = positions
+
+    def forward(self, x):
+        named = {"positions": self.positions, "torch": torch}
+        return self.up(x.half() + eval(self.used_as, named))
+
+
+@does("dtype.own_tensor_of_a_cast_model")
+@pytest.mark.parametrize("held_as", ["buffer", "attribute"])
+@pytest.mark.parametrize("real", [False, True])
+def test_a_tensor_of_the_model_cast_where_it_is_used(held_as, real):
+    """The inputs are not the cause: the model casts them itself."""
+    options = {"device_type": "cpu", "real": real}
+    for x in (torch.randn(8, 8), torch.randn(8, 8).half()):
+        said = complaint(Positions(held_as), x, **options)
+        assert says("dtype.own_tensor_of_a_cast_model", said)
+        assert f"addmm (test_dtype_remedies.py:{line_of('self.up(x.half()')})" in said
+        assert f"gets float32 from {held_as} positions and float16 from parameter up." in said
+        assert "input 0" not in said
+    (cast,) = re.findall(r"positions\.to\(torch\.\w+\)", said)
+    assert complaint(Positions(held_as, cast), torch.randn(8, 8), **options) == ""
+
+
+def line_of(code: str) -> int:
+    """The line of this file in which a piece of code stands first."""
+    with open(__file__) as file:
+        return next(number for number, line in enumerate(file, start=1) if code in line)
+
+
+class Widens(nn.Module):
+    """Computes in fp32 between two layers in 16 bits."""
+
+    def __init__(self, given: str = "x"):
+        super().__init__()
+        self.given = given
+        self.down, self.up = nn.Linear(8, 8, dtype=FP16), nn.Linear(8, 8, dtype=FP16)
+
+    def forward(self, x):
+        x = self.down(x).float().exp() + 1
+        return self.up(eval(self.given, {"x": x, "torch": torch}))
+
+
+@does("dtype.computed_in_a_cast_model")
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_what_a_model_computes_in_fp32_cast_before_the_next_layer(device):
+    x = torch.randn(8, 8).half()
+    said = complaint(Widens(), x, device_type=device)
+    assert says("dtype.computed_in_a_cast_model", said)
+    assert "gets float32 from the output of float in the model itself" in said
+    (cast,) = re.findall(r"x\.to\(torch\.\w+\)", said)
+    assert complaint(Widens(cast), x, device_type=device) == ""
+
+
+@does("dtype.cast_model_under_autocast")
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_autocast_is_named_only_where_the_model_runs_under_it(device):
+    for model in (Widens(), nn.Linear(8, 8, dtype=FP16), nn.Conv1d(8, 8, 1, dtype=BF16)):
+        low = next(model.parameters()).dtype
+        x = torch.randn(8, 8)
+        said = complaint(model, x, device_type=device)
+        assert says("dtype.cast_model_under_autocast", said)
+        (asked,) = re.findall(r"dtype=(torch\.\w+)", said)
+        assert eval(asked, {"torch": torch}) is low
+        assert complaint(model, x, device_type=device, dtype=low) == ""
+    said = complaint(Writes(), x, device_type=device)
+    assert "takes tensors of one dtype" in said
+    assert not says("dtype.cast_model_under_autocast", said)
+
+
+class Writes(nn.Module):
+    """Writes what a layer in 16 bits returns into rows of fp32."""
+
+    def __init__(self, written: str = "values", dtype: torch.dtype = FP16):
+        super().__init__()
+        self.layer, self.written = nn.Linear(8, 8, dtype=dtype), written
+
+    def forward(self, x):
+        target, rows = torch.zeros(8, 8, device=x.device), torch.arange(8, device=x.device)
+        values = self.layer(x.to(self.layer.weight.dtype))
+        target[rows] = eval(self.written, {"values": values, "target": target})
+        return target
+
+
+class Adds(Writes):
+    def forward(self, x):
+        target, rows = torch.zeros(8, 8, device=x.device), torch.arange(8, device=x.device)
+        values = self.layer(x.to(self.layer.weight.dtype))
+        values = eval(self.written, {"values": values, "target": target})
+        return target.index_copy(0, rows, target.index_add(0, rows, values))
+
+
+class Scatters(Writes):
+    def forward(self, x):
+        target, rows = torch.zeros(8, 8, device=x.device), torch.zeros_like(x).long()
+        values = self.layer(x.to(self.layer.weight.dtype))
+        values = eval(self.written, {"values": values, "target": target})
+        return target.scatter(0, rows, values).masked_scatter(rows == 0, values)
+
+
+@does("dtype.write")
+@pytest.mark.parametrize("kind", [Writes, Adds, Scatters])
+@pytest.mark.parametrize("weights", [FP16, FP32], ids=["16-bit weights", "autocast"])
+@pytest.mark.parametrize("real", [False, True], ids=["fake", "real"])
+def test_values_written_in_the_dtype_of_their_target(kind, weights, real):
+    x, options = torch.randn(8, 8), {"device_type": "cpu", "real": real}
+    if weights is FP32:
+        options["dtype"] = BF16
+    said = complaint(kind(dtype=weights), x, **options)
+    assert says("dtype.write", said)
+    assert re.search(r"what is written at test_dtype_remedies\.py:\d+ has another dtype", said)
+    (cast,) = re.findall(r"values\.to\(.*?\)", REMEDIES["dtype.write"].text)
+    assert complaint(kind(cast, weights), x, **options) == ""
+    with pytest.raises(TraceError) as refused:
+        forecast_memory(kind(dtype=weights), x, device_type="cpu", precision="bf16")
+    assert says("dtype.write", str(refused.value))
+    assert forecast_memory(kind(cast, weights), x, device_type="cpu", precision="bf16").peak
+
+
+@does("xray.cast_model")
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_model_in_16_bits_under_autocast(dtype, device):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1)).to(dtype)
+    x = torch.randn(8, 8, dtype=dtype)
+    found = xray(model, x, device_type=device)
+    assert not any(row.autocast for row in found.rows)
+    assert says("xray.cast_model", str(found))
+    assert says("xray.cast_model", found.to_markdown())
+    (asked,) = re.findall(r"dtype=(torch\.\w+)", found.autocast_off)
+    found = xray(model, x, device_type=device, dtype=eval(asked, {"torch": torch}))
+    assert all(row.autocast for row in found.rows)
+    assert not says("xray.cast_model", str(found))
+    assert found.dtype is dtype
+
+
+def test_nothing_is_said_of_autocast_where_it_is_on_or_was_turned_off():
+    model, x = nn.Linear(8, 8), torch.randn(8, 8)
+    assert xray(model, x).autocast_off == ""
+    assert xray(model, x, dtype=FP32).autocast_off == ""
+    assert xray(model.half(), x.half(), dtype=FP32).autocast_off == ""
+    assert xray(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).half()), x).autocast_off == ""
+
+
+def test_an_error_that_is_not_of_dtypes_gets_no_advice_on_them():
+    for model in (nn.Linear(4, 8).half(), nn.LayerNorm(4).half()):
+        for x in (torch.randn(8, 8), torch.randn(8, 8).half()):
+            said = complaint(model, x)
+            assert said
+            if x.dtype is FP16:
+                assert "float32 from" not in said
 
 
 class Spectral(nn.Module):
@@ -357,6 +521,51 @@ def test_a_mask_that_torch_is_told_of(part):
         assert says("trace.causal_mask", str(refused.value))
         for value in (True, False):
             assert trace(model, *inputs, **{name: mask, told: value})
+
+
+class ReadsMemory(nn.Module):
+    """Reads a mean by NumPy, in evaluation mode too or in training mode alone."""
+
+    def __init__(self, reads: str, always: bool = True):
+        super().__init__()
+        self.layer, self.reads, self.always = nn.Linear(8, 8), reads, always
+
+    def forward(self, x):
+        x = self.layer(x)
+        if not self.always and not self.training:
+            return x
+        return x * float(eval(self.reads, {"x": x, "np": np}))
+
+
+READS = ["x.detach().cpu().numpy().mean()", "np.asarray(x.detach().cpu()).mean()"]
+
+
+@pytest.mark.parametrize("reads", READS)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_model_that_reads_the_memory_of_a_tensor_runs_for_real(reads, device):
+    model, x = ReadsMemory(reads), torch.randn(8, 8)
+    said = complaint(model, x, device_type=device)
+    assert "reads the memory of a tensor, which fake tensors do not have" in said
+    assert says("xray.for_real", said)
+    assert xray(model, x, device_type="cpu", real=True).rows
+    with pytest.raises(TraceError, match="reads the memory of a tensor") as refused:
+        forecast(model, x)
+    assert says("trace.parts", str(refused.value))
+    assert forecast(model.layer, x).peak
+
+
+def test_a_remedy_that_does_not_help_a_model_that_reads_memory_is_not_named():
+    x = torch.randn(8, 8)
+    said = complaint(ReadsMemory("x.numpy().mean()"), x, device_type="cpu")  # it has a gradient
+    assert says("trace.parts", said)
+    assert not says("xray.for_real", said)
+    in_training = ReadsMemory(READS[0], always=False)
+    for trace in (xray, forecast):
+        with pytest.raises(TraceError) as refused:
+            trace(in_training, x)
+        assert says("trace.eval", str(refused.value))
+        assert trace(in_training.eval(), x)
+        in_training.train()
 
 
 @does("trace.detector")

@@ -12,6 +12,7 @@ from amp_lab.errors import TraceError
 from amp_lab.remedies import remedy
 from amp_lab.tracing.decisions import (
     Decisions,
+    MemoryNeeded,
     NotAnswered,
     NoValues,
     OtherCourse,
@@ -45,9 +46,19 @@ def answered(
     """What `trace` returns; with the decisions of a run on the CPU if it asks for values.
 
     `verb` is what the trace does to a model, in a sentence. `for_real` runs the model for real on
-    the CPU. Raises `TraceError` for what the run on the CPU cannot answer,
-    with a remedy that was tried here.
+    the CPU. Raises `TraceError` for what the run on the CPU cannot answer, and for a model that
+    reads the memory of a tensor, with a remedy that was tried here.
     """
+    try:
+        return _with_decisions(trace, call, verb, for_real)
+    except MemoryNeeded as error:
+        what = _remedy(_attempts(trace, call, for_real), error, call.model, verb)
+        raise TraceError(f"{error}, which fake tensors do not have: {what}") from error
+
+
+def _with_decisions(
+    trace: Trace[_Result], call: ModelCall, verb: str, for_real: Callable[[], object] | None
+) -> _Result:
     try:
         return trace(call, None)
     except ValuesNeeded as error:
@@ -90,7 +101,7 @@ def _attempts(
         yield FOR_REAL.text, for_real
 
 
-def _remedy(attempts: Iterator[Attempt], refused: ValuesNeeded, model: nn.Module, verb: str) -> str:
+def _remedy(attempts: Iterator[Attempt], refused: TraceError, model: nn.Module, verb: str) -> str:
     """The first remedy that works; if none does, a part that can be traced by itself."""
     for text, attempt in attempts:
         try:

@@ -34,6 +34,10 @@ class ValuesNeeded(TraceError):
         self.op = op
 
 
+class MemoryNeeded(TraceError):
+    """A model reads the memory of a tensor, as NumPy does; fake ones have none."""
+
+
 class NotAnswered(TraceError):
     """No real run has the values that a trace asks for."""
 

@@ -28,6 +28,7 @@ from amp_lab.tracing.decisions import Decisions, Replay
 from amp_lab.tracing.device_guard import idle_guard
 from amp_lab.tracing.dtype_checks import StrictFakeMode
 from amp_lab.tracing.kernel_limits import REMEDIES_BY_MESSAGE
+from amp_lab.tracing.operands import is_write, remedy_for_write
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key
 from amp_lab.tracing.structures import map_tensors
 
@@ -85,6 +86,9 @@ FOR_REAL = remedy(
     "amp-lab xray --device cpu --real",
 )
 _BEFORE_VALUES = ("backbone", "encoder", "features")  # names of parts in which no value decides
+
+# What torch says where code reads the memory of a tensor that has none.
+_NEEDS_MEMORY = "is not supported for tensor subclasses"
 
 # What an op raises on fake tensors if its result, or the size of it, depends on values.
 NEEDS_VALUES = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException)
@@ -246,6 +250,8 @@ def remedy_for(error: Exception, model: nn.Module, verb: str) -> str:
 def tip_for(error: Exception, model: nn.Module, verb: str, device_type: str) -> str:
     """What to do about an error that is known, or any of detectors and of quantised weights."""
     tips = [tip for said, tip in _TIPS.items() if said in str(error)]
+    if is_write(error):
+        tips.append(remedy_for_write(error))
     frames = traceback.walk_tb(error.__traceback__) if "dtype" in str(error) else ()
     for node in [frame.f_locals.get("self") for frame, _ in frames]:
         own = isinstance(node, torch.autograd.function.BackwardCFunction)
@@ -257,6 +263,11 @@ def tip_for(error: Exception, model: nn.Module, verb: str, device_type: str) -> 
     elif any(map(is_wrapper, model.parameters())):
         tips.append(_QUANTISED.text)
     return "".join(f"; {tip}" for tip in dict.fromkeys(tips))
+
+
+def needs_memory(error: Exception) -> bool:
+    """Whether code read the memory of a fake tensor, as ``.numpy()`` does."""
+    return _NEEDS_MEMORY in str(error)
 
 
 def require_model(model: object) -> None:

@@ -22,7 +22,7 @@ from amp_lab.errors import TraceError
 from amp_lab.report import listed
 from amp_lab.tracing.attention import ATTENTION, Attention
 from amp_lab.tracing.backward import functions_of_the_model, run_backward, seeds_of
-from amp_lab.tracing.decisions import NotAnswered, ValuesNeeded
+from amp_lab.tracing.decisions import MemoryNeeded, NotAnswered, ValuesNeeded
 from amp_lab.tracing.fake_device import (
     FOR_REAL,
     NEEDS_VALUES,
@@ -30,8 +30,10 @@ from amp_lab.tracing.fake_device import (
     PlainOpsMode,
     attribute_set,
     autocast_on,
+    needs_memory,
     remedy_for,
 )
+from amp_lab.tracing.operands import Kind, Operand, Sources
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, computes_nothing, flops, storage_key, tensors_in
 from amp_lab.tracing.records import LOSS, RNN_LAYERS, Cast, OpRecord, place_of, widest
 from amp_lab.tracing.running_module import RunningModule
@@ -122,10 +124,12 @@ class Tracer(TorchFunctionMode):
         self.classes = {name: type(module).__name__ for name, module in run.model.named_modules()}
         self.error: Exception | None = None  # of the model or the loss: the rows end there
         self.failed_at: tuple[str, str] | None = None  # module and op of the error
+        self.failed_on: tuple[Operand, ...] = ()  # what that op got
         self._in_loss = False
         self._running = RunningModule()
         self._calls: list[_Call] = []
         self._names: dict[int, str] = {}  # by storage: of what was there before
+        self._sources = Sources()
         self._made: dict[int, OpRecord] = {}  # by storage: the op that wrote it last
         self._pending: list[Cast] = []  # for the op that comes next
 
@@ -134,9 +138,10 @@ class Tracer(TorchFunctionMode):
         run = self._run
         for name, tensor in (run.parameters | run.buffers).items():
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-            self._names.setdefault(_key(tensor), f"{kind} {name}")
+            self._name_tensor(tensor, Kind.OWN, f"{kind} {name}")
         for path, tensor in named_tensors(dict(enumerate(run.args)) | run.kwargs):
-            self._names.setdefault(_key(tensor), f"input {path[1:]}")
+            self._name_tensor(tensor, Kind.INPUT, f"input {path[1:]}")
+        self._sources.name_attributes(run.model)
         enabled = self.dtype is not torch.float32
         with (
             self._running.watched(run.model),
@@ -164,11 +169,19 @@ class Tracer(TorchFunctionMode):
             except NotAnswered:
                 raise
             except Exception as error:  # whatever the model raises: `xray` says it, or raises it
+                if run.is_fake and needs_memory(error):
+                    said = f"{self._failed_op} reads the memory of a tensor"
+                    raise MemoryNeeded(said) from error
                 self.error = error
                 return self
         if run.is_fake:
             self._try_backward(result)
         return self
+
+    def _name_tensor(self, tensor: torch.Tensor, kind: Kind, text: str) -> None:
+        """Name a tensor that is there before the model runs."""
+        self._names.setdefault(_key(tensor), text)
+        self._sources.name(tensor, kind, text)
 
     def _try_backward(self, result: object) -> None:
         """Run the backward pass too if the model has an `autograd.Function` of its own in it.
@@ -216,7 +229,7 @@ class Tracer(TorchFunctionMode):
         try:
             return self._run_call(call, func, args, kwargs)
         except Exception:
-            self.note_failure(call.name)
+            self.note_failure(call.name, (args, kwargs))
             raise
         finally:
             self._calls.pop()
@@ -285,10 +298,11 @@ class Tracer(TorchFunctionMode):
 
     # Ops
 
-    def note_failure(self, op: str) -> None:
-        """Remember where an error arose: the innermost op is the first to say so."""
+    def note_failure(self, op: str, given: object) -> None:
+        """Remember where an error arose, and on what: the innermost op is the first to say so."""
         if self.failed_at is None:
             self.failed_at = self._module, op
+            self.failed_on = self._sources.operands(tensors_in(given))
 
     def see(self, func: OpOverload, args: tuple, kwargs: dict, out: object) -> None:
         """Note what an op did; runs below autograd and autocast."""
@@ -297,6 +311,8 @@ class Tracer(TorchFunctionMode):
             return
         name = _name(func)
         call = self._calls[-1] if self._calls else _Call()
+        made_by = f"output of {call.name or name} in {place_of(self._module)}"
+        self._sources.note(tensors_in((args, kwargs)), outs, made_by)
         changes_dtype = name == "_to_copy" and args[0].dtype != outs[0].dtype
         if changes_dtype and call.inserts_cast(args[0], outs[0]):
             self._note_cast(call, args[0], outs[0])
@@ -387,7 +403,7 @@ class _Ops(PlainOpsMode):
         try:
             out = func(*args, **kwargs)
         except Exception:
-            self._tracer.note_failure(_name(func))
+            self._tracer.note_failure(_name(func), (args, kwargs))
             raise
         self._tracer.see(func, args, kwargs, out)
         return out

@@ -24,12 +24,13 @@ from amp_lab.precision import Precision
 from amp_lab.report import listed, short_name
 from amp_lab.torch_versions import step_counters_on_host
 from amp_lab.tracing.backward import Seeds, run_backward, seeds_of
-from amp_lab.tracing.decisions import Decisions, ValuesNeeded
+from amp_lab.tracing.decisions import Decisions, MemoryNeeded, ValuesNeeded
 from amp_lab.tracing.fake_device import (
     NEEDS_VALUES,
     ModelRun,
     autocast_on,
     checked_backend,
+    needs_memory,
     on_fake_device,
     remedy_for,
     require_model,
@@ -379,6 +380,8 @@ def one_line_errors(model: nn.Module, shapes: tuple, device_type: str) -> Iterat
         if isinstance(error, NEEDS_VALUES):
             said = f"{name}: the result of {error.func} depends on values"
             raise ValuesNeeded(said, error.func) from error
+        if needs_memory(error):
+            raise MemoryNeeded(f"{name}: it reads the memory of a tensor") from error
         if isinstance(error, fake_tensor.UnsupportedOperatorException):
             why = f"torch cannot run {error.func} without values"
             raise TraceError(f"{name}: {why}: {remedy_for(error, model, 'forecast')}") from error

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from amp_lab.backends import backend
 from amp_lab.errors import TraceError, first_line, with_type
 from amp_lab.precision import require_backend
 from amp_lab.remedies import remedy
-from amp_lab.report import dtype_name
+from amp_lab.report import dtype_name, short_name
 from amp_lab.tracing.advice import advise
 from amp_lab.tracing.answered import answered
 from amp_lab.tracing.decisions import Decisions
@@ -28,6 +29,7 @@ from amp_lab.tracing.fake_device import (
     require_model,
     tip_for,
 )
+from amp_lab.tracing.operands import low_operand, remedy_for_mixed
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.real_run import ModelCall
 from amp_lab.tracing.records import place_of
@@ -35,10 +37,16 @@ from amp_lab.tracing.structures import named_leaves, named_tensors
 from amp_lab.tracing.tracer import Tracer
 from amp_lab.tracing.xray_result import Xray
 
-_CAST_MODEL = remedy(
-    "dtype.inputs_of_a_cast_model",
-    "a model cast to fp16 or bf16 is given fp32 inputs",
-    "its weights are {dtype}: cast its inputs too",
+_UNDER_AUTOCAST = remedy(
+    "dtype.cast_model_under_autocast",
+    "a model cast to fp16 or bf16 gets fp32 somewhere, and runs if autocast casts that",
+    "or run it under autocast to {dtype}, dtype=torch.{dtype} (--dtype {short}), where it runs",
+)
+_AUTOCAST_OFF = remedy(
+    "xray.cast_model",
+    "the weights of a model are all in fp16 or bf16, and no dtype was asked for",
+    "All weights are in {short}, so the model runs as it is, without autocast; "
+    "dtype=torch.{dtype} (--dtype {short}) turns autocast on.",
 )
 
 
@@ -75,6 +83,7 @@ def xray(
     require_model(model)
     for name, tensor in model.named_parameters():
         _check_values(tensor, f"parameter {name!r}", real)
+    remark = _autocast_off(model) if dtype is None else ""
     dtype = dtype_for(model, device_type) if dtype is None else dtype
     off = dtype is torch.float32
     if not off:
@@ -82,7 +91,8 @@ def xray(
     _check_inputs(model, inputs, kwargs, real)
     call = ModelCall(model, inputs, kwargs, loss_fn)
     if real:
-        return _xrayed(call, functools.partial(_on_device, call, device_type), dtype, True)
+        found = _xrayed(call, functools.partial(_on_device, call, device_type), dtype, True)
+        return dataclasses.replace(found, autocast_off=remark)
 
     def trace(call: ModelCall, decisions: Decisions | None) -> Xray:
         run = functools.partial(_on_fakes, call, device_type, decisions)
@@ -91,7 +101,22 @@ def xray(
     def for_real() -> Xray:
         return _xrayed(call, functools.partial(_on_device, call, "cpu"), dtype, True)
 
-    return answered(trace, call, "X-ray", for_real)
+    found = answered(trace, call, "X-ray", for_real)
+    return dataclasses.replace(found, autocast_off=remark)
+
+
+def _autocast_off(model: nn.Module) -> str:
+    """What to say if autocast is left off because of a model's weights; empty if it is not."""
+    if dtype_for(model, "cpu") is not torch.float32:
+        return ""
+    low = _low_weights(model)[0]
+    return _AUTOCAST_OFF.said(dtype=dtype_name(low), short=short_name(low))
+
+
+def _low_weights(model: nn.Module) -> list[torch.dtype]:
+    """The 16-bit dtypes among the weights of a model."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    return [dtype for dtype in LOWER_DTYPES if dtype in dtypes]
 
 
 def _xrayed(
@@ -135,9 +160,20 @@ def _raised_under_autocast(
     if plain.error is None:
         return _explained(seen.error, seen, call)
     # With some weights in 16 bits it only runs under autocast: what fails there counts.
-    has_low = any(parameter.dtype in LOWER_DTYPES for parameter in call.model.parameters())
-    told, error = (seen, seen.error) if has_low else (plain, plain.error)
-    raise TraceError(_explained(error, told, call)) from error
+    low = _low_weights(call.model)
+    told, error = (seen, seen.error) if low else (plain, plain.error)
+    said = _explained(error, told, call)
+    if off and low and low_operand(told.failed_on) and _runs(trace, low[0]):
+        said += f"; {_UNDER_AUTOCAST.said(dtype=dtype_name(low[0]), short=short_name(low[0]))}"
+    raise TraceError(said) from error
+
+
+def _runs(trace: Callable[[torch.dtype], Tracer], dtype: torch.dtype) -> bool:
+    """Whether the model runs under autocast to a dtype."""
+    try:
+        return trace(dtype).error is None
+    except TraceError:  # it does not: what it asks for besides is not of interest here
+        return False
 
 
 def _on_fakes(
@@ -187,9 +223,10 @@ def _explained(error: Exception, seen: Tracer, call: ModelCall) -> str:
     tensors = [tensor for _, tensor in named_tensors([call.args, call.kwargs])]
     shapes = ", ".join(f"{tuple(t.shape)} {dtype_name(t.dtype)}" for t in tensors)
     where = f" in {place_of(seen.failed_at[0])} ({seen.failed_at[1]})" if seen.failed_at else ""
-    low = {p.dtype for p in model.parameters()} & set(LOWER_DTYPES)
-    wide = any(tensor.dtype is torch.float32 for tensor in tensors)
-    tip = f"; {_CAST_MODEL.said(dtype=dtype_name(low.pop()))}" if low and wide else ""
+    has_low_weights = bool(_low_weights(model))
+    op = seen.failed_at[1] if seen.failed_at else "an op"
+    mixed = remedy_for_mixed(error, op, seen.failed_on, has_low_weights)
+    tip = f"; {mixed}" if mixed else ""
     on = f"{type(model).__name__} fails on input {shapes or 'of no tensor'}{where}"
     return f"{on}: {with_type(error)}{tip}{tip_for(error, model, 'X-ray', seen.device_type)}"
 

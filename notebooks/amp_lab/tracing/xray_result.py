@@ -36,6 +36,7 @@ class Xray(Printed):
     advice: list[str]  # what to look at, in sentences; each is proved by the rows and casts
     classes: dict[str, str] = field(repr=False)  # of each module
     decisions: str = ""  # what to say if the trace took decisions of a run on the CPU
+    autocast_off: str = ""  # what to say if it was left off because of the model's weights
     training: bool = True  # whether the model was in training mode
 
     @property
@@ -71,6 +72,8 @@ class Xray(Printed):
         )
 
     def _facts(self) -> Iterator[str]:
+        if self.autocast_off:
+            yield self.autocast_off
         if self.dtype is not torch.float32:
             share, low = f"{100 * self.low_share:.1f} %", short_name(self.dtype)
             yield f"{share} of the work of matrix products and convolutions is done in {low}."

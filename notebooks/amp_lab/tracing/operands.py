@@ -1,0 +1,172 @@
+"""Operands of an op that differ in dtype: where each comes from, and what to do about it."""
+
+import re
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from amp_lab.remedies import remedy
+from amp_lab.report import dtype_name
+from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key
+
+_INPUT = remedy(
+    "dtype.inputs_of_a_cast_model",
+    "an op of a model cast to fp16 or bf16 gets an input in fp32",
+    "{op} gets float32 from {wide} and {dtype} from {low}: give {wide} in {dtype}",
+)
+_OWN = remedy(
+    "dtype.own_tensor_of_a_cast_model",
+    "an op of a model with 16-bit weights gets fp32 from a buffer, a weight or an attribute",
+    "{op} gets float32 from {wide} and {dtype} from {low}: cast {name} where it is used, "
+    "{name}.to(torch.{dtype})",
+)
+_COMPUTED = remedy(
+    "dtype.computed_in_a_cast_model",
+    "an op of a model with 16-bit weights gets fp32 that the model computes",
+    "{op} gets float32 from {wide} and {dtype} from {low}: cast the first before it, "
+    "x.to(torch.{dtype})",
+)
+_WRITE = remedy(
+    "dtype.write",
+    "values of another dtype are written into a tensor, by x[i] = y, index_add, scatter, …",
+    "what is written{place} has another dtype than the tensor that it is written into: write "
+    "values.to(target.dtype)",
+)
+_WRITES = re.compile(r"^_?(index[ _](put|add|copy)|scatter|masked_scatter)", re.IGNORECASE)
+_WRITES_SAY = ("source", "src", "tensors of one dtype")  # and not of the dtype of an index
+_TORCH = Path(torch.__file__).parent
+_OURS = Path(__file__).parent.parent
+
+
+class Kind(Enum):
+    """What the values of a tensor come from."""
+
+    INPUT = "input"
+    OWN = "own"  # a parameter, a buffer or an attribute of the model
+    COMPUTED = "computed"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the values of a tensor come from."""
+
+    kind: Kind
+    text: str  # ``input 0``, ``buffer table``, ``the output of float in 'up'``
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A floating-point tensor that an op got."""
+
+    dtype: torch.dtype
+    source: Source
+
+
+class Sources:
+    """Follows where tensors in fp32 come from, through the ops that compute with them."""
+
+    def __init__(self) -> None:
+        self._named: dict[int, Source] = {}  # by storage
+        self._computed: dict[int, Source] = {}  # by storage, of fp32 alone
+
+    def name(self, tensor: torch.Tensor, kind: Kind, text: str) -> None:
+        """Name a tensor that is there before the model runs."""
+        self._named.setdefault(_key(tensor), Source(kind, text))
+
+    def name_attributes(self, model: nn.Module) -> None:
+        """Name the tensors that are plain attributes of modules, which casts of a model pass by."""
+        for path, module in model.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, torch.Tensor):
+                    self.name(value, Kind.OWN, f"attribute {path}.{name}".replace(" .", " "))
+
+    def note(self, ins: list[torch.Tensor], outs: list[torch.Tensor], text: str) -> None:
+        """Note an op, of which `text` says what its output is."""
+        wide = [tensor for tensor in ins if tensor.dtype is torch.float32]
+        source = self.of(wide[0]) if wide else Source(Kind.COMPUTED, f"the {text}")
+        for tensor in outs:
+            key = _key(tensor)
+            if key in self._named:  # an op that writes in place
+                continue
+            if tensor.dtype is torch.float32:
+                self._computed[key] = source
+            else:  # another tensor may have had this storage's key
+                self._computed.pop(key, None)
+
+    def of(self, tensor: torch.Tensor) -> Source:
+        """Where a tensor comes from; of what no op made, that the model's code made it."""
+        key = _key(tensor)
+        made = Source(Kind.COMPUTED, "a tensor that the model makes")
+        return self._named.get(key) or self._computed.get(key) or made
+
+    def operands(self, tensors: Iterable[torch.Tensor]) -> tuple[Operand, ...]:
+        """The operands among what an op got."""
+        floats = [tensor for tensor in tensors if tensor.is_floating_point()]
+        return tuple(Operand(tensor.dtype, self.of(tensor)) for tensor in floats)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return storage_key(tensor) or id(tensor)
+
+
+def low_operand(operands: Iterable[Operand]) -> Operand | None:
+    """The first operand in 16 bits, if another is in fp32; None if dtypes are not mixed so."""
+    low = [operand for operand in operands if operand.dtype in LOWER_DTYPES]
+    wide = [operand for operand in operands if operand.dtype is torch.float32]
+    return low[0] if low and wide else None
+
+
+def remedy_for_mixed(
+    error: Exception, op: str, operands: tuple[Operand, ...], has_low_weights: bool
+) -> str:
+    """What to do about an op that got fp32 and 16 bits; empty if that is not the error.
+
+    Of a write `remedy_for_write` says it. Where no weight is in 16 bits, only a tensor of the
+    model's own is a sure cause.
+    """
+    low = low_operand(operands)
+    if low is None or "type" not in str(error) or is_write(error):
+        return ""
+    wide = next(operand for operand in operands if operand.dtype is torch.float32)
+    kind, text = wide.source.kind, wide.source.text
+    if not has_low_weights and (kind is not Kind.OWN or text.startswith("parameter ")):
+        return ""
+    found = {Kind.INPUT: _INPUT, Kind.OWN: _OWN, Kind.COMPUTED: _COMPUTED}[kind]
+    place = user_line(error)
+    where = f"{op} ({place})" if place else op
+    return found.said(
+        op=where,
+        wide=text,
+        low=low.source.text,
+        dtype=dtype_name(low.dtype),
+        name=text.rpartition(" ")[2],
+    )
+
+
+def is_write(error: Exception) -> bool:
+    """Whether an op refused to write values into a tensor of another dtype."""
+    said = str(error)
+    if "type" not in said or not _WRITES.match(said):
+        return False
+    return any(word in said for word in _WRITES_SAY)
+
+
+def remedy_for_write(error: Exception) -> str:
+    """What to do about such a write, with the line of the user's code."""
+    place = user_line(error)
+    return _WRITE.said(place=f" at {place}" if place else "")
+
+
+def user_line(error: Exception) -> str:
+    """The innermost line of code that is neither torch's nor ours, as ``model.py:12``; or empty."""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        path = Path(frame.f_code.co_filename)
+        if not path.is_relative_to(_TORCH) and not path.is_relative_to(_OURS) and path.suffix:
+            place = f"{path.name}:{line}"
+    return place
