@@ -21,6 +21,8 @@ def strange(): return nn.Sequential(nn.Flatten(), nn.ReLU())
 def raises(): raise ValueError("no")
 def no_module(): return 3
 def in_bf16(): return net().to(torch.bfloat16)
+def in_fp16(): return net().half()
+def changed_in_fp16(): return changed().half()
 def ctc_loss(y):
     scores = y.log_softmax(-1)[:, None].expand(-1, 2, -1)
     lengths = torch.tensor([4, 4]), torch.tensor([2, 2])
@@ -80,6 +82,46 @@ def test_a_model_with_bf16_weights_is_compared_with_itself_in_fp32(capsys):
         last = read["growth"][-1]
         errors = {formats[0]: last["a"], formats[1]: last["b"]}
         assert errors["bf16"] > 100 * errors["fp32"]
+
+
+@pytest.mark.parametrize("low", ["fp16", "bf16"])
+@pytest.mark.parametrize("given", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("order", ["fp32 first", "fp32 last"])
+def test_a_model_is_compared_with_its_copy_in_16_bits_whatever_the_inputs_are_in(
+    capsys, low, given, order
+):
+    models, formats = ["my_pair.py:net", f"my_pair.py:in_{low}"], ["fp32", low]
+    if order == "fp32 last":
+        models.reverse()
+        formats.reverse()
+    options = ("--input", f"{given}:4,6", "--format", "json")
+    assert main(["diff", *models, *options]) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert (read["format_a"], read["format_b"]) == tuple(f"{f} on cpu" for f in formats)
+    assert read["first"] is None
+    assert read["matched"] == 4
+    last = read["growth"][-1]
+    errors = dict(zip(formats, (last["a"], last["b"]), strict=True))
+    if order == "fp32 first":  # else fp32 is compared with weights that are rounded
+        assert errors[low] > 100 * errors["fp32"]
+    names = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+    assert read["remarks"] == [
+        f"The inputs of {run} were cast to {form}, the dtype of its weights."
+        for run, form in zip("AB", formats, strict=True)
+        if form != names[given]
+    ]
+
+
+def test_a_change_is_found_between_models_of_other_dtypes(capsys):
+    out = printed(capsys, "my_pair.py:net", "my_pair.py:changed_in_fp16")
+    assert "A and B part at native_layer_norm in '1' (LayerNorm)" in out
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_model_in_16_bits_takes_inputs_in_fp32_too(capsys, precision):
+    out = printed(capsys, "my_pair.py:in_fp16", "--precision", precision)
+    assert "They part nowhere" in out
+    assert ("The inputs of A were cast to fp16" in out) == (precision == "fp32")
 
 
 def test_as_json_and_drawn(capsys, tmp_path):

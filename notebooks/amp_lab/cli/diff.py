@@ -3,7 +3,8 @@
 import argparse
 import contextlib
 import copy
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from amp_lab.cli.input_argument import parse_shape
@@ -89,9 +90,17 @@ def _compare(options: argparse.Namespace, given: Any, other: Any, sizes: Any) ->
     second = _device(options), options.precision
     first = second if options.other else ("cpu", _first_precision(options.precision, given.model))
     size, other_size = sizes or (None, None)
-    return compare_runs(
-        _run(given.model, given, *first, size), _run(other, given, *second, other_size)
-    )
+    remarks = [
+        *_input_remarks("A", given, given.model, first[1]),
+        *_input_remarks("B", given, other, second[1]),
+    ]
+    # What the first run takes in 16 bits, the second gets with the same values.
+    same = copy.copy(given)
+    dtype = _dtype_as_it_is(given.model, first[1])
+    same.args, same.kwargs = _cast((given.args, given.kwargs), dtype)
+    run = _run(given.model, same, *first, size)
+    found = compare_runs(run, _run(other, same, *second, other_size))
+    return dataclasses.replace(found, remarks=tuple(remarks))
 
 
 def _first_precision(second: str | None, model: Any) -> str | None:
@@ -107,27 +116,54 @@ def _has_low_weights(model: Any) -> bool:
     return any(parameter.dtype in LOWER_DTYPES for parameter in model.parameters())
 
 
-def _in_fp32(structure: Any) -> Any:
-    """The structure with its 16-bit tensors in fp32."""
+def _dtype_as_it_is(model: Any, precision: str | None) -> Any:
+    """What a model that runs as it is takes its inputs in; None if that is not known.
+
+    Under autocast the inputs stay as they are.
+    """
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return dtypes.pop() if precision is None and len(dtypes) == 1 else None
+
+
+def _is_cast(tensor: Any, dtype: Any) -> bool:
+    """Whether an input is cast to the dtype of the weights: fp32 and 16 bits to each other."""
     import torch
 
     from amp_lab.tracing.ops_seen import LOWER_DTYPES
+
+    known = (torch.float32, *LOWER_DTYPES)
+    return dtype in known and tensor.dtype in known and tensor.dtype is not dtype
+
+
+def _cast(structure: Any, dtype: Any) -> Any:
+    """The structure with its tensors in fp32 and in 16 bits in this dtype."""
     from amp_lab.tracing.structures import map_tensors
 
-    def widen(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.float() if tensor.dtype in LOWER_DTYPES else tensor
+    return map_tensors(lambda t: t.to(dtype) if _is_cast(t, dtype) else t, structure)
 
-    return map_tensors(widen, structure)
+
+def _input_remarks(run: str, given: Any, model: Any, precision: str | None) -> Iterator[str]:
+    """What to say of a run whose inputs are cast to the dtype of the model's weights."""
+    from amp_lab.report import short_name
+    from amp_lab.tracing.ops_seen import tensors_in
+
+    dtype = _dtype_as_it_is(model, precision)
+    if any(_is_cast(tensor, dtype) for tensor in tensors_in((given.args, given.kwargs))):
+        yield f"The inputs of {run} were cast to {short_name(dtype)}, the dtype of its weights."
 
 
 def _run(
     model: Any, given: Any, place: str, precision: str | None, size: int | None
 ) -> Callable[[], Any]:
     """A run on a device, in a precision; on as many rows as asked, and then in evaluation mode."""
+    import torch
+
     args, kwargs = _moved((given.args, given.kwargs), place, size)
     model = model.to(place)
     if precision in _FP32_MODES and _has_low_weights(model):
-        model, (args, kwargs) = model.float(), _in_fp32((args, kwargs))
+        model, (args, kwargs) = model.float(), _cast((args, kwargs), torch.float32)
+    else:
+        args, kwargs = _cast((args, kwargs), _dtype_as_it_is(model, precision))
     if size is not None:
         model.eval()
 
@@ -146,9 +182,12 @@ def _compare_compiled(options: argparse.Namespace, given: Any) -> Any:
 
     place = _device(options)
     args, kwargs = _moved((given.args, given.kwargs), place, None)
+    args, kwargs = _cast((args, kwargs), _dtype_as_it_is(given.model, options.precision))
     model = given.model.to(place)
     with _autocast(options.precision, place):
-        return compare_runs(model, torch.compile(model), *args, **kwargs)
+        found = compare_runs(model, torch.compile(model), *args, **kwargs)
+    remarks = _input_remarks("both", given, model, options.precision)
+    return dataclasses.replace(found, remarks=tuple(remarks))
 
 
 def _moved(inputs: Any, place: str, size: int | None) -> Any:

@@ -5,15 +5,26 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 from amp_lab.difference.alignment import align
 from amp_lab.difference.compiled import compare_modules, is_compiled
 from amp_lab.difference.findings import first_finding
 from amp_lab.difference.result import Difference, Growth, RunComparison
 from amp_lab.difference.run_log import RunLog, record_run
 from amp_lab.errors import NumericsError
-from amp_lab.report import short_name
+from amp_lab.remedies import remedy
+from amp_lab.report import dtype_name, short_name
+from amp_lab.tracing.ops_seen import tensors_in
 
 __all__ = ["Difference", "RunComparison", "compare_runs", "first_difference"]
+
+_OWN_INPUTS = remedy(
+    "diff.own_inputs",
+    "two models whose weights differ in dtype are given the same inputs",
+    "the weights of {run} are {weights}, and its inputs {inputs}: give each run inputs of its own, "
+    "as first_difference(lambda: a(x), lambda: b(x.to(torch.{weights})))",
+)
 
 
 def first_difference(
@@ -85,7 +96,26 @@ def _recorded(
 ) -> RunLog:
     if not callable(run):
         raise NumericsError(f"a run is a model or a function, not a {type(run).__name__}")
-    log = record_run(name, functools.partial(run, *inputs, **kwargs), other)
+    try:
+        log = record_run(name, functools.partial(run, *inputs, **kwargs), other)
+    except NumericsError as error:
+        advice = _own_inputs(name, run, (inputs, kwargs))
+        if not advice or "type" not in str(error):
+            raise
+        raise NumericsError(f"{error}; {advice}") from error
     if not log.records:
         raise NumericsError(f"run {name} calls no op of torch on floating-point values")
     return log
+
+
+def _own_inputs(name: str, run: Any, inputs: Any) -> str:
+    """What to do about a model that is given inputs of another dtype than its weights have."""
+    if not isinstance(run, nn.Module):
+        return ""
+    given = {tensor.dtype for tensor in tensors_in(inputs) if tensor.is_floating_point()}
+    weights = {p.dtype for p in run.parameters() if p.is_floating_point()}
+    if len(weights) != 1 or len(given) != 1 or given == weights:
+        return ""
+    (weight,) = weights
+    (dtype,) = given
+    return _OWN_INPUTS.said(run=name, weights=dtype_name(weight), inputs=dtype_name(dtype))

@@ -64,6 +64,7 @@ class RunComparison(Printed):
     format_b: str
     unit: str  # "ops", or "modules" of a compiled model
     growth: tuple[Growth, ...]
+    remarks: tuple[str, ...] = ()  # what else to say of the two runs, in sentences
 
     def _table(self) -> Table:
         caption = (
@@ -76,4 +77,4 @@ class RunComparison(Printed):
         elif self.growth:
             end = self.growth[-1]
             fact += f" At the end A is {end.a:.2g} from the run in fp64, and B {end.b:.2g}."
-        return Table(["", ""], [], caption, [fact])
+        return Table(["", ""], [], caption, [fact, *self.remarks])
