@@ -159,14 +159,14 @@ print(f"fp16 cast once  {off:.2%} off, {changed} decisions changed")
 assert off < quality(outputs["bf16 cast once"])[0]
 
 # %% [markdown]
-# All of them are off by less than one percent, and fp16 by much less, since it has three more bits
+# All of them are off by less than two percent, and fp16 by much less, since it has three more bits
 # of mantissa than bf16. In inference there are no gradients to underflow, so fp16 is the closer
-# choice wherever the activations stay below 65,504. Those of a model that was trained in bf16 may
-# not: try it.
+# choice wherever weights and activations fit its range. Those of a model that was trained in bf16
+# may not ([notebook 19](19_choose_your_precision.ipynb)).
 #
-# The first call of a compiled model takes seconds, because it is compiled then (less if its kernels
-# are still on the disk from before), and so does the first with another
-# size of the batch. How long do the ways take after that, for one image and for many?
+# The first call of a compiled model takes longer, because it is compiled then. Its kernels may still
+# be on the disk from before, which makes that short. How long do the ways take after that, for one
+# image and for many?
 
 # %% tags=["nbval-ignore-output"]
 for batch in (1, 256):
@@ -210,10 +210,9 @@ for name in ("bf16 autocast", "bf16 cast once"):
 # %% [markdown]
 # Each point is a test image: the x-axis is fp32's gap between its two best classes, and the y-axis
 # how far bf16 moved that gap. Only points on the dashed line or above it can change their decision
-# (unless a third class overtakes both, which takes three that are nearly equal). They are few, their
-# gap is far smaller than that of most images, and fp32 itself was not sure about them. Draw this picture for your
-# own model and some hundred real inputs: if the cloud keeps clear of the line, the precision is
-# good enough.
+# (unless a third class overtakes both, which takes three that are nearly equal). These are images
+# that fp32 itself was not sure about. Draw this picture for your own model and some hundred real
+# inputs: if the cloud keeps clear of the line, the precision is good enough.
 #
 # ## What to take care of when you cast
 #
@@ -259,8 +258,8 @@ assert other["bf16"] > 2 * other["bf16 features, compared in fp32"] > 0
 # %% [markdown]
 # The best similarities are all close to 1, where bf16's numbers are 1/256 apart, so that many
 # searches end in a tie. A comparison in fp32 ends the ties. Some searches still find another
-# neighbour, because the features themselves were rounded: compute and keep them in fp32, or in
-# fp16, if such a difference matters to you.
+# neighbour, because the features themselves were rounded: compute and keep them in fp32 if such a
+# difference matters to you.
 #
 # **Batch norm** can be folded into the convolution before it, since in inference it is a factor
 # and an offset for each channel. Fold in fp32, and cast afterwards:
@@ -334,9 +333,9 @@ assert list(seen.values()) == [1, 2, 2, 3, 4, 5]
 # it an error to compile again with `torch.compiler.set_stance("fail_on_recompile")`.
 #
 # Two things differ between a compiled model and an eager one in bf16. The first is the cache of
-# autocast: in eager mode a weight is cast once for each autocast block. A compiled layer that is
-# called several times in a block casts it in each call. A server pays for these casts with time.
-# If gradients are recorded, the copies are kept, and so we can count them:
+# autocast. Outside of `inference_mode`, eager mode casts a trained weight once for each autocast
+# block. A compiled layer that is called several times in a block casts it in each call. If
+# gradients are recorded, the copies are kept, and so we can count them:
 
 
 # %%
@@ -367,7 +366,9 @@ print("copies of the weight:", casts)
 assert casts == {"eager": 1, "compiled": 16}
 
 # %% [markdown]
-# Compile the loop around the 16 calls and not the layer, or cast the weights once.
+# In training, compile the loop around the 16 calls and not the layer. For a server, cast the weights
+# once: under `inference_mode` eager mode casts them [in each use
+# too](02_autocast_dtypes.ipynb#The-cache-of-weight-casts).
 #
 # The second is rounding. Eager bf16 rounds after every op, and a compiled kernel only when it
 # writes to memory, so its results differ. Usually they are *nearer* to the exact ones:
@@ -395,8 +396,8 @@ with torch._inductor.config.patch(emulate_precision_casts=True):
     assert torch.equal(torch.compile(scaled_sum)(x, y, z), eager)
 
 # %% [markdown]
-# If a test of yours needs the eager results to the bit, `emulate_precision_casts` rounds where
-# eager does.
+# `emulate_precision_casts` rounds where eager does, which here gives the same bits. It does not promise
+# that for a whole model: the compiler also rewrites ops, such as a softmax of scaled values.
 #
 # ## Export
 #
@@ -497,9 +498,8 @@ else:
         print(f"ONNX in bfloat16: {error}")
 
 # %% [markdown]
-# In fp32 and fp16 another engine decides alike, though it sums in another order. ONNX knows bf16,
-# but ONNX Runtime's CPU has no code for many operators in it, and names the first. So fp16 is the
-# usual choice for ONNX.
+# In fp32 and fp16 the other engine decides alike. ONNX knows bf16, but ONNX Runtime's CPU has no
+# code for many operators in it, and names the first. So take fp16 there.
 #
 # For a run of `amp-lab train`, one line does all of this: `amp-lab export runs/x model.onnx --dtype
 # fp16` (or `.pt2`, `.safetensors`) casts a copy, says what that changed, reads the file again and
@@ -548,12 +548,12 @@ assert far["fp8-rowwise"] < far["int4"] < far["nvfp4"]
 # `quantize_(model, Int8WeightOnlyConfig())`. [Notebook 15](15_below_16_bits.ipynb) has the
 # formats.
 #
-# Besides four bits for each weight, a group stores what its weights share: one 8-bit number in NVFP4,
-# two 16-bit numbers in our `int4`. torchao (`Int4WeightOnlyConfig`), GPTQ and AWQ use groups of 32 to
-# 128 weights, and the last two choose the roundings by what they do to real inputs. bitsandbytes' NF4,
-# the base of QLoRA, places its 16 numbers at the quantiles of a normal distribution. All four store in
-# four bits and multiply in more: in 16, except that transformers has bitsandbytes multiply in fp32
-# unless you set another dtype
+# Besides four bits for each weight, a group stores what its weights share: one 8-bit number in NVFP4;
+# for our `int4` we count two of 16 bits. torchao's `Int4WeightOnlyConfig`, GPTQ and AWQ have larger
+# groups, mostly of 128 weights. GPTQ chooses the roundings, and AWQ scales before rounding, by what
+# they do to real inputs. bitsandbytes' NF4, the base of QLoRA, places its 16 numbers at the quantiles
+# of a normal distribution. All four store in four bits and multiply in more: in 16, except that
+# transformers has bitsandbytes multiply in fp32 unless you set another dtype
 # ([`bnb_4bit_compute_dtype=torch.bfloat16`](https://huggingface.co/docs/transformers/quantization/bitsandbytes)).
 #
 # ## The same answer twice
@@ -572,13 +572,14 @@ with torch.inference_mode():
         assert apart < 0.1
 
 # %% [markdown]
-# A library chooses another kernel for another size of the batch, and that one adds in another
-# order. So a service that batches requests as they come gives slightly different outputs. In bf16 a
+# A library may choose another kernel for another size of the batch, which adds in another order. So
+# a service that batches requests as they come can give slightly different outputs. In bf16 a
 # difference this small is mostly rounded away, and where it is not, it is as large as bf16's
 # rounding. What can be had: the same bits for the same batch on the same machine
 # (`torch.use_deterministic_algorithms`), a fixed, padded batch, or kernels that are made to be
-# batch-invariant. What cannot be had is the same bits on another kind of GPU, or after an update of
-# the libraries. `amp-lab diff --batch-sizes` finds the op where two batch sizes diverge.
+# batch-invariant. The same bits on another device, or after an update of the libraries, are [not
+# guaranteed](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html). `amp-lab diff
+# --batch-sizes` finds the op where two batch sizes diverge.
 #
 # ## Summary
 #

@@ -1,0 +1,125 @@
+"""Notebook 18: what its text says of torch without a cell that shows it."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+BF16 = torch.bfloat16
+CASTS_ITSELF = "wrap_with_autocast"  # the op that an exported autocast block becomes
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts of tensors of one shape."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        is_cast = func in (torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype)
+        self.count += is_cast and args[0].shape == self.shape
+        return func(*args, **(kwargs or {}))
+
+
+class CastsItself(nn.Linear):
+    """A layer with autocast inside."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=BF16):
+            return super().forward(x)
+
+
+@pytest.fixture(autouse=True)
+def forget_compiled_code():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(
+    ("mode", "casts"), [(torch.enable_grad, 1), (torch.no_grad, 1), (torch.inference_mode, 4)]
+)
+def test_eager_autocast_casts_a_weight_once_but_in_inference_mode(mode, casts):
+    layer, x = nn.Linear(8, 8, bias=False), torch.zeros(2, 8)
+    with mode(), torch.autocast("cpu", dtype=BF16), Casts(layer.weight.shape) as found:
+        for _ in range(4):
+            layer(x)
+    assert found.count == casts
+
+
+def test_a_compiled_loop_keeps_one_copy_of_its_weight():
+    layer, x = nn.Linear(16, 16), torch.randn(2, 16, requires_grad=True)
+    copies = {}
+
+    def note(tensor):
+        if tensor.dtype is BF16 and tensor.shape == layer.weight.shape:
+            copies[tensor.untyped_storage()._cdata] = tensor  # alive, so no address comes twice
+        return tensor
+
+    @functools.partial(torch.compile, backend="aot_eager")
+    def loop(x):
+        for _ in range(4):
+            x = layer(x)
+        return x
+
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", dtype=BF16):
+        loop(x)
+    assert len(copies) == 1
+
+
+def test_a_size_that_is_marked_is_compiled_once_and_another_state_can_be_refused():
+    compiled = torch.compile(nn.Linear(8, 8), backend="eager")
+    first = torch.zeros(4, 8)
+    torch._dynamo.mark_dynamic(first, 0)
+    with torch.no_grad():
+        compiled(first)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            for batch in (5, 6, 7):
+                compiled(torch.zeros(batch, 8))
+            with torch.autocast("cpu", dtype=BF16), pytest.raises(RuntimeError, match="recompile"):
+                compiled(torch.zeros(5, 8))
+
+
+def test_an_exported_program_takes_any_batch():
+    layer = nn.Linear(8, 8)
+    any_batch = ({0: torch.export.Dim.AUTO},)
+    program = torch.export.export(layer, (torch.zeros(2, 8),), dynamic_shapes=any_batch)
+    for batch in (1, 2, 5):
+        assert program.module()(torch.zeros(batch, 8)).shape == (batch, 8)
+
+
+def test_autocast_inside_a_model_is_exported_as_a_region_that_becomes_casts():
+    program = torch.export.export(CastsItself(8, 8), (torch.zeros(2, 8),))
+    assert CASTS_ITSELF in str(program.graph)
+    assert {weight.dtype for weight in program.state_dict.values()} == {torch.float32}
+    plain = program.run_decompositions()
+    assert CASTS_ITSELF not in str(plain.graph)
+    assert "_to_copy" in str(plain.graph)
+    assert plain.module()(torch.zeros(2, 8)).dtype is BF16
+
+
+@pytest.mark.slow
+def test_onnx_runtime_refuses_what_was_exported_inside_autocast():
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    with torch.autocast("cpu", dtype=BF16):
+        program = torch.onnx.export(nn.Linear(8, 8).eval(), (torch.zeros(2, 8),), verbose=False)
+    content = program.model_proto.SerializeToString()
+    with pytest.raises(onnxruntime.capi.onnxruntime_pybind11_state.NotImplemented):
+        onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.slow
+def test_emulated_roundings_leave_a_scaled_softmax_unlike_eager():
+    torch.manual_seed(0)
+    x = torch.randn(64, 256).bfloat16()
+
+    def attention_weights(x):
+        return (x * 1.5).softmax(-1)
+
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        assert not torch.equal(torch.compile(attention_weights)(x), attention_weights(x))
