@@ -67,7 +67,8 @@ assert report.values["bf16"].input_bits == 8
 # ## The decision
 #
 # For machines that are not here, this is what each multiplies *fast*, with tensor cores or their
-# like. What is missing from a set is still possible, but slow or emulated:
+# like. What is missing from a set is slow, emulated or not there, or gives NaN, as fp16 does on a
+# GTX 16:
 
 # %%
 CARDS = {
@@ -108,11 +109,11 @@ assert choose(turing, "train") == "fp16 under autocast with GradScaler"
 print("V100, a model trained in bf16:", choose(turing, "infer", trained_in="bf16"))
 
 # %% [markdown]
-# So the rule is: **bf16 wherever it is fast**, because it has the range of fp32, so that nothing
-# overflows and no scaler is needed; **fp16** on the cards that have nothing else, with a scaler for
-# training; **fp32** where nothing is faster, and where digits matter more than time (solvers,
-# statistics, small differences of large numbers; if fp32 is not enough there, float64). Training
-# keeps fp32 weights and casts under autocast. Inference may cast the weights once, which halves them.
+# So the rule is: **bf16 wherever it is fast**, because it has the range of fp32 and needs no scaler;
+# **fp16** on the cards that have nothing else, with a scaler for training; **fp32** where nothing is
+# faster, and where digits matter more than time (solvers, statistics, small differences of large
+# numbers; if fp32 is not enough there, float64). Training keeps fp32 weights and casts under autocast.
+# Inference may cast the weights once, which halves them.
 # If you know that a model's values stay far below 65504, fp16 is the closer choice for inference,
 # with three bits more ([notebook 18](18_inference_and_export.ipynb)).
 #
@@ -135,14 +136,14 @@ print("V100, a model trained in bf16:", choose(turing, "infer", trained_in="bf16
 # | hardware | what surprises its users |
 # |---|---|
 # | GTX 16 | fp16 gives NaN in some models ([pytorch 58123](https://github.com/pytorch/pytorch/issues/58123), [77955](https://github.com/pytorch/pytorch/issues/77955)): use fp32 |
-# | V100, GTX 10 | of PyTorch's builds only those for CUDA 12.6 have kernels for them ([pytorch 172351](https://github.com/pytorch/pytorch/issues/172351)) |
+# | V100, GTX 10 | the last builds of PyTorch with kernels for them are those of 2.14 for CUDA 12.6 ([pytorch 190385](https://github.com/pytorch/pytorch/issues/190385)) |
 # | V100, T4, RTX 20 | bf16 runs, but is emulated; TF32 does not exist |
-# | RTX 30, RTX 40 | the highest rate in a data sheet is that of fp16 products summed in fp16; PyTorch sums in fp32, at half of it ([NVIDIA](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf)). `torch.backends.cuda.matmul.allow_fp16_accumulation` lets it sum in fp16, where sums overflow and small summands get lost ([01](01_number_formats.ipynb)): for inference at most |
+# | RTX 30, RTX 40 | a data sheet has two rates for fp16; the higher is that of sums in fp16, and PyTorch sums in fp32, at half of it ([NVIDIA](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf)). `torch.backends.cuda.matmul.allow_fp16_accumulation` lets it sum in fp16, where sums overflow and small summands get lost ([01](01_number_formats.ipynb)): for inference at most |
 # | MI210, MI250 | products in 16 bits take subnormals as 0, which fp16 has many of in its gradients; PyTorch therefore computes fp16's backward products with bf16 inputs ([PyTorch](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html)): use bf16 |
 # | MI300 | its FP8 is *fnuz*: the same bits stand for half the value that they have elsewhere ([15](15_below_16_bits.ipynb)) |
 # | Arc A | has no float64, which `GradScaler` needs: use bf16. Arc B has it ([pytorch 147731](https://github.com/pytorch/pytorch/issues/147731)). The device is called `xpu` |
 # | Apple M | 16 bits save memory more than time; bf16 needs macOS 14 ([pytorch 139386](https://github.com/pytorch/pytorch/issues/139386)), and M1 and M2 emulate it ([transformers 40458](https://github.com/huggingface/transformers/pull/40458)) |
-# | CPUs | fp16 can be a hundred times slower than fp32, or as fast: take bf16 or fp32, unless `amp-lab doctor` shows fp16 to be fast |
+# | CPUs | fp16 can be 60 times slower than fp32, or as fast ([measured](../data/results/README.md)): take bf16 or fp32, unless `amp-lab doctor` shows fp16 to be fast |
 #
 # Three of these can be looked at from here. First, PyTorch says that a Turing card supports bf16,
 # since it asks whether a tensor can be made, and not whether it is fast:
@@ -236,9 +237,11 @@ torch.backends.cudnn.allow_tf32 = kept
 # %% [markdown]
 # ### Old names and new ones
 #
-# The modes have old names (`allow_tf32`) and new ones (`fp32_precision`). If you set a new name, and
-# anyone reads an old one afterwards, PyTorch raises an error. The reader may well be another library:
-# `torch.compile` is one.
+# The modes have old names (`allow_tf32`) and new ones (`fp32_precision`). If you set a new name to
+# something else than the old one says, and anyone reads the old one afterwards, PyTorch raises an
+# error. The reader may be a library:
+# [Lightning](https://github.com/Lightning-AI/pytorch-lightning/issues/21256), or
+# [`torch.compile`](https://github.com/pytorch/pytorch/pull/189955) in some versions.
 
 # %%
 matmul = torch.backends.cuda.matmul
@@ -389,8 +392,8 @@ assert rows["autocast"] == ("float32", "bfloat16", "float32", "float32", "bfloat
 assert set(rows["model.to(bfloat16)"]) == {"bfloat16"}
 
 # %% [markdown]
-# Under autocast only the products and what follows them are bf16. A model that is cast has nothing
-# in fp32 to update, and bf16 weights can stand still
+# Under autocast weights, gradients and state stay in fp32. A model that is cast has nothing in fp32
+# to update, and bf16 weights can stand still
 # ([notebook 16](16_low_precision_state.ipynb) has the cure). Now accelerate and Lightning's Fabric,
 # if they are installed:
 
@@ -486,9 +489,9 @@ logging.disable(logging.NOTSET)
 # | setting | what it does |
 # |---|---|
 # | DeepSpeed `"bf16": {"enabled": true}` | bf16 weights and products; fp32 master weights and state in ZeRO; gradients accumulate in `grad_accum_dtype` ([settings](https://www.deepspeed.ai/docs/config-json/)) |
-# | torchtitan `mixed_precision_param`, `mixed_precision_reduce` | FSDP2's policy: fp32 weights, products in the first, gradients summed in the second ([11](11_scale_out.ipynb)) |
-# | torchtune `dtype: bf16` | all of it in bf16, as `model.to(torch.bfloat16)` |
-# | JAX with Flax | no autocast: each layer has `dtype` for products and `param_dtype` for weights |
+# | torchtitan `mixed_precision_param`, `mixed_precision_reduce` | fp32 weights; with FSDP2 its policy: products in the first, gradients summed in the second ([11](11_scale_out.ipynb)); with DDP or on one GPU autocast in the first ([settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)) |
+# | torchtune `dtype: bf16` | all of it in bf16, as `model.to(torch.bfloat16)` ([precision](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html)) |
+# | JAX with Flax | no autocast: each layer has `dtype` for products and `param_dtype` for weights ([layers](https://flax.readthedocs.io/en/stable/api_reference/flax.nnx/nn/linear.html)) |
 #
 # ## Summary
 #
