@@ -141,6 +141,8 @@ def test_a_limit_keeps_a_share_of_each_class_and_checks_those_alone(tmp_path):
                     and path not in made.test._source)  # fmt: skip
     left_out.write_text("no image")
     assert load(tmp_path, limit=8).fingerprint == made.fingerprint
+    looked_at_all = load(tmp_path, limit=8, skip_damaged=True)
+    assert looked_at_all.skipped == (os.fspath(left_out.relative_to(tmp_path)),)
     assert "1 of 80 images cannot be read" in refusal(load, tmp_path)
 
 
