@@ -1,4 +1,4 @@
-"""What notebook 19 says of fp32's modes, and of other libraries: its table is held against hooks."""
+"""What notebook 19 says of fp32's modes, and its table, held against other libraries."""
 
 import importlib.util
 import json
