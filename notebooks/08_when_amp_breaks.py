@@ -14,7 +14,7 @@
 # reproduces the failure in a few lines, explains it, and repairs it.
 #
 # **What you'll learn.**
-# - to recognise 42 failures that people really meet, and to reproduce most of them in a few lines;
+# - to recognise 46 failures that people really meet, and to reproduce most of them in a few lines;
 # - why each happens, so that you recognise its relatives too;
 # - how to repair each of them, and how to notice it before it costs you a night.
 #
@@ -26,8 +26,8 @@
 #
 # **A message.** Search this page for yours (Ctrl+F), or find it in the table. Your message may have
 # the dtypes the other way round, or say `BFloat16` where this page has `Half`. The code of each
-# section produces its messages on tiny tensors, on the CPU or, in sections 21 to 23, on fake CUDA
-# tensors. Three that only a GPU gives are quoted from PyTorch's source, and the table says so.
+# section produces its messages on tiny tensors, on the CPU or, in sections 21 to 23 and 44, on
+# tensors without data. Those marked *quoted* need a GPU or another package, and are from its source.
 # Older versions gave the message of section 25, and in section 36 we make PyTorch believe that it
 # has an old card.
 #
@@ -69,6 +69,7 @@
 # | `In CPU autocast, but the target dtype is not supported. Disabling autocast.` | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off) |
 # | `` `torch.cuda.amp.autocast(args...)` is deprecated. `` | [section&nbsp;35](#35-Old-names-warn) |
 # | `` `torch.cuda.amp.GradScaler(args...)` is deprecated. `` | [section&nbsp;35](#35-Old-names-warn) |
+# | `ImportError: cannot import name 'amp' from 'apex'` | [section&nbsp;35](#35-Old-names-warn), quoted |
 # | `Current CUDA Device does not support bfloat16. Please switch dtype to float16.` | [section&nbsp;36](#36-Autocast-refuses-the-device-or-its-dtype) |
 # | `User specified an unsupported autocast device_type` | [section&nbsp;36](#36-Autocast-refuses-the-device-or-its-dtype) |
 # | `unsupported scalarType` | [section&nbsp;36](#36-Autocast-refuses-the-device-or-its-dtype) |
@@ -80,15 +81,21 @@
 # | `Expected to have finished reduction in the prior iteration before starting a new one.` | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step) |
 # | `Attempted to inline function marked as skipped` | [section&nbsp;41](#41-The-scaler-is-inside-a-compiled-function) |
 # | `could not create a primitive descriptor for the LSTM forward propagation primitive` | [section&nbsp;42](#42-An-LSTM-fails-under-autocast-on-the-CPU) |
+# | `FlashAttention only support fp16 and bf16 data type` | [section&nbsp;43](#43-Flash-attention-refuses-fp32), quoted |
+# | `Expected self.size(1) to be divisible by 16, but got self.size(1)=` | [section&nbsp;44](#44-A-size-is-not-a-multiple-of-16-or-8) |
+# | `Expected both dimensions of mat2 to be divisible by 16` | [section&nbsp;44](#44-A-size-is-not-a-multiple-of-16-or-8) |
+# | `Expected trailing dimension of mat1 to be divisible by 16` | [section&nbsp;44](#44-A-size-is-not-a-multiple-of-16-or-8), quoted |
+# | `torch.OutOfMemoryError: CUDA out of memory.` | [section&nbsp;45](#45-CUDA-is-out-of-memory), quoted |
 #
 # **No message.** If nothing was raised, look for what is wrong with the result.
 #
 # | symptom | section |
 # |---|---|
-# | the loss is NaN, in the first step or later | [section&nbsp;1](#1-The-loss-is-NaN-because-an-activation-exceeds-65504), [section&nbsp;5](#5-NaN-because-an-epsilon-of-1e-8-is-zero-in-fp16), [section&nbsp;4](#4-A-mask-value-does-not-fit-into-fp16) |
+# | the loss is NaN, in the first step or later | [section&nbsp;1](#1-The-loss-is-NaN-because-an-activation-exceeds-65504), [section&nbsp;5](#5-NaN-because-an-epsilon-of-1e-8-is-zero-in-fp16), [section&nbsp;4](#4-A-mask-value-does-not-fit-into-fp16); if the loop has a scaler, [`amp-lab migrate`](../docs/migrate.md) finds its mistakes, such as an `optimizer.step()` that bypasses the scaler |
+# | the loss is NaN or jumps after resuming from a checkpoint | [section&nbsp;46](#46-After-resuming-the-loss-jumps-or-is-NaN) |
 # | the loss scale keeps falling, or every step is skipped | [section&nbsp;2](#2-The-loss-scale-falls-towards-0) |
 # | the loss scale grows without end | [section&nbsp;28](#28-The-scaler-runs-with-bf16-or-the-dtype-is-not-the-one-you-meant) |
-# | the loss does not fall, or stops falling | [section&nbsp;3](#3-A-layer-does-not-learn-because-its-gradients-underflow), [section&nbsp;15](#15-Clipping-leaves-next-to-nothing-of-the-gradients), [section&nbsp;26](#26-The-loss-stands-still-because-the-whole-loop-is-in-one-block), [section&nbsp;29](#29-Half-precision-weights-stop-moving) |
+# | the loss does not fall, or stops falling | [section&nbsp;3](#3-A-layer-does-not-learn-because-its-gradients-underflow), [section&nbsp;15](#15-Clipping-leaves-next-to-nothing-of-the-gradients), [section&nbsp;26](#26-The-loss-stands-still-because-the-whole-loop-is-in-one-block), [section&nbsp;29](#29-Half-precision-weights-stop-moving); [`amp-lab migrate`](../docs/migrate.md) finds clipping of scaled gradients |
 # | some gradients are zero | [section&nbsp;3](#3-A-layer-does-not-learn-because-its-gradients-underflow), [section&nbsp;6](#6-A-norm-written-by-hand-overflows-above-256) |
 # | some gradients are `None` | [section&nbsp;11](#11-An-optimizer-has-no-gradients), [section&nbsp;25](#25-Weights-get-no-gradient-after-an-evaluation-pass) |
 # | the output of a layer is all zeros | [section&nbsp;6](#6-A-norm-written-by-hand-overflows-above-256) |
@@ -105,8 +112,9 @@
 # | an exported model computes in another dtype than expected | [notebook 18](18_inference_and_export.ipynb#Export) |
 # | a model that was trained in bf16 gives NaN in fp16 | [notebook 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-card-without-it) |
 # | a model in Keras gives NaN, or is no faster | [notebook 12](12_keras.ipynb) |
-# | a step is no faster than before, or even slower | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off), [section&nbsp;32](#32-A-thread-runs-without-autocast-or-in-another-dtype), [section&nbsp;33](#33-Autocast-makes-the-model-no-faster) |
+# | a step is no faster than before, or even slower | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off), [section&nbsp;32](#32-A-thread-runs-without-autocast-or-in-another-dtype), [section&nbsp;33](#33-Autocast-makes-the-model-no-faster), [section&nbsp;44](#44-A-size-is-not-a-multiple-of-16-or-8) |
 # | training uses as much memory as before, or more | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off), [section&nbsp;34](#34-The-memory-is-not-halved) |
+# | inference uses more memory with autocast than without | [section&nbsp;34](#34-The-memory-is-not-halved) |
 #
 # ## Set up
 #
@@ -132,7 +140,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_lab import DeviceError, Precision, compare, describe_device, plots
+from amp_lab import (
+    DeviceError,
+    Precision,
+    compare,
+    describe_device,
+    forecast_memory,
+    largest_batch,
+    plots,
+)
 from amp_lab.notebook import start
 from amp_lab.numerics import ScaleLog, find_nonfinite, gradient_underflow
 
@@ -1908,7 +1924,7 @@ class CountOps(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.ops += not func.is_view
-        self.casts += func.overloadpacket.__name__ == "_to_copy"
+        self.casts += func.overloadpacket.__name__ in ("_to_copy", "to")  # "to": in inference mode
         return func(*args, **(kwargs or {}))
 
 
@@ -1923,9 +1939,12 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 
 # %% [markdown]
 # **Why.** Every step casts five weights, five biases and the input, so 5 ops became 16. As a rule
-# of thumb, this pays only if the products are large. There are four other reasons:
+# of thumb, this pays only if the products are large. There are six other reasons:
 # - The hardware has no fast path for the dtype (as a rule of thumb, fp16 on a CPU, bf16 on older GPUs).
 # - The limit is the data loader or the launching of kernels, and not arithmetic.
+# - Large ops stay in fp32. `amp-lab xray` lists them.
+# - Sizes are not multiples of 8, or of 16 in FP8
+#   ([section 44](#44-A-size-is-not-a-multiple-of-16-or-8)).
 # - The "fp32" you compare with is really TF32.
 # - The clock was read before the GPU had finished.
 #
@@ -1963,7 +1982,7 @@ assert forward(layer, batch, enabled=True).dtype is torch.bfloat16
 # %% [markdown]
 # ### 34 The memory is not halved
 #
-# **What you see.** The peak memory is the same as in fp32, or higher.
+# **What you see.** The peak memory is the same as in fp32, or higher, in training or in inference.
 #
 # **The smallest program that does it.** The weights are large, and the batch is a single example.
 # `kept_bytes` adds up what the forward pass keeps for the backward pass, beside the parameters.
@@ -2016,14 +2035,40 @@ always = [*wide.parameters(), *(p.grad for p in wide.parameters()), *moments]
 assert sum(t.nbytes for t in always) == 16 * sum(p.numel() for p in wide.parameters())
 
 # %% [markdown]
+# In inference under `no_grad`, the block keeps the casts of all weights until it ends, which is half
+# as much again as the fp32 weights take. Use `torch.inference_mode()`, which keeps none. Or cast the
+# model once, `model.bfloat16()`, which halves the weights
+# ([notebook 18](18_inference_and_export.ipynb#Ways-to-run-it)). We count the casts of two passes:
+
+
+# %%
+def casts_of_two_passes(mode):
+    """How many casts two passes through a linear layer make inside one block."""
+    layer, _ = make()
+    with mode, torch.autocast("cpu", dtype=torch.bfloat16), CountOps() as counted:
+        layer(x)
+        layer(x)
+    return counted.casts
+
+
+held = casts_of_two_passes(torch.no_grad())
+released = casts_of_two_passes(torch.inference_mode())
+print(f"casts: {held} under no_grad, {released} under inference_mode")
+assert held == 4  # weight and bias once, the input twice
+assert released == 6  # all of them twice, since none was kept
+assert all(p.dtype is torch.bfloat16 for p in make()[0].bfloat16().parameters())
+
+# %% [markdown]
 # **Notice it earlier.** Count before you run: 16 bytes a parameter, plus the activations of a batch.
+# `amp-lab memory` does it for your model, and for inference with `--eval`.
 
 # %% [markdown]
 # ### 35 Old names warn
 #
-# **What you see.** One of these warnings appears:
+# **What you see.** One of these warnings appears, or an import fails:
 # - `` `torch.cuda.amp.autocast(args...)` is deprecated. ``
 # - `` `torch.cuda.amp.GradScaler(args...)` is deprecated. ``
+# - `ImportError: cannot import name 'amp' from 'apex'`
 #
 # **The smallest program that does it.** We use the old names, which many tutorials still have.
 
@@ -2036,10 +2081,13 @@ assert "`torch.cuda.amp.GradScaler(args...)` is deprecated." in old_scaler
 
 # %% [markdown]
 # **Why.** The functions have moved to `torch.amp`, which serves several kinds of devices. The old
-# names still work, but only on CUDA and ROCm.
+# names still work, but only on CUDA and ROCm. Apex [removed its
+# `amp`](https://github.com/NVIDIA/apex/pull/1896) in 2025.
 #
-# **The fix.** Write `torch.autocast("cuda", dtype=…)` and `torch.amp.GradScaler("cuda")`. Notebook
-# 13 migrates whole projects.
+# **The fix.** Write `torch.autocast("cuda", dtype=…)` and `torch.amp.GradScaler("cuda")`, also in place
+# of `apex.amp`. `amp-lab migrate` rewrites the names of torch, and says for each line of Apex what to
+# write ([notebook 13](13_from_apex.ipynb)). If a library imports `apex.amp`, as [older versions of
+# transformers](https://github.com/huggingface/transformers/issues/38095) do, update the library.
 
 # %%
 assert warnings_of(lambda: torch.autocast("cuda", dtype=torch.float16, enabled=False)) == ""
@@ -2420,9 +2468,241 @@ for dtype in (torch.bfloat16, torch.float16):
 # --device cpu` names the layers of your model that will.
 
 # %% [markdown]
+# ### 43 Flash attention refuses fp32
+#
+# **What you see.** The package `flash-attn`, or PyTorch's copy of its kernel, raises
+# `FlashAttention only support fp16 and bf16 data type`
+# We quote it from its
+# [source](https://github.com/Dao-AILab/flash-attention/blob/main/csrc/flash_attn/flash_api.cpp).
+#
+# **The smallest program that does it.** The kernel needs a GPU, but how q becomes fp32 can be seen
+# anywhere. We rotate it with a table of cosines in fp32, inside an autocast block.
+
+# %%
+cosines = torch.ones(2)  # fp32, as rotary embeddings often keep them
+model, _ = make()
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    v = model(x)[None, None]  # (1, 1, 1, 2): batch, heads, tokens, features
+    q = v * cosines
+print(f"v is {v.dtype}, q is {q.dtype}")
+assert v.dtype is torch.bfloat16
+assert q.dtype is torch.float32
+
+# %% [markdown]
+# **Why.** The kernel computes in 16 bits alone, and autocast casts for PyTorch's ops, not for a
+# function of another package. Its inputs are fp32 if the model was loaded in fp32 and runs without
+# autocast ([an example](https://github.com/QwenLM/Qwen3/issues/406)), or if a norm or a rotation
+# before the kernel returns fp32.
+#
+# **The fix.** Cast q, k and v to 16 bits right before the call. Or call PyTorch's own attention, for
+# which autocast casts. A model that only runs inference can be loaded in bf16.
+
+# %%
+q_cast = q.to(v.dtype)
+assert q_cast.dtype is torch.bfloat16
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    assert F.scaled_dot_product_attention(q, q, v).dtype is torch.bfloat16
+
+# %% [markdown]
+# **Notice it earlier.** Assert `q.dtype is k.dtype is v.dtype` before the call, and print the dtype once.
+
+# %% [markdown]
+# ### 44 A size is not a multiple of 16 or 8
+#
+# **What you see.** A matrix product in FP8 raises one of these, on a GPU or when it is compiled:
+# - `Expected trailing dimension of mat1 to be divisible by 16`, or `mat_a` in place of `mat1`
+# - `Expected self.size(1) to be divisible by 16, but got self.size(1)=`, followed by the size
+# - `Expected both dimensions of mat2 to be divisible by 16`
+#
+# In fp16 and bf16 there is no message, but the product is slower than it could be.
+#
+# **The smallest program that does it.** We multiply in FP8 on the device `meta`, whose tensors have
+# no data and follow the rules of CUDA. First the inner size is odd, then the vocabulary of GPT-2. (The
+# first message is that of [the kernel itself](https://github.com/pytorch/ao/issues/571).)
+
+
+# %%
+def shape_in_fp8(rows, inner, columns):
+    """The shape of a product of (rows, inner) and (inner, columns) in FP8, without data."""
+    left = torch.empty(rows, inner, dtype=torch.float8_e4m3fn, device="meta")
+    right = torch.empty(columns, inner, dtype=torch.float8_e4m3fn, device="meta")
+    one = torch.ones((), device="meta")  # the scale of either
+    return torch._scaled_mm(left, right.T, one, one, out_dtype=torch.bfloat16).shape
+
+
+inner_message = message_of(lambda: shape_in_fp8(32, 100, 64))
+columns_message = message_of(lambda: shape_in_fp8(32, 64, 50257))
+print(inner_message, columns_message, sep="\n")
+assert "Expected self.size(1) to be divisible by 16, but got self.size(1)=" in inner_message
+assert "Expected both dimensions of mat2 to be divisible by 16" in columns_message
+
+# %% [markdown]
+# **Why.** Tensor cores read rows of 16 bytes: 16 numbers in FP8, 8 in fp16 and bf16, 4 in TF32. FP8
+# kernels refuse other sizes. In 16 bits any size runs, but most efficiently in multiples of 16 bytes,
+# and on an A100 of 128, which is 64 numbers ([NVIDIA's
+# guide](https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/index.html#requirements-tc)).
+# The sizes of a linear layer are its inputs, its outputs, and the rows, which are batch x tokens: the
+# gradient of the weight sums over them.
+#
+# **The fix.** Pad. nanoGPT makes GPT-2's vocabulary of 50257 a [multiple of
+# 64](https://github.com/karpathy/nanoGPT/blob/master/model.py), which is 50304. No token has the new
+# numbers, and the logits of the others stay the same. Leave the new ones out before you choose a
+# token. Drop the last batch if it is smaller (`drop_last=True`), and pad the tokens.
+
+
+# %%
+def padded(size, multiple):
+    """The smallest multiple that is not below `size`."""
+    return math.ceil(size / multiple) * multiple
+
+
+assert padded(50257, 64) == 50304
+assert shape_in_fp8(32, padded(100, 16), 50304) == (32, 50304)
+head = nn.Linear(2, 5, bias=False)  # a vocabulary of 5
+larger = nn.Linear(2, padded(5, 8), bias=False)
+with torch.no_grad():
+    larger.weight[:5] = head.weight
+torch.testing.assert_close(larger(x)[:, :5], head(x))
+
+# %% [markdown]
+# **Notice it earlier.** `amp-lab xray` names the products on a GPU whose sizes are not multiples of 8.
+# `amp-lab rehearse` leaves out the layers that FP8 would refuse, and says what to pad.
+
+# %% [markdown]
+# ## Memory and checkpoints
+#
+# In this part the run stops for lack of memory, or does not go on as it was.
+
+# %% [markdown]
+# ### 45 CUDA is out of memory
+#
+# **What you see.** A step raises
+# `torch.OutOfMemoryError: CUDA out of memory.`
+# It goes on with `Tried to allocate` and a size. Older versions say `torch.cuda.OutOfMemoryError`, which
+# is the same class. We quote it from PyTorch's
+# [source](https://github.com/pytorch/pytorch/blob/main/c10/cuda/CUDACachingAllocator.cpp).
+#
+# **The smallest program that does it.** We need no GPU to see that a step does not fit:
+# `forecast_memory` counts its bytes without computing anything. The card of this example has 24 MiB.
+
+# %%
+card = 24 * 2**20  # bytes
+
+
+def peak_of(batch):
+    """Bytes of a training step of section 34's model with Adam, under bf16 autocast on a GPU."""
+    inputs = torch.empty(batch, 512, device="meta")
+    return forecast_memory(wide, inputs, precision="bf16").peak
+
+
+print(f"4096 examples need {peak_of(4096) / 2**20:.0f} MiB of {card / 2**20:.0f} MiB")
+assert peak_of(4096) > card
+assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
+
+# %% [markdown]
+# **Why.** Weights, gradients, optimizer state and saved activations have to fit at the same time.
+# - If the *first* step fails, they are too large, or another process uses the GPU (`nvidia-smi`).
+# - If memory grows in *each* step, your code keeps graphs: a running total of `loss` holds all of them,
+#   and one of `loss.item()` none.
+# - If only *evaluation* fails, it runs without `torch.inference_mode()` (section 34).
+# - If the message says that much memory is reserved but unallocated, it is fragmented. Set
+#   `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, as the message says.
+#
+# **The fix.** Ask `amp-lab memory my_model.py:MODEL --input 8,3,224,224 --memory 24GiB` with your model
+# and card: it forecasts each precision and the largest batch, and says what else saves how much
+# ([Will it fit?](../docs/your_model.md#will-it-fit)). Then use a batch that fits, and add up the
+# gradients of several, which gives the gradient of the large one.
+
+
+# %%
+def gradient_of_batches(batches):
+    """The gradient of the mean loss over batches of one size."""
+    wide.zero_grad()
+    for batch in batches:
+        (wide(batch).square().mean() / len(batches)).backward()
+    return wide[0].weight.grad.clone()
+
+
+fits = largest_batch(wide, (512,), memory_bytes=card, precision="bf16")
+print(f"{fits} examples fit")
+assert peak_of(fits) <= card < peak_of(fits + 1)
+large = torch.randn(8, 512)
+torch.testing.assert_close(gradient_of_batches(large.split(4)), gradient_of_batches([large]))
+loss = wide(large).square().mean()
+total = 0.0 + loss  # a running total
+assert total.requires_grad  # so it holds the graph
+assert isinstance(loss.item(), float)
+
+# %% [markdown]
+# **Notice it earlier.** Run `amp-lab memory` before you rent the card.
+
+# %% [markdown]
+# ### 46 After resuming the loss jumps or is NaN
+#
+# **What you see.** A run was fine when its checkpoint was saved. After loading it, the loss is NaN in
+# the second step or much higher than before, or the first steps are skipped.
+#
+# **The smallest program that does it.** We save the state of Adam for an fp32 weight, and load it
+# for the same weight in fp16 and in fp32.
+
+
+# %%
+def step_of_adam(weight, state=None):
+    """One step with a gradient of 1e-5, from a saved state; returns the optimizer."""
+    adam = torch.optim.Adam([weight])
+    if state is not None:
+        adam.load_state_dict(state)
+    weight.grad = torch.full_like(weight, 1e-5)
+    adam.step()
+    return adam
+
+
+saved = step_of_adam(nn.Parameter(torch.ones(1))).state_dict()
+for dtype in (torch.float16, torch.float32):
+    weight = nn.Parameter(torch.ones(1, dtype=dtype))
+    moment = step_of_adam(weight, saved).state[weight]["exp_avg_sq"]
+    print(f"{dtype}: second moment {moment.item():.0e}, weight {weight.item():.3f}")
+    assert moment.dtype is dtype
+    assert weight.isfinite().all() == (dtype is torch.float32)
+
+# %% [markdown]
+# **Why.** `load_state_dict` of an optimizer casts its state to the dtype of the weights. Adam's second
+# moments are squares of gradients. In fp16 small ones become 0, and the step divides by 0 (unless Adam
+# is fused). In bf16 they keep 8 bits. Two other causes:
+# - The state of the *scaler* was not loaded. A fresh one starts at 65536, so the gradients overflow and
+#   the first steps are skipped. No weight becomes NaN.
+# - The NaN is in the checkpoint, often in the buffers of batch normalisation
+#   ([section 7](#7-Training-is-fine-but-evaluation-is-NaN)).
+#
+# **The fix.** Keep the weights in fp32, and make and load the optimizer after that. Save and load the
+# state of the scaler too.
+
+
+# %%
+def first_step_is_skipped(scaler):
+    """Whether a step with a gradient of 10 in fp16 overflows at the scaler's present scale."""
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scaler.scale((10 * weight.half()).float().sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    return weight.item() == 1
+
+
+fresh = torch.amp.GradScaler("cpu")
+assert first_step_is_skipped(fresh)
+loaded = torch.amp.GradScaler("cpu")
+loaded.load_state_dict(torch.amp.GradScaler("cpu", init_scale=1024.0).state_dict())
+assert not first_step_is_skipped(loaded)
+
+# %% [markdown]
+# **Notice it earlier.** Before you save, check that all parameters and buffers are finite. `amp-lab
+# migrate` finds a checkpoint without the state of the scaler.
+
+# %% [markdown]
 # ## Summary
 #
-# We looked at 42 failures. Five questions find most of them:
+# We looked at 46 failures. Five questions find most of them:
 #
 # 1. **Are the parameters fp32?** If those that are trained are not, repair that first (9, 29), or see
 #    [notebook 16](16_low_precision_state.ipynb).
