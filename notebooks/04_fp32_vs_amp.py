@@ -644,7 +644,8 @@ for precision in precisions[1:]:
 
 # %% [markdown]
 # - A step took less than two thirds of the time and kept 52% of the memory, and the losses differed
-#   by less than those of two seeds do.
+#   by less than those of two seeds do. [Notebook 10](10_speed_ladder.ipynb) times the same network at
+#   other sizes and layouts, where AMP gains more or costs time.
 # - To see whether reduced precision costs accuracy, compare the losses of several seeds. With few
 #   seeds you only see a difference that is larger than their spread; pairs show smaller ones with
 #   fewer runs.

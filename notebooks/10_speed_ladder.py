@@ -640,6 +640,9 @@ for name in products.samples_s:
 # Each line has the time of a product, and how many times as fast as in fp32 it is. One as small as this is
 # far from the limit of the device, and here neither fp16 nor bf16 pays.
 #
+# **Sizes that are not multiples of 8.** On tensor cores they gain less: [notebook
+# 08](08_when_amp_breaks.ipynb#44-A-size-is-not-a-multiple-of-16-or-8) says which sizes are efficient and what to pad.
+#
 # ## From which size on does AMP pay?
 #
 # We let the picture, the batch or the network of `grown_problem` grow, and time forward and backward pass

@@ -535,7 +535,8 @@ report
 #
 # On the command line this is `amp-lab rehearse`; `--steps` trains in each format beside bf16,
 # which says more than one step of an untrained model, and `--for h100` forecasts which layers
-# would gain there.
+# would gain there. Kernels for FP8 refuse sizes that are not multiples of 16: see [what to
+# pad](08_when_amp_breaks.ipynb#44-A-size-is-not-a-multiple-of-16-or-8).
 
 # %%
 for layer in ("blocks.1.up", "blocks.1.down"):

@@ -545,8 +545,11 @@ assert far["fp8-rowwise"] < far["int4"] < far["nvfp4"]
 # INT8 with a scale for each row is as near as bf16. FP8, with three bits of mantissa, is farther
 # off, and four bits farther still; even they change few decisions of this easy task. torchao stores
 # and multiplies the weights of linear layers (not of convolutions) in this way, with
-# `quantize_(model, Int8WeightOnlyConfig())`. [Notebook 15](15_below_16_bits.ipynb) has the
-# formats.
+# `quantize_(model, Int8WeightOnlyConfig())`. For FP8 the config is `Float8WeightOnlyConfig()`. With
+# `Float8DynamicActivationFloat8WeightConfig()` the activations are FP8 too, for a product in FP8; it
+# needs a GPU that multiplies FP8, and passes over layers whose sizes are not multiples of 16.
+# [Notebook 15](15_below_16_bits.ipynb) has the formats.
+# <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # Besides four bits for each weight, a group stores what its weights share: one 8-bit number in NVFP4;
 # for our `int4` we count two of 16 bits. torchao's `Int4WeightOnlyConfig`, GPTQ and AWQ have larger

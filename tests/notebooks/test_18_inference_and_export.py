@@ -1,6 +1,8 @@
 """Notebook 18: what its text says of torch without a cell that shows it."""
 
+import copy
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -123,3 +125,60 @@ def test_emulated_roundings_leave_a_scaled_softmax_unlike_eager():
 
     with torch._inductor.config.patch(emulate_precision_casts=True):
         assert not torch.equal(torch.compile(attention_weights)(x), attention_weights(x))
+
+
+# FP8 with torchao's quantize_
+
+
+@pytest.fixture
+def quantization():
+    return pytest.importorskip("torchao.quantization")
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 10)).bfloat16().eval()
+
+
+def stored_dtypes(layer: nn.Linear) -> set[torch.dtype]:
+    """The dtypes of the tensors that hold the weight of a layer."""
+    weight: Any = layer.weight
+    if type(weight.data) is torch.Tensor:
+        return {weight.dtype}
+    names, _ = weight.__tensor_flatten__()
+    return {getattr(weight, name).dtype for name in names}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torchao's own
+def test_weights_alone_are_stored_in_fp8_and_any_machine_runs_them(quantization, model):
+    few = copy.deepcopy(model)
+    quantization.quantize_(few, quantization.Float8WeightOnlyConfig())
+    assert torch.float8_e4m3fn in stored_dtypes(few[0]) & stored_dtypes(few[2])
+    x = torch.randn(4, 32).bfloat16()
+    with torch.inference_mode():
+        expected, found = model(x).float(), few(x).float()
+    off = (found - expected).norm() / expected.norm()
+    assert 0 < off < 2 * 2**-4  # two layers, whose weights have 4 significant bits
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_activations_in_fp8_need_a_gpu_that_multiplies_it(quantization, model, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: False)
+    config = quantization.Float8DynamicActivationFloat8WeightConfig()
+    with pytest.raises(AssertionError, match="requires CUDA compute capability"):
+        quantization.quantize_(model, config)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layers_whose_sizes_are_no_multiples_of_16_stay_as_they_are(
+    quantization, model, monkeypatch
+):
+    from torchao.quantization import quant_api
+
+    # The layer of 10 outputs is passed over before a kernel is asked for.
+    monkeypatch.setattr(quant_api, "_check_hardware_support", lambda granularity: None)
+    quantization.quantize_(model, quantization.Float8DynamicActivationFloat8WeightConfig())
+    assert torch.float8_e4m3fn in stored_dtypes(model[0])
+    assert stored_dtypes(model[2]) == {torch.bfloat16}
