@@ -201,7 +201,7 @@ def train_epoch(model, loader, optimizer, scheduler, scaler, dtype):
 
 
 # %% [markdown]
-# Evaluation needs autocast too, but no scaler, since there are no gradients.
+# Evaluation runs under the same autocast. It needs no scaler, since there are no gradients.
 
 
 # %%
@@ -222,7 +222,7 @@ def evaluate(model, loader, dtype):
 
 # %% [markdown]
 # A run has a network, an optimizer, a schedule, and *one* scaler that lives as long as the run. A new
-# scaler in each epoch would forget the loss scale it had found, and would skip steps to find it again.
+# scaler in each epoch would forget the loss scale it had found, and could skip steps to find it.
 # `fused=True` gives an optimizer that the scaler can tell to skip a step without waiting for the
 # device, as [notebook 03](03_grad_scaler_step_by_step.ipynb) counts.
 
@@ -309,9 +309,10 @@ print(f"seeds differ by up to {100 * spread:.1f} points, the standard error is {
 
 # %% [markdown]
 # In the run above the precisions differ by about three points. That may sound like much, but the
-# seeds of one precision differ farther, and with 225 test images the standard error alone is more than
-# a point, so only a difference of about eight points would have counted. Three seeds cannot say more:
-# with more of them, or with a larger test set, a smaller difference would show.
+# seeds of one precision differ farther, and with 225 test images the standard error alone is more
+# than a point, so only a difference of about eight points would have counted. To see a smaller one,
+# test on more images, or train more seeds and compare means by their standard errors: the range of
+# the seeds, which we use here, does not shrink with their number.
 #
 # ## Is it faster?
 #
@@ -387,8 +388,9 @@ for p in both:  # 25 times as many pixels or more take longer
 # The number beside each time of autocast is its speed-up over FP32, with its interval. Only an
 # interval wholly above or below 1x says that one of the two is faster. On this CPU bf16 *costs*
 # time on small images, and gains a little only at 160 pixels. Your device may draw
-# the line elsewhere. *Cores apart* is said of a virtual machine whose host moves its cores. If a
-# line says that the machine was busy, stop what else runs there, and run the cell again.
+# the line elsewhere. *Cores apart*: you are on a virtual machine whose host moves its cores, so
+# timings jump. If a line says that the machine was busy, stop what else runs there, and run the
+# cell again.
 #
 # ## Find the layers to blame
 #
@@ -464,10 +466,10 @@ assert (len(found), found.count("depthwise, stride 2")) == (52, 4)
 # The picture has a pair of bars for each kind of layer: FP32 on the left, and beside it, hatched,
 # autocast with its speed-up above the bar. The thin lines are the intervals, and grey bars say that
 # the machine was too busy. On this CPU the first layer gains from bf16, the pointwise ones hardly do,
-# and the depthwise ones lose. The four with stride 2 take about eight times as long, and lose far more
-# than all others gain. On another device, look for a kind whose second bar is much the higher one.
+# and the depthwise ones lose. The four with stride 2 take about seven times as long, and lose far
+# more than all others gain. On another device, look for a kind whose second bar is much higher.
 #
-# At stride 2 a kernel is missing. oneDNN computes convolutions on a CPU, and
+# At stride 2 a kernel is missing. oneDNN computes convolutions on an x86 CPU, and
 # [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html) makes it print
 # the kernel of every call. On a CPU with AVX-512 and bf16 it computed the gradient of the input at
 # stride 1 with `jit_dw`, a kernel made for depthwise layers, but at stride 2 with
@@ -638,14 +640,15 @@ assert distance(resumed) == 0
 # initial scale and skips steps once more, a new optimizer starts Adam's averages from zero, a new
 # schedule warms up again, and from another random state dropout drops other values.
 #
-# `amp-lab train` is this loop as a command. It also saves in the middle of an epoch, goes on after being
-# killed, and draws its curves:
+# `amp-lab train` is this loop as a command. It draws its curves, and saves after each epoch:
 #
 # ```bash
 # pdm run amp-lab train --dataset cifar10 --precision bf16 --out runs/x
 # ```
 #
-# `--dataset digits` needs no download, `--clip-norm` clips unscaled gradients, and `--resume` goes on.
+# `--dataset digits` needs no download, `--clip-norm` clips unscaled gradients, `--checkpoint-every`
+# saves more often, and `--resume` continues a run that was stopped or killed.
+# <!-- tests/training/test_run.py -->
 #
 # ## Clip gradients: unscale first (optional)
 #
@@ -758,9 +761,10 @@ folder.cleanup()
 # %% [markdown]
 # ## Why depthwise layers have little to gain (optional)
 #
-# Even with the best of kernels a depthwise layer would gain little, since it does little arithmetic for
-# every byte it moves. Counting is simple. Each value of the output takes as many products and sums as one
-# filter has weights; and input, weights and output each have to travel between memory and the cores.
+# Even with the best of kernels 16 bits would make a depthwise layer at most twice as fast, since it
+# does little arithmetic for every byte it moves. Counting is simple. Each value of the output takes
+# as many multiplications and additions as one filter has weights; and input, weights and output
+# each have to travel between memory and the cores.
 
 
 # %%
@@ -798,9 +802,10 @@ for size, values in intensity.items():
 
 # %% [markdown]
 # In batches of 8, a depthwise layer does about 2 FLOPs a byte at either size, a pointwise one 10.1
-# at 32 pixels and 26.5 at 224. A 16-bit number has half the bytes of an fp32 one, so memory traffic
-# gets at most twice as fast, while arithmetic may gain more on hardware with units for it. As a
-# rule of thumb, a layer with few FLOPs per byte waits for memory or its start-up and gains little.
+# at 32 pixels and 26.5 at 224. As a rule of thumb, a layer with few FLOPs per byte waits for
+# memory, or for its start-up if it is small. A 16-bit number has half the bytes of an fp32 one, so
+# memory traffic gets at most twice as fast, and a start-up no faster. Arithmetic may gain more, on
+# hardware with units for it.
 #
 # ## Summary
 #
@@ -808,8 +813,8 @@ for size, values in intensity.items():
 #   one scaler serves the whole run.
 # - The precisions differed by no more than seeds and a finite test set explain. So few images would not
 #   have shown a loss of a few points.
-# - Autocast pays where there is enough arithmetic to speed up. Time it on your shapes. If it loses, time the
-#   layers by kind, and leave those that lose in FP32.
+# - Autocast gains most where there is much arithmetic. Time it on your shapes. If it loses, time
+#   the layers by kind, and leave those that lose in FP32.
 # - Call `unscale_` before clipping, or `max_norm` means nothing; with Adam the mistake does not show.
 # - A checkpoint needs the scaler, the random states and an atomic write. Bitwise equality is the test
 #   that nothing is missing.
@@ -962,9 +967,11 @@ check_superfluous(superfluous)
 # superfluous = {"scaler", "random"}
 # ```
 #
-# A disabled scaler has no state, and without dropout nothing draws from the random states once the run
-# has begun. Saving both all the same costs a few kilobytes, and protects you on the day when somebody
-# adds dropout or switches to fp16.
+# A disabled scaler has no state, and without dropout nothing draws from the random states once the
+# run has begun: the order of the images depends on seed and epoch alone. (A `DataLoader` that
+# shuffles would draw from them.) Save both all the same. It costs a few kilobytes, and checkpoints
+# stay complete when somebody adds dropout or trains in fp16.
+# <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # </details>
 #

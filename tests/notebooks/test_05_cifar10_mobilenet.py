@@ -6,6 +6,7 @@ import pytest
 import torch
 from definitions import definitions
 from torch import nn
+from torch.utils.data import DataLoader
 
 import build_pairs
 from amp_lab import Precision
@@ -119,3 +120,9 @@ def test_an_fp32_island_computes_what_fp32_does(notebook):
         assert layer(images).dtype is torch.bfloat16
         inside = island(images)
     assert torch.equal(inside, layer(images))
+
+
+def test_a_loader_that_shuffles_draws_from_the_random_state():
+    before = torch.get_rng_state()
+    list(DataLoader(range(4), shuffle=True))
+    assert not torch.equal(torch.get_rng_state(), before)
