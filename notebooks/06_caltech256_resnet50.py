@@ -351,7 +351,7 @@ print(step_times)
 assert all(is_possible(step_times, precision) for precision in precisions)
 
 # %% [markdown]
-# Each line but FP32's ends with the speed-up and its interval. Here bf16 is some 1.4 times as fast.
+# Each line but FP32's ends with the speed-up and its interval. Here bf16 is 1.3 times as fast.
 # *Too busy to tell* means that something else ran on the machine: stop it, and run the cell again.
 #
 # An epoch also reads, decodes and augments images on the CPU, in every precision alike. If reading a batch
@@ -474,8 +474,8 @@ assert 0.85 < gib["FP32, batch 512"] / 6 < 1
 # %% [markdown]
 # AMP needs 2.87 GiB for 512 images, little more than the 2.73 GiB of FP32 for 256. FP32 with 512
 # images needs 5.36 GiB, which leaves less than 1 GiB for what our count does not see: the CUDA
-# context, the scratch memory of convolutions, the gaps in the allocator, and often a desktop. That
-# was not enough, since the tutorial's table says that the card ran out.
+# context, the scratch memory of convolutions, the gaps in the allocator, and often a desktop. The
+# tutorial's table says that its card ran out.
 #
 # ## Why it is not quite half
 #
@@ -625,7 +625,8 @@ assert (loaded_loss, loaded_accuracy) == (loss, accuracy)
 #     pdm run amp-lab train --dataset caltech256 --model resnet50 --freeze --pretrained \
 #         --precision bf16 --batch-size 512 --out runs/caltech
 #
-# It saves after each epoch and when it is told to stop, and with `--resume` it goes on.
+# It saves after each epoch and when it is told to stop, and with `--resume` [it goes
+# on](../docs/train.md).
 #
 # ## Augmentation (optional)
 #
@@ -678,10 +679,12 @@ assert not path.exists()
 # %% [markdown]
 # ## Run out of memory on purpose (optional)
 #
-# On a GPU we can do better than count, and really run out of memory. `set_per_process_memory_fraction`
-# limits PyTorch's allocator to 6 GiB, whatever the card has. By PyTorch's documentation, a step
-# that does not fit raises `torch.OutOfMemoryError`. Once the function that raised it is left, its
-# tensors are free again.
+# On a GPU we can do better than count, and really run out of memory.
+# `set_per_process_memory_fraction` limits PyTorch's allocator to 6 GiB on a larger card. A step
+# that needs more [runs out of
+# memory](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html),
+# which raises `torch.OutOfMemoryError`. Its tensors are freed once the function that raised it is
+# left.
 
 
 # %%
