@@ -44,8 +44,8 @@ plots.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# A layer under autocast returns bf16. Rotary embeddings multiply that by a table of sines and
-# cosines, and such a table is usually in fp32. Before you run this: what dtype comes out?
+# A linear layer under autocast returns bf16. Rotary embeddings multiply that by a table of sines
+# and cosines, and such a table is usually in fp32. Before you run this: what dtype comes out?
 
 # %%
 angles = torch.arange(8)[:, None] * torch.tensor([1.0, 0.1])
@@ -171,11 +171,13 @@ assert result.low_share == 1  # of the work of products
 result
 
 # %% [markdown]
-# The products run in bf16, and the norms in fp32, by CUDA's list of ops, in which RMSNorm stands [from
-# torch 2.12 on](https://github.com/pytorch/pytorch/pull/188955) (a CPU's autocast leaves a norm in the
-# dtype of its input). The residual stream is fp32 because the embedding is: bf16 added to fp32 gives
-# fp32. That helps, because every block adds a small amount and bf16 would round each sum; it costs
-# memory. Hooks say the same of a real step on this device:
+# The matmuls run in bf16. The residual stream is fp32 because the embedding is: bf16 added to fp32
+# gives fp32. That helps, because every block adds a small amount and bf16 would round each sum; it
+# costs memory. The norms read this stream, so they are fp32 too. (An RMSNorm that reads bf16
+# returns fp32 under CUDA's autocast [from torch 2.12
+# on](https://github.com/pytorch/pytorch/issues/188955), and bf16 under a CPU's.) Hooks say the same
+# of a real step on this device:
+# <!-- tests/tracing/test_advice.py -->
 
 
 # %%
@@ -247,13 +249,18 @@ print("outside:", message)
 assert message.startswith("Expected query, key, and value to have the same dtype")
 
 # %% [markdown]
-# Which kernel runs depends on the dtype too. On CUDA *flash attention* takes fp16 and bf16 alone,
-# on cards from Ampere on, with heads of at most 256, no mask of your own, and with `is_causal` as
-# many queries as keys. cuDNN's kernel wants 16 bits as well, takes a mask, and is the first choice
-# on an H100 (where its gradients can be NaN with a mask, [in torch 2.11 and some
-# later](https://github.com/pytorch/pytorch/issues/196678)). What neither takes goes to a slower
-# kernel without a word: a model in fp32, any model on a T4. To be sure of a kernel, select it: it
-# raises if it cannot run, and the warnings before say why:
+# Which kernel runs depends on the dtype too. By [PyTorch's
+# rules](https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)
+# for NVIDIA GPUs,
+#
+# - *flash attention* takes fp16 and bf16, on Ampere and later, with heads of one size, at most 256,
+#   no mask of your own, and with `is_causal` as many queries as keys;
+# - cuDNN's kernel wants 16 bits and Ampere as well, and takes a mask. It is the first choice on an
+#   H100 if cuDNN is newer than 9.15. There its gradients can be NaN with a mask, [in torch 2.11 and
+#   some later](https://github.com/pytorch/pytorch/issues/196678);
+# - anything else goes to a slower kernel without a word: a model in fp32, any model on a T4.
+#
+# To be sure of a kernel, select it: it raises if it cannot run, and the warnings before say why:
 
 # %%
 import warnings
@@ -348,6 +355,7 @@ for name in ("fp16", "bf16"):
 # Our vocabulary has under a hundred characters. Language models have far larger ones (Llama 3 has
 # 128,256 tokens), and then the logits are the largest tensor of the step. At the peak of the backward
 # pass four of their size are alive. For a batch of 8 x 2048 tokens:
+# <!-- tests/notebooks/test_17_language_model.py -->
 
 # %%
 values = 8 * 2048 * 128_256
@@ -406,18 +414,22 @@ torch.testing.assert_close([hidden.grad, weight.grad], wanted, rtol=1e-4, atol=1
 assert parts < direct / 5
 
 # %% [markdown]
-# The gradients agree to rounding. (That is what is kept between the passes; in the backward pass one
-# chunk at a time comes on top.) Checkpointing remembers autocast's state and enters it again for its
-# second forward pass, so it needs no change under autocast ([notebook
-# 07](07_training_recipes.ipynb#Checkpoint-activations) has the exception).
-# With a frozen base, as below, it has to be `use_reentrant=False`: the old kind finds no gradient at
-# its input and learns nothing.
+# The gradients agree to rounding. (That is what is kept between the passes; in the backward pass
+# one chunk at a time comes on top.) Checkpointing remembers autocast's state and enters it again
+# for its second forward pass, so it needs no change under autocast ([notebook
+# 07](07_training_recipes.ipynb#Checkpoint-activations) has the exception). It has to be
+# `use_reentrant=False` for a part whose inputs need no gradient, such as the first block over a
+# frozen base: the reentrant kind gives that part [no
+# gradients](https://docs.pytorch.org/docs/stable/checkpoint.html#torch.utils.checkpoint.checkpoint).
+# <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## The same loss, built in (optional)
 #
-# Newer PyTorch has such a loss, `F.linear_cross_entropy`, and [Liger
-# Kernel](https://github.com/linkedin/Liger-Kernel) has it in Triton. PyTorch's has two surprises: with its
-# options it takes no part in autocast, and from bf16 inputs it returns a loss in bf16.
+# From torch 2.13 on,
+# [`F.linear_cross_entropy`](https://docs.pytorch.org/docs/2.13/generated/torch.nn.functional.linear_cross_entropy.html)
+# with `options` is such a loss, and [Liger Kernel](https://github.com/linkedin/Liger-Kernel) has it
+# in Triton. PyTorch's has two surprises: with `options` it takes no part in autocast, and from bf16
+# inputs it returns a loss in bf16.
 
 # %% tags=["nbval-ignore-output"]
 if hasattr(F, "linear_cross_entropy"):  # torch 2.15
@@ -527,7 +539,7 @@ assert arrived[10_000] < arrived[1000] < 0.8
 
 # %% [markdown]
 # bf16 numbers are 0.4 to 0.8 % apart. While the update is larger than that, rounding is noise, and on
-# the whole the update arrives. Below half of it most values do not move at all, and most of the
+# the whole the update arrives. At a tenth of that most values do not move at all, and most of the
 # update is gone.
 #
 # So **keep the adapter** beside the base, and nothing is lost (one base can then serve many adapters);
@@ -588,17 +600,18 @@ print(f"loss of the test in fp32 {in_fp32:.4f}, in bf16 {in_bf16:.4f}")
 assert abs(in_bf16 - in_fp32) < 0.01
 
 # %% [markdown]
-# A text parts where the two best logits lie closer together than what bf16 moves them by. From there
-# on it goes its own way, since each character depends on those before. It is not that bf16 writes
-# worse: at such a place both were as good, and the loss is the same. So compare models by their loss,
-# or by the share of single decisions that agree, and not by whole texts. (And compute the last layer
-# in fp32 if the likeliest token matters to you: in bf16 two logits can be *equal*, and then the order
-# of the vocabulary decides.)
+# A text parts where the two best logits lie closer together than what bf16 moves them by. From
+# there on it goes its own way, since each character depends on those before. It is not that bf16
+# writes worse: at such a place both were as good, and the loss is the same. So compare models by
+# their loss, or by the share of single decisions that agree, and not by whole texts. (And compute
+# the last layer in fp32 if the likeliest token matters to you: in bf16 two logits can be *equal*,
+# and then `argmax` takes [the
+# first](https://docs.pytorch.org/docs/stable/generated/torch.argmax.html) of the vocabulary.)
 #
-# The same happens without any change of precision. A product of another shape is summed in another
-# order, so the same prompt in another batch, with another length or with a cache gives logits that
-# differ in the last bits. Here are those of each place, from the whole text and from a text that
-# ends there:
+# The same happens without any change of precision. A matmul of another shape may be summed in
+# another order, so the same prompt in another batch, with another length or with a cache can give
+# logits that differ in the last bits. Here are those of each place, from the whole text and from a
+# text that ends there:
 
 # %% tags=["nbval-ignore-output"]
 for name, low in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
@@ -622,8 +635,8 @@ for name, low in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
 #
 # A model that was trained in bf16 may overflow in fp16: its residual stream, or the values inside a
 # block, may pass 65504, which bf16 never noticed ([T5
-# did](https://github.com/huggingface/transformers/pull/9487)). We plant that. The norms hide it, so
-# that neither the outputs nor the loss tell:
+# did](https://github.com/huggingface/transformers/pull/9487)). We plant that. The last norm hides
+# it: no logit is large.
 
 # %%
 planted = copy.deepcopy(model)
@@ -681,11 +694,11 @@ if folder:
 # %% [markdown]
 # ## Summary
 #
-# - Under autocast over fp32 weights the products of a transformer are in 16 bits, and on CUDA norms,
+# - Under autocast over fp32 weights the matmuls of a transformer are in 16 bits, and norms,
 #   rotations and the residual stream in fp32. Over bf16 weights the stream is bf16.
 # - Give the loss its logits in fp32: `.float()`.
 # - Cosines may be rounded to bf16, rates and places not: load in a dtype, do not cast afterwards.
-# - q, k and v need one dtype, and flash attention wants 16 bits.
+# - q, k and v need one dtype, and on CUDA flash attention wants 16 bits.
 # - The logits can be the largest tensor of a step. Compute their loss in chunks.
 # - LoRA: the base frozen in bf16, the adapters stored in fp32, merged in fp32 if at all.
 # - Texts part at near ties, by precision, batch or cache. Compare losses and single decisions.

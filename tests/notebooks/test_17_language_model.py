@@ -1,13 +1,19 @@
 """What notebook 17 says: of LoRA, held against peft; of models, against a small Llama."""
 
 import shutil
+import warnings
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from definitions import definitions
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
+CPU = torch.device("cpu")
 SOURCE = Path(__file__).parents[2] / "notebooks" / "17_language_model.py"
 PLACE = "base_model.model.0.lora_{}.default.weight"
 
@@ -92,7 +98,7 @@ def test_the_cache_of_a_llama_is_fp32_under_autocast_and_bf16_in_a_cast_model(ll
         return {layer.keys.dtype, layer.values.dtype}
 
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.float32 in dtypes(llama)
+        assert dtypes(llama) == {torch.float32}
     assert dtypes(llama.bfloat16()) == {torch.bfloat16}
 
 
@@ -133,3 +139,31 @@ def test_a_folder_without_whole_safetensors_is_refused(llama, tmp_path, what):
         shutil.rmtree(folder)
     with pytest.raises((OSError, ValueError)):
         examine(folder)
+
+
+def test_at_the_peak_of_the_loss_four_tensors_of_its_size_are_alive():
+    """Those of the page's table: the output in bf16, and in fp32 what the loss makes of it."""
+    watch = definitions(SOURCE.parent / "06_caltech256_resnet50.py", device=CPU)["LiveTensors"]
+    loss_of = definitions(SOURCE, device=CPU)["loss_of"]
+    tokens, words = 64, 5000
+    with FakeTensorMode(), watch() as live:
+        hidden = torch.zeros(1, tokens, 2, requires_grad=True)
+        weight = torch.zeros(words, 2, requires_grad=True)
+        targets = torch.zeros(1, tokens, dtype=torch.int64)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = F.linear(hidden, weight)
+            loss = loss_of(logits, targets)
+        loss.backward()
+    large = Counter(dtype for _, dtype, size in live.peak if size >= 2 * tokens * words)
+    assert large == {torch.bfloat16: 1, torch.float32: 3}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_reentrant_checkpoint_gives_a_part_with_frozen_inputs_no_gradients(reentrant):
+    adapter = nn.Linear(2, 2)
+    frozen = torch.ones(1, 2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        output = checkpoint(adapter, frozen, use_reentrant=reentrant)
+    assert output.requires_grad == (not reentrant)
+    assert any("Gradients will be None" in str(one.message) for one in told) == reentrant
