@@ -293,7 +293,9 @@ def train(model, precision, data, seed, steps, lr=3e-3):
     """Train a model in place, and return the losses."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=lr)
-    scaler = torch.amp.GradScaler(device.type, 2.0**10, enabled=precision == torch.float16)
+    scaler = torch.amp.GradScaler(
+        device.type, 2.0**10, growth_interval=steps + 1, enabled=precision == torch.float16
+    )
     draws, losses = torch.Generator().manual_seed(seed), []
     low = torch.autocast(device.type, dtype=precision, enabled=precision != torch.float32)
     for _ in range(steps):
@@ -432,7 +434,7 @@ assert parts < direct / 5
 # inputs it returns a loss in bf16.
 
 # %% tags=["nbval-ignore-output"]
-if hasattr(F, "linear_cross_entropy"):  # torch 2.15
+if hasattr(F, "linear_cross_entropy"):  # torch 2.13 or later
     options = nn.LinearCrossEntropyOptions()
     with torch.no_grad():
         plain = F.linear_cross_entropy(hidden, weight, words, options=options)

@@ -167,3 +167,12 @@ def test_the_reentrant_checkpoint_gives_a_part_with_frozen_inputs_no_gradients(r
         output = checkpoint(adapter, frozen, use_reentrant=reentrant)
     assert output.requires_grad == (not reentrant)
     assert any("Gradients will be None" in str(one.message) for one in told) == reentrant
+
+
+def test_a_run_of_the_full_scale_ends_with_the_scale_that_it_began_with():
+    """Any other scale means a skipped step to its assertion; one grows after 2000 good steps."""
+    data = torch.zeros(80, dtype=torch.int64)
+    notebook = definitions(SOURCE, ["SIZES"], device=CPU, batch=1)
+    steps, _ = notebook["SIZES"]["full"]
+    losses = notebook["train"](nn.Embedding(1, 1), torch.float16, data, seed=0, steps=steps)
+    assert len(losses) == steps >= 2000
