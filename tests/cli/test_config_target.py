@@ -71,7 +71,7 @@ def advise_options(command: list[str]):
         ("some/name", {}, "is not on this disk; give the path of its config.json"),
         ("bad.json", {"architectures": None}, "names no architecture"),
         ("bad.json", {"architectures": ["LlamaForDogs"]}, "has no LlamaForDogs"),
-        ("bad.json", {"model_type": "lama"}, "transformers cannot read it"),
+        ("bad.json", {"model_type": "unheard_of"}, "transformers cannot read it"),
         ("bad.json", {"model_type": None}, "transformers cannot read it"),
         ("bad.json", {"hidden_size": "wide"}, "bad.json"),
     ],
