@@ -140,15 +140,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_lab import (
-    DeviceError,
-    Precision,
-    compare,
-    describe_device,
-    forecast_memory,
-    largest_batch,
-    plots,
-)
+from amp_lab import DeviceError, Precision, compare, forecast_memory, largest_batch, plots
 from amp_lab.notebook import start
 from amp_lab.numerics import ScaleLog, find_nonfinite, gradient_underflow
 
@@ -1958,17 +1950,11 @@ def forward(layer, batch, enabled):
         return layer(batch)
 
 
-report = describe_device(device)  # with the FLOP/s of a large product, as the doctor measures them
 for width in (16, 512):
     layer, batch = nn.Linear(width, width).to(device), torch.ones(width, width, device=device)
     steps = {p: partial(forward, layer, batch, p == "bf16") for p in ("fp32", "bf16")}
     timed = compare(steps, device=device, budget_s=2)
     print(f"width {width}:", timed, sep="\n")
-    for name in steps:
-        # A quarter to spare, since the doctor measured at one size, and at another moment.
-        limit = 1.25 * max(report.rates["fp32"], report.rates[name])
-        rate = timed.time_s(name).rate(2 * width**3)
-        assert not (report.trusted and rate.is_above(limit)), name
 assert forward(layer, batch, enabled=True).dtype is torch.bfloat16
 
 # %% [markdown]

@@ -291,11 +291,9 @@ steps, batch = SIZES[scale]
 
 def train(model, precision, data, seed, steps, lr=3e-3):
     """Train a model in place, and return the losses."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=lr)
-    scaler = torch.amp.GradScaler(
-        device.type, 2.0**10, growth_interval=steps + 1, enabled=precision == torch.float16
-    )
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=lr)
+    is_scaled = precision == torch.float16
+    scaler = torch.amp.GradScaler(device.type, 2.0**10, 2.0, 0.5, steps + 1, is_scaled)
     draws, losses = torch.Generator().manual_seed(seed), []
     low = torch.autocast(device.type, dtype=precision, enabled=precision != torch.float32)
     for _ in range(steps):

@@ -1,6 +1,7 @@
 """A target that is a config of transformers: a config.json, its folder, or a name on the Hub."""
 
 import contextlib
+import importlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,8 +66,7 @@ def _read(target: str, changes: dict[str, Any]) -> tuple[Any, Any]:
     names = config.architectures or []
     if not names:
         raise OptionError(f"{target!r}: it names no architecture; write a function instead")
-    import transformers
-
+    transformers = importlib.import_module("transformers")
     architecture = getattr(transformers, names[0], None)
     if architecture is None:
         raise OptionError(f"{target!r}: transformers {transformers.__version__} has no {names[0]}")
@@ -76,9 +76,8 @@ def _read(target: str, changes: dict[str, Any]) -> tuple[Any, Any]:
 def _config(target: str, changes: dict[str, Any]) -> tuple[Any, list[str]]:
     """The config, and the names among `changes` that it does not have."""
     try:
-        from transformers import AutoConfig
-
-        config, unused = AutoConfig.from_pretrained(
+        transformers = importlib.import_module("transformers")
+        config, unused = transformers.AutoConfig.from_pretrained(
             target,
             local_files_only=True,
             trust_remote_code=False,

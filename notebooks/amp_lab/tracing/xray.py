@@ -40,13 +40,14 @@ from amp_lab.tracing.xray_result import Xray
 _UNDER_AUTOCAST = remedy(
     "dtype.cast_model_under_autocast",
     "a model cast to fp16 or bf16 gets fp32 somewhere, and runs if autocast casts that",
-    "or run it under autocast to {dtype}, dtype=torch.{dtype} (--dtype {short}), where it runs",
+    "or run it under autocast to {dtype}, dtype=torch.{dtype} (amp-lab xray --dtype {short}), "
+    "where it runs",
 )
 _AUTOCAST_OFF = remedy(
     "xray.cast_model",
     "the weights of a model are all in fp16 or bf16, and no dtype was asked for",
     "All weights are in {short}, so the model runs as it is, without autocast; "
-    "dtype=torch.{dtype} (--dtype {short}) turns autocast on.",
+    "dtype=torch.{dtype} (amp-lab xray --dtype {short}) turns autocast on.",
 )
 
 
