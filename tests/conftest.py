@@ -1,5 +1,6 @@
 """Settings for the whole test run, and the count of notebook cells that ran."""
 
+import gc
 import importlib.util
 import os
 from collections import Counter
@@ -93,6 +94,7 @@ def cells_not_run(passed: Iterable[str]) -> dict[str, int]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.set_threshold(100_000, 20, 100)  # so many objects live on that looking for them takes long
     try:
         check_limits()
     except DeviceError as error:

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from cases import some_of
 from tiny_workloads import PRODUCT, TRAINING
 from torch import nn
 
@@ -135,7 +136,7 @@ def not_a_number(step):
         step.model[0].weight.fill_(torch.nan)
 
 
-@pytest.mark.parametrize("change", [no_training, other_mode, not_a_number])
+@pytest.mark.parametrize("change", some_of(no_training, other_mode, not_a_number))
 def test_a_rung_that_computes_something_else_has_failed(toy, monkeypatch, change):
     toy.workloads[0] = convmodel_workload(32, hidden=64)  # enough that five steps learn something
     spoil(monkeypatch, change)

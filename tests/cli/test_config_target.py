@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from cases import some_of
 
 from amp_lab.cli import advise, main
 from amp_lab.cli.config_target import is_config
@@ -39,7 +40,7 @@ def parameters(capsys, target: str, *more: str) -> int:
     return fp32["weights"] // 4
 
 
-@pytest.mark.parametrize("target", ["llama/config.json", "llama", "./llama"])
+@pytest.mark.parametrize("target", some_of("llama/config.json", "llama", "./llama"))
 def test_a_config_stands_for_its_model(capsys, target):
     whole = parameters(capsys, target)
     own = transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))

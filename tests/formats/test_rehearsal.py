@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from cases import some_of
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -71,7 +72,7 @@ MODELS = {
 
 @pytest.mark.filterwarnings("ignore")  # of torchao's own
 @pytest.mark.parametrize("form", ["fp8", "fp8-rowwise", "mxfp8"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some_of(*MODELS))
 def test_a_model_learns_as_under_torchaos_own_emulation(name, form):
     pytest.importorskip("torchao")
     make, inputs = MODELS[name]

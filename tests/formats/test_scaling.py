@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import some_of
 
 from amp_lab.errors import NumericsError
 from amp_lab.formats import FORMATS, Counts, quantize
@@ -55,7 +56,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 @of_torchao
-@pytest.mark.parametrize("power", ["floor", "ceil", "even", "rceil"])
+@pytest.mark.parametrize("power", some_of("floor", "ceil", "even", "rceil"))
 @pytest.mark.parametrize("name", MX)
 def test_mx_is_torchaos(name, power):
     torchao = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")

@@ -169,6 +169,7 @@ def test_the_reentrant_checkpoint_gives_a_part_with_frozen_inputs_no_gradients(r
     assert any("Gradients will be None" in str(one.message) for one in told) == reentrant
 
 
+@pytest.mark.weekly
 def test_a_run_of_the_full_scale_ends_with_the_scale_that_it_began_with():
     """Any other scale means a skipped step to its assertion; one grows after 2000 good steps."""
     data = torch.zeros(80, dtype=torch.int64)

@@ -60,7 +60,7 @@ def test_transformers_loads_a_model_in_the_dtype_that_it_was_saved_in(tmp_path):
     assert load(tmp_path, dtype=torch.float32).dtype is torch.float32
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.skipif(not importlib.util.find_spec("keras"), reason="needs keras")
 def test_a_saved_keras_model_keeps_its_policy(tmp_path):
     program = """

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
-from cases import some_of
 from own_product import OwnProduct, WithOwnProduct
 from torch import nn
 from torch.utils._pytree import tree_map_only
@@ -228,7 +227,8 @@ def test_a_long_lstm_casts_its_weights_once():
 # What is not a plain model
 
 
-@pytest.mark.parametrize("training", some_of(False, True))
+@pytest.mark.weekly
+@pytest.mark.parametrize("training", [False, True])
 def test_a_detector_is_traced_and_refused_without_boxes(training):
     model = torchvision.models.detection.fasterrcnn_mobilenet_v3_large_320_fpn(
         weights=None, weights_backbone=None, num_classes=2
