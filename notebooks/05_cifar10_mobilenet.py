@@ -466,7 +466,7 @@ assert (len(found), found.count("depthwise, stride 2")) == (52, 4)
 # The picture has a pair of bars for each kind of layer: FP32 on the left, and beside it, hatched,
 # autocast with its speed-up above the bar. The thin lines are the intervals, and grey bars say that
 # the machine was too busy. On this CPU the first layer gains from bf16, the pointwise ones hardly do,
-# and the depthwise ones lose. The four with stride 2 take about seven times as long, and lose far
+# and the depthwise ones lose. The four with stride 2 take about ten times as long, and lose far
 # more than all others gain. On another device, look for a kind whose second bar is much higher.
 #
 # At stride 2 a kernel is missing. oneDNN computes convolutions on an x86 CPU, and

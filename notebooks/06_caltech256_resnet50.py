@@ -351,7 +351,7 @@ print(step_times)
 assert all(is_possible(step_times, precision) for precision in precisions)
 
 # %% [markdown]
-# Each line but FP32's ends with the speed-up and its interval. Here bf16 is 1.3 times as fast.
+# Each line but FP32's ends with the speed-up and its interval. Here bf16 is 1.4 times as fast.
 # *Too busy to tell* means that something else ran on the machine: stop it, and run the cell again.
 #
 # An epoch also reads, decodes and augments images on the CPU, in every precision alike. If reading a batch

@@ -395,7 +395,7 @@ for backend, policies in fitted.items():
 
 # %% [markdown]
 # In so small a network bfloat16 took longer than float32 on this CPU, on both backends. float16,
-# which has no fast convolutions here, took several times as long. [Notebook
+# which has no fast convolutions here, took longer still. [Notebook
 # 05](05_cifar10_mobilenet.ipynb) shows which layers of MobileNetV2 lose.
 #
 # ## Write the step
