@@ -128,6 +128,6 @@ def _cells(c: Candidate) -> list[str]:
     time = f"{1e3 * c.time_s.median:.3g}" if c.time_s and c.time_s.trusted else "-"
     peak = "-" if c.peak_bytes is None else bytes_text(c.peak_bytes)
     batch = "-" if c.largest_batch is None else f"{c.largest_batch:,}"
-    speedup = str(c.speedup or "-")
+    speedup = str(c.speedup) if c.speedup and c.speedup.trusted else "-"
     off = c.against_fp32 or "-"
     return [c.recipe.use, c.name, time, speedup, off, peak, batch, c.verdict]

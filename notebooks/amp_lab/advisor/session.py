@@ -30,7 +30,9 @@ _FROM_SIMPLE = (Precision.FP32, Precision.TF32, Precision.BF16, Precision.FP16)
 _EMULATED = 0.25  # of fp32's rate in a matrix product: a step might take minutes
 _HOPELESS = 2  # times the fastest step: not worth a comparison, where steps are long
 _FEWEST_ROUNDS, _ROUNDS = 14, 24  # of a comparison: to be trusted (12, and some to spare); enough
-_TOO_SLOW = "left out early, since such steps take too long"
+_TOO_SLOW = "left out early"
+_SUCH_STEPS = "such steps take too long"
+_TOO_BUSY = "too busy to tell"
 _WORTH = 0.97  # of the time of the best so far: more changes to a program have to save so much
 _CHECKS, _HEAT = 0.2, 0.08  # shares of the time
 _COMPILING = {TRAINING: 0.3, INFERENCE: 0.2}  # what must be left of it
@@ -265,13 +267,16 @@ class _Contest:
             ratio = timed.ratio(candidate.name, best.name)
             if ratio.is_below(1.0) and ratio.median <= _WORTH:
                 best = candidate
-        busy = "" if timed.trusted else f"times cannot be trusted ({timed.reason})"
+        busy = "" if timed.trusted else f"its times cannot be trusted ({timed.reason})"
         for name, candidate in [(c.name, c) for c in self.found if c.name in timed.samples_s]:
             if timed.trusted or candidate.speedup is None:  # what was sure stays so
                 candidate.time_s = timed.time_s(name)
                 candidate.speedup = timed.ratio(self._first.name, name)
                 slower = timed.ratio(name, best.name).is_above(1.0)
-                candidate.verdict = busy or ("slower" if slower else "not worth its changes")
+                candidate.verdict = "slower" if slower else "not worth its changes"
+                if busy:
+                    candidate.verdict = _TOO_BUSY
+                    candidate.reason = busy
             if candidate not in (self._first, best):
                 del self._steps[name]  # and its copy of the model
         if timed.trusted and before and last.speedup:
@@ -279,7 +284,7 @@ class _Contest:
             self._move_others(change, timed.time_s(self._first.name), [*timed.samples_s])
         self.best, best.verdict = best, "recommended"
         if busy and best is self._first:
-            best.reason = f"the simplest, since {busy}"
+            best.reason = f"the simplest; {busy}"
 
     def _move_others(self, change: float, first: Estimate, names: list[str]) -> None:
         """Put those that lost in earlier heats behind what beat them, which was timed again now.
@@ -301,6 +306,7 @@ class _Contest:
             step = self.check(found, self.scale)
         except TooSlow:
             found.verdict = _TOO_SLOW
+            found.reason = _SUCH_STEPS
             return found
         except Exception as error:  # whatever a model raises in this precision
             tip = tip_for(error, self.case.model, "try", self.case.device.type)
@@ -324,7 +330,9 @@ class _Contest:
         for candidate in others:
             if candidate.seconds > most or (left < 0 and candidate is not others[-1]):
                 candidate.verdict = _TOO_SLOW
-                candidate.reason = "" if candidate.seconds > most else _MORE_MINUTES.text
+                candidate.reason = _SUCH_STEPS
+                if candidate.seconds <= most:
+                    candidate.reason = _MORE_MINUTES.text
                 left += turn_s(candidate.seconds)
                 del self._steps[candidate.name]
         return [candidate for candidate in new if not candidate.verdict]
