@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -371,3 +373,34 @@ def test_a_recipe_whose_lines_fail_is_not_recommended(monkeypatch):
         assert bool(found.program) == (best is not None)
         for name in ("fp8-rowwise", "fp8")[: len(fails)]:
             assert any(line.startswith(f"{name} is not recommended: ") for line in found.watch)
+
+
+NAMES = [f"encoder.layers.{i}.attention.out_proj" for i in range(9)]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("names", [[], ["head"], NAMES[:2], NAMES], ids=len)
+def test_the_printed_lines_are_as_ruff_formats_them(form, names):
+    check_format(torchao_code.lines(form, names))
+
+
+@pytest.mark.parametrize("length", [88, 89])
+def test_a_set_of_names_is_one_line_up_to_88_characters(length):
+    before = 'LEFT_OUT = {"'
+    code = torchao_code.lines("fp8", ["x" * (length - len(before + '"}'))])
+    assert ('LEFT_OUT = {"' in code) == (length == 88)
+    check_format(code)
+
+
+def check_format(code: str) -> None:
+    command = [sys.executable, "-m", "ruff", "format", "--isolated", "--line-length", "88", "-"]
+    done = subprocess.run(command, input=code, capture_output=True, text=True, check=True)
+    assert done.stdout == code
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "größe"])
+def test_any_name_of_a_module_can_be_left_out(name):
+    code = f"LEFT_OUT = {torchao_code.set_of([name, 'head'])}"
+    names: dict = {}
+    exec(code, names)
+    assert names["LEFT_OUT"] == {name, "head"}

@@ -1,6 +1,7 @@
 """The lines that convert a model with torchao to what was rehearsed."""
 
 import importlib.util
+import json
 import logging
 import warnings
 from collections.abc import Sequence
@@ -44,13 +45,17 @@ quantize_(
     config,
     # torchao 0.18 would drop a bias (pytorch/ao 4846).
     lambda module, name: (
-        isinstance(module, torch.nn.Linear) and module.bias is None and name not in LEFT_OUT
+        isinstance(module, torch.nn.Linear)
+        and module.bias is None
+        and name not in LEFT_OUT
     ),
 )
 """
 _NVFP4 = """\
 import torch
-from torchao.prototype.moe_training.nvfp4_training.nvfp4_training import NVFP4TrainingConfig
+from torchao.prototype.moe_training.nvfp4_training.nvfp4_training import (
+    NVFP4TrainingConfig,
+)
 from torchao.quantization import quantize_
 
 LEFT_OUT = {left_out}
@@ -62,12 +67,24 @@ quantize_(
 """
 _CODE = {"fp8": _FLOAT8, "fp8-rowwise": _FLOAT8, "mxfp8": _MXFP8, "nvfp4": _NVFP4}
 _RECIPE = {"fp8": "tensorwise", "fp8-rowwise": "rowwise"}
+_WIDTH = 88  # of a line, as ruff formats by default
 
 
 def lines(form: str, left_out: Sequence[str]) -> str:
     """What converts ``model`` to a format; empty where torchao 0.18 cannot train in it."""
-    names = "{" + ", ".join(f'"{name}"' for name in left_out) + "}" if left_out else "set()"
+    names = set_of(left_out)
     return _CODE.get(form, "").format(left_out=names, recipe=_RECIPE.get(form))
+
+
+def set_of(names: Sequence[str]) -> str:
+    """The value of ``LEFT_OUT``, in Python: one name a line if they have no room in one."""
+    if not names:
+        return "set()"
+    quoted = [json.dumps(name, ensure_ascii=False) for name in names]
+    short = "{" + ", ".join(quoted) + "}"
+    if len(f"LEFT_OUT = {short}") <= _WIDTH:
+        return short
+    return "{\n" + "".join(f"    {name},\n" for name in quoted) + "}"
 
 
 def converts(form: str, module: nn.Module | None) -> bool:
