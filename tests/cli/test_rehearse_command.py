@@ -11,6 +11,8 @@ from torch import nn
 def net(): return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
 def odd(): return nn.Linear(10, 10)
 def norm(): return nn.LayerNorm(32)
+def frozen(): return net().requires_grad_(False)
+def loss(output): return output.square().mean()
 """
 INPUT = ("--input", "32,32")
 
@@ -58,6 +60,7 @@ def test_a_layer_of_no_multiple_stays_in_16_bits(capsys):
         (("--for", "h2000"), "card: 'h2000' is none of h100"),
         (("--steps", "-1"), "--steps -1: give a number from 0"),
         (("--seeds", "0"), "--seeds 0: give a number from 1"),
+        (("--eval", "--steps", "5"), "--steps is for training: leave it out, or leave out --eval"),
         (("--figure", "a.txt"), "--figure 'a.txt': give a name ending with .png or .svg"),
         (("--figure", "photo.png"), "photo.png: is there, and not made by amp-lab"),
     ],
@@ -70,3 +73,23 @@ def test_what_is_wrong_is_one_line(arguments, said, capsys):
 def test_a_model_without_products_is_told(capsys):
     assert main(["rehearse", "my_net.py:norm", *INPUT]) == 2
     assert "LayerNorm multiplies by no parameter" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["my_net.py:net", "my_net.py:frozen"])
+def test_for_inference_nothing_is_said_of_training(target, capsys):
+    out = printed(capsys, target, "--input", "18,32", "--eval")
+    assert "Sequential, rehearsed for inference on cpu" in out
+    assert "error of the output" in out
+    for word in ("gradient", "learn", "loss", "pad ", "convert_to_float8_training", "steps"):
+        assert word not in out.lower()
+
+
+def test_steps_are_taken_without_eval_and_none_with_it(capsys):
+    """What the refusal advises."""
+    assert "loss after 2 steps" in printed(capsys, "my_net.py:net", *INPUT, "--steps", "2")
+    assert "error of the output" in printed(capsys, "my_net.py:net", *INPUT, "--eval")
+
+
+def test_a_loss_is_not_used_for_inference_and_the_report_says_so(capsys):
+    out = printed(capsys, "my_net.py:net", *INPUT, "--eval", "--loss", "my_net.py:loss")
+    assert "The loss is not used: for inference the output is compared." in out

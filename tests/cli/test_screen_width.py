@@ -15,6 +15,7 @@ COMMANDS = {
     "xray --parallel fsdp": NET,
     "diff": (*NET, "--precision", "bf16"),
     "rehearse": (*LINEAR, "--input", "32,64"),
+    "rehearse --eval": (*LINEAR, "--input", "32,64"),
     "advise": (*NET, "--for", "cuda", "--memory", "8GiB"),
     "ops": ("--device", "cpu"),
 }

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from amp_lab import rehearse
 from amp_lab.advisor.recipes import TRAINING, Case, Recipe, Step
 from amp_lab.errors import NumericsError, OptionError, TraceError
-from amp_lab.formats import quantized_linear, torchao_code
+from amp_lab.formats import quantized_linear, torchao_code, torchao_inference
 from amp_lab.formats.interception import intercepted
-from amp_lab.formats.rehearsal_result import FormatReport
+from amp_lab.formats.rehearsal_result import TrainingReport
 from amp_lab.tracing.fake_device import errors_not_logged
 
 FORMATS = ("fp8", "fp8-rowwise", "mxfp8", "mxfp4", "nvfp4")
@@ -239,8 +239,8 @@ def test_a_format_that_does_not_learn_as_bf16_does_is_told():
     ],
 )
 def test_without_steps_no_learning_is_promised_and_the_loss_counts(off, of_bf16, verdict):
-    report = FormatReport("nvfp4", 4, 2, loss_off=off, gradients_off=0.16)
-    report.judge(FormatReport("bf16", 6, 0, loss_off=of_bf16))
+    report = TrainingReport("nvfp4", 4, 2, loss_off=off, gradients_off=0.16)
+    report.judge(TrainingReport("bf16", 6, 0, loss_off=of_bf16))
     assert report.verdict == verdict
 
 
@@ -269,9 +269,8 @@ def test_convolutions_and_what_torchao_does_not_convert():
     model = nn.Sequential(*parts, nn.Flatten(), nn.Linear(32 * 64, 16))
     found = rehearse(model, torch.randn(16, 16, 8, 8), formats=("fp8",), loss_fn=mean_square)
     assert found.of("2", "fp8").layer.kind == "convolution"
-    assert (
-        "torchao converts nn.Linear alone, and so leaves 2 of 3 layers in 16 bits." in found.watch
-    )
+    what = "torchao's lines are for nn.Linear alone, and so leave 2 of 3 layers in 16 bits."
+    assert what in found.watch
 
 
 class Tagger(nn.Module):
@@ -382,6 +381,7 @@ NAMES = [f"encoder.layers.{i}.attention.out_proj" for i in range(9)]
 @pytest.mark.parametrize("names", [[], ["head"], NAMES[:2], NAMES], ids=len)
 def test_the_printed_lines_are_as_ruff_formats_them(form, names):
     check_format(torchao_code.lines(form, names))
+    check_format(torchao_inference.lines(form, names))
 
 
 @pytest.mark.parametrize("length", [88, 89])

@@ -14,7 +14,8 @@ def add(commands) -> None:
         "rehearse",
         help="what becomes of a model in FP8, MXFP8, MXFP4 and NVFP4, on any machine",
         description="Take a step of a model with operands rounded to formats below 16 bits: the "
-        "error of each layer, which layers to leave in bf16, and torchao's lines for the rest.",
+        "error of each layer, which layers to leave in bf16, and torchao's lines for the rest. "
+        "With --eval it is a forward pass, and the lines are for inference.",
     )
     add_model(rehearse)
     option = rehearse.add_argument
@@ -29,6 +30,7 @@ def add(commands) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Rehearse, draw it if asked, and print what was found."""
+    from amp_lab.advisor.recipes import INFERENCE, TRAINING
     from amp_lab.formats.cards import card
     from amp_lab.formats.rehearsal import DEFAULT, rehearse
     from amp_lab.formats.scaling import format_of
@@ -41,11 +43,14 @@ def run(options: argparse.Namespace) -> None:
     for what, value, least in (("--steps", options.steps, 0), ("--seeds", options.seeds, 1)):
         if not least <= value <= 10**6:
             raise OptionError(f"{what} {value}: give a number from {least} to {10**6:,}")
+    if options.eval and options.steps:
+        raise OptionError("--steps is for training: leave it out, or leave out --eval")
     if options.figure:
         require_figure(options.figure, "rehearse --figure")
     require_memory(options, "cpu", "rehearse")
     with given_model(options, with_values=True) as given:
         how = {"steps": options.steps, "seeds": options.seeds, "card": options.card}
+        how["use"] = INFERENCE if options.eval else TRAINING
         found = given.passed_to(rehearse, formats=names, loss_fn=given.loss_fn, **how)
     if options.figure:
         from amp_lab import plots

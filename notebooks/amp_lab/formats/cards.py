@@ -46,10 +46,20 @@ class Card:
                 time += max(self.moved_s(values * both), _LAUNCH_S)
         return time
 
-    def gain(self, form: str, rows: int, inner: int, outer: int) -> float:
-        """How many times as fast as in bf16 the layer would be."""
-        sizes = rows, inner, outer
-        return self.step_s("bf16", *sizes) / self.step_s(form, *sizes)
+    def forward_s(self, form: str, rows: int, inner: int, outer: int) -> float:
+        """Time of a linear layer in inference: its matmul, and the cast of its input.
+
+        The weight was cast once, before. The formulas are torchao's for inference.
+        """
+        bits, block = _LAYOUT[form]
+        time = self.product_s(bits, block, rows, inner, outer)
+        for read, written, for_each_row in _INPUT_CASTS.get(form, ()):
+            scales = for_each_row * rows
+            if block:
+                scales += rows * (inner // block)  # a byte each
+            moved = rows * inner * (read + written * _BYTES[bits]) + scales
+            time += max(self.moved_s(moved), _LAUNCH_S)
+        return time
 
 
 _LAYOUT = {"bf16": (16, 0), "fp8": (8, 0), "fp8-rowwise": (8, 0), "mxfp8": (8, 32)}
@@ -61,6 +71,16 @@ _CASTS = {
     "fp8": ([(2, 0), (0, 0), (2, 2)], [(2, 0), (0, 0), (2, 1), (2, 1)]),
     "fp8-rowwise": ([(4, 1), (2, 1)], [(2, 1), (4, 0), (2, 1)]),
     "mx": ([(2, 1), (2, 1)], [(2, 1), (2, 1)]),
+}
+
+# For each kernel that casts an input in inference: bytes of bf16, and numbers of the format, that
+# it moves for a value, and bytes of scales that it writes for a row.
+_INPUT_CASTS = {
+    "fp8": ((2, 0, 0), (2, 1, 0)),
+    "fp8-rowwise": ((2, 1, 4),),
+    "mxfp8": ((2, 1, 0),),
+    "mxfp4": ((2, 1, 0),),
+    "nvfp4": ((4, 1, 0),),
 }
 
 _FP8 = ("fp8", "fp8-rowwise")

@@ -12,8 +12,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_lab.formats.scaling import Format
-
 
 @dataclass(frozen=True)
 class Layer:
@@ -24,10 +22,12 @@ class Layer:
     inner: int
     outer: int
 
-    def misfit(self, form: Format) -> str:
-        """Why kernels of a format cannot multiply it; empty if they can."""
-        if self.inner % form.multiple or self.outer % form.multiple:
-            return f"{self.inner} to {self.outer}: no multiple of {form.multiple}"
+    def misfit(self, inner_multiple: int, outer_multiple: int) -> str:
+        """Why kernels that take multiples of these cannot multiply it; empty if they can."""
+        if self.inner % inner_multiple:
+            return f"{self.inner} to {self.outer}: no multiple of {inner_multiple}"
+        if self.outer % outer_multiple:
+            return f"{self.inner} to {self.outer}: no multiple of {outer_multiple}"
         return ""
 
 

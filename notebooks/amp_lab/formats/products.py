@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -79,6 +79,17 @@ TORCHAO = {"fp8": ProductFormats("fp8", gradient="fp8-e5m2")}
 def recipe(form: str | Format) -> ProductFormats:
     """The products of a format, as torchao trains with it."""
     return TORCHAO.get(format_of(form).name) or ProductFormats(form)
+
+
+def inference_recipe(form: str | Format) -> ProductFormats:
+    """The forward product of a format, as torchao infers with it: scales of rows are any in fp32.
+
+    torchao trains with powers of two there.
+    """
+    form = format_of(form)
+    if form.scale == "power2":
+        form = replace(form, scale="fp32")
+    return ProductFormats(form)
 
 
 def quantized_linear(

@@ -3,32 +3,29 @@
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from amp_lab.advisor.learning import distance
-from amp_lab.advisor.recipes import OWN_LOSS, TRAINING, Case, Recipe, Step, loss_of
+from amp_lab.advisor.recipes import INFERENCE, TRAINING, Case
 from amp_lab.errors import AmpLabError, NumericsError, OptionError, TraceError, with_type
-from amp_lab.formats import torchao_code
 from amp_lab.formats.cards import Card
 from amp_lab.formats.cards import card as card_of
-from amp_lab.formats.interception import Layer, Product, intercepted
+from amp_lab.formats.interception import Layer, Product
 from amp_lab.formats.products import (
     FORWARD,
     GRAD_INPUT,
     GRAD_WEIGHT,
+    ProductFormats,
     operands,
     quantized_linear,
-    recipe,
 )
 from amp_lab.formats.rehearsal_result import FormatReport, LayerReport, Rehearsal
 from amp_lab.formats.scaling import Counts, Format, format_of
-from amp_lab.precision import Precision
-from amp_lab.remedies import remedy
+from amp_lab.formats.uses import Inference, ProductOf, Training, Use
 from amp_lab.report import listed
 from amp_lab.tracing.structures import named_tensors
 
@@ -44,17 +41,6 @@ _OPERANDS = {
 }
 _FEW = 3  # layers: of no more, the first and the last are converted too
 _ROUTERS = {"gate", "gating", "router", "switch"}
-_PAD_ROWS = remedy(
-    "rehearse.pad_rows",
-    "kernels of a format cannot sum over so many rows",
-    "its weight gradient sums over {rows} rows, not a multiple of {multiple}: pad batch x tokens",
-)
-_TRAIN = remedy(
-    "rehearse.train",
-    "the gradients in bf16 are far from fp32's already",
-    "bf16 gradients differ {off:.0%} from fp32's: train instead (steps=20, or --steps 20).",
-)
-_LR, _JITTER = 1e-3, 2.0**-9
 
 
 def rehearse(
@@ -65,86 +51,124 @@ def rehearse(
     steps: int = 0,
     seeds: int = 3,
     card: str | None = None,
+    use: str | None = None,
     **kwargs: Any,
 ) -> Rehearsal:
     """What becomes of a model whose products are computed in formats below 16 bits, on any machine.
 
-    One step in fp32 is taken with `inputs` and `kwargs`, a batch as the model takes it, and each
-    product of linear layers, convolutions and grouped experts is repeated with operands that are
-    rounded to each of the `formats`, names of `FORMATS`: forward, for the gradient of the input
-    (dgrad) and of the weight (wgrad). Then the model runs with all of them but those that are
-    better left in bf16. `loss_fn` makes a loss of the output, which is else its own or its mean
-    square. With `steps` it is trained on that batch by AdamW, beside bf16 autocast, with so many
-    `seeds`. `card`, of `cards.CARDS`, leaves out what would not be faster there, by a forecast.
+    `use` is ``"training"`` or ``"inference"``; if it is left out, a model in evaluation mode is
+    rehearsed for inference.
 
-    It cannot tell how fast a format is, nor whether a long training converges. It works on copies,
-    where the model is. Raises `NumericsError` for a format that does not exist and for a model
-    without such products, `OptionError` for an unknown card, and `TraceError` if its step fails.
+    For training one step in fp32 is taken with `inputs` and `kwargs`, a batch as the model takes
+    it, and each product of linear layers, convolutions and grouped experts is repeated with
+    operands that are rounded to each of the `formats`, names of `FORMATS`: forward, for the
+    gradient of the input (dgrad) and of the weight (wgrad). Then the model runs with all of them
+    but those that are better left in bf16. `loss_fn` makes a loss of the output, which is else its
+    own or its mean square. With `steps` it is trained on that batch by AdamW, beside bf16 autocast,
+    with so many `seeds`.
+
+    For inference the forward product alone is repeated, and the model's output is compared with
+    fp32's. `card`, of `cards.CARDS`, leaves out what would not be faster there, by a forecast.
+
+    It cannot tell how fast a format is, whether a long training converges, or how accurate the
+    model is on other data. It works on copies, where the model is. Raises `NumericsError` for a
+    format that does not exist, for a model without such products, and for one that cannot be
+    trained or returns nothing to compare; `OptionError` for an unknown card or use, and for steps
+    of inference; `TraceError` if its step fails.
     """
     forms = [format_of(name) for name in dict.fromkeys(("bf16", *formats))]
-    on, name = card_of(card) if card else None, type(model).__name__
-    if steps < 0 or seeds < 1:
-        raise OptionError(f"rehearse: {steps} steps with {seeds} seeds cannot be")
+    on = card_of(card) if card else None
+    kind = _kind(model, use)
+    _check_steps(kind, steps, seeds)
     place = next((p.device for p in model.parameters()), torch.device("cpu"))
-    case, watch = Case(model, inputs, kwargs, loss_fn, place), list[str]()
-    if TRAINING not in case.uses:
-        raise NumericsError(f"{name} has no weight to be trained")
-    devices = [] if place.type == "cpu" else [torch.accelerator.current_device_index()]
-    kept = torch.random.fork_rng(devices, device_type="cuda" if place.type == "cpu" else place.type)
-    with kept, torch.enable_grad():
+    case = Case(model, inputs, kwargs, loss_fn, place)
+    with _random_numbers_kept(place), torch.enable_grad():
         try:
-            case = _with_loss(case, watch)
-            layers, reports = _first_step(case, forms, on, watch)
+            rehearsed = Training(case, steps, seeds) if kind is Training else Inference(case)
+            layers, reports = _first_step(rehearsed, forms, on)
         except AmpLabError:
             raise
         except Exception as error:  # the user's model and loss raise what they like
-            raise TraceError(f"{name} fails in an fp32 step: {with_type(error)}") from error
-        _train(case, reports, layers, steps, seeds)
-        for report in reports[1:]:
-            if on and report.name not in on.formats:
-                report.verdict = f"{card} does not multiply it"
-        sound = {r.name for r in reports if r.verdict.startswith("holds")}
-        candidates = [form for form in _CAUTIOUS if form in sound]
-        best, program = _recommended(case, candidates, layers, watch)
-    watch.append("Neither its speed nor the convergence of a long training can be known from this.")
-    title = f"{name}, rehearsed on {place}"
-    return Rehearsal(title, layers, reports, best, program, card, steps, watch)
+            failed = f"{type(model).__name__} fails in {kind.step}"
+            raise TraceError(f"{failed}: {with_type(error)}") from error
+        return _result(rehearsed, layers, reports, card)
+
+
+def _random_numbers_kept(place: torch.device) -> AbstractContextManager:
+    """The block after which random numbers go on as before it."""
+    if place.type == "cpu":
+        return torch.random.fork_rng([], device_type="cuda")
+    return torch.random.fork_rng([torch.accelerator.current_device_index()], device_type=place.type)
+
+
+def _result(
+    use: Use, layers: list[LayerReport], reports: list[FormatReport], card: str | None
+) -> Rehearsal:
+    """The verdicts, and torchao's lines for the best format."""
+    use.judge()
+    for report in reports[1:]:
+        if card and report.name not in card_of(card).formats:
+            report.verdict = f"{card} does not multiply it"
+    passing = {report.name for report in reports if report.passes}
+    candidates = [form for form in _CAUTIOUS if form in passing]
+    watch = [*use.remarks, *_not_rehearsed(use)]
+    best, program = _recommended(use, candidates, layers, watch)
+    watch.append(use.limits)
+    name = type(use.case.model).__name__
+    return use.result(
+        name, layers=layers, recommended=best, program=program, card=card, watch=watch
+    )
+
+
+def _kind(model: nn.Module, use: str | None) -> type[Use]:
+    """What is rehearsed: as `use` says, or else as the mode of the model does."""
+    if use is None:
+        return Training if model.training else Inference
+    kinds: dict[str, type[Use]] = {TRAINING: Training, INFERENCE: Inference}
+    if use not in kinds:
+        raise OptionError(f"rehearse: use {use!r} is none of {', '.join(kinds)}")
+    return kinds[use]
+
+
+def _check_steps(kind: type[Use], steps: int, seeds: int) -> None:
+    if steps < 0 or seeds < 1:
+        raise OptionError(f"rehearse: {steps} steps with {seeds} seeds cannot be")
+    if steps and kind is Inference:
+        raise OptionError(
+            'rehearse: steps are for training, and this is inference: pass use="training", or '
+            "leave steps out"
+        )
 
 
 def _first_step(
-    case: Case, forms: list[Format], on: Card | None, watch: list[str]
+    use: Use, forms: list[Format], on: Card | None
 ) -> tuple[list[LayerReport], list[FormatReport]]:
     """Each layer in each format, what is left out, and the whole model without that."""
-    run = _Run(case)
-    passages, exact = _measured(run, forms)
-    others = [f"{op} with {listed([*weights], 3)}" for op, weights in run.others.items()]
+    passages = _measured(use, forms)
     if not passages:
-        name, what = type(case.model).__name__, f"; it has {', '.join(others)}" if others else ""
+        name, others = type(use.case.model).__name__, _left_to_torch(use)
+        what = f"; it has {', '.join(others)}" if others else ""
         raise NumericsError(f"{name} multiplies by no parameter that can be rounded{what}")
     layers = [passage.report(form) for passage in passages for form in forms]
-    reads_ids = not any(x.is_floating_point() for _, x in named_tensors((case.args, case.kwargs)))
-    _leave_out(layers, on, reads_ids)
-    reports = [_whole_model(run, form, layers, exact, on) for form in forms]
-    if reports[0].gradients_off > 0.5:
-        watch.append(_TRAIN.said(off=reports[0].gradients_off))
-    watch += [f"Not rehearsed: {what}, which torch computes." for what in sorted(others)]
-    return layers, reports
+    given = named_tensors((use.case.args, use.case.kwargs))
+    reads_ids = not any(x.is_floating_point() for _, x in given)
+    _leave_out(use, layers, on, reads_ids)
+    return layers, [_whole_model(use, form.name, layers, on) for form in forms]
 
 
-def _with_loss(case: Case, watch: list[str]) -> Case:
-    if case.loss_fn is not None:
-        return case
-    loss = loss_of(Step(case, Recipe(TRAINING)).output())
-    if loss is None:
-        raise NumericsError("no gradient leads from its output to a weight: give a loss")
-    watch.append(OWN_LOSS.said(loss=loss))
-    return replace(case, loss_fn=eval(f"lambda output: {loss}"))
+def _left_to_torch(use: Use) -> list[str]:
+    return [f"{op} with {listed([*weights], 3)}" for op, weights in use.others.items()]
+
+
+def _not_rehearsed(use: Use) -> list[str]:
+    return [f"Not rehearsed: {what}, which torch computes." for what in sorted(_left_to_torch(use))]
 
 
 @dataclass
 class _Passage:
     """A layer's products in one step, exactly and in each format; several calls add up."""
 
+    use: Use
     layer: Layer
     forms: list[Format]
     rows: int = 0
@@ -167,7 +191,7 @@ class _Passage:
         for form in self.forms:
             found = self.counts.setdefault(form.name, {})
             counts = [found.setdefault(name, Counts()) for name in _OPERANDS[which]]
-            rounded = recipe(form).product(which, left, right, counts)
+            rounded = self.use.formats(form).product(which, left, right, counts)
             key = form.name, which
             self.noise[key] = self.noise.get(key, 0.0) + _squares(rounded - exact)
 
@@ -175,14 +199,16 @@ class _Passage:
         """What the errors of the output add to the loss, to first order."""
         exact = torch.linalg.vecdot((values @ weight.T).flatten(), grad.flatten())
         for form in self.forms:
-            rounded = recipe(form).product(FORWARD, values, weight)
+            rounded = self.use.formats(form).product(FORWARD, values, weight)
             change = float(torch.linalg.vecdot(rounded.flatten(), grad.flatten()) - exact)
             self.loss_change[form.name] = self.loss_change.get(form.name, 0.0) + change
 
     def report(self, form: Format) -> LayerReport:
         """What was found in a format, also in one that does not fit."""
-        misfit = self.layer.misfit(form) or self._odd_rows(form)
-        report = LayerReport(self.layer, self.rows, form.name, left_out=misfit)
+        report = LayerReport(self.layer, self.rows, form.name)
+        report.left_out = self.use.misfit(self.layer, form)
+        if not report.left_out:
+            report.left_out = self.use.misfit_of_rows(self.layer, form, sorted(self.summed))
         if report.left_out:
             return report
         for which, signal in self.signal.items():
@@ -190,15 +216,10 @@ class _Passage:
         report.loss_change = self.loss_change.get(form.name)
         for operand, counts in self.counts[form.name].items():
             report.shares[operand] = counts.shares()
-        report.left_out = "" if form.name == "bf16" else self._why_not(report, *_typical(form))
+        if form.name != "bf16":
+            usual = _typical(self.use.formats(form), self.use.typical)
+            report.left_out = self._why_not(report, *usual)
         return report
-
-    def _odd_rows(self, form: Format) -> str:
-        """Why kernels cannot compute the weight's gradient; empty if they can."""
-        odd = [rows for rows in sorted(self.summed) if rows % form.multiple]
-        if not odd or self.layer.kind != "linear":
-            return ""
-        return _PAD_ROWS.said(rows=odd[0], multiple=form.multiple)
 
     def _why_not(self, report: LayerReport, decibels: float, flushed: float) -> str:
         """Why a layer is worse off than normally distributed values; empty if it is not."""
@@ -242,43 +263,16 @@ class _Measured(torch.autograd.Function):
         return *found, None
 
 
-_ProductOf = Callable[[Layer], Product | None]
-
-
-class _Run:
-    """A copy of a model, whose first step in fp32 can be taken again with other products."""
-
-    def __init__(self, case: Case):
-        assert case.loss_fn is not None
-        self._loss_fn, self._step = case.loss_fn, Step(case, Recipe(TRAINING))
-        self._buffers = [buffer.clone() for buffer in self._step.model.buffers()]
-        self.others = dict[str, dict[str, None]]()  # what multiplies and cannot be replaced
-
-    def __call__(self, product_of: _ProductOf) -> tuple[float, list[Tensor]]:
-        """Loss and gradients."""
-        step, model = self._step, self._step.model
-        for buffer, first in zip(model.buffers(), self._buffers, strict=True):
-            buffer.copy_(first)
-        model.zero_grad()
-        torch.manual_seed(0)  # the same dropout in each run
-        with Precision.FP32.autocast(step.trained[0].device.type):
-            with intercepted(model, product_of) as others:
-                loss = self._loss_fn(model(*step.names["args"], **step.names["kwargs"]))
-            loss.backward()
-        self.others |= others
-        return float(loss.detach()), [p.grad for p in step.trained if p.grad is not None]
-
-
-def _measured(run: _Run, forms: list[Format]) -> tuple[list[_Passage], tuple[float, list[Tensor]]]:
+def _measured(use: Use, forms: list[Format]) -> list[_Passage]:
     passages: dict[Layer, _Passage] = {}
 
     def product_of(layer: Layer) -> Product:
-        fit = [form for form in forms if not layer.misfit(form)]
-        passage = passages.setdefault(layer, _Passage(layer, fit))
+        fit = [form for form in forms if not use.misfit(layer, form)]
+        passage = passages.setdefault(layer, _Passage(use, layer, fit))
         return lambda values, weight: _Measured.apply(values, weight, passage)
 
-    exact = run(product_of)
-    return list(passages.values()), exact
+    use.measure(product_of)
+    return list(passages.values())
 
 
 def _custom(layers: list[Layer], reads_ids: bool) -> dict[Layer, str]:
@@ -302,7 +296,7 @@ def _custom(layers: list[Layer], reads_ids: bool) -> dict[Layer, str]:
     return found
 
 
-def _leave_out(layers: list[LayerReport], on: Card | None, reads_ids: bool) -> None:
+def _leave_out(use: Use, layers: list[LayerReport], on: Card | None, reads_ids: bool) -> None:
     """Say which of the layers that could be converted are better left in bf16."""
     kept = _custom(list(dict.fromkeys(report.layer for report in layers)), reads_ids)
     for report in layers:
@@ -310,80 +304,48 @@ def _leave_out(layers: list[LayerReport], on: Card | None, reads_ids: bool) -> N
             continue
         layer, gain = report.layer, math.inf
         if on and report.format in on.formats:
-            gain = on.gain(report.format, report.rows, layer.inner, layer.outer)
+            gain = use.gain(on, report.format, [(report.rows, layer.inner, layer.outer)])
         if layer in kept:
             report.left_out = f"{kept[layer]}, by custom"
         elif gain < 1:
             report.left_out = f"too small to gain: a forecast of {gain:.2f}x"
 
 
-def _products(report: FormatReport, layers: list[LayerReport]) -> _ProductOf:
-    """The products of the layers that are converted."""
-    chosen = {r.layer for r in _converted(report.name, layers)}
-
-    def product(values: Tensor, weight: Tensor) -> Tensor:
-        return quantized_linear(values, weight, report.name).to(values.dtype)
-
-    return lambda layer: product if layer in chosen else None
-
-
 def _converted(form: str, layers: Iterable[LayerReport]) -> list[LayerReport]:
     return [r for r in layers if r.format == form and not r.left_out]
 
 
-def _whole_model(
-    run: _Run,
-    form: Format,
-    layers: list[LayerReport],
-    exact: tuple[float, list[Tensor]],
-    on: Card | None,
-) -> FormatReport:
-    """Run the model in a format, but for what is left out, and hold it against fp32."""
-    chosen = _converted(form.name, layers)
-    report = FormatReport(form.name, len(chosen), len({r.layer for r in layers}) - len(chosen))
-    if chosen:
-        loss, gradients = run(_products(report, layers))
-        report.loss_off = (loss - exact[0]) / (abs(exact[0]) or 1.0)
-        report.gradients_off = distance(gradients, exact[1])
-    if on and chosen and form.name in on.formats:
+def _products(formats: ProductFormats, chosen: Iterable[LayerReport]) -> ProductOf:
+    """The products of the layers that are converted."""
+    layers = {report.layer for report in chosen}
+
+    def product(values: Tensor, weight: Tensor) -> Tensor:
+        return quantized_linear(values, weight, formats).to(values.dtype)
+
+    return lambda layer: product if layer in layers else None
+
+
+def _whole_model(use: Use, form: str, layers: list[LayerReport], on: Card | None) -> FormatReport:
+    """Run the model in a format, but for what is left out, and compare it with fp32."""
+    chosen = _converted(form, layers)
+    left_out = len({report.layer for report in layers}) - len(chosen)
+    report = use.report(form, len(chosen), left_out, _products(use.formats(form), chosen))
+    if on and chosen and form in on.formats:
         sizes = [(r.rows, r.layer.inner, r.layer.outer) for r in chosen]
-        low, bf16 = (sum(on.step_s(n, *size) for size in sizes) for n in (form.name, "bf16"))
-        report.gain = bf16 / low
+        report.gain = use.gain(on, form, sizes)
     return report
 
 
-def _train(
-    case: Case, reports: list[FormatReport], layers: list[LayerReport], steps: int, seeds: int
-) -> None:
-    """Train in each format for some steps, and give each its verdict."""
-    runs = [(r, seed) for r in reports if r.layers and steps for seed in range(seeds)]
-    for report, seed in tqdm(runs, unit="run", leave=False, disable=None):
-        # Of bf16 it is autocast itself that rounds.
-        is_bf16 = report.name == "bf16"
-        precision, converted = (Precision.BF16, []) if is_bf16 else (Precision.FP32, layers)
-        torch.manual_seed(seed)
-        step = Step(case, Recipe(TRAINING, precision), lr=_LR)
-        with torch.no_grad():  # so that seeds differ where nothing is drawn
-            for p in step.trained:
-                p.mul_(1 + _JITTER * torch.randn_like(p))
-        with intercepted(step.model, _products(report, converted)):
-            losses = [float(step()) for _ in range(steps)]
-        report.losses.append(losses[-1])
-        report.learned = losses[0] - losses[-1]
-    for report in reports:
-        report.judge(reports[0])
-
-
 def _recommended(
-    case: Case, candidates: list[str], layers: list[LayerReport], watch: list[str]
+    use: Use, candidates: list[str], layers: list[LayerReport], watch: list[str]
 ) -> tuple[str | None, str]:
     """The first format whose lines do not fail on a copy of the model, and those lines."""
     for form in candidates:
-        code = _program(case, form, layers, watch)
+        code = _program(use, form, layers, watch)
         if not code:
             return form, ""
-        untried = torchao_code.untried_reason(form, code)
-        failed = "" if untried else torchao_code.failure(case, code)
+        untried = use.torchao.untried_reason(form, use.case.device)
+        failed = "" if untried else use.torchao.failure(use.case, code)
         if not failed:
             watch += [f"The lines below were not run here: {untried}."] if untried else []
             return form, code
@@ -391,27 +353,27 @@ def _recommended(
     return None, ""
 
 
-def _program(case: Case, best: str, layers: list[LayerReport], watch: list[str]) -> str:
+def _program(use: Use, best: str, layers: list[LayerReport], watch: list[str]) -> str:
     """The lines that convert the model to a format; empty if torchao converts none of it."""
-    modules = dict(case.model.named_modules())
+    modules = dict(use.case.model.named_modules())
     chosen = _converted(best, layers)
-    linear = [r for r in chosen if torchao_code.converts(best, modules.get(r.layer.name))]
+    linear = [r for r in chosen if use.torchao.converts(best, modules.get(r.layer.name))]
     if len(linear) < len(chosen):
         many = f"{len(chosen) - len(linear)} of {len(chosen)} layers"
-        kind = "nn.Linear without a bias" if best == "mxfp8" else "nn.Linear"
-        watch.append(f"torchao converts {kind} alone, and so leaves {many} in 16 bits.")
+        kind = use.torchao.converted_kind(best)
+        watch.append(f"torchao's lines are for {kind} alone, and so leave {many} in 16 bits.")
     left = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
     left = [name for name in left if name not in {r.layer.name for r in linear}]
-    return torchao_code.lines(best, left) if linear else ""
+    return use.torchao.lines(best, left) if linear else ""
 
 
 @functools.cache
-def _typical(form: Format) -> tuple[float, float]:
+def _typical(formats: ProductFormats, which: str) -> tuple[float, float]:
     """SQNR in dB of a product of normally distributed values, and the share that become 0."""
     draws = torch.Generator().manual_seed(0)
     left, right = torch.randn(256, 256, generator=draws), torch.randn(256, 256, generator=draws)
     exact, counts = left @ right.T, Counts()
-    rounded = recipe(form).product(GRAD_INPUT, left, right, (counts, None))
+    rounded = formats.product(which, left, right, (counts, None))
     return _decibels(_squares(exact), _squares(rounded - exact)), counts.shares()["flushed"]
 
 

@@ -3,6 +3,7 @@
 import html
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,8 @@ from amp_lab.report import Printed, Table, listed
 
 _MOST_OFF = 0.5  # of the gradients, in their norm
 _LOSS_OFF = 0.1  # of the loss: noise 10 dB below an output adds so much to its mean square
+OUTPUT_OFF = 0.3
+"""What a format may add to the output in inference: noise that is about 10 dB below it."""
 _BF16 = 1.5  # times what bf16 is off is always allowed
 _APART = 0.05  # of what bf16 learns may a loss be away from its own, whatever seeds say
 
@@ -23,9 +26,9 @@ class LayerReport:
     rows: int  # that were multiplied, in all calls
     format: str
     decibels: dict[str, float] = field(default_factory=dict)
-    """Signal to quantisation noise (SQNR) of each of the three products."""
+    """Signal to quantisation noise (SQNR) of each product, three for training."""
     loss_change: float | None = None
-    """What the error of its output adds to the loss, to first order."""
+    """What the error of its output adds to the loss in training, to first order."""
     shares: dict[str, dict[str, float]] = field(default_factory=dict)
     """Of ``input``, ``weight`` and ``gradient``: clipped, flushed to zero, subnormal, nonfinite."""
     left_out: str = ""
@@ -43,14 +46,25 @@ class FormatReport:
     name: str
     layers: int
     left_out: int
+    gain: float | None = None  # over bf16 of the layers that are converted: a forecast
+    verdict: str = ""
+
+    @property
+    def passes(self) -> bool:
+        """Whether the verdict speaks for the format."""
+        return self.verdict.startswith(("holds", "passes"))
+
+
+@dataclass
+class TrainingReport(FormatReport):
+    """A training step of the whole model in a format, and what it learns in several."""
+
     loss_off: float = 0.0  # relative to fp32's
     gradients_off: float = 0.0  # in their norm, relative to fp32's
     losses: list[float] = field(default_factory=list)  # the last of each seed
     learned: float = 0.0  # by so much the loss fell
-    gain: float | None = None  # over bf16 of the layers that are converted: a forecast
-    verdict: str = ""
 
-    def judge(self, bf16: "FormatReport") -> None:
+    def judge(self, bf16: "TrainingReport") -> None:
         """Give the verdict: ``holds``, ``holds in one step``, or what speaks against it."""
         self.verdict, most = "holds", max(_MOST_OFF, _BF16 * bf16.gradients_off)
         if not self.layers:
@@ -71,17 +85,40 @@ class FormatReport:
             self.verdict = f"its loss is {self.loss_off:+.0%} off"
 
 
+@dataclass
+class InferenceReport(FormatReport):
+    """The output of the whole model in a format."""
+
+    output_off: float | None = 0.0
+    """The norm of its error, relative to the norm of fp32's output; None if shapes differ."""
+
+    def judge(self, bf16: "InferenceReport") -> None:
+        """Give the verdict: ``passes the check``, or what speaks against it."""
+        most = OUTPUT_OFF
+        if bf16.output_off is not None:
+            most = max(most, _BF16 * bf16.output_off)
+        if not self.layers:
+            self.verdict = "no layer is left"
+        elif self.output_off is None:
+            self.verdict = "its output has other shapes than fp32's"
+        elif not math.isfinite(self.output_off):
+            self.verdict = "its output is not finite"
+        elif self.output_off > most:
+            self.verdict = f"its output is {self.output_off:.0%} off"
+        else:
+            self.verdict = "passes the check"
+
+
 @dataclass(frozen=True, repr=False)
 class Rehearsal(Printed):
     """What becomes of a model below 16 bits; `str` of it is made to be read."""
 
     title: str
     layers: list[LayerReport]  # by layer in the order of a step, then by format
-    formats: list[FormatReport]  # bf16 first
+    formats: Sequence[FormatReport]  # bf16 first
     recommended: str | None  # a format
     program: str  # that converts the model with torchao
     card: str | None
-    steps: int
     watch: list[str]
 
     def of(self, layer: str, form: str) -> LayerReport:
@@ -89,36 +126,31 @@ class Rehearsal(Printed):
         found = {(report.layer.name, report.format): report for report in self.layers}
         return found[layer, form]
 
+    def _of_model(self) -> dict[str, list[str]]:
+        """What was found of the whole model: a cell for each format, by the name of the row."""
+        raise NotImplementedError
+
+    def _facts(self) -> tuple[str, list[str]]:
+        """What the numbers of the layers are, and against what the formats were checked."""
+        raise NotImplementedError
+
     def _table(self) -> Table:
         names = [report.name for report in self.formats]
         by_layer: dict[Layer, list[LayerReport]] = {}
         for report in self.layers:
             by_layer.setdefault(report.layer, []).append(report)
         rows = [_row(layer, reports) for layer, reports in by_layer.items()]
-        foot = {
-            "gradients of the model": [f"{100 * r.gradients_off:.2g} %" for r in self.formats],
-            "loss of the model": [f"{100 * r.loss_off:+.2g} %" for r in self.formats],
-        }
-        if self.steps:
-            last = [f"{statistics.mean(r.losses):.4g}" if r.losses else "-" for r in self.formats]
-            foot[f"loss after {self.steps} steps"] = last
+        foot = self._of_model()
         if self.card:
             gains = ["-" if r.gain is None else f"{r.gain:.2f}x" for r in self.formats]
             foot[f"forecast for {self.card}"] = gains
         foot["layers"] = [f"{r.layers} of {r.layers + r.left_out}" for r in self.formats]
-        facts = [
-            "SQNR in dB of the worst of three products; with * a layer is better left in bf16.",
-            *(f"{r.name}: {r.verdict}." for r in self.formats[1:]),
-        ]
-        if not self.steps:
-            limits = f"gradients within {_MOST_OFF:.0%} and loss within {_LOSS_OFF:.0%} of fp32's"
-            facts.append(f"Looked at in one step: {limits}, or {_BF16} times as far off as bf16.")
-            facts.append("Learning was not tried: that takes steps.")
+        numbers, checks = self._facts()
         return Table(
             ["layer", "inner x outer", *names],
             rows,
             caption=self.title,
-            facts=facts,
+            facts=[numbers, *(f"{r.name}: {r.verdict}." for r in self.formats[1:]), *checks],
             advice=[*self._reasons(), *self.watch],
             foot=[[name, "", *cells] for name, cells in foot.items()],
             right=range(2, 2 + len(names)),
@@ -157,6 +189,54 @@ class Rehearsal(Printed):
         if not self.program:
             return ""
         return form.format(f"The lines for {self.recommended}, of torchao:", escape(self.program))
+
+
+@dataclass(frozen=True, repr=False)
+class TrainingRehearsal(Rehearsal):
+    """What becomes of a training step below 16 bits."""
+
+    formats: Sequence[TrainingReport]
+    steps: int = 0
+
+    def _of_model(self) -> dict[str, list[str]]:
+        found = {
+            "gradients of the model": [f"{100 * r.gradients_off:.2g} %" for r in self.formats],
+            "loss of the model": [f"{100 * r.loss_off:+.2g} %" for r in self.formats],
+        }
+        if self.steps:
+            last = [f"{statistics.mean(r.losses):.4g}" if r.losses else "-" for r in self.formats]
+            found[f"loss after {self.steps} steps"] = last
+        return found
+
+    def _facts(self) -> tuple[str, list[str]]:
+        numbers = (
+            "SQNR in dB of the worst of three products; with * a layer is better left in bf16."
+        )
+        if self.steps:
+            return numbers, []
+        limits = f"gradients within {_MOST_OFF:.0%} and loss within {_LOSS_OFF:.0%} of fp32's"
+        checks = f"Looked at in one step: {limits}, or {_BF16} times as far off as bf16."
+        return numbers, [checks, "Learning was not tried: that takes steps."]
+
+
+@dataclass(frozen=True, repr=False)
+class InferenceRehearsal(Rehearsal):
+    """What becomes of a forward pass below 16 bits."""
+
+    formats: Sequence[InferenceReport]
+
+    def _of_model(self) -> dict[str, list[str]]:
+        return {"error of the output": [_percent(r.output_off) for r in self.formats]}
+
+    def _facts(self) -> tuple[str, list[str]]:
+        numbers = "SQNR in dB of the forward matmul; with * a layer is better left in bf16."
+        limit = f"at most {OUTPUT_OFF:.0%} of fp32's output, or {_BF16} times bf16's error"
+        checks = f"The check, on these inputs: an output error of {limit} (Euclidean norms)."
+        return numbers, [checks]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.2g} %"
 
 
 def _row(layer: Layer, reports: list[LayerReport]) -> list[str]:

@@ -4,8 +4,9 @@ import importlib.util
 import json
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
 
 from amp_lab.advisor.recipes import TRAINING, Case, Recipe, Step
@@ -67,6 +68,8 @@ quantize_(
 """
 _CODE = {"fp8": _FLOAT8, "fp8-rowwise": _FLOAT8, "mxfp8": _MXFP8, "nvfp4": _NVFP4}
 _RECIPE = {"fp8": "tensorwise", "fp8-rowwise": "rowwise"}
+
+
 _WIDTH = 88  # of a line, as ruff formats by default
 
 
@@ -92,10 +95,13 @@ def converts(form: str, module: nn.Module | None) -> bool:
     return type(module) is nn.Linear and (form != "mxfp8" or module.bias is None)
 
 
-def untried_reason(form: str, code: str) -> str:
-    """Why lines cannot be tried on this machine; empty if they can."""
-    if not code:
-        return f"torchao has none for {form}"
+def converted_kind(form: str) -> str:
+    """The modules that these lines convert, in words."""
+    return "nn.Linear without a bias" if form == "mxfp8" else "nn.Linear"
+
+
+def untried_reason(form: str, device: torch.device) -> str:
+    """Why lines cannot be tried on a copy of a model on this device; empty if they can."""
     if importlib.util.find_spec("torchao") is None:
         return "torchao is not installed"
     if form == "nvfp4":
@@ -106,13 +112,23 @@ def untried_reason(form: str, code: str) -> str:
 def failure(case: Case, code: str) -> str:
     """Convert a copy of a model and take its gradients: the error; empty if that went well."""
     step = Step(case, Recipe(TRAINING))
-    assert case.loss_fn is not None
+    loss_fn = case.loss_fn
+    assert loss_fn is not None
+
+    def run() -> None:
+        exec(code, {"model": step.model})
+        loss_fn(step.model(*step.names["args"], **step.names["kwargs"])).backward()
+
+    return error_of(run)
+
+
+def error_of(run: Callable[[], None]) -> str:
+    """What running some of torchao's lines raises, without its warnings; empty if nothing."""
     logging.disable(logging.WARNING)  # of what torchao's import makes torch say
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            exec(code, {"model": step.model})
-            case.loss_fn(step.model(*step.names["args"], **step.names["kwargs"])).backward()
+            run()
     except Exception as error:  # of torchao, or of a model that it cannot convert
         return with_type(error)
     finally:

@@ -1,0 +1,131 @@
+"""The lines that convert a model with torchao for inference in what was rehearsed."""
+
+import importlib.util
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from amp_lab.advisor.recipes import INFERENCE, Case, Recipe
+from amp_lab.formats.torchao_code import error_of, set_of
+
+_FLOAT8 = """\
+import torch
+from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, quantize_
+from torchao.quantization.granularity import {granularity}
+
+LEFT_OUT = {left_out}
+config = Float8DynamicActivationFloat8WeightConfig(
+    granularity={granularity}(),
+    set_inductor_config=False,  # True also allows TF32 in the whole process.
+)
+"""
+_MX = """\
+import torch
+from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig
+from torchao.quantization import quantize_
+from torchao.quantization.quantize_.common import KernelPreference
+from torchao.utils import is_sm_at_least_100
+
+LEFT_OUT = {left_out}
+# torch's own kernel for a whole nn.TransformerEncoderLayer does not take such weights.
+torch.backends.mha.set_fastpath_enabled(False)
+# A device that cannot multiply in MX rounds to it, and multiplies in bf16.
+can = is_sm_at_least_100() and next(model.parameters()).is_cuda
+config = MXDynamicActivationMXWeightConfig(
+    activation_dtype=torch.{dtype},
+    weight_dtype=torch.{dtype},
+    kernel_preference=KernelPreference.AUTO if can else KernelPreference.EMULATED,
+)
+"""
+_NVFP4 = """\
+import torch
+from torchao.prototype.mx_formats import NVFP4DynamicActivationNVFP4WeightConfig
+from torchao.quantization import quantize_
+
+LEFT_OUT = {left_out}
+# torch's own kernel for a whole nn.TransformerEncoderLayer does not take such weights.
+torch.backends.mha.set_fastpath_enabled(False)
+# True takes a faster kernel of the package mslk, which torchao does not install.
+config = NVFP4DynamicActivationNVFP4WeightConfig(use_triton_kernel=False)
+"""
+_REST = """\
+model = model.eval().to(torch.bfloat16)
+quantize_(
+    model,
+    config,
+    lambda module, name: isinstance(module, torch.nn.Linear) and name not in LEFT_OUT,
+)
+
+
+def cast(x):  # for your own inputs too: the model takes them in bf16
+    if isinstance(x, dict):
+        return {key: cast(value) for key, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return type(x)(map(cast, x))
+    return x.to(torch.bfloat16) if torch.is_tensor(x) and x.is_floating_point() else x
+
+
+with torch.inference_mode():
+    output = model(*cast(args), **cast(kwargs))
+"""
+_CONFIG = {"fp8": _FLOAT8, "fp8-rowwise": _FLOAT8, "mxfp8": _MX, "mxfp4": _MX, "nvfp4": _NVFP4}
+_GRANULARITY = {"fp8": "PerTensor", "fp8-rowwise": "PerRow"}
+_DTYPE = {"mxfp8": "float8_e4m3fn", "mxfp4": "float4_e2m1fn_x2"}
+_FP8_AMD = ("gfx940", "gfx941", "gfx942", "gfx950")  # MI300 and MI350, as torchao asks
+
+
+def lines(form: str, left_out: Sequence[str]) -> str:
+    """What converts ``model`` and runs it with ``args`` and ``kwargs``; empty for other formats.
+
+    The requirements that these lines meet are those of torchao 0.18: weights in bf16, and an
+    emulated kernel where the GPU has none.
+    """
+    if form not in _CONFIG:
+        return ""
+    facts = {"granularity": _GRANULARITY.get(form), "dtype": _DTYPE.get(form)}
+    names = set_of(left_out)
+    return _CONFIG[form].format(left_out=names, **facts) + _REST
+
+
+def converts(form: str, module: nn.Module | None) -> bool:
+    """Whether these lines convert a module."""
+    return type(module) is nn.Linear
+
+
+def converted_kind(form: str) -> str:
+    """The modules that these lines convert, in words."""
+    return "nn.Linear"
+
+
+def untried_reason(form: str, device: torch.device) -> str:
+    """Why lines cannot be tried on a copy of a model on this device; empty if they can."""
+    if importlib.util.find_spec("torchao") is None:
+        return "torchao is not installed"
+    if form == "nvfp4":
+        return "torchao has kernels for NVFP4 inference only for Blackwell"
+    if form in _GRANULARITY and not _multiplies_fp8(device):
+        gpus = "an NVIDIA GPU of compute capability 8.9 or later, an AMD MI300 or MI350, or an XPU"
+        return f"torchao converts for FP8 inference only on {gpus}; this model is on {device}"
+    return ""
+
+
+def _multiplies_fp8(device: torch.device) -> bool:
+    """What torchao's conversion asserts (`torchao.float8.inference._check_hardware_support`)."""
+    if device.type != "cuda":
+        return device.type == "xpu"
+    gpu = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return gpu.gcnArchName.startswith(_FP8_AMD)
+    return (gpu.major, gpu.minor) >= (8, 9)
+
+
+def failure(case: Case, code: str) -> str:
+    """Convert a copy of a model and run it: the error; empty if that went well."""
+    copied = case.copied(Recipe(INFERENCE))
+    names = {"model": copied.model, "args": copied.args, "kwargs": copied.kwargs}
+    enabled = torch.backends.mha.get_fastpath_enabled()  # which the lines may change
+    try:
+        return error_of(lambda: exec(code, names))
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
