@@ -155,12 +155,68 @@ def test_a_model_in_16_bits_is_forecast_in_fp32_too():
 
 
 def test_a_model_whose_course_depends_on_values_takes_those_of_a_run():
-    class KeepsPositive(nn.Linear):
-        def forward(self, x):
-            rows = super().forward(x)
-            return rows[rows.sum(1) > 0]
-
     torch.manual_seed(0)
     found = table(KeepsPositive(4, 4).eval(), torch.rand(8, 4), device_type="cpu")
     assert len(found.forecasts) == 5
     assert "taken from a run on the CPU" in str(found)
+
+
+class Squares(nn.Linear):
+    """Multiplies its rows by all of them, so that its memory grows with the square of the batch."""
+
+    def forward(self, x):
+        rows = super().forward(x)
+        return rows @ rows.T
+
+
+class KnowsItsBatch(nn.Linear):
+    """Raises a `KeyError` for any batch but 2."""
+
+    def forward(self, x):
+        scale = {2: 1.0}[len(x)]
+        return scale * super().forward(x)
+
+
+class KeepsPositive(nn.Linear):
+    """The number of its rows depends on values."""
+
+    def forward(self, x):
+        rows = super().forward(x)
+        return rows[rows.sum(1) > 0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (Squares, "its memory is not a constant plus a multiple of the batch"),
+        (KnowsItsBatch, "KnowsItsBatch: KeyError: 3 (tried with a batch of 3)"),
+        (KeepsPositive, "depends on values"),
+    ],
+)
+def test_a_largest_batch_that_cannot_be_told_comes_with_the_reason_in_its_line(kind, reason):
+    torch.manual_seed(0)
+    model = kind(64, 64).eval()
+    found = table(model, torch.rand(2, 64), device_type="cpu", memory_bytes="1MiB")
+    assert found.largest == {}
+    assert set(found.no_largest) == {forecast.way for forecast in found.forecasts}
+    (line,) = [line for line in str(found).splitlines() if "largest batch" in line]
+    assert line.startswith("The largest batch in 1 MiB for fp32, ")
+    assert reason in line.partition("cannot tell: ")[2]
+
+
+def test_a_way_with_a_largest_batch_stands_beside_one_without():
+    class SquaresUnderAutocast(nn.Linear):
+        def forward(self, x):
+            rows = super().forward(x)
+            return rows @ rows.T if torch.is_autocast_enabled("cpu") else rows
+
+    model = SquaresUnderAutocast(64, 64).eval()
+    found = table(model, torch.rand(2, 64), device_type="cpu", memory_bytes="1MiB")
+    assert set(found.no_largest) == {"bf16 autocast"}
+    row, line = [line for line in str(found).splitlines() if "largest batch" in line]
+    assert row.split()[5:7] == [f"{found.largest['fp32']:,}", "-"]
+    assert line.startswith("The largest batch in 1 MiB for bf16 autocast: cannot tell: Squares")
+
+
+def test_of_a_batch_that_nobody_asks_for_nothing_is_said():
+    assert "largest batch" not in str(table(Squares(64, 64).eval(), torch.rand(2, 64)))

@@ -66,6 +66,15 @@ def test_a_memory_that_is_not_affine_in_the_batch_is_refused():
     assert "not a constant plus a multiple" in table.not_extrapolated
 
 
+def test_what_a_model_raises_at_another_batch_is_named_with_it():
+    class KnowsItsBatch(nn.Linear):
+        def forward(self, x):
+            return {2: 1.0}[len(x)] * super().forward(x)
+
+    table = compare_memory(KnowsItsBatch(4, 4), (2, 4), memory_bytes="1 GiB", precisions=["fp32"])
+    assert table.not_extrapolated == "KnowsItsBatch: KeyError: 3 (tried with a batch of 3)"
+
+
 def test_largest_batch_of_several_inputs():
     options = {"memory_bytes": "16 MiB", "input_dtype": (torch.int64, torch.float32)}
     batches = {

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils.stateless import _reparametrize_module
 
-from amp_lab.errors import TraceError
+from amp_lab.errors import TraceError, first_line
 from amp_lab.precision import Precision
 from amp_lab.tracing.answered import answered
 from amp_lab.tracing.decisions import Decisions, ValuesNeeded
@@ -102,7 +102,9 @@ def inference_table(
             return _each_way(steps, inputs, limit, decisions)
 
     by_way = answered(trace, ModelCall(model, inputs.args, inputs.kwargs), "forecast")
-    return InferenceTable(tuple(by_way.forecasts), total, by_way.largest, reserve, by_way.failed)
+    return InferenceTable(
+        tuple(by_way.forecasts), total, by_way.largest, reserve, by_way.failed, by_way.no_largest
+    )
 
 
 @dataclass
@@ -112,6 +114,7 @@ class _ByWay:
     forecasts: list[InferenceForecast] = field(default_factory=list)
     largest: dict[str, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
+    no_largest: dict[str, str] = field(default_factory=dict)  # why there is no largest batch
 
 
 def _each_way(
@@ -133,16 +136,15 @@ def _each_way(
                 raise
             found.failed[step.way] = str(error)
             continue
+        saved = {step.way: 0}  # bytes of weights, by way
+        if linear and step.is_cast and step.precision is steps[-1].precision:
+            for weights in QUANTIZED_WEIGHTS:
+                saved[weights.name] = _saved_bytes(weights, linear, step.precision)
         found.forecasts.append(given)
-        by_batch = _by_batch(step, inputs, limit)
-        if by_batch is not None:
-            found.largest[step.way] = by_batch.largest
-        if step.is_cast and step.precision is steps[-1].precision:
-            for weights in QUANTIZED_WEIGHTS if linear else ():
-                saved = _saved_bytes(weights, linear, step.precision)
-                found.forecasts.append(given.with_smaller_weights(weights.name, saved))
-                if by_batch is not None and limit is not None:
-                    found.largest[weights.name] = by_batch.largest_within(limit + saved)
+        for way in list(saved)[1:]:
+            found.forecasts.append(given.with_smaller_weights(way, saved[way]))
+        if limit is not None:
+            _note_largest(found, step, inputs, limit, saved)
     if not found.forecasts:
         raise TraceError(next(iter(found.failed.values())))
     return found
@@ -160,16 +162,17 @@ def _with_no_grad(
     return dataclasses.replace(forecast, kept_under_no_grad=no_grad.peak - forecast.peak)
 
 
-def _by_batch(
-    step: "InferenceStep", inputs: BatchedInputs, limit: int | None
-) -> MemoryByBatch | None:
-    """The memory for any batch; None if nobody asks, or if it cannot be told from two traces."""
-    if limit is None:
-        return None
+def _note_largest(
+    found: _ByWay, step: "InferenceStep", inputs: BatchedInputs, limit: int, saved: dict[str, int]
+) -> None:
+    """Note the largest batch of each way whose weights take so much less, or why there is none."""
     try:
-        return MemoryByBatch(step, inputs, limit)
-    except TraceError:  # the decisions of a model may be others for another batch, too
-        return None
+        by_batch = MemoryByBatch(step, inputs, limit)
+    except TraceError as error:  # the decisions of a model may be others for another batch, too
+        found.no_largest |= dict.fromkeys(saved, first_line(error))
+        return
+    for way, less in saved.items():
+        found.largest[way] = by_batch.largest_within(limit + less)
 
 
 def _linear_weights(model: nn.Module) -> list[torch.Size]:

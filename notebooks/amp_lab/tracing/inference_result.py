@@ -64,6 +64,7 @@ class InferenceTable(Printed):
     largest: dict[str, int] = field(default_factory=dict)  # batch that fits, by way
     reserve: float = 0.0  # share of the memory that is left to the driver and to fragmentation
     failed: dict[str, str] = field(default_factory=dict)  # why there is none, by way
+    no_largest: dict[str, str] = field(default_factory=dict)  # why there is no batch, by way
 
     def __getitem__(self, way: str) -> InferenceForecast:
         return next(forecast for forecast in self.forecasts if forecast.way == way)
@@ -81,6 +82,7 @@ class InferenceTable(Printed):
             contents["reserve"] = self.reserve
             contents["spare_bytes"] = self.spare
             contents["largest_batch"] = self.largest
+            contents["no_largest_batch"] = self.no_largest
         contents["failed"] = self.failed
         return contents
 
@@ -94,7 +96,7 @@ class InferenceTable(Printed):
             cells = [in_unit(getattr(forecast, attribute), unit) for forecast in self.forecasts]
             rows.append([label, *cells])
         foot = [["peak", *(in_unit(forecast.peak, unit) for forecast in self.forecasts)]]
-        if self.memory_bytes is not None:
+        if self.memory_bytes is not None and self.largest:
             counts = [self._largest_text(forecast.way) for forecast in self.forecasts]
             foot.append([f"largest batch in {memory_text(self.memory_bytes)}", *counts])
         return Table(
@@ -108,7 +110,7 @@ class InferenceTable(Printed):
         )
 
     def _largest_text(self, way: str) -> str:
-        return f"{self.largest[way]:,}" if way in self.largest else "cannot tell"
+        return f"{self.largest[way]:,}" if way in self.largest else "-"
 
     def _facts(self) -> Iterator[str]:
         for way, error in self.failed.items():
@@ -117,6 +119,9 @@ class InferenceTable(Printed):
             for way, spare in self.spare.items():
                 if spare < 0:
                     yield f"{way}: does not fit, {amount(-spare)} too much."
+            for reason, ways in _ways_by_text(self.no_largest).items():
+                batch = f"The largest batch in {memory_text(self.memory_bytes)}"
+                yield f"{batch} for {ways}: cannot tell: {reason}."
             if self.reserve:
                 share = f"Of the {memory_text(self.memory_bytes)}, {100 * self.reserve:.3g} %"
                 yield f"{share} are held in reserve for the driver and for fragmentation."
@@ -136,3 +141,11 @@ class InferenceTable(Printed):
         if self.forecasts[0].decisions:
             yield self.forecasts[0].decisions
         yield "Not counted: a cache of keys and values, and what the driver takes for itself."
+
+
+def _ways_by_text(texts: dict[str, str]) -> dict[str, str]:
+    """For each text the ways that it is about: ``fp32, bf16 cast``."""
+    ways: dict[str, list[str]] = {}
+    for way, text in texts.items():
+        ways.setdefault(text, []).append(way)
+    return {text: ", ".join(names) for text, names in ways.items()}

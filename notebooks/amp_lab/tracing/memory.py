@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from amp_lab.errors import TraceError, first_line
+from amp_lab.errors import AmpLabError, TraceError, first_line, with_type
 from amp_lab.precision import Precision
 from amp_lab.remedies import remedy
 from amp_lab.tracing.answered import answered
@@ -366,6 +366,11 @@ class MemoryByBatch:
             raise
         except TraceError as error:
             raise TraceError(f"{error} (tried with a batch of {batch})") from error
+        except AmpLabError:
+            raise
+        except Exception as error:  # whatever the model raises at a batch that was not given
+            said = f"{type(self._step.run.model).__name__}: {with_type(error)}"
+            raise TraceError(f"{said} (tried with a batch of {batch})") from error
 
     def _require(self, agrees: bool) -> None:
         if not agrees:
