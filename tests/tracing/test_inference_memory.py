@@ -11,6 +11,7 @@ from torch import nn
 from amp_lab import forecast_inference
 from amp_lab.errors import TraceError
 from amp_lab.tracing.inference_memory import QUANTIZED_WEIGHTS, InferenceTable, inference_table
+from amp_lab.tracing.inference_result import InferenceForecast
 from amp_lab.tracing.memory import BatchedInputs
 from gpt import Gpt
 
@@ -63,15 +64,34 @@ def table(model: nn.Module, inputs: torch.Tensor, **options) -> InferenceTable:
     return inference_table(model, BatchedInputs((inputs,)), **options)
 
 
-def test_casts_stay_under_no_grad_alone():
+def by_table(model: nn.Module, inputs: torch.Tensor) -> InferenceForecast:
+    return table(model, inputs, device_type="cpu")["bf16 autocast"]
+
+
+def by_function(model: nn.Module, inputs: torch.Tensor) -> InferenceForecast:
+    return forecast_inference(model, inputs, device_type="cpu", precision="bf16", autocast=True)
+
+
+@pytest.mark.parametrize("forecast_of", [by_table, by_function])
+def test_casts_stay_under_no_grad_alone(forecast_of):
     model, inputs = mlp(), torch.rand(2, 256)
-    forecast = table(model, inputs, device_type="cpu")["bf16 autocast"]
+    forecast = forecast_of(model, inputs)
     under = {
         mode: real_peak(model, inputs, autocast=True, under=mode)
         for mode in (torch.inference_mode, torch.no_grad)
     }
     assert forecast.peak == under[torch.inference_mode]
     assert forecast.kept_under_no_grad == under[torch.no_grad] - under[torch.inference_mode] > 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_without_autocast_no_grad_keeps_nothing_more(precision):
+    model, inputs = mlp(), torch.rand(2, 256)
+    forecast = forecast_inference(model, inputs, device_type="cpu", precision=precision)
+    if precision == "bf16":
+        model, inputs = model.bfloat16(), inputs.bfloat16()
+    real = real_peak(model, inputs, autocast=False, under=torch.no_grad)
+    assert forecast.peak + forecast.kept_under_no_grad == real
 
 
 def test_weights_in_eight_bits_take_what_torchao_stores():

@@ -63,7 +63,7 @@ def forecast_inference(
     The pass is ``model(*inputs, **kwargs)`` under `torch.inference_mode`. Weights and
     floating-point inputs are cast to the precision before it, or, with `autocast`, are left as they
     are and cast by autocast, which keeps no copy of a weight there. (Under `torch.no_grad` it keeps
-    all of them until its block ends.) The model runs in the mode that it is in: call
+    all of them until its block ends: see `kept_under_no_grad`.) The model runs in the mode that it is in: call
     ``model.eval()`` first. `inputs` and `kwargs` are tensors, or structures of them, on any device.
     Not counted: the workspaces of cuBLAS and cuDNN, what the driver takes, and fragmentation.
 
@@ -74,7 +74,7 @@ def forecast_inference(
     def trace(call: ModelCall, decisions: Decisions | None) -> InferenceForecast:
         with _steps(call.model, device_type, [precision], ways=[autocast]) as (step,):
             fakes = step.run.fake(call.args), step.run.fake(call.kwargs)
-            return step.trace(*fakes, decisions).forecast()
+            return _with_no_grad(step, fakes, decisions)
 
     return answered(trace, ModelCall(model, inputs, kwargs), "forecast")
 
@@ -128,7 +128,7 @@ def _each_way(
     linear = _linear_weights(steps[0].run.model)
     for step in steps:
         try:
-            given = _with_no_grad(step, inputs, decisions)
+            given = _with_no_grad(step, inputs.of(inputs.batch, step.traced_on), decisions)
         except ValuesNeeded:
             raise
         except TraceError as error:
@@ -151,10 +151,9 @@ def _each_way(
 
 
 def _with_no_grad(
-    step: "InferenceStep", inputs: BatchedInputs, decisions: Decisions | None
+    step: "InferenceStep", given: tuple[tuple, dict[str, Any]], decisions: Decisions | None
 ) -> InferenceForecast:
-    """The forecast for the batch that was given, with what it would be under `torch.no_grad`."""
-    given = inputs.of(inputs.batch, step.traced_on)
+    """The forecast for these args and kwargs, with what it would be under `torch.no_grad`."""
     forecast = step.trace(*given, decisions).forecast()
     if not step.by_autocast:
         return forecast
