@@ -240,3 +240,25 @@ def test_a_way_with_a_largest_batch_stands_beside_one_without():
 
 def test_of_a_batch_that_nobody_asks_for_nothing_is_said():
     assert "largest batch" not in str(table(Squares(64, 64).eval(), torch.rand(2, 64)))
+
+
+CONSTANTS = {
+    "made there": lambda x: torch.tensor(2.0, device=x.device),
+    "empty": lambda x: torch.tensor([], device=x.device),
+    "moved": lambda x: torch.tensor(2.0, device="cpu").to(x.device),
+    "moved and cast": lambda x: torch.tensor(2, device="cpu").to(x),
+}
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda", "mps", "xpu"])
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_constant_on_a_device_that_is_not_here_is_none_for_real(name, device_type):
+    """Under inference_mode torch would make it there."""
+
+    class Scales(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * CONSTANTS[name](x).sum()
+
+    model, inputs = Scales(64, 64).eval(), torch.rand(2, 64)
+    forecast = forecast_inference(model, inputs, device_type=device_type, precision="fp32")
+    assert forecast.temporaries >= 2 * 2 * 64 * 4  # with and without the factor

@@ -45,6 +45,11 @@ class StrictFakeMode(FakeTensorMode):
             return self.replay.answer(func, args, kwargs or {}, self._made)
         if func._schema.name == NMS:
             raise DynamicOutputShapeException(func)
+        if func._schema.name == "aten::to":
+            # Under inference_mode it comes whole, and torch would move a constant for real. Of its
+            # parts torch knows not to, where the device is absent.
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         out: Any = super().__torch_dispatch__(func, types, args, kwargs or {})
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         refuses = _CONVERTING.get(name)
