@@ -106,3 +106,15 @@ def test_code_that_comes_with_a_config_is_not_run(tmp_path, capsys):
 @pytest.mark.parametrize("target", ["torchvision.models:resnet18", "net.py:Net", "net.py", "a.b"])
 def test_other_targets_stay_what_they_are(target):
     assert not is_config(target)
+
+
+def test_the_kv_cache_of_a_context_fits_the_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    ids = ("--input", "input_ids=int64:2,8<100")
+    assert main(["memory", "llama/config.json", *ids, "--eval", "--tokens", "8192"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = {line[:25].strip(): line[25:].split() for line in lines}
+    # 2 layers, one head of keys and one of values, each of 16
+    assert rows["cache, KiB per token"][::2] == ["0.25", "0.125", "0.125"], lines
+    assert rows["cache, 2 x 8,192 tokens"][::2] == ["4", "2", "2"]

@@ -155,7 +155,8 @@ LINES = {
     ),
     "memory": st.tuples(
         TARGETS | ANYTHING, RIGHT_INPUT,
-        options(**OF_MODEL, memory=ANYTHING, reserve=NUMBERS, precision=WORDS, optimizer=WORDS),
+        options(**OF_MODEL, memory=ANYTHING, reserve=NUMBERS, precision=WORDS, optimizer=WORDS,
+                tokens=NUMBERS),
     ),
     "diff": st.tuples(
         TARGETS | ANYTHING, RIGHT_INPUT,

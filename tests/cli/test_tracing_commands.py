@@ -301,6 +301,22 @@ def test_memory_of_inference(capsys):
     ]
 
 
+@pytest.mark.parametrize("tokens", ["0", "-1", "8k", "1.5", "", "9" * 5000])
+def test_tokens_that_are_no_number_of_them_are_refused(capsys, tokens):
+    asked = ("memory", NET, *INPUT, "--eval", f"--tokens={tokens}")
+    refused(capsys, asked, "give a whole number of tokens from 1 to 1,000,000,000, such as 8192")
+
+
+def test_tokens_are_refused_for_a_training_step(capsys):
+    asked = ("memory", NET, *INPUT, "--tokens", "8192")
+    refused(capsys, asked, "--tokens is for the KV cache of inference: add --eval")
+
+
+def test_of_tokens_for_a_model_without_a_cache_a_line_is_printed(capsys):
+    out = printed(capsys, "memory", NET, *INPUT, "--eval", "--tokens", "8192")
+    assert "The output holds no KV cache: nothing is said of 8,192 tokens." in out
+
+
 @pytest.mark.parametrize("option", [("--optimizer", "sgd"), ("--fsdp-ranks", "2")])
 def test_what_belongs_to_training_is_refused_for_inference(capsys, option):
     refused(

@@ -7,6 +7,8 @@ from amp_lab.cli.model_argument import DEVICE, GivenModel, add_model, traced
 from amp_lab.cli.printing import show
 from amp_lab.errors import OptionError
 
+_MOST_TOKENS = 10**9
+
 
 def add(commands) -> None:
     """Add the command to the parser's `commands`."""
@@ -16,7 +18,8 @@ def add(commands) -> None:
         "be here",
         description="Print what a training step needs in each precision, whether it fits into a "
         "GPU's memory, and the largest batch that does. With --eval it is a forward pass under "
-        "inference_mode: by autocast, with cast weights, and with weights in int8 and int4.",
+        "inference_mode: by autocast, with cast weights, and with weights in int8 and int4; and "
+        "the KV cache, if the model returns one.",
     )
     add_model(memory)
     option, named = memory.add_argument, {"metavar": "NAME"}
@@ -33,6 +36,8 @@ def add(commands) -> None:
     )
     ranks = "of FSDP2 among which weights, gradients and state are divided (default: 1)"
     option("--fsdp-ranks", type=int, metavar="N", help=ranks)
+    tokens = "with --eval: of each sequence, for whose KV cache the memory is forecast"
+    option("--tokens", type=_tokens, metavar="N", help=tokens)
     memory.set_defaults(run=run)
 
 
@@ -55,6 +60,7 @@ def _run_inference(options: argparse.Namespace) -> None:
     asked = {"memory_bytes": options.memory, "device_type": options.device}
     if options.precision:
         asked["precisions"] = options.precision
+    asked["tokens"] = options.tokens
 
     def trace(given: GivenModel) -> InferenceTable:
         inputs = BatchedInputs(given.args, given.kwargs)
@@ -66,6 +72,8 @@ def _run_inference(options: argparse.Namespace) -> None:
 def _run_training(options: argparse.Namespace) -> None:
     from amp_lab.tracing.memory import BatchedInputs, MemoryTable, memory_table
 
+    if options.tokens is not None:
+        raise OptionError("--tokens is for the KV cache of inference: add --eval, or leave it out")
     asked = {"memory_bytes": options.memory, "device_type": options.device}
     asked |= {"reserve": options.reserve, "optimizer": options.optimizer or "adam"}
     asked["fsdp_ranks"] = 1 if options.fsdp_ranks is None else options.fsdp_ranks
@@ -87,3 +95,14 @@ def _share(text: str) -> float:
     if not 0 <= percent < 100:
         raise argparse.ArgumentTypeError(f"{text!r}: give a percentage from 0 to below 100")
     return percent / 100
+
+
+def _tokens(text: str) -> int:
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if not 1 <= count <= _MOST_TOKENS:
+        what = f"a whole number of tokens from 1 to {_MOST_TOKENS:,}, such as 8192"
+        raise argparse.ArgumentTypeError(f"{text!r}: give {what}")
+    return count

@@ -17,7 +17,15 @@ from amp_lab.tracing.answered import answered
 from amp_lab.tracing.decisions import Decisions, ValuesNeeded
 from amp_lab.tracing.fake_device import ModelRun, autocast_on
 from amp_lab.tracing.inference_result import InferenceForecast, InferenceTable
-from amp_lab.tracing.memory import BatchedInputs, MemoryByBatch, parse_bytes
+from amp_lab.tracing.kv_cache import (
+    Arguments,
+    CachedTensor,
+    cached_tensors,
+    forecast_cache,
+    token_count,
+    with_tokens,
+)
+from amp_lab.tracing.memory import BatchedInputs, MemoryByBatch, errors_with, parse_bytes
 from amp_lab.tracing.ops_seen import tensors_in
 from amp_lab.tracing.real_run import ModelCall
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
@@ -63,9 +71,12 @@ def forecast_inference(
     The pass is ``model(*inputs, **kwargs)`` under `torch.inference_mode`. Weights and
     floating-point inputs are cast to the precision before it, or, with `autocast`, are left as they
     are and cast by autocast, which keeps no copy of a weight there. (Under `torch.no_grad` it keeps
-    all of them until its block ends: see `kept_under_no_grad`.) The model runs in the mode that it is in: call
-    ``model.eval()`` first. `inputs` and `kwargs` are tensors, or structures of them, on any device.
+    all of them until its block ends: see `kept_under_no_grad`.) The model runs in the mode that it
+    is in: call ``model.eval()`` first. `inputs` and `kwargs` are tensors, or structures of them, on
+    any device.
     Not counted: the workspaces of cuBLAS and cuDNN, what the driver takes, and fragmentation.
+
+    `cache` is the KV cache of a language model, if its output holds one; else it is None.
 
     Raises `TraceError` for a model without a fake copy, an input that it does not take, an op whose
     result depends on values, and an unknown precision; `DeviceError` for an unknown device type.
@@ -74,7 +85,7 @@ def forecast_inference(
     def trace(call: ModelCall, decisions: Decisions | None) -> InferenceForecast:
         with _steps(call.model, device_type, [precision], ways=[autocast]) as (step,):
             fakes = step.run.fake(call.args), step.run.fake(call.kwargs)
-            return _with_no_grad(step, fakes, decisions)
+            return _whole_forecast(step, fakes, decisions)
 
     return answered(trace, ModelCall(model, inputs, kwargs), "forecast")
 
@@ -87,11 +98,13 @@ def inference_table(
     reserve: float = 0.0,
     precisions: Iterable[Precision | str] = (Precision.FP32, Precision.BF16),
     device_type: str = "cuda",
+    tokens: int | None = None,
 ) -> InferenceTable:
     """Forecasts side by side: fp32, each low precision by autocast and cast, and int8 and int4.
 
-    With `memory_bytes` the largest batch is asked for, with a share of it held in `reserve`. What
-    a model refuses, such as cast weights, is named. Raises as `forecast_inference`.
+    With `memory_bytes` the largest batch is asked for, with a share of it held in `reserve`. With
+    `tokens` the KV cache of so many in each sequence is forecast, if the model returns one. What a
+    model refuses, such as cast weights, is named. Raises as `forecast_inference`.
     """
     total = None if memory_bytes is None else parse_bytes(memory_bytes)
     limit = None if total is None else int(total * (1 - reserve))
@@ -99,12 +112,25 @@ def inference_table(
 
     def trace(call: ModelCall, decisions: Decisions | None) -> _ByWay:
         with _steps(call.model, device_type, asked, ways=[True, False]) as steps:
-            return _each_way(steps, inputs, limit, decisions)
+            return _each_way(steps, inputs, limit, tokens, decisions)
 
     by_way = answered(trace, ModelCall(model, inputs.args, inputs.kwargs), "forecast")
     return InferenceTable(
-        tuple(by_way.forecasts), total, by_way.largest, reserve, by_way.failed, by_way.no_largest
+        tuple(by_way.forecasts),
+        total,
+        by_way.largest,
+        reserve,
+        by_way.failed,
+        no_largest=by_way.no_largest,
+        tokens=tokens,
+        places=_places(model),
     )
+
+
+def _places(model: nn.Module) -> int | None:
+    """For how many tokens the model has places, if a config says so; a fake table takes more."""
+    places = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return places if isinstance(places, int) else None
 
 
 @dataclass
@@ -121,14 +147,16 @@ def _each_way(
     steps: "list[InferenceStep]",
     inputs: BatchedInputs,
     limit: int | None,
+    tokens: int | None,
     decisions: Decisions | None,
 ) -> _ByWay:
     """Forecast each way; what a model refuses in low precision is named."""
     found = _ByWay()
     linear = _linear_weights(steps[0].run.model)
     for step in steps:
+        batch = inputs.of(inputs.batch, step.traced_on)
         try:
-            given = _with_no_grad(step, inputs.of(inputs.batch, step.traced_on), decisions)
+            given = _whole_forecast(step, batch, decisions, tokens)
         except ValuesNeeded:
             raise
         except TraceError as error:
@@ -150,15 +178,35 @@ def _each_way(
     return found
 
 
-def _with_no_grad(
-    step: "InferenceStep", given: tuple[tuple, dict[str, Any]], decisions: Decisions | None
+def _whole_forecast(
+    step: "InferenceStep",
+    given: Arguments,
+    decisions: Decisions | None,
+    tokens: int | None = None,
 ) -> InferenceForecast:
-    """The forecast for these args and kwargs, with what it would be under `torch.no_grad`."""
-    forecast = step.trace(*given, decisions).forecast()
-    if not step.by_autocast:
-        return forecast
-    no_grad = step.trace(*given, decisions, under=torch.no_grad).forecast()
-    return dataclasses.replace(forecast, kept_under_no_grad=no_grad.peak - forecast.peak)
+    """The forecast for `given`, with all that takes further passes.
+
+    These are the peak under `torch.no_grad`, and how the KV cache in the output grows.
+    """
+    traced = step.trace(*given, decisions)
+    forecast = traced.forecast()
+    if step.by_autocast:
+        no_grad = step.trace(*given, decisions, under=torch.no_grad).forecast()
+        forecast = dataclasses.replace(forecast, kept_under_no_grad=no_grad.peak - forecast.peak)
+
+    def traced_with(count: int) -> tuple[CachedTensor, ...]:
+        # Without the decisions, which may be others for more tokens.
+        with errors_with(step.run.model, f"{count:,} tokens"):
+            return step.trace(*with_tokens(given, count)).cached
+
+    cache = forecast_cache(
+        traced.cached,
+        traced_with,
+        sequences=BatchedInputs(*given).batch,
+        tokens=token_count(given),
+        asked=tokens,
+    )
+    return dataclasses.replace(forecast, cache=cache)
 
 
 def _note_largest(
@@ -254,8 +302,14 @@ class InferenceStep:
         if not self.by_autocast:  # to fp32 too: a checkpoint may come in 16 bits
             parameters, buffers = self._cast(parameters), self._cast(buffers)
             inputs, kwargs = self._cast((inputs, kwargs))
-        given = tensors_in((inputs, kwargs))
-        shapes = tuple(tuple(tensor.shape) for tensor in given)
+        shapes = tuple(tuple(tensor.shape) for tensor in tensors_in((inputs, kwargs)))
+        given: list[torch.Tensor] = []
+
+        def noted(tensor: torch.Tensor) -> torch.Tensor:
+            given.append(tensor)
+            return tensor
+
+        inputs, kwargs = map_tensors(noted, (inputs, kwargs))
         with one_line_errors(run.model, shapes, self.device_type), under():
             ledger = StorageLedger(self.device_type)
             ledger.own("weights", parameters.values())
@@ -266,8 +320,9 @@ class InferenceStep:
                 with autocast_on(self.device_type, self._autocast_dtype, enabled=self.by_autocast):
                     output = run.model(*inputs, **kwargs)
                 ledger.mark("forward")
+            cached = cached_tensors(output)
             del output
-        return TracedInference(self, shapes, ledger.trace())
+        return TracedInference(self, shapes, ledger.trace(), cached)
 
     @property
     def _autocast_dtype(self) -> torch.dtype | None:
@@ -294,6 +349,7 @@ class TracedInference:
     step: InferenceStep
     input_shapes: tuple[tuple[int, ...], ...]
     storages: StorageTrace
+    cached: tuple[CachedTensor, ...] = ()  # what in the output is a KV cache, or may be one
     decisions: str = ""  # what to say if it took decisions of a run on the CPU
 
     def forecast(self) -> InferenceForecast:

@@ -3,14 +3,14 @@
 import dataclasses
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from amp_lab.errors import AmpLabError, TraceError, first_line, with_type
 from amp_lab.precision import Precision
@@ -22,6 +22,7 @@ from amp_lab.tracing.memory_advice import EIGHT_BIT, needs_eight_bit, ways_out
 from amp_lab.tracing.memory_result import MemoryForecast, MemoryTable
 from amp_lab.tracing.ops_seen import tensors_in
 from amp_lab.tracing.real_run import ModelCall
+from amp_lab.tracing.structures import map_tensors
 from amp_lab.tracing.training_step import LossFunction, TrainingStep, training_steps
 
 _EACH_BATCH = remedy(
@@ -65,7 +66,7 @@ class BatchedInputs:
             made = torch.empty(shape, dtype=tensor.dtype, device=device)
             return made.requires_grad_(tensor.requires_grad)
 
-        return tree_map_only(torch.Tensor, sized, (self.args, self.kwargs))
+        return map_tensors(sized, (self.args, self.kwargs))
 
     def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
         """The shape of each tensor for a batch."""
@@ -327,6 +328,25 @@ class Step(Protocol):
         """A dataclass with `storages`, `step`, `input_shapes` and `forecast`."""
 
 
+@contextmanager
+def errors_with(model: nn.Module, inputs: str) -> Iterator[None]:
+    """The block in which a model gets other inputs than were given, and its errors say which.
+
+    Whatever it raises becomes a `TraceError`, but for other errors of this package.
+    """
+    try:
+        yield
+    except ValuesNeeded:
+        raise
+    except TraceError as error:
+        raise TraceError(f"{error} (tried with {inputs})") from error
+    except AmpLabError:
+        raise
+    except Exception as error:
+        said = f"{type(model).__name__}: {with_type(error)}"
+        raise TraceError(f"{said} (tried with {inputs})") from error
+
+
 class MemoryByBatch:
     """The memory of a step as a function of the batch, from two traces; a third has agreed.
 
@@ -360,17 +380,8 @@ class MemoryByBatch:
         self._require(self.at(third) == self._trace(third).forecast())
 
     def _trace(self, batch: int) -> Any:
-        try:
+        with errors_with(self._step.run.model, f"a batch of {batch}"):
             return self._step.trace(*self._inputs.of(batch, self._step.traced_on))
-        except ValuesNeeded:
-            raise
-        except TraceError as error:
-            raise TraceError(f"{error} (tried with a batch of {batch})") from error
-        except AmpLabError:
-            raise
-        except Exception as error:  # whatever the model raises at a batch that was not given
-            said = f"{type(self._step.run.model).__name__}: {with_type(error)}"
-            raise TraceError(f"{said} (tried with a batch of {batch})") from error
 
     def _require(self, agrees: bool) -> None:
         if not agrees:

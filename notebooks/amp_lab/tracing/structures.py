@@ -28,11 +28,18 @@ def named_tensors(structure: object) -> list[tuple[str, torch.Tensor]]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any) -> Any:
-    """`structure` with `function` of every tensor in its tuples, lists, dicts and dataclasses."""
+    """`structure` with `function` of every tensor in its tuples, lists, dicts and dataclasses.
+
+    An object that is a cache of keys and values, such as a `DynamicCache` of transformers, is
+    copied with what it holds, since a model that gets one writes into it.
+    """
 
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return function(leaf)
+        if is_cache(leaf):
+            mapped = {id(tensor): function(tensor) for tensor in _tensors_inside(leaf, set())}
+            return copy.deepcopy(leaf, mapped)  # which takes these in place of copies
         if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
             return leaf
         copied = copy.copy(leaf)
@@ -42,3 +49,33 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any
         return copied
 
     return pytree.tree_map(of_leaf, structure)
+
+
+def is_cache(thing: object) -> bool:
+    """Whether this is an object of a class that is named a cache, as transformers' are."""
+    named = "cache" in type(thing).__name__.lower()
+    return named and hasattr(thing, "__dict__") and not callable(thing)
+
+
+def parts_of(thing: Any, *, opened: bool) -> dict[str, Any]:
+    """What a structure holds, by name or number; attributes of other objects only if `opened`."""
+    if isinstance(thing, Mapping):
+        return {str(key): value for key, value in thing.items()}
+    if hasattr(thing, "_asdict"):  # a named tuple
+        return thing._asdict()
+    if isinstance(thing, (list, tuple)):
+        return {str(number): value for number, value in enumerate(thing)}
+    if isinstance(thing, torch.Tensor) or callable(thing):  # a module or a class among them
+        return {}
+    return {**vars(thing)} if opened and hasattr(thing, "__dict__") else {}
+
+
+def _tensors_inside(thing: Any, known: set[int]) -> Iterator[torch.Tensor]:
+    """The tensors in a structure and in the attributes of its objects, each once."""
+    if id(thing) in known:
+        return
+    known.add(id(thing))
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    for part in parts_of(thing, opened=True).values():
+        yield from _tensors_inside(part, known)

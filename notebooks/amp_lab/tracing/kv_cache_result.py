@@ -1,0 +1,77 @@
+"""The forecast of a KV cache, its rows in the table of inference, and what is said of it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from amp_lab.report import plural
+from amp_lab.tracing.memory_result import in_unit
+
+
+@dataclass(frozen=True)
+class CacheForecast:
+    """The KV cache in the output of one forward pass, in bytes; made by `forecast_cache`."""
+
+    place: str  # in the output: "output.past_key_values.layers"
+    tensors: int
+    dtype: str  # "bf16"; "bf16 + fp32" if some are in one and some in the other
+    nbytes: int
+    sequences: int  # the batch
+    tokens: int | None  # of each sequence; None: no input has tokens
+    per_token: int | None = None  # of one sequence; None: cannot be told, or it does not grow
+    tokens_asked: int | None = None
+    nbytes_asked: int | None = None  # for so many tokens of each sequence
+    remarks: tuple[str, ...] = ()  # sentences on how it grows
+
+    @property
+    def per_sequence(self) -> int:
+        """Bytes of the cache of one sequence of the input."""
+        return self.nbytes // self.sequences
+
+    @property
+    def sentences(self) -> str:
+        """Where it is, and how it grows."""
+        where = f"KV cache: {plural(self.tensors, 'tensor')} in {self.place}."
+        return " ".join([where, *self.remarks])
+
+    def label(self, tokens: int | None) -> str:
+        """What a row is called that has the size for so many tokens of each sequence."""
+        return "cache" if tokens is None else f"cache, {self.sequences} x {tokens:,} tokens"
+
+
+def cache_rows(
+    caches: Sequence[CacheForecast | None], weights: Sequence[int], unit: int
+) -> Iterator[list[str]]:
+    """Rows of a table: the cache in each column, and the bytes of weights beside it.
+
+    All but the bytes of a token, in KiB, are in this unit.
+    """
+    found = [cache for cache in caches if cache is not None]
+    if not found:
+        return
+    first = found[0]
+    yield _row(first.label(first.tokens), caches, lambda cache: cache.nbytes, unit)
+    yield _row("cache per sequence", caches, lambda cache: cache.per_sequence, unit)
+    if any(cache.per_token for cache in found):
+        yield _row("cache, KiB per token", caches, lambda cache: cache.per_token, 2**10)
+    yield ["dtype of the cache", *("-" if cache is None else cache.dtype for cache in caches)]
+    if all(cache.nbytes_asked is None for cache in found):
+        return
+    yield _row(first.label(first.tokens_asked), caches, lambda cache: cache.nbytes_asked, unit)
+    totals = ["weights + that cache"]
+    for cache, weight in zip(caches, weights, strict=True):
+        asked = None if cache is None else cache.nbytes_asked
+        totals.append("-" if asked is None else in_unit(weight + asked, unit))
+    yield totals
+
+
+def _row(
+    label: str,
+    caches: Sequence[CacheForecast | None],
+    bytes_of: Callable[[CacheForecast], int | None],
+    unit: int,
+) -> list[str]:
+    cells = []
+    for cache in caches:
+        count = None if cache is None else bytes_of(cache)
+        cells.append("-" if count is None else in_unit(count, unit))
+    return [label, *cells]
