@@ -3,7 +3,10 @@
 import json
 
 import pytest
+import torch
+from torch import nn
 
+from amp_lab import forecast_inference
 from amp_lab.cli import main
 
 MODELS = """
@@ -93,3 +96,16 @@ def test_steps_are_taken_without_eval_and_none_with_it(capsys):
 def test_a_loss_is_not_used_for_inference_and_the_report_says_so(capsys):
     out = printed(capsys, "my_net.py:net", *INPUT, "--eval", "--loss", "my_net.py:loss")
     assert "The loss is not used: for inference the output is compared." in out
+
+
+def test_inference_needs_the_memory_of_a_forward_pass(capsys, monkeypatch):
+    layers = (nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+    model, values = nn.Sequential(*layers), torch.randn(32, 32)
+    needed = forecast_inference(model, values, device_type="cpu", precision="fp32").peak
+    monkeypatch.setattr("amp_lab.device.memory_bytes", lambda device: needed)
+    assert "error of the output" in printed(capsys, "my_net.py:net", *INPUT, "--eval")
+    assert main(["rehearse", "my_net.py:net", *INPUT]) == 2
+    assert "amp-lab rehearse: rehearse: a step needs about " in capsys.readouterr().err
+    monkeypatch.setattr("amp_lab.device.memory_bytes", lambda device: needed - 1)
+    assert main(["rehearse", "my_net.py:net", *INPUT, "--eval"]) == 2
+    assert "amp-lab rehearse: rehearse: a forward pass needs about " in capsys.readouterr().err

@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> None:
         raise OptionError("--steps is for training: leave it out, or leave out --eval")
     if options.figure:
         require_figure(options.figure, "rehearse --figure")
-    require_memory(options, "cpu", "rehearse")
+    require_memory(options, "cpu", "rehearse", inference=options.eval)
     with given_model(options, with_values=True) as given:
         how = {"steps": options.steps, "seeds": options.seeds, "card": options.card}
         how["use"] = INFERENCE if options.eval else TRAINING
