@@ -182,6 +182,8 @@ def test_a_forecast_is_that_of_inference():
     forward_s = card("h100").forward_s
     gain = forward_s("bf16", rows, 64, 64) / forward_s("fp8", rows, 64, 64)
     assert found.of("0", "fp8").left_out == f"too small to gain: a forecast of {gain:.2f}x"
+    (row,) = (line for line in str(found).splitlines() if line.startswith("error of the output"))
+    assert row.split()[-1] == "-"  # no layer is left that could have an error
     values = torch.randn(16, 2048)
     on_card = rehearse(chain(2048, 4096), values, formats=("fp8-rowwise",), card="h100")
     expected = forward_s("bf16", 16, 2048, 4096) / forward_s("fp8-rowwise", 16, 2048, 4096)

@@ -226,7 +226,7 @@ class InferenceRehearsal(Rehearsal):
     formats: Sequence[InferenceReport]
 
     def _of_model(self) -> dict[str, list[str]]:
-        return {"error of the output": [_percent(r.output_off) for r in self.formats]}
+        return {"error of the output": [_error(r) for r in self.formats]}
 
     def _facts(self) -> tuple[str, list[str]]:
         numbers = "SQNR in dB of the forward matmul; with * a layer is better left in bf16."
@@ -235,8 +235,10 @@ class InferenceRehearsal(Rehearsal):
         return numbers, [checks]
 
 
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{100 * share:.2g} %"
+def _error(report: InferenceReport) -> str:
+    if not report.layers or report.output_off is None:
+        return "-"
+    return f"{100 * report.output_off:.2g} %"
 
 
 def _row(layer: Layer, reports: list[LayerReport]) -> list[str]:
