@@ -151,7 +151,7 @@ LINES = {
     "xray": st.tuples(
         TARGETS | ANYTHING, RIGHT_INPUT,
         options(**OF_MODEL, dtype=ANYTHING, real=FLAG, parallel=st.sampled_from(["ddp", "fsdp"]),
-                precision=WORDS),
+                precision=WORDS, depth=NUMBERS),
     ),
     "memory": st.tuples(
         TARGETS | ANYTHING, RIGHT_INPUT,

@@ -10,6 +10,7 @@ NET = ("torchvision.models:squeezenet1_1", "--input", "2,3,64,64")
 LINEAR = ("torch.nn:Linear", "--with", "in_features=64", "--with", "out_features=64")
 COMMANDS = {
     "xray": NET,
+    "xray --depth 9": NET,
     "memory": (*NET, "--memory", "8GiB"),
     "memory --eval": (*NET, "--eval"),
     "xray --parallel fsdp": NET,

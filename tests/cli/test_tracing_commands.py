@@ -97,6 +97,23 @@ def test_two_side_by_side(capsys, options, title):
     assert bool(differ) == ("mps" not in title)  # what this model calls, both treat alike
 
 
+def test_a_row_for_each_module_down_to_a_depth(capsys):
+    asked = ("xray", NET, *INPUT, "--depth")
+    out = printed(capsys, *asked, "1")
+    assert re.search(r"^classifier +Sequential +\(2, 1000, 1, 1\) +fp16 +513,000 +0$", out, re.M)
+    assert "classifier.1" not in out
+    deeper = printed(capsys, *asked, "2")
+    assert re.search(r"^classifier\.1 +Conv2d .* 513,000 +513,000$", deeper, re.M)
+    assert re.search(r"^total +1,235,496$", out, re.M)
+    assert "1,235,496 parameters (4.7 MiB): 1,235,496 trainable, 0 frozen" in out
+    assert "| classifier | Sequential |" in printed(capsys, *asked, "1", "--format", "markdown")
+    found = json.loads(printed(capsys, *asked, "1", "--format", "json"))
+    assert [row["name"] for row in found["rows"]] == ["", "features", "classifier"]
+    assert found["total"]["parameters"] == 1235496
+    real = printed(capsys, *asked, "9", "--device", "cpu", "--real")
+    assert re.search(r"^classifier\.1 +Conv2d +\(2, 1000, \d, \d\) +bf16 +513,000", real, re.M)
+
+
 def test_two_op_tables_side_by_side(capsys):
     assert re.search(r"^op +cuda +cpu$", printed(capsys, "ops", "--against", "cpu"), re.M)
 
@@ -261,7 +278,14 @@ def test_a_language_models_loss_is_missed_loudly(capsys):
         (("xray", NET, *INPUT, "--against", "cuda"), "'cuda' is the same again"),
         (("xray", NET, *INPUT, "--against", "cuda:fp16"), "'cuda:fp16' is the same again"),
         (("xray", NET, *INPUT, "--precision", "bf16"), "are for --parallel"),
-        (("xray", NET, *INPUT, "--parallel", "ddp", "--real"), "not with --dtype, --against or"),
+        (("xray", NET, *INPUT, "--parallel", "ddp", "--real"), "with --dtype, --against, --real"),
+        (("xray", NET, *INPUT, "--parallel", "ddp", "--depth", "1"), "--real or --depth"),
+        (("xray", NET, *INPUT, "--against", "cpu", "--depth", "1"), "leave out --against"),
+        (("xray", NET, *INPUT, "--depth", "0"), "'0': give a whole number of 1 or more"),
+        (("xray", NET, *INPUT, "--depth", "-1"), "'-1': give a whole number of 1 or more"),
+        (("xray", NET, *INPUT, "--depth", "1.5"), "'1.5': give a whole number of 1 or more"),
+        (("xray", NET, *INPUT, "--depth", "all"), "'all': give a whole number of 1 or more"),
+        (("xray", NET, *INPUT, "--depth", ""), "'': give a whole number of 1 or more"),
         (("xray", NET, *INPUT, "--parallel", "tp"), "invalid choice: 'tp'"),
         (("memory", NET, *INPUT, "--memory", "24G"), "24GiB"),
         (("memory", NET, *INPUT, "--memory=-1GiB"), "'-1GiB'"),

@@ -28,6 +28,8 @@ def add(commands) -> None:
     xray.add_argument("--dtype", choices=_DTYPES, help="default: the backend's own; fp32: off")
     xray.add_argument("--against", metavar="OTHER", help=f"{other} (cpu:bf16)")
     xray.add_argument("--real", action="store_true", help="run it on the device itself")
+    depth = "instead a row for each module N levels down: its output and its parameters"
+    xray.add_argument("--depth", type=_depth, metavar="N", help=depth)
     sharded = "the dtypes of each parameter under DDP or FSDP2 instead, as `train` or TARGET shards"
     xray.add_argument("--parallel", choices=("ddp", "fsdp"), help=sharded)
     low = "with --parallel: default bf16; of a TARGET that calls fully_shard, its policy's"
@@ -35,6 +37,12 @@ def add(commands) -> None:
     reduce = "with --parallel: in which gradients are summed (default: fp32)"
     xray.add_argument("--reduce-dtype", choices=_DTYPES, help=reduce)
     xray.set_defaults(run=run)
+
+
+def _depth(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number of 1 or more")
+    return int(text)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -45,13 +53,7 @@ def run(options: argparse.Namespace) -> None:
     if options.parallel is not None:
         _run_sharded(options)
         return
-    if options.precision or options.reduce_dtype:
-        raise OptionError(
-            "--precision and --reduce-dtype are for --parallel: --dtype is autocast's"
-        )
-    sides = [(options.device, options.dtype)]
-    if options.against is not None:
-        sides.append(_other_side(options.against, *sides[0]))
+    sides = _sides(options)
     if options.real:
         require_memory(options, options.device, "--real")
 
@@ -62,17 +64,37 @@ def run(options: argparse.Namespace) -> None:
             for device, name in sides
         ]
 
-    found = traced(options, trace, with_values=options.real)
-    if options.against is not None and found[0].title == found[1].title:
-        same = f"--against {options.against!r} is the same again"
-        raise OptionError(f"{same}: give another device or dtype")
-    show(found[0] if options.against is None else compare(*found), options.format)
+    found, *other = traced(options, trace, with_values=options.real)
+    if other:
+        if found.title == other[0].title:
+            same = f"--against {options.against!r} is the same again"
+            raise OptionError(f"{same}: give another device or dtype")
+        show(compare(found, other[0]), options.format)
+    elif options.depth is not None:
+        show(found.by_module(options.depth), options.format)
+    else:
+        show(found, options.format)
+
+
+def _sides(options: argparse.Namespace) -> list[tuple[str, str | None]]:
+    """The devices and dtypes to X-ray in: one, or two to compare."""
+    if options.precision or options.reduce_dtype:
+        raise OptionError(
+            "--precision and --reduce-dtype are for --parallel: --dtype is autocast's"
+        )
+    sides = [(options.device, options.dtype)]
+    if options.against is None:
+        return sides
+    if options.depth is not None:
+        raise OptionError("--depth shows one X-ray: leave out --against")
+    return [*sides, _other_side(options.against, *sides[0])]
 
 
 def _run_sharded(options: argparse.Namespace) -> None:
     """Print the dtypes of each parameter, and what was found of them."""
-    if options.dtype or options.against or options.real:
-        raise OptionError("--parallel goes with --precision, not with --dtype, --against or --real")
+    if options.dtype or options.against or options.real or options.depth:
+        others = "--dtype, --against, --real or --depth"
+        raise OptionError(f"--parallel goes with --precision, not with {others}")
     from amp_lab.tracing.sharded_step import group_of
     from amp_lab.tracing.sharding import parallel_of, xray_sharding
 

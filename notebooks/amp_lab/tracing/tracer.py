@@ -36,7 +36,7 @@ from amp_lab.tracing.fake_device import (
 from amp_lab.tracing.operands import Kind, Operand, Sources
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, computes_nothing, flops, storage_key, tensors_in
 from amp_lab.tracing.records import LOSS, RNN_LAYERS, Cast, OpRecord, place_of, widest
-from amp_lab.tracing.running_module import RunningModule
+from amp_lab.tracing.running_module import ModuleCalls, Outputs, RunningModule, outputs_of
 from amp_lab.tracing.structures import named_tensors
 
 NORMS = {"layer_norm", "group_norm", "rms_norm", "instance_norm"}
@@ -119,13 +119,14 @@ class Tracer(TorchFunctionMode):
         self.rows: list[OpRecord] = []
         self.casts: list[Cast] = []
         self.bounces: list[tuple[OpRecord, str]] = []  # widened; cast back for which function
-        self.outputs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}  # by place
+        self.outputs: Outputs = {}
         self.loss_dtype: torch.dtype | None = None
         self.classes = {name: type(module).__name__ for name, module in run.model.named_modules()}
         self.error: Exception | None = None  # of the model or the loss: the rows end there
         self.failed_at: tuple[str, str] | None = None  # module and op of the error
         self.failed_on: tuple[Operand, ...] = ()  # what that op got
         self._in_loss = False
+        self.module_calls = ModuleCalls()
         self._running = RunningModule()
         self._calls: list[_Call] = []
         self._names: dict[int, str] = {}  # by storage: of what was there before
@@ -145,16 +146,14 @@ class Tracer(TorchFunctionMode):
         enabled = self.dtype is not torch.float32
         with (
             self._running.watched(run.model),
+            self.module_calls.watched(run.model),
             autocast_on(self.device_type, self.dtype if enabled else None, enabled=enabled),
             self,
             _Ops(self),
         ):
             try:
                 output = result = run.call()
-                self.outputs = {
-                    path[1:]: (tensor.dtype, tuple(tensor.shape))
-                    for path, tensor in named_tensors(output)
-                }
+                self.outputs = outputs_of(output)
                 if loss_fn is not None:
                     self._in_loss = True
                     result = loss = loss_fn(output)

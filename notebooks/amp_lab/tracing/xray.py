@@ -29,6 +29,7 @@ from amp_lab.tracing.fake_device import (
     require_model,
     tip_for,
 )
+from amp_lab.tracing.module_table import module_rows
 from amp_lab.tracing.operands import low_operand, remedy_for_mixed
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.real_run import ModelCall
@@ -144,6 +145,7 @@ def _xrayed(
         raised=raised,
         advice=advise(seen, raised),
         classes=seen.classes,
+        modules=module_rows(call.model, seen.module_calls),
         decisions=decisions.remark if decisions else "",
         training=call.model.training,
     )

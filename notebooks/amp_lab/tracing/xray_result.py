@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from amp_lab.report import Printed, Table, bytes_text, listed, plural, share_text, short_name
+from amp_lab.tracing.module_table import ModuleRow, ModuleTable, named_outputs
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.records import LOSS, Cast, OpRecord, work_of
+from amp_lab.tracing.running_module import Outputs
 
 _MAX_LINES = 28  # of the table; deeper modules are summed up
 _DEEPEST = 12
@@ -30,11 +32,12 @@ class Xray(Printed):
     rows: list[OpRecord]
     casts: list[Cast]
     output_dtypes: list[torch.dtype]  # of each tensor of the output, in order
-    outputs: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # by place: dtype and shape
+    outputs: Outputs
     loss_dtype: torch.dtype | None
     raised: str | None  # what autocast made fail, if it did: the rows end there
     advice: list[str]  # what to look at, in sentences; each is proved by the rows and casts
     classes: dict[str, str] = field(repr=False)  # of each module
+    modules: list[ModuleRow] = field(repr=False)  # all of them, in the model's order
     decisions: str = ""  # what to say if the trace took decisions of a run on the CPU
     autocast_off: str = ""  # what to say if it was left off because of the model's weights
     training: bool = True  # whether the model was in training mode
@@ -53,11 +56,23 @@ class Xray(Printed):
         low = work_of(row for row in self.rows if row.dtype in LOWER_DTYPES)
         return low / work_of(self.rows) if low else 0.0
 
+    def by_module(self, depth: int | None = None) -> ModuleTable:
+        """What each module returns and the parameters in it, as torchinfo shows a model.
+
+        It has a row for the model and one for each module down to `depth`: 1 for the parts of the
+        model, 2 for theirs too; None for all. Raises `OptionError` for a depth below 1.
+        """
+        facts = [self.autocast_off, self.decisions]
+        if self.raised is not None:
+            facts.insert(0, f"Only under autocast: {self.raised}. What follows was not run.")
+        return ModuleTable.of(
+            self.modules, depth, self.title, work_of(self.rows), [fact for fact in facts if fact]
+        )
+
     def _contents(self) -> dict[str, Any]:
-        outputs = self.outputs.items()
-        named = {place: {"dtype": dtype, "shape": shape} for place, (dtype, shape) in outputs}
-        contents = vars(self) | {"outputs": named}
+        contents = vars(self) | {"outputs": named_outputs(self.outputs)}
         del contents["classes"]
+        del contents["modules"]  # `by_module` has them
         return contents
 
     def _table(self) -> Table:
