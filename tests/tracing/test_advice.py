@@ -58,10 +58,20 @@ def test_the_surprise_of_cross_entropy_is_told_and_its_remedy_helps():
         ("_log_softmax", FP16),
         ("nll_loss_forward", FP32),
     ]
-    assert any("log_softmax runs in fp16" in line for line in low.advice)
+    (said,) = (line for line in low.advice if "cross_entropy" in line)
+    assert "log_softmax runs in fp16, and the fp32 loss is computed from that" in said
+    assert "Loss: fp32, computed from the log_softmax in fp16." in str(low)
     wide = xray(Head().a, torch.randn(8, 8), loss_fn=lambda y: F.cross_entropy(y.float(), target))
     assert not any("loss is computed" in line for line in wide.advice)
     assert wide.loss_dtype is FP32
+    assert "Loss: fp32." in str(wide)
+
+
+def test_a_loss_that_ends_in_low_precision_is_said_to_be_in_it():
+    found = xray(Head().a, torch.randn(8, 8), loss_fn=torch.mean, device_type="cpu")
+    (said,) = (line for line in found.advice if "the loss" in line)
+    assert "its mean runs in bf16, so the loss is computed in low precision" in said
+    assert "Loss: bf16." in str(found)
 
 
 def test_a_loss_module_with_weights_is_moved_too():

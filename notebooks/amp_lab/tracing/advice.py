@@ -13,27 +13,53 @@ import torch
 from amp_lab.backends import backend
 from amp_lab.cpu import NO_PRIMITIVE_REMEDY, lstm_error
 from amp_lab.remedies import remedy
-from amp_lab.report import bytes_text, listed, percent, short_name
+from amp_lab.report import bytes_text, dtype_name, listed, percent, short_name
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
-from amp_lab.tracing.records import LOSS, OpRecord, places_of, work_of
+from amp_lab.tracing.records import LOSS, OpRecord, is_of_loss, places_of, work_of
+from amp_lab.tracing.running_module import Outputs
 from amp_lab.tracing.tracer import NORMS, Tracer
 
 LARGE = 0.05  # of all work, or of all bytes written: an op of this share is large
 _TINY = 0.01  # of all work: what does less is not worth a line
 
 _SOFTMAX = {"_softmax", "_log_softmax", "_safe_softmax"}
-_LOSSES = {
-    "nll_loss_forward", "nll_loss2d_forward", "nll_loss_nd", "mse_loss", "huber_loss",
-    "smooth_l1_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "_ctc_loss",
-    "soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss_forward",
-}  # fmt: skip
-_REDUCTIONS = {"mean", "sum", "norm", "linalg_vector_norm"}
 
 _LOSS_IN_LOW_PRECISION = remedy(
     "xray.loss_in_low_precision",
     "an op of the loss runs in fp16 or bf16",
-    "{where}: its {op} runs in {low}, so the loss is computed in low precision: compute it outside "
-    "autocast, from output.float().",
+    "{where}: its {op} {what}: compute the loss outside autocast, from output.float().",
+)
+_LOSS_IN_THE_MODEL = remedy(
+    "xray.loss_in_the_model",
+    "an op of a loss that the model itself computes runs in fp16 or bf16, and it returns logits",
+    "{where}: its {op} {what}, inside the model: call the model without targets, and compute the "
+    "loss outside autocast from its output{place}, cast by .float().",
+)
+_LOSS_ALONE = remedy(
+    "xray.loss_alone",
+    "an op of a loss that the model itself computes runs in fp16 or bf16, and it returns no logits",
+    "{where}: its {op} {what}, inside the model: let the model return what the loss is computed "
+    "from, and compute the loss outside autocast, from output.float().",
+)
+_NO_RULE = remedy(
+    "xray.no_rule",
+    "autocast has no rule for a matmul, such as grouped_mm of experts, and leaves it in fp32",
+    "autocast on {device} has no rule that casts this call: cast its operands where it is called, "
+    "x.to(torch.{dtype}), or, in a library's model, cast weights and inputs once, "
+    "model.to(torch.{dtype}), and leave autocast off",
+)
+_ROWS_OF_THE_INPUT = remedy(
+    "xray.rows_of_the_input",
+    "a number of rows, which is batch x tokens, is no multiple of 8",
+    "Numbers of rows come from this input, as its batch x tokens, and not from the model: give "
+    "the input that you will train with.",
+)
+_FROZEN = remedy(
+    "xray.frozen",
+    "no parameter of a model requires a gradient, so that autocast casts all weights in each call",
+    "No parameter requires a gradient, so autocast keeps no cast of a weight: each use casts it "
+    "anew, {size} in this forward pass. Cast weights and inputs once, model.to(torch.{dtype}), and "
+    "leave autocast off.",
 )
 
 
@@ -99,15 +125,41 @@ def _is_projected(row: OpRecord) -> bool:
 
 
 def _loss_in_low_precision(seen: Tracer) -> Iterator[str]:
-    rows = [row for row in seen.rows if _is_low(row) and _is_of_loss(row)]
-    for subject, _, (op, dtype) in _grouped((row, (row.op, row.dtype)) for row in rows):
-        low, name = short_name(dtype), op.strip("_")
-        yield _LOSS_IN_LOW_PRECISION.said(where=subject, op=name, low=low)
+    of_loss = [row for row in seen.rows if is_of_loss(row)]
+    wide = {(row.module, row.called) for row in of_loss if not _is_low(row)}
+    facts = []
+    for row in filter(_is_low, of_loss):
+        what = f"runs in {short_name(row.dtype)}, so the loss is computed in low precision"
+        if (row.module, row.called) in wide:
+            what = f"runs in {short_name(row.dtype)}, and the fp32 loss is computed from that"
+        is_outside = row.module == LOSS
+        place = None if is_outside else _logits_among(seen.outputs, row)
+        facts.append((row, (row.op.strip("_"), what, is_outside, place)))
+    for subject, _, (op, what, is_outside, place) in _grouped(facts):
+        if is_outside:
+            yield _LOSS_IN_LOW_PRECISION.said(where=subject, op=op, what=what)
+        elif place is None:
+            yield _LOSS_ALONE.said(where=subject, op=op, what=what)
+        else:
+            named = f" {place!r}" if place else ""
+            yield _LOSS_IN_THE_MODEL.said(where=subject, op=op, what=what, place=named)
+
+
+def _logits_among(outputs: Outputs, row: OpRecord) -> str | None:
+    """The place of the output that an op of a loss was computed from, as far as sizes tell."""
+    wanted = row.in_shapes[0]
+    alike = [
+        place
+        for place, (dtype, shape) in outputs.items()
+        if dtype in LOWER_DTYPES and shape[-1:] == wanted[-1:] != ()
+    ]
+    named = [place for place in alike if "logits" in place]
+    return next(iter(named + alike), None)
 
 
 def _work_left_wide(seen: Tracer) -> Iterator[str]:
     wide = [row for row in seen.rows if row.flops and not _is_low(row)]
-    reasons = ((row, (row.dtype, _why_wide(row, seen.device_type))) for row in wide)
+    reasons = ((row, (row.dtype, _why_wide(row, seen))) for row in wide)
     for subject, rows, (dtype, why) in _grouped(reasons):
         share = work_of(rows) / work_of(seen.rows)
         untouched = _is_untouched(rows, seen.rows)
@@ -131,7 +183,8 @@ def _large_op_in_fp32(seen: Tracer) -> Iterator[str]:
 
 
 def _rounded_softmax_and_norms(seen: Tracer) -> Iterator[str]:
-    rows = [row for row in seen.rows if row.op in _SOFTMAX | NORMS and _is_low(row)]
+    found = [row for row in seen.rows if row.op in _SOFTMAX | NORMS and _is_low(row)]
+    rows = [row for row in found if not is_of_loss(row)]  # which has a remark of its own
     # On CUDA a softmax may take low precision and return fp32, which rounds nothing.
     rounded = [row for row in rows if all(dtype in LOWER_DTYPES for dtype in row.out_dtypes)]
     for subject, _, dtype in _grouped((row, row.dtype) for row in rounded):
@@ -158,7 +211,10 @@ def _sizes_of_no_whole_tile(seen: Tracer) -> Iterator[str]:
     told = [f"{subject}: {sizes}" for subject, _, sizes in odd]
     more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
     why = "Matrix units take multiples of 8, but not so the sizes of"
-    yield f"{why} {percent(work_of(rows), work)} % of the work: {'; '.join(told[:3])}{more}."
+    has_rows = any(" rows" in sizes for sizes in told[:3])
+    of_input = f" {_ROWS_OF_THE_INPUT.text}" if has_rows else ""
+    share = percent(work_of(rows), work)
+    yield f"{why} {share} % of the work: {'; '.join(told[:3])}{more}.{of_input}"
 
 
 def _parameters_cast_anew(seen: Tracer) -> Iterator[str]:
@@ -172,6 +228,13 @@ def _parameters_cast_anew(seen: Tracer) -> Iterator[str]:
         )
 
 
+def _frozen(seen: Tracer) -> Iterator[str]:
+    weights = [cast for cast in seen.casts if cast.is_of_parameter]
+    if seen.is_frozen and weights:
+        size = bytes_text(sum(cast.nbytes for cast in weights))
+        yield _FROZEN.said(size=size, dtype=dtype_name(seen.dtype))
+
+
 # Each yields sentences, or none if it has nothing to say.
 RULES: tuple[Callable[[Tracer], Iterator[str]], ...] = (
     _verdict,
@@ -183,6 +246,7 @@ RULES: tuple[Callable[[Tracer], Iterator[str]], ...] = (
     _cast_there_and_back,
     _sizes_of_no_whole_tile,
     _parameters_cast_anew,
+    _frozen,
 )
 
 
@@ -199,13 +263,8 @@ def _grouped(pairs: Iterable[tuple[OpRecord, Any]]) -> Iterator[tuple[str, list[
         yield f"{called} in {places_of(rows)}", rows, fact
 
 
-def _is_of_loss(row: OpRecord) -> bool:
-    if row.op in _LOSSES or (row.op == "_log_softmax" and "cross_entropy" in row.called):
-        return True
-    return row.module == LOSS and row.op in _REDUCTIONS
-
-
-def _why_wide(row: OpRecord, device_type: str) -> str:
+def _why_wide(row: OpRecord, seen: Tracer) -> str:
+    device_type = seen.device_type
     if row.op in backend(device_type).rnns_without_rule:
         return f"autocast on {device_type} has no rule for the layer"
     if not row.autocast:
@@ -216,7 +275,7 @@ def _why_wide(row: OpRecord, device_type: str) -> str:
         return "autocast leaves alone what is no floating-point number"
     if row.called.endswith("_") and not row.called.endswith("__"):
         return "autocast does not cast for in-place ops"
-    return f"autocast on {device_type} has no rule that casts this call"
+    return _NO_RULE.said(device=device_type, dtype=dtype_name(seen.dtype))
 
 
 def _is_untouched(found: list[OpRecord], rows: list[OpRecord]) -> bool:

@@ -62,6 +62,16 @@ _QUANTISED = remedy(
     "a model whose weights are tensors of a library for quantisation",
     "trace the model before it is quantised",
 )
+_LAZY = remedy(
+    "trace.lazy",
+    "a lazy layer has not seen an input yet",
+    "call the model once on inputs that have values, model(x), where it is built",
+)
+_TORCHSCRIPT = remedy(
+    "trace.torchscript",
+    "a model, or a part of it, is TorchScript",
+    "give the nn.Module that it was scripted or traced from",
+)
 _CAUSAL_MASK = remedy(
     "trace.causal_mask",
     "nn.Transformer compares its mask with the causal one",
@@ -85,6 +95,8 @@ FOR_REAL = remedy(
     'run it for real on the CPU, xray(..., device_type="cpu", real=True), which is '
     "amp-lab xray --device cpu --real",
 )
+_REAL_ALONE = "for kernels that take real tensors alone"
+_QUANTISED_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 _BEFORE_VALUES = ("backbone", "encoder", "features")  # names of parts in which no value decides
 
 # What torch says where code reads the memory of a tensor that has none.
@@ -278,6 +290,21 @@ def require_model(model: object) -> None:
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         # Its hooks and copies for each device would be traced, and their names are not the model's.
         raise TraceError(f"{type(model).__name__} wraps the model: give its .module")
+    _require_python_and_shapes(model)
+
+
+def _require_python_and_shapes(model: nn.Module) -> None:
+    """Raise `TraceError` for TorchScript, whose modules take no hooks, and for lazy layers."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TraceError(f"{_module_text(name)} is TorchScript: {_TORCHSCRIPT.text}")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise TraceError(f"{name} of a lazy layer has no shape yet: {_LAZY.text}")
+
+
+def _module_text(name: str) -> str:
+    return f"module {name!r}" if name else "the model"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,9 +357,13 @@ def on_fake_device(
     copy: one with lazy, sparse or sharded tensors, some quantised ones, or one of TorchScript.
     """
     device = torch.device(checked_backend(device_type))
+    _require_python_and_shapes(model)
     for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TraceError(f"module {name or 'model'!r} is TorchScript: give the nn.Module")
+        if type(module).__module__.startswith(_QUANTISED_MODULES):
+            kind = type(module).__name__
+            raise TraceError(
+                f"{_module_text(name)} is a quantised {kind}, {_REAL_ALONE}: {_QUANTISED.text}"
+            )
     # A function mode closes torch's fast paths for attention: there is none where none is needed.
     same = torch.get_default_device().type == device.type
     with (
@@ -403,13 +434,11 @@ class _Copies:
 
 def _without_fake_copy(tensor: torch.Tensor) -> str | None:
     """Why a tensor has no fake copy, and what to do about it; None if it has one."""
-    if is_lazy(tensor):
-        return "has no shape yet: run the lazy model once on real inputs"
     if hasattr(tensor, "device_mesh"):
         return "is sharded over several devices: trace the model before it is sharded"
     # What bitsandbytes' weights carry beside their bytes, which only its kernels can read.
     if tensor.is_quantized or hasattr(tensor, "quant_state") or hasattr(tensor, "SCB"):
-        return f"is quantised, for kernels that take real tensors alone: {_QUANTISED.text}"
+        return f"is quantised, {_REAL_ALONE}: {_QUANTISED.text}"
     plain = tensor.layout is torch.strided and not tensor.is_nested
     return None if plain else "is sparse or nested: only dense tensors have a fake copy"
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from amp_lab.tracing.fake_device import attribute_set
@@ -37,7 +38,10 @@ def build_on_meta(factory: Callable[[], Any], parts: Callable[[Any], tuple]) -> 
     model, inputs = parts(built)
     if not isinstance(model, nn.Module):
         return built  # what is wrong with it, the caller says
-    known = {storage_key(t) for t in [*model.parameters(), *model.buffers(), *tensors_in(inputs)]}
+    own = [*model.parameters(), *model.buffers()]
+    if any(map(is_lazy, own)):
+        return built  # likewise
+    known = {storage_key(tensor) for tensor in [*own, *tensors_in(inputs)]}
     if watch.left_on_meta(known):
         gc.collect()  # what only a circle of references holds is no part of the model
     return None if watch.left_on_meta(known) else built

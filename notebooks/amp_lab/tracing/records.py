@@ -9,6 +9,12 @@ import torch
 from amp_lab.report import listed
 
 LOSS = "(loss)"  # stands for a module's name in records of the loss
+_LOSSES = {
+    "nll_loss_forward", "nll_loss2d_forward", "nll_loss_nd", "mse_loss", "huber_loss",
+    "smooth_l1_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "_ctc_loss",
+    "soft_margin_loss", "multi_margin_loss", "multilabel_margin_loss_forward",
+}  # fmt: skip
+_REDUCTIONS = {"mean", "sum", "norm", "linalg_vector_norm"}
 RNN_LAYERS = {"lstm", "gru", "rnn_tanh", "rnn_relu"}  # functions of torch, each a record
 
 
@@ -72,6 +78,13 @@ class Cast:
     def is_of_parameter(self) -> bool:
         """Whether a parameter as a whole was cast, or a view of it."""
         return self.what.startswith("parameter ")
+
+
+def is_of_loss(row: OpRecord) -> bool:
+    """Whether an op is part of a loss, which the model may compute itself."""
+    if row.op in _LOSSES or (row.op == "_log_softmax" and "cross_entropy" in row.called):
+        return True
+    return row.module == LOSS and row.op in _REDUCTIONS
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:

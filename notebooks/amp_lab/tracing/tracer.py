@@ -197,6 +197,12 @@ class Tracer(TorchFunctionMode):
             self.error, self.failed_at = error, ("", f"backward pass of {listed(own, 3)}")
 
     @property
+    def is_frozen(self) -> bool:
+        """Whether the model has parameters, and none of them requires a gradient."""
+        parameters = self._run.parameters.values()
+        return bool(parameters) and not any(p.requires_grad for p in parameters)
+
+    @property
     def _failed_op(self) -> str:
         module, op = self.failed_at or (self._module, "an op")
         return f"op {op} in {place_of(module)}"

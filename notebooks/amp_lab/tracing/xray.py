@@ -19,6 +19,7 @@ from amp_lab.remedies import remedy
 from amp_lab.report import dtype_name, short_name
 from amp_lab.tracing.advice import advise
 from amp_lab.tracing.answered import answered
+from amp_lab.tracing.compiled import is_compiled, without_wrapper
 from amp_lab.tracing.decisions import Decisions
 from amp_lab.tracing.fake_device import (
     ModelRun,
@@ -91,10 +92,11 @@ def xray(
     if not off:
         checked_dtype(device_type, dtype)
     _check_inputs(model, inputs, kwargs, real)
-    call = ModelCall(model, inputs, kwargs, loss_fn)
+    call = ModelCall(without_wrapper(model), inputs, kwargs, loss_fn)
+    remarks = {"autocast_off": remark, "compiled": is_compiled(model)}
     if real:
         found = _xrayed(call, functools.partial(_on_device, call, device_type), dtype, True)
-        return dataclasses.replace(found, autocast_off=remark)
+        return dataclasses.replace(found, **remarks)
 
     def trace(call: ModelCall, decisions: Decisions | None) -> Xray:
         run = functools.partial(_on_fakes, call, device_type, decisions)
@@ -104,7 +106,7 @@ def xray(
         return _xrayed(call, functools.partial(_on_device, call, "cpu"), dtype, True)
 
     found = answered(trace, call, "X-ray", for_real)
-    return dataclasses.replace(found, autocast_off=remark)
+    return dataclasses.replace(found, **remarks)
 
 
 def _autocast_off(model: nn.Module) -> str:

@@ -14,7 +14,7 @@ import torch
 from amp_lab.report import Printed, Table, bytes_text, listed, plural, share_text, short_name
 from amp_lab.tracing.module_table import ModuleRow, ModuleTable, named_outputs
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
-from amp_lab.tracing.records import LOSS, Cast, OpRecord, work_of
+from amp_lab.tracing.records import LOSS, Cast, OpRecord, is_of_loss, work_of
 from amp_lab.tracing.running_module import Outputs
 
 _MAX_LINES = 28  # of the table; deeper modules are summed up
@@ -40,6 +40,7 @@ class Xray(Printed):
     modules: list[ModuleRow] = field(repr=False)  # all of them, in the model's order
     decisions: str = ""  # what to say if the trace took decisions of a run on the CPU
     autocast_off: str = ""  # what to say if it was left off because of the model's weights
+    compiled: bool = False  # whether the model, or a part of it, is; it was run in eager mode
     training: bool = True  # whether the model was in training mode
 
     @property
@@ -62,12 +63,10 @@ class Xray(Printed):
         It has a row for the model and one for each module down to `depth`: 1 for the parts of the
         model, 2 for theirs too; None for all. Raises `OptionError` for a depth below 1.
         """
-        facts = [self.autocast_off, self.decisions]
+        facts = list(self._remarks())
         if self.raised is not None:
             facts.insert(0, f"Only under autocast: {self.raised}. What follows was not run.")
-        return ModuleTable.of(
-            self.modules, depth, self.title, work_of(self.rows), [fact for fact in facts if fact]
-        )
+        return ModuleTable.of(self.modules, depth, self.title, work_of(self.rows), facts)
 
     def _contents(self) -> dict[str, Any]:
         contents = vars(self) | {"outputs": named_outputs(self.outputs)}
@@ -87,8 +86,7 @@ class Xray(Printed):
         )
 
     def _facts(self) -> Iterator[str]:
-        if self.autocast_off:
-            yield self.autocast_off
+        yield from self._remarks()
         if self.dtype is not torch.float32:
             share, low = f"{100 * self.low_share:.1f} %", short_name(self.dtype)
             yield f"{share} of the work of matrix products and convolutions is done in {low}."
@@ -113,9 +111,24 @@ class Xray(Printed):
         if outputs:
             yield f"Output: {listed(outputs, 6)}."
         if self.loss_dtype is not None:
-            yield f"Loss: {short_name(self.loss_dtype)}."
+            yield self._loss_fact()
+
+    def _remarks(self) -> Iterator[str]:
+        """How the model was run, if not in the usual way."""
+        if self.autocast_off:
+            yield self.autocast_off
+        if self.compiled:
+            yield "The model is compiled; these are its ops in eager mode."
         if self.decisions:
             yield self.decisions
+
+    def _loss_fact(self) -> str:
+        """The dtype of the loss, and that of an op of it which was in low precision before."""
+        said = f"Loss: {short_name(self.loss_dtype)}"
+        low = [row for row in self.rows if is_of_loss(row) and row.dtype in LOWER_DTYPES]
+        if low and self.loss_dtype not in LOWER_DTYPES:
+            said += f", computed from the {low[0].op.strip('_')} in {short_name(low[0].dtype)}"
+        return f"{said}."
 
 
 @dataclass(frozen=True)

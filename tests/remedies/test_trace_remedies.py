@@ -1,0 +1,95 @@
+"""Each remedy for a model of which there is no fake copy: lazy layers, TorchScript, quantised."""
+
+import functools
+import re
+import warnings
+
+import pytest
+import torch
+from remedy_tests import does, says
+from torch import nn
+
+from amp_lab import forecast_memory, xray
+from amp_lab.cli import main
+from amp_lab.errors import TraceError
+from amp_lab.remedies import REMEDIES
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread_and_seed"),
+    pytest.mark.filterwarnings("ignore"),  # lazy layers, TorchScript and quantize_dynamic warn
+]
+TRACES = pytest.mark.parametrize(
+    "trace",
+    [
+        xray,
+        functools.partial(xray, device_type="cpu", real=True),
+        functools.partial(forecast_memory, precision="bf16"),
+    ],
+    ids=["xray", "xray for real", "forecast"],
+)
+
+
+def lazy():
+    return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.ReLU(), nn.Linear(4, 2))
+
+
+@does("trace.lazy")
+@TRACES
+def test_a_lazy_model_that_was_called_once(trace):
+    model, x = lazy(), torch.randn(4, 8)
+    with pytest.raises(TraceError) as refused:
+        trace(model, x)
+    assert str(refused.value).startswith("0.weight of a lazy layer has no shape yet: ")
+    assert says("trace.lazy", str(refused.value))
+    assert isinstance(model[0], nn.LazyLinear)
+    (call,) = re.findall(r"model\(x\)", REMEDIES["trace.lazy"].text)
+    eval(call, {"model": model, "x": x})
+    assert trace(model, x)
+
+
+def test_a_lazy_model_from_the_command_line_is_called_where_it_is_built(tmp_path, capsys):
+    path = tmp_path / "lazy.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "def lazy():\n    return nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())\n\n"
+        "def called():\n    model, x = lazy(), torch.rand(4, 8)\n    model(x)\n    return model\n"
+    )
+    for command in (["xray"], ["xray", "--device", "cpu", "--real"], ["memory"]):
+        given = [command[0], f"{path}:NAME", "--input", "4,8", *command[1:]]
+        assert main([part.replace("NAME", "lazy") for part in given]) == 2
+        said = capsys.readouterr()
+        assert says("trace.lazy", said.err)
+        assert len(said.err.splitlines()) == 1
+        assert main([part.replace("NAME", "called") for part in given]) == 0
+
+
+@does("trace.torchscript")
+@pytest.mark.parametrize("how", ["scripted", "traced", "a part of it"])
+@TRACES
+def test_the_module_that_was_scripted(trace, how):
+    original, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU()), torch.randn(4, 8)
+    if how == "scripted":
+        model = torch.jit.script(original)
+    elif how == "traced":
+        model = torch.jit.trace(original, x)
+    else:
+        model = nn.Sequential(torch.jit.script(original), nn.Linear(4, 4))
+    with pytest.raises(TraceError) as refused:
+        trace(model, x)
+    place = "module '0'" if how == "a part of it" else "the model"
+    assert str(refused.value) == f"{place} is TorchScript: {REMEDIES['trace.torchscript'].text}"
+    assert trace(original, x)
+
+
+@does("trace.quantised")
+@pytest.mark.parametrize("trace", [xray, functools.partial(forecast_memory, precision="bf16")])
+def test_a_dynamically_quantised_model_before_it_is_quantised(trace):
+    original, x = nn.Sequential(nn.Linear(8, 4), nn.ReLU()), torch.randn(4, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch.ao.quantization.quantize_dynamic(original, {nn.Linear})
+    with pytest.raises(TraceError) as refused:
+        trace(model, x)
+    assert str(refused.value).startswith("module '0' is a quantised Linear, for kernels that take")
+    assert says("trace.quantised", str(refused.value))
+    assert trace(original, x)

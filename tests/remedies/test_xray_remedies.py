@@ -1,0 +1,212 @@
+"""Each remedy of X-ray for a model that runs: losses, experts, frozen weights."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from remedy_tests import does, says
+from torch import nn
+
+from amp_lab import xray
+from amp_lab.tracing.records import LOSS, is_of_loss
+from amp_lab.tracing.structures import named_tensors
+
+pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+
+
+def advice(found) -> str:
+    return "\n".join(found.advice)
+
+
+# Losses
+
+
+class OwnLoss(nn.Module):
+    """Computes its loss itself if it is given a target, as the models of libraries do."""
+
+    def __init__(self, returns: str):
+        super().__init__()
+        self.layer, self.returns = nn.Linear(8, 5), returns
+
+    def forward(self, x, target=None):
+        logits = self.layer(x)
+        loss = None if target is None else F.cross_entropy(logits, target)
+        if target is None:
+            return {"logits": logits} if "{" in self.returns else logits
+        return eval(self.returns, {"loss": loss, "logits": logits})
+
+
+RETURNS = ["{'loss': loss, 'logits': logits}", "(loss, logits)", "{'a': {'x_logits': logits}}"]
+
+
+@does("xray.loss_in_the_model")
+@pytest.mark.parametrize("returns", RETURNS)
+@pytest.mark.parametrize("device", ["cuda", "xpu", "mps"])
+def test_the_loss_of_a_library_computed_from_its_logits(returns, device):
+    model, x, target = OwnLoss(returns), torch.randn(6, 8), torch.zeros(6, dtype=torch.long)
+    options = {"device_type": device, "dtype": FP16}
+    said = advice(xray(model, x, target, **options))
+    assert says("xray.loss_in_the_model", said)
+    assert not says("xray.loss_in_low_precision", said)
+    assert "its log_softmax runs in fp16, and the fp32 loss is computed from that" in said
+    (place,) = re.findall(r"from its output '([\w.]+)'", said)
+    assert place.endswith("logits") or place == "1"
+
+    def outside(output: object) -> torch.Tensor:
+        ((_, logits),) = [pair for pair in named_tensors(output) if pair[1].dim()]
+        with torch.autocast(device, enabled=False):
+            return F.cross_entropy(eval("logits.float()", {"logits": logits}), target)
+
+    found = xray(model, x, loss_fn=outside, **options)
+    assert {row.dtype for row in found.rows if is_of_loss(row)} == {FP32}
+    assert "loss" not in advice(found)
+
+
+def test_a_loss_of_a_library_on_a_cpu_has_nothing_to_be_mended():
+    """AutocastCPU runs the whole cross_entropy in fp32."""
+    model, target = OwnLoss(RETURNS[0]), torch.zeros(6, dtype=torch.long)
+    for real in (False, True):
+        found = xray(model, torch.randn(6, 8), target, device_type="cpu", real=real)
+        of_loss = [row for row in found.rows if is_of_loss(row)]
+        assert [row.op for row in of_loss] == ["_log_softmax", "nll_loss_forward"]
+        assert {row.dtype for row in of_loss} == {FP32}
+        assert "loss" not in advice(found)
+
+
+def test_the_classifier_of_a_library_names_its_logits():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=8, max_position_embeddings=8, num_labels=3,
+    )  # fmt: skip
+    model = transformers.BertForSequenceClassification(config)
+    given = {"input_ids": torch.zeros(2, 4, dtype=torch.long)}
+    labels = torch.zeros(2, dtype=torch.long)
+    found = xray(model, **given, labels=labels, loss_fn=lambda output: output.loss)
+    assert "Loss: fp32, computed from the log_softmax in fp16." in str(found)
+    assert "from its output 'logits', cast by .float()" in advice(found)
+
+    def outside(output: object) -> torch.Tensor:
+        with torch.autocast("cuda", enabled=False):
+            return F.cross_entropy(output.logits.float(), labels)
+
+    found = xray(model, **given, loss_fn=outside)
+    assert "Loss: fp32." in str(found)
+    assert "log_softmax" not in advice(found)
+
+
+@does("xray.loss_alone")
+def test_a_model_that_returns_its_loss_alone_returns_logits_too():
+    x, target = torch.randn(6, 8), torch.zeros(6, dtype=torch.long)
+    said = advice(xray(OwnLoss("loss"), x, target))
+    assert says("xray.loss_alone", said)
+    (cast,) = re.findall(r"output\.float\(\)", said)
+
+    def outside(output: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cuda", enabled=False):
+            return F.cross_entropy(eval(cast, {"output": output}), target)
+
+    found = xray(OwnLoss("logits"), x, loss_fn=outside)
+    assert {row.dtype for row in found.rows if row.module == LOSS} == {FP32}
+    assert "loss" not in advice(found)
+
+
+# Work that autocast leaves in fp32
+
+
+class Experts(nn.Module):
+    """A matrix for each group of rows, as mixtures of experts have it."""
+
+    def __init__(self, left: str = "x", right: str = "weight"):
+        super().__init__()
+        self.router, self.weight = nn.Linear(16, 2), nn.Parameter(torch.randn(2, 16, 32))
+        self.operands = left, right
+
+    def forward(self, x):
+        ends = torch.tensor([8, 16], dtype=torch.int32, device=x.device)
+        names = {"x": x, "weight": self.weight, "torch": torch}
+        left, right = (eval(code, names) for code in self.operands)
+        return F.grouped_mm(left, right, offs=ends) + self.router(x).sum()
+
+
+@does("xray.no_rule")
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_grouped_matmuls_that_autocast_does_not_know(device):
+    x, options = torch.randn(16, 16), {"device_type": device, "dtype": BF16}
+    found = xray(Experts(), x, **options)
+    assert [row.dtype for row in found.rows if row.op == "_grouped_mm"] == [FP32]
+    said = advice(found)
+    assert says("xray.no_rule", said)
+    (cast,), (whole,) = (re.findall(rf"{name}\.to\(torch\.\w+\)", said) for name in ("x", "model"))
+    mended = xray(Experts(cast, cast.replace("x", "weight")), x, **options)
+    names = {"torch": torch, "model": Experts(), "x": x}
+    eval(whole, names)
+    cast_whole = xray(names["model"], eval(cast, names), device_type=device)
+    for found in (mended, cast_whole):
+        assert {row.dtype for row in found.rows if row.flops} == {BF16}
+        assert not says("xray.no_rule", advice(found))
+    assert cast_whole.casts == []
+
+
+@does("xray.rows_of_the_input")
+@pytest.mark.parametrize("attention", [False, True])
+def test_rows_that_are_no_multiple_of_eight_come_from_the_input(attention):
+    class Scores(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y @ y.mT if attention else y
+
+    said = advice(xray(Scores(16, 16), torch.randn(2, 49, 16)))
+    assert re.search(r"linear in the model itself: 98 rows", said)
+    assert says("xray.rows_of_the_input", said)
+    assert "multiples of 8" not in advice(xray(Scores(16, 16), torch.randn(2, 48, 16)))
+    said = advice(xray(nn.Linear(16, 9), torch.randn(8, 16)))
+    assert "9 output features" in said
+    assert not says("xray.rows_of_the_input", said)
+
+
+# Frozen weights
+
+
+@does("xray.frozen")
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_frozen_weights_are_cast_once(device):
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8))
+    x, options = torch.randn(4, 8), {"device_type": device, "dtype": BF16}
+    assert not says("xray.frozen", advice(xray(model, x, **options)))
+    model[0].requires_grad_(False)
+    assert not says("xray.frozen", advice(xray(model, x, **options)))
+    found = xray(model.requires_grad_(False), x, **options)
+    assert says("xray.frozen", advice(found))
+    weights = [cast for cast in found.casts if cast.is_of_parameter]
+    assert not any(cast.cached for cast in weights)
+    assert f"{sum(cast.nbytes for cast in weights) / 2**10:.1f} KiB in this" in advice(found)
+    (call,) = re.findall(r"model\.to\(torch\.\w+\)", advice(found))
+    eval(call, {"model": model, "torch": torch})
+    found = xray(model, x.to(BF16), device_type=device)
+    assert found.casts == []
+    assert {row.dtype for row in found.rows} == {BF16}
+    assert not says("xray.frozen", advice(found))
+
+
+def test_a_frozen_model_casts_its_weights_in_each_pass_of_a_block():
+    """What the remedy says of autocast, seen by a real run: trained weights are cast once."""
+    casts = {}
+    for trained in (True, False):
+        layer, made = nn.Linear(8, 8).requires_grad_(trained), []
+
+        class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                out = func(*args, **(kwargs or {}))
+                if func is torch.ops.aten._to_copy.default and out.shape == (8, 8):
+                    made.append(out)  # noqa: B023  # used in this turn alone
+                return out
+
+        x = torch.randn(4, 8)
+        with torch.autocast("cpu", BF16), Watch():
+            for _ in range(3):
+                layer(x)
+        casts[trained] = len(made)
+    assert casts == {True: 1, False: 3}
