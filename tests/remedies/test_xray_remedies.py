@@ -1,14 +1,17 @@
-"""Each remedy of X-ray for a model that runs: losses, experts, frozen weights."""
+"""Each remedy of X-ray for a model that runs: losses, experts, frozen weights, ops of one's own."""
 
+import itertools
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torchvision
 from remedy_tests import does, says
 from torch import nn
 
 from amp_lab import xray
+from amp_lab.remedies import REMEDIES
 from amp_lab.tracing.records import LOSS, is_of_loss
 from amp_lab.tracing.structures import named_tensors
 
@@ -210,3 +213,152 @@ def test_a_frozen_model_casts_its_weights_in_each_pass_of_a_block():
                 layer(x)
         casts[trained] = len(made)
     assert casts == {True: 1, False: 3}
+
+
+# Ops of one's own
+
+
+_numbers = itertools.count()
+
+
+def new_op(has_gradient: bool = True):
+    """An op as flash attention is: its kernel takes one dtype alone, and nobody casts for it."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: torch.Tensor):
+        if not q.dtype == k.dtype == v.dtype:
+            raise RuntimeError("attention takes one dtype")
+        return F.scaled_dot_product_attention(q, k, v) * scale.to(q.dtype)
+
+    schema = "(Tensor q, Tensor k, Tensor v, Tensor scale) -> Tensor"
+    name = f"amp_lab_tests::attention_{next(_numbers)}"
+    op = torch.library.custom_op(name, attend, mutates_args=(), schema=schema)
+    op.register_fake(lambda q, k, v, scale: torch.empty_like(v))
+    if has_gradient:
+        op.register_autograd(lambda ctx, gradient: (gradient, gradient, gradient, None))
+    return op
+
+
+class Attends(nn.Module):
+    """Rotates queries and keys in fp32, as rotary embeddings often do."""
+
+    def __init__(self, op, casts: tuple[str, ...] = ("q", "k"), function=None):
+        super().__init__()
+        self.qkv, self.op, self.casts, self.function = nn.Linear(8, 24), op, casts, function
+
+    def forward(self, x):
+        q, k, v = self.qkv(x)[None, None].chunk(3, -1)
+        names = {"q": q.float() * 0.5, "k": k.float() * 0.5, "torch": torch}
+        q, k = (eval(code, names) for code in self.casts)
+        scale = torch.ones((), device=x.device)
+        return (self.function or self.op)(q, k, v, scale)
+
+
+DEVICES = pytest.mark.parametrize("device", ["cuda", "xpu", "mps", "cpu"])
+
+
+@does("xray.mixed_op")
+@DEVICES
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_an_op_that_autocast_does_not_know_gets_one_dtype(device, dtype):
+    op, x = new_op(), torch.randn(4, 8)
+    options = {"device_type": device, "dtype": dtype}
+    low = "fp16" if dtype is FP16 else "bf16"
+    said = advice(xray(Attends(op), x, **options))
+    assert says("xray.mixed_op", said)
+    assert f"in the model itself gets q, k in fp32 and v in {low}:" in said
+    casts = tuple(re.findall(r"\b[qkv]\.to\(torch\.\w+\)", said))
+    assert [code[0] for code in casts] == ["q", "k"]
+    mended = xray(Attends(op, casts), x, **options)
+    assert not says("xray.mixed_op", advice(mended))
+    assert attention_dtypes(mended) == {dtype}
+
+    (rule,) = re.findall(r"torch\.library\.register_autocast\(.*?, torch\.\w+\)", said)
+    eval(rule, {"torch": torch})
+    found = xray(Attends(op), x, **options)
+    assert not says("xray.mixed_op", advice(found))
+    assert attention_dtypes(found) == {dtype}
+
+
+def attention_dtypes(found) -> set[torch.dtype]:
+    """The dtypes that the op of one's own gets for queries, keys and values."""
+    assert found.raised is None
+    rows = [row for row in found.rows if row.op.startswith("attention_")]
+    assert rows
+    return {dtype for row in rows for dtype in row.in_dtypes[:3]}
+
+
+@DEVICES
+def test_a_function_that_calls_such_an_op_casts_for_it(device):
+    op, x = new_op(), torch.randn(4, 8)
+    options = {"device_type": device, "dtype": BF16}
+
+    class Plain(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, scale):
+            return op(q, k, v, scale)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient, gradient, gradient, None
+
+    said = advice(xray(Attends(op, function=Plain.apply), x, **options))
+    assert says("xray.mixed_op", said)
+    forward, backward = (
+        eval(code, {"torch": torch}) for code in re.findall(r"@(torch\.amp\.\w+\(.*?\))", said)
+    )
+
+    class Casting(torch.autograd.Function):
+        pass
+
+    Casting.forward = staticmethod(forward(Plain.forward))
+    Casting.backward = staticmethod(backward(Plain.backward))
+    found = xray(Attends(op, function=Casting.apply), x, **options)
+    assert not says("xray.mixed_op", advice(found))
+    assert attention_dtypes(found) == {BF16}
+
+
+@DEVICES
+def test_a_model_with_an_op_that_has_no_gradient_is_answered(device):
+    op, x = new_op(has_gradient=False), torch.randn(4, 8)
+    found = xray(Attends(op, ("q.to(torch.bfloat16)", "k.to(torch.bfloat16)")), x, dtype=BF16)
+    assert found.raised is None
+    assert "The model cannot be trained: Trying to backward through" in advice(found)
+    with torch.no_grad():
+        assert "cannot be trained" not in advice(xray(Attends(op), x, device_type=device))
+
+
+def test_such_an_op_raises_for_real_and_each_cure_helps():
+    x = torch.randn(4, 8)
+
+    def run(model: nn.Module) -> torch.Tensor:
+        with torch.autocast("cpu", BF16):
+            return model(x)
+
+    op = new_op()
+    with pytest.raises(RuntimeError, match="takes one dtype"):
+        run(Attends(op))
+    found = xray(Attends(lambda *given: op(*given)), x, device_type="cpu", real=True)
+    assert "takes one dtype" in found.raised
+    assert says("xray.mixed_op", advice(found))
+    assert run(Attends(op, ("q.to(torch.bfloat16)", "k.to(torch.bfloat16)"))).dtype is BF16
+    torch.library.register_autocast(op._qualname, "cpu", BF16)
+    assert run(Attends(op)).dtype is BF16
+
+
+def test_ops_that_get_one_dtype_or_have_a_rule_or_run_without_autocast_are_not_remarked_on():
+    op, x = new_op(), torch.randn(4, 8)
+    boxes = torch.tensor([[0.0, 0.0, 4.0, 4.0]])
+
+    class Pools(nn.Conv2d):
+        def forward(self, x):
+            return torchvision.ops.roi_align(super().forward(x), [boxes.to(x.device)], 2)
+
+    one_dtype = Attends(op, ("q.to(torch.bfloat16)", "k.to(torch.bfloat16)"))  # and a scale in fp32
+    models = [(one_dtype, x, BF16), (Attends(op), x, FP32)]
+    models.append((Pools(1, 1, 1), torch.randn(1, 1, 8, 8), BF16))
+    for model, given, dtype in models:
+        for device in ("cuda", "cpu"):
+            found = xray(model, given, device_type=device, dtype=dtype)
+            assert found.raised is None
+            assert not says("xray.mixed_op", advice(found))
+    assert REMEDIES["xray.mixed_op"]

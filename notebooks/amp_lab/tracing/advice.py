@@ -15,7 +15,7 @@ from amp_lab.cpu import NO_PRIMITIVE_REMEDY, lstm_error
 from amp_lab.remedies import remedy
 from amp_lab.report import bytes_text, dtype_name, listed, percent, short_name
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
-from amp_lab.tracing.records import LOSS, OpRecord, is_of_loss, places_of, work_of
+from amp_lab.tracing.records import LOSS, OpRecord, is_of_loss, place_of, places_of, work_of
 from amp_lab.tracing.running_module import Outputs
 from amp_lab.tracing.tracer import NORMS, Tracer
 
@@ -60,6 +60,16 @@ _FROZEN = remedy(
     "No parameter requires a gradient, so autocast keeps no cast of a weight: each use casts it "
     "anew, {size} in this forward pass. Cast weights and inputs once, model.to(torch.{dtype}), and "
     "leave autocast off.",
+)
+_MIXED_OP = remedy(
+    "xray.mixed_op",
+    "an op that is not torch's gets fp32 and 16 bits under autocast, which has no rule for it",
+    "{op} in {where} gets {mixed}: autocast has no rule for the op and casts none of them. If its "
+    "kernel takes one dtype alone, as that of flash attention does, cast them before the call, "
+    "{casts}; or give autocast a rule, torch.library.register_autocast({op!r}, {device!r}, "
+    "torch.{dtype}); or, if an autograd.Function calls the op, write above its forward "
+    "@torch.amp.custom_fwd(device_type={device!r}, cast_inputs=torch.{dtype}) and above its "
+    "backward @torch.amp.custom_bwd(device_type={device!r}).",
 )
 
 
@@ -235,6 +245,28 @@ def _frozen(seen: Tracer) -> Iterator[str]:
         yield _FROZEN.said(size=size, dtype=dtype_name(seen.dtype))
 
 
+def _mixed_op(seen: Tracer) -> Iterator[str]:
+    for call, modules in seen.mixed.items():
+        mixed = [f"{listed(names)} in {short_name(dtype)}" for dtype, names in call.arguments]
+        others = [
+            name for dtype, names in call.arguments if dtype is not seen.dtype for name in names
+        ]
+        dtype = dtype_name(seen.dtype)
+        yield _MIXED_OP.said(
+            op=call.op,
+            where=listed([place_of(module) for module in modules], 3),
+            mixed=" and ".join(mixed),
+            casts=", ".join(f"{name}.to(torch.{dtype})" for name in others),
+            device=seen.device_type,
+            dtype=dtype,
+        )
+
+
+def _without_gradient(seen: Tracer) -> Iterator[str]:
+    if seen.without_gradient:
+        yield f"The model cannot be trained: {seen.without_gradient}."
+
+
 # Each yields sentences, or none if it has nothing to say.
 RULES: tuple[Callable[[Tracer], Iterator[str]], ...] = (
     _verdict,
@@ -247,6 +279,8 @@ RULES: tuple[Callable[[Tracer], Iterator[str]], ...] = (
     _sizes_of_no_whole_tile,
     _parameters_cast_anew,
     _frozen,
+    _mixed_op,
+    _without_gradient,
 )
 
 

@@ -6,13 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 
 from amp_lab.remedies import remedy
 from amp_lab.report import dtype_name
-from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key
+from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key, tensors_in
 
 _INPUT = remedy(
     "dtype.inputs_of_a_cast_model",
@@ -146,6 +148,31 @@ def remedy_for_mixed(
         dtype=dtype_name(low.dtype),
         name=text.rpartition(" ")[2],
     )
+
+
+@dataclass(frozen=True)
+class MixedCall:
+    """A call of an op with floating-point arguments of several dtypes."""
+
+    op: str  # ``mylib::attention``
+    arguments: tuple[tuple[torch.dtype, tuple[str, ...]], ...]  # names of each dtype
+
+
+def mixed_call(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> MixedCall | None:
+    """The call of an op, if it gets tensors in fp32 and 16 bits, or in both 16-bit dtypes.
+
+    Tensors without a dimension, such as a scale, do not count.
+    """
+    names = [argument.name for argument in func._schema.arguments]
+    found: dict[torch.dtype, list[str]] = {}
+    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+        for tensor in tensors_in(value):
+            if tensor.dim() and tensor.dtype in (torch.float32, *LOWER_DTYPES):
+                found.setdefault(tensor.dtype, []).append(name)
+    if len(found) < 2:
+        return None
+    arguments = tuple((dtype, tuple(dict.fromkeys(names))) for dtype, names in found.items())
+    return MixedCall(func._schema.name, arguments)
 
 
 def is_write(error: Exception) -> bool:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from amp_lab.backends import backend
-from amp_lab.errors import TraceError
+from amp_lab.errors import TraceError, first_line
 from amp_lab.report import listed
 from amp_lab.tracing.attention import ATTENTION, Attention
 from amp_lab.tracing.backward import functions_of_the_model, run_backward, seeds_of
@@ -33,7 +33,7 @@ from amp_lab.tracing.fake_device import (
     needs_memory,
     remedy_for,
 )
-from amp_lab.tracing.operands import Kind, Operand, Sources
+from amp_lab.tracing.operands import Kind, MixedCall, Operand, Sources, mixed_call
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, computes_nothing, flops, storage_key, tensors_in
 from amp_lab.tracing.records import LOSS, RNN_LAYERS, Cast, OpRecord, place_of, widest
 from amp_lab.tracing.running_module import ModuleCalls, Outputs, RunningModule, outputs_of
@@ -52,6 +52,7 @@ _CASTING = {
     "to", "half", "float", "double", "bfloat16", "type", "type_as", "_to_copy", "copy_",
     "tensor", "as_tensor", "asarray",
 }  # fmt: skip
+_NO_FORMULA = "no autograd formula was registered"  # of an op of torch.library
 _SDPA = F.scaled_dot_product_attention
 _PLAIN_NAMES = {"__matmul__": "matmul", "__rmatmul__": "matmul"}
 _NOT_FAKED = (fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException)
@@ -119,10 +120,12 @@ class Tracer(TorchFunctionMode):
         self.rows: list[OpRecord] = []
         self.casts: list[Cast] = []
         self.bounces: list[tuple[OpRecord, str]] = []  # widened; cast back for which function
+        self.mixed: dict[MixedCall, list[str]] = {}  # of ops that are not torch's: where
         self.outputs: Outputs = {}
         self.loss_dtype: torch.dtype | None = None
         self.classes = {name: type(module).__name__ for name, module in run.model.named_modules()}
         self.error: Exception | None = None  # of the model or the loss: the rows end there
+        self.without_gradient = ""  # what torch says of an op that has no backward pass
         self.failed_at: tuple[str, str] | None = None  # module and op of the error
         self.failed_on: tuple[Operand, ...] = ()  # what that op got
         self._in_loss = False
@@ -194,6 +197,9 @@ class Tracer(TorchFunctionMode):
         try:
             run_backward(seeds)
         except RuntimeError as error:
+            if _NO_FORMULA in str(error):
+                self.without_gradient = first_line(error)
+                return
             self.error, self.failed_at = error, ("", f"backward pass of {listed(own, 3)}")
 
     @property
@@ -309,6 +315,22 @@ class Tracer(TorchFunctionMode):
             self.failed_at = self._module, op
             self.failed_on = self._sources.operands(tensors_in(given))
 
+    def note_mixed(self, func: OpOverload, args: tuple, kwargs: dict) -> None:
+        """Note a call with mixed dtypes of an op that autocast is to cast for, and does not know.
+
+        What is torch's own raises if it cannot take them.
+        """
+        is_under_autocast = bool(self._calls) and self._calls[-1].dtype is not None
+        if func.namespace == "aten" or not is_under_autocast:
+            return
+        call = mixed_call(func, args, kwargs)
+        key = f"Autocast{self._backend.key}"
+        if call is None or torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+            return
+        modules = self.mixed.setdefault(call, [])
+        if self._module not in modules:
+            modules.append(self._module)
+
     def see(self, func: OpOverload, args: tuple, kwargs: dict, out: object) -> None:
         """Note what an op did; runs below autograd and autocast."""
         outs = tensors_in(out)
@@ -405,6 +427,7 @@ class _Ops(PlainOpsMode):
         self._tracer = tracer
 
     def run_op(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+        self._tracer.note_mixed(func, args, kwargs)
         try:
             out = func(*args, **kwargs)
         except Exception:
