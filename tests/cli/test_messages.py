@@ -22,6 +22,7 @@ PRINTED_BY = {
 PRINTED_BY_EACH = {
     "tracing/answered.py": ("xray", "memory", "advise"),
     "tracing/memory_advice.py": ("memory",),
+    "tracing/xray.py": ("xray",),
 }
 OTHER_PROGRAMS = ("torchrun", "git")
 
