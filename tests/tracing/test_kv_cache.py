@@ -242,13 +242,14 @@ def test_one_token_is_compared_with_two():
     assert cache_of(Attends(), IDS[:, :1]).per_token == OF_A_TOKEN
 
 
-def test_how_it_grows_is_not_told_if_the_course_depends_on_values():
+@pytest.mark.parametrize("form", ["pairs", "one after the other", "a dataclass"])
+def test_how_it_grows_is_not_told_if_the_course_depends_on_values(form):
     class Routed(Attends):
         def forward(self, ids):
             ids[ids > 10].sum()
-            return Output(*super().forward(ids))
+            return super().forward(ids)
 
-    cache = cache_of(Routed())
+    cache = cache_of(Routed(FORMS[form]))
     assert cache.nbytes == BATCH * TOKENS * OF_A_TOKEN
     assert cache.per_token is None
     assert "How it grows cannot be told: Routed: the result of" in cache.sentences

@@ -180,8 +180,10 @@ def forecast_cache(
         remarks=growth.remarks,
     )
     if not growth.per_token:
-        remark = "" if asked is None else f"Nothing is extrapolated to {asked:,} tokens."
-        return dataclasses.replace(forecast, remarks=(*growth.remarks, *filter(None, [remark])))
+        if asked is None:
+            return forecast
+        remark = f"Nothing is extrapolated to {asked:,} tokens."
+        return dataclasses.replace(forecast, remarks=(*growth.remarks, remark))
     forecast = dataclasses.replace(forecast, per_token=growth.per_token // sequences)
     return forecast if asked is None else _with_asked(forecast, growth, traced_with, asked)
 
@@ -200,30 +202,39 @@ def _growth(
     traced_with: Callable[[int], tuple[CachedTensor, ...]],
     tokens: int | None,
 ) -> _Growth:
-    named = tuple(tensor for tensor in found if tensor.is_named)
     if tokens is None:
+        named = tuple(tensor for tensor in found if tensor.is_named)
         return _Growth(named, remarks=("No input has tokens (B, T) that it could grow with.",))
     # Fewer, if that can be: a model may have a table of as many places as tokens were given.
     other = tokens // 2 if tokens > 1 else 2
     try:
         compared = {tensor.path: tensor for tensor in traced_with(other)}
     except TraceError as error:
-        return _Growth(named, remarks=(f"How it grows cannot be told: {error}.",))
-    grown = {t: _bytes_of_a_token(t, compared.get(t.path), tokens - other) for t in found}
-    tensors = tuple(tensor for tensor in found if tensor.is_named or grown[tensor])
-    counts = [grown[tensor] for tensor in tensors]
+        likely = tuple(t for t in found if t.is_named or tokens in t.shape)
+        return _Growth(likely, remarks=(f"How it grows cannot be told: {error}.",))
+    grown = {}
+    for tensor in found:
+        count = _bytes_of_a_token(tensor, compared.get(tensor.path), tokens - other)
+        if count or tensor.is_named:
+            grown[tensor] = count
     passes = f"{min(other, tokens):,} and {max(other, tokens):,} tokens"
-    if None in counts:
+    return _counted(grown, passes)
+
+
+def _counted(grown: dict[CachedTensor, int | None], passes: str) -> _Growth:
+    """The growth of tensors by so many bytes for each token, as two `passes` have shown it."""
+    tensors = tuple(grown)
+    counts = [count for count in grown.values() if count is not None]
+    if len(counts) < len(tensors):
         return _Growth(tensors, remarks=(f"It is not a multiple of the tokens ({passes}).",))
-    per_token = sum(count for count in counts if count is not None)
-    if not per_token:
+    if not any(counts):
         kinds = "a static cache, a full sliding window or a state"
         return _Growth(tensors, remarks=(f"It is as large with {passes}: {kinds}.",))
     remarks = [f"Per token: the difference between passes with {passes}."]
     fixed = counts.count(0)
     if fixed:
         remarks.append(f"{fixed} of its {len(counts)} tensors do not grow.")
-    return _Growth(tensors, per_token, tuple(remarks))
+    return _Growth(tensors, sum(counts), tuple(remarks))
 
 
 def _bytes_of_a_token(tensor: CachedTensor, other: CachedTensor | None, more: int) -> int | None:

@@ -57,11 +57,16 @@ def cache_rows(
     if all(cache.nbytes_asked is None for cache in found):
         return
     yield _row(first.label(first.tokens_asked), caches, lambda cache: cache.nbytes_asked, unit)
-    totals = ["weights + that cache"]
+    yield _totals(caches, weights, unit)
+
+
+def _totals(caches: Sequence[CacheForecast | None], weights: Sequence[int], unit: int) -> list[str]:
+    """The row of weights and the cache for the tokens that were asked for."""
+    cells = []
     for cache, weight in zip(caches, weights, strict=True):
         asked = None if cache is None else cache.nbytes_asked
-        totals.append("-" if asked is None else in_unit(weight + asked, unit))
-    yield totals
+        cells.append("-" if asked is None else in_unit(weight + asked, unit))
+    return ["weights + that cache", *cells]
 
 
 def _row(
