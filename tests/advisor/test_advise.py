@@ -185,6 +185,7 @@ def test_gradients_that_noise_turns_are_held_against_the_size_of_fp32s(planted):
         assert (run.reason == "") == passes, (size, run.reason)
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("in_backward", some_of(True, False))
 def test_a_step_that_takes_for_ever_is_left(planted, monkeypatch, in_backward):
     monkeypatch.setattr(Slow, "calls", 0)

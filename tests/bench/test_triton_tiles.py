@@ -60,7 +60,7 @@ def offs() -> list[list[float]]:
 
 
 # Triton takes its functions for the interpreter's when they are defined: hence a process.
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_the_kernels_have_the_gradients_of_autograd():
     code = "import json, test_triton_tiles as t; print(json.dumps(t.offs()))"
     path = os.pathsep.join(filter(None, [os.path.dirname(__file__), *sys.path]))

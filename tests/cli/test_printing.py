@@ -73,7 +73,7 @@ def make():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.parametrize("streams", some_of("2>&-", "<&- >&- 2>&-"))
 def test_a_run_is_trained_without_streams(tmp_path, streams):
     (tmp_path / "x.txt").write_text("7 times 7 is 49.\n" * 200)

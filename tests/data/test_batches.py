@@ -114,6 +114,7 @@ def test_a_pass_that_was_left_ends_its_workers_however_it_was_left(digits):
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.weekly
 def test_python_ends_at_once_although_a_pass_was_not_finished():
     code = (
         "import numpy as np; from amp_lab import data; from amp_lab.data import images\n"

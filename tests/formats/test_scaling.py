@@ -188,7 +188,7 @@ def test_what_is_clipped_and_flushed_is_counted_and_adds_up():
     assert late.clipped == 1
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_compiled_it_gives_the_same_bits():
     values = torch.randn(8, 64) * torch.exp2(torch.randint(-40, 40, (8, 1)).float())
     compiled = torch.compile(quantize, fullgraph=True)

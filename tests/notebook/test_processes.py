@@ -78,6 +78,7 @@ def fails_on_one_rank(how):
     dist.all_reduce(torch.ones(1))
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("how", "says"),
     some_of(

@@ -15,7 +15,7 @@ SOURCE = ROOT / "notebooks" / "19_choose_your_precision.py"
 NEEDED = ("accelerate", "keras", "lightning", "lightning_fabric", "transformers")
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, NEEDED)), reason=f"needs {', '.join(NEEDED)}"
 )
