@@ -8,6 +8,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from amp_lab.tracing.fake_device import is_composite
+
 
 def images(size):
     return torch.rand(2, 3, size, size)
@@ -54,6 +56,9 @@ class Meter(TorchDispatchMode):
         self.known = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if is_composite(func):  # whole under inference_mode
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor):

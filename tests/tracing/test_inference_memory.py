@@ -9,6 +9,7 @@ from memory_models import Meter, images
 from torch import nn
 
 from amp_lab import forecast_inference
+from amp_lab.backends import backend
 from amp_lab.errors import TraceError
 from amp_lab.tracing.inference_memory import QUANTIZED_WEIGHTS, InferenceTable, inference_table
 from amp_lab.tracing.inference_result import InferenceForecast
@@ -262,3 +263,25 @@ def test_a_constant_on_a_device_that_is_not_here_is_none_for_real(name, device_t
     model, inputs = Scales(64, 64).eval(), torch.rand(2, 64)
     forecast = forecast_inference(model, inputs, device_type=device_type, precision="fp32")
     assert forecast.temporaries >= 2 * 2 * 64 * 4  # with and without the factor
+
+
+class Attention(nn.Module):
+    """One layer of attention, (N, T, 64) to (N, T, 64), with four heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.inward, self.outward = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x):
+        q, k, v = self.inward(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.outward(mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "xpu", "mps"])
+def test_attention_is_forecast_for_a_device_that_is_not_here(device_type):
+    """Under inference_mode the op comes whole; where no kernel fuses it, its scores count."""
+    x = torch.randn(4, 256, 64)
+    peak = forecast_inference(Attention(), x, device_type=device_type, precision="fp32").peak
+    scores = 4 * 4 * 256 * 256 * 4  # bytes
+    assert (peak > scores) == (not backend(device_type).fused_attention)

@@ -55,12 +55,32 @@ def attention_of(device: Backend) -> Iterator[None]:
         require_alike(ATTENTION, list(call[:3]))
         return _kernel(call)(call) if device.fused_attention else call.in_plain_ops()
 
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        if not device.is_host:
-            # In the dispatcher, which comes after autocast, and which also sees the calls inside of
-            # nn.MultiheadAttention, as a mode for functions does not.
-            library.impl(ATTENTION, run, f"Autograd{device.key}", allow_override=True)
+    if device.is_host:
         yield
+        return
+    with torch.library._scoped_library("aten", "IMPL") as library, _made_of(run):
+        # In the dispatcher, which comes after autocast, and which also sees the calls inside of
+        # nn.MultiheadAttention, as a mode for functions does not.
+        library.impl(ATTENTION, run, f"Autograd{device.key}", allow_override=True)
+        yield
+
+
+@contextmanager
+def _made_of(run: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """The block in which a mode that takes attention apart finds `run`.
+
+    It does so under inference_mode, where autograd is not there to take the op first.
+    """
+    kernels = torch.ops.aten.scaled_dot_product_attention.default.py_kernels
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    before = kernels.get(key)
+    kernels[key] = run
+    try:
+        yield
+    finally:
+        del kernels[key]
+        if before is not None:
+            kernels[key] = before
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_lab.report import short_name
-from amp_lab.tracing.fake_device import takes_wrappers
+from amp_lab.tracing.fake_device import is_composite, takes_wrappers
 from amp_lab.tracing.memory_result import amount
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key, stored_values, tensors_in
 from amp_lab.tracing.records import LOSS, place_of
@@ -125,6 +125,9 @@ class StorageLedger(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
         if takes_wrappers(types):
             return NotImplemented
+        if is_composite(func):  # whole only under inference_mode: its parts make what it needs
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
         is_fake = bool(args) and isinstance(args[0], FakeTensor)
         run: Callable[..., Any] = _SHORTCUTS.get(func, func) if is_fake else func
         result = run(*args, **(kwargs or {}))
