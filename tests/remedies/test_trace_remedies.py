@@ -8,8 +8,10 @@ import pytest
 import torch
 from remedy_tests import does, says
 from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 
-from amp_lab import forecast_memory, xray
+from amp_lab import forecast_inference, forecast_memory, xray
 from amp_lab.cli import main
 from amp_lab.errors import TraceError
 from amp_lab.remedies import REMEDIES
@@ -93,3 +95,41 @@ def test_a_dynamically_quantised_model_before_it_is_quantised(trace):
     assert str(refused.value).startswith("module '0' is a quantised Linear, for kernels that take")
     assert says("trace.quantised", str(refused.value))
     assert trace(original, x)
+
+
+class OneHead(nn.Module):
+    """Attention by a function of query, key and value, (N, 4, T, 16) each."""
+
+    def __init__(self, attend):
+        super().__init__()
+        self.attend = attend
+        self.inward, self.outward = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x):
+        query, key, value = self.inward(x).unflatten(-1, (3, 4, 16)).permute(2, 0, 3, 1, 4)
+        return self.outward(self.attend(query, key, value).transpose(1, 2).flatten(2))
+
+
+@does("trace.flex_attention")
+@pytest.mark.parametrize(
+    "attend",
+    [flex_attention, torch.compile(flex_attention, backend="eager")],
+    ids=["eager", "compiled"],
+)
+@pytest.mark.parametrize("device_type", ["cuda", "xpu", "mps", "cpu"])
+def test_scaled_dot_product_attention_in_place_of_flex_attention(device_type, attend):
+    x = torch.randn(2, 128, 64)
+    traces = (
+        xray,
+        functools.partial(forecast_memory, precision="bf16"),
+        functools.partial(forecast_inference, precision="bf16"),
+    )
+    for trace in traces:
+        with pytest.raises(TraceError) as refused:
+            trace(OneHead(attend), x, device_type=device_type)
+        assert says("trace.flex_attention", str(refused.value))
+        assert "no trace can follow flex_attention" in str(refused.value)
+        assert trace(OneHead(F.scaled_dot_product_attention), x, device_type=device_type)
+    query, key, value = torch.randn(3, 2, 4, 128, 16, dtype=torch.bfloat16)
+    flex, plain = attend(query, key, value), F.scaled_dot_product_attention(query, key, value)
+    assert (flex.shape, flex.dtype) == (plain.shape, plain.dtype)

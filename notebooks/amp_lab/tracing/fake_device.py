@@ -72,6 +72,12 @@ _TORCHSCRIPT = remedy(
     "a model, or a part of it, is TorchScript",
     "give the nn.Module that it was scripted or traced from",
 )
+_FLEX = remedy(
+    "trace.flex_attention",
+    "a model calls flex_attention, which fake tensors cannot run",
+    "{verb} it with F.scaled_dot_product_attention in its place: for q, k and v in 16 bits the "
+    "output has the same shape and dtype",
+)
 _CAUSAL_MASK = remedy(
     "trace.causal_mask",
     "nn.Transformer compares its mask with the causal one",
@@ -98,6 +104,8 @@ FOR_REAL = remedy(
 _REAL_ALONE = "for kernels that take real tensors alone"
 _QUANTISED_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 _BEFORE_VALUES = ("backbone", "encoder", "features")  # names of parts in which no value decides
+
+_FLEX_MODULE = "torch.nn.attention.flex_attention"
 
 # What torch says where code reads the memory of a tensor that has none.
 _NEEDS_MEMORY = "is not supported for tensor subclasses"
@@ -259,9 +267,21 @@ def remedy_for(error: Exception, model: nn.Module, verb: str) -> str:
     return found.said(verb=verb, part=shortest)
 
 
+def own_reason(error: Exception) -> str:
+    """Why a trace fails, where torch's own words would not tell; else empty."""
+    return "no trace can follow flex_attention" if _is_flex(error) else ""
+
+
+def _is_flex(error: Exception) -> bool:
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__") == _FLEX_MODULE for frame, _ in frames)
+
+
 def tip_for(error: Exception, model: nn.Module, verb: str, device_type: str) -> str:
     """What to do about an error that is known, or any of detectors and of quantised weights."""
     tips = [tip for said, tip in _TIPS.items() if said in str(error)]
+    if _is_flex(error):
+        tips.append(_FLEX.said(verb=verb))
     if is_write(error):
         tips.append(remedy_for_write(error))
     frames = traceback.walk_tb(error.__traceback__) if "dtype" in str(error) else ()

@@ -32,6 +32,7 @@ from amp_lab.tracing.fake_device import (
     checked_backend,
     needs_memory,
     on_fake_device,
+    own_reason,
     remedy_for,
     require_model,
     tip_for,
@@ -386,7 +387,8 @@ def one_line_errors(model: nn.Module, shapes: tuple, device_type: str) -> Iterat
             why = f"torch cannot run {error.func} without values"
             raise TraceError(f"{name}: {why}: {remedy_for(error, model, 'forecast')}") from error
         given = f"input of shape {', '.join(map(str, shapes))}" if shapes else "no tensor as input"
-        reason = f"{first_line(error)}{tip_for(error, model, 'forecast', device_type)}"
+        reason = own_reason(error) or first_line(error)
+        reason += tip_for(error, model, "forecast", device_type)
         raise TraceError(f"{name} with {given}: {reason}") from error
 
 

@@ -27,6 +27,7 @@ from amp_lab.tracing.fake_device import (
     checked_dtype,
     dtype_for,
     on_fake_device,
+    own_reason,
     require_model,
     tip_for,
 )
@@ -233,7 +234,8 @@ def _explained(error: Exception, seen: Tracer, call: ModelCall) -> str:
     mixed = remedy_for_mixed(error, op, seen.failed_on, has_low_weights)
     tip = f"; {mixed}" if mixed else ""
     on = f"{type(model).__name__} fails on input {shapes or 'of no tensor'}{where}"
-    return f"{on}: {with_type(error)}{tip}{tip_for(error, model, 'X-ray', seen.device_type)}"
+    reason = own_reason(error) or with_type(error)
+    return f"{on}: {reason}{tip}{tip_for(error, model, 'X-ray', seen.device_type)}"
 
 
 def _check_inputs(model: nn.Module, inputs: tuple, kwargs: dict[str, Any], real: bool) -> None:
