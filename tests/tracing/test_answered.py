@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from amp_lab import forecast_memory, largest_batch, xray
+from amp_lab.backends import BACKENDS
 from amp_lab.cli import main
 from amp_lab.errors import TraceError
 from amp_lab.tracing import real_run
@@ -220,3 +221,36 @@ def test_the_commands_build_the_model_with_values(command, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert main([command, "choosing_by_value.py:Chooses", "--input", "6,8"]) == 0
     assert "1 decision (branches, sizes) that depend" in capsys.readouterr().out
+
+
+class Speech(nn.Module):
+    """A layer, and the CTC loss of its output: (N, T, 16) and targets (N, S) to one number."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(16, 10)
+
+    def forward(self, x, targets, target_lengths):
+        log_probs = self.layer(x).log_softmax(-1).transpose(0, 1)
+        lengths = torch.full((len(x),), x.shape[1])
+        return nn.functional.ctc_loss(log_probs, targets, lengths, target_lengths)
+
+
+def speech(longest: int) -> tuple[torch.Tensor, ...]:
+    targets = torch.randint(1, 10, (3, 8))
+    return torch.randn(3, 40, 16), targets, torch.tensor([longest, 2, 1])
+
+
+@pytest.mark.parametrize("device_type", BACKENDS)
+def test_a_ctc_loss_is_traced_on_any_backend(device_type):
+    found = xray(Speech(), *speech(8), device_type=device_type)
+    (row,) = (row for row in found.rows if row.op == "_ctc_loss")
+    assert row.dtype is torch.float32
+    assert "1 decision" in found.decisions
+    kept = [
+        forecast_memory(
+            Speech(), *speech(n), device_type=device_type, precision="fp32", loss_fn=torch.sum
+        ).activations
+        for n in (8, 3)
+    ]
+    assert kept[0] - kept[1] == 3 * 40 * 2 * (8 - 3) * 4  # log_alpha, (N, T, 2 S + 1) in fp32

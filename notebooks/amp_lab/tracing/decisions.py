@@ -22,8 +22,10 @@ from amp_lab.tracing.running_module import RunningModule
 # torch marks the ops whose result, or the size of it, depends on values.
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEX = torch.ops.aten.index.Tensor
-# An op that torch does not mark, and whose rule for fake tensors warns before it refuses.
-NMS = "torchvision::nms"
+# Ops that torch does not mark. The rule of the first for fake tensors warns before it refuses, and
+# what the second keeps for backward is as large as the longest target.
+_NMS = "torchvision::nms"
+_CTC_LOSS = torch.ops.aten._ctc_loss.Tensor
 
 
 class ValuesNeeded(TraceError):
@@ -81,9 +83,14 @@ class Decisions:
         )
 
 
+def is_unmarked(op: OpOverload) -> bool:
+    """Whether the size of its result depends on values, though torch does not mark it."""
+    return op is _CTC_LOSS or op._schema.name == _NMS
+
+
 @functools.cache
 def _is_tagged(op: OpOverload) -> bool:
-    return op._schema.name == NMS or bool(_TAGS.intersection(op.tags))
+    return is_unmarked(op) or bool(_TAGS.intersection(op.tags))
 
 
 def depends_on_values(op: OpOverload, args: tuple, untagged: frozenset[OpOverload]) -> bool:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-from amp_lab.tracing.decisions import NMS, Replay
+from amp_lab.tracing.decisions import Replay, is_unmarked
 from amp_lab.tracing.kernel_limits import OpCall, refusal_of
 
 # Ops that turn a number into the dtype of their result, and when they refuse one that is too large:
@@ -24,6 +24,7 @@ _CONVERT_IF = {
 _CONVERTING = {name: when for names, when in _CONVERT_IF.items() for name in names.split()}
 # Those that take the number from a tensor of one value, if they are given one.
 _READING = {"masked_fill", "index_fill"}
+_ASK_FOR_CTC_KERNEL = {"aten::_use_cudnn_ctc_loss", "aten::_use_miopen_ctc_loss"}
 _COPYING = {"lift_fresh", "_to_copy", "detach", "clone", "alias", "view", "expand"}
 
 
@@ -43,8 +44,13 @@ class StrictFakeMode(FakeTensorMode):
         check_limits(func, args)
         if self.replay is not None and self.replay.answers(func, args):
             return self.replay.answer(func, args, kwargs or {}, self._made)
-        if func._schema.name == NMS:
+        if is_unmarked(func):
             raise DynamicOutputShapeException(func)
+        if func._schema.name in _ASK_FOR_CTC_KERNEL:
+            return False  # cuDNN and MIOpen take only int32 targets that are on the CPU
+        if func._schema.name == "aten::_ctc_loss_backward":
+            with self:
+                return torch.empty_like(args[1])  # the gradient of log_probs
         if func._schema.name == "aten::to":
             # Under inference_mode it comes whole, and torch would move a constant for real. Of its
             # parts torch knows not to, where the device is absent.
