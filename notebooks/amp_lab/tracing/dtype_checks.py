@@ -49,8 +49,9 @@ class StrictFakeMode(FakeTensorMode):
         if func._schema.name in _ASK_FOR_CTC_KERNEL:
             return False  # cuDNN and MIOpen take only int32 targets that are on the CPU
         if func._schema.name == "aten::_ctc_loss_backward":
+            _, log_probs, *_ = [*args]
             with self:
-                return torch.empty_like(args[1])  # the gradient of log_probs
+                return torch.empty_like(log_probs)
         if func._schema.name == "aten::to":
             # Under inference_mode it comes whole, and torch would move a constant for real. Of its
             # parts torch knows not to, where the device is absent.
