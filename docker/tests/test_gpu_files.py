@@ -46,6 +46,19 @@ def test_the_file_in_the_root_is_the_one_for_cpus(checkout):
     assert services() == services("docker/compose.yaml")
 
 
+@pytest.mark.parametrize("files", [[], *([f"docker/{name}"] for name in FILES)], ids=str)
+def test_settings_in_a_file_arrive(checkout, files):
+    """Through the file in the root too, which includes another: of a mapping they would not."""
+    written = {"JUPYTER_TOKEN": "of-a-file", "AMP_LAB_DEVICE": "cpu", "AMP_LAB_SCALE": "quick"}
+    place = checkout / "docker" / ".env"
+    place.write_text("".join(f"{name}={value}\n" for name, value in written.items()))
+    try:
+        done = Service(checkout, *files).compose("config", "--format", "json")
+    finally:
+        place.unlink()
+    assert json.loads(done.stdout)["services"]["lab"]["environment"].items() >= written.items()
+
+
 @pytest.mark.parametrize("file", FILES)
 def test_every_file_is_as_safe_as_the_first(checkout, file):
     lab = config(checkout, file)
