@@ -77,7 +77,7 @@ assert 3 * maps.nbytes < CARD < 4 * maps.nbytes
 #
 # ## Settings and data
 #
-# The quick scale keeps the network, and takes small pictures of few classes.
+# The quick scale keeps the network and takes small pictures; without Caltech-256, generated ones of four classes.
 
 # %%
 DOWNLOAD = False  # True: fetch 1.2 GB of photographs and 98 MB of weights where they are missing

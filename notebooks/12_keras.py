@@ -78,8 +78,8 @@ print(f"weights {dense.kernel.dtype}, output {dtype_of(result)}")
 assert (dense.kernel.dtype, dtype_of(result)) == ("float32", "float16")
 
 # %% [markdown]
-# It computes in float16 and keeps its weights in float32. Autocast needs a block around the call.
-# In Keras, the layer itself knows its dtypes.
+# It computes in float16 and keeps its weights in float32. Autocast is a
+# block or a decorator ([notebook 02](02_autocast_dtypes.ipynb)). In Keras, the layer itself knows its dtypes.
 #
 # ## A policy names two dtypes
 #
