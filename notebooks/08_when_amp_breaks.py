@@ -775,6 +775,10 @@ assert "unscale_() has already been called on this optimizer since the last upda
 # *scaled* gradients to unscaled ones, and the second call would divide the first batch's part
 # twice.
 #
+# The message also comes where a step is skipped after `unscale_`, and `update` with it: call
+# `scaler.update()` in every iteration that called `unscale_`.
+# <!-- tests/notebooks/test_08_when_amp_breaks.py -->
+#
 # **The fix.** Accumulate scaled gradients, and unscale and clip once, before the step. The weights
 # are then those of fp32:
 
@@ -1392,6 +1396,11 @@ if torch.cuda.is_available():  # the real thing
 # **The fix.** Leave out the sigmoid, and give the logits to the loss that has it built in. That loss
 # has the same value unless the sigmoid saturates, where it is the right one, and autocast computes it
 # in fp32.
+#
+# Where there are only probabilities, as in the cost of a matching, leave autocast for that line:
+# `with torch.autocast("cuda", enabled=False):`, on `p.float()`. Do not give *them* to the loss with
+# logits: it would take their sigmoid once more.
+# <!-- tests/notebooks/test_08_when_amp_breaks.py -->
 
 # %%
 with cuda_rules():

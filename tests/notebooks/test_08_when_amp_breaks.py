@@ -1,8 +1,13 @@
 """Notebook 08: every failure has the same parts, and every message leads to its section."""
 
 import re
+from contextlib import nullcontext
 
 import nbformat
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
 import build_pairs
 
@@ -79,3 +84,36 @@ def test_every_message_of_the_index_is_quoted_in_its_section_and_produced_there(
         assert not any(message.startswith(other) and message != other for other, *_ in index()), (
             f"{message} would also find another"
         )
+
+
+def test_probabilities_are_taken_in_fp32_outside_of_autocast():
+    """Section 22: refused inside, computed with autocast off, and wrong as logits."""
+    p, target = torch.tensor([0.25, 0.75]), torch.tensor([0.0, 1.0])
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        with FakeTensorMode():
+            on_card, wanted = (torch.empty(2, device="cuda") for _ in range(2))
+            with pytest.raises(RuntimeError, match="unsafe to autocast"):
+                F.binary_cross_entropy(on_card, wanted)
+            with torch.autocast("cuda", enabled=False):
+                assert F.binary_cross_entropy(on_card, wanted).dtype is torch.float32
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
+    as_logits = F.binary_cross_entropy_with_logits(p, target)
+    assert not torch.isclose(as_logits, F.binary_cross_entropy(p, target), rtol=0.1)
+
+
+@pytest.mark.parametrize("updates", [True, False])
+def test_an_iteration_that_unscales_updates_though_it_steps_not(updates):
+    """Section 10, the other cause."""
+    model = torch.nn.Linear(2, 1)
+    optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu")
+    expected = nullcontext() if updates else pytest.raises(RuntimeError, match="already been call")
+    with expected:
+        for _ in range(2):
+            scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+            scaler.unscale_(optimizer)
+            if updates:
+                scaler.update()
