@@ -55,7 +55,7 @@ assert half.dtype is torch.bfloat16
 assert 2 * half.nbytes == full.nbytes
 
 # %% [markdown]
-# The result has half the bytes, although `x` and `weight` are what they were. That is half the memory and, as a
+# `x` and `weight` are still fp32, and the result has half the bytes. That is half the memory and, as a
 # rule of thumb, half the time to move. Hardware with units for 16-bit products often multiplies them several
 # times as fast. That is all AMP is about. The rest is care about what gets lost when a number has fewer bits.
 #

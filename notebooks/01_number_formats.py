@@ -117,9 +117,9 @@ for name, dtype in FORMATS.items():
 # TF32 is no format to store numbers in. It is a way to multiply fp32 matrices faster: some GPUs
 # ([NVIDIA's since
 # Ampere](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices),
-# for one) may read each fp32 input as if its mantissa had only 10 bits. Whether the
-# other 13 bits are rounded or cut off is up to the kernel
-# ([Triton's cut them off](https://github.com/triton-lang/triton/issues/4574)). We can imitate rounding with integers.
+# for one) may read each fp32 input as if its mantissa had only 10 bits. Some kernels
+# round the other 13 bits, and some cut them off, such as
+# [Triton's](https://github.com/triton-lang/triton/issues/4574). We can imitate rounding with integers.
 
 
 # %%

@@ -467,7 +467,7 @@ assert (len(found), found.count("depthwise, stride 2")) == (52, 4)
 # autocast with its speed-up above the bar. The thin lines are the intervals, and grey bars say that
 # the machine was too busy. On this CPU the first layer gains from bf16, the pointwise ones hardly do,
 # and the depthwise ones lose. The four with stride 2 take about ten times as long, and lose far
-# more than all others gain. On another device, look for a kind whose second bar is much higher.
+# more than all others gain. On another device, look for a kind of layer that autocast makes much slower.
 #
 # At stride 2 a kernel is missing. oneDNN computes convolutions on an x86 CPU, and
 # [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html) makes it print

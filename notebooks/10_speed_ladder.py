@@ -618,7 +618,7 @@ assert casts >= 2 * 50  # of weights and biases; inputs and outputs stay low in 
 assert is_possible(speedup)
 
 # %% [markdown]
-# AMP makes this network slower: 101 casts for 50 products.
+# AMP makes this network slower. It adds 101 casts to its 50 products.
 #
 # **A format that the hardware does not speed up.** Many CPUs emulate fp16, and then it is slower by
 # far, which is why the product is small here. If yours has it, the list of rates at the top shows
@@ -635,7 +635,7 @@ assert all(is_possible(products.ratio("fp32", name)) for name in products.sample
 # far from the limit of the device, so that a lower precision gains little, or costs time.
 #
 # **Sizes that are not multiples of 8.** On tensor cores they gain less: [notebook
-# 08](08_when_amp_breaks.ipynb#44-A-size-is-not-a-multiple-of-16-or-8) says which sizes are efficient and what to pad.
+# 08](08_when_amp_breaks.ipynb#44-A-size-is-not-a-multiple-of-16-or-8) lists the efficient sizes, and pads the others.
 #
 # ## From which size on does AMP pay?
 #
@@ -706,8 +706,8 @@ advice
 # Read the last column first. One recipe for training and one for inference are *recommended*: they
 # surely take less time than the simpler ones, and at least 3 % less. (The ladder above asks for a
 # tenth, since each of its rungs is work for you.) For the others it says in a word why they are not,
-# and the lines below the table say more. A recipe that does not learn as FP32 does is never
-# recommended, however fast it is. The program at the end is what was timed here.
+# and the lines below the table say more. Only a recipe that learns as FP32 does can be recommended.
+# The program at the end is what was timed here.
 
 # %%
 assert {best.verdict for best in advice.chosen.values()} == {"recommended"}
