@@ -62,13 +62,21 @@ def needed_for(what: str) -> Iterator[None]:
         raise RequirementError(f"{what} needs {package}: {install}") from None
 
 
+@contextmanager
+def nothing_logged() -> Iterator[None]:
+    """The block in which packages log no warnings: what matters, their errors say too."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
 def require_matplotlib(what: str) -> None:
     """Raise `RequirementError` now, and not after minutes of work, if nothing can be drawn."""
-    logging.disable(logging.WARNING)  # what matplotlib says of a damaged file, the error says too
     try:
-        with needed_for(what):
+        with nothing_logged(), needed_for(what):
             import matplotlib  # noqa: F401
     except (OSError, ValueError) as error:  # of its settings, the user's, which it reads
         raise RequirementError(f"matplotlib cannot be imported: {with_type(error)}") from error
-    finally:
-        logging.disable(logging.NOTSET)

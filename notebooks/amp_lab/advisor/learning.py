@@ -51,14 +51,18 @@ class Learning:
     """
 
     def __init__(self, case: Case, seconds: float):
-        self._case, self._steps, self._plain = case, 2, Candidate(Recipe(TRAINING))
+        self._case = case
+        self._steps = 2
+        self._plain = Candidate(Recipe(TRAINING))
+        self._noisy = Candidate(Recipe(TRAINING))
         self._most_seconds = math.inf  # of a step
         self._run(self._plain)
         # Each of some eight runs gets its share of the time; a slow model gets fewer steps.
         steps = seconds / 8 / max(self._plain.seconds, 1e-4)
-        self._steps, self._noisy = max(3, min(_STEPS, int(steps))), Candidate(Recipe(TRAINING))
-        self._gradients = self._run(self._plain)[1]
-        self.noise = distance(self._run(self._noisy, noisy=True)[1], self._gradients)
+        self._steps = max(3, min(_STEPS, int(steps)))
+        _, self._gradients = self._run(self._plain)
+        _, noisy = self._run(self._noisy, noisy=True)
+        self.noise = distance(noisy, self._gradients)
         self._most_seconds = max(1.0, seconds / 8, _PATIENCE * self._plain.seconds)
         first = abs(self._plain.losses[0])
         self.learns = math.isfinite(first) and _fall(self._plain) > _LEARNS * first
@@ -73,10 +77,7 @@ class Learning:
         if candidate.recipe.cast and not candidate.reason:
             # A few steps at a high rate learn all the same: rounding swallows small updates.
             step.names["optimizer"].param_groups[0]["lr"] = _LOW_RATE
-            before = [p.detach().clone() for p in step.trained]
-            step()
-            same = [a == b for a, b in zip(before, step.trained, strict=True)]
-            lost = torch.cat([x.flatten() for x in same]).float().mean().item()
+            lost = _unmoved(step)
             if lost > _LOST:
                 rate = f"at a learning rate of {_LOW_RATE}"
                 candidate.reason = f"rounding keeps {lost:.0%} of the weights as they are {rate}"
@@ -88,22 +89,28 @@ class Learning:
         """The step after some calls, and the gradients of the first."""
         torch.manual_seed(int(noisy))
         step = Step(self._case, candidate.recipe, scale, _RATE)
-        with torch.no_grad():
-            for p in step.trained if noisy else ():
-                p.mul_(1 + _JITTER * torch.randn_like(p))
-        losses, gradients, took, scaler = list[float](), [], [], step.names.get("scaler")
+        if noisy:
+            _add_noise(step)
+        scaler = step.names.get("scaler")
+        most_seconds = math.inf if candidate.recipe.compiled else self._most_seconds
+        losses: list[float] = []
+        gradients: list[Tensor] = []
+        took: list[float] = []
         for _ in range(self._steps + _MOST_SKIPPED):
-            before, start = scaler.get_scale() if scaler else 1.0, time.perf_counter()
-            with _left_after(math.inf if candidate.recipe.compiled else self._most_seconds, step):
+            before = scaler.get_scale() if scaler else 1.0
+            start = time.perf_counter()
+            with _left_after(most_seconds, step):
                 loss = step().item()
             took.append(time.perf_counter() - start)
             if scaler and scaler.get_scale() < before and math.isfinite(loss):
                 continue  # the gradients overflowed, and the weights are what they were
             losses.append(loss)
-            gradients = gradients or [p.grad.clone() for p in step.trained if p.grad is not None]
+            if not gradients:
+                gradients = [p.grad.clone() for p in step.trained if p.grad is not None]
             if not math.isfinite(loss) or len(losses) == self._steps:
                 break
-        candidate.losses, candidate.seconds = tuple(losses), min(took)
+        candidate.losses = tuple(losses)
+        candidate.seconds = min(took)
         return step, gradients
 
     def _judge(self, run: Candidate, gradients: list[Tensor]) -> None:
@@ -116,37 +123,48 @@ class Learning:
         if run.reason:
             return
         if not self.learns:  # nothing to hold the fall against, so the first loss has to do
-            away = abs(run.losses[0] - self._plain.losses[0]) / (abs(self._plain.losses[0]) or 1.0)
-            run.reason = "" if away < 0.05 else f"its first loss is {away:.1%} off"
-        else:  # noise excuses much, but never half of what was to be learnt
-            learned, noisy = (_fall(c) / _fall(self._plain) for c in (run, self._noisy))
-            most = min(0.5, 0.2 + 2 * abs(noisy - 1))
-            run.against_fp32 += f", learns {learned:.0%}"
-            passes = abs(learned - 1) <= most
-            run.reason = "" if passes else f"it has to learn 100% ± {most:.0%}"
+            first = self._plain.losses[0]
+            away = abs(run.losses[0] - first) / (abs(first) or 1.0)
+            if not away < 0.05:  # nor if it is NaN
+                run.reason = f"its first loss is {away:.1%} off"
+            return
+        learned = _fall(run) / _fall(self._plain)
+        noisy = _fall(self._noisy) / _fall(self._plain)
+        # Noise excuses much, but never half of what was to be learnt.
+        most = min(0.5, 0.2 + 2 * abs(noisy - 1))
+        run.against_fp32 += f", learns {learned:.0%}"
+        if not abs(learned - 1) <= most:
+            run.reason = f"it has to learn 100% ± {most:.0%}"
 
     def _compared(self, gradients: list[Tensor]) -> tuple[str, str]:
         """How far gradients are from fp32's, and why they are not alike, if they are not."""
-        off, noise = distance(gradients, self._gradients), self.noise
-        said, most = f"gradients {off:.1%} off", min(0.9, 0.5 + 2 * noise)
-        if noise <= CHAOTIC:
-            return said, "" if off <= most else f"its gradients may be {most:.0%} off at most"
+        off = distance(gradients, self._gradients)
+        said = f"gradients {off:.1%} off"
+        if self.noise <= CHAOTIC:
+            most = min(0.9, 0.5 + 2 * self.noise)
+            if off <= most:
+                return said, ""
+            return said, f"its gradients may be {most:.0%} off at most"
+        said = f"{said} (fp32's own, with noise: {self.noise:.0%})"
         size = _size(gradients) / (_size(self._gradients) or 1.0)
-        unlike = f"its gradients are {size:.2g} times as large as fp32's"
-        return f"{said} (fp32's own, with noise: {noise:.0%})", "" if 0.5 <= size <= 2 else unlike
+        if 0.5 <= size <= 2:
+            return said, ""
+        return said, f"its gradients are {size:.2g} times as large as fp32's"
 
 
 class Answers:
     """What fp32 answers, which the other recipes of inference are held against."""
 
     def __init__(self, case: Case):
-        self._case, self._right = case, _floats(Step(case, Recipe(INFERENCE))())
+        self._case = case
+        self._right = _floats(Step(case, Recipe(INFERENCE))())
 
     def check(self, candidate: Candidate, scale: float) -> Step:
         """Infer with a recipe, which needs no loss scale, and note how far off it is."""
-        step, most = Step(self._case, candidate.recipe), TOLERANCE[candidate.recipe.precision]
+        step = Step(self._case, candidate.recipe)
         off = distance(_floats(step()), self._right)
         candidate.against_fp32 = f"output {off:.2%} off" if off < math.inf else "output not finite"
+        most = TOLERANCE[candidate.recipe.precision]
         candidate.reason = "" if off <= most else f"its output may be {most:.1%} off at most"
         candidate.seconds = measure(step, device=self._case.device, warmup=0, repeats=3).median_s
         return step
@@ -169,6 +187,20 @@ def _left_after(seconds: float, step: Step) -> Iterator[None]:
         yield
 
 
+@torch.no_grad()
+def _add_noise(step: Step) -> None:
+    for weight in step.trained:
+        weight.mul_(1 + _JITTER * torch.randn_like(weight))
+
+
+def _unmoved(step: Step) -> float:
+    """The share of the weights that are the same after one more step."""
+    before = [weight.detach().clone() for weight in step.trained]
+    step()
+    same = [a == b for a, b in zip(before, step.trained, strict=True)]
+    return torch.cat([weight.flatten() for weight in same]).float().mean().item()
+
+
 def _fall(run: Candidate) -> float:
     return run.losses[0] - run.losses[-1]
 
@@ -187,15 +219,11 @@ def distance(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
     return _size(apart) / (_size(right) or 1.0)
 
 
-_ROUNDED = 20
-"""Powers of two below the largest gradient. fp32 has 24 bits, and sums of many values lose some."""
-
-
-def fp16_remarks(case: Case) -> tuple[float | None, list[str]]:
-    """A first loss scale for fp16, if any keeps the gradients, and where fp16 would lose what."""
+def _loss_and_large_outputs(case: Case, step: Step) -> tuple[Tensor, dict[str, float]]:
+    """The loss in fp32; and by module, the largest value of outputs that exceed fp16's range."""
     assert case.loss_fn is not None
-    step, large = Step(case, Recipe(TRAINING)), dict[str, float]()
     names = {module: name or "the model" for name, module in step.model.named_modules()}
+    large: dict[str, float] = {}
 
     def note(module: torch.nn.Module, args: object, output: object) -> None:
         reached = max((float(t.detach().abs().max()) for t in _floats(output)), default=0.0)
@@ -204,6 +232,17 @@ def fp16_remarks(case: Case) -> tuple[float | None, list[str]]:
 
     with torch.nn.modules.module.register_module_forward_hook(note):
         loss = case.loss_fn(step.output())
+    return loss, large
+
+
+_ROUNDED = 20
+"""Powers of two below the largest gradient. fp32 has 24 bits, and sums of many values lose some."""
+
+
+def fp16_remarks(case: Case) -> tuple[float | None, list[str]]:
+    """A first loss scale for fp16, if any keeps the gradients, and where fp16 would lose what."""
+    step = Step(case, Recipe(TRAINING))
+    loss, large = _loss_and_large_outputs(case, step)
     said = [f"fp16 overflows: the output of {n} reaches {x:.3g}." for n, x in large.items()][:3]
     try:
         report = gradient_underflow(step.model, loss)

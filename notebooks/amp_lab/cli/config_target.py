@@ -1,13 +1,11 @@
 """A target that is a config of transformers: a config.json, its folder, or a name on the Hub."""
 
-import contextlib
 import importlib
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amp_lab.errors import OptionError, RequirementError, first_line
+from amp_lab.requirements import nothing_logged
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,14 +25,14 @@ def model_of(target: str, changes: dict[str, Any]) -> "nn.Module":
     that comes with a config is run. Raises `OptionError`, or `RequirementError` without
     transformers.
     """
-    with _silent():
+    with nothing_logged():  # of packages that transformers finds, or does not
         config, architecture = _read(target, changes)
         return architecture(config)
 
 
 def imports_and_call(target: str, changes: dict[str, Any]) -> tuple[list[str], str]:
     """The line that imports what a program needs, and the expression that makes the model."""
-    with _silent():
+    with nothing_logged():  # of packages that transformers finds, or does not
         _, architecture = _read(target, changes)
     path = Path(target)
     place = str(path.resolve()) if path.exists() else target
@@ -42,16 +40,6 @@ def imports_and_call(target: str, changes: dict[str, Any]) -> tuple[list[str], s
     config = f"AutoConfig.from_pretrained({', '.join(given)})"
     name = architecture.__name__
     return [f"from transformers import AutoConfig, {name}"], f"{name}({config})"
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """The block in which nothing is logged of packages that transformers finds, or does not."""
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def _read(target: str, changes: dict[str, Any]) -> tuple[Any, Any]:

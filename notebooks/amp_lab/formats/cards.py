@@ -4,12 +4,64 @@ The formulas and the rates are those of torchao's roofline (`torchao.testing.tra
 itself that it undercounts where a product is small.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from amp_lab.errors import OptionError
 
 _LAUNCH_S = 2e-6
-_BYTES = {16: 2.0, 8: 1.0, 4: 0.5}
+
+
+class _Layout(NamedTuple):
+    """How the operands of a product lie in memory."""
+
+    bits: int
+    block: int = 0  # values that share a scale; 0: there are no scales beside the values
+
+    @property
+    def bytes(self) -> float:
+        """Of a value."""
+        return self.bits / 8
+
+
+class _Cast(NamedTuple):
+    """What one kernel of a cast moves for each value."""
+
+    bf16_bytes: int  # read or written
+    numbers: int  # of the format, read or written
+    row_scale_bytes: int = 0  # written for each row besides
+
+
+_LAYOUT = {
+    "bf16": _Layout(16),
+    "fp8": _Layout(8),
+    "fp8-rowwise": _Layout(8),
+    "mxfp8": _Layout(8, 32),
+    "mxfp4": _Layout(4, 32),
+    "nvfp4": _Layout(4, 16),
+}
+# In training: the kernels that cast inputs and gradients, and those that cast weights. Finding the
+# largest magnitude takes a kernel of its own.
+_CASTS = {
+    "fp8": (
+        [_Cast(2, 0), _Cast(0, 0), _Cast(2, 2)],
+        [_Cast(2, 0), _Cast(0, 0), _Cast(2, 1), _Cast(2, 1)],
+    ),
+    "fp8-rowwise": (
+        [_Cast(4, 1), _Cast(2, 1)],
+        [_Cast(2, 1), _Cast(4, 0), _Cast(2, 1)],
+    ),
+}
+_MX_CASTS = ([_Cast(2, 1), _Cast(2, 1)], [_Cast(2, 1), _Cast(2, 1)])
+# In inference: the kernels that cast an input. The weight was cast before.
+_INPUT_CASTS = {
+    "fp8": [_Cast(2, 0), _Cast(2, 1)],
+    "fp8-rowwise": [_Cast(2, 1, row_scale_bytes=4)],
+    "mxfp8": [_Cast(2, 1)],
+    "mxfp4": [_Cast(2, 1)],
+    "nvfp4": [_Cast(4, 1)],
+}
 
 
 @dataclass(frozen=True)
@@ -22,13 +74,15 @@ class Card:
     of_rate: float = 0.78
     of_bandwidth: float = 0.92
 
-    def product_s(self, bits: int, block: int, rows: int, inner: int, outer: int) -> float:
+    def product_s(self, layout: "_Layout", rows: int, inner: int, outer: int) -> float:
         """Time of a product of ``(rows, inner)`` and ``(inner, outer)`` that gives bf16."""
         read = rows * inner + inner * outer
-        read += read // block if block else 0
-        moved = _BYTES[bits] * read + 2 * rows * outer
-        operations = 2 * rows * inner * outer / self.rates[bits] / self.of_rate
-        return max(operations, self.moved_s(moved), _LAUNCH_S)
+        if layout.block:
+            read += read // layout.block
+        moved = layout.bytes * read + 2 * rows * outer
+        operations = 2 * rows * inner * outer
+        computing_s = operations / self.rates[layout.bits] / self.of_rate
+        return max(computing_s, self.moved_s(moved), _LAUNCH_S)
 
     def moved_s(self, bytes: float) -> float:
         """Time of reading and writing so many bytes."""
@@ -36,14 +90,24 @@ class Card:
 
     def step_s(self, form: str, rows: int, inner: int, outer: int) -> float:
         """Time of a linear layer's three products in a training step, and of the casts."""
-        bits, block = _LAYOUT[form]
-        sizes = (rows, inner, outer), (rows, outer, inner), (inner, rows, outer)
-        time = sum(self.product_s(bits, block, *size) for size in sizes)
-        operands = [(rows * inner, 0), (inner * outer, 1), (rows * outer, 0)]
-        for values, is_weight in operands if bits < 16 else ():
-            for bytes in _CASTS.get(form, _CASTS["mx"])[is_weight]:
-                both = bytes[0] + bytes[1] * _BYTES[bits]
-                time += max(self.moved_s(values * both), _LAUNCH_S)
+        layout = _LAYOUT[form]
+        time = self.product_s(layout, rows, inner, outer)
+        time += self.product_s(layout, rows, outer, inner)  # the gradient of the input
+        time += self.product_s(layout, inner, rows, outer)  # and that of the weight
+        if layout.bits == 16:
+            return time
+        of_values, of_weights = _CASTS.get(form, _MX_CASTS)
+        time += self._casts_s(layout, of_values, rows * inner)
+        time += self._casts_s(layout, of_weights, inner * outer)
+        time += self._casts_s(layout, of_values, rows * outer)
+        return time
+
+    def _casts_s(self, layout: "_Layout", kernels: Sequence["_Cast"], values: int) -> float:
+        """Time of the kernels that cast so many values, one after the other."""
+        time = 0.0
+        for kernel in kernels:
+            moved = values * (kernel.bf16_bytes + kernel.numbers * layout.bytes)
+            time += max(self.moved_s(moved), _LAUNCH_S)
         return time
 
     def forward_s(self, form: str, rows: int, inner: int, outer: int) -> float:
@@ -51,37 +115,16 @@ class Card:
 
         The weight was cast once, before. The formulas are torchao's for inference.
         """
-        bits, block = _LAYOUT[form]
-        time = self.product_s(bits, block, rows, inner, outer)
-        for read, written, for_each_row in _INPUT_CASTS.get(form, ()):
-            scales = for_each_row * rows
-            if block:
-                scales += rows * (inner // block)  # a byte each
-            moved = rows * inner * (read + written * _BYTES[bits]) + scales
+        layout = _LAYOUT[form]
+        time = self.product_s(layout, rows, inner, outer)
+        for kernel in _INPUT_CASTS.get(form, ()):
+            moved = rows * inner * (kernel.bf16_bytes + kernel.numbers * layout.bytes)
+            moved += rows * kernel.row_scale_bytes
+            if layout.block:
+                moved += rows * (inner // layout.block)  # a byte for the scale of each block
             time += max(self.moved_s(moved), _LAUNCH_S)
         return time
 
-
-_LAYOUT = {"bf16": (16, 0), "fp8": (8, 0), "fp8-rowwise": (8, 0), "mxfp8": (8, 32)}
-_LAYOUT |= {"mxfp4": (4, 32), "nvfp4": (4, 16)}
-
-# For each kernel of a cast: bytes of bf16, and numbers of the format, that it moves for a value;
-# first for inputs and gradients, then for weights. The largest magnitude has a kernel of its own.
-_CASTS = {
-    "fp8": ([(2, 0), (0, 0), (2, 2)], [(2, 0), (0, 0), (2, 1), (2, 1)]),
-    "fp8-rowwise": ([(4, 1), (2, 1)], [(2, 1), (4, 0), (2, 1)]),
-    "mx": ([(2, 1), (2, 1)], [(2, 1), (2, 1)]),
-}
-
-# For each kernel that casts an input in inference: bytes of bf16, and numbers of the format, that
-# it moves for a value, and bytes of scales that it writes for a row.
-_INPUT_CASTS = {
-    "fp8": ((2, 0, 0), (2, 1, 0)),
-    "fp8-rowwise": ((2, 1, 4),),
-    "mxfp8": ((2, 1, 0),),
-    "mxfp4": ((2, 1, 0),),
-    "nvfp4": ((4, 1, 0),),
-}
 
 _FP8 = ("fp8", "fp8-rowwise")
 _ALL = (*_FP8, "mxfp8", "mxfp4", "nvfp4")

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import logging
 import warnings
 from collections.abc import Callable, Sequence
 
@@ -11,6 +10,7 @@ from torch import nn
 
 from amp_lab.advisor.recipes import TRAINING, Case, Recipe, Step
 from amp_lab.errors import with_type
+from amp_lab.requirements import nothing_logged
 
 _FLOAT8 = """\
 import dataclasses
@@ -124,13 +124,9 @@ def failure(case: Case, code: str) -> str:
 
 def error_of(run: Callable[[], None]) -> str:
     """What running some of torchao's lines raises, without its warnings; empty if nothing."""
-    logging.disable(logging.WARNING)  # of what torchao's import makes torch say
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with nothing_logged(), warnings.catch_warnings(action="ignore"):
             run()
     except Exception as error:  # of torchao, or of a model that it cannot convert
         return with_type(error)
-    finally:
-        logging.disable(logging.NOTSET)
     return ""

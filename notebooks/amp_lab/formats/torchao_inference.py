@@ -28,7 +28,7 @@ from torchao.quantization.quantize_.common import KernelPreference
 from torchao.utils import is_sm_at_least_100
 
 LEFT_OUT = {left_out}
-# torch's own kernel for a whole nn.TransformerEncoderLayer does not take such weights.
+# The fast path of nn.TransformerEncoderLayer cannot use quantised weights.
 torch.backends.mha.set_fastpath_enabled(False)
 # A device that cannot multiply in MX rounds to it, and multiplies in bf16.
 can = is_sm_at_least_100() and next(model.parameters()).is_cuda
@@ -44,7 +44,7 @@ from torchao.prototype.mx_formats import NVFP4DynamicActivationNVFP4WeightConfig
 from torchao.quantization import quantize_
 
 LEFT_OUT = {left_out}
-# torch's own kernel for a whole nn.TransformerEncoderLayer does not take such weights.
+# The fast path of nn.TransformerEncoderLayer cannot use quantised weights.
 torch.backends.mha.set_fastpath_enabled(False)
 # True takes a faster kernel of the package mslk, which torchao does not install.
 config = NVFP4DynamicActivationNVFP4WeightConfig(use_triton_kernel=False)

@@ -16,7 +16,7 @@ FILLING = (
 )  # fmt: skip
 # Ops that keep a divisor, or the argument of a root or logarithm, away from 0.
 _GUARDING = ("add", "clamp", "clamp_min")
-# Ops behind which the result is 0 where it was 0 before.
+# Ops that make 0 of 0.
 _KEEPING_ZERO = ("sqrt", "pow", "mul", "to_copy", "clone")
 _LOGARITHMS = ("log", "log2", "log10")
 _DIVISORS = {"div": 1, "reciprocal": 0, "rsqrt": 0, "addcdiv": 2}  # by the place of the argument

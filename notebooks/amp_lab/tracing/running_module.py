@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -19,6 +19,25 @@ def outputs_of(output: object) -> Outputs:
     return {path[1:]: (tensor.dtype, tuple(tensor.shape)) for path, tensor in named_tensors(output)}
 
 
+@contextmanager
+def _hooks(
+    model: nn.Module,
+    enter: Callable[..., None],
+    leave: Callable[..., None],
+    also_if_raised: bool = False,
+) -> Iterator[None]:
+    """The block in which each call of a module calls these two, with its name before the rest."""
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            before = module.register_forward_pre_hook(functools.partial(enter, name))
+            stack.callback(before.remove)
+            after = module.register_forward_hook(
+                functools.partial(leave, name), always_call=also_if_raised
+            )
+            stack.callback(after.remove)
+        yield
+
+
 class ModuleCalls:
     """Counts the calls of each module, and notes what they return, from hooks of a model."""
 
@@ -29,12 +48,7 @@ class ModuleCalls:
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
         """The block in which hooks note each call."""
-        with ExitStack() as stack:
-            for name, module in model.named_modules():
-                enter = functools.partial(self._enter, name)
-                leave = functools.partial(self._leave, name)
-                stack.callback(module.register_forward_pre_hook(enter).remove)
-                stack.callback(module.register_forward_hook(leave).remove)
+        with _hooks(model, self._enter, self._leave):
             yield
 
     def _enter(self, name: str, module: nn.Module, args: tuple) -> None:
@@ -65,12 +79,7 @@ class RunningModule:
     @contextmanager
     def watched(self, model: nn.Module) -> Iterator[None]:
         """The block in which hooks keep the name up to date."""
-        with ExitStack() as stack:
-            for name, module in model.named_modules():
-                enter = functools.partial(self._enter, name)
-                leave = functools.partial(self._leave, name)
-                stack.callback(module.register_forward_pre_hook(enter).remove)
-                stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        with _hooks(model, self._enter, self._leave, also_if_raised=True):
             yield
 
     def _enter(self, name: str, module: nn.Module, args: tuple) -> None:

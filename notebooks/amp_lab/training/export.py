@@ -2,7 +2,6 @@
 
 import copy
 import io
-import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from amp_lab.errors import AmpLabError, CheckpointError, DataError, first_line, 
 from amp_lab.files import save, try_to_write
 from amp_lab.precision import Precision
 from amp_lab.report import bytes_text, dtype_name, plural
-from amp_lab.requirements import needed_for
+from amp_lab.requirements import needed_for, nothing_logged
 from amp_lab.training import run_folder
 from amp_lab.training.models import build_model
 from amp_lab.training.run import load_data, make_optimizer
@@ -206,12 +205,8 @@ def _inputs(
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without what torch's exporters say of their own work."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
+    with nothing_logged(), warnings.catch_warnings(action="ignore"):
+        yield
 
 
 def _made(form: str, served: _Served, inputs: Tensor, model: str) -> tuple[bytes, Tensor]:
