@@ -53,7 +53,9 @@ def intercepted(
 class _Interception(TorchFunctionMode):
     def __init__(self, model: nn.Module, product_of: Callable[[Layer], Product | None]):
         super().__init__()
-        self._product_of, self.others = product_of, dict[str, dict[str, None]]()
+        self._product_of = product_of
+        self.others: dict[str, dict[str, None]] = {}
+        self._asked = False  # whether the op that runs was offered to `product_of`
         # The parameter that a tensor is, or is computed of alone; "" is for buffers and constants.
         self._names = WeakTensorKeyDictionary(dict.fromkeys(model.buffers(), ""))
         self._names.update({p: name for name, p in model.named_parameters()})
@@ -63,32 +65,43 @@ class _Interception(TorchFunctionMode):
                 self._layers[module.weight] = name or type(module).__name__
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, op = kwargs or {}, getattr(func, "__name__", "").strip("_")
+        kwargs = kwargs or {}
+        op = getattr(func, "__name__", "").strip("_")
         self._asked = False
-        found = _HANDLERS[op](self, *args, **kwargs) if op in _HANDLERS and len(args) > 1 else None
-        out = func(*args, **kwargs) if found is None else found
-        self._follow(op, [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)], out)
+        out = None
+        if op in _HANDLERS and len(args) > 1:
+            out = _HANDLERS[op](self, *args, **kwargs)
+        if out is None:
+            out = func(*args, **kwargs)
+        self._follow(op, _tensors(args, kwargs), out)
         return out
 
     def _follow(self, op: str, tensors: list[Tensor], out: Any) -> None:
         """Note what a result is computed of, and a product that is left to torch."""
-        chosen = op in ("getitem", "index_select") and tensors[0].dim() > 2  # experts, by token
-        names = [self._names.get(_root(x)) for x in tensors[: 1 if chosen else None]]
+        picks_experts = op in ("getitem", "index_select") and tensors[0].dim() > 2  # by token
+        followed = tensors[:1] if picks_experts else tensors
+        names = [self._names.get(_root(tensor)) for tensor in followed]
         if None not in names and op not in _ACTIVATIONS:
-            results = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-            self._names.update(dict.fromkeys(results, next(filter(None, names), "")))
+            first_name = next(filter(None, names), "")
+            self._names.update(dict.fromkeys(_tensors(out), first_name))
         elif names[:1] == [""] and (op == "setitem" or out is tensors[0]):
             del self._names[_root(tensors[0])]  # an activation was written into it
-        weights = [name for x, name in zip(tensors, names, strict=False) if name and x.dim() > 1]
-        if weights and op in _PRODUCTS and not self._asked:
-            self.others.setdefault(op, {})[weights[0]] = None
+        if op not in _PRODUCTS or self._asked:
+            return
+        for tensor, name in zip(followed, names, strict=True):
+            if name and tensor.dim() > 1:
+                self.others.setdefault(op, {})[name] = None
+                return
 
     def _chosen(self, values: Tensor, weight: Tensor, *size: Any) -> Product | None:
         root = _root(weight)
         if not isinstance(root, nn.Parameter) or root not in self._names:
             return None
-        self._asked, name = True, self._layers.get(weight) or self._names[root]
-        return self._product_of(Layer(name, *size)) if values.numel() else None
+        self._asked = True
+        if not values.numel():
+            return None
+        name = self._layers.get(weight) or self._names[root]
+        return self._product_of(Layer(name, *size))
 
     # What each of these does not compute, torch does: it then returns None.
 
@@ -116,19 +129,27 @@ class _Interception(TorchFunctionMode):
         product = self._chosen(values, weight, "convolution", inner, outer)
         if product is None:
             return None
-        one = weight.dim() == 3  # of one dimension: an image of height 1
-        batched = values.dim() == weight.dim()
-        image, kernel = (values if batched else values[None]), weight
+        is_batch = values.dim() == weight.dim()
+        image = values if is_batch else values[None]
+        kernel = weight
+        dimensions = weight.dim() - 2
+        if dimensions == 1:  # as an image of height 1
+            image = image[:, :, None]
+            kernel = kernel[:, :, None]
         around = 0 if isinstance(padding, str) else padding
-        of_two = ((stride, 1), (dilation, 1), (around, 0))
-        size = [(*([least] * one), *_sized(x, 2 - one)) for x, least in of_two]
-        image, kernel = (image[:, :, None], kernel[:, :, None]) if one else (image, kernel)
+        sizes = (
+            _of_two_dimensions(stride, dimensions, 1),
+            _of_two_dimensions(dilation, dimensions, 1),
+            _of_two_dimensions(around, dimensions, 0),
+        )
         if padding == "same":
-            image = nn.functional.pad(image, _same(kernel.shape[2:], size[1]))
-        out = _of_patches(product, image, kernel, size, groups)
-        out = out[:, :, 0] if one else out
-        out = out if bias is None else out + bias.view(-1, *[1] * (weight.dim() - 2))
-        return out if batched else out[0]
+            image = F.pad(image, _same(kernel.shape[2:], sizes[1]))
+        out = _of_patches(product, image, kernel, sizes, groups)
+        if dimensions == 1:
+            out = out[:, :, 0]
+        if bias is not None:
+            out = out + bias.view(-1, *[1] * dimensions)
+        return out if is_batch else out[0]
 
     def grouped(self, values: Tensor, weights: Tensor, offs: Any = None, **options: Any) -> Any:
         plain = offs is not None and all(option is None for option in options.values())
@@ -184,9 +205,15 @@ def _of_patches(
     return out.view(len(image), high * wide, -1).transpose(1, 2).unflatten(2, (high, wide))
 
 
-def _sized(value: int | Sequence[int], dimensions: int) -> tuple[int, ...]:
+def _tensors(*values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _of_two_dimensions(value: int | Sequence[int], dimensions: int, least: int) -> tuple[int, ...]:
+    """A size for height and width, of one for all `dimensions` or for each; `least` for height."""
     values = (value,) if isinstance(value, int) else tuple(value)
-    return values * (dimensions // len(values))
+    own = values * (dimensions // len(values))
+    return (least,) * (2 - dimensions) + own
 
 
 def _same(window: Sequence[int], dilation: Sequence[int]) -> list[int]:

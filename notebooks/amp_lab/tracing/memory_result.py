@@ -114,43 +114,66 @@ class MemoryTable(Printed):
     def _table(self) -> Table:
         first = self.forecasts[0]
         shapes = ", ".join("x".join(map(str, shape)) for shape in first.input_shapes)
-        # One unit for all cells, so that they can be compared at a glance.
-        large = max(f.peak for f in self.forecasts) >= 10 * 2**30
-        unit, name = (2**30, "GiB") if large else (2**20, "MiB")
-        *rows, peaks = [
-            [label, *(in_unit(bytes_of(f), unit) for f in self.forecasts)]
-            for label, bytes_of in _ROWS.items()
-        ]
-        if first.fsdp_ranks > 1:
-            ranks = f"each of {first.fsdp_ranks} ranks of FSDP2"
-            copies = f"Of {ranks}, forecast with the CPU's kernels, in one stream."
-        else:
-            buckets = f"buckets as large as the gradients, {in_unit(first.gradients, unit)} {name}"
-            copies = f"DDP adds {buckets}; none with gradient_as_bucket_view=True."
-        foot = [peaks, ["reached in", *(f.peak_phase for f in self.forecasts)]]
-        if self.memory_bytes is not None:
-            largest = [self.largest.get(f.precision) for f in self.forecasts]
-            counts = ["cannot tell" if n is None else f"{n:,}" for n in largest]
-            foot.append([f"largest batch in {memory_text(self.memory_bytes)}", *counts])
+        training = f"one training step with {first.optimizer_name} on {first.device_type}"
+        unit, unit_name = self._unit()
+        *rows, peaks = self._rows(unit)
         return Table(
-            [f"in {name}", *(str(f.precision) for f in self.forecasts)],
+            [f"in {unit_name}", *(str(f.precision) for f in self.forecasts)],
             rows,
-            caption=f"{first.model}, input {shapes}, one training step with "
-            f"{first.optimizer_name} on {first.device_type}",
-            facts=[
-                *(f"No forecast in {name}: {error}." for name, error in self.failed.items()),
-                *([f"Too low: {self.loss_left_out}."] if self.loss_left_out else []),
-                *self._fits(),
-                *largest_lines((str(f.precision), f.largest_at_peak) for f in self.forecasts),
-                "The parts are not all there at one time, so they do not add up to the peak.",
-                *([copies] if first.gradients else []),
-                "Not counted: what the driver and its libraries take for themselves.",
-                *first.caveats,
-            ],
+            caption=f"{first.model}, input {shapes}, {training}",
+            facts=list(self._facts()),
             advice=self.ways_out,
-            foot=foot,
+            foot=[peaks, *self._foot()],
             right=range(1, 1 + len(self.forecasts)),
         )
+
+    def _unit(self) -> tuple[int, str]:
+        """One unit for all cells, so that they can be compared at a glance."""
+        largest = max(forecast.peak for forecast in self.forecasts)
+        return (2**30, "GiB") if largest >= 10 * 2**30 else (2**20, "MiB")
+
+    def _rows(self, unit: int) -> list[list[str]]:
+        """A row for each of `_ROWS`; the last one is the peak."""
+        rows = []
+        for label, bytes_of in _ROWS.items():
+            cells = [in_unit(bytes_of(forecast), unit) for forecast in self.forecasts]
+            rows.append([label, *cells])
+        return rows
+
+    def _foot(self) -> Iterator[list[str]]:
+        yield ["reached in", *(forecast.peak_phase for forecast in self.forecasts)]
+        if self.memory_bytes is None:
+            return
+        counts = []
+        for forecast in self.forecasts:
+            batch = self.largest.get(forecast.precision)
+            counts.append("cannot tell" if batch is None else f"{batch:,}")
+        yield [f"largest batch in {memory_text(self.memory_bytes)}", *counts]
+
+    def _facts(self) -> Iterator[str]:
+        first = self.forecasts[0]
+        for precision, error in self.failed.items():
+            yield f"No forecast in {precision}: {error}."
+        if self.loss_left_out:
+            yield f"Too low: {self.loss_left_out}."
+        yield from self._fits()
+        yield from largest_lines((str(f.precision), f.largest_at_peak) for f in self.forecasts)
+        yield "The parts are not all there at one time, so they do not add up to the peak."
+        if first.gradients:
+            yield self._of_several_processes()
+        yield "Not counted: what the driver and its libraries take for themselves."
+        yield from first.caveats
+
+    def _of_several_processes(self) -> str:
+        """What several processes add, or that they are in it already."""
+        first = self.forecasts[0]
+        if first.fsdp_ranks > 1:
+            ranks = f"each of {first.fsdp_ranks} ranks of FSDP2"
+            return f"Of {ranks}, forecast with the CPU's kernels, in one stream."
+        unit, unit_name = self._unit()
+        gradients = f"{in_unit(first.gradients, unit)} {unit_name}"
+        buckets = f"buckets as large as the gradients, {gradients}"
+        return f"DDP adds {buckets}; none with gradient_as_bucket_view=True."
 
     def _fits(self) -> Iterator[str]:
         """Whether the batch that was given fits, and how much is said of others."""
