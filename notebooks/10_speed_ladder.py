@@ -502,10 +502,10 @@ _ = plots.roofline(roofs, limits.memory_bytes_per_s, points)
 
 # %% [markdown]
 # From point to point the step moves fewer bytes, and so lies farther to the right. The roof of bf16 is
-# higher, so AMP comes under the slope, where moving data is the limit. The step by hand, with a tenth of the
-# bytes, is under the flat part. The slope is that of memory, and a point may lie above it if the data fits in
-# a cache. As a rule of thumb, what is missing to the roof goes to copies inside an op (not counted here), to
-# threads that wait, and to arithmetic other than matrix products.
+# higher, and its corner lies farther to the right too: what products limit in fp32, memory may limit in bf16.
+# The step by hand, with a tenth of the bytes, lies farthest from the slope. The slope is that of memory, and a
+# point may lie above it if the data fits in a cache. As a rule of thumb, what is missing to the roof goes to
+# copies inside an op (not counted here), to threads that wait, and to arithmetic other than matrix products.
 #
 # ## A rung above: in tiles (optional)
 #
