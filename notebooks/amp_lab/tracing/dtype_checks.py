@@ -1,5 +1,6 @@
 """Fake tensors as strict as kernels: about dtypes, sizes, and numbers too large for a dtype."""
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +25,35 @@ _CONVERT_IF = {
 _CONVERTING = {name: when for names, when in _CONVERT_IF.items() for name in names.split()}
 # Those that take the number from a tensor of one value, if they are given one.
 _READING = {"masked_fill", "index_fill"}
-_ASK_FOR_CTC_KERNEL = {"aten::_use_cudnn_ctc_loss", "aten::_use_miopen_ctc_loss"}
 _COPYING = {"lift_fresh", "_to_copy", "detach", "clone", "alias", "view", "expand"}
+
+
+def _no_other_kernel(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """cuDNN and MIOpen take only int32 targets that are on the CPU."""
+    return False
+
+
+def _like_log_probs(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The gradient of a CTC loss, which is that of its second argument."""
+    return torch.empty_like(args[1])
+
+
+def _in_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What the parts of an op give.
+
+    Under inference_mode ``to`` comes whole, and torch would move a constant for real. Of its parts
+    torch knows not to, where the device is absent.
+    """
+    return func.decompose(*args, **kwargs)
+
+
+# Of ops that torch's own fake tensors cannot run, or run for real.
+_RULES: dict[str, Callable[[OpOverload, Sequence[Any], Mapping[str, Any]], Any]] = {
+    "aten::_use_cudnn_ctc_loss": _no_other_kernel,
+    "aten::_use_miopen_ctc_loss": _no_other_kernel,
+    "aten::_ctc_loss_backward": _like_log_probs,
+    "aten::to": _in_parts,
+}
 
 
 class StrictFakeMode(FakeTensorMode):
@@ -46,17 +74,10 @@ class StrictFakeMode(FakeTensorMode):
             return self.replay.answer(func, args, kwargs or {}, self._made)
         if is_unmarked(func):
             raise DynamicOutputShapeException(func)
-        if func._schema.name in _ASK_FOR_CTC_KERNEL:
-            return False  # cuDNN and MIOpen take only int32 targets that are on the CPU
-        if func._schema.name == "aten::_ctc_loss_backward":
-            _, log_probs, *_ = [*args]
+        rule = _RULES.get(func._schema.name)
+        if rule is not None:
             with self:
-                return torch.empty_like(log_probs)
-        if func._schema.name == "aten::to":
-            # Under inference_mode it comes whole, and torch would move a constant for real. Of its
-            # parts torch knows not to, where the device is absent.
-            with self:
-                return func.decompose(*args, **(kwargs or {}))
+                return rule(func, args, kwargs or {})
         out: Any = super().__torch_dispatch__(func, types, args, kwargs or {})
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         refuses = _CONVERTING.get(name)
