@@ -49,7 +49,7 @@ plots.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# Autocast needs no change to the network. Before you run this cell: which of these four will be bf16,
+# Autocast needs no change to this network. Before you run this cell: which of these four will be bf16,
 # the logits, the loss, the weights or their gradients?
 
 # %%

@@ -245,7 +245,8 @@ class Scaling:
 # %% [markdown]
 # **`amp.initialize`** put these together. It also replaced the optimizer's `step` by one that does
 # nothing after an overflow, and that otherwise copies the masters back to the model. Apex patched
-# torch for good; our patches end with a `with` block. <!-- tests/notebooks/test_13_from_apex.py -->
+# torch [for good](https://github.com/NVIDIA/apex/blob/e13873debc4699d39c6861074b9a3b2a02327f92/apex/amp/handle.py);
+# our patches end with a `with` block. <!-- tests/notebooks/test_13_from_apex.py -->
 
 
 # %%
@@ -600,7 +601,7 @@ assert distance(ours, theirs) <= SAME
 # | `delay_unscale=True`, to accumulate | `scale(loss).backward()` as often as you like, then one `step` |
 # | `num_losses=2`, `loss_id=1` | one scaler for all losses; with several optimizers, a `step` for each, then one `update` |
 # | `loss_scale=128.0` | `init_scale=128.0`, and `scaler.update(128.0)` in place of `update()`; an overflow still skips the step |
-# | `min_loss_scale`, `max_loss_scale` | `scaler.update(limit)` after `update()` when `get_scale()` is beyond it |
+# | `min_loss_scale`, `max_loss_scale` | `scaler.update(float(limit))` after `update()` when `get_scale()` is beyond it |
 # | `keep_batchnorm_fp32` | nothing: its weights and statistics are fp32, and stay so |
 # | `cast_model_outputs` | `.float()` on the output, after the block |
 # | `cast_model_type=torch.bfloat16` | `dtype=torch.bfloat16`, and no scaler |

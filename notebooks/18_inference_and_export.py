@@ -499,7 +499,9 @@ else:
 
 # %% [markdown]
 # In fp32 and fp16 the other engine decides alike. ONNX knows bf16, but ONNX Runtime's CPU has no
-# code for many operators in it, and names the first. So take fp16 there.
+# code for many operators in it, and names the first. So take fp16 there. The older exporter
+# (`dynamo=False`) may write an `arange` in fp16, which ONNX Runtime refuses; the new one casts it.
+# <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # For a run of `amp-lab train`, one line does all of this: `amp-lab export runs/x model.onnx --dtype
 # fp16` (or `.pt2`, `.safetensors`) casts a copy, says what that changed, reads the file again and

@@ -82,6 +82,23 @@ def test_other_recurrent_layers_run_on_every_cpu(kind, dtype):
     output.float().sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
+@pytest.mark.parametrize("remedy", ["fp32", "without oneDNN"])
+@pytest.mark.parametrize(("kernel", "height"), [(3, 1), (3, 4), (5, 2), (7, 4)])
+def test_taps_that_see_only_padding_get_no_gradient(kernel, height, remedy):
+    """The remedies of docs/hardware.md: oneDNN's bf16 kernel for AVX-512 leaves these unwritten."""
+    dtype = torch.float32 if remedy == "fp32" else torch.bfloat16
+    layer = nn.Conv2d(32, 32, kernel, stride=2, padding=kernel // 2, dtype=dtype)
+    images = torch.randn(2, 32, height, 1, dtype=dtype)
+    # What the allocator gives out next is not zero.
+    unwritten = [torch.full_like(layer.weight, torch.inf) for _ in range(8)]
+    del unwritten
+    with torch.backends.mkldnn.flags(enabled=remedy == "fp32"):
+        layer(images).sum().backward()
+    columns = layer.weight.grad.abs().sum((0, 1, 2))
+    assert columns.nonzero().flatten().tolist() == [kernel // 2]
+
+
 def test_to_ask_changes_no_random_numbers():
     cpu._lstm_error.cache_clear()
     state = torch.get_rng_state()

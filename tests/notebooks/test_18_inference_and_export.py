@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import io
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -182,3 +184,27 @@ def test_layers_whose_sizes_are_no_multiples_of_16_stay_as_they_are(
     quantization.quantize_(model, quantization.Float8DynamicActivationFloat8WeightConfig())
     assert torch.float8_e4m3fn in stored_dtypes(model[0])
     assert stored_dtypes(model[2]) == {torch.bfloat16}
+
+
+class Positions(nn.Module):
+    """Adds the position of each row, made in the dtype of the input."""
+
+    def forward(self, x):
+        return x + torch.arange(x.shape[0], dtype=x.dtype)[:, None]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("newer", [True, False])
+def test_onnx_runtime_refuses_an_fp16_arange_of_the_older_exporter(newer):
+    onnxruntime = pytest.importorskip("onnxruntime", reason="pip install onnxruntime onnxscript")
+    pytest.importorskip("onnxscript", reason="pip install onnxruntime onnxscript")
+    images, file = torch.zeros(3, 2, dtype=torch.float16), io.BytesIO()
+    if newer:
+        how = {"dynamic_shapes": ({0: torch.export.Dim("rows")},), "verbose": False}
+    else:
+        how = {"dynamic_axes": {"x": {0: "rows"}}, "input_names": ["x"]}
+    torch.onnx.export(Positions(), (images,), file, dynamo=newer, **how)
+    refused = onnxruntime.capi.onnxruntime_pybind11_state.InvalidGraph
+    expected = nullcontext() if newer else pytest.raises(refused, match="Range")
+    with expected:
+        onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
