@@ -44,6 +44,9 @@ def test_fingerprints_tell_data_apart_and_nothing_else(cifar10_folder, caltech25
         (("digits",), {"image_size": -32}, "image_size=-32"),
         (("digits",), {"image_size": 100_000}, "image_size=100000"),
         (("digits",), {"seed": -1}, "seed=-1"),
+        (("digits",), {"skip_damaged": True}, "not for digits"),
+        (("cifar10",), {"skip_damaged": True}, "skip damaged is for caltech256 and folder"),
+        (("stdlib",), {"skip_damaged": True}, "not for stdlib"),
     ],
 )
 def test_wrong_values_are_refused(arguments, options, said):

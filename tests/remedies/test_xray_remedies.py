@@ -362,3 +362,35 @@ def test_ops_that_get_one_dtype_or_have_a_rule_or_run_without_autocast_are_not_r
             assert found.raised is None
             assert not says("xray.mixed_op", advice(found))
     assert REMEDIES["xray.mixed_op"]
+
+
+# Weights in the other 16-bit format
+
+
+@does("xray.other_half")
+@pytest.mark.parametrize(("own", "low"), [(BF16, FP16), (FP16, BF16)])
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_weights_in_one_half_under_autocast_to_the_other(device, own, low):
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)).to(own)
+    x = torch.randn(4, 8)
+    said = advice(xray(model, x, device_type=device, dtype=low))
+    assert says("xray.other_half", said)
+    (given,) = re.findall(r"dtype=(torch\.\w+)", said)
+    as_told = eval(given, {"torch": torch})
+    assert not says("xray.other_half", advice(xray(model, x, device_type=device, dtype=as_told)))
+    (call,) = re.findall(r"model\.float\(\)", said)
+    eval(call, {"model": model})
+    assert not says("xray.other_half", advice(xray(model, x, device_type=device, dtype=low)))
+
+
+@pytest.mark.parametrize(
+    ("own", "low", "value", "found"),
+    [(BF16, FP16, 2.0**17, torch.inf), (BF16, FP16, 2.0**-30, 0.0), (FP16, BF16, 1 + 2.0**-9, 1.0)],
+)
+def test_what_a_weight_loses_in_the_other_half(own, low, value, found):
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(layer.weight, value)
+    layer.to(own)
+    for dtype, expected in ((low, found), (own, value)):
+        with torch.autocast("cpu", dtype):
+            assert layer(torch.ones(1, 1)).item() == expected

@@ -26,6 +26,39 @@ def test_attention_on_a_gpu_keeps_no_matrix_of_scores(model):
     assert activations(512, precision="fp16", device_type="mps") > long + scores
 
 
+@pytest.mark.parametrize(
+    ("heads", "gqa", "dtype", "has_scores"),
+    [
+        (4, False, torch.float32, False),
+        (4, True, torch.float32, False),  # as many heads, so that nothing is grouped
+        (2, True, torch.float32, True),  # the efficient kernel has no groups
+        (2, True, torch.bfloat16, False),  # and flash attention has
+        (1, False, torch.bfloat16, True),  # a head that is broadcast fits none of them
+    ],
+)
+def test_grouped_heads_take_the_kernel_that_has_them(heads, gqa, dtype, has_scores):
+    class Grouped(torch.nn.Module):
+        """Attention with 4 heads of queries, and fewer of keys and values."""
+
+        def __init__(self):
+            super().__init__()
+            self.to_query = torch.nn.Linear(32, 32)
+            self.to_rest = torch.nn.Linear(32, 8 * heads)
+
+        def forward(self, x):
+            query = self.to_query(x).unflatten(-1, (4, 8)).transpose(1, 2)
+            rest = self.to_rest(x).unflatten(-1, (heads, 8)).transpose(1, 2)
+            return F.scaled_dot_product_attention(query, rest, rest, enable_gqa=gqa)
+
+    def activations(length):
+        x = torch.empty(1, length, 32, device="meta")
+        precision = "fp32" if dtype is torch.float32 else "bf16"
+        return forecast_memory(Grouped(), x, optimizer="sgd", precision=precision).activations
+
+    grows = activations(512) / activations(256)
+    assert (grows > 3) == has_scores
+
+
 @pytest.mark.usefixtures("one_thread_and_seed")
 def test_attention_by_its_definition_is_torchs_own():
     query, key, value = (torch.randn(2, 4, n, 8) for n in (5, 6, 6))

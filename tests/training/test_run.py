@@ -202,6 +202,10 @@ def test_a_damaged_image_is_refused_or_left_out_as_asked(small_caltech, tmp_path
     assert f"left out as damaged: 1 (256_ObjectCategories/{damaged.parent.name}" in printed
 
 
+def test_nothing_can_be_damaged_where_images_are_no_files(tmp_path, capsys):
+    assert "not for digits" in refused(capsys, arguments(tmp_path / "x", skip_damaged=True))
+
+
 def test_an_image_damaged_after_the_start_ends_the_run_in_a_line(small_caltech, tmp_path, capsys):
     options = SMALL | {"dataset": "caltech256", "data": small_caltech, "workers": 2}
     assert main(arguments(tmp_path / "x", **options)) == 0

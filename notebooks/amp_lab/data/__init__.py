@@ -38,6 +38,7 @@ COME_WITH_LIBRARIES = ("digits", "stdlib")
 USERS_OWN = ("folder", "text")
 """Those that are nowhere unless the user says where."""
 _LARGEST_SIZE = 1024
+_OF_FILES = ("caltech256", "folder")  # whose images are decoded one by one
 
 
 def load_dataset(
@@ -77,6 +78,9 @@ def load_dataset(
     """
     if name not in DATASETS:
         raise DataError(f"there is no data set {name!r}; use {', '.join(DATASETS)}")
+    if skip_damaged and name not in _OF_FILES:
+        files = " and ".join(_OF_FILES)
+        raise DataError(f"skip damaged is for {files}, whose images are files, not for {name}")
     if name in TEXTS and image_size is not None:
         raise DataError(f"{name} is a text, and has no image_size")
     if name in TEXTS:

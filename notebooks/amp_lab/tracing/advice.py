@@ -61,6 +61,16 @@ _FROZEN = remedy(
     "anew, {size} in this forward pass. Cast weights and inputs once, model.to(torch.{dtype}), and "
     "leave autocast off.",
 )
+_OTHER_HALF = remedy(
+    "xray.other_half",
+    "autocast casts weights from one 16-bit format to the other",
+    "Autocast casts weights in {own} to {low}, {loss}: give autocast dtype=torch.{dtype}, or keep "
+    "the weights in fp32, model.float().",
+)
+_LOST_IN = {
+    torch.float16: "which makes those above 65504 inf and small ones 0",
+    torch.bfloat16: "which leaves them 8 bits",
+}
 _MIXED_OP = remedy(
     "xray.mixed_op",
     "an op that is not torch's gets fp32 and 16 bits under autocast, which has no rule for it",
@@ -245,6 +255,20 @@ def _frozen(seen: Tracer) -> Iterator[str]:
         yield _FROZEN.said(size=size, dtype=dtype_name(seen.dtype))
 
 
+def _other_half(seen: Tracer) -> Iterator[str]:
+    weights = [cast for cast in seen.casts if cast.is_of_parameter]
+    halves = {cast.from_dtype for cast in weights} & set(LOWER_DTYPES) - {seen.dtype}
+    if not halves or seen.dtype not in LOWER_DTYPES:
+        return
+    own = halves.pop()  # the other of the two
+    yield _OTHER_HALF.said(
+        own=short_name(own),
+        low=short_name(seen.dtype),
+        loss=_LOST_IN[seen.dtype],
+        dtype=dtype_name(own),
+    )
+
+
 def _mixed_op(seen: Tracer) -> Iterator[str]:
     for call, modules in seen.mixed.items():
         mixed = [f"{listed(names)} in {short_name(dtype)}" for dtype, names in call.arguments]
@@ -279,6 +303,7 @@ RULES: tuple[Callable[[Tracer], Iterator[str]], ...] = (
     _sizes_of_no_whole_tile,
     _parameters_cast_anew,
     _frozen,
+    _other_half,
     _mixed_op,
     _without_gradient,
 )

@@ -105,6 +105,15 @@ def _is_low(call: Attention) -> bool:
     return call.query.dim() == 4 and call.query.dtype in LOWER_DTYPES
 
 
+def _same_heads(call: Attention) -> bool:
+    return call.query.shape[:2] == call.key.shape[:2] == call.value.shape[:2]
+
+
+def _heads_fit(call: Attention) -> bool:
+    """Whether flash and cuDNN take these heads: for GQA there may be fewer of keys and values."""
+    return call.enable_gqa or _same_heads(call)
+
+
 def _fits_flash(call: Attention) -> bool:
     if not _is_low(call) or call.attn_mask is not None or not _is_ampere_or_later():
         return False
@@ -112,12 +121,14 @@ def _fits_flash(call: Attention) -> bool:
     is_square = call.query.size(-2) == call.key.size(-2)
     if call.is_causal and not is_square:
         return False
+    if not _heads_fit(call):
+        return False
     return head == call.key.size(-1) == call.value.size(-1) and head <= 256
 
 
 def _fits_efficient(call: Attention) -> bool:
     dtype = call.query.dtype
-    if call.query.dim() != 4 or dtype == torch.float64 or call.enable_gqa:
+    if call.query.dim() != 4 or dtype == torch.float64 or not _same_heads(call):
         return False
     if dtype == torch.bfloat16 and not _is_ampere_or_later():
         return False
@@ -126,7 +137,7 @@ def _fits_efficient(call: Attention) -> bool:
 
 
 def _fits_cudnn(call: Attention) -> bool:
-    if not _is_low(call) or not _is_ampere_or_later():
+    if not _is_low(call) or not _is_ampere_or_later() or not _heads_fit(call):
         return False
     return all(tensor.size(-1) % 8 == 0 and tensor.size(-1) <= 256 for tensor in call[:3])
 
