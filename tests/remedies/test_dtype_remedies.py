@@ -227,8 +227,16 @@ class Scatters(Writes):
         return target.scatter(0, rows, values).masked_scatter(rows == 0, values)
 
 
+class Puts(Writes):
+    def forward(self, x):
+        target, rows = torch.zeros(8, 8, device=x.device), torch.arange(8, device=x.device)
+        values = self.layer(x.to(self.layer.weight.dtype))
+        values = eval(self.written, {"values": values, "target": target})
+        return target.put(rows, values[0])
+
+
 @does("dtype.write")
-@pytest.mark.parametrize("kind", [Writes, Adds, Scatters])
+@pytest.mark.parametrize("kind", [Writes, Adds, Scatters, Puts])
 @pytest.mark.parametrize("weights", [FP16, FP32], ids=["16-bit weights", "autocast"])
 @pytest.mark.parametrize("real", [False, True], ids=["fake", "real"])
 def test_values_written_in_the_dtype_of_their_target(kind, weights, real):
@@ -244,6 +252,72 @@ def test_values_written_in_the_dtype_of_their_target(kind, weights, real):
         forecast_memory(kind(dtype=weights), x, device_type="cpu", precision="bf16")
     assert says("dtype.write", str(refused.value))
     assert forecast_memory(kind(cast, weights), x, device_type="cpu", precision="bf16").peak
+
+
+class InPlace(nn.Module):
+    """A sum in fp32 to which a matmul adds, or that it writes: a line of code does."""
+
+    def __init__(self, code: str, dims: tuple[int, int, int], dtype: torch.dtype):
+        super().__init__()
+        self.layer, self.code = nn.Linear(8, 8, dtype=dtype), code
+        self.dims = dims  # of the sum and of the two operands
+
+    def forward(self, x):
+        y = self.layer(x.to(self.layer.weight.dtype))
+        operand = y.detach()
+        shaped = {1: operand[0], 2: operand, 3: operand[None]}
+        target, a, b = (shaped[dim] for dim in self.dims)
+        names = {"torch": torch, "target": torch.zeros_like(target, dtype=FP32), "a": a, "b": b}
+        exec(self.code, names)
+        return names["target"] + 0 * y.sum()
+
+
+IN_PLACE = {
+    "addmm": ("target.addmm_(a, b)", (2, 2, 2)),
+    "addmv": ("target.addmv_(a, b)", (1, 2, 1)),
+    "addbmm": ("target.addbmm_(a, b)", (2, 3, 3)),
+    "baddbmm": ("target.baddbmm_(a, b)", (3, 3, 3)),
+    "mm": ("torch.mm(a, b, out=target)", (2, 2, 2)),
+    "bmm": ("torch.bmm(a, b, out=target)", (3, 3, 3)),
+}
+
+
+@does("dtype.in_place")
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("weights", [BF16, FP32], ids=["16-bit weights", "autocast"])
+@pytest.mark.parametrize("real", [False, True], ids=["fake", "real"])
+def test_a_matmul_in_place_in_the_dtype_of_its_target(name, weights, real):
+    x, options = torch.randn(8, 8), {"device_type": "cpu", "real": real}
+    if weights is FP32:
+        options["dtype"] = BF16
+    code, dims = IN_PLACE[name]
+    model = InPlace(code, dims, weights)
+    said = complaint(model, x, **options)
+    assert says("dtype.in_place", said)
+    assert not says("dtype.computed_in_a_cast_model", said)  # which might copy the target
+    (cast,) = re.findall(r"a(\.to\(.*?\))", REMEDIES["dtype.in_place"].text)
+    model.code = code.replace("(a, b", f"(a{cast}, b{cast}")
+    assert complaint(model, x, **options) == ""
+    assert forecast_memory(model, x, precision="bf16").peak
+    model.code = code
+    with pytest.raises(TraceError) as refused:
+        forecast_memory(model, x, precision="bf16")
+    assert says("dtype.in_place", str(refused.value))
+
+
+@does("dtype.out_of_place")
+@pytest.mark.parametrize("name", IN_PLACE)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_matmul_out_of_place_under_autocast(name, device):
+    x, options = torch.randn(8, 8), {"device_type": device, "dtype": BF16}
+    code, dims = IN_PLACE[name]
+    said = complaint(InPlace(code, dims, FP32), x, **options)
+    assert says("dtype.in_place", said)
+    assert says("dtype.out_of_place", said) == ((name, device) != ("addmv", "cpu"))  # has no rule
+    for assignment in re.findall(r"target = torch\.\w+\(.*?\)$", said):
+        found = xray(InPlace(assignment, dims, FP32), x, **options)
+        assert not found.raised
+        assert found.output_dtypes == [BF16]
 
 
 @does("xray.cast_model")

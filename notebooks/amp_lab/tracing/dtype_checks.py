@@ -69,7 +69,7 @@ class StrictFakeMode(FakeTensorMode):
         self.replay: Replay | None = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        check_limits(func, args)
+        check_limits(func, args, kwargs or {})
         if self.replay is not None and self.replay.answers(func, args):
             return self.replay.answer(func, args, kwargs or {}, self._made)
         if is_unmarked(func):
@@ -92,9 +92,10 @@ class StrictFakeMode(FakeTensorMode):
             return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-def check_limits(func: OpOverload, args: tuple) -> None:
+def check_limits(func: OpOverload, args: tuple, kwargs: Mapping[str, Any]) -> None:
     """Raise `RuntimeError` if an op gets what the kernels of its device do not take."""
-    refused = refusal_of(OpCall(func._schema.name.removeprefix("aten::"), args))
+    name = func._schema.name.removeprefix("aten::")
+    refused = refusal_of(OpCall(name, args, kwargs.get("out")))
     if refused is not None:
         raise RuntimeError(refused)
 

@@ -28,7 +28,7 @@ from amp_lab.tracing.decisions import Decisions, Replay
 from amp_lab.tracing.device_guard import idle_guard
 from amp_lab.tracing.dtype_checks import StrictFakeMode
 from amp_lab.tracing.kernel_limits import REMEDIES_BY_MESSAGE
-from amp_lab.tracing.operands import is_write, remedy_for_write
+from amp_lab.tracing.operands import remedies_for_writes
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key
 from amp_lab.tracing.structures import map_tensors
 
@@ -277,13 +277,12 @@ def _is_flex(error: Exception) -> bool:
     return any(frame.f_globals.get("__name__") == _FLEX_MODULE for frame, _ in frames)
 
 
-def tip_for(error: Exception, model: nn.Module, verb: str, device_type: str) -> str:
-    """What to do about an error that is known, or any of detectors and of quantised weights."""
+def tip_for(error: Exception, model: nn.Module, verb: str, device_type: str, op: str = "") -> str:
+    """What to do about a known error of an `op`, or any of detectors and of quantised weights."""
     tips = [tip for said, tip in _TIPS.items() if said in str(error)]
     if _is_flex(error):
         tips.append(_FLEX.said(verb=verb))
-    if is_write(error):
-        tips.append(remedy_for_write(error))
+    tips += remedies_for_writes(error, op, device_type)
     frames = traceback.walk_tb(error.__traceback__) if "dtype" in str(error) else ()
     for node in [frame.f_locals.get("self") for frame, _ in frames]:
         own = isinstance(node, torch.autograd.function.BackwardCFunction)

@@ -40,17 +40,25 @@ REMEDIES_BY_MESSAGE = {
 }
 """What to do about a limit, by what the errors of this table and of torch say."""
 
+WITH_OUT = "with out="
+
 
 class OpCall(NamedTuple):
     """An op with its arguments, as it arrives below autograd and autocast."""
 
     name: str  # without "aten::"
     args: tuple
+    out: torch.Tensor | None = None  # of ``out=``
 
     @property
     def plain_name(self) -> str:
         """The name without the underscore of an in-place op."""
         return self.name.rstrip("_")
+
+    @property
+    def title(self) -> str:
+        """The name as an error says it."""
+        return self.name if self.out is None else f"{self.name} {WITH_OUT}"
 
     @property
     def first(self) -> torch.Tensor | None:
@@ -102,9 +110,16 @@ def _one_dtype_at(*places: int) -> Callable[[OpCall], str | None]:
 
     def refusal(call: OpCall) -> str | None:
         given = [call.args[place] for place in places if place < len(call.args)]
-        return _unlike(call.name, given)
+        return _unlike(call.title, given)
 
     return refusal
+
+
+def _linear_into_out(call: OpCall) -> str | None:
+    """The refusal of ``linear`` whose arguments and ``out=`` must be of one dtype."""
+    if call.out is None:  # the ops that it is made of are asked about
+        return None
+    return _unlike(call.title, [*call.args, call.out])
 
 
 def _wide_data_on_cpu(*places: int) -> Callable[[OpCall], str | None]:
@@ -191,15 +206,30 @@ LIMITS: tuple[KernelLimit, ...] = (
         _CUDA_CHECKS,
     ),
     KernelLimit(
-        "index_put index_put_ _index_put_impl_ nll_loss_forward nll_loss2d_forward",
+        "index_put index_put_ _index_put_impl_ put put_ nll_loss_forward nll_loss2d_forward",
         _one_dtype_at(0, 2),
         _CUDA_CHECKS,
     ),
-    KernelLimit("index_add index_add_ index_copy index_copy_", _one_dtype_at(0, 3), _CUDA_CHECKS),
+    KernelLimit(
+        "index_add index_add_ index_copy index_copy_ index_reduce index_reduce_",
+        _one_dtype_at(0, 3),
+        _CUDA_CHECKS,
+    ),
     KernelLimit(
         "addmm addmv addbmm convolution binary_cross_entropy",
         _one_dtype_at(0, 1, 2),
         _CUDA_CHECKS,
+    ),
+    KernelLimit(
+        "addmm_ addmv_ addbmm_ baddbmm_",
+        _one_dtype_at(0, 1, 2),
+        f"{_CPU_RUN}; for every device, ATen/native/LinearAlgebra.cpp: ADDMM_META, the checks of "
+        "addmv and baddbmm in namespace meta, and addbmm_impl_, which calls addmm_",
+    ),
+    KernelLimit(
+        "linear",
+        _linear_into_out,
+        f"{_CPU_RUN}; ATen/native/Linear.cpp: it is made of mm and addmm, for every device",
     ),
     KernelLimit("native_batch_norm", _wide_data_on_cpu(0, 1, 2), _CPU_RUN),
     KernelLimit("native_layer_norm", _wide_data_on_cpu(0, 2, 3), _CPU_RUN),

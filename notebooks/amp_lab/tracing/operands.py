@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 
+from amp_lab.backends import backend
 from amp_lab.remedies import remedy
 from amp_lab.report import dtype_name
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key, tensors_in
@@ -39,8 +40,27 @@ _WRITE = remedy(
     "what is written{place} has another dtype than the tensor that it is written into: write "
     "values.to(target.dtype)",
 )
-_WRITES = re.compile(r"^_?(index[ _](put|add|copy)|scatter|masked_scatter)", re.IGNORECASE)
+_IN_PLACE = remedy(
+    "dtype.in_place",
+    "a matmul that writes in place, x.addmm_, or into out=, gets fp32 and 16 bits",
+    "autocast does not cast for in-place ops, nor for out=: cast what the op gets{place} to the "
+    "dtype of the tensor that it writes, a.to(target.dtype)",
+)
+_OUT_OF_PLACE = remedy(
+    "dtype.out_of_place",
+    "the same, and autocast casts for the op where it does not write in place",
+    "or, under autocast, which casts for torch.{op}, assign its result, "
+    "target = torch.{op}({arguments})",
+)
+_WRITES = re.compile(
+    r"^_?(index[ _](put|add|copy|reduce)|put_?\b|scatter|masked_scatter)", re.IGNORECASE
+)
 _WRITES_SAY = ("source", "src", "tensors of one dtype")  # and not of the dtype of an index
+_ADDING = ("addmm", "addmv", "addbmm", "baddbmm")  # to their first argument
+_MATMULS = (*_ADDING, "mm", "bmm", "mv", "matmul")
+_ONE_DTYPE = re.compile(r"(one|same) dtype|dtypes must be the same")  # torch's words, and ours
+_IN_PLACE_SAYS = re.compile(rf"^({'|'.join(_ADDING)})_ takes tensors of one dtype")
+_OUT_SAYS = re.compile(r"^(\w+) with out= takes tensors|^Expected out tensor to have dtype")
 _TORCH = Path(torch.__file__).parent
 _OURS = Path(__file__).parent.parent
 
@@ -128,14 +148,16 @@ def remedy_for_mixed(
 ) -> str:
     """What to do about an op that got fp32 and 16 bits; empty if that is not the error.
 
-    Of a write `remedy_for_write` says it. Where no weight is in 16 bits, only a tensor of the
-    model's own is a sure cause.
+    Of a write and of a matmul in place `remedies_for_writes` says it. Where no weight is in 16
+    bits, only a tensor of the model's own is a sure cause.
     """
     low = low_operand(operands)
     if low is None or "type" not in str(error) or is_write(error):
         return ""
     wide = next(operand for operand in operands if operand.dtype is torch.float32)
     kind, text = wide.source.kind, wide.source.text
+    if kind is not Kind.INPUT and _matmul_in_place(error, op) is not None:
+        return ""  # the tensor in fp32 may be the one that is written
     if not has_low_weights and (kind is not Kind.OWN or text.startswith("parameter ")):
         return ""
     found = {Kind.INPUT: _INPUT, Kind.OWN: _OWN, Kind.COMPUTED: _COMPUTED}[kind]
@@ -183,10 +205,38 @@ def is_write(error: Exception) -> bool:
     return any(word in said for word in _WRITES_SAY)
 
 
-def remedy_for_write(error: Exception) -> str:
-    """What to do about such a write, with the line of the user's code."""
+def remedies_for_writes(error: Exception, op: str, device_type: str) -> list[str]:
+    """What to do about a write of another dtype, and a matmul in place or into ``out=``.
+
+    `op` is the one that failed, or "" if that is not known. Empty of other errors.
+    """
     place = user_line(error)
-    return _WRITE.said(place=f" at {place}" if place else "")
+    where = f" at {place}" if place else ""
+    if is_write(error):
+        return [_WRITE.said(place=where)]
+    name = _matmul_in_place(error, op)
+    if name is None:
+        return []
+    remedies = [_IN_PLACE.said(place=where)]
+    plain = name.rstrip("_")
+    if plain in _MATMULS and _has_autocast_rule(plain, device_type):
+        arguments = "target, a, b" if plain in _ADDING else "a, b"
+        remedies.append(_OUT_OF_PLACE.said(op=plain, arguments=arguments))
+    return remedies
+
+
+def _has_autocast_rule(op: str, device_type: str) -> bool:
+    key = f"Autocast{backend(device_type).key}"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", key)
+
+
+def _matmul_in_place(error: Exception, op: str) -> str | None:
+    """The name of the matmul that does not write where it was to, as far as known; or None."""
+    said = str(error)
+    if op.endswith("_") and op.rstrip("_") in _ADDING and _ONE_DTYPE.search(said):
+        return op
+    found = _IN_PLACE_SAYS.match(said) or _OUT_SAYS.match(said)
+    return None if found is None else found[1] or op
 
 
 def user_line(error: Exception) -> str:

@@ -235,7 +235,7 @@ def _explained(error: Exception, seen: Tracer, call: ModelCall) -> str:
     tip = f"; {mixed}" if mixed else ""
     on = f"{type(model).__name__} fails on input {shapes or 'of no tensor'}{where}"
     reason = own_reason(error) or with_type(error)
-    return f"{on}: {reason}{tip}{tip_for(error, model, 'X-ray', seen.device_type)}"
+    return f"{on}: {reason}{tip}{tip_for(error, model, 'X-ray', seen.device_type, op)}"
 
 
 def _check_inputs(model: nn.Module, inputs: tuple, kwargs: dict[str, Any], real: bool) -> None:
