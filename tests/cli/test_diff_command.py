@@ -23,6 +23,12 @@ def no_module(): return 3
 def in_bf16(): return net().to(torch.bfloat16)
 def in_fp16(): return net().half()
 def changed_in_fp16(): return changed().half()
+class Cancels(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x) + 500
+        return y - y.mean(-1, keepdim=True)
+def cancels(): return Cancels(6, 8)
+def cancels_in_fp16(): return cancels().half()
 def ctc_loss(y):
     scores = y.log_softmax(-1)[:, None].expand(-1, 2, -1)
     lengths = torch.tensor([4, 4]), torch.tensor([2, 2])
@@ -115,6 +121,13 @@ def test_a_model_is_compared_with_its_copy_in_16_bits_whatever_the_inputs_are_in
 def test_a_change_is_found_between_models_of_other_dtypes(capsys):
     out = printed(capsys, "my_pair.py:net", "my_pair.py:changed_in_fp16")
     assert "A and B part at native_layer_norm in '1' (LayerNorm)" in out
+
+
+@pytest.mark.parametrize("options", [("my_pair.py:cancels_in_fp16",), ("--precision", "bf16")])
+def test_a_large_error_is_not_said_to_be_explained(capsys, options):
+    out = printed(capsys, "my_pair.py:cancels", *options)
+    assert "part nowhere" not in out
+    assert "grows most at sub in the model itself (Cancels)" in " ".join(out.split())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

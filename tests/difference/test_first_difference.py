@@ -253,6 +253,86 @@ def test_errors_grow_with_the_format():
     assert "They part nowhere" in str(compared)
 
 
+class Cancels(nn.Module):
+    """A mean that is much larger than what is left when it is subtracted."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        y = self.up(x) + 500
+        return self.down(y - y.mean(-1, keepdim=True))
+
+
+class Underflows(nn.Module):
+    """A weight that fp16 rounds to 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.down = nn.Parameter(torch.full((6,), 1e-8)), nn.Linear(6, 2, bias=False)
+
+    def forward(self, x):
+        return self.down(x * self.scale * 1e8)
+
+
+class AddsLittle(nn.Module):
+    """The same, added to what is much larger."""
+
+    def __init__(self):
+        super().__init__()
+        self.small, self.large = Cancels(), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return 100 * self.large(x) + self.small(x) / 1000
+
+
+@pytest.mark.parametrize("low", ["A", "B"])
+@pytest.mark.parametrize(("kind", "op"), [(Cancels, "sub"), (Underflows, "mul")])
+def test_errors_that_grow_are_said_to_grow_and_where(kind, op, low):
+    torch.manual_seed(3)
+    model, x = kind(), torch.randn(5, 6)
+    runs = [in_halves(model), model] if low == "A" else [model, in_halves(model)]
+    compared = compare_runs(*runs, x)
+    assert compared.first is None  # each op rounds as its format does
+    assert max(compared.end_a, compared.end_b) > 0.1
+    said = " ".join(str(compared).split())
+    assert "part nowhere" not in said
+    assert "No op by itself is off by more than rounding explains, but rounding errors grow" in said
+    if kind is Underflows and low == "A":
+        return  # then fp32 is the run that is off, from weights that are 0
+    assert (compared.jump.run, compared.jump.op, compared.jump.module_type) == (
+        low,
+        op,
+        kind.__name__,
+    )
+    assert compared.jump.before < 0.01 < 0.1 < compared.jump.after
+    assert f"The error of {low} grows most at {op} in the model itself ({kind.__name__})" in said
+    assert json.loads(compared.to_json())["jump"]["op"] == op
+
+
+def test_an_error_that_is_lost_again_is_not_where_errors_grow():
+    torch.manual_seed(3)
+    model, x = AddsLittle(), torch.randn(5, 6)
+    compared = compare_runs(model, in_halves(model), x)
+    assert max(step.b for step in compared.growth) > 0.1
+    assert compared.end_b < 0.01
+    assert "part nowhere" in str(compared)
+    assert compared.jump is None or compared.jump.after < 0.01
+
+
+def test_the_end_is_what_a_run_returns():
+    """Not its last op, where that goes into another result."""
+
+    def run(x):
+        small = x.half() / 3 if x.dtype is torch.float64 else x / 3
+        return small, (x * 0).sum()
+
+    compared = compare_runs(lambda: run(torch.ones(4)), lambda: run(torch.ones(4).double()))
+    assert compared.growth[-1].b == 0
+    assert compared.end_b > 1e-5
+
+
 def gelu_is_another(graph, examples):
     """A compiler that makes a mistake."""
     for node in graph.graph.nodes:

@@ -9,7 +9,7 @@ from torch import nn
 
 from amp_lab.difference.alignment import align
 from amp_lab.difference.compiled import compare_modules, is_compiled
-from amp_lab.difference.findings import first_finding
+from amp_lab.difference.findings import first_finding, steepest
 from amp_lab.difference.result import Difference, Growth, RunComparison
 from amp_lab.difference.run_log import RunLog, record_run
 from amp_lab.errors import NumericsError
@@ -50,6 +50,7 @@ def first_difference(
     really got. The first tells whether the two runs compute the same, whatever their formats round;
     the second, how much this op alone rounds (`amp_lab.difference.rounding` has the model). Logs of
     unequal length are aligned by module and op; other ops to the same result are no difference.
+    Errors that grow through many ops are none either: `compare_runs` shows how large they become.
 
     It takes the time of about ten runs, and memory for all results of all ops, twice, in fp64.
     Raises `NumericsError` if a run raises, or if the two have nothing in common.
@@ -60,7 +61,11 @@ def first_difference(
 def compare_runs(
     run_a: Callable[..., Any], run_b: Callable[..., Any], *inputs: Any, **kwargs: Any
 ) -> RunComparison:
-    """The same with all that was measured: how errors grow, and which ops only one run has."""
+    """The same with all that was measured: how errors grow, and which ops only one run has.
+
+    Rounding may explain each op and the results be far apart, where errors grow on the way: `end_a`
+    and `end_b` are how far each run's results are off, and `jump` is where that came about.
+    """
     if is_compiled(run_a) or is_compiled(run_b):
         return compare_modules(run_a, run_b, inputs, kwargs)
     a = _recorded("A", run_a, inputs, kwargs)
@@ -88,6 +93,9 @@ def compare_runs(
         format_b=f"{short_name(b.format)} on {b.device_type}",
         unit="ops",
         growth=tuple(growth),
+        end_a=a.end,
+        end_b=b.end,
+        jump=steepest(a if a.end > b.end else b),
     )
 
 

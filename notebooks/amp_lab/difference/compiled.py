@@ -60,7 +60,19 @@ def compare_modules(
             sound.add(name)
         else:
             around, first = name, _difference(name, kind, found, names)
-    return RunComparison(first, len(growth), 0, 0, *names, "modules", tuple(growth))
+    whole = growth[0]  # the model itself, which is called first
+    return RunComparison(
+        first=first,
+        matched=len(growth),
+        only_a=0,
+        only_b=0,
+        format_a=names[0],
+        format_b=names[1],
+        unit="modules",
+        growth=tuple(growth),
+        end_a=whole.b if swapped else whole.a,
+        end_b=whole.a if swapped else whole.b,
+    )
 
 
 def _is_inside(name: str, outer: str) -> bool:

@@ -14,10 +14,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import torch
+
 from amp_lab.difference.alignment import Alignment
-from amp_lab.difference.result import Difference
+from amp_lab.difference.result import Difference, Jump
 from amp_lab.difference.rounding import unit_roundoff
-from amp_lab.difference.run_log import OpRecord, Place, same_values
+from amp_lab.difference.run_log import OpRecord, Place, RunLog, same_values
 
 # What a sum is taken apart into, and what only changes the order of its terms.
 _SUMS = frozenset(("sum", "add", "add_", "sub", "sub_", "mean", "cumsum", "rsub", "div"))
@@ -151,6 +153,32 @@ def _where_lost(record: OpRecord, limit: float) -> OpRecord:
     while worse := [one for one in record.producers if one.error > limit]:
         record = worse[0]
     return record
+
+
+def steepest(log: RunLog) -> Jump | None:
+    """The op at which the error of a run grows most; None if it grows nowhere.
+
+    Only what is left of an error at the end counts: an op that is far off, and whose result is
+    added to a much larger one, does no harm.
+    """
+    floor = unit_roundoff(log.format) or unit_roundoff(torch.float32)
+    left = dict.fromkeys(log.records, 0.0)
+    found, most = None, 1.0
+    for record in reversed(log.records):  # those that use a result come before it
+        if record in log.sinks:
+            left[record] = record.error
+        for producer in record.producers:
+            passed_on = min(left[record], producer.error)
+            left[producer] = max(left[producer], passed_on)
+        before = max((producer.error for producer in record.producers), default=0.0)
+        factor = left[record] / max(before, floor)
+        if factor > most:
+            found, most = (record, before), factor
+    if found is None:
+        return None
+    record, before = found
+    place = record.place
+    return Jump(log.name, place.module, place.module_type, record.op, before, record.error)
 
 
 def _difference(both: Alignment, found: _Finding, number: int) -> Difference:

@@ -7,6 +7,9 @@ import torch
 
 from amp_lab.report import Printed, Table, short_name
 
+LARGE = 0.1
+"""The error of a run's result, relative to the result, from which its first digit is in doubt."""
+
 
 @dataclass(frozen=True, repr=False)
 class Difference(Printed):
@@ -26,8 +29,7 @@ class Difference(Printed):
     reason: str  # a sentence
 
     def _table(self) -> Table:
-        name = repr(self.module) if self.module else "the model itself"
-        where = f"{name} ({self.module_type})" if self.module_type else "outside of all modules"
+        where = _where(self.module, self.module_type)
         where += f", call {self.call}" if self.call > 1 else ""
         what = f"{self.op} in {where}" if self.op else where
         size = f"{self.size:.3g} of the result"
@@ -52,6 +54,18 @@ class Growth:
     apart: float  # in exact arithmetic
 
 
+@dataclass(frozen=True)
+class Jump:
+    """The op at which the error of a run grows most, on the way to what the run returns."""
+
+    run: str  # "A" or "B"
+    module: str
+    module_type: str
+    op: str
+    before: float  # error of the input that is off most, against the run in fp64
+    after: float  # of the op's result
+
+
 @dataclass(frozen=True, repr=False)
 class RunComparison(Printed):
     """Two runs, op by op."""
@@ -64,6 +78,9 @@ class RunComparison(Printed):
     format_b: str
     unit: str  # "ops", or "modules" of a compiled model
     growth: tuple[Growth, ...]
+    end_a: float  # error of what the run returns, against the run in fp64, of the result off most
+    end_b: float
+    jump: Jump | None = None  # of the run whose `end` is the larger; None of modules
     remarks: tuple[str, ...] = ()  # what else to say of the two runs, in sentences
 
     def _table(self) -> Table:
@@ -71,10 +88,27 @@ class RunComparison(Printed):
             f"A ({self.format_a}) and B ({self.format_b}): {self.matched} {self.unit} in both, "
             f"{self.only_a} in A alone, {self.only_b} in B alone"
         )
-        fact = "They part nowhere by more than rounding explains."
-        if self.first is not None:
-            fact = str(self.first)
-        elif self.growth:
-            end = self.growth[-1]
-            fact += f" At the end A is {end.a:.2g} from the run in fp64, and B {end.b:.2g}."
+        fact = self._unexplained() if self.first is None else str(self.first)
         return Table(["", ""], [], caption, [fact, *self.remarks])
+
+    def _unexplained(self) -> str:
+        """What to say where rounding explains each op: of the end, and of how it came about."""
+        ends = f"A is {self.end_a:.2g} from the run in fp64, and B {self.end_b:.2g}."
+        if max(self.end_a, self.end_b) <= LARGE:
+            return f"They part nowhere by more than rounding explains. At the end {ends}"
+        unit = self.unit.removesuffix("s")
+        said = f"No {unit} by itself is off by more than rounding explains, but rounding errors "
+        said += f"grow on the way: at the end {ends}"
+        if self.jump is not None:
+            where = _where(self.jump.module, self.jump.module_type)
+            grown = f"from {self.jump.before:.2g} to {self.jump.after:.2g}"
+            said += (
+                f" The error of {self.jump.run} grows most at {self.jump.op} in {where}, {grown}."
+            )
+        return "\n".join(textwrap.wrap(said, 98))
+
+
+def _where(module: str, module_type: str) -> str:
+    if not module_type:
+        return "outside of all modules"
+    return f"{module!r} ({module_type})" if module else f"the model itself ({module_type})"

@@ -70,6 +70,12 @@ class RunLog:
     batch: int | None = None  # first size of the first input of the model
     results: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # and in fp64
 
+    @property
+    def end(self) -> float:
+        """The error of the run's results, relative, of the one that is off most."""
+        errors = [rounding.relative_error(*pair) for pair in self.results]
+        return max(errors) if errors else self.records[-1].error
+
 
 def record_run(name: str, run: Callable[[], Any], other: RunLog | None = None) -> RunLog:
     """Run it and note each op. The leaves of `other` are its own, where only their formats differ.
