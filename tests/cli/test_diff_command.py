@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+from parting_models import AsCompiled
 
 from amp_lab.cli import main
 
@@ -135,6 +137,15 @@ def test_a_model_in_16_bits_takes_inputs_in_fp32_too(capsys, precision):
     out = printed(capsys, "my_pair.py:in_fp16", "--precision", precision)
     assert "They part nowhere" in out
     assert ("The inputs of A were cast to fp16" in out) == (precision == "fp32")
+
+
+@pytest.mark.parametrize("model", ["net", "in_bf16"])
+def test_a_compiled_run_says_that_gradients_are_not_compared(capsys, monkeypatch, model):
+    monkeypatch.setattr(torch, "compile", AsCompiled)
+    out = printed(capsys, f"my_pair.py:{model}", "--compile")
+    assert "A (eager) and B (compiled): 1 modules in both" in out
+    assert "Gradients were not compared: only the forward pass ran" in out
+    assert ("The inputs of both were cast to bf16" in out) == (model == "in_bf16")
 
 
 def test_as_json_and_drawn(capsys, tmp_path):

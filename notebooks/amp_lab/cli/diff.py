@@ -24,7 +24,8 @@ def add(commands) -> None:
         "diff",
         help="find the first op where two runs of a model part by more than rounding explains",
         description="Run two models, or one in two ways, on the same inputs, and find the first op "
-        "where they part by more than rounding explains. Each op is repeated in fp64.",
+        "where they part by more than rounding explains. Each op is repeated in fp64. Only the "
+        "forward pass runs: gradients are not compared.",
     )
     add_model(diff)
     option = diff.add_argument
@@ -100,7 +101,7 @@ def _compare(options: argparse.Namespace, given: Any, other: Any, sizes: Any) ->
     same.args, same.kwargs = _cast((given.args, given.kwargs), dtype)
     run = _run(given.model, same, *first, size)
     found = compare_runs(run, _run(other, same, *second, other_size))
-    return dataclasses.replace(found, remarks=tuple(remarks))
+    return dataclasses.replace(found, remarks=(*found.remarks, *remarks))
 
 
 def _first_precision(second: str | None, model: Any) -> str | None:
@@ -187,7 +188,7 @@ def _compare_compiled(options: argparse.Namespace, given: Any) -> Any:
     with _autocast(options.precision, place):
         found = compare_runs(model, torch.compile(model), *args, **kwargs)
     remarks = _input_remarks("both", given, model, options.precision)
-    return dataclasses.replace(found, remarks=tuple(remarks))
+    return dataclasses.replace(found, remarks=(*found.remarks, *remarks))
 
 
 def _moved(inputs: Any, place: str, size: int | None) -> Any:

@@ -20,6 +20,11 @@ from amp_lab.tracing.ops_seen import tensors_in
 # large as that of the eager one, some times over, and no more.
 _TIMES_THE_EAGER_ERROR = 8.0
 
+_NO_GRADIENTS = (
+    "Gradients were not compared: only the forward pass ran, and torch.compile makes a graph of "
+    "its own for the backward pass."
+)
+
 
 class _Measured(NamedTuple):
     eager: float  # error against fp64, relative; so are the next
@@ -72,6 +77,7 @@ def compare_modules(
         growth=tuple(growth),
         end_a=whole.b if swapped else whole.a,
         end_b=whole.a if swapped else whole.b,
+        remarks=(_NO_GRADIENTS,),
     )
 
 
