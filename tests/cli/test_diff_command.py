@@ -25,6 +25,10 @@ def no_module(): return 3
 def in_bf16(): return net().to(torch.bfloat16)
 def in_fp16(): return net().half()
 def changed_in_fp16(): return changed().half()
+class Determinant(nn.Linear):
+    def forward(self, x):
+        return torch.linalg.det(super().forward(x))
+def determinant(): return nn.Sequential(nn.Tanh(), Determinant(6, 4))
 class Cancels(nn.Linear):
     def forward(self, x):
         y = super().forward(x) + 500
@@ -166,6 +170,8 @@ def test_as_json_and_drawn(capsys, tmp_path):
         (("net", "strange"), "nothing in common"),
         (("net", "raises"), "ValueError: no"),
         (("net", "no_module"), "not an nn.Module"),
+        (("determinant", "--precision", "fp16"), "at _linalg_det in '1' (Determinant); there is"),
+        (("determinant", "--precision", "bf16"), "run B raises NotImplementedError: "),
         (("net", "--batch-sizes", "4"), "give two sizes"),
         (("net", "--batch-sizes", "4,4"), "give two sizes"),
         (("net", "--batch-sizes", "4,8", "--compile"), "not both"),
@@ -180,7 +186,7 @@ def test_as_json_and_drawn(capsys, tmp_path):
 )
 def test_what_cannot_be_is_one_line(capsys, arguments, said):
     named = [f"my_pair.py:{a}" if a.isidentifier() and a[0] != "-" and a not in
-             ("bf16", "banana") else a for a in arguments]  # fmt: skip
+             ("fp16", "bf16", "banana") else a for a in arguments]  # fmt: skip
     assert main(["diff", *named, *INPUT]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

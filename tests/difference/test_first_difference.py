@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Callable
 
 import pytest
@@ -388,3 +389,87 @@ def test_what_cannot_be_compared_is_said_in_a_line(one, other, said):
         first_difference(one, other, torch.randn(3, 6))
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+class Part(nn.Module):
+    """A layer, and a function of its output."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+FAILURES = {  # what raises in 16 bits, at which op, and the advice on it
+    "no kernel": (torch.linalg.det, "at _linalg_det in", "call .float() on what it gets"),
+    "none before the op": (lambda y: torch.quantile(y, 0.5), "in", "call .float()"),
+    "a dtype that FFTs do not take": (torch.fft.rfft, "in", "transform x.float() instead"),
+    "a number": (lambda y: y.masked_fill(y > 0, -1e9), "at masked_fill in", "torch.finfo(x.dtype)"),
+    "mixed": (lambda y: torch.ones(4, 4) @ y, "at mm in", "cast the first before it"),
+    "mixed in place": (
+        lambda y: torch.ones(4, 4).addmm_(y, y),
+        "at addmm_ in",
+        "a.to(target.dtype",
+    ),
+    "mixed in a write": (
+        lambda y: torch.ones(4, 4).index_copy(0, torch.arange(4), y),
+        "at index_copy in",
+        "write values.to(target.dtype)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+@pytest.mark.parametrize("low", ["A", "B"])
+def test_an_op_that_raises_is_named_with_its_module_and_a_remedy(name, low):
+    function, where, advice = FAILURES[name]
+    model, x = nn.Sequential(nn.Tanh(), Part(function)), torch.randn(4, 4)
+    runs = (model, in_halves(model)) if low == "B" else (in_halves(model), model)
+    with pytest.raises(NumericsError) as error:
+        first_difference(*runs, x)
+    said = str(error.value)
+    assert said.startswith(f"run {low} raises ")
+    assert f", {where} '1' (Part)" in said
+    assert advice in said
+    assert "\n" not in said
+
+
+def test_where_an_operand_of_another_dtype_comes_from_is_said():
+    model, x = Part(lambda y: y @ model.table), torch.randn(4, 4)
+    model.register_buffer("table", torch.ones(4, 4))
+    halved = copy.deepcopy(model).half()
+    halved.function = lambda y: y @ halved.table.float()
+    with pytest.raises(NumericsError) as error:
+        first_difference(model, lambda x: halved(x.half()), x)
+    said = "gets float32 from the output of _to_copy in the model itself (Part) and float16 from "
+    assert f"{said}the output of addmm in 'layer' (Linear): cast the first" in str(error.value)
+    halved.function = lambda y: y @ model.table  # of another model
+    with pytest.raises(NumericsError, match="float32 from a tensor that the model makes and"):
+        first_difference(model, lambda x: halved(x.half()), x)
+    halved.table, halved.function = torch.ones(4, 4), lambda y: y @ halved.table
+    with pytest.raises(NumericsError, match=r"float32 from buffer table and .*: cast table where"):
+        first_difference(model, lambda x: halved(x.half()), x)
+
+
+def test_an_error_of_the_models_own_code_has_a_module_and_a_line_and_no_advice():
+    model = nn.Sequential(Part(lambda y: y.tolist()["x"]))
+    with pytest.raises(NumericsError) as error:
+        first_difference(model, model, torch.randn(4, 4))
+    said = r"run A raises TypeError: .*, in '0' \(Part\), test_first_difference\.py:\d+$"
+    assert re.search(said, str(error.value))
+
+
+def test_an_error_that_the_model_catches_is_not_the_one_that_ended_the_run():
+    def catches(y):
+        try:
+            torch.linalg.det(y)
+        except NotImplementedError:
+            raise ValueError("no determinant") from None
+
+    model = Part(catches)
+    with pytest.raises(NumericsError) as error:
+        first_difference(in_halves(model), model, torch.randn(4, 4))
+    assert "raises ValueError: no determinant, in the model itself (Part)" in str(error.value)
+    assert "_linalg_det" not in str(error.value)

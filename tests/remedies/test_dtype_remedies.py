@@ -18,10 +18,11 @@ from remedy_tests import does, says
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from amp_lab import forecast_memory, largest_batch, xray
+from amp_lab import first_difference, forecast_memory, largest_batch, xray
 from amp_lab.cli import main
 from amp_lab.cpu import lstm_error
-from amp_lab.errors import TraceError
+from amp_lab.difference import compare_runs
+from amp_lab.errors import NumericsError, TraceError
 from amp_lab.remedies import REMEDIES
 from amp_lab.tracing.records import LOSS
 
@@ -280,6 +281,36 @@ IN_PLACE = {
     "mm": ("torch.mm(a, b, out=target)", (2, 2, 2)),
     "bmm": ("torch.bmm(a, b, out=target)", (3, 3, 3)),
 }
+
+
+class Calls(nn.Module):
+    """A layer, and code that gets its output as ``x``."""
+
+    def __init__(self, code: str, dtype: torch.dtype):
+        super().__init__()
+        self.layer, self.code = nn.Linear(8, 8, dtype=dtype), code
+
+    def forward(self, x):
+        return eval(self.code, {"torch": torch, "x": self.layer(x.to(self.layer.weight.dtype))})
+
+
+@does("dtype.no_kernel")
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+@pytest.mark.parametrize("code", ["torch.linalg.det(x)", "torch.linalg.inv(x)", "x.quantile(0.5)"])
+def test_what_has_no_kernel_for_16_bits_gets_fp32(code, dtype):
+    x = torch.randn(8, 8)
+    (cast,) = re.findall(r"\.float\(\)", REMEDIES["dtype.no_kernel"].text)
+    good = re.sub(r"\bx\b", f"x{cast}", code)
+    options = {"device_type": "cpu", "real": True}
+    assert says("dtype.no_kernel", complaint(Calls(code, dtype), x, **options))
+    assert complaint(Calls(good, dtype), x, **options) == ""
+    model, low = Calls(code, FP32), Calls(code, dtype)
+    low.load_state_dict(model.state_dict())
+    with pytest.raises(NumericsError) as refused:
+        first_difference(model, low, x)
+    assert says("dtype.no_kernel", str(refused.value))
+    low.code = good
+    assert compare_runs(model, low, x).end_a < 1e-3
 
 
 @does("dtype.in_place")

@@ -10,6 +10,7 @@ from torch import nn
 from amp_lab.difference.alignment import align
 from amp_lab.difference.compiled import compare_modules, is_compiled
 from amp_lab.difference.findings import first_finding, steepest
+from amp_lab.difference.raised import RunRaised
 from amp_lab.difference.result import Difference, Growth, RunComparison
 from amp_lab.difference.run_log import RunLog, record_run
 from amp_lab.errors import NumericsError
@@ -106,11 +107,11 @@ def _recorded(
         raise NumericsError(f"a run is a model or a function, not a {type(run).__name__}")
     try:
         log = record_run(name, functools.partial(run, *inputs, **kwargs), other)
-    except NumericsError as error:
+    except RunRaised as error:
         advice = _own_inputs(name, run, (inputs, kwargs))
-        if not advice or "type" not in str(error):
+        if not advice or not error.may_be_of_inputs:
             raise
-        raise NumericsError(f"{error}; {advice}") from error
+        raise NumericsError(f"{error.said}; {advice}") from error
     if not log.records:
         raise NumericsError(f"run {name} calls no op of torch on floating-point values")
     return log

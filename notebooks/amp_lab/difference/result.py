@@ -11,6 +11,15 @@ LARGE = 0.1
 """The error of a run's result, relative to the result, from which its first digit is in doubt."""
 
 
+def located(op: str | None, module: str, module_type: str) -> str:
+    """An op and where it runs, in a sentence; the module alone if no op is known."""
+    name = repr(module) if module else "the model itself"
+    where = f"{name} ({module_type})" if module_type else "outside of all modules"
+    if not op:
+        return where
+    return f"{op} in {where}" if module_type else f"{op} {where}"
+
+
 @dataclass(frozen=True, repr=False)
 class Difference(Printed):
     """The first op where two runs part by more than rounding explains."""
@@ -29,9 +38,8 @@ class Difference(Printed):
     reason: str  # a sentence
 
     def _table(self) -> Table:
-        where = _where(self.module, self.module_type)
-        where += f", call {self.call}" if self.call > 1 else ""
-        what = f"{self.op} in {where}" if self.op else where
+        what = located(self.op, self.module, self.module_type)
+        what += f", call {self.call}" if self.call > 1 else ""
         size = f"{self.size:.3g} of the result"
         rows = [
             ["difference", "not finite" if self.kind == "nonfinite" else size],
@@ -100,15 +108,7 @@ class RunComparison(Printed):
         said = f"No {unit} by itself is off by more than rounding explains, but rounding errors "
         said += f"grow on the way: at the end {ends}"
         if self.jump is not None:
-            where = _where(self.jump.module, self.jump.module_type)
+            where = located(self.jump.op, self.jump.module, self.jump.module_type)
             grown = f"from {self.jump.before:.2g} to {self.jump.after:.2g}"
-            said += (
-                f" The error of {self.jump.run} grows most at {self.jump.op} in {where}, {grown}."
-            )
+            said += f" The error of {self.jump.run} grows most at {where}, {grown}."
         return "\n".join(textwrap.wrap(said, 98))
-
-
-def _where(module: str, module_type: str) -> str:
-    if not module_type:
-        return "outside of all modules"
-    return f"{module!r} ({module_type})" if module else f"the model itself ({module_type})"

@@ -17,8 +17,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_lab.backends import BACKENDS
 from amp_lab.difference import rounding
-from amp_lab.errors import AmpLabError, NumericsError, with_type
-from amp_lab.tracing.ops_seen import computes_nothing, storage_key, tensors_in
+from amp_lab.difference.raised import Failure, RunRaised, failure_above_ops
+from amp_lab.difference.result import located
+from amp_lab.errors import AmpLabError
+from amp_lab.tracing.operands import Kind, Operand, Source
+from amp_lab.tracing.ops_seen import LOWER_DTYPES, computes_nothing, storage_key, tensors_in
+from amp_lab.tracing.structures import named_tensors
 
 # Ops that leave values as they are, but for the rounding of a cast. Logs are aligned without them.
 _NEUTRAL = frozenset(("_to_copy", "clone", "copy_", "lift_fresh", "lift_fresh_copy", "detach"))
@@ -80,7 +84,7 @@ class RunLog:
 def record_run(name: str, run: Callable[[], Any], other: RunLog | None = None) -> RunLog:
     """Run it and note each op. The leaves of `other` are its own, where only their formats differ.
 
-    Buffers are afterwards what they were. Raises `NumericsError` if the run raises.
+    Buffers are afterwards what they were. Raises `RunRaised` if the run raises.
     """
     watch = _Watch(RunLog(name), other)
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -92,7 +96,7 @@ def record_run(name: str, run: Callable[[], Any], other: RunLog | None = None) -
     except AmpLabError:
         raise
     except Exception as error:  # whatever the user's code raises
-        raise NumericsError(f"run {name} raises {with_type(error)}") from error
+        raise watch.raised(error) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
     return watch.log
@@ -113,6 +117,8 @@ class _Watch(TorchDispatchMode):
         self._writers: dict[int | None, tuple[StorageWeakRef, tuple[OpRecord, ...]]] = {}
         self._kept: list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]] = []
         self._draws: Counter[tuple] = Counter()
+        self._inputs: dict[int | None, str] = {}  # of the first module that is called, by storage
+        self._failure: Failure | None = None  # the last of an op
 
     # Modules
 
@@ -134,6 +140,7 @@ class _Watch(TorchDispatchMode):
         if not self._calls:
             self._note_autocast()
             self.log.batch = _batch(args)
+            self._inputs = {storage_key(t): f"input {path[1:]}" for path, t in named_tensors(args)}
         self._calls[module] += 1
         place = Place(self._names[module], type(module).__name__, self._calls[module])
         self._stack.append((module, place))
@@ -189,7 +196,11 @@ class _Watch(TorchDispatchMode):
         if not self._calls:
             self._note_autocast()
         with torch._C._DisableAutocast():  # fp64 would not be cast, but the modes are above us
-            return self._follow(func, args, kwargs or {})
+            try:
+                return self._follow(func, args, kwargs or {})
+            except Exception as error:
+                self._failure = self._failure_of(error, func, (args, kwargs))
+                raise
 
     def _follow(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run an op on its arguments and on their shadows, and note what came of it."""
@@ -271,6 +282,40 @@ class _Watch(TorchDispatchMode):
                 if same.dtype != tensor.dtype and same_values(same, tensor):
                     return rounding.widened(same).to(tensor.device)
         return rounding.widened(tensor)
+
+    # Errors
+
+    def raised(self, error: Exception) -> RunRaised:
+        """What to say of an error that ended the run."""
+        failure = self._failure
+        if failure is None or failure.error is not error:
+            failure = failure_above_ops(error, self._names)
+        leaves = self.log.leaves.values()
+        device_type = next((tensor.device.type for tensor in leaves), "cpu")
+        has_low_weights = any(tensor.dtype in LOWER_DTYPES for tensor in leaves)
+        return RunRaised(self.log.name, failure, device_type, has_low_weights)
+
+    def _failure_of(self, error: Exception, func: Any, given: tuple) -> Failure:
+        place = self._stack[-1][1]
+        floats = [tensor for tensor in tensors_in(given) if tensor.is_floating_point()]
+        operands = tuple(Operand(tensor.dtype, self._source(tensor)) for tensor in floats)
+        name = func._schema.name.rpartition("::")[2]
+        return Failure(error, name, place.module, place.module_type, operands)
+
+    def _source(self, tensor: torch.Tensor) -> Source:
+        """What an operand came from, in words."""
+        key = storage_key(tensor)
+        if key in self._by_storage:
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            return Source(Kind.OWN, f"{kind} {self._by_storage[key]}")
+        if key in self._inputs:
+            return Source(Kind.INPUT, self._inputs[key])
+        producers = self._producers(tensor)
+        if not producers:
+            return Source(Kind.COMPUTED, "a tensor that the model makes")
+        last = producers[-1]
+        made_by = located(last.op, last.place.module, last.place.module_type)
+        return Source(Kind.COMPUTED, f"the output of {made_by}")
 
     # Records
 

@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
 from amp_lab.backends import BACKENDS, backend
-from amp_lab.cpu import NO_PRIMITIVE, NO_PRIMITIVE_REMEDY
 from amp_lab.errors import DeviceError, TraceError, first_line
 from amp_lab.remedies import remedy
 from amp_lab.torch_versions import fused_gru_on_fakes
@@ -27,31 +26,10 @@ from amp_lab.tracing.attention import attention_of
 from amp_lab.tracing.decisions import Decisions, Replay
 from amp_lab.tracing.device_guard import idle_guard
 from amp_lab.tracing.dtype_checks import StrictFakeMode
-from amp_lab.tracing.kernel_limits import REMEDIES_BY_MESSAGE
-from amp_lab.tracing.operands import remedies_for_writes
+from amp_lab.tracing.error_tips import tips_for
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key
 from amp_lab.tracing.structures import map_tensors
 
-_TIPS = {  # by what an error says
-    "are unsafe to autocast": remedy(
-        "dtype.bce",
-        "binary cross-entropy of probabilities under autocast",
-        "use binary_cross_entropy_with_logits, on logits",
-    ).text,
-    "without overflow": remedy(
-        "dtype.fill_value",
-        "a mask is filled with a number that its dtype does not hold",
-        "use torch.finfo(x.dtype).min (or .max) instead of the number",
-    ).text,
-    NO_PRIMITIVE: NO_PRIMITIVE_REMEDY,
-    **REMEDIES_BY_MESSAGE,
-}
-_CUSTOM_FUNCTION = remedy(
-    "dtype.custom_function",
-    "the backward of an autograd.Function mixes dtypes, since it ignores autocast",
-    "under autocast the forward of {name} needs @torch.amp.custom_fwd(device_type={device!r}), its "
-    "backward @torch.amp.custom_bwd(device_type={device!r})",
-)
 _DETECTOR = remedy(
     "trace.detector",
     "a detector of torchvision, whose results depend on values",
@@ -279,16 +257,9 @@ def _is_flex(error: Exception) -> bool:
 
 def tip_for(error: Exception, model: nn.Module, verb: str, device_type: str, op: str = "") -> str:
     """What to do about a known error of an `op`, or any of detectors and of quantised weights."""
-    tips = [tip for said, tip in _TIPS.items() if said in str(error)]
+    tips = tips_for(error, op, device_type)
     if _is_flex(error):
         tips.append(_FLEX.said(verb=verb))
-    tips += remedies_for_writes(error, op, device_type)
-    frames = traceback.walk_tb(error.__traceback__) if "dtype" in str(error) else ()
-    for node in [frame.f_locals.get("self") for frame, _ in frames]:
-        own = isinstance(node, torch.autograd.function.BackwardCFunction)
-        if own and not hasattr(node, "_fwd_used_autocast"):
-            name = type(node).__name__.removesuffix("Backward")
-            tips.append(_CUSTOM_FUNCTION.said(name=name, device=device_type))
     if "torchvision.models.detection" in type(model).__module__:
         tips.append(_DETECTOR.said(verb=verb))
     elif any(map(is_wrapper, model.parameters())):

@@ -1,0 +1,56 @@
+"""What to do about errors of torch that low precision causes, on fake tensors and on real ones."""
+
+import traceback
+
+import torch
+
+from amp_lab.cpu import NO_PRIMITIVE, NO_PRIMITIVE_REMEDY
+from amp_lab.remedies import remedy
+from amp_lab.tracing.kernel_limits import REMEDIES_BY_MESSAGE
+from amp_lab.tracing.operands import remedies_for_writes
+
+_NO_KERNEL = remedy(
+    "dtype.no_kernel",
+    "an op has no kernel for 16 bits on the device that the model runs on",
+    "there is no kernel of this op for 16 bits: call .float() on what it gets",
+)
+_NO_KERNEL_SAYS = (
+    "not implemented for 'Half'",
+    "not implemented for 'BFloat16'",
+    "Low precision dtypes not supported",  # torch.linalg
+    "must be either float or double dtype",  # quantile
+)
+_TIPS = {  # by what an error says
+    "are unsafe to autocast": remedy(
+        "dtype.bce",
+        "binary cross-entropy of probabilities under autocast",
+        "use binary_cross_entropy_with_logits, on logits",
+    ).text,
+    "without overflow": remedy(
+        "dtype.fill_value",
+        "a mask is filled with a number that its dtype does not hold",
+        "use torch.finfo(x.dtype).min (or .max) instead of the number",
+    ).text,
+    NO_PRIMITIVE: NO_PRIMITIVE_REMEDY,
+    **dict.fromkeys(_NO_KERNEL_SAYS, _NO_KERNEL.text),
+    **REMEDIES_BY_MESSAGE,
+}
+_CUSTOM_FUNCTION = remedy(
+    "dtype.custom_function",
+    "the backward of an autograd.Function mixes dtypes, since it ignores autocast",
+    "under autocast the forward of {name} needs @torch.amp.custom_fwd(device_type={device!r}), its "
+    "backward @torch.amp.custom_bwd(device_type={device!r})",
+)
+
+
+def tips_for(error: Exception, op: str, device_type: str) -> list[str]:
+    """What to do about an error that is known; `op` is the one that failed, "" if that is not."""
+    tips = [tip for said, tip in _TIPS.items() if said in str(error)]
+    tips += remedies_for_writes(error, op, device_type)
+    frames = traceback.walk_tb(error.__traceback__) if "dtype" in str(error) else ()
+    for node in [frame.f_locals.get("self") for frame, _ in frames]:
+        own = isinstance(node, torch.autograd.function.BackwardCFunction)
+        if own and not hasattr(node, "_fwd_used_autocast"):
+            name = type(node).__name__.removesuffix("Backward")
+            tips.append(_CUSTOM_FUNCTION.said(name=name, device=device_type))
+    return tips
