@@ -6,6 +6,7 @@ import random
 import numpy as np
 import pytest
 import torch
+import torchvision
 from torch import nn
 
 from amp_lab import forecast_memory, largest_batch, xray
@@ -254,3 +255,104 @@ def test_a_ctc_loss_is_traced_on_any_backend(device_type):
         for n in (8, 3)
     ]
     assert kept[0] - kept[1] == 3 * 40 * 2 * (8 - 3) * 4  # log_alpha, (N, T, 2 S + 1) in fp32
+
+
+torch.library.define("own_backward::halves", "(Tensor x) -> Tensor")
+torch.library.impl("own_backward::halves", "cpu", lambda x: x / 2)
+
+
+def function_with(backward):
+    """An `autograd.Function` that doubles, and whose backward pass does this to a gradient."""
+
+    class Doubles(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return backward(gradient, *ctx.saved_tensors)
+
+    return Doubles
+
+
+class WithOwnBackward(nn.Module):
+    """A layer, a function of its own, and, if asked, rows that values decide."""
+
+    def __init__(self, function, has_decision):
+        super().__init__()
+        self.layer, self.function, self.has_decision = nn.Linear(8, 8), function, has_decision
+
+    def forward(self, x):
+        y = self.function.apply(self.layer(x))
+        return y[y.sum(-1) > -1e9] if self.has_decision else y
+
+
+BACKWARD = {
+    "branch": (lambda g, x: g if g.sum() > 0 else -g, "depends on values"),
+    "rows": (lambda g, x: g.index_fill(0, (x[:, 0] > 0).nonzero()[:, 0], 0), "depends on values"),
+    "memory": (lambda g, x: g * float(x.detach().cpu().numpy().max()), "reads the memory"),
+    "op": (lambda g, x: torch.ops.own_backward.halves(g), "calls an op that torch cannot run"),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+@pytest.mark.parametrize("has_decision", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_backward_pass_that_depends_on_values_is_not_the_forward_pass(name, has_decision, dtype):
+    """The X-ray of the forward pass stands: no other course was taken there."""
+    backward, why = BACKWARD[name]
+    x = torch.randn(6, 8)
+    model = WithOwnBackward(function_with(backward), has_decision)
+    found = xray(model, x, dtype=dtype)
+    assert not found.raised
+    assert ("1 decision" in found.decisions) == has_decision
+    said = f"Only the forward pass was followed: the backward pass of Doubles {why}"
+    assert said in str(found)
+    plain = xray(WithOwnBackward(function_with(lambda g, x: g), has_decision), x, dtype=dtype)
+    assert found.rows == plain.rows
+    assert "Only the forward pass" not in str(plain)
+
+
+def test_a_backward_pass_that_fails_before_values_decide_fails():
+    def backward(gradient, x):
+        gradient = gradient @ torch.ones(8, 8, dtype=torch.float64, device=x.device)
+        return gradient if gradient.sum() > 0 else -gradient
+
+    with pytest.raises(TraceError, match="backward pass of Doubles"):
+        xray(WithOwnBackward(function_with(backward), False), torch.randn(6, 8))
+
+
+def test_a_roi_align_written_in_python_is_traced_beside_nms():
+    """As detectors outside of torchvision have it: its backward pass looks at the boxes."""
+
+    class RoiMeans(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, features, boxes):  # (1, C, H, W) and (N, 4) to (N, C)
+            ctx.save_for_backward(boxes)
+            ctx.shape = features.shape
+            return features.mean((0, 2, 3)).expand(len(boxes), -1)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (boxes,) = ctx.saved_tensors
+            result = gradient.new_zeros(ctx.shape)
+            for row, (left, top, right, bottom) in enumerate(boxes.long().tolist()):
+                result[0, :, top:bottom, left:right] += gradient[row, :, None, None]
+            return result, None
+
+    class Detects(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 2)
+
+        def forward(self, image, boxes, scores):
+            kept = torchvision.ops.nms(boxes, scores, 0.5)
+            return self.head(RoiMeans.apply(self.backbone(image), boxes[kept]))
+
+    boxes = torch.tensor([[0.0, 0, 4, 4], [0, 0, 4, 5], [4, 4, 8, 8]])
+    found = xray(Detects(), torch.randn(1, 3, 8, 8), boxes, torch.tensor([0.9, 0.8, 0.7]))
+    assert "1 decision" in found.decisions
+    assert not found.raised
+    assert "the backward pass of RoiMeans depends on values" in str(found)

@@ -86,10 +86,10 @@ _MIXED_OP = remedy(
 def advise(seen: Tracer, raised: str | None) -> list[str]:
     """Sentences on what autocast did to a model; `raised` is what it made fail.
 
-    Without autocast there is one thing to look at: a loss in the dtype that the model is cast to.
+    Without autocast there is little to look at: a loss in the dtype that the model is cast to.
     """
     only = [] if raised is None else [f"Only under autocast: {raised}. The table ends there."]
-    rules = RULES if seen.dtype in LOWER_DTYPES else (_loss_in_low_precision,)
+    rules = RULES if seen.dtype in LOWER_DTYPES else _WITHOUT_AUTOCAST
     return only + [line for rule in rules for line in rule(seen)]
 
 
@@ -291,6 +291,12 @@ def _without_gradient(seen: Tracer) -> Iterator[str]:
         yield f"The model cannot be trained: {seen.without_gradient}."
 
 
+def _backward_not_followed(seen: Tracer) -> Iterator[str]:
+    if seen.backward_not_followed:
+        why = seen.backward_not_followed
+        yield f"Only the forward pass was followed: {why}. Mixed dtypes there raise in training."
+
+
 # Each yields sentences, or none if it has nothing to say.
 RULES: tuple[Callable[[Tracer], Iterator[str]], ...] = (
     _verdict,
@@ -306,7 +312,9 @@ RULES: tuple[Callable[[Tracer], Iterator[str]], ...] = (
     _other_half,
     _mixed_op,
     _without_gradient,
+    _backward_not_followed,
 )
+_WITHOUT_AUTOCAST = (_loss_in_low_precision, _backward_not_followed)
 
 
 def _is_low(row: OpRecord) -> bool:

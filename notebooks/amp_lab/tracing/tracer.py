@@ -126,6 +126,7 @@ class Tracer(TorchFunctionMode):
         self.classes = {name: type(module).__name__ for name, module in run.model.named_modules()}
         self.error: Exception | None = None  # of the model or the loss: the rows end there
         self.without_gradient = ""  # what torch says of an op that has no backward pass
+        self.backward_not_followed = ""  # of an `autograd.Function`, and why not
         self.failed_at: tuple[str, str] | None = None  # module and op of the error
         self.failed_on: tuple[Operand, ...] = ()  # what that op got
         self._in_loss = False
@@ -199,6 +200,10 @@ class Tracer(TorchFunctionMode):
         except RuntimeError as error:
             if _NO_FORMULA in str(error):
                 self.without_gradient = first_line(error)
+                return
+            why = _why_not_followed(error)
+            if why:
+                self.backward_not_followed = f"the backward pass of {listed(own, 3)} {why}"
                 return
             self.error, self.failed_at = error, ("", f"backward pass of {listed(own, 3)}")
 
@@ -413,6 +418,17 @@ class Tracer(TorchFunctionMode):
             and torch.is_autocast_cache_enabled()
             and not torch.is_inference_mode_enabled()
         )
+
+
+def _why_not_followed(error: Exception) -> str:
+    """Why fake tensors cannot follow code that they run to this error; empty if the code fails."""
+    if isinstance(error, (*NEEDS_VALUES, NotAnswered)):
+        return "depends on values, which fake tensors do not have"
+    if isinstance(error, _NOT_FAKED):
+        return "calls an op that torch cannot run on fake tensors"
+    return (
+        "reads the memory of a tensor, which fake ones do not have" if needs_memory(error) else ""
+    )
 
 
 def _name(func: OpOverload) -> str:
