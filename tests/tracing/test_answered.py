@@ -2,14 +2,18 @@
 
 import copy
 import random
+import sys
+import types
 
 import numpy as np
 import pytest
 import torch
 import torchvision
+from memory_models import loss_of, real_peaks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from amp_lab import forecast_memory, largest_batch, xray
+from amp_lab import forecast_inference, forecast_memory, largest_batch, xray
 from amp_lab.backends import BACKENDS
 from amp_lab.cli import main
 from amp_lab.errors import TraceError
@@ -289,18 +293,31 @@ class WithOwnBackward(nn.Module):
         return y[y.sum(-1) > -1e9] if self.has_decision else y
 
 
+ASKS_BACKWARD = {
+    "branch": lambda g, x: g if g.sum() > 0 else -g,
+    "rows": lambda g, x: g.index_fill(0, (x[:, 0] > 0).nonzero()[:, 0], 0),
+}
 BACKWARD = {
-    "branch": (lambda g, x: g if g.sum() > 0 else -g, "depends on values"),
-    "rows": (lambda g, x: g.index_fill(0, (x[:, 0] > 0).nonzero()[:, 0], 0), "depends on values"),
     "memory": (lambda g, x: g * float(x.detach().cpu().numpy().max()), "reads the memory"),
     "op": (lambda g, x: torch.ops.own_backward.halves(g), "calls an op that torch cannot run"),
 }
 
 
+@pytest.mark.parametrize("name", ASKS_BACKWARD)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_backward_pass_that_depends_on_values_takes_those_of_the_run(name, dtype):
+    x = torch.randn(6, 8)
+    found = xray(WithOwnBackward(function_with(ASKS_BACKWARD[name]), False), x, dtype=dtype)
+    assert "1 decision" in found.decisions
+    assert "Only the forward pass" not in str(found)
+    plain = xray(WithOwnBackward(function_with(lambda g, x: g), False), x, dtype=dtype)
+    assert found.rows == plain.rows
+
+
 @pytest.mark.parametrize("name", BACKWARD)
 @pytest.mark.parametrize("has_decision", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_backward_pass_that_depends_on_values_is_not_the_forward_pass(name, has_decision, dtype):
+def test_a_backward_pass_that_fake_tensors_cannot_run_is_not_followed(name, has_decision, dtype):
     """The X-ray of the forward pass stands: no other course was taken there."""
     backward, why = BACKWARD[name]
     x = torch.randn(6, 8)
@@ -353,6 +370,175 @@ def test_a_roi_align_written_in_python_is_traced_beside_nms():
 
     boxes = torch.tensor([[0.0, 0, 4, 4], [0, 0, 4, 5], [4, 4, 8, 8]])
     found = xray(Detects(), torch.randn(1, 3, 8, 8), boxes, torch.tensor([0.9, 0.8, 0.7]))
-    assert "1 decision" in found.decisions
+    assert "decisions" in found.decisions
     assert not found.raised
-    assert "the backward pass of RoiMeans depends on values" in str(found)
+    assert "Only the forward pass" not in str(found)
+
+
+class Filled(nn.Module):
+    """Writes a trained value where a mask is, as SpecAugment does: the gradient picks by it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.value = nn.Linear(64, 64), nn.Parameter(torch.ones(64))
+
+    def forward(self, x):  # (N, 64)
+        out = self.layer(x)
+        out[x[:, 0] > 0] = self.value.to(out.dtype)
+        return out
+
+
+class CheckpointedChoice(nn.Module):
+    """Chooses once more in the backward pass, in which its forward pass is repeated."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.part = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def _run(self, x):
+        return self.part(x[x.detach().sum(-1) > 0]).relu()
+
+    def forward(self, x):
+        return checkpoint(self._run, self.first(x), use_reentrant=False)
+
+
+class ZerosLeftOut(torch.autograd.Function):
+    """The identity; its backward pass asks whether there is any gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clone() if gradient.any() else None
+
+
+class OwnFunction(nn.Linear):
+    def forward(self, x):
+        return ZerosLeftOut.apply(super().forward(x))
+
+
+ASKING_BACKWARD = {
+    "filled": Filled,
+    "checkpointed": CheckpointedChoice,
+    "own function": lambda: OwnFunction(64, 64),
+}
+
+
+@pytest.mark.parametrize("name", ASKING_BACKWARD)
+def test_what_the_backward_pass_asks_is_answered(name):
+    model, x = ASKING_BACKWARD[name](), torch.randn(96, 64)
+    options = {"optimizer": "sgd", "loss_fn": loss_of}
+    for device_type in ("cuda", "cpu"):
+        for precision in ("fp16", "bf16"):
+            asked = {"precision": precision, "device_type": device_type}
+            assert "decision" in str(forecast_memory(model, x, **asked, **options))
+    found = forecast_memory(model, x, precision="fp32", device_type="cpu", **options)
+    forward, backward, gradients = real_peaks(model, "fp32", x)
+    there = found.weights + x.nbytes
+    assert found.gradients == gradients
+    assert found.phases["forward"] == pytest.approx(there + forward, rel=0.05)
+    assert found.phases["backward"] == pytest.approx(there + backward, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ASKING_BACKWARD)
+def test_a_trace_without_a_backward_pass_takes_the_decisions_of_a_run_without_one(name):
+    class Chosen(nn.Sequential):  # one that asks in its forward pass too
+        def forward(self, x):
+            return super().forward(x[x[:, 1] > 0])
+
+    model, x = Chosen(ASKING_BACKWARD[name]()), torch.randn(96, 64)
+    assert forecast_inference(model, x, precision="bf16").decisions
+    with torch.no_grad():
+        assert xray(model, x).decisions
+        assert forecast_memory(model, x, precision="fp32")  # a training step all the same
+    assert xray(model, x).raised is None
+
+
+def test_an_xray_is_told_what_its_own_functions_ask():
+    found = xray(OwnFunction(8, 8), torch.randn(4, 8))
+    assert found.raised is None
+    assert "1 decision" in found.decisions
+
+
+def test_an_op_without_a_backward_pass_is_named_where_values_decide_too():
+    @torch.library.custom_op("amp_lab_tests::doubled", mutates_args=())
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    doubled.register_fake(torch.empty_like)
+
+    class WithOp(nn.Linear):
+        def forward(self, x):
+            x = super().forward(x)
+            return doubled(x[x.detach().sum(-1) > 0])
+
+    model, x = WithOp(8, 8), torch.randn(4, 8)
+    found = xray(model, x)
+    assert "1 decision" in found.decisions
+    assert any("no autograd formula" in line for line in found.advice)
+    with pytest.raises(TraceError, match="no autograd formula"):
+        forecast_memory(model, x, precision="fp32")
+
+
+@pytest.mark.parametrize("name", ["router", "conformer", "loss"])
+def test_each_rank_of_fsdp_takes_the_decisions(name):
+    build, inputs, loss_fn = MODELS[name]
+    options = {"precision": "bf16", "loss_fn": loss_fn, "fsdp_ranks": 2}
+    assert "decision" in str(forecast_memory(build(), *inputs(), **options))
+
+
+def test_each_rank_of_fsdp_takes_the_decisions_of_the_backward_pass():
+    options = {"precision": "bf16", "loss_fn": loss_of, "fsdp_ranks": 2}
+    assert "decision" in str(forecast_memory(Filled(), torch.randn(6, 64), **options))
+
+
+def test_masks_are_read_as_they_are_for_real(monkeypatch):
+    """As transformers does, which asks no fake tensor whether it is a mask of ones."""
+    utils = types.ModuleType("transformers.utils.import_utils")
+    utils.is_fake_tensor = lambda x: isinstance(x, torch._subclasses.FakeTensor)
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+
+    class Masked(Detector):
+        def forward(self, x, mask):
+            x = super().forward(x)
+            unread = utils.is_fake_tensor(mask)
+            return x if not unread and mask.all() else x * mask[0]
+
+    model, x = Masked(), torch.randn(9, 8)
+    for first in (0.0, 1.0):
+        mask = torch.tensor([[first, 1.0, 1.0, 1.0]])
+        fake, real = (
+            xray(model, x, mask, device_type="cpu", dtype=torch.float32, real=real)
+            for real in (False, True)
+        )
+        assert fake.rows == real.rows
+        assert any(row.op == "mul" for row in fake.rows) == (first == 0.0)
+
+
+@pytest.mark.weekly
+def test_wav2vec2_is_forecast_with_its_masks_and_its_loss():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Wav2Vec2Config(
+        **{"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"intermediate_size": 32, "vocab_size": 12, "mask_time_length": 2},
+        **{"conv_dim": (8, 8), "conv_stride": (4, 4), "conv_kernel": (8, 4)},
+        **{"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 8},
+        **{"num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.3},
+    )
+    model = transformers.Wav2Vec2ForCTC(config).train()
+    attention_mask = torch.ones(2, 800, dtype=torch.int64)
+    attention_mask[1, 500:] = 0
+    labels = torch.randint(1, 12, (2, 6))
+    for masks in ({}, {"attention_mask": attention_mask}):
+        for precision in ("fp32", "fp16", "bf16"):
+            found = forecast_memory(
+                model,
+                torch.randn(2, 800),
+                precision=precision,
+                loss_fn=lambda output: output.loss,
+                labels=labels,
+                **masks,
+            )
+            assert "decisions" in str(found)

@@ -1,6 +1,7 @@
 """Trace a model whose course depends on values: with the decisions of a real run, or refuse it."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -18,7 +19,7 @@ from amp_lab.tracing.decisions import (
     OtherCourse,
     ValuesNeeded,
 )
-from amp_lab.tracing.fake_device import FOR_REAL, remedy_for
+from amp_lab.tracing.fake_device import FOR_REAL, attribute_set, remedy_for
 from amp_lab.tracing.real_run import ModelCall, decisions_of
 
 _VALUES = remedy(
@@ -67,7 +68,9 @@ def _with_decisions(
     while refused.op not in untagged:
         untagged |= {refused.op}
         try:
-            return trace(call, decisions_of(call, untagged))
+            decisions = decisions_of(call, untagged)
+            with _masks_are_read():
+                return trace(call, decisions)
         except ValuesNeeded as error:  # of another op, which torch does not mark either
             refused = error
         except NotAnswered as error:
@@ -78,6 +81,21 @@ def _with_decisions(
             raise type(error)(f"{refused}, and {error}: {what}") from error
     what = _remedy(_attempts(trace, call, for_real), refused, call.model, verb)
     raise TraceError(f"{refused}, which fake tensors have not: {what}") from refused
+
+
+@contextmanager
+def _masks_are_read() -> Iterator[None]:
+    """The block in which transformers reads the values of a fake mask, as it does of a real one.
+
+    A mask of ones is left out there. Of fake tensors its `is_tracing` says that they have no
+    values, so that the trace would not ask what the real run was asked.
+    """
+    owner = sys.modules.get("transformers.utils.import_utils")
+    if not hasattr(owner, "is_fake_tensor"):
+        yield
+        return
+    with attribute_set(owner, "is_fake_tensor", lambda tensor: False):
+        yield
 
 
 Attempt = tuple[str, Callable[[], object]]  # a remedy, and what does what it says

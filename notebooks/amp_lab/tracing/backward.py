@@ -20,6 +20,8 @@ from amp_lab.tracing.ops_seen import tensors_in
 # Asked here, since inside of a trace it would be noted as part of it.
 _NEED_THEIR_PARENTS = function_nodes_need_their_parents()
 
+_NO_FORMULA = "no autograd formula was registered"  # of an op of torch.library
+
 Seeds = list[tuple[GradientEdge, torch.Tensor]]  # where a walk begins, each with its gradient
 Gradients = tuple[torch.Tensor | None, ...]
 Children = tuple[tuple[Node | None, int], ...]  # and which of their inputs
@@ -50,6 +52,11 @@ def functions_of_the_model(seeds: Seeds) -> list[str]:
     nodes = nodes_below(edge.node for edge, _ in seeds)
     own: list[Any] = [n for n in nodes if isinstance(n, torch.autograd.function.BackwardCFunction)]
     return sorted({node.name().removesuffix("Backward") for node in own})
+
+
+def lacks_formula(error: RuntimeError) -> bool:
+    """Whether a backward pass failed at an op that has none."""
+    return _NO_FORMULA in str(error)
 
 
 def nodes_below(roots: Iterable[Any]) -> Iterator[Any]:

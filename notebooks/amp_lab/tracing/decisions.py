@@ -122,12 +122,16 @@ def _shapes(given: tuple) -> tuple[tuple[int, ...], ...]:
 
 
 class Replay:
-    """Tells one trace the decisions of a real run, in their order."""
+    """Tells a trace the decisions of a real run, in their order."""
 
     def __init__(self, decisions: Decisions):
         self._decisions = decisions
         self._told = 0
         self.running = RunningModule()
+
+    def restart(self) -> None:
+        """Tell the decisions from the first on, as for a second step."""
+        self._told = 0
 
     def answers(self, op: OpOverload, args: tuple) -> bool:
         """Whether the result of an op has to come from the real run."""
@@ -164,6 +168,5 @@ class Replay:
     @staticmethod
     def _other_course(module: str, op: OpOverload) -> OtherCourse:
         name = op._schema.name.rpartition("::")[2]
-        return OtherCourse(
-            f"the run on the CPU took another course at op {name} in {place_of(module)}"
-        )
+        place = "the loss or the backward pass" if module == LOSS else place_of(module)
+        return OtherCourse(f"the run on the CPU took another course at op {name} in {place}")

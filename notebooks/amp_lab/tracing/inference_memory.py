@@ -27,7 +27,7 @@ from amp_lab.tracing.kv_cache import (
 )
 from amp_lab.tracing.memory import BatchedInputs, MemoryByBatch, errors_with, parse_bytes
 from amp_lab.tracing.ops_seen import tensors_in
-from amp_lab.tracing.real_run import ModelCall
+from amp_lab.tracing.real_run import ModelCall, Passes
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
 from amp_lab.tracing.structures import map_tensors
 from amp_lab.tracing.training_step import one_line_errors, steps_on
@@ -87,7 +87,8 @@ def forecast_inference(
             fakes = step.run.fake(call.args), step.run.fake(call.kwargs)
             return _whole_forecast(step, fakes, decisions)
 
-    return answered(trace, ModelCall(model, inputs, kwargs), "forecast")
+    call = ModelCall(model, inputs, kwargs, passes=Passes.FORWARD)
+    return answered(trace, call, "forecast")
 
 
 def inference_table(
@@ -114,7 +115,8 @@ def inference_table(
         with _steps(call.model, device_type, asked, ways=[True, False]) as steps:
             return _each_way(steps, inputs, limit, tokens, decisions)
 
-    by_way = answered(trace, ModelCall(model, inputs.args, inputs.kwargs), "forecast")
+    call = ModelCall(model, inputs.args, inputs.kwargs, passes=Passes.FORWARD)
+    by_way = answered(trace, call, "forecast")
     return InferenceTable(
         tuple(by_way.forecasts),
         total,

@@ -21,7 +21,7 @@ from amp_lab.tracing.fake_device import ModelRun
 from amp_lab.tracing.memory_advice import EIGHT_BIT, needs_eight_bit, ways_out
 from amp_lab.tracing.memory_result import MemoryForecast, MemoryTable
 from amp_lab.tracing.ops_seen import tensors_in
-from amp_lab.tracing.real_run import ModelCall
+from amp_lab.tracing.real_run import ModelCall, Passes
 from amp_lab.tracing.structures import map_tensors
 from amp_lab.tracing.training_step import LossFunction, TrainingStep, training_steps
 
@@ -112,7 +112,8 @@ def forecast_memory(
             fakes = step.run.fake(call.args), step.run.fake(call.kwargs)
             return step.trace(*fakes, decisions).forecast()
 
-    return answered(trace, ModelCall(model, inputs, kwargs, loss_fn), "forecast")
+    call = ModelCall(model, inputs, kwargs, loss_fn, Passes.BACKWARD)
+    return answered(trace, call, "forecast")
 
 
 def largest_batch(
@@ -195,7 +196,8 @@ def memory_table(
         with training_steps(call.model, device_type, asked, **given) as steps:
             return _each_precision(steps, inputs, limit, decisions)
 
-    call = ModelCall(model, inputs.args, inputs.kwargs, options.get("loss_fn"))
+    loss_fn = options.get("loss_fn")
+    call = ModelCall(model, inputs.args, inputs.kwargs, loss_fn, Passes.BACKWARD)
     by_precision = answered(trace, call, "forecast")
     solved = by_precision.solved
     largest = {} if limit is None else {p: by.largest for p, by in solved.items()}

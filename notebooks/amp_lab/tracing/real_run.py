@@ -1,11 +1,12 @@
 """Run a model once for real on the CPU, and note what its values decide there."""
 
+import enum
 import random
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,15 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.overrides import TorchFunctionMode
 
 from amp_lab.device import free_bytes
-from amp_lab.errors import with_type
+from amp_lab.errors import TraceError, with_type
 from amp_lab.report import bytes_text
+from amp_lab.tracing.backward import (
+    Seeds,
+    functions_of_the_model,
+    lacks_formula,
+    run_backward,
+    seeds_of,
+)
 from amp_lab.tracing.decisions import (
     Decision,
     Decisions,
@@ -43,22 +51,40 @@ LIMIT_S = 60.0
 """The longest that it may take, in seconds."""
 
 
+class Passes(enum.Enum):
+    """The passes that a trace follows, so that a real run has to make them too."""
+
+    FORWARD = enum.auto()  # without gradients
+    OWN_BACKWARD = enum.auto()  # the backward pass too if an `autograd.Function` is in it
+    BACKWARD = enum.auto()
+
+    def gradients(self) -> AbstractContextManager:
+        """The block in which the forward pass records what the passes after it need."""
+        if self is Passes.OWN_BACKWARD:  # as the caller has it
+            return nullcontext()
+        return torch.set_grad_enabled(self is Passes.BACKWARD)
+
+
 @dataclass(frozen=True)
 class ModelCall:
-    """A model, what a call of it takes, and a loss of its output."""
+    """A model, what a call of it takes, a loss of its output, and the passes to make."""
 
     model: nn.Module
     args: tuple
     kwargs: Mapping[str, Any]
     loss_fn: Callable[[Any], Any] | None = None
+    passes: Passes = Passes.OWN_BACKWARD
 
 
 def decisions_of(call: ModelCall, untagged: frozenset[OpOverload] = frozenset()) -> Decisions:
     """What values decide when a model and its loss run on the CPU in fp32, without autocast.
 
-    It runs on copies of its weights, buffers and inputs, those in 16 bits widened to fp32. The
-    model's attributes and every generator of random numbers are as before after it. `untagged` are
-    ops that are noted besides those that torch marks.
+    Its passes are those of the call: a backward pass asks for values too. No optimizer runs, since
+    a forecast takes its bytes from the shapes of the parameters alone.
+
+    The model runs on copies of its weights, buffers and inputs, those in 16 bits widened to fp32.
+    Its attributes and every generator of random numbers are as before after it. `untagged` are ops
+    that are noted besides those that torch marks.
 
     Raises `NotAnswered` if there are no values, the run fails, or it would take more than
     `SHARE_OF_MEMORY` of the free memory, or longer than `LIMIT_S`.
@@ -75,7 +101,7 @@ def decisions_of(call: ModelCall, untagged: frozenset[OpOverload] = frozenset())
         warnings.simplefilter("ignore")  # the trace gives the same once more
         try:
             _run(call, recorder)
-        except NotAnswered:
+        except TraceError:  # it says by itself what to do
             raise
         except Exception as error:  # whatever the user's model and loss raise
             raise NotAnswered(f"the run on the CPU in fp32 fails: {with_type(error)}") from error
@@ -103,11 +129,27 @@ def _run(call: ModelCall, recorder: "_Recorder") -> None:
         _reparametrize_module(model, copied),
         recorder.running.watched(model),
         _ListsByItems(),
+        call.passes.gradients(),
         recorder,
     ):
         output = model(*args, **kwargs)
         if call.loss_fn is not None:
-            call.loss_fn(output)
+            output = call.loss_fn(output)
+        seeds = seeds_of(output)
+        del output  # what only it holds would live until the end
+        if call.passes is Passes.BACKWARD:
+            run_backward(seeds)
+        elif functions_of_the_model(seeds):
+            _run_backward_if_it_has_one(seeds)
+
+
+def _run_backward_if_it_has_one(seeds: Seeds) -> None:
+    """Run a backward pass up to an op without one, where an X-ray ends too and says so."""
+    try:
+        run_backward(seeds)
+    except RuntimeError as error:
+        if not lacks_formula(error):
+            raise
 
 
 class _Copies:

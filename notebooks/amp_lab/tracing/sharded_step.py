@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from amp_lab.distributed.ranks import Parallel, Ranks
 from amp_lab.errors import TraceError
 from amp_lab.precision import Precision
+from amp_lab.tracing.decisions import Replay
 from amp_lab.tracing.ops_seen import tensors_in
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
 
@@ -21,14 +22,18 @@ if TYPE_CHECKING:
 
 
 def trace_sharded(
-    step: "TrainingStep", inputs: tuple, kwargs: dict[str, Any]
+    step: "TrainingStep", inputs: tuple, kwargs: dict[str, Any], replay: Replay
 ) -> tuple[list[torch.Tensor], StorageTrace]:
-    """The shards that are trained, and what the second step allocates; the first makes buffers."""
+    """The shards that are trained, and what the second step allocates; the first makes buffers.
+
+    Each step takes the decisions of a real run that `replay` has.
+    """
     with group_of(step.ranks):
         model = sharded(step.run.model, step.run.parameters | step.run.buffers, step.precision)
         weights = [_local(p) for p in model.parameters()]
         for _ in range(2):
             model.zero_grad()
+            replay.restart()
             ledger = StorageLedger("cpu")
             ledger.own("weights", weights)
             ledger.own("buffers", model.buffers())

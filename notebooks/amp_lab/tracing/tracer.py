@@ -21,7 +21,12 @@ from amp_lab.backends import backend
 from amp_lab.errors import TraceError, first_line
 from amp_lab.report import listed
 from amp_lab.tracing.attention import ATTENTION, Attention
-from amp_lab.tracing.backward import functions_of_the_model, run_backward, seeds_of
+from amp_lab.tracing.backward import (
+    functions_of_the_model,
+    lacks_formula,
+    run_backward,
+    seeds_of,
+)
 from amp_lab.tracing.decisions import MemoryNeeded, NotAnswered, ValuesNeeded
 from amp_lab.tracing.fake_device import (
     FOR_REAL,
@@ -52,7 +57,6 @@ _CASTING = {
     "to", "half", "float", "double", "bfloat16", "type", "type_as", "_to_copy", "copy_",
     "tensor", "as_tensor", "asarray",
 }  # fmt: skip
-_NO_FORMULA = "no autograd formula was registered"  # of an op of torch.library
 _SDPA = F.scaled_dot_product_attention
 _PLAIN_NAMES = {"__matmul__": "matmul", "__rmatmul__": "matmul"}
 _NOT_FAKED = (fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException)
@@ -195,17 +199,23 @@ class Tracer(TorchFunctionMode):
         own = functions_of_the_model(seeds)
         if not own:
             return
+        place = "", f"backward pass of {listed(own, 3)}"
         try:
             run_backward(seeds)
+        except NEEDS_VALUES as error:
+            self.failed_at = place
+            raise ValuesNeeded(f"the {place[1]} depends on values", error.func) from error
+        except NotAnswered:
+            raise
         except RuntimeError as error:
-            if _NO_FORMULA in str(error):
+            if lacks_formula(error):
                 self.without_gradient = first_line(error)
                 return
             why = _why_not_followed(error)
             if why:
-                self.backward_not_followed = f"the backward pass of {listed(own, 3)} {why}"
+                self.backward_not_followed = f"the {place[1]} {why}"
                 return
-            self.error, self.failed_at = error, ("", f"backward pass of {listed(own, 3)}")
+            self.error, self.failed_at = error, place
 
     @property
     def is_frozen(self) -> bool:
@@ -422,8 +432,6 @@ class Tracer(TorchFunctionMode):
 
 def _why_not_followed(error: Exception) -> str:
     """Why fake tensors cannot follow code that they run to this error; empty if the code fails."""
-    if isinstance(error, (*NEEDS_VALUES, NotAnswered)):
-        return "depends on values, which fake tensors do not have"
     if isinstance(error, _NOT_FAKED):
         return "calls an op that torch cannot run on fake tensors"
     return (

@@ -24,7 +24,7 @@ from amp_lab.precision import Precision
 from amp_lab.report import listed, short_name
 from amp_lab.torch_versions import step_counters_on_host
 from amp_lab.tracing.backward import Seeds, run_backward, seeds_of
-from amp_lab.tracing.decisions import Decisions, MemoryNeeded, ValuesNeeded
+from amp_lab.tracing.decisions import Decisions, MemoryNeeded, Replay, ValuesNeeded
 from amp_lab.tracing.fake_device import (
     NEEDS_VALUES,
     ModelRun,
@@ -139,19 +139,19 @@ class TrainingStep:
         `decisions` are those of a real run on such inputs, if values decide its course.
         """
         with self.run.told(decisions) as replay:
-            traced = self._trace(inputs, kwargs)
+            traced = self._trace(inputs, kwargs, replay)
             replay.require_done()
         remark = decisions.remark if decisions is not None else ""
         return dataclasses.replace(traced, decisions=remark)
 
-    def _trace(self, inputs: tuple, kwargs: dict[str, Any]) -> "TracedStep":
+    def _trace(self, inputs: tuple, kwargs: dict[str, Any], replay: Replay) -> "TracedStep":
         run, given = self.run, tensors_in((inputs, kwargs))
         shapes = tuple(tuple(tensor.shape) for tensor in given)
         if self.ranks > 1:
             from amp_lab.tracing.sharded_step import trace_sharded  # FSDP2 takes a second to load
 
             with one_line_errors(run.model, shapes, self.device_type):
-                shards, storages = trace_sharded(self, inputs, kwargs)
+                shards, storages = trace_sharded(self, inputs, kwargs, replay)
             sharded = tuple((tuple(shard.shape), shard.dtype) for shard in shards)
             return TracedStep(self, shapes, sharded, storages)
         ledger = StorageLedger(self.device_type)
