@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from amp_lab.errors import TraceError
 from amp_lab.report import plural
+from amp_lab.tracing.finite_checks import found_in_finite_values
 from amp_lab.tracing.ops_seen import tensors_in
 from amp_lab.tracing.records import LOSS, place_of
 from amp_lab.tracing.running_module import RunningModule
@@ -60,6 +61,12 @@ class Decision:
     op: OpOverload
     shapes: tuple[tuple[int, ...], ...]  # of the tensors that it got
     result: Any  # a number, or tensors on meta
+    in_finite: bool | int | float | None = None  # what a check for inf or NaN is if all are finite
+
+    @property
+    def says_finite(self) -> bool:
+        """Whether it is a check for inf or NaN that found none."""
+        return self.in_finite is not None and self.result == self.in_finite
 
 
 @dataclass(frozen=True)
@@ -69,18 +76,8 @@ class Decisions:
     made: tuple[Decision, ...] = ()
     untagged: frozenset[OpOverload] = frozenset()
     """Ops that torch does not mark, and that are noted too: fake tensors asked for their values."""
-
-    @property
-    def remark(self) -> str:
-        """What to say of a trace that took them; empty if there are none."""
-        if not self.made:
-            return ""
-        count = plural(len(self.made), "decision")
-        were = "was" if len(self.made) == 1 else "were"
-        return (
-            f"{count} (branches, sizes) that depend on values {were} taken from a run on the CPU "
-            "in fp32 and may differ for other inputs."
-        )
+    is_finite: bool = False
+    """Whether all that the model and the loss gave is finite."""
 
 
 def is_unmarked(op: OpOverload) -> bool:
@@ -110,7 +107,8 @@ def noted(running: RunningModule, op: OpOverload, given: tuple, result: Any) -> 
         )
 
     kept = tree_map_only(torch.Tensor, without_values, result)
-    return Decision(_place(running), op, _shapes(given), kept)
+    in_finite = found_in_finite_values(op, given[0])
+    return Decision(_place(running), op, _shapes(given), kept, in_finite)
 
 
 def _place(running: RunningModule) -> str:
@@ -122,16 +120,41 @@ def _shapes(given: tuple) -> tuple[tuple[int, ...], ...]:
 
 
 class Replay:
-    """Tells a trace the decisions of a real run, in their order."""
+    """Tells a trace the decisions of a real run, in their order.
+
+    Checks for inf and NaN are another matter: a model may make some in one dtype alone. Those that
+    only the real run made are passed over if they found none, and those that only the trace makes
+    find none, provided that the real run gave finite values.
+    """
 
     def __init__(self, decisions: Decisions):
         self._decisions = decisions
-        self._told = 0
+        self._next = 0  # of the decisions
+        self._taken = 0
+        self._assumed = 0
         self.running = RunningModule()
+
+    @property
+    def remark(self) -> str:
+        """What to say of a trace that took decisions; empty if it took none."""
+        said = []
+        if self._taken:
+            were = "was" if self._taken == 1 else "were"
+            said.append(
+                f"{plural(self._taken, 'decision')} (branches, sizes) that depend on values {were} "
+                "taken from a run on the CPU in fp32 and may differ for other inputs."
+            )
+        if self._assumed:
+            were = "was" if self._assumed == 1 else "were"
+            said.append(
+                f"{plural(self._assumed, 'check')} for inf or NaN {were} answered with none, since "
+                "a run on the CPU in fp32, which does not make them, gives finite outputs."
+            )
+        return " ".join(said)
 
     def restart(self) -> None:
         """Tell the decisions from the first on, as for a second step."""
-        self._told = 0
+        self._next = self._taken = self._assumed = 0
 
     def answers(self, op: OpOverload, args: tuple) -> bool:
         """Whether the result of an op has to come from the real run."""
@@ -144,11 +167,17 @@ class Replay:
         tensors of other shapes.
         """
         given = (args, kwargs)
-        wanted = _place(self.running), op, _shapes(given)
-        left = self._decisions.made[self._told :]
-        if not left or (left[0].module, left[0].op, left[0].shapes) != wanted:
-            raise self._other_course(wanted[0], op)
-        self._told += 1
+        in_finite = found_in_finite_values(op, args)
+        place = _place(self.running)
+        number = self._number_of(place, op, _shapes(given), in_finite is not None)
+        if number is None:
+            if in_finite is None:
+                raise self._other_course(place, op)
+            self._require_finite(place)
+            self._assumed += 1
+            return in_finite
+        self._next = number + 1
+        self._taken += 1
         tensors = tensors_in(given)
         floats = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
 
@@ -157,16 +186,39 @@ class Replay:
             dtype = floats[0] if tensor.is_floating_point() and floats else tensor.dtype
             return fake(tensor.size(), tensor.stride(), dtype, tensors[0].device)
 
-        return tree_map_only(torch.Tensor, made, left[0].result)
+        return tree_map_only(torch.Tensor, made, self._decisions.made[number].result)
 
     def require_done(self) -> None:
         """Raise `OtherCourse` if the real run took decisions that the trace did not ask for."""
-        left = self._decisions.made[self._told :]
-        if left:
-            raise self._other_course(left[0].module, left[0].op)
+        for decision in self._decisions.made[self._next :]:
+            if not decision.says_finite:
+                raise self._other_course(decision.module, decision.op)
+
+    def _number_of(
+        self, module: str, op: OpOverload, shapes: tuple[tuple[int, ...], ...], is_check: bool
+    ) -> int | None:
+        """Which decision comes next, if it is that of this op; else None."""
+        wanted = module, op, shapes, is_check
+        for number, made in enumerate(self._decisions.made[self._next :], start=self._next):
+            if (made.module, made.op, made.shapes, made.in_finite is not None) == wanted:
+                return number
+            if not made.says_finite:
+                break
+        return None
+
+    def _require_finite(self, module: str) -> None:
+        if not self._decisions.is_finite:
+            raise OtherCourse(
+                f"the check for inf or NaN in {_place_of(module)} is not made by the run on the "
+                "CPU, whose outputs are not finite"
+            )
 
     @staticmethod
     def _other_course(module: str, op: OpOverload) -> OtherCourse:
         name = op._schema.name.rpartition("::")[2]
-        place = "the loss or the backward pass" if module == LOSS else place_of(module)
-        return OtherCourse(f"the run on the CPU took another course at op {name} in {place}")
+        where = f"op {name} in {_place_of(module)}"
+        return OtherCourse(f"the run on the CPU took another course at {where}")
+
+
+def _place_of(module: str) -> str:
+    return "the loss or the backward pass" if module == LOSS else place_of(module)

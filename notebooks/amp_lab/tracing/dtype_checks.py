@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from amp_lab.tracing.decisions import Replay, is_unmarked
+from amp_lab.tracing.finite_checks import remember_check
 from amp_lab.tracing.kernel_limits import OpCall, refusal_of
 
 # Ops that turn a number into the dtype of their result, and when they refuse one that is too large:
@@ -85,6 +86,7 @@ class StrictFakeMode(FakeTensorMode):
             for number in _numbers(name, args):
                 torch.empty(2, dtype=out.dtype, device="cpu").fill_(number)  # raises for all
         _remember_number(name, args, out)
+        remember_check(func, args, kwargs or {}, out)
         return out
 
     def _made(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Any:

@@ -295,8 +295,7 @@ class InferenceStep:
         with self.run.told(decisions) as replay:
             traced = self._trace(inputs, kwargs, under)
             replay.require_done()
-        remark = decisions.remark if decisions is not None else ""
-        return dataclasses.replace(traced, decisions=remark)
+        return dataclasses.replace(traced, decisions=replay.remark)
 
     def _trace(self, inputs: tuple, kwargs: dict[str, Any], under: Callable) -> "TracedInference":
         run = self.run

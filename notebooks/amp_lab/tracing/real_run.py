@@ -40,6 +40,7 @@ from amp_lab.tracing.fake_device import (
     attributes_restored,
     autocast_on,
 )
+from amp_lab.tracing.finite_checks import remember_check
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key, stored_values, tensors_in
 from amp_lab.tracing.running_module import RunningModule
 from amp_lab.tracing.structures import map_tensors, named_tensors
@@ -107,7 +108,7 @@ def decisions_of(call: ModelCall, untagged: frozenset[OpOverload] = frozenset())
             raise NotAnswered(f"the run on the CPU in fp32 fails: {with_type(error)}") from error
     if recorder.stopped is not None:  # the model may have caught the error
         raise NotAnswered(recorder.stopped)
-    return Decisions(tuple(recorder.made), untagged)
+    return Decisions(tuple(recorder.made), untagged, recorder.is_finite)
 
 
 def _require_values(call: ModelCall) -> None:
@@ -132,15 +133,22 @@ def _run(call: ModelCall, recorder: "_Recorder") -> None:
         call.passes.gradients(),
         recorder,
     ):
-        output = model(*args, **kwargs)
+        output = result = model(*args, **kwargs)
         if call.loss_fn is not None:
-            output = call.loss_fn(output)
-        seeds = seeds_of(output)
-        del output  # what only it holds would live until the end
+            result = call.loss_fn(output)
+        seeds = seeds_of(result)
+        found = [tensor.detach() for _, tensor in named_tensors([output, result])]
+        del output, result  # what only their graphs hold would live until the end
         if call.passes is Passes.BACKWARD:
             run_backward(seeds)
         elif functions_of_the_model(seeds):
             _run_backward_if_it_has_one(seeds)
+    recorder.is_finite = all(map(_is_finite, found))
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    values = stored_values(tensor)
+    return not values.is_floating_point() or bool(values.float().isfinite().all())
 
 
 def _run_backward_if_it_has_one(seeds: Seeds) -> None:
@@ -194,6 +202,7 @@ class _Recorder(PlainOpsMode):
         super().__init__()
         self.running = RunningModule()
         self.made: list[Decision] = []
+        self.is_finite = False  # whether all that the model and the loss gave is
         self.stopped: str | None = None  # why
         self._untagged = untagged
         self._free = free_bytes()
@@ -203,6 +212,7 @@ class _Recorder(PlainOpsMode):
 
     def run_op(self, func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
+        remember_check(func, args, kwargs, result)
         self.count(tensors_in(result))
         self.require_room(0)
         if time.monotonic() - self._begin > LIMIT_S:

@@ -129,6 +129,7 @@ class Tracer(TorchFunctionMode):
         self.loss_dtype: torch.dtype | None = None
         self.classes = {name: type(module).__name__ for name, module in run.model.named_modules()}
         self.error: Exception | None = None  # of the model or the loss: the rows end there
+        self.decisions = ""  # what to say of those that it took of a real run
         self.without_gradient = ""  # what torch says of an op that has no backward pass
         self.backward_not_followed = ""  # of an `autograd.Function`, and why not
         self.failed_at: tuple[str, str] | None = None  # module and op of the error

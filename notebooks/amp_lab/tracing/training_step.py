@@ -141,8 +141,7 @@ class TrainingStep:
         with self.run.told(decisions) as replay:
             traced = self._trace(inputs, kwargs, replay)
             replay.require_done()
-        remark = decisions.remark if decisions is not None else ""
-        return dataclasses.replace(traced, decisions=remark)
+        return dataclasses.replace(traced, decisions=replay.remark)
 
     def _trace(self, inputs: tuple, kwargs: dict[str, Any], replay: Replay) -> "TracedStep":
         run, given = self.run, tensors_in((inputs, kwargs))

@@ -101,7 +101,7 @@ def xray(
 
     def trace(call: ModelCall, decisions: Decisions | None) -> Xray:
         run = functools.partial(_on_fakes, call, device_type, decisions)
-        return _xrayed(call, run, dtype, False, decisions)
+        return _xrayed(call, run, dtype, False)
 
     def for_real() -> Xray:
         return _xrayed(call, functools.partial(_on_device, call, "cpu"), dtype, True)
@@ -129,7 +129,6 @@ def _xrayed(
     trace: Callable[[torch.dtype], Tracer],
     dtype: torch.dtype,
     real: bool,
-    decisions: Decisions | None = None,
 ) -> Xray:
     """What is said of a model that `trace` follows under autocast to a dtype."""
     seen = trace(dtype)
@@ -149,7 +148,7 @@ def _xrayed(
         advice=advise(seen, raised),
         classes=seen.classes,
         modules=module_rows(call.model, seen.module_calls),
-        decisions=decisions.remark if decisions else "",
+        decisions=seen.decisions,
         training=call.model.training,
     )
 
@@ -196,6 +195,7 @@ def _on_fakes(
             seen = Tracer(device_type, dtype, run).follow(call.loss_fn)
             if seen.error is None:
                 replay.require_done()
+            seen.decisions = replay.remark
             return seen
 
     seen = trace(contextlib.nullcontext())

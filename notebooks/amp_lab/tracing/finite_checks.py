@@ -1,0 +1,92 @@
+"""Checks for inf and NaN: what they find in finite values, followed from op to op.
+
+Models ask ``if x.dtype == torch.float16 and torch.isinf(x).any()``, which a run in fp32 never does.
+A trace that asks it has no values, but knows what the check finds if all of them are finite.
+"""
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+
+_ATTRIBUTE = "found_in_finite_values"  # of a tensor: what each of its elements is
+
+_FINDS = {"isinf": False, "isposinf": False, "isneginf": False, "isnan": False, "isfinite": True}
+_COMPARES: dict[str, Callable[..., Any]] = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+}
+# Ops on equal elements of each argument, whose result has equal elements too.
+_COMPUTES: dict[str, Callable[..., Any]] = {
+    **_COMPARES,
+    "logical_not": operator.not_,
+    "bitwise_not": operator.not_,
+    "logical_and": operator.and_,
+    "bitwise_and": operator.and_,
+    "logical_or": operator.or_,
+    "bitwise_or": operator.or_,
+    "mul": operator.mul,
+    "add": operator.add,
+}
+_OF_BOOLS = {"logical_not", "bitwise_not", "logical_and", "logical_or"}
+_SUMS = {"sum", "count_nonzero"}
+_KEEPS = {
+    "any", "all", "max", "min", "amax", "amin", "mean",
+    "_to_copy", "alias", "clone", "detach", "expand", "select", "slice", "squeeze", "unsqueeze",
+    "view", "_unsafe_view",
+}  # fmt: skip
+
+
+def remember_check(op: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
+    """Keep on the result of an op what it is in finite values, if it is part of a check."""
+    if not isinstance(out, torch.Tensor):
+        return
+    name = op._schema.name.removeprefix("aten::").rstrip("_")
+    found = None if "alpha" in kwargs else _found(name, args, out)
+    if found is not None:
+        setattr(out, _ATTRIBUTE, bool(found) if out.dtype is torch.bool else found)
+    elif hasattr(out, _ATTRIBUTE):  # an in-place op may have changed it
+        delattr(out, _ATTRIBUTE)
+
+
+def found_in_finite_values(op: OpOverload, args: tuple) -> bool | int | float | None:
+    """What a check for inf or NaN reads in finite values; None if an op reads something else."""
+    reads = op is torch.ops.aten._local_scalar_dense.default
+    return getattr(args[0], _ATTRIBUTE, None) if reads else None
+
+
+def _found(name: str, args: tuple, out: torch.Tensor) -> bool | int | float | None:
+    if name in _FINDS:
+        return _FINDS[name]
+    if name in _COMPARES and _is_check(*args[:2]):
+        return _COMPARES[name](0.0, 0.0 if args[1] is args[0] else args[1])
+    if name in _COMPUTES:
+        operands = [_element(given) for given in args[:2]]
+        if name in _OF_BOOLS:
+            operands = [value if value is None else bool(value) for value in operands]
+        return None if None in operands else _COMPUTES[name](*operands)
+    if name not in _KEEPS | _SUMS or not isinstance(args[0], torch.Tensor) or not out.numel():
+        return None
+    element = _element(args[0])
+    if element is None or not args[0].numel():
+        return None
+    return element * (args[0].numel() // out.numel()) if name in _SUMS else element
+
+
+def _is_check(left: Any, right: Any) -> bool:
+    """Whether a tensor is compared with itself, which NaN is not equal to, or with an infinity."""
+    is_values = isinstance(left, torch.Tensor) and left.is_floating_point()
+    is_infinity = isinstance(right, float) and math.isinf(right)
+    return is_values and (right is left or is_infinity)
+
+
+def _element(given: Any) -> bool | int | float | None:
+    """What each element of an operand is; None if that is not known."""
+    return getattr(given, _ATTRIBUTE, None) if isinstance(given, torch.Tensor) else given
