@@ -4,8 +4,11 @@ Where a remedy is for a model whatever its weights are, it is tried on one with 
 autocast, on one that is cast, and on one with both.
 """
 
+import dataclasses
 import functools
 import re
+import threading
+import types
 from collections.abc import Callable
 
 import numpy as np
@@ -604,6 +607,29 @@ def test_batches_of_a_model_that_depends_on_values_one_by_one():
     assert says("memory.each_batch", str(refused.value))
     for batch in (2, 4):
         assert forecast(model, torch.randn(batch, 8)).peak
+
+
+class OfGraph(nn.Linear):
+    """Takes an object that has its tensor in an attribute."""
+
+    def forward(self, graph):
+        return super().forward(graph.x)
+
+
+@dataclasses.dataclass
+class Graph:
+    x: torch.Tensor
+
+
+@does("trace.give_tensors")
+def test_an_input_that_cannot_be_copied_as_a_dataclass():
+    model, x = OfGraph(8, 8), torch.randn(4, 8)
+    assert "a dataclass" in REMEDIES["trace.give_tensors"].text
+    for trace in (xray, forecast):
+        with pytest.raises(TraceError) as refused:
+            trace(model, types.SimpleNamespace(x=x, lock=threading.Lock()))
+        assert says("trace.give_tensors", str(refused.value))
+        assert trace(model, Graph(x))
 
 
 @does("trace.causal_mask")

@@ -26,10 +26,9 @@ from amp_lab.tracing.kv_cache import (
     with_tokens,
 )
 from amp_lab.tracing.memory import BatchedInputs, MemoryByBatch, errors_with, parse_bytes
-from amp_lab.tracing.ops_seen import tensors_in
 from amp_lab.tracing.real_run import ModelCall, Passes
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
-from amp_lab.tracing.structures import map_tensors
+from amp_lab.tracing.structures import map_tensors, named_tensors
 from amp_lab.tracing.training_step import one_line_errors, steps_on
 
 _LOW = (Precision.FP16, Precision.BF16)
@@ -303,7 +302,8 @@ class InferenceStep:
         if not self.by_autocast:  # to fp32 too: a checkpoint may come in 16 bits
             parameters, buffers = self._cast(parameters), self._cast(buffers)
             inputs, kwargs = self._cast((inputs, kwargs))
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors_in((inputs, kwargs)))
+        seen = named_tensors((inputs, kwargs), opened=True)
+        shapes = tuple(tuple(tensor.shape) for _, tensor in seen)
         given: list[torch.Tensor] = []
 
         def noted(tensor: torch.Tensor) -> torch.Tensor:

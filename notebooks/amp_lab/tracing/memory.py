@@ -20,9 +20,8 @@ from amp_lab.tracing.decisions import Decisions, NoValues, ValuesNeeded
 from amp_lab.tracing.fake_device import ModelRun
 from amp_lab.tracing.memory_advice import EIGHT_BIT, needs_eight_bit, ways_out
 from amp_lab.tracing.memory_result import MemoryForecast, MemoryTable
-from amp_lab.tracing.ops_seen import tensors_in
 from amp_lab.tracing.real_run import ModelCall, Passes
-from amp_lab.tracing.structures import map_tensors
+from amp_lab.tracing.structures import map_tensors, named_tensors
 from amp_lab.tracing.training_step import LossFunction, TrainingStep, training_steps
 
 _EACH_BATCH = remedy(
@@ -49,7 +48,8 @@ class BatchedInputs:
     @property
     def batch(self) -> int:
         """The batch that was given; 1 if there is no tensor with a size."""
-        return next((t.shape[0] for t in tensors_in((self.args, self.kwargs)) if t.ndim), 1)
+        given = named_tensors((self.args, self.kwargs), opened=True)
+        return next((tensor.shape[0] for _, tensor in given if tensor.ndim), 1)
 
     @property
     def held(self) -> tuple[tuple[int, ...], ...]:
@@ -70,7 +70,8 @@ class BatchedInputs:
 
     def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
         """The shape of each tensor for a batch."""
-        return tuple(tuple(tensor.shape) for tensor in tensors_in(self.of(batch, "meta")))
+        made = named_tensors(self.of(batch, "meta"), opened=True)
+        return tuple(tuple(tensor.shape) for _, tensor in made)
 
 
 def forecast_memory(

@@ -113,7 +113,7 @@ def decisions_of(call: ModelCall, untagged: frozenset[OpOverload] = frozenset())
 
 def _require_values(call: ModelCall) -> None:
     own = [("the model", tensor) for tensor in [*call.model.parameters(), *call.model.buffers()]]
-    given = named_tensors([call.args, dict(call.kwargs)])
+    given = named_tensors([call.args, dict(call.kwargs)], opened=True)
     for name, tensor in own + [("an input", tensor) for _, tensor in given]:
         if tensor.is_meta:
             raise NoValues(f"{name} is on 'meta' and has no values")

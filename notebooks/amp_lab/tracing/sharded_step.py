@@ -16,6 +16,7 @@ from amp_lab.precision import Precision
 from amp_lab.tracing.decisions import Replay
 from amp_lab.tracing.ops_seen import tensors_in
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
+from amp_lab.tracing.structures import named_tensors
 
 if TYPE_CHECKING:
     from amp_lab.tracing.training_step import TrainingStep
@@ -28,6 +29,7 @@ def trace_sharded(
 
     Each step takes the decisions of a real run that `replay` has.
     """
+    given = [tensor for _, tensor in named_tensors((inputs, kwargs), opened=True)]
     with group_of(step.ranks):
         model = sharded(step.run.model, step.run.parameters | step.run.buffers, step.precision)
         weights = [_local(p) for p in model.parameters()]
@@ -37,7 +39,7 @@ def trace_sharded(
             ledger = StorageLedger("cpu")
             ledger.own("weights", weights)
             ledger.own("buffers", model.buffers())
-            ledger.own("inputs", tensors_in((inputs, kwargs)))
+            ledger.own("inputs", given)
             hooks = torch.autograd.graph.saved_tensors_hooks(ledger.keep, lambda tensor: tensor)
             with ledger, ledger.seeing_resizes():
                 with hooks:

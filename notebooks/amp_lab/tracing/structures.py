@@ -1,54 +1,103 @@
-"""Tensors in the structures that models take and return: tuples, mappings, dataclasses."""
+"""Tensors in the structures that models take and return: tuples, mappings, dataclasses, objects."""
 
 import copy
+import copyreg
 import dataclasses
+import functools
+import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
+from amp_lab.errors import TraceError, first_line
+from amp_lab.remedies import remedy
 
-def named_leaves(structure: object, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Place and value of each leaf of tuples, lists, mappings and dataclasses."""
+_GIVE_TENSORS = remedy(
+    "trace.give_tensors",
+    "an input is an object that cannot be copied, or whose attributes are out of sight",
+    "give the model its tensors in a dict or a dataclass",
+)
+
+
+def named_leaves(
+    structure: object, path: str = "", *, opened: bool = False
+) -> Iterator[tuple[str, Any]]:
+    """Place and value of each leaf of tuples, lists, mappings and dataclasses.
+
+    With `opened`, objects of other classes that hold tensors, such as a batch of graphs, are no
+    leaves, but their tensors are; a cache of keys and values stays one.
+    """
     if isinstance(structure, (list, tuple)):
         structure = dict(enumerate(structure))
     elif dataclasses.is_dataclass(structure) and not isinstance(structure, type):
         structure = {f.name: getattr(structure, f.name) for f in dataclasses.fields(structure)}
-    if not isinstance(structure, Mapping):
-        yield path, structure
+    if isinstance(structure, Mapping):
+        for step, value in structure.items():
+            yield from named_leaves(value, f"{path}.{step}", opened=opened)
         return
-    for step, value in structure.items():
-        yield from named_leaves(value, f"{path}.{step}")
+    inside = (
+        [*_tensors_inside(structure, path, set())] if opened and not is_cache(structure) else []
+    )
+    yield from inside or [(path, structure)]
 
 
-def named_tensors(structure: object) -> list[tuple[str, torch.Tensor]]:
+def named_tensors(structure: object, *, opened: bool = False) -> list[tuple[str, torch.Tensor]]:
     """The tensors among `named_leaves`."""
-    return [pair for pair in named_leaves(structure) if isinstance(pair[1], torch.Tensor)]
+    leaves = named_leaves(structure, opened=opened)
+    return [pair for pair in leaves if isinstance(pair[1], torch.Tensor)]
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any) -> Any:
     """`structure` with `function` of every tensor in its tuples, lists, dicts and dataclasses.
 
-    An object that is a cache of keys and values, such as a `DynamicCache` of transformers, is
-    copied with what it holds, since a model that gets one writes into it.
+    An object of another class that holds tensors, such as a batch of graphs, is copied with what it
+    holds, and so is a cache of keys and values, since a model that gets one writes into it.
+
+    Raises `TraceError` for an object that cannot be copied, or that moves to a device and has no
+    attributes to look at.
     """
 
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return function(leaf)
-        if is_cache(leaf):
-            mapped = {id(tensor): function(tensor) for tensor in _tensors_inside(leaf, set())}
-            return copy.deepcopy(leaf, mapped)  # which takes these in place of copies
-        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-            return leaf
-        copied = copy.copy(leaf)
-        for field in dataclasses.fields(leaf):
-            mapped = map_tensors(function, getattr(leaf, field.name))
-            object.__setattr__(copied, field.name, mapped)  # a frozen dataclass refuses setattr
-        return copied
+        is_record = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
+        if is_record and not is_cache(leaf):
+            return _record_of(function, leaf)
+        inside = [tensor for _, tensor in _tensors_inside(leaf, "", set())]
+        if inside or is_cache(leaf):
+            return _copy_with(leaf, {id(tensor): function(tensor) for tensor in inside})
+        if _is_out_of_sight(leaf):
+            kind = type(leaf).__name__
+            raise TraceError(f"a {kind} does not show its tensors: {_GIVE_TENSORS.text}")
+        return leaf
 
     return pytree.tree_map(of_leaf, structure)
+
+
+def _record_of(function: Callable[[torch.Tensor], torch.Tensor], record: Any) -> Any:
+    copied = copy.copy(record)
+    for field in dataclasses.fields(record):
+        mapped = map_tensors(function, getattr(record, field.name))
+        object.__setattr__(copied, field.name, mapped)  # a frozen dataclass refuses setattr
+    return copied
+
+
+def _copy_with(thing: Any, mapped: dict[int, Any]) -> Any:
+    """A copy of an object that has other tensors in it, by the id of those that it has."""
+    try:
+        return copy.deepcopy(thing, mapped)  # which takes these in place of copies
+    except Exception as error:  # whatever is in it, such as a lock or an open file
+        said = f"a {type(thing).__name__} cannot be copied ({first_line(error)})"
+        raise TraceError(f"{said}: {_GIVE_TENSORS.text}") from error
+
+
+def _is_out_of_sight(thing: Any) -> bool:
+    """Whether an object moves to a device and has no attributes to look at."""
+    return not _is_code(thing) and hasattr(thing, "to") and not _attributes(thing)
 
 
 def is_cache(thing: object) -> bool:
@@ -65,17 +114,28 @@ def parts_of(thing: Any, *, opened: bool) -> dict[str, Any]:
         return thing._asdict()
     if isinstance(thing, (list, tuple)):
         return {str(number): value for number, value in enumerate(thing)}
-    if isinstance(thing, torch.Tensor) or callable(thing):  # a module or a class among them
+    if isinstance(thing, torch.Tensor) or _is_code(thing):
         return {}
-    return {**vars(thing)} if opened and hasattr(thing, "__dict__") else {}
+    return _attributes(thing) if opened else {}
 
 
-def _tensors_inside(thing: Any, known: set[int]) -> Iterator[torch.Tensor]:
+def _is_code(thing: Any) -> bool:
+    """Whether this is a class, a function or a module, whose tensors are not those of an input."""
+    is_function = inspect.isroutine(thing) or isinstance(thing, functools.partial)
+    return is_function or isinstance(thing, (type, types.ModuleType, nn.Module))
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    slots = [name for name in copyreg._slotnames(type(thing)) if hasattr(thing, name)]
+    return {**getattr(thing, "__dict__", {}), **{name: getattr(thing, name) for name in slots}}
+
+
+def _tensors_inside(thing: Any, path: str, known: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in a structure and in the attributes of its objects, each once."""
     if id(thing) in known:
         return
     known.add(id(thing))
     if isinstance(thing, torch.Tensor):
-        yield thing
-    for part in parts_of(thing, opened=True).values():
-        yield from _tensors_inside(part, known)
+        yield path, thing
+    for step, part in parts_of(thing, opened=True).items():
+        yield from _tensors_inside(part, f"{path}.{step}", known)

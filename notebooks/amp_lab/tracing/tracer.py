@@ -149,7 +149,7 @@ class Tracer(TorchFunctionMode):
         for name, tensor in (run.parameters | run.buffers).items():
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             self._name_tensor(tensor, Kind.OWN, f"{kind} {name}")
-        for path, tensor in named_tensors(dict(enumerate(run.args)) | run.kwargs):
+        for path, tensor in named_tensors(dict(enumerate(run.args)) | run.kwargs, opened=True):
             self._name_tensor(tensor, Kind.INPUT, f"input {path[1:]}")
         self._sources.name_attributes(run.model)
         enabled = self.dtype is not torch.float32

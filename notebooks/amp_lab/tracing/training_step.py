@@ -41,6 +41,7 @@ from amp_lab.tracing.memory_result import MemoryForecast
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, tensors_in
 from amp_lab.tracing.records import RNN_LAYERS
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
+from amp_lab.tracing.structures import named_tensors
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1),
@@ -144,7 +145,8 @@ class TrainingStep:
         return dataclasses.replace(traced, decisions=replay.remark)
 
     def _trace(self, inputs: tuple, kwargs: dict[str, Any], replay: Replay) -> "TracedStep":
-        run, given = self.run, tensors_in((inputs, kwargs))
+        run = self.run
+        given = [tensor for _, tensor in named_tensors((inputs, kwargs), opened=True)]
         shapes = tuple(tuple(tensor.shape) for tensor in given)
         if self.ranks > 1:
             from amp_lab.tracing.sharded_step import trace_sharded  # FSDP2 takes a second to load

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from amp_lab.backends import backend
 from amp_lab.errors import TraceError, first_line, with_type
@@ -36,7 +35,7 @@ from amp_lab.tracing.operands import low_operand, remedy_for_mixed
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.real_run import ModelCall
 from amp_lab.tracing.records import place_of
-from amp_lab.tracing.structures import named_leaves, named_tensors
+from amp_lab.tracing.structures import map_tensors, named_leaves, named_tensors
 from amp_lab.tracing.tracer import Tracer
 from amp_lab.tracing.xray_result import Xray
 
@@ -213,7 +212,7 @@ def _on_device(call: ModelCall, device_type: str, dtype: torch.dtype) -> Tracer:
     except (RuntimeError, TypeError) as error:  # tensors of a graph, locks, open files
         raise TraceError(f"real=True runs a copy of the model: {first_line(error)}") from error
     model.to(device_type)  # the copy: the user's own model stays where it is
-    inputs = tree_map_only(torch.Tensor, lambda t: t.to(device_type), inputs)
+    inputs = map_tensors(lambda tensor: tensor.to(device_type), inputs)
     own: Any = dict(model.named_parameters()), dict(model.named_buffers())
     run = ModelRun(model, *own, *inputs, fake=lambda x: x)
     # Dropout draws numbers: what the user draws next must not depend on this run.
@@ -226,7 +225,7 @@ def _on_device(call: ModelCall, device_type: str, dtype: torch.dtype) -> Tracer:
 def _explained(error: Exception, seen: Tracer, call: ModelCall) -> str:
     """The model's own error in a line, with the shapes that it was given."""
     model = call.model
-    tensors = [tensor for _, tensor in named_tensors([call.args, call.kwargs])]
+    tensors = [tensor for _, tensor in named_tensors([call.args, call.kwargs], opened=True)]
     shapes = ", ".join(f"{tuple(t.shape)} {dtype_name(t.dtype)}" for t in tensors)
     where = f" in {place_of(seen.failed_at[0])} ({seen.failed_at[1]})" if seen.failed_at else ""
     has_low_weights = bool(_low_weights(model))
@@ -247,7 +246,7 @@ def _check_inputs(model: nn.Module, inputs: tuple, kwargs: dict[str, Any], real:
         name = f"input {place!r}"
         if isinstance(value, nn.utils.rnn.PackedSequence) and not real:
             raise TraceError(f"{name} is a PackedSequence, which has no fake copy: give it padded")
-        for _, leaf in named_leaves(value):
+        for _, leaf in named_leaves(value, opened=True):
             if isinstance(leaf, torch.Tensor):
                 found += 1
                 _check_values(leaf, name, real)
