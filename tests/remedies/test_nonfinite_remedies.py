@@ -4,6 +4,7 @@ Most faults are a function of a layer's output. Its cure is code that stands in 
 place of the function; where a remedy is not code, the test does what it says.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from remedy_tests import does
 from torch import nn
 
 from amp_lab import ScaleLog, find_nonfinite
+from amp_lab.errors import NumericsError
 from amp_lab.numerics.nonfinite_report import NonfiniteReport
 from amp_lab.remedies import REMEDIES
 
@@ -61,6 +63,12 @@ class Fault:
 
 ZERO = [0.0, 1.0, 2.0]
 HALVES = (torch.bfloat16, torch.float16)
+AWAY_FROM_0 = "torch.where(x < 0, x.clamp_max(-1e-2), x.clamp_min(1e-2))"
+DIVISIONS = {  # each with what AWAY_FROM_0 is put into
+    "torch.ones_like(x) / x": "torch.ones_like(x) / {}",
+    "x.reciprocal()": "{}.reciprocal()",
+    "x ** -1": "{} ** -1",
+}
 EQUAL = [[2.0, 0.0], [0.0, 2.0]]
 FAULTS = [
     Fault("log1p", "torch.log1p(x)", [-2.0, -1.0, 1.0], "torch.log1p(x.clamp_min(-0.99))"),
@@ -74,7 +82,27 @@ FAULTS = [
     Fault("rsqrt", "torch.rsqrt(x)", [-1.0, 1.0, 0.0], "torch.rsqrt(x.clamp_min(0) + 1e-2)",
           dtypes=(torch.float32, torch.bfloat16)),
     Fault("sqrt", "torch.sqrt(x)", [-1.0, 1.0], "x.clamp_min(1e-6)", "torch.sqrt({})"),
-    Fault("pow", "x ** 0.3", [-1.0, 1.0], "x.clamp(1e-3, 1e3) ** p", "(lambda p: {})(0.3)"),
+    Fault("pow.fraction", "x ** 0.3", [-1.0, 1.0], "x.clamp_min(1e-3) ** p", "(lambda p: {})(0.3)"),
+    Fault("pow.fraction", "x ** 0.3", [-1.0, 1.0], "x.sign() * x.abs().clamp_min(1e-3) ** p",
+          "(lambda p: {})(0.3)"),
+    Fault("pow.zero", "x ** -1.5", ZERO, "x.clamp_min(1e-3) ** p", "(lambda p: {})(-1.5)"),
+    Fault("pow.fp16", "x ** 2", [-300.0, 300.0], "x.float() ** p", "(lambda p: {})(2) / 1000",
+          (torch.float16,)),
+    Fault("pow.range", "x ** 3", [-1e15, 300.0], "x.clamp(-1e3, 1e3) ** p", "(lambda p: {})(3)",
+          (torch.float32, torch.bfloat16)),
+    Fault("pow.range", "x ** 40", [0.5, 300.0], "x.clamp(-1e3, 1e3) ** p",
+          "(lambda p: {})(2).detach() + x", (torch.float32, torch.bfloat16)),
+    Fault("pow.exponent", "2.0 ** x", [1.0, 200.0], "a ** (x - x.max())", "(lambda a: {})(2.0)"),
+    Fault("pow.exponent", "2.0 ** x", [1.0, 200.0], "a ** x.clamp_max(limit)",
+          "(lambda a, limit: {})(2.0, 15.0)"),
+    *(
+        Fault("both_signs", fault, [-1.0, 0.0, 2.0], AWAY_FROM_0, whole)
+        for fault, whole in DIVISIONS.items()
+    ),
+    *(
+        Fault("both_signs", fault, [-1.0, 1e-3, 2.0], AWAY_FROM_0, whole, (torch.float16,))
+        for fault, whole in DIVISIONS.items()
+    ),
     Fault("acos", "torch.acos(x)", [1.5, 0.5], "x.clamp(-1, 1)", "torch.acos({}.detach()) + x"),
     Fault("std", "x.std(0)", [[1.0]], "correction=0", "x.detach().std(0, {}) + x"),
     Fault("var", "x.var(0)", [[1.0]], "correction=0", "x.var(0, {})"),
@@ -109,6 +137,44 @@ def test_its_code_in_the_place_of_the_fault_heals_it(fault):
         cured = model(fault.whole.format(fault.cure))
         again = find(cured, x, loss_fn=lambda y: y.float().sum())
         assert again is None, (dtype, str(again))
+
+
+@pytest.mark.parametrize("exponent", [2, 3])
+def test_a_power_of_numbers_of_both_signs_keeps_them_in_fp32(exponent):
+    x = torch.tensor([-300.0, -2.0, 0.0, 0.5, 300.0], dtype=torch.float16)
+    advice = found(Apply(lambda x: x**exponent, torch.float16), x).advice
+    assert "x.float() ** p, which keeps both signs and all values" in advice
+    assert "clamp" not in advice
+    assert torch.equal(x.float() ** exponent, (x.double() ** exponent).float())
+
+
+def test_a_power_beyond_fp32_is_clamped_alike_on_both_sides():
+    x = torch.tensor([-300.0, -2.0, 1.0, 300.0], dtype=torch.float16)
+    report = found(Apply(lambda x: x**41, torch.float16), x)
+    assert codes(report) == ["pow.range", "fp16_overflow.cast"]
+    assert not (x.float() ** 41).isfinite().all()
+    assert "x.clamp(-1e3, 1e3) ** p, with a limit that suits p" in report.advice
+    assert torch.equal((x.clamp(-1.25, 1.25) ** 41).sign(), x.sign())
+
+
+def test_a_power_of_tensors_is_judged_by_the_largest_of_them():
+    base = torch.tensor([-300.0, 1.0], dtype=torch.float16)
+    for exponent, code in ((2.0, "pow.fp16"), (40.0, "pow.range")):
+        given = torch.tensor([exponent, 0.0], dtype=torch.float16)
+        report = found(Apply(lambda x, given=given: x**given, torch.float16), base)
+        assert codes(report)[0] == code
+    inverse = torch.tensor([-1.0, 0.0])
+    zeros = torch.tensor([0.0, -1.0])
+    assert codes(found(Apply(lambda x: x**inverse), zeros)) == ["both_signs"]
+
+
+def test_an_eps_or_a_clamp_is_advised_for_divisors_that_are_not_negative_alone():
+    signs = torch.tensor([-0.01, 0.5])
+    assert not (1 / (signs + 1e-2)).isfinite().all()  # what the remedy says of an added eps
+    assert signs.clamp_min(1e-2)[0] > 0  # and of a clamp
+    for values, expected in (([0.0, 1.0], "div"), ([0.0, -1.0], "both_signs")):
+        report = found(Apply(lambda x: torch.ones(2) / x), torch.tensor(values))
+        assert codes(report) == [expected]
 
 
 def healed(model: nn.Module, x: torch.Tensor, **options: Any) -> bool:
@@ -419,18 +485,54 @@ def test_weights_that_are_trained_in_fp16():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     total = {"scaler": scaler, "loss_fn": lambda y: y.float().sum()}
     report = find(model, torch.ones(1, 3).half(), **total)
-    advice = only(report, "half_weights", "fp16_overflow.cast")
+    advice = only(report, "half_weights")
     refused = pytest.raises(ValueError, match="Attempting to unscale FP16 gradients")
     with refused as raised, ScaleLog(scaler):
         scaler.step(optimizer)
     assert raised.value.__notes__ == [f"ScaleLog: {REMEDIES['nonfinite.half_weights'].text}"]
-    assert "Keep these weights in fp32, model.float() in place of .half()" in advice
+    assert "dtype=torch.float32, or convert it with model.float()" in advice
     model.float()
     report = find(model, torch.ones(1, 3), autocast=torch.float16, **total)
     assert codes(report) == ["loss_scale", "fp16_overflow.autocast"]
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 2.0**23
+    assert "Or use bf16 without a GradScaler: model.bfloat16(), with inputs in bf16" in advice
+    assert healed(linear().bfloat16(), torch.ones(1, 3).bfloat16(), loss_fn=total["loss_fn"])
+
+
+def loaded_in_fp16() -> nn.Module:
+    model = nn.Linear(3, 2, dtype=torch.float16)
+    model.load_state_dict(linear(torch.float16).state_dict())
+    return model
+
+
+IN_FP16 = {
+    "half": lambda: linear().half(),
+    "to": lambda: linear().to(torch.float16),
+    "dtype": loaded_in_fp16,
+}
+
+
+@pytest.mark.parametrize("made", IN_FP16)
+def test_advice_on_weights_in_fp16_holds_however_they_were_made(made):
+    model = IN_FP16[made]()
+    x = torch.full((1, 3), 1e4, dtype=torch.float16)
+    with torch.no_grad():
+        model.weight.fill_(100.0)
+    forward = found(model, x)
+    assert codes(forward) == ["fp16_overflow.cast"]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24)
+    total = {"scaler": scaler, "loss_fn": lambda y: y.float().sum()}
+    backward = found(IN_FP16[made](), torch.ones(1, 3, dtype=torch.float16), **total)
+    assert codes(backward) == ["half_weights"]
+    for advice in (forward.advice, backward.advice):
+        assert "half()" not in advice
+
+
+def test_no_remedy_supposes_that_weights_were_cast_with_half():
+    about = [r for code, r in REMEDIES.items() if code.startswith("nonfinite.")]
+    assert [r.code for r in about if "half()" in r.text + r.when] == []
 
 
 def test_an_adapter_in_fp32_on_a_frozen_model_in_fp16_can_be_unscaled():
@@ -488,7 +590,10 @@ def test_a_layer_that_overflows_in_a_model_cast_to_fp16(mixed):
     advice = only(find(model, LARGE.half(), **options), "fp16_overflow.cast")
     assert "model.bfloat16(), with inputs in bf16" in advice
     assert healed(Overflowing().bfloat16(), LARGE.bfloat16(), **options)
-    assert "torch.autocast in place of .half()" in advice  # which then has the remedy above
+    assert (
+        "Do not rely on autocast to fp16 instead: on 'cpu' it runs addmm in fp16 as well" in advice
+    )
+    assert not healed(Overflowing(), LARGE, autocast=torch.float16, **options)
     assert "part.float(), called with x.float()" in advice
 
     def in_fp32(self: Overflowing, x: torch.Tensor) -> torch.Tensor:
@@ -501,6 +606,103 @@ def test_a_layer_that_overflows_in_a_model_cast_to_fp16(mixed):
     # The advice for autocast would raise here.
     with pytest.raises(RuntimeError, match="dtype"), torch.autocast("cpu", enabled=False):
         half().large(LARGE.float())
+
+
+class Behind(nn.Module):
+    """A linear layer, and an op on its output, which is fp16 under autocast to fp16."""
+
+    def __init__(self, op: Callable):
+        super().__init__()
+        self.linear, self.op = nn.Linear(2, 2, bias=False), op
+        with torch.no_grad():
+            self.linear.weight.copy_(torch.eye(2))
+
+    def forward(self, x):
+        return self.op(self.linear(x))
+
+
+OPS = {  # each with values for which it overflows in fp16
+    "mul": (lambda x: x * x, 300.0),
+    "exp": (torch.exp, 20.0),
+    "sum": (lambda x: x.sum(), 4e4),
+    "_softmax": (lambda x: x.softmax(-1), 1.0),  # asked about, and never at fault
+    "mse_loss": (lambda x: F.mse_loss(x, torch.zeros_like(x)), 300.0),
+    "prod": (torch.prod, 300.0),
+    "exp_": (lambda x: (x * 1).exp_(), 20.0),
+}
+FP32_ON_CPU = ("mse_loss", "prod")
+FP32_ON_CUDA = ("exp", "sum", "_softmax", "mse_loss", "prod")
+
+
+@does("nonfinite.fp16_overflow.cast", "nonfinite.fp16_overflow.fp32_op")
+@pytest.mark.parametrize("name", [name for name in OPS if name != "_softmax"])
+def test_autocast_is_advised_where_it_runs_the_op_in_fp32_alone(name):
+    op, value = OPS[name]
+    x = torch.full((1, 2), value)
+    total = {"loss_fn": lambda y: y.float().mean() * 1e-6}
+    report = found(Behind(op).half(), x.half(), **total)
+    assert report.op == name
+    helps = name in FP32_ON_CPU
+    assert codes(report)[-1] == f"fp16_overflow.{'fp32_op' if helps else 'cast'}"
+    assert healed(Behind(op), x, autocast=torch.float16, **total) == helps
+    advised = f"keep the weights in fp32 and use torch.autocast, which on 'cpu' runs {name} in fp32"
+    refused = f"autocast to fp16 instead: on 'cpu' it leaves {name} in the dtype of its inputs"
+    assert (advised in report.advice) == helps
+    assert (refused in report.advice) == (not helps)
+    assert "x.float() before an op without weights" in report.advice
+    assert healed(Behind(lambda x: op(x.float())).half(), x.half(), **total)
+    assert healed(Behind(op).bfloat16(), x.bfloat16(), **total)
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "xpu", "mps"])
+@pytest.mark.parametrize("name", OPS)
+def test_what_autocast_does_with_an_op_is_that_of_its_device(name, device_type):
+    report = found(Behind(OPS["mul"][0]).half(), torch.full((1, 2), 300.0).half())
+    value = dataclasses.replace(report.value, device_type=device_type)
+    there = dataclasses.replace(report, op=name, kernel=name, value=value)
+    helps = name in FP32_ON_CUDA
+    assert codes(there)[-1] == f"fp16_overflow.{'fp32_op' if helps else 'cast'}"
+    assert f"on {device_type!r}" in there.advice
+
+
+def test_autocast_on_a_device_without_a_table_is_not_advised():
+    report = found(Behind(OPS["mul"][0]).half(), torch.full((1, 2), 300.0).half())
+    value = dataclasses.replace(report.value, device_type="hpu")
+    there = dataclasses.replace(report, op="exp", value=value)
+    assert codes(there)[-1] == "fp16_overflow.cast"
+    assert "amp_lab has no table of autocast on 'hpu'" in there.advice
+
+
+def test_the_advice_is_in_the_error_that_is_raised_at_the_op():
+    model = Behind(OPS["mul"][0]).half()
+    with pytest.raises(NumericsError, match="it leaves mul in the dtype of its"):  # noqa: SIM117
+        with find_nonfinite(model, raise_on_first=True):
+            model(torch.full((1, 2), 300.0).half())
+
+
+@does("nonfinite.fp16_overflow.gradient")
+def test_a_gradient_that_exceeds_fp16_where_the_weights_are_fp16():
+    total = {"loss_fn": lambda y: y.float().sum() * 2.0**18}
+    x = torch.ones(1, 3)
+    report = found(linear().half(), x.half(), **total)
+    advice = only(report, "fp16_overflow.gradient")
+    assert "model.bfloat16(), with inputs in bf16" in advice
+    assert healed(linear().bfloat16(), x.bfloat16(), **total)
+    assert "train under torch.autocast with a GradScaler" in advice
+    model, scaler = linear(), torch.amp.GradScaler("cpu", init_scale=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-18)
+    before, scales = model.weight.clone(), []
+    for _ in range(4):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            output = model(x)
+        scaler.scale(total["loss_fn"](output)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert scales[0] == 0.5  # the first step was skipped
+    assert scales[-1] == scales[-2]  # and the last one was not
+    assert not torch.equal(model.weight, before)
 
 
 @does("nonfinite.attention_scores")

@@ -12,7 +12,7 @@ from amp_lab.backends import BACKENDS
 from amp_lab.cpu import lstm_error
 from amp_lab.errors import AmpLabWarning, DeviceError
 from amp_lab.report import dtype_name, short_name
-from amp_lab.tracing.op_table import POLICIES, OpRule, OpTable, differences, op_table
+from amp_lab.tracing.op_table import POLICIES, OpRule, OpTable, differences, op_table, policies
 
 pytestmark = pytest.mark.slow
 
@@ -244,6 +244,13 @@ def test_dtype_changes_what_is_low_and_no_policy(tables, device_type):
     assert {r.op for r in table if r.agrees is False} <= {"_cudnn_rnn"}
     low = {r.observed for r in table if r.policy == "lower_precision" and r.agrees}
     assert low == {dtype}
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_the_policies_of_one_op_are_those_of_the_table(tables, device_type):
+    for op in ("addmm", "softmax", "exp", "cat", "mse_loss", "sum", "binary_cross_entropy", "mul"):
+        rules = [r for r in tables[device_type] if r.op.partition(".")[0] == op]
+        assert policies(op, device_type, torch.float16) == {rule.policy for rule in rules}
 
 
 def test_differences_between_backends(tables):

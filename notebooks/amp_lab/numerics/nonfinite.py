@@ -25,6 +25,7 @@ from amp_lab.numerics.nonfinite_report import NonfiniteReport
 from amp_lab.numerics.op_constants import (
     constant_beyond,
     divisor,
+    exponent,
     infinite_at_zero,
     keeps_zero,
     lost_eps,
@@ -336,6 +337,7 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             line=None if call.is_backward else _user_line(),
             placed_by=source.place if source else None,
             constant=constant_beyond(call, value.dtype),
+            exponent=exponent(call),
             eps=self._eps_of(infinite_at_zero(call)),
         )
 

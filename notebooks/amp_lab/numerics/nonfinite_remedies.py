@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from amp_lab.numerics.autocast_effect import runs_in_fp32
 from amp_lab.numerics.op_constants import FILLING
+from amp_lab.numerics.power_remedies import BOTH_SIGNS, divides_by_both_signs, remedy_for_power
 from amp_lab.remedies import Remedy, remedy
 
 if TYPE_CHECKING:
@@ -97,7 +99,9 @@ HALF_WEIGHTS = _remedy(
     "weights that are trained are fp16, and a GradScaler is used",
     "The weights that are trained are fp16. GradScaler refuses their gradients (Attempting to "
     "unscale FP16 gradients), so it neither skips a step nor lowers the scale. Keep these weights "
-    "in fp32, model.float() in place of .half(), and run the forward pass under torch.autocast.",
+    "in fp32: load or make the model with dtype=torch.float32, or convert it with model.float(). "
+    "Then run the forward pass under torch.autocast. Or use bf16 without a GradScaler: "
+    "model.bfloat16(), with inputs in bf16.",
 )
 MASK_VALUE = _remedy(
     "mask_value",
@@ -124,12 +128,28 @@ _OVERFLOW_AUTOCAST = _remedy(
     f"{_OVERFLOW}, or compute this part in fp32, up to where its values are small again: with "
     "torch.autocast(device_type, enabled=False), on x.float().",
 )
+_IN_BF16 = f"{_OVERFLOW} (model.bfloat16(), with inputs in bf16)"
+_PART = (
+    "part.float(), called with x.float(), or x.float() before an op without weights; the result "
+    "fits back into fp16 only where its values are small again"
+)
 _OVERFLOW_CAST = _remedy(
     "fp16_overflow.cast",
-    "a value exceeded 65504 in a model cast to fp16",
-    f"{_OVERFLOW} (model.bfloat16(), with inputs in bf16). Or keep fp32 weights and use "
-    "torch.autocast in place of .half(). To run one part in fp32: part.float(), called with "
-    "x.float(); its result fits back into fp16 only where its values are small again.",
+    "a value exceeded 65504 with weights in fp16, in an op that autocast leaves in fp16",
+    f"{_IN_BF16}, or compute this part in fp32: {_PART}. Do not rely on autocast to fp16 instead: "
+    "{autocast}.",
+)
+_OVERFLOW_FP32_OP = _remedy(
+    "fp16_overflow.fp32_op",
+    "a value exceeded 65504 with weights in fp16, in an op that autocast runs in fp32",
+    f"{_IN_BF16}. Or keep the weights in fp32 and use torch.autocast, which on {{device!r}} runs "
+    f"{{op}} in fp32. To compute one part in fp32: {_PART}.",
+)
+_OVERFLOW_GRADIENT = _remedy(
+    "fp16_overflow.gradient",
+    "a gradient exceeded 65504 with weights in fp16",
+    f"{_IN_BF16}. Or keep the weights in fp32, and train under torch.autocast with a GradScaler, "
+    "which skips such a step and lowers the scale of the loss until the gradients fit.",
 )
 _SCORES = _remedy(
     "attention_scores",
@@ -250,12 +270,6 @@ _FORWARD = {
         "The root of a negative number: torch.sqrt(x.clamp_min(0)); with an eps, x.clamp_min(1e-6),"
         " if gradients are needed, since the derivative at 0 is infinite.",
     ),
-    "pow": _remedy(
-        "pow",
-        "a power that is not defined or out of range",
-        "A negative base with a fractional exponent, zero with a negative one, or a result out "
-        "of range: x.clamp(1e-3, 1e3) ** p, with limits that suit p.",
-    ),
     "exp": _remedy(
         "exp",
         "an exponential out of range",
@@ -329,9 +343,13 @@ def _on_backward(report: NonfiniteReport) -> list[Remedy]:
     if report.loss_scale is not None and _overflows(report):
         found.append(HALF_WEIGHTS if report.half_weights else _LOSS_SCALE)
     own = _by_op(report, _BACKWARD)
+    if _begins(report, "div", "reciprocal", "pow") and divides_by_both_signs(report):
+        own = BOTH_SIGNS
     if own is not None:
         found.append(own)
     # An infinite derivative is so in any format; fp16 makes one of a finite derivative too.
+    if HALF_WEIGHTS in found:  # which says what to do about the range as well
+        return found
     if _overflows_fp16(report):
         found.append(_fp16_overflow(report))
     elif own is None:
@@ -350,17 +368,31 @@ def _on_forward(report: NonfiniteReport) -> list[Remedy]:
 def _on_overflow(report: NonfiniteReport) -> list[Remedy]:
     if _overflows_fp16(report) and not _is_at_a_pole(report):
         # What these do about it needs no other format.
-        own = _by_op(report, _FORWARD) if _begins(report, "exp", "pow", "to_copy") else None
+        own = _on_forward_op(report) if _begins(report, "exp", "pow", "to_copy") else None
         scores = _SCORES if _begins(report, "bmm", "baddbmm", "matmul") else None
         return [found for found in (own, _fp16_overflow(report), scores) if found]
-    own = _by_op(report, _FORWARD)
+    own = _on_forward_op(report)
     if own is None and report.inputs and _overflows(report):
         return [_RANGE]
     return [own or _UNKNOWN]
 
 
+def _on_forward_op(report: NonfiniteReport) -> Remedy | None:
+    if _begins(report, "pow"):
+        return remedy_for_power(report)
+    if divides_by_both_signs(report):
+        return BOTH_SIGNS
+    return _by_op(report, _FORWARD)
+
+
 def _fp16_overflow(report: NonfiniteReport) -> Remedy:
-    return _OVERFLOW_CAST if report.weights is torch.float16 else _OVERFLOW_AUTOCAST
+    if report.weights is not torch.float16:
+        return _OVERFLOW_AUTOCAST
+    if report.phase == "backward":
+        return _OVERFLOW_GRADIENT
+    if runs_in_fp32(report.op or "", report.value.device_type):
+        return _OVERFLOW_FP32_OP
+    return _OVERFLOW_CAST
 
 
 def _begins(report: NonfiniteReport, *starts: str) -> bool:
@@ -386,4 +418,6 @@ def _is_at_a_pole(report: NonfiniteReport) -> bool:
     if _begins(report, "div"):
         return any(x.name == "other" and x.low <= 0 <= x.high for x in report.inputs)
     at_zero = any(x.name == "self" and x.low <= 0 for x in report.inputs)
+    if _begins(report, "pow"):
+        return at_zero and (report.exponent or 0) < 0
     return at_zero and _begins(report, "log", "reciprocal", "rsqrt")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from amp_lab.numerics.autocast_effect import what_autocast_does
 from amp_lab.numerics.nonfinite_remedies import remedies_for
 from amp_lab.numerics.tensor_summary import TensorSummary
 from amp_lab.remedies import Remedy
@@ -28,6 +29,7 @@ class NonfiniteReport:
     weights: torch.dtype | None = None  # of the module, or of the model if it has none
     half_weights: bool = False  # whether weights that are trained are fp16
     constant: float | None = None  # a number in the code that the result's dtype cannot hold
+    exponent: float | None = None  # that `kernel` raises to, if it is a number in the code
     eps: float | None = None  # what was added to an input to keep it from 0, and is 0 in its dtype
     line: str | None = None  # of your code that called the op, where there was one
     reached: str = ""  # what it spread to: why it counts
@@ -47,8 +49,17 @@ class NonfiniteReport:
         """The same in words."""
         what = "The gradient" if self.phase == "backward" else "The result"
         facts = {"what": what, "scale": self.loss_scale, "dtype": dtype_name(self.value.dtype)}
+        facts |= {"device": self.value.device_type, "op": self.op}
+        facts |= {"autocast": self._autocast_effect}
         facts |= {"eps": self.eps, "constant": self.constant}
         return " ".join(remedy.said(**facts) for remedy in self.remedies)
+
+    @property
+    def _autocast_effect(self) -> str:
+        """What autocast would do with the op, which matters where the weights are fp16."""
+        if self.op is None or self.weights is not torch.float16:
+            return ""
+        return what_autocast_does(self.op, self.value.device_type)
 
     @property
     def where(self) -> str:

@@ -38,6 +38,13 @@ def constant_beyond(call: Call, dtype: torch.dtype) -> float | None:
     return next(beyond, None)
 
 
+def exponent(call: Call) -> float | None:
+    """The number that an op raises to, where that stands in the code."""
+    if _name(call.func) != "pow" or not isinstance(call.args[1], (int, float)):
+        return None
+    return float(call.args[1])
+
+
 def lost_eps(call: Call, dtype: torch.dtype) -> float | None:
     """The small number that an op adds, or clamps to, and that is 0 in `dtype`, if that is fp16."""
     if dtype is not torch.float16 or _name(call.func) not in _GUARDING or call.is_backward:

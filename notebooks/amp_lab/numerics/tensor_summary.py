@@ -17,6 +17,7 @@ class TensorSummary:
 
     name: str  # among the op's arguments: ``self``, ``weight``, ``grad_output``
     dtype: torch.dtype
+    device_type: str
     shape: tuple[int, ...]
     low: float  # the smallest finite value, of a complex tensor a part's; NaN if it has none
     high: float  # the largest
@@ -58,6 +59,7 @@ def summarise(name: str, tensor: torch.Tensor) -> TensorSummary:
     return TensorSummary(
         name=name,
         dtype=tensor.dtype,
+        device_type=tensor.device.type,
         shape=tuple(tensor.shape),
         low=float(low),
         high=float(high),

@@ -25,7 +25,13 @@ from amp_lab.cpu import lstm_remarks, matrix_instructions
 from amp_lab.errors import AmpLabWarning, first_line
 from amp_lab.report import Printed, Table, short_name
 from amp_lab.tracing.dtype_checks import StrictFakeMode
-from amp_lab.tracing.fake_device import absent_device, autocast_on, checked_dtype, errors_not_logged
+from amp_lab.tracing.fake_device import (
+    absent_device,
+    autocast_on,
+    checked_backend,
+    checked_dtype,
+    errors_not_logged,
+)
 from amp_lab.tracing.op_samples import Sample, Sizes, sizes_to_try
 from amp_lab.tracing.ops_seen import tensors_in
 
@@ -149,6 +155,28 @@ def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
     table = [rule for base, group in rules.items() for rule in _merged(base, group)]
     table.sort(key=lambda rule: (list(POLICIES).index(rule.policy), rule.op))
     return OpTable(table, device_type, dtype, autocast.real)
+
+
+def policies(op: str, device_type: str, dtype: torch.dtype) -> set[str]:
+    """The policies of an op's overloads on a backend; none if autocast leaves the op alone.
+
+    `op` is without "aten::" and without an overload, `dtype` what autocast lowers to. Only this op
+    is asked about, so this takes some milliseconds, where `op_table` takes seconds.
+
+    Raises `DeviceError` for an unknown device type.
+    """
+    key = f"Autocast{backend(checked_backend(device_type)).key}"
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    autocast = _Autocast(device_type, dtype, real=False)
+    found = set()
+    for name in registered:
+        base, _, overload = name.removeprefix("aten::").partition(".")
+        if base != op:
+            continue
+        policy, _ = autocast.policy(getattr(getattr(torch.ops.aten, base), overload or "default"))
+        if policy is not None:
+            found.add(policy)
+    return found
 
 
 def differences(first: OpTable, second: OpTable) -> OpDifferences:
