@@ -48,6 +48,18 @@ FILES = {
         "for i, b in enumerate(loader):\n    scaler.scale(loss).backward()\n    if i % 4 == 0:\n"
         "        scaler.step(optimizer)\n        scaler.update()\n",
     ),
+    "updates that are skipped": (
+        f"{IMPORTS}scaler = GradScaler()\n",
+        "for x in data:\n    scaler.scale(model(x)).backward()\n    scaler.unscale_(optimizer)\n"
+        "    if bad(x):\n        optimizer.zero_grad()\n        continue\n"
+        "    scaler.step(optimizer)\n    scaler.update()\n",
+    ),
+    "functions that return": (
+        f"{IMPORTS}scaler = GradScaler()\n",
+        "def f{0}(x):\n    scaler.scale(model(x)).backward()\n    scaler.unscale_(optimizer)\n"
+        "    if bad(x):\n        return\n    scaler.step(optimizer)\n    scaler.update()\n"
+        "for x in data:\n    f{0}(x)\n",
+    ),
     "Apex, left over": ("import torch\n", "from apex import amp\n"),
     "two branches": (
         f"{IMPORTS}scaler = GradScaler()\n",

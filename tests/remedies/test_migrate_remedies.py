@@ -7,44 +7,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from remedy_tests import does, says
+from scaler_programs import HEAD, found, run
 from torch import nn
-
-from amp_lab.migrate import migrate_source
-
-HEAD = """
-import torch
-from torch import nn
-from torch.amp import GradScaler, autocast
-from torch.nn.utils import clip_grad_norm_
-
-model = nn.Linear(2, 1, bias=False)
-nn.init.ones_(model.weight)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scaler = GradScaler("cpu", init_scale=2.0**10)
-x = torch.ones(4, 2)
-
-
-def new_loss():
-    with autocast("cpu", dtype=torch.float16):
-        return model(x).float().square().mean()
-"""
-
-
-def run(code: str, **names: Any) -> dict[str, Any]:
-    """The names that a program leaves."""
-    left = names | {"__name__": "__main__"}
-    exec(compile(code, "program", "exec"), left)
-    return left
 
 
 def moved(names: dict[str, Any]) -> float:
     """How far the program moved each of its two weights, which were 1; a step is 0.4."""
     return float((1 - names["model"].weight.detach()).mean())
-
-
-def found(code: str) -> str:
-    findings = migrate_source(code)[1]
-    return "\n".join(f.message for f in findings if f.kind in ("mistake", "note"))
 
 
 class Case(NamedTuple):
@@ -135,6 +104,19 @@ CASES = {
         "        scaler.step(optimizer)\n        scaler.update()\n        optimizer.zero_grad()\n",
         "call it before clipping and scaler.step(optimizer)",
         raises("already been called"),
+    ),
+    "path_without_update": Case(
+        "for i in range(4):\n    scaler.scale(new_loss()).backward()\n"
+        "    scaler.unscale_(optimizer)\n    norm = clip_grad_norm_(model.parameters(), 9.0)\n"
+        "    if norm > 0.5:\n        optimizer.zero_grad()\n        continue\n"
+        "    scaler.step(optimizer)\n    scaler.update()\n    optimizer.zero_grad()\n",
+        "for i in range(4):\n    scaler.scale(new_loss()).backward()\n"
+        "    scaler.unscale_(optimizer)\n    norm = clip_grad_norm_(model.parameters(), 9.0)\n"
+        "    if norm > 0.5:\n        optimizer.zero_grad()\n        scaler.update()\n"
+        "        continue\n"
+        "    scaler.step(optimizer)\n    scaler.update()\n    optimizer.zero_grad()\n",
+        "call scaler.update() on that path too",
+        raises("already been called on this optimizer since the last update"),
     ),
     "unscaled_by_another": Case(
         'other = GradScaler("cpu", init_scale=2.0**10)\nscaler.scale(new_loss()).backward()\n'

@@ -8,6 +8,7 @@ import libcst as cst
 
 from amp_lab.migrate import nodes
 from amp_lab.migrate.code_reader import CodeReader, Event, Found, last_part, of_kind
+from amp_lab.migrate.skipped_updates import is_dropped
 from amp_lab.remedies import remedy
 
 _UNSCALED_EACH_BATCH = remedy(
@@ -33,6 +34,8 @@ def unscaled_in_each_batch(code: CodeReader) -> Found:
         steps = unscale.unit.by_scaler["scaler step", unscale.of]
         is_rare = _are_less_often([e for e in steps if e.optimizer == unscale.optimizer], unscale)
         is_either = any(a.place.excludes(b.place) for a in updates for b in updates)
+        if any(_is_dropped_without(code, update, unscale) for update in updates):
+            continue  # see `skipped_updates`
         if is_rare and not is_either and not code.escapes(last_part(unscale.of)):
             names = {"scaler": unscale.of, "optimizer": unscale.optimizer}
             yield unscale.node, _UNSCALED_EACH_BATCH.said(**names)
@@ -62,6 +65,13 @@ def _is_less_often(event: Event, unscale: Event) -> bool:
         return event.place.loops == loops[:-1] and not is_own
     own = event.place.arms[len(arms) :]
     return event.place.arms[: len(arms)] == arms and any(_goes_on(*arm) for arm in own)
+
+
+def _is_dropped_without(code: CodeReader, update: Event, unscale: Event) -> bool:
+    """Whether batches that skip an update are given up, not summed."""
+    own = [arm for arm in update.place.arms if arm not in unscale.place.arms]
+    tests = [(node, number) for node, number in own if isinstance(node, cst.If)]
+    return any(is_dropped(code, unscale, node, 1 - number) for node, number in tests)
 
 
 def _goes_on(node: cst.CSTNode, number: int) -> bool:

@@ -72,12 +72,22 @@ class Event:
     optimizer: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Exit:
+    """A ``continue`` or ``return``."""
+
+    node: cst.CSTNode
+    place: Place
+    order: int  # the number of events of its unit before it
+
+
 @dataclasses.dataclass(eq=False)
 class Unit:
     """The module, or a function, and what happens in it."""
 
     scope: Scope
     events: list[Event] = dataclasses.field(default_factory=list)
+    exits: list[Exit] = dataclasses.field(default_factory=list)
     scaled_names: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
@@ -102,6 +112,25 @@ class Unit:
         found: defaultdict[tuple[str, str], list[Event]] = defaultdict(list)
         for event in self.events:
             found[event.kind, event.of].append(event)
+        return found
+
+    @functools.cached_property
+    def by_loop(self) -> defaultdict[tuple[str, str, tuple[cst.CSTNode, ...]], list[Event]]:
+        """The events of each kind and scaler in a loop and those inside it, by all its loops."""
+        found: defaultdict[tuple[str, str, tuple[cst.CSTNode, ...]], list[Event]]
+        found = defaultdict(list)
+        for event in self.events:
+            loops = event.place.loops
+            for depth in range(len(loops) + 1):
+                found[event.kind, event.of, loops[:depth]].append(event)
+        return found
+
+    @functools.cached_property
+    def exits_of(self) -> defaultdict[tuple[cst.CSTNode, ...], list[Exit]]:
+        """The exits by the loops around them, in their order."""
+        found: defaultdict[tuple[cst.CSTNode, ...], list[Exit]] = defaultdict(list)
+        for leaving in self.exits:
+            found[leaving.place.loops].append(leaving)
         return found
 
     def after(self, kind: str, first: int) -> Iterator[Event]:
@@ -186,6 +215,8 @@ class CodeReader:
             else:
                 self._read(part, _place_of(part, node, place), unit)
             place = self._place_after(part, place, unit.scope)
+        if isinstance(node, cst.Continue | cst.Return):
+            unit.exits.append(Exit(node, place, len(unit.events)))
         if isinstance(node, cst.Call):
             kind, scaler, optimizer = self._kind(node, unit)
             order = len(unit.events)
@@ -331,6 +362,14 @@ class CodeReader:
                 found[parts[-1]].append(event)
         return found
 
+    @functools.cached_property
+    def updated_in(self) -> defaultdict[str, set[Unit]]:
+        """The units in which each scaler is updated, by the last part of its name."""
+        found: defaultdict[str, set[Unit]] = defaultdict(set)
+        for event in of_kind("update", self.events):
+            found[last_part(event.of)].add(event.unit)
+        return found
+
     def _hands_on_self(self, call: cst.Call) -> bool:
         """Whether a call gives the object away, or is of a method from a class of another file."""
         parts = nodes.dotted(call.func) or ()
@@ -366,7 +405,7 @@ class CodeReader:
         text = self.tree.text[self.tree.span(first.node)[1] : self.tree.span(second.node)[1]]
         return re.sub(r"#.*", "", text)  # a comment that names unscale_ unscales nothing
 
-    def both_run(self, first: Event, second: Event) -> bool:
+    def both_run(self, first: Event, second: Event | Exit) -> bool:
         """Whether a run that reaches the first can surely reach the second as well."""
         if first.place.excludes(second.place):
             return False

@@ -9,7 +9,14 @@ import re
 
 import libcst as cst
 
-from amp_lab.migrate import accumulation, checkpoints, lifetime, nodes, whole_programs
+from amp_lab.migrate import (
+    accumulation,
+    checkpoints,
+    lifetime,
+    nodes,
+    skipped_updates,
+    whole_programs,
+)
 from amp_lab.migrate.code_reader import CodeReader, Event, Found, of_kind
 from amp_lab.migrate.python_tree import Tree
 from amp_lab.migrate.rewriter import Rewriter
@@ -247,4 +254,9 @@ def _never_updated(code: CodeReader) -> Found:
 
 _NOTES = (_backward_in_autocast,)
 _RULES = (_clipped_scaled, _stepped_beside, _never_updated, checkpoints.saved_without, *_NOTES)
-_RULES += (lifetime.made_each_epoch, *accumulation.RULES, *whole_programs.RULES)
+_RULES += (
+    lifetime.made_each_epoch,
+    *accumulation.RULES,
+    *skipped_updates.RULES,
+    *whole_programs.RULES,
+)
