@@ -89,20 +89,33 @@ def cpu_autocast(precision):
     return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
 
 
+class Saved:
+    """A tensor that autograd saved; it lives as long as the graph that needs it."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor.detach()
+
+
 def bytes_kept(model, precision, *args, **kwargs):
-    """Bytes of all storages that autograd saves in a real forward pass, but the model's own."""
+    """Bytes of all storages that autograd keeps after a real forward pass, but the model's own.
+
+    What was saved for an output that nobody holds any more is not among them.
+    """
     own = {t.untyped_storage()._cdata for t in [*model.parameters(), *model.buffers()]}
-    saved = []
+    saved = weakref.WeakSet()
 
     def pack(tensor):
-        saved.append(tensor.detach())
-        return saved[-1]
+        kept = Saved(tensor)
+        saved.add(kept)
+        return kept
 
-    with cpu_autocast(precision), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor)
+    with cpu_autocast(precision), hooks:
         loss = loss_of(model(*args, **kwargs))
     assert loss.grad_fn is not None
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in saved}
-    return sum(size for address, size in storages.items() if address not in own)
+    storages = [kept.tensor.untyped_storage() for kept in saved]
+    sizes = {storage._cdata: storage.nbytes() for storage in storages}
+    return sum(size for address, size in sizes.items() if address not in own)
 
 
 def real_peaks(model, precision, *args, **kwargs):

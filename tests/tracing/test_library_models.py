@@ -1,25 +1,22 @@
-"""X-ray and forecast on 40 models of other libraries: each held against a real run on the CPU.
+"""X-ray and forecast on 60 models of other libraries: each held against a real run on the CPU.
 
 They run weekly, where the libraries are installed: see CONTRIBUTING.
 """
 
 import copy
-import importlib.util
 
 import pytest
 import torch
-from library_models import MODELS, REFUSED
+from library_checks import dtypes_of_modules, module_dtypes
+from library_models import MODELS, REFUSED, built_for_test
 from memory_models import bytes_kept, loss_of, real_peaks
 from torch.utils.flop_counter import FlopCounterMode
 
 from amp_lab import forecast_memory, xray
 from amp_lab.errors import TraceError
 
-LIBRARIES = ("timm", "transformers", "diffusers", "peft")
-missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.weekly,
-    pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}"),
     pytest.mark.filterwarnings("ignore"),  # theirs
 ]
 WORKING = sorted(MODELS.keys() - REFUSED)
@@ -31,20 +28,19 @@ def products(found):
     return [(row.module, row.op, row.flops, row.out_dtypes) for row in found.rows if row.flops]
 
 
-def test_there_are_forty():
-    assert len(MODELS) >= 40
+def test_there_are_sixty_of_which_at_most_two_are_refused():
+    assert len(MODELS) >= 60
+    assert len(REFUSED) <= 2
 
 
 @pytest.fixture
 def built(request):
-    torch.manual_seed(0)
-    return MODELS[request.param]()
+    return built_for_test(request.param)
 
 
 @pytest.mark.parametrize("built", WORKING, indirect=True)
 def test_a_fake_trace_agrees_with_a_real_run(built):
     model, args, kwargs = built
-    model.eval()  # dropout would draw other numbers
     for dtype in (torch.float32, torch.bfloat16):
         real, fake = (
             xray(model, *args, device_type="cpu", dtype=dtype, real=real, **kwargs)
@@ -58,9 +54,15 @@ def test_a_fake_trace_agrees_with_a_real_run(built):
 
 
 @pytest.mark.parametrize("built", WORKING, indirect=True)
+def test_modules_return_the_dtypes_that_hooks_of_a_real_run_see(built):
+    model, args, kwargs = built
+    fake = xray(model, *args, device_type="cpu", dtype=torch.bfloat16, **kwargs)
+    assert module_dtypes(fake) == dtypes_of_modules(model, args, kwargs)
+
+
+@pytest.mark.parametrize("built", WORKING, indirect=True)
 def test_flops_are_those_that_torch_counts(built):
     model, args, kwargs = built
-    model.eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(*args, **kwargs)
     rows = xray(model, *args, device_type="cpu", **kwargs).rows
@@ -69,8 +71,7 @@ def test_flops_are_those_that_torch_counts(built):
 
 
 def test_flops_of_grouped_products_are_those_counted_by_hand():
-    torch.manual_seed(0)
-    model, args, kwargs = MODELS["mixtral"]()
+    model, args, kwargs = built_for_test("mixtral")
     rows = xray(model, *args, device_type="cpu", **kwargs).rows
     layers, tokens, experts_a_token, width, hidden = 2, 2 * 16, 2, 64, 128
     products = width * 2 * hidden + hidden * width  # gate and up in one, then down
@@ -82,7 +83,6 @@ def test_flops_of_grouped_products_are_those_counted_by_hand():
 @pytest.mark.parametrize("built", WORKING, indirect=True)
 def test_the_forecast_agrees_with_a_real_step(built, precision):
     model, args, kwargs = built
-    model.eval()
     forecast = forecast_memory(
         *(model, *args),
         device_type="cpu",
@@ -104,7 +104,6 @@ def test_the_forecast_agrees_with_a_real_step(built, precision):
 @pytest.mark.parametrize("built", WORKING, indirect=True)
 def test_the_model_is_as_it_was(built):
     model, args, kwargs = built
-    model.eval()  # some drop layers at random, which fakes cannot follow
     model(*args, **kwargs)  # some note in their config what they were first used for
     before = copy.deepcopy(model.state_dict())
     config = copy.deepcopy(getattr(model, "config", None))
