@@ -1,7 +1,6 @@
 """What can be said before anything runs: dtypes, and memory, on a device that need not be here."""
 
 import contextlib
-import copy
 import functools
 import math
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from amp_lab.device import describe_device
 from amp_lab.errors import TraceError
 from amp_lab.precision import Precision
 from amp_lab.report import bytes_text
+from amp_lab.tracing.copies import copied
 from amp_lab.tracing.memory import BatchedInputs, memory_table, parse_bytes
 from amp_lab.tracing.xray import xray
 from amp_lab.tracing.xray_result import Xray
@@ -65,7 +65,7 @@ def first_look(case: Case, memory: int | str | None = None) -> Outlook:
             see = functools.partial(xray, dtype=precision.dtype, device_type=kind, **case.kwargs)
             seen = look.xrays[precision] = see(case.model, *case.args, loss_fn=case.loss_fn)
             if seen.raised:  # perhaps in what inference has not: the loss, or a backward pass
-                alone = copy.deepcopy(case.model).requires_grad_(False).eval()
+                alone = copied(case.model).requires_grad_(False).eval()
                 found = {TRAINING: seen.raised, INFERENCE: see(alone, *case.args).raised}
                 look.raises |= {(use, precision): why for use, why in found.items() if why}
         for use in case.uses:

@@ -1,6 +1,5 @@
 """What can be tried: recipes for a step, as the very lines that are timed, checked and printed."""
 
-import copy
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 from amp_lab.precision import Precision
 from amp_lab.remedies import remedy
 from amp_lab.timing import Estimate, Ratio
+from amp_lab.tracing.copies import copied
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
 
 TRAINING, INFERENCE = "training", "inference"
@@ -72,13 +72,14 @@ class Case:
 
     def copied(self, recipe: Recipe) -> "Case":
         """The same with copies of model and inputs, in the dtype of the recipe."""
-        dtype, model = self.dtype_of(recipe), copy.deepcopy(self.model)
+        dtype = self.dtype_of(recipe)
+        model = copied(self.model)
 
-        def copied(x: torch.Tensor) -> torch.Tensor:
+        def cast(x: torch.Tensor) -> torch.Tensor:
             x = x.detach().clone()
             return x.to(dtype) if dtype and x.is_floating_point() else x
 
-        args, kwargs = tree_map_only(torch.Tensor, copied, (self.args, self.kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, cast, (self.args, self.kwargs))
         return replace(self, model=model.to(dtype) if dtype else model, args=args, kwargs=kwargs)
 
 

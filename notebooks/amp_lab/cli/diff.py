@@ -45,6 +45,8 @@ def run(options: argparse.Namespace) -> None:
     sizes = _check(options)
     place, most = options.device or "cpu", max(sizes) if sizes else None
     require_memory(options, place, "the two runs", most)
+    from amp_lab.tracing.copies import copied
+
     found = None
     with given_model(options, with_values=True) as given:
         if options.other:
@@ -53,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
                     _share_weights(given.model, other.model)
                 found = _compare(options, given, other.model, sizes)
         elif not options.compile:
-            found = _compare(options, given, copy.deepcopy(given.model), sizes)
+            found = _compare(options, given, copied(given.model), sizes)
     if found is None:  # outside of that block, whose hooks the compiler would have to follow
         with kept_in_bounds(repr(options.target), options.timeout):
             found = _compare_compiled(options, given)

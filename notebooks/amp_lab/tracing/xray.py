@@ -1,7 +1,6 @@
 """What autocast does to a model: every op with its dtypes, every cast, on a device not owned."""
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import inspect
@@ -19,6 +18,7 @@ from amp_lab.report import dtype_name, short_name
 from amp_lab.tracing.advice import advise
 from amp_lab.tracing.answered import answered
 from amp_lab.tracing.compiled import is_compiled, without_wrapper
+from amp_lab.tracing.copies import copied
 from amp_lab.tracing.decisions import Decisions
 from amp_lab.tracing.fake_device import (
     ModelRun,
@@ -208,7 +208,7 @@ def _on_fakes(
 def _on_device(call: ModelCall, device_type: str, dtype: torch.dtype) -> Tracer:
     """The same of a copy of the model, for real."""
     try:
-        model, *inputs = copy.deepcopy((call.model, call.args, call.kwargs))
+        model, *inputs = copied(call.model, call.args, call.kwargs)
     except (RuntimeError, TypeError) as error:  # tensors of a graph, locks, open files
         raise TraceError(f"real=True runs a copy of the model: {first_line(error)}") from error
     model.to(device_type)  # the copy: the user's own model stays where it is
