@@ -14,13 +14,13 @@ import torch
 from remedy_tests import does, says
 from torch import nn
 
-from amp_lab import advise, rehearse
+from amp_lab import advise, rehearse, xray
 from amp_lab.advisor import session
 from amp_lab.advisor.learning import fp16_remarks
 from amp_lab.advisor.outlook import Outlook
 from amp_lab.advisor.recipes import TRAINING, Candidate, Case, Recipe
 from amp_lab.device import describe_device
-from amp_lab.errors import TraceError
+from amp_lab.errors import NumericsError, TraceError
 from amp_lab.precision import Precision
 from amp_lab.remedies import REMEDIES
 
@@ -45,6 +45,22 @@ def test_a_loss_of_ones_own():
 
 def rehearsed(rows: int = 16, **options):
     return rehearse(mlp(), torch.randn(rows, 16), formats=("fp8",), **options)
+
+
+@does("rehearse.in_16_bits")
+def test_what_no_format_below_16_bits_takes_runs_in_16_bits():
+    model, volume = nn.Conv3d(1, 4, 3), torch.randn(1, 1, 4, 4, 4)
+    with pytest.raises(NumericsError) as refused:
+        rehearse(model, volume)
+    assert says("rehearse.in_16_bits", str(refused.value))
+    for device_type in ("cpu", "cuda"):
+        assert xray(model, volume, device_type=device_type, dtype=torch.bfloat16).low_share == 1
+
+
+def test_a_model_without_any_matmul_is_not_sent_to_16_bits():
+    with pytest.raises(NumericsError) as refused:
+        rehearse(nn.LayerNorm(16), torch.randn(4, 16))
+    assert not says("rehearse.in_16_bits", str(refused.value))
 
 
 class Weights(nn.Module):

@@ -26,6 +26,7 @@ from amp_lab.formats.products import (
 from amp_lab.formats.rehearsal_result import FormatReport, LayerReport, Rehearsal
 from amp_lab.formats.scaling import Counts, Format, format_of
 from amp_lab.formats.uses import Inference, ProductOf, Training, Use
+from amp_lab.remedies import remedy
 from amp_lab.report import listed
 from amp_lab.tracing.structures import named_tensors
 
@@ -39,6 +40,11 @@ _OPERANDS = {
     GRAD_INPUT: ("gradient", "weight"),
     GRAD_WEIGHT: ("gradient", "input"),
 }
+_IN_16_BITS = remedy(
+    "rehearse.in_16_bits",
+    "no matmul of a model can be rehearsed: all are of conv3d, say, or of computed weights",
+    "run it in 16 bits, under torch.autocast(device_type, torch.bfloat16)",
+)
 _FEW = 3  # layers: of no more, the first and the last are converted too
 _ROUTERS = {"gate", "gating", "router", "switch"}
 
@@ -147,7 +153,7 @@ def _first_step(
     passages = _measured(use, forms)
     if not passages:
         name, others = type(use.case.model).__name__, _left_to_torch(use)
-        what = f"; it has {', '.join(others)}" if others else ""
+        what = f"; it has {', '.join(others)}: {_IN_16_BITS.text}" if others else ""
         raise NumericsError(f"{name} multiplies by no parameter that can be rounded{what}")
     layers = [passage.report(form) for passage in passages for form in forms]
     given = named_tensors((use.case.args, use.case.kwargs))
