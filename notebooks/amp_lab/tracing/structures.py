@@ -1,7 +1,6 @@
 """Tensors in the structures that models take and return: tuples, mappings, dataclasses, objects."""
 
 import copy
-import copyreg
 import dataclasses
 import functools
 import inspect
@@ -126,8 +125,13 @@ def _is_code(thing: Any) -> bool:
 
 
 def _attributes(thing: Any) -> dict[str, Any]:
-    slots = [name for name in copyreg._slotnames(type(thing)) if hasattr(thing, name)]
-    return {**getattr(thing, "__dict__", {}), **{name: getattr(thing, name) for name in slots}}
+    """What stands in the `__dict__` and the `__slots__` of an object."""
+    members = [vars(kind).items() for kind in type(thing).__mro__]
+    slots = [
+        name for pairs in members for name, member in pairs if inspect.ismemberdescriptor(member)
+    ]
+    filled = {name: getattr(thing, name) for name in slots if hasattr(thing, name)}
+    return {**getattr(thing, "__dict__", {}), **filled}
 
 
 def _tensors_inside(thing: Any, path: str, known: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
