@@ -34,6 +34,14 @@ def test_a_project_that_asks_for_an_older_torch_is_warned(tmp_path, capsys, file
     assert (tmp_path / file[0]).read_text() == OLDER[file]
 
 
+def test_the_project_is_named_as_seen_from_here(tmp_path, capsys, monkeypatch):
+    (tmp_path / "setup.py").write_text("setup(install_requires=['torch (>=1.7)'])\n")
+    (tmp_path / "a.py").write_text(OLD)
+    monkeypatch.chdir(tmp_path)
+    assert main(["migrate", "a.py"]) == 0
+    assert "\nsetup.py:1: by hand: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -34,7 +34,12 @@ def older_torch(paths: Iterable[str | Path], needed: tuple[int, int]) -> Iterato
             if tuple(map(int, f"{asked}.0".split(".")))[:2] < needed:
                 line = text.count("\n", 0, found.start("version")) + 1
                 says = OLDER_TORCH.said(asked=asked, needed=f"{needed[0]}.{needed[1]}")
-                yield Result(file, [Finding(line, "by hand", says)])
+                yield Result(_as_seen_from_here(file), [Finding(line, "by hand", says)])
+
+
+def _as_seen_from_here(file: Path) -> Path:
+    here = Path.cwd()
+    return file.relative_to(here) if file.is_relative_to(here) else file
 
 
 def _files(path: Path) -> list[Path]:
