@@ -1,8 +1,12 @@
 """Which torch the result needs, and a project that asks for an older one."""
 
+import json
+
 import pytest
+from remedy_tests import says
 
 from amp_lab.cli import main
+from amp_lab.remedies import REMEDIES
 
 OLD = "import torch\nscaler = torch.cuda.amp.GradScaler()\n"
 CUSTOM = "from torch.cuda.amp import custom_fwd\n@custom_fwd\ndef f(x): pass\n"
@@ -72,10 +76,53 @@ def test_the_summary_says_which_torch_the_result_needs(tmp_path, capsys, code, v
     assert "needs torch" not in capsys.readouterr().out
 
 
+AUTOCAST = "import torch\nwith torch.cuda.amp.autocast(): pass\n"
+
+
 def test_autocast_alone_needs_no_recent_torch(tmp_path, capsys):
-    (tmp_path / "a.py").write_text("import torch\nwith torch.cuda.amp.autocast(): pass\n")
+    (tmp_path / "a.py").write_text(AUTOCAST)
+    (tmp_path / "requirements.txt").write_text("torch>=2.0\n")
     assert main(["migrate", str(tmp_path)]) == 0
-    assert "needs torch" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "what is rewritten needs torch 1.12 or later\n" in out
+    assert "requirements.txt" not in out
+    (tmp_path / "requirements.txt").write_text("torch>=1.10\n")
+    assert main(["migrate", str(tmp_path)]) == 0
+    assert "requirements.txt:1: by hand: torch 1.10 is asked for" in capsys.readouterr().out
+
+
+def said_for_older_torch(tmp_path, capsys, code: str) -> list[str]:
+    """The codes of what is said about older versions, for a file with this code."""
+    (tmp_path / "a.py").write_text(code)
+    assert main(["migrate", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    return [code for code in REMEDIES if code.startswith("migrate.for_") and says(code, out)]
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (OLD, ["migrate.for_both.scaler"]),
+        (OLD + CUSTOM, ["migrate.for_both.scaler", "migrate.for_both.custom"]),
+        (CUSTOM, ["migrate.for_both.custom"]),
+        (AUTOCAST, ["migrate.for_older_autocast"]),
+        (OLD + AUTOCAST, ["migrate.for_both.scaler"]),
+        ("import torch\nscaler = torch.cpu.amp.GradScaler()\n", []),  # older ones had none
+        ("import torch\nscaler = torch.amp.GradScaler('cuda')\n", []),
+        ("try:\n    from torch.amp import GradScaler\nexcept ImportError:\n"
+         "    from torch.cuda.amp import GradScaler\nscaler = GradScaler()\n", []),
+    ],
+)  # fmt: skip
+def test_how_to_support_older_versions_is_said_of_what_was_rewritten(
+    tmp_path, capsys, code, expected
+):
+    assert said_for_older_torch(tmp_path, capsys, code) == expected
+
+
+def test_other_formats_hold_no_code_for_older_versions(tmp_path, capsys):
+    (tmp_path / "a.py").write_text(OLD)
+    assert main(["migrate", "--format", "sarif", str(tmp_path)]) == 0
+    json.loads(capsys.readouterr().out)
 
 
 def test_the_files_of_a_project_further_up_are_not_those_of_another(tmp_path, capsys):

@@ -71,7 +71,13 @@ def _print_diff(result: "Result", options: argparse.Namespace) -> None:
 
 def _report(results: "list[Result]", options: argparse.Namespace) -> None:
     """Print what was found, in the format asked for."""
-    from amp_lab.migrate import format_github, format_sarif, needed_torch, older_torch
+    from amp_lab.migrate import (
+        for_older_torch,
+        format_github,
+        format_sarif,
+        needed_torch,
+        older_torch,
+    )
 
     needed = needed_torch(results)
     results += older_torch(options.paths, needed) if needed else ()
@@ -82,6 +88,8 @@ def _report(results: "list[Result]", options: argparse.Namespace) -> None:
     print(form(results), end="")
     if needed:
         print(f"what is rewritten needs torch {needed[0]}.{needed[1]} or later")
+        for advice in for_older_torch(results):
+            print(advice)
     has_error = any(result.error for result in results)
     print(_format_summary(results, options.write, has_error), end="")
 

@@ -17,5 +17,5 @@ OLD = {  # old dotted name: today's name, device
 NEW = {f"torch.amp.{name}": name for name in HOMES} | {"torch.autocast": "autocast"}
 NAMED = ("autocast", "GradScaler", "torch custom_fwd", "torch custom_bwd")
 """The triggers of a rule about these names: a file that has one of them has one of these texts."""
-NEEDS = {"GradScaler": (2, 3), "custom_fwd": (2, 4), "custom_bwd": (2, 4)}
-"""The first torch that has today's names, where that is a recent one."""
+NEEDS = {"autocast": (1, 12), "GradScaler": (2, 3), "custom_fwd": (2, 4), "custom_bwd": (2, 4)}
+"""The first torch that has today's names in torch.amp, by torch/amp/__init__.py of each version."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from amp_lab.migrate.amp_names import NEEDS
 from amp_lab.migrate.files import Result
 from amp_lab.migrate.rewriter import Finding
-from amp_lab.migrate.torch_amp_remedies import OLDER_TORCH
+from amp_lab.migrate.torch_amp_remedies import FOR_BOTH, FOR_OLDER_AUTOCAST, OLDER_TORCH
 
 _FILES = ("pyproject.toml", "setup.cfg", "setup.py", "requirements*.txt")
 _UP = 3  # folders above what is migrated
@@ -19,10 +19,28 @@ _ASKED = re.compile(
 
 
 def needed_torch(results: Iterable[Result]) -> tuple[int, int] | None:
-    """The oldest torch that has all names that were written; None if any recent one has."""
-    said = [line.message for r in results for line in r.lines if line.kind == "rewritten"]
+    """The oldest torch that has all names that were written; None if none was."""
+    said = _rewritten(results)
     needs = (NEEDS[name] for name in NEEDS if any(f"is torch.amp.{name}" in m for m in said))
     return max(needs, default=None)
+
+
+def for_older_torch(results: Iterable[Result]) -> list[str]:
+    """What to write instead, so that the code runs on older versions of torch as well."""
+    said = _rewritten(results)
+    advice = []
+    for names, found in FOR_BOTH.items():
+        olds = [f"torch.cuda.amp.{name} is" for name in names]
+        if any(message.startswith(tuple(olds)) for message in said):
+            advice.append(found.text)
+    if not advice and any("is torch.amp.autocast" in message for message in said):
+        advice.append(FOR_OLDER_AUTOCAST.text)
+    return advice
+
+
+def _rewritten(results: Iterable[Result]) -> list[str]:
+    lines = [line for result in results for line in result.lines]
+    return [line.message for line in lines if line.kind == "rewritten"]
 
 
 def older_torch(paths: Iterable[str | Path], needed: tuple[int, int]) -> Iterator[Result]:

@@ -89,7 +89,35 @@ def _(parent: cst.While | cst.BooleanOperation, child, node, tree) -> bool:
 
 @_decides.register
 def _(parent: cst.Call, child, node, tree) -> bool:
-    return nodes.is_call_of(parent, "hasattr", "getattr") and child is parent.args[0]
+    if nodes.is_call_of(parent, "hasattr", "getattr") and child is parent.args[0]:
+        return True
+    # getattr(torch.amp, "GradScaler", torch.cuda.amp.GradScaler)
+    is_default = nodes.is_call_of(parent, "getattr") and child in parent.args[2:]
+    return is_default and _looks_up(tree, parent)
+
+
+@_decides.register
+def _(parent: cst.Match, child, node, tree) -> bool:
+    if child is parent.subject:
+        return False
+    others = [case for case in parent.cases if case is not child]
+    is_newer = any(_is_newer(tree, case, node) for case in others)
+    return is_newer or _asks_for_torch(tree, parent.subject)
+
+
+@_decides.register
+def _(parent: cst.Subscript, child, node, tree) -> bool:  # (old, new)[torch.__version__ >= "2.3"]
+    is_chosen = any(_asks_for_torch(tree, index) for index in parent.slice)
+    return child is parent.value and is_chosen
+
+
+@_decides.register
+def _(parent: cst.With, child, node, tree) -> bool:
+    """Whether today's name is tried where an old one is in force, and its lack is no error."""
+    if child is not parent.body or tree.imported.get(node) not in NEW:
+        return False
+    calls = [item.item for item in parent.items if isinstance(item.item, cst.Call)]
+    return any(nodes.name_called(call) == "suppress" for call in calls)
 
 
 @_decides.register
@@ -103,7 +131,11 @@ def _(parent: cst.ExceptHandler, child, node, tree) -> bool:
 
 @_decides.register
 def _(parent: cst.Try, child, node, tree) -> bool:
-    return child is parent.body and any(_new_uses(tree, handler) for handler in parent.handlers)
+    if child is not parent.body:
+        return False
+    if tree.imported.get(node) in NEW:  # in place of an old one that was imported before
+        return any(_FALLBACK.search(tree.code(handler)) for handler in parent.handlers)
+    return any(_new_uses(tree, handler) for handler in parent.handlers)
 
 
 @_decides.register
@@ -186,7 +218,7 @@ def _settled_comparison(tree: Tree, test: cst.Comparison) -> bool | None:
 
 
 @answered_once
-def _asks_for_torch(tree: Tree, test: cst.BaseExpression, depth: int = 0) -> bool:
+def _asks_for_torch(tree: Tree, test: cst.CSTNode, depth: int = 0) -> bool:
     """Whether an expression depends on the version of torch, or on what names it has."""
     parts = list(_below_but_in_dicts(test))
     if any(isinstance(node, cst.Call) and _looks_up(tree, node) for node in parts):
@@ -241,7 +273,9 @@ def _chooses_version(tree: Tree, node: cst.CSTNode, is_flag: bool) -> bool:
     if isinstance(node, cst.Try):
         is_caught = any(_FALLBACK.search(tree.code(handler)) for handler in node.handlers)
         return is_caught and bool(_new_uses(tree, node.body))
-    return is_flag and isinstance(node, cst.If) and _asks_for_torch(tree, node.test)
+    if not isinstance(node, cst.If) or not _asks_for_torch(tree, node.test):
+        return False
+    return is_flag or _settled(tree, node.test) is None
 
 
 def _looks_up(tree: Tree, call: cst.Call) -> bool:
