@@ -52,6 +52,11 @@
 # | `expected m1 and m2 to have the same dtype, but got: c10::Half != float` | [section&nbsp;18](#18-A-half-precision-output-leaves-the-block) |
 # | `expected scalar type Float but found Half` | [section&nbsp;18](#18-A-half-precision-output-leaves-the-block) |
 # | `Input type (c10::Half) and bias type (float) should be the same` | [section&nbsp;18](#18-A-half-precision-output-leaves-the-block) |
+# | `Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor) should be the same` | [section&nbsp;18](#18-A-half-precision-output-leaves-the-block), quoted |
+# | `RNN input dtype (torch.float16) does not match weight dtype (torch.float32).` | [section&nbsp;18](#18-A-half-precision-output-leaves-the-block) |
+# | `mixed dtype (CPU): expect parameter to have scalar type of Float` | [section&nbsp;18](#18-A-half-precision-output-leaves-the-block) |
+# | `Found dtype Float but expected Half` | [section&nbsp;18](#18-A-half-precision-output-leaves-the-block) |
+# | ``expected dtype c10::Half for `end` but got dtype float`` | [section&nbsp;18](#18-A-half-precision-output-leaves-the-block) |
 # | `Index put requires the source and destination dtypes match, got Float for the destination and Half for the source.` | [section&nbsp;19](#19-Writing-into-a-buffer-fails) |
 # | `index_add_(): self (Float) and source (Half) must have the same scalar type` | [section&nbsp;19](#19-Writing-into-a-buffer-fails) |
 # | `scatter(): Expected self.dtype to be equal to src.dtype` | [section&nbsp;19](#19-Writing-into-a-buffer-fails) |
@@ -69,8 +74,10 @@
 # | `In CPU autocast, but the target dtype is not supported. Disabling autocast.` | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off) |
 # | `` `torch.cuda.amp.autocast(args...)` is deprecated. `` | [section&nbsp;35](#35-Old-names-warn) |
 # | `` `torch.cuda.amp.GradScaler(args...)` is deprecated. `` | [section&nbsp;35](#35-Old-names-warn) |
+# | `` `torch.cuda.amp.custom_fwd(args...)` is deprecated. `` | [section&nbsp;35](#35-Old-names-warn) |
 # | `ImportError: cannot import name 'amp' from 'apex'` | [section&nbsp;35](#35-Old-names-warn), quoted |
 # | `Current CUDA Device does not support bfloat16. Please switch dtype to float16.` | [section&nbsp;36](#36-Autocast-refuses-the-device-or-its-dtype) |
+# | `CUBLAS_STATUS_NOT_SUPPORTED` | [section&nbsp;36](#36-Autocast-refuses-the-device-or-its-dtype), quoted |
 # | `User specified an unsupported autocast device_type` | [section&nbsp;36](#36-Autocast-refuses-the-device-or-its-dtype) |
 # | `unsupported scalarType` | [section&nbsp;36](#36-Autocast-refuses-the-device-or-its-dtype) |
 # | `you have used mix of the legacy and new APIs to set the TF32 status for cublas matmul.` | [section&nbsp;37](#37-TF32-is-set-in-the-old-and-in-the-new-way) |
@@ -79,6 +86,8 @@
 # | `Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.` | [section&nbsp;39](#39-MPS-has-no-float64), quoted |
 # | `SyncBatchNorm layers only work with GPU modules` | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step) |
 # | `Expected to have finished reduction in the prior iteration before starting a new one.` | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step) |
+# | `FSDP expects uniform original parameter dtype but got` | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step) |
+# | `Must flatten tensors with uniform dtype but got` | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step), quoted |
 # | `Attempted to inline function marked as skipped` | [section&nbsp;41](#41-The-scaler-is-inside-a-compiled-function) |
 # | `could not create a primitive descriptor for the LSTM forward propagation primitive` | [section&nbsp;42](#42-An-LSTM-fails-under-autocast-on-the-CPU) |
 # | `FlashAttention only support fp16 and bf16 data type` | [section&nbsp;43](#43-Flash-attention-refuses-fp32), quoted |
@@ -100,6 +109,7 @@
 # | some gradients are `None` | [section&nbsp;11](#11-An-optimizer-has-no-gradients), [section&nbsp;25](#25-Weights-get-no-gradient-after-an-evaluation-pass) |
 # | the output of a layer is all zeros | [section&nbsp;6](#6-A-norm-written-by-hand-overflows-above-256) |
 # | training works, but evaluation gives NaN | [section&nbsp;7](#7-Training-is-fine-but-evaluation-is-NaN) |
+# | gradients of a convolution are NaN or 1e20 in bf16, on a CPU | [your hardware](../docs/hardware.md#cpus) |
 # | parameters are NaN after one step of Adam | [section&nbsp;29](#29-Half-precision-weights-stop-moving) |
 # | results are good on short inputs and bad on long ones | [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
 # | `torch.compile` changes the gradients | [section&nbsp;27](#27-A-compiled-model-has-other-gradients) |
@@ -107,7 +117,7 @@
 # | a compiled model is no faster | [notebook 10](10_speed_ladder.ipynb) |
 # | fp32 results differ between two GPUs | [section&nbsp;37](#37-TF32-is-set-in-the-old-and-in-the-new-way) |
 # | the ranks of a distributed run drift apart, or skip different steps | [section&nbsp;40](#40-DDP-refuses-the-model-or-its-step), [notebook 11](11_scale_out.ipynb) |
-# | attention refuses q, k and v | [notebook 17](17_language_model.ipynb#One-dtype-for-q,-k-and-v) |
+# | attention refuses q, k and v: `Expected query, key, and value to have the same dtype` | [notebook 17](17_language_model.ipynb#One-dtype-for-q,-k-and-v) |
 # | another text or decision comes out in bf16, or in another batch | [notebook 17](17_language_model.ipynb#The-same-prompt,-another-text), [notebook 18](18_inference_and_export.ipynb#The-same-answer-twice) |
 # | an exported model computes in another dtype than expected | [notebook 18](18_inference_and_export.ipynb#Export) |
 # | a model that was trained in bf16 gives NaN in fp16 | [notebook 19](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-card-without-it) |
@@ -152,6 +162,8 @@ plots.use_style()
 
 # %%
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from exercises.when_amp_breaks import (
@@ -888,6 +900,9 @@ assert once_more.item() == -2
 # or `unscale_`, and makes the scaler forget it. A second `step` would apply the same gradients once
 # more. Without `scale(loss)` there is nothing to undo.
 #
+# In Lightning's manual optimization it is `self.manual_backward(loss)` that scales, and
+# `loss.backward()` does not. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
+#
 # **The fix.** Use one order in every iteration: `unscale_` if you need it, `step`, `update`. With
 # several optimizers, call `step` for each and `update` once.
 
@@ -1153,6 +1168,11 @@ assert disabled.get_scale() == 1
 # - `expected m1 and m2 to have the same dtype, but got: c10::Half != float`
 # - `expected scalar type Float but found Half`
 # - `Input type (c10::Half) and bias type (float) should be the same`
+# - `Input type (torch.cuda.HalfTensor) and weight type (torch.cuda.FloatTensor) should be the same`
+# - `RNN input dtype (torch.float16) does not match weight dtype (torch.float32).`
+# - `mixed dtype (CPU): expect parameter to have scalar type of Float`
+# - `Found dtype Float but expected Half`
+# - ``expected dtype c10::Half for `end` but got dtype float``, as of a moving average
 #
 # **The smallest program that does it.** We use the output of a block after the block has ended.
 
@@ -1165,6 +1185,10 @@ messages = {
     "mm": message_of(lambda: h @ torch.eye(2)),
     "bmm": message_of(lambda: torch.eye(2)[None] @ h.expand(1, 2, 2)),
     "conv2d": message_of(lambda: nn.Conv2d(1, 1, 1)(h[None, None])),
+    "gru": message_of(lambda: nn.GRU(2, 2)(h[None])).partition(" Convert")[0],
+    "norm": message_of(lambda: nn.LayerNorm(2).half()(h.float())),
+    "huber": message_of(lambda: F.huber_loss(h, h.detach().float()).backward()),
+    "lerp": message_of(lambda: h.lerp(h.float(), 0.5)),
 }
 for name, message in messages.items():
     print(f"{name:<8}{message}")
@@ -1174,19 +1198,33 @@ assert "mat1 and mat2 must have the same dtype, but got Half and Float" in messa
 assert "expected m1 and m2 to have the same dtype, but got: c10::Half != float" in messages["mm"]
 assert "expected scalar type Float but found Half" in messages["bmm"]
 assert "Input type (c10::Half) and bias type (float) should be the same" in messages["conv2d"]
+rnn = "RNN input dtype (torch.float16) does not match weight dtype (torch.float32)."
+assert rnn in messages["gru"]
+assert "mixed dtype (CPU): expect parameter to have scalar type of Float" in messages["norm"]
+assert "Found dtype Float but expected Half" in messages["huber"]
+assert "expected dtype c10::Half for `end` but got dtype float" in messages["lerp"]
 
 # %% [markdown]
 # **Why.** Autocast stops casting at the end of the block, but the results of the block stay in low
 # precision. A model or an input that you converted by hand fails in the same way, with no autocast at
 # all. (Another wording is `expected mat1 and mat2 to have the same dtype`.)
 #
-# **The fix.** Move the line into the block, or convert what leaves the block to fp32.
+# Inside the block this happens too, where an op writes in place (`addmm_`, `baddbmm_`) or into `out=`:
+# autocast casts neither.
+#
+# **The fix.** Move the line into the block, or convert what leaves the block to fp32. In place of an
+# in-place op take the one that returns a new tensor.
 
 # %%
 with torch.autocast("cpu", dtype=torch.float16):
     inside = model(model(x))
 outside = model(h.float())
 torch.testing.assert_close(inside.float(), outside, rtol=2e-3, atol=2e-3)  # 11 bits
+with torch.autocast("cpu", dtype=torch.float16):
+    assert "must have the same dtype" in message_of(
+        lambda: torch.zeros(1, 2).addmm_(h, torch.eye(2))
+    )
+    assert torch.addmm(torch.zeros(1, 2), h, torch.eye(2)).dtype is torch.float16
 
 # %% [markdown]
 # **Notice it earlier.** Let the model's `forward` end with `.float()` on what it returns.
@@ -1482,10 +1520,11 @@ assert "Got unsupported ScalarType BFloat16" in message
 # **Why.** NumPy has no bf16. It does have fp16, so an fp16 prediction gives no message, and what
 # follows is computed in fp16, as long as no wider array joins in.
 #
-# **The fix.** Convert what leaves the block to fp32.
+# **The fix.** Convert what leaves the block to fp32. A list needs no conversion.
 
 # %%
 assert prediction.float().numpy().dtype == "float32"
+assert prediction.tolist() == prediction.float().tolist()
 assert (prediction.half().numpy() + 1).dtype == "float16"  # and so it goes on
 
 # %% [markdown]
@@ -2013,6 +2052,10 @@ assert single[1] > 50 * single[0]
 # that a gradient needs are kept for the backward pass. With many weights and few activations, that is
 # more than before: 515 KiB here in place of 6.
 #
+# Another cause is a parameter in fp32 that meets an activation outside of the ops that autocast casts,
+# such as a gate or a scale of a block. The product is fp32, and so is what follows from it. Cast the
+# parameter: `h * gate.to(h.dtype)`.
+#
 # **The fix.** AMP saves memory on a large batch, so make the batch larger. With 2048 examples it
 # keeps 6.5 MiB in place of 12. Other means help with the rest: gradient checkpointing, sharding, or
 # an optimizer with less state.
@@ -2028,6 +2071,9 @@ adam.step()
 moments = [t for state in adam.state.values() for t in state.values() if t.dim() > 0]
 always = [*wide.parameters(), *(p.grad for p in wide.parameters()), *moments]
 assert sum(t.nbytes for t in always) == 16 * sum(p.numel() for p in wide.parameters())
+h, gate = torch.ones(1, 2, dtype=torch.bfloat16), nn.Parameter(torch.ones(2))
+assert (h * gate).dtype is torch.float32
+assert (h * gate.to(h.dtype)).dtype is torch.bfloat16
 
 # %% [markdown]
 # In inference under `no_grad`, the block keeps the casts of all weights until it ends, which is half
@@ -2063,6 +2109,7 @@ assert all(p.dtype is torch.bfloat16 for p in make()[0].bfloat16().parameters())
 # **What you see.** One of these warnings appears, or an import fails:
 # - `` `torch.cuda.amp.autocast(args...)` is deprecated. ``
 # - `` `torch.cuda.amp.GradScaler(args...)` is deprecated. ``
+# - `` `torch.cuda.amp.custom_fwd(args...)` is deprecated. ``, or `custom_bwd`
 # - `ImportError: cannot import name 'amp' from 'apex'`
 #
 # **The smallest program that does it.** We use the old names, which many tutorials still have.
@@ -2070,23 +2117,26 @@ assert all(p.dtype is torch.bfloat16 for p in make()[0].bfloat16().parameters())
 # %%
 old_autocast = warnings_of(lambda: torch.cuda.amp.autocast(enabled=False))
 old_scaler = warnings_of(lambda: torch.cuda.amp.GradScaler(enabled=False))
-print(old_autocast, old_scaler, sep="\n")
+old_decorator = warnings_of(lambda: torch.cuda.amp.custom_fwd(make))
+print(old_autocast, old_scaler, old_decorator, sep="\n")
 assert "`torch.cuda.amp.autocast(args...)` is deprecated." in old_autocast
 assert "`torch.cuda.amp.GradScaler(args...)` is deprecated." in old_scaler
+assert "`torch.cuda.amp.custom_fwd(args...)` is deprecated." in old_decorator
 
 # %% [markdown]
 # **Why.** The functions have moved to `torch.amp`, which serves several kinds of devices. The old
 # names still work, but only on CUDA and ROCm. Apex [removed its
 # `amp`](https://github.com/NVIDIA/apex/pull/1896) in 2025.
 #
-# **The fix.** Write `torch.autocast("cuda", dtype=…)` and `torch.amp.GradScaler("cuda")`, also in place
-# of `apex.amp`. `amp-lab migrate` rewrites the names of torch, and says for each line of Apex what to
-# write ([notebook 13](13_from_apex.ipynb)). If a library imports `apex.amp`, as [older versions of
+# **The fix.** Write `torch.autocast("cuda", dtype=…)`, `torch.amp.GradScaler("cuda")` and
+# `@torch.amp.custom_fwd(device_type="cuda")`, also in place of `apex.amp`. `amp-lab migrate` rewrites
+# the names of torch, and says for each line of Apex what to write ([notebook 13](13_from_apex.ipynb)). If a library imports `apex.amp`, as [older versions of
 # transformers](https://github.com/huggingface/transformers/issues/38095) do, update the library.
 
 # %%
 assert warnings_of(lambda: torch.autocast("cuda", dtype=torch.float16, enabled=False)) == ""
 assert warnings_of(lambda: torch.amp.GradScaler("cuda", enabled=False)) == ""
+assert warnings_of(lambda: torch.amp.custom_fwd(make, device_type="cuda")) == ""
 assert issubclass(torch.cuda.amp.autocast, torch.autocast)  # the same thing underneath
 
 # %% [markdown]
@@ -2099,6 +2149,9 @@ assert issubclass(torch.cuda.amp.autocast, torch.autocast)  # the same thing und
 # - `Current CUDA Device does not support bfloat16. Please switch dtype to float16.`
 # - `User specified an unsupported autocast device_type 'meta'`, or another type in its place
 # - `unsupported scalarType`
+#
+# Or a matmul in the block raises `CUBLAS_STATUS_NOT_SUPPORTED`
+# when calling a function with `CUDA_R_16BF` among its arguments.
 #
 # **The smallest program that does it.** We ask for bf16 on a card that has none. There may be no
 # such card here, so two functions answer as they would beside one; the rest is PyTorch's own. Then
@@ -2132,7 +2185,8 @@ assert no_dtype == "unsupported scalarType"  # there is no default to look up
 # **Why.** bf16 came to NVIDIA's GPUs with Ampere. Older versions of PyTorch refuse it on older
 # GPUs. Today's only asks whether the card can hold a bf16 tensor, which may be emulated
 # ([`is_bf16_supported`](https://docs.pytorch.org/docs/stable/generated/torch.cuda.is_bf16_supported.html)).
-# So bf16 may not pay even if there is no message. `meta`, like some other types, has no autocast
+# So bf16 may not pay even if there is no message, and on GPUs before Turing cuBLAS [may refuse its
+# matmuls](https://github.com/pytorch/pytorch/issues/57773). `meta`, like some other types, has no autocast
 # and no dtype for it, and even a block that switches autocast off is refused. On AMD's GPUs the
 # type is `"cuda"`, and `"hip"` is refused.
 #
@@ -2306,11 +2360,15 @@ assert to_fp32_device(torch.tensor([1]), device).dtype is torch.int64
 # - `SyncBatchNorm layers only work with GPU modules`
 # - `Expected to have finished reduction in the prior iteration before starting a new one.`
 #
+# FSDP2 raises `FSDP expects uniform original parameter dtype but got`, and the older FSDP
+# `Must flatten tensors with uniform dtype but got`
+#
 # Or there is no message, but the ranks drift apart: their losses differ, or their scalers skip
 # different steps.
 #
 # **The smallest program that does it.** A process group of one process is enough. The first model has synchronised
-# batch normalisation and is on the CPU. The second has a layer that its forward pass does not use.
+# batch normalisation and is on the CPU. The second has a layer that its forward pass does not use. The
+# third has weights in two dtypes, like a model in bf16 with adapters in fp32.
 
 
 # %%
@@ -2350,26 +2408,42 @@ with group_of_one():
     norms = nn.SyncBatchNorm.convert_sync_batchnorm(
         nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     )
-    messages = message_of(lambda: DistributedDataParallel(norms)), message_of(two_steps)
+    messages = [message_of(lambda: DistributedDataParallel(norms)), message_of(two_steps)]
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(mixed, mesh=mesh)
+    messages.append(message_of(lambda: mixed(x)).partition(" {")[0])
 print(*[message.partition(" This error")[0] for message in messages], sep="\n")
 assert "SyncBatchNorm layers only work with GPU modules" in messages[0]
 assert (
     "Expected to have finished reduction in the prior iteration before starting a new one."
     in messages[1]
 )
+assert "FSDP expects uniform original parameter dtype but got" in messages[2]
 
 # %% [markdown]
 # **Why.** `SyncBatchNorm` has kernels for GPUs only. DDP averages a bucket when each of its
-# parameters has a gradient, so one that never gets one leaves it waiting. Ranks drift apart without a
+# parameters has a gradient, so one that never gets one leaves it waiting. FSDP gathers the weights of a
+# `fully_shard` together, as one dtype. Ranks drift apart without a
 # message when a gradient changes after the average, or when the scaler checks it before. [Notebook
 # 11](11_scale_out.ipynb) shows both.
 #
 # **The fix.** On a CPU, test with plain batch normalisation. Take unused layers out, or set
-# `find_unused_parameters=True`, which costs a walk through the graph in each step.
+# `find_unused_parameters=True`, which costs a walk through the graph in each step. For FSDP, cast all
+# weights to one dtype first, or give the modules in another dtype a `fully_shard` of their own.
 
 # %%
 with group_of_one():
     two_steps(find_unused_parameters=True)
+    mesh = init_device_mesh("cpu", (1,))
+    one_dtype = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()).float()
+    fully_shard(one_dtype, mesh=mesh)
+    assert one_dtype(x).dtype is torch.float32
+    own = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16())
+    for module in (own[1], own):
+        fully_shard(module, mesh=mesh)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert own(x).dtype is torch.bfloat16
 assert not dist.is_initialized()
 
 # %% [markdown]
@@ -2663,9 +2737,11 @@ for dtype in (torch.float16, torch.float32):
 # %% [markdown]
 # **Why.** `load_state_dict` of an optimizer casts its state to the dtype of the weights. Adam's second
 # moments are squares of gradients. In fp16 small ones become 0, and the step divides by 0 (unless Adam
-# is fused). In bf16 they keep 8 bits. Two other causes:
+# is fused). In bf16 they keep 8 bits. Three other causes:
 # - The state of the *scaler* was not loaded. A fresh one starts at 65536, so the gradients overflow and
 #   the first steps are skipped. No weight becomes NaN.
+# - `dcp.load` filled a new optimizer's own `state_dict()`, which is empty, and so the moments are
+#   missing. Use `get_state_dict` ([notebook 11](11_scale_out.ipynb#Save-on-four,-go-on-with-two-(optional))).
 # - The NaN is in the checkpoint, often in the buffers of batch normalisation
 #   ([section 7](#7-Training-is-fine-but-evaluation-is-NaN)).
 #

@@ -524,8 +524,8 @@ for name, parts in bars.items():
 assert len(bars) == len(SETUPS)
 
 # %% [markdown]
-# The picture has a bar for each set-up. Its length is the bytes that a rank sends in a step, its colour
-# and hatching the dtype, and the word in the bar the collective. Read it from the top:
+# Each set-up has a bar: its length is the bytes that a rank sends in a step, its colour and hatching the
+# dtype, and the word in it the collective. From the top:
 #
 # - **Autocast changes nothing** in what DDP sends, 653,280 bytes. The weights are fp32, so their
 #   gradients are fp32 too, and these travel.
@@ -544,16 +544,17 @@ sent = {name: sum(found["sent"].values()) for name, found in setups[most].items(
 share = (most - 1) / most
 assert sent["DDP, fp32"] == sent["DDP, autocast bf16"] == 2 * share * 4 * parameters
 assert 2 * sent["DDP, autocast bf16, bf16 hook"] == sent["DDP, fp32"]
-scattered = share * parameters  # elements, in fp32 or in bf16
 in_fp32, in_bf16 = sent["FSDP2, bf16, reduce in fp32"], sent["FSDP2, bf16, reduce in bf16"]
-assert in_fp32 - in_bf16 == (4 - 2) * scattered
+assert in_fp32 - in_bf16 == (4 - 2) * share * parameters  # scattered
+blocks = new_model(config)[1 : 1 + config["layers"]]
+outer = parameters - sum(p.numel() for p in blocks.parameters())  # stay gathered in between
+assert in_fp32 == share * (4 * parameters + 2 * (2 * parameters - outer))
 assert 0.9 < in_fp32 / sent["DDP, fp32"] < 1.1
 
 # %% [markdown]
 # Is a gradient in bf16 good enough? The sum over the ranks is formed in bf16 then, and you saw at the beginning that
 # this loses more the more ranks there are. That is why FSDP2 lets you choose the two dtypes apart, and bf16 weights
-# with fp32 sums are a safe choice. These bytes become time when a network is the bottleneck: then divide them by its
-# rate.
+# with fp32 sums are a safe choice. Where a network is the bottleneck, divide these bytes by its rate.
 #
 # ## What does each hold?
 #
@@ -749,7 +750,8 @@ def save_sharded(config, x, y, folder):
 # %% [markdown]
 # When you load, you say which parts you want, and these may be others than were saved. Here we load into a
 # model that has been trained on something else. Its state dicts tell what belongs on this rank *now*, and
-# are filled in place.
+# are filled in place. (A new optimizer's own `state_dict()` is empty: `dcp.load` would fill no moments.)
+# <!-- tests/notebooks/test_11_scale_out.py -->
 
 
 # %%

@@ -76,7 +76,7 @@ def test_every_link_leads_to_a_heading():
 
 def test_every_message_of_the_index_is_quoted_in_its_section_and_produced_there():
     assert len(index()) >= 30
-    assert sum(quoted for *_, quoted in index()) == 7  # those that need a GPU or another package
+    assert sum(quoted for *_, quoted in index()) == 10  # those that need a GPU or another package
     for message, anchor, quoted in index():
         cells = sections()[anchors()[anchor]]
         assert message in markdown(cells), message
@@ -117,3 +117,37 @@ def test_an_iteration_that_unscales_updates_though_it_steps_not(updates):
             scaler.unscale_(optimizer)
             if updates:
                 scaler.update()
+
+
+@pytest.mark.parametrize(("way", "scales"), [("manual_backward", True), ("backward", False)])
+def test_lightning_scales_only_in_its_manual_backward(way, scales):
+    """Section 12: a loss that goes backward by itself passes the scaler by."""
+    lightning = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed")
+    precision = pytest.importorskip("lightning.pytorch.plugins").MixedPrecision
+    accelerator = pytest.importorskip("lightning.pytorch.accelerators").CPUAccelerator()
+    strategy = pytest.importorskip("lightning.pytorch.strategies").SingleDeviceStrategy
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    plugin = precision("16-mixed", "cpu", scaler=scaler)
+
+    class Manual(lightning.LightningModule):
+        automatic_optimization = False
+
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+    module = Manual()
+    trainer = lightning.Trainer(
+        strategy=strategy(device="cpu", accelerator=accelerator, precision_plugin=plugin),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    module.trainer = trainer
+    trainer.strategy._lightning_module = module
+    loss = module.layer(torch.ones(1, 1)).sum()
+    if way == "manual_backward":
+        module.manual_backward(loss)
+    else:
+        loss.backward()
+    assert (module.layer.weight.grad.item() == 1024) == scales

@@ -5,7 +5,12 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from definitions import check_marks, definitions
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.utils.data import TensorDataset
 
 import build_pairs
@@ -110,3 +115,27 @@ def test_processes_run_on_gpus_if_there_is_one_for_each(
     names = ("gpus", "where", "counts")
     namespace = definitions(SOURCE, names, device=torch.device(device_type))
     assert (namespace["where"], namespace["counts"]) == (where, counts)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("by_dcp", [True, False])
+def test_a_new_optimizer_gets_its_moments_only_through_get_state_dict(tmp_path, by_dcp):
+    """Its own `state_dict` is empty, and `dcp.load` fills nothing that is not there."""
+    model = torch.nn.Linear(2, 1)
+    saved = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    saved.step()
+    saved.zero_grad()
+    new = torch.optim.Adam(model.parameters())
+    if by_dcp:
+        dcp.save({"optimizer": get_optimizer_state_dict(model, saved)}, checkpoint_id=tmp_path)
+        state = {"optimizer": get_optimizer_state_dict(model, new)}
+        dcp.load(state, checkpoint_id=tmp_path)
+        set_optimizer_state_dict(model, new, state["optimizer"])
+        assert all(new.state[p]["exp_avg"].all() for p in model.parameters())
+    else:
+        dcp.save({"optimizer": saved.state_dict()}, checkpoint_id=tmp_path)
+        state = {"optimizer": new.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path)
+        new.load_state_dict(state["optimizer"])
+        assert not new.state
