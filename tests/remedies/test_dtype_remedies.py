@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import torchvision
 from own_product import OwnProduct, WithOwnProduct
 from remedy_tests import does, says
+from rnnt_loss import rnnt_loss
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -607,6 +608,28 @@ def test_batches_of_a_model_that_depends_on_values_one_by_one():
     assert says("memory.each_batch", str(refused.value))
     for batch in (2, 4):
         assert forecast(model, torch.randn(batch, 8)).peak
+
+
+class Transducer(nn.Linear):
+    def forward(self, x):
+        logits = super().forward(x)
+        return rnnt_loss(logits.float() if self.bias is None else logits)
+
+
+@does("dtype.rnnt_loss")
+def test_an_rnnt_loss_of_logits_in_bf16():
+    x = torch.randn(2, 5, 4, 16)
+    assert "logits.float()" in REMEDIES["dtype.rnnt_loss"].text
+    with torch.autocast("cpu", BF16), pytest.raises(RuntimeError, match="float32 or float16"):
+        Transducer(16, 16)(x)
+    for device in ("cuda", "cpu"):
+        found = xray(Transducer(16, 16), x, device_type=device, dtype=BF16)
+        assert says("dtype.rnnt_loss", found.raised)
+        widened = Transducer(16, 16, bias=False)
+        assert xray(widened, x, device_type=device, dtype=BF16).raised is None
+        assert forecast_memory(widened, x, device_type=device, precision="bf16").peak
+    with torch.autocast("cpu", BF16):
+        assert widened(x).isfinite()
 
 
 class OfGraph(nn.Linear):

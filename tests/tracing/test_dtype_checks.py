@@ -5,10 +5,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from memory_models import bytes_kept, loss_of
+from rnnt_loss import rnnt_loss
 from torch import nn
 
-from amp_lab import xray
-from amp_lab.errors import first_line
+from amp_lab import forecast_memory, xray
+from amp_lab.errors import TraceError, first_line
 from amp_lab.tracing.dtype_checks import StrictFakeMode
 from amp_lab.tracing.fake_device import absent_device
 
@@ -214,3 +216,30 @@ def test_a_number_that_an_integer_cannot_hold_may_clamp_it():
     assert x.clamp(max=300).equal(x)
     with StrictFakeMode():
         assert torch.ones(4, dtype=torch.uint8).clamp(max=300).dtype is torch.uint8
+
+
+class Transducer(nn.Linear):
+    """Logits (B, T, U, V), and the loss of torchaudio."""
+
+    def forward(self, x):
+        return rnnt_loss(super().forward(x))
+
+
+def test_the_loss_of_a_transducer_is_traced_as_it_runs():
+    model, x = Transducer(16, 16), torch.randn(2, 5, 4, 16)
+    fake, real = (
+        xray(model, x, device_type="cpu", dtype=FP32, real=real) for real in (False, True)
+    )
+    assert fake.rows == real.rows
+    assert fake.outputs == real.outputs
+    found = forecast_memory(model, x, precision="fp32", device_type="cpu", loss_fn=loss_of)
+    assert found.activations == bytes_kept(model, "fp32", x)
+    for device_type in ("cuda", "cpu"):
+        rows = xray(model, x, device_type=device_type, dtype=torch.float16).rows
+        dtypes = {row.dtype for row in rows if row.op == "rnnt_loss_forward"}
+        assert dtypes == {torch.float16}
+
+
+def test_it_has_no_kernels_for_other_devices():
+    with pytest.raises(TraceError, match="rnnt_loss has kernels for CPUs and CUDA alone"):
+        xray(Transducer(16, 16), torch.randn(2, 5, 4, 16), device_type="mps")

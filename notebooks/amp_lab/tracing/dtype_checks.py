@@ -11,9 +11,16 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
+from amp_lab.remedies import remedy
 from amp_lab.tracing.decisions import Replay, is_unmarked
 from amp_lab.tracing.finite_checks import remember_check
 from amp_lab.tracing.kernel_limits import OpCall, refusal_of
+
+_WIDE_LOGITS = remedy(
+    "dtype.rnnt_loss",
+    "torchaudio's rnnt_loss gets logits in bf16",
+    "call it with logits.float()",
+)
 
 # Ops that turn a number into the dtype of their result, and when they refuse one that is too large:
 # a CPU fills in a single one without a look, and GPUs clamp in fp32.
@@ -39,6 +46,19 @@ def _like_log_probs(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
     return torch.empty_like(args[1])
 
 
+def _rnnt_loss(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The cost of each item, and the gradient of the logits (B, T, U, V) that goes with it.
+
+    Raises `RuntimeError` for what torchaudio's kernels do not take (src/libtorchaudio/rnnt).
+    """
+    logits = args[0]
+    if logits.device.type not in ("cpu", "cuda"):
+        raise RuntimeError("rnnt_loss has kernels for CPUs and CUDA alone")
+    if logits.dtype not in (torch.float32, torch.float16):
+        raise RuntimeError(f"rnnt_loss takes logits in fp32 or fp16 alone: {_WIDE_LOGITS.text}")
+    return logits.new_empty(len(logits)), torch.empty_like(logits)
+
+
 def _in_parts(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What the parts of an op give.
 
@@ -54,6 +74,7 @@ _RULES: dict[str, Callable[[OpOverload, Sequence[Any], Mapping[str, Any]], Any]]
     "aten::_use_miopen_ctc_loss": _no_other_kernel,
     "aten::_ctc_loss_backward": _like_log_probs,
     "aten::to": _in_parts,
+    "torchaudio::rnnt_loss_forward": _rnnt_loss,
 }
 
 
