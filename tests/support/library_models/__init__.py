@@ -35,8 +35,11 @@ LIBRARY_OF = {name: library for library, models in BY_LIBRARY.items() for name i
 MODELS = {name: build for models in BY_LIBRARY.values() for name, build in models.items()}
 # Those whose loss is computed in training mode alone, and which have no dropout.
 TRAINED = {*torchvision_models.TRAINED, *ultralytics_models.TRAINED}
-# What cannot be traced in training on cuda, and words of the line that says so.
-REFUSED = {"torchvision fasterrcnn": "--device cpu --real"}
+# What cannot be traced for cuda, and words of the line that says so. On the CPU all can be.
+REFUSED = {
+    "torchvision fasterrcnn": "--device cpu --real",
+    "yolo, predictions": "at least two devices",  # strides that are neither parameter nor buffer
+}
 
 
 def built_for_test(name):
