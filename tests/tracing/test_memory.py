@@ -137,8 +137,7 @@ def test_forecast_agrees_with_a_real_step_on_the_cpu(name, precision):
         model, inputs, device_type="cpu", precision=precision, optimizer="sgd", loss_fn=loss_of
     )
     kept = bytes_kept(model, precision, inputs)
-    # Equal to the byte but for the statistics of layer norms in bf16, whose dtype fakes get wrong.
-    assert forecast.activations + forecast.cast_kept == pytest.approx(kept, rel=0.01)
+    assert forecast.activations + forecast.cast_kept == kept
 
     forward, backward, gradients = real_peaks(model, precision, inputs)
     there = forecast.weights + forecast.buffers + inputs.nbytes
@@ -150,6 +149,23 @@ def test_forecast_agrees_with_a_real_step_on_the_cpu(name, precision):
     assert forecast.gradients == gradients
     assert forecast.peak == max(forecast.phases.values())
     assert forecast.peak == sum(forecast.at_peak.values())
+
+
+NORMS = {
+    "layer": lambda affine: nn.LayerNorm(8, elementwise_affine=affine),
+    "group": lambda affine: nn.GroupNorm(2, 4, affine=affine),
+    "instance": lambda affine: nn.InstanceNorm1d(4, affine=affine),
+    "batch": lambda affine: nn.BatchNorm1d(4, affine=affine, track_running_stats=False),
+}
+
+
+@pytest.mark.parametrize("weights", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NORMS)
+def test_statistics_of_norms_in_bf16_have_the_dtype_that_they_have_on_the_cpu(name, weights):
+    norm = NORMS[name](weights is not None).to(weights)
+    values = torch.rand(4, 4, 8, dtype=torch.bfloat16, requires_grad=True)
+    forecast = forecast_memory(norm, values, device_type="cpu", precision="fp32", loss_fn=loss_of)
+    assert forecast.activations == bytes_kept(norm, "fp32", values)
 
 
 def test_gradients_and_state_exist_only_where_something_is_trained():

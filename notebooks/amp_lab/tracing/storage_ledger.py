@@ -1,5 +1,6 @@
 """What is allocated when: the coming and going of every storage while ops run on a device."""
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, get_plain_tensors
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,10 +31,36 @@ KINDS = (
 _DEVICE_OF, _TO_COPY = torch.ops.prim.device.default, torch.ops.aten._to_copy.default
 
 
+def _widest(dtype: torch.dtype, given: Iterable[Any]) -> torch.dtype:
+    """The dtype, or a wider one of the tensors among some arguments."""
+    dtypes = (tensor.dtype for tensor in given if isinstance(tensor, torch.Tensor))
+    return functools.reduce(torch.promote_types, dtypes, dtype)
+
+
 def _batch_norm(x, weight, bias, mean, variance, training, *_):
-    """The output, the mean and the deviation; the last two in fp32 at least, as kernels do it."""
-    size, dtype = x.size(1) if training else 0, torch.promote_types(x.dtype, torch.float32)
+    """The output, the mean and the deviation.
+
+    The last two are in fp32 at least, as kernels have them; on a CPU only if some argument is.
+    """
+    dtype = _widest(x.dtype, (weight, bias, mean, variance))
+    if x.fake_device.type != "cpu":
+        dtype = torch.promote_types(dtype, torch.float32)
+    size = x.size(1) if training else 0
     return torch.empty_like(x), *(x.new_empty(size, dtype=dtype) for _ in range(2))
+
+
+def _norm(op: OpOverload) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """The rule of fake tensors for a norm, with statistics as wide as its weight.
+
+    On a CPU that rule has them in the dtype of the input, unlike the kernels.
+    """
+
+    def run(x, *given):
+        output, *statistics = op(x, *given)
+        dtype = _widest(statistics[0].dtype, given)
+        return output, *(one.new_empty(one.shape, dtype=dtype) for one in statistics)
+
+    return run
 
 
 def _batch_norm_backward(gradient, x, weight, *settings):
@@ -42,11 +70,13 @@ def _batch_norm_backward(gradient, x, weight, *settings):
     return tuple(torch.empty_like(of) if wants else None for of, wants in wanted)
 
 
-# For these, fake tensors take a long way through Python, which also gives the statistics the dtype
-# of the input, as no kernel does. A step of ResNet-50 would take twice as long.
+# For batch norms, fake tensors take a long way through Python, which also gives the statistics
+# another dtype than kernels do. A step of ResNet-50 would take twice as long.
 _SHORTCUTS = {
     torch.ops.aten.native_batch_norm.default: _batch_norm,
     torch.ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
+    torch.ops.aten.native_layer_norm.default: _norm(torch.ops.aten.native_layer_norm.default),
+    torch.ops.aten.native_group_norm.default: _norm(torch.ops.aten.native_group_norm.default),
 }
 
 
