@@ -96,6 +96,17 @@ def lora():
     return nn.Sequential(embedding, *halves[0], *halves[1], LoRA(64, 100))
 
 
+class Scaled(nn.Sequential):
+    """A product of bf16 and fp32, whose gradient is cast while the gradient it comes from lives."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(64, 512, bias=False), nn.Linear(512, 4))
+        self.scale = nn.Parameter(torch.ones(512))
+
+    def forward(self, x):
+        return self[1](self[0](x) * self.scale)
+
+
 def convnext():
     block = tv.convnext.CNBlockConfig
     return tv.convnext.ConvNeXt([block(32, 64, 2), block(64, None, 2)], num_classes=10)
@@ -116,6 +127,7 @@ MODELS = {
     "swin": (lambda: tv.SwinTransformer([4, 4], 32, [1, 1], [2, 4], [4, 4]), images(64)),
     "vit": (lambda: tv.VisionTransformer(32, 8, 2, 4, 64, 128), images(32)),
     "autoencoder": (Autoencoder, images(32)),
+    "scaled": (Scaled, torch.rand(256, 64)),
     "custom functions": (CustomFunctions, torch.rand(64, 64)),
     "gru": (lambda: nn.GRU(32, 64, 2, batch_first=True), torch.rand(4, 12, 32)),
     "encoder": (

@@ -104,12 +104,17 @@ class _Walk:
         if hasattr(node, "variable"):
             self._accumulate(node.variable, arrived.get(0))
             return (), ()
-        results = _call(node, arrived)
+        results = [*_call(node, arrived)]
+        # Here, and not where they arrive: the engine does it before it frees what the node got.
+        for i, (child, index) in enumerate(node.next_functions[: len(results)]):
+            gradient = results[i]
+            if child is not None and gradient is not None:
+                results[i] = _as_expected(gradient, child._input_metadata[index])
         if _NEED_THEIR_PARENTS:
             for child, _ in node.next_functions:
                 if isinstance(child, torch._C._FunctionBase):
                     self._owners[child] = node, owner
-        return node.next_functions, results
+        return node.next_functions, tuple(results)
 
     def pass_on(self, children: Children, results: Gradients) -> None:
         """Hand each child its gradient; it is ready when that was the last it waited for."""
@@ -124,12 +129,7 @@ class _Walk:
                 self._push(child)
 
     def _arrive(self, child: Node, index: int, gradient: torch.Tensor) -> None:
-        """Add a gradient to those that wait for a node, in the node's dtype and shape."""
-        expected = child._input_metadata[index]
-        if gradient.shape != expected.shape:  # the forward op broadcast its input
-            gradient = gradient.sum_to_size(expected.shape)
-        if gradient.dtype != expected.dtype:
-            gradient = gradient.to(expected.dtype)
+        """Add a gradient to those that wait for a node."""
         waiting = self._pending.setdefault(child, {})
         waiting[index] = waiting[index] + gradient if index in waiting else gradient
 
@@ -140,6 +140,15 @@ class _Walk:
         # A gradient that is part of a larger storage would keep all of it.
         owns_it = gradient.is_sparse or gradient.untyped_storage().nbytes() == gradient.nbytes
         self.leaves[id(leaf)] = gradient if owns_it else gradient.clone()
+
+
+def _as_expected(gradient: torch.Tensor, expected: Any) -> torch.Tensor:
+    """A gradient in the dtype and shape of what it is the gradient of."""
+    if gradient.shape != expected.shape:  # the forward op broadcast its input
+        gradient = gradient.sum_to_size(expected.shape)
+    if gradient.dtype != expected.dtype:
+        gradient = gradient.to(expected.dtype)
+    return gradient
 
 
 def _call(node: Node, arrived: dict[int, torch.Tensor]) -> Gradients:
