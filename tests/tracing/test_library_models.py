@@ -29,6 +29,10 @@ def products(found):
     return [(row.module, row.op, row.flops, row.out_dtypes) for row in found.rows if row.flops]
 
 
+def dtypes(found):
+    return [(row.module, row.op, row.in_dtypes, row.out_dtypes) for row in found.rows]
+
+
 def test_there_are_sixty_of_which_at_most_two_are_refused():
     assert len(MODELS) >= 60
     assert len(REFUSED) <= 2
@@ -47,11 +51,16 @@ def test_a_fake_trace_agrees_with_a_real_run(built):
             xray(model, *args, device_type="cpu", dtype=dtype, real=real, **kwargs)
             for real in (True, False)
         )
+        assert not fake.raised
+        assert [*fake.outputs] == [*real.outputs]
+        assert fake.output_dtypes == real.output_dtypes
+        if fake.decisions and dtype is torch.bfloat16:  # they are those of a run in fp32
+            assert dtypes(fake) == dtypes(real)
+            continue
         if type(model).__name__ not in OTHER_MASKS:
             assert fake.rows == real.rows
         assert products(fake) == products(real)
         assert fake.outputs == real.outputs
-        assert not fake.raised
 
 
 @pytest.mark.parametrize("built", NAMES, indirect=True)
@@ -93,7 +102,9 @@ def test_the_forecast_agrees_with_a_real_step(built, precision):
         **kwargs,
     )
     kept = bytes_kept(model, precision, *args, **kwargs)
-    assert forecast.activations + forecast.cast_kept == pytest.approx(kept, rel=0.01)
+    # Values in bf16 may decide other sizes than those of the run in fp32 that the forecast takes.
+    off = 0.01 if forecast.caveats and precision == "bf16" else 0
+    assert forecast.activations + forecast.cast_kept == pytest.approx(kept, rel=off)
     inputs = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)]
     there = forecast.weights + forecast.buffers + sum(t.nbytes for t in inputs)
     forward, backward, gradients = real_peaks(model, precision, *args, **kwargs)
