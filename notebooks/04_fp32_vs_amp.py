@@ -391,8 +391,8 @@ assert device.type == "cpu" or not fastest.is_below(1)
 #
 # ## Memory of a training step
 #
-# A GPU's allocator counts its bytes, and `measure`, which times one function by itself, also reads their peak.
-# A CPU has no such count. But most of the memory of *this* step is what the forward pass keeps for the backward
+# The allocator of an NVIDIA, AMD or Intel GPU counts its bytes, and `measure`, which times one function by
+# itself, also reads their peak. A CPU and Apple's GPU have no such count. But most of the memory of *this* step is what the forward pass keeps for the backward
 # pass, and that can be counted on any device. Autograd shows each of those tensors to a hook. We count each
 # storage once, and leave out the parameters, which are there anyway.
 
@@ -438,7 +438,8 @@ for precision in precisions:
 # With bf16 the step keeps 52% of what it keeps in fp32: nearly all of it is activations, which are
 # half as wide. (Autocast on Apple's MPS runs batch normalisation in fp32, as notebook 02 shows, so
 # there more is kept.) The peak also holds the weights, their gradients and the state of Adam, which
-# stay fp32. They are little here, but most of the memory in a large model with a small batch.
+# stay fp32. They are little here, but [most of the memory in a large model with a small
+# batch](09_xray_your_model.ipynb#Seven-billion-parameters,-no-memory).
 #
 # The picture has both, with the time on the left.
 

@@ -835,7 +835,7 @@ assert message == "ValueError: Attempting to unscale FP16 gradients."
 # | [Optimizer](#Choose-the-optimizer) | nothing; always `scaler.step` | `update` raises; without `update`, Adam hides it |
 # | [Evaluate](#Evaluate-during-training) | an autocast block of its own | the weights are stale |
 # | [Freeze](#Freeze-layers) | nothing; frozen weights may be half precision | |
-# | [Load](#Load-half-precision-weights) | nothing; `model.float()` if parameters are half | the scaler raises an error |
+# | [Load](#Load-half-precision-weights) | nothing; `model.float()` if parameters are half | the scaler raises (fp16), or small updates vanish (bf16) |
 #
 # If your training breaks all the same, go on with [notebook 08](08_when_amp_breaks.ipynb), which
 # starts from the error message.

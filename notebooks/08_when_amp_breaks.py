@@ -713,7 +713,8 @@ assert "Attempting to unscale FP16 gradients." in message
 
 # %% [markdown]
 # **Why.** A gradient has the dtype of its parameter. Divided by the scale *in fp16*, it would
-# vanish again, which the scale is there to prevent. Besides, fp16 weights cannot take small
+# vanish again, which the scale is there to prevent. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
+# Besides, fp16 weights cannot take small
 # updates. On the CPU, bf16 parameters are not refused, and fail as in section 29. On CUDA the
 # scaler has no kernel for bf16 gradients, and the same step raises another error,
 # `"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16'`

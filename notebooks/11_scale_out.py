@@ -273,7 +273,9 @@ def join(device_type):
 # With [DDP](https://docs.pytorch.org/docs/stable/notes/ddp.html) every rank has the whole model. When
 # `backward` has computed a gradient, DDP averages it over all ranks. It collects many gradients in a
 # *bucket*, and sends one bucket while `backward` fills the next.
-# With `gradient_as_bucket_view` a gradient lies in its bucket and takes no memory of its own.
+# With
+# [`gradient_as_bucket_view`](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html)
+# a gradient lies in its bucket and takes no memory of its own.
 #
 # A rank's loss is that of its part of the batch, so we report the mean over all ranks:
 

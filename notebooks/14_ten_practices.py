@@ -548,7 +548,9 @@ assert casts == [3, 3]  # weight, bias and input: as many for one sample as for 
 # ### 10. Profile before and after
 #
 # To check that AMP does what it should, we profile a step of a small convolutional network in fp32
-# and in low precision. With `record_shapes` the trace, a JSON file, has the dtypes of each op.
+# and in low precision. With `record_shapes` the trace, a JSON file, has the dtype of each tensor that
+# an op takes. (Of lists of tensors, as `cat` takes, it has none.)
+# <!-- tests/notebooks/test_14_ten_practices.py -->
 
 # %%
 os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler's own log would fill this page

@@ -625,7 +625,7 @@ for name, low in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
 
 # %% [markdown]
 # Servers that need the same answer whatever else is in the batch have *batch-invariant* kernels for
-# that, which are slower ([notebook 18](18_inference_and_export.ipynb#The-same-answer-twice)).
+# that ([notebook 18](18_inference_and_export.ipynb#The-same-answer-twice)).
 #
 # What the **cache** holds is worth a look. Under autocast over fp32 weights, transformers' models rotate
 # with fp32 cosines, so that their cache is fp32, of twice the size (the tests check it on a small
@@ -662,7 +662,8 @@ with torch.no_grad(), torch.autocast(device.type, dtype=torch.float16):
 # %% [markdown]
 # The first name is the layer that has to stay in fp32, and behind it the stream. Autocast alone does
 # not help, as the last line shows: its stream is fp32, but the layer returns fp16. Models of
-# transformers can name such layers in `_keep_in_fp32_modules`. Notebook 19 has the other way out. Values
+# transformers can name such layers in `_keep_in_fp32_modules`, as T5 does.
+# <!-- tests/notebooks/test_17_language_model.py --> Notebook 19 has the other way out. Values
 # inside a fused attention are not seen, so leave a margin.
 #
 # ## A model of your own (optional)

@@ -578,9 +578,11 @@ with torch.inference_mode():
 
 # %% [markdown]
 # A library may choose another kernel for another size of the batch, which adds in another order. So
-# a service that batches requests as they come can give slightly different outputs. In bf16 a
-# difference this small is mostly rounded away, and where it is not, it is as large as bf16's
-# rounding. What can be had: the same bits for the same batch on the same machine
+# a service that batches requests as they come can give slightly different outputs. In bf16 one matmul
+# mostly rounds such a difference away. But where it does not, a value moves by a whole step of bf16,
+# which spreads from layer to layer: in a deep model many outputs can differ.
+# <!-- tests/notebooks/test_18_inference_and_export.py -->
+# What can be had: the same bits for the same batch on the same machine
 # (`torch.use_deterministic_algorithms`), a fixed, padded batch, or kernels that are made to be
 # batch-invariant. The same bits on another device, or after an update of the libraries, are [not
 # guaranteed](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html). `amp-lab diff

@@ -151,3 +151,11 @@ def test_lightning_scales_only_in_its_manual_backward(way, scales):
     else:
         loss.backward()
     assert (module.layer.weight.grad.item() == 1024) == scales
+
+
+def test_a_gradient_that_is_unscaled_in_fp16_vanishes():
+    """Section 9: 2^-26 is a number of fp32 alone."""
+    scaled = torch.tensor(2.0**-26).mul(4096).half()
+    assert scaled > 0
+    assert scaled / 4096 == 0
+    assert scaled.float() / 4096 == 2.0**-26

@@ -1,5 +1,7 @@
 """Notebook 14: counts of casts in a trace, the log of ops, and an island's gradient."""
 
+import json
+
 import pytest
 import torch
 from definitions import definitions
@@ -57,3 +59,16 @@ def test_backward_inside_the_block_rounds_an_island(cells):
     assert logs[True].products() == ["bf16"] * 3
     assert torch.equal(found[False], cells["island_gradient"](False, 16))
     assert not torch.equal(found[False], found[True])
+
+
+def test_a_trace_has_the_dtypes_of_tensors_and_none_of_lists(tmp_path):
+    """What `record_shapes` notes of an op: what it takes, one by one."""
+    a = torch.ones(2, 2, dtype=torch.bfloat16)
+    with torch.profiler.profile(record_shapes=True) as profiled:
+        torch.mm(a, a)
+        torch.cat([a, a])
+    profiled.export_chrome_trace(str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    kinds = {event["name"]: event["args"].get("Input type") for event in events if "args" in event}
+    assert kinds["aten::mm"] == ["c10::BFloat16"] * 2
+    assert kinds["aten::cat"][0] == "TensorList"

@@ -177,3 +177,16 @@ def test_a_run_of_the_full_scale_ends_with_the_scale_that_it_began_with():
     steps, _ = notebook["SIZES"]["full"]
     losses = notebook["train"](nn.Embedding(1, 1), torch.float16, data, seed=0, steps=steps)
     assert len(losses) == steps >= 2000
+
+
+def test_t5_keeps_one_layer_of_each_block_in_fp32(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(
+        d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=8
+    )
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    load = transformers.T5ForConditionalGeneration.from_pretrained
+    dtypes = {name: p.dtype for name, p in load(tmp_path, dtype=torch.float16).named_parameters()}
+    wide = [name for name, dtype in dtypes.items() if dtype is torch.float32]
+    assert wide
+    assert all(name.endswith("wo.weight") for name in wide)

@@ -208,3 +208,19 @@ def test_onnx_runtime_refuses_an_fp16_arange_of_the_older_exporter(newer):
     expected = nullcontext() if newer else pytest.raises(refused, match="Range")
     with expected:
         onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
+
+
+def test_a_step_of_bf16_in_one_value_spreads_from_layer_to_layer():
+    """As where two sizes of a batch differ in one rounding, in a stack of residual blocks."""
+    torch.manual_seed(0)
+    blocks = [nn.Linear(256, 256).to(BF16) for _ in range(12)]
+    one = torch.randn(1, 256).to(BF16)
+    other = one.clone()
+    other[0, 0] = torch.nextafter(other[0, 0], torch.tensor(torch.inf, dtype=BF16))
+    differ = []
+    with torch.no_grad():
+        for block in blocks:
+            one, other = one + block(one).relu(), other + block(other).relu()
+            differ.append((one != other).float().mean().item())
+    assert differ[0] < 0.05
+    assert differ[-1] > 0.25
