@@ -81,6 +81,17 @@ CASES = {
         "end the block after the loss",
         moves(0.4, 0.4),  # it does no harm
     ),
+    "loop_in_one_block": Case(
+        'with autocast("cpu", dtype=torch.float16):\n    for _ in range(2):\n'
+        "        loss = model(x).float().square().mean()\n        scaler.scale(loss).backward()\n"
+        "        scaler.step(optimizer)\n        scaler.update()\n"
+        "        optimizer.zero_grad()\n",
+        'for _ in range(2):\n    with autocast("cpu", dtype=torch.float16):\n'
+        "        loss = model(x).float().square().mean()\n    scaler.scale(loss).backward()\n"
+        "    scaler.step(optimizer)\n    scaler.update()\n    optimizer.zero_grad()\n",
+        "open a block for each forward pass, inside the loop",
+        moves(0.8, 1 - 0.6**2),  # the second gradient is that of the first weights
+    ),
     "made_each_epoch": Case(
         "for epoch in range(2):\n    scaler = GradScaler('cpu')\n" + EPOCH,
         "scaler = GradScaler('cpu')\nfor epoch in range(2):\n" + EPOCH,

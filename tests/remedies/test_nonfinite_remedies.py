@@ -168,6 +168,19 @@ def test_a_power_of_tensors_is_judged_by_the_largest_of_them():
     assert codes(found(Apply(lambda x: x**inverse), zeros)) == ["both_signs"]
 
 
+@pytest.mark.parametrize(
+    ("code", "values"), [("x ** 3", [30.0]), ("torch.sqrt(x)", [0.04]), ("torch.log(x)", [0.25])]
+)
+def test_a_large_gradient_is_not_blamed_on_a_finite_derivative(code, values):
+    """The derivatives are 2,700, 2.5 and 4: it is the gradient that exceeds fp16."""
+    x = torch.tensor(values, dtype=torch.float16)
+    model = Apply(eval(f"lambda x: {code}", {"torch": torch}), torch.float16)
+    report = found(model, x, loss_fn=lambda y: (y.float() * 30000).sum())
+    assert report.phase == "backward"
+    assert not any(code.startswith("backward.") for code in codes(report))
+    assert "65504" in report.advice
+
+
 def test_an_eps_or_a_clamp_is_advised_for_divisors_that_are_not_negative_alone():
     signs = torch.tensor([-0.01, 0.5])
     assert not (1 / (signs + 1e-2)).isfinite().all()  # what the remedy says of an added eps

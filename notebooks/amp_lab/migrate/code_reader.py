@@ -46,10 +46,16 @@ class Place:
     arms: tuple[tuple[cst.CSTNode, int], ...] = ()
     loops: tuple[cst.CSTNode, ...] = ()
     autocast: cst.Call | None = None  # the innermost one that is on
+    autocast_loops: int = 0  # so many of the loops are around its block
 
     def excludes(self, other: "Place") -> bool:
         """Whether no path runs through both."""
         return any(a is b and i != j for a, i in self.arms for b, j in other.arms)
+
+    @property
+    def repeats_in_autocast(self) -> bool:
+        """Whether autocast is on around a loop that this is in."""
+        return self.autocast is not None and len(self.loops) > self.autocast_loops
 
     def in_arm(self, node: cst.CSTNode, number: int) -> "Place":
         """This place, in one of the branches of a statement."""
@@ -230,7 +236,8 @@ class CodeReader:
             cast = self._autocast(part.item, scope)
             if cast is None:
                 return place
-            return dataclasses.replace(place, autocast=None if self._is_off(cast) else cast)
+            on = None if self._is_off(cast) else cast
+            return dataclasses.replace(place, autocast=on, autocast_loops=len(place.loops))
         if isinstance(part, cst.If):
             if _leaves(part.body):
                 return place.in_arm(part, 1)

@@ -71,6 +71,12 @@ _BACKWARD_INSIDE = remedy(
     "backward runs inside the autocast block",
     "backward runs inside autocast: end the block after the loss",
 )
+_LOOP_IN_ONE_BLOCK = remedy(
+    "migrate.loop_in_one_block",
+    "one autocast block is around a loop of training steps",
+    "all steps run in this autocast block, which keeps the casts of the weights from the first: "
+    "open a block for each forward pass, inside the loop",
+)
 _NEVER_UPDATED = remedy(
     "migrate.never_updated",
     "a scaler steps, and its scale is never updated",
@@ -172,8 +178,7 @@ def _has_plain_branch(code: CodeReader, scaled: Event, event: Event) -> bool:
 
 def _stepped_beside(code: CodeReader) -> Found:
     for step in of_kind("step", code.events):
-        is_step = code.is_optimizer(step.of) and "sched" not in step.of.lower()
-        scaled = code.scaled_before(step) if is_step else None
+        scaled = code.scaled_before(step) if _is_step(code, step) else None
         message = _wrong_with_step(code, scaled, step) if scaled is not None else None
         if message is not None:
             yield step.node, message
@@ -235,9 +240,39 @@ def _steps_past(code: CodeReader, scaled: Event, step: Event, is_unscaled: bool)
 
 
 def _backward_in_autocast(code: CodeReader) -> Found:
+    spanning = _blocks_around_steps(code)
     for event in code.events:
-        if event.kind in ("scaled", "backward") and event.place.autocast is not None:
+        is_backward = event.kind in ("scaled", "backward")
+        if is_backward and event.place.autocast not in (None, *spanning):
             yield event.node, _BACKWARD_INSIDE.text
+
+
+def _loop_in_one_block(code: CodeReader) -> Found:
+    for call in _blocks_around_steps(code):
+        yield call, _LOOP_IN_ONE_BLOCK.text
+
+
+def _blocks_around_steps(code: CodeReader) -> list[cst.Call]:
+    """The calls of autocast around a loop with a backward pass and a step of an optimizer."""
+    inside: dict[str, set[cst.Call]] = {"backward": set(), "step": set()}
+    for event in code.events:
+        call = event.place.autocast
+        if call is None or not event.place.repeats_in_autocast:
+            continue
+        if event.kind in ("scaled", "backward"):
+            inside["backward"].add(call)
+        elif event.kind == "scaler step" or _is_step(code, event):
+            inside["step"].add(call)
+    around = inside["backward"] & inside["step"]
+    return [call for call in around if not nodes.is_false(_cache_of(call))]
+
+
+def _cache_of(call: cst.Call) -> cst.BaseExpression | None:
+    return nodes.arguments(call.args).get("cache_enabled")
+
+
+def _is_step(code: CodeReader, event: Event) -> bool:
+    return event.kind == "step" and code.is_optimizer(event.of) and "sched" not in event.of.lower()
 
 
 def _never_updated(code: CodeReader) -> Found:
@@ -255,6 +290,7 @@ def _never_updated(code: CodeReader) -> Found:
 _NOTES = (_backward_in_autocast,)
 _RULES = (_clipped_scaled, _stepped_beside, _never_updated, checkpoints.saved_without, *_NOTES)
 _RULES += (
+    _loop_in_one_block,
     lifetime.made_each_epoch,
     *accumulation.RULES,
     *skipped_updates.RULES,

@@ -164,6 +164,9 @@ _RANGE = _remedy(
     "one lies where this op is infinite.",
 )
 
+_NEAR_ZERO = 1e-2
+"""A divisor beyond it makes nothing infinite by itself; remedies add as much."""
+
 # By how the op's name begins; the first that fits is taken.
 _BACKWARD = {
     "sqrt": _remedy(
@@ -342,7 +345,7 @@ def _on_backward(report: NonfiniteReport) -> list[Remedy]:
     found = []
     if report.loss_scale is not None and _overflows(report):
         found.append(HALF_WEIGHTS if report.half_weights else _LOSS_SCALE)
-    own = _by_op(report, _BACKWARD)
+    own = _by_op(report, _BACKWARD) if _has_infinite_derivative(report) else None
     if _begins(report, "div", "reciprocal", "pow") and divides_by_both_signs(report):
         own = BOTH_SIGNS
     if own is not None:
@@ -355,6 +358,17 @@ def _on_backward(report: NonfiniteReport) -> list[Remedy]:
     elif own is None:
         found.append(_DERIVATIVE)
     return found
+
+
+def _has_infinite_derivative(report: NonfiniteReport) -> bool:
+    """Whether the derivative may be at fault, and not a large gradient alone."""
+    kernel = (report.kernel or "").strip("_")
+    if _begins(report, "pow"):  # the product with the gradient is another kernel
+        return kernel.startswith("pow")
+    divisor = next((x for x in report.inputs if x.name == "other"), None)
+    if kernel.startswith("div") and divisor is not None:
+        return divisor.low < _NEAR_ZERO and divisor.high > -_NEAR_ZERO
+    return True
 
 
 def _on_forward(report: NonfiniteReport) -> list[Remedy]:
