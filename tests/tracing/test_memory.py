@@ -18,7 +18,7 @@ from memory_models import (
 )
 from torch import nn
 
-from amp_lab import Precision, forecast_memory, largest_batch
+from amp_lab import Precision, forecast_inference, forecast_memory, largest_batch
 from amp_lab.errors import DeviceError, TraceError
 from amp_lab.torch_versions import function_nodes_need_their_parents
 from amp_lab.tracing.memory import compare_memory, parse_bytes
@@ -178,6 +178,34 @@ def test_statistics_of_norms_in_bf16_have_the_dtype_that_they_have_on_the_cpu(na
     values = torch.rand(4, 4, 8, dtype=torch.bfloat16, requires_grad=True)
     forecast = forecast_memory(norm, values, device_type="cpu", precision="fp32", loss_fn=loss_of)
     assert forecast.activations == bytes_kept(norm, "fp32", values)
+
+
+class Boxes(nn.Linear):
+    """Makes boxes of sizes that it holds and of a tensor without a device, and then moves them."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.sizes = [torch.ones(4)]
+
+    def forward(self, x):
+        boxes = self.sizes[0] * torch.arange(4)
+        return super().forward(x) + boxes.to(x.device)
+
+
+class Elsewhere(Boxes):
+    """The same without moving them, which fails on every device but the CPU."""
+
+    def forward(self, x):
+        return nn.Linear.forward(self, x) + self.sizes[0]
+
+
+@pytest.mark.parametrize("forecast", [forecast_memory, forecast_inference])
+def test_tensors_made_without_a_device_may_be_meant_for_the_cpu(forecast):
+    values = torch.rand(8, 4)
+    found = forecast(Boxes(), values, device_type="cuda", precision="fp32")
+    assert found.weights == 4 * (4 * 4 + 4)
+    with pytest.raises(TraceError, match="to be on the same device"):
+        forecast(Elsewhere(), values, device_type="cuda", precision="fp32")
 
 
 def test_gradients_and_state_exist_only_where_something_is_trained():

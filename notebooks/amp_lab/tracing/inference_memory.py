@@ -29,7 +29,7 @@ from amp_lab.tracing.memory import BatchedInputs, MemoryByBatch, errors_with, pa
 from amp_lab.tracing.real_run import ModelCall, Passes
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
 from amp_lab.tracing.structures import map_tensors, named_tensors
-from amp_lab.tracing.training_step import one_line_errors, steps_on
+from amp_lab.tracing.training_step import one_line_errors, steps_on, traced_on_either
 
 _LOW = (Precision.FP16, Precision.BF16)
 
@@ -291,6 +291,11 @@ class InferenceStep:
 
         `decisions` are those of a real run on such inputs, if values decide its course.
         """
+        return traced_on_either(lambda: self._told(inputs, kwargs, decisions, under))
+
+    def _told(
+        self, inputs: tuple, kwargs: dict[str, Any], decisions: Decisions | None, under: Callable
+    ) -> "TracedInference":
         with self.run.told(decisions) as replay:
             traced = self._trace(inputs, kwargs, under)
             replay.require_done()

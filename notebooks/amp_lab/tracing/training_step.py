@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -67,8 +67,33 @@ _LOOPS = ("adafactor", "muon")  # over the parameters, in which the last one's t
 _MOST_RANKS = 1024
 _RNN_CAVEAT = ": forecast with torch's own kernels; cuDNN or oneDNN may keep twice as much."
 
+_MIXED_DEVICES = "to be on the same device"  # as fake tensors say it
+
+_Traced = TypeVar("_Traced")
 LossFunction = Callable[[Any], torch.Tensor]
 Parameter = tuple[tuple[int, ...], torch.dtype]  # its shape and dtype
+
+
+def traced_on_either(trace: Callable[[], _Traced]) -> _Traced:
+    """What `trace` returns; where devices are mixed, with tensors on the CPU by default.
+
+    Some models count on tensors made without a device being there, such as torchvision's SSD, whose
+    boxes are made of them and of sizes that it holds. Raises what the first trace raises if both
+    mix devices.
+    """
+    try:
+        return trace()
+    except TraceError as error:
+        if _MIXED_DEVICES not in str(error):
+            raise
+        mixed = error
+    try:
+        with torch.device("cpu"):
+            return trace()
+    except TraceError as error:
+        if _MIXED_DEVICES in str(error):
+            raise mixed from mixed.__cause__
+        raise
 
 
 @contextmanager
@@ -139,6 +164,11 @@ class TrainingStep:
 
         `decisions` are those of a real run on such inputs, if values decide its course.
         """
+        return traced_on_either(lambda: self._told(inputs, kwargs, decisions))
+
+    def _told(
+        self, inputs: tuple, kwargs: dict[str, Any], decisions: Decisions | None
+    ) -> "TracedStep":
         with self.run.told(decisions) as replay:
             traced = self._trace(inputs, kwargs, replay)
             replay.require_done()
