@@ -103,7 +103,9 @@ def test_the_forecast_agrees_with_a_real_step(built, precision):
     )
     kept = bytes_kept(model, precision, *args, **kwargs)
     # Values in bf16 may decide other sizes than those of the run in fp32 that the forecast takes.
-    off = 0.01 if forecast.caveats and precision == "bf16" else 0
+    takes_decisions = precision == "bf16" and forecast.caveats
+    makes_another_mask = type(model).__name__ in OTHER_MASKS
+    off = 0.01 if takes_decisions or makes_another_mask else 0
     assert forecast.activations + forecast.cast_kept == pytest.approx(kept, rel=off)
     inputs = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)]
     there = forecast.weights + forecast.buffers + sum(t.nbytes for t in inputs)
@@ -116,7 +118,8 @@ def test_the_forecast_agrees_with_a_real_step(built, precision):
 @pytest.mark.parametrize("built", ON_CUDA, indirect=True)
 def test_the_model_is_as_it_was(built):
     model, args, kwargs = built
-    model(*args, **kwargs)  # some note in their config what they were first used for
+    if hasattr(model, "config"):
+        model(*args, **kwargs)  # some note there what they were first used for
     before = copy.deepcopy(model.state_dict())
     config = copy.deepcopy(getattr(model, "config", None))
     xray(model, *args, device_type="cuda", **kwargs)

@@ -36,10 +36,7 @@ MODELS = {name: build for models in BY_LIBRARY.values() for name, build in model
 # Those whose loss is computed in training mode alone, and which have no dropout.
 TRAINED = {*torchvision_models.TRAINED, *ultralytics_models.TRAINED}
 # What cannot be traced for cuda, and words of the line that says so. On the CPU all can be.
-REFUSED = {
-    "torchvision fasterrcnn": "--device cpu --real",
-    "yolo, predictions": "at least two devices",  # strides that are neither parameter nor buffer
-}
+REFUSED = {"torchvision fasterrcnn": "--device cpu --real"}
 
 
 def built_for_test(name):
