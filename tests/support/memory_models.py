@@ -9,6 +9,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_lab.tracing.fake_device import is_composite
+from amp_lab.tracing.structures import named_tensors
 
 
 def images(size):
@@ -89,6 +90,11 @@ def cpu_autocast(precision):
     return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
 
 
+def tensors_given(inputs):
+    """The tensors among inputs, those of a batch of graphs too."""
+    return [tensor for _, tensor in named_tensors(inputs, opened=True)]
+
+
 class Saved:
     """A tensor that autograd saved; it lives as long as the graph that needs it."""
 
@@ -121,7 +127,7 @@ def bytes_kept(model, precision, *args, **kwargs):
 def real_peaks(model, precision, *args, **kwargs):
     """The most in use in the forward and backward pass, beyond what was there, and gradients."""
     meter = Meter()
-    inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    inputs = tensors_given((args, kwargs))
     for tensor in [*model.parameters(), *model.buffers(), *inputs]:
         meter.see(tensor, count=False)
     with meter:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from library_checks import dtypes_of_modules, module_dtypes
 from library_models import MODELS, REFUSED, built_for_test
-from memory_models import bytes_kept, loss_of, real_peaks
+from memory_models import bytes_kept, loss_of, real_peaks, tensors_given
 from torch.utils.flop_counter import FlopCounterMode
 
 from amp_lab import forecast_memory, xray
@@ -107,8 +107,8 @@ def test_the_forecast_agrees_with_a_real_step(built, precision):
     makes_another_mask = type(model).__name__ in OTHER_MASKS
     off = 0.01 if takes_decisions or makes_another_mask else 0
     assert forecast.activations + forecast.cast_kept == pytest.approx(kept, rel=off)
-    inputs = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if torch.is_tensor(t)]
-    there = forecast.weights + forecast.buffers + sum(t.nbytes for t in inputs)
+    inputs = sum(tensor.nbytes for tensor in tensors_given((args, kwargs)))
+    there = forecast.weights + forecast.buffers + inputs
     forward, backward, gradients = real_peaks(model, precision, *args, **kwargs)
     assert forecast.gradients == gradients
     assert forecast.phases["forward"] == pytest.approx(there + forward, rel=0.05)

@@ -1,4 +1,4 @@
-"""Graph models of PyTorch Geometric, each on the tensors of a `Batch` of two graphs."""
+"""Graph models of PyTorch Geometric, each on a `Batch` of two graphs."""
 
 import importlib
 
@@ -15,9 +15,9 @@ class OnBatch(nn.Module):
         super().__init__()
         self.nodes = nodes
 
-    def forward(self, x, edge_index, batch):
+    def forward(self, batch):
         pool = importlib.import_module("torch_geometric.nn").global_mean_pool
-        return pool(self.nodes(x, edge_index), batch)
+        return pool(self.nodes(batch.x, batch.edge_index), batch.batch)
 
 
 def graph(nodes):
@@ -32,7 +32,7 @@ def build(name):
     graphs = [graph(nodes) for nodes in (5, 7)]
     batch = data.Batch.from_data_list(graphs)
     model = OnBatch(kind(FEATURES, hidden_channels=16, num_layers=2, out_channels=4))
-    return model, (batch.x, batch.edge_index, batch.batch), {}
+    return model, (batch,), {}
 
 
 MODELS = {
