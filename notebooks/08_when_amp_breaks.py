@@ -59,6 +59,7 @@
 # | ``expected dtype c10::Half for `end` but got dtype float`` | [section&nbsp;18](#18-A-half-precision-output-leaves-the-block) |
 # | `Index put requires the source and destination dtypes match, got Float for the destination and Half for the source.` | [section&nbsp;19](#19-Writing-into-a-buffer-fails) |
 # | `index_add_(): self (Float) and source (Half) must have the same scalar type` | [section&nbsp;19](#19-Writing-into-a-buffer-fails) |
+# | `masked_scatter: expected self and source to have same dtypes but got` | [section&nbsp;19](#19-Writing-into-a-buffer-fails) |
 # | `scatter(): Expected self.dtype to be equal to src.dtype` | [section&nbsp;19](#19-Writing-into-a-buffer-fails) |
 # | `expected scalar type Half but found Float` | [section&nbsp;20](#20-A-function-of-your-own-fails-in-backward) |
 # | `mat1 and mat2 must have the same dtype, but got BFloat16 and Half` | [section&nbsp;21](#21-Two-dtypes-are-nested-around-one-weight) |
@@ -105,6 +106,8 @@
 # | the loss scale keeps falling, or every step is skipped | [section&nbsp;2](#2-The-loss-scale-falls-towards-0) |
 # | the loss scale grows without end | [section&nbsp;28](#28-The-scaler-runs-with-bf16-or-the-dtype-is-not-the-one-you-meant) |
 # | the loss does not fall, or stops falling | [section&nbsp;3](#3-A-layer-does-not-learn-because-its-gradients-underflow), [section&nbsp;15](#15-Clipping-leaves-next-to-nothing-of-the-gradients), [section&nbsp;26](#26-The-loss-stands-still-because-the-whole-loop-is-in-one-block), [section&nbsp;29](#29-Half-precision-weights-stop-moving); [`amp-lab migrate`](../docs/migrate.md) finds clipping of scaled gradients |
+# | the weights do not change in some steps | the scaler [skipped them](03_grad_scaler_step_by_step.ipynb#An-overflow:-the-step-is-skipped,-the-scale-halves), as it should; if it goes on, [section&nbsp;2](#2-The-loss-scale-falls-towards-0) |
+# | SAM, or another optimizer with two passes, gives NaN in fp16 | [section&nbsp;13](#13-The-optimizer-needs-a-closure) |
 # | some gradients are zero | [section&nbsp;3](#3-A-layer-does-not-learn-because-its-gradients-underflow), [section&nbsp;6](#6-A-norm-written-by-hand-overflows-above-256) |
 # | some gradients are `None` | [section&nbsp;11](#11-An-optimizer-has-no-gradients), [section&nbsp;25](#25-Weights-get-no-gradient-after-an-evaluation-pass) |
 # | the output of a layer is all zeros | [section&nbsp;6](#6-A-norm-written-by-hand-overflows-above-256) |
@@ -965,6 +968,10 @@ _ = lbfgs(torch.amp.GradScaler("cpu"), torch.float16, by_position=True)  # no me
 # `scaler.step(optimizer, closure)`, once there are gradients, there is no message, and you train on
 # scaled gradients that nobody checks.
 #
+# An optimizer that steps in two passes, such as SAM, has the same trouble: no scaler skips its first
+# step, so a single overflow makes the weights NaN for good.
+# <!-- tests/notebooks/test_08_when_amp_breaks.py -->
+#
 # **The fix.** Use bf16 or fp32, and disable the scaler. It then hands the closure on.
 
 # %%
@@ -1237,6 +1244,7 @@ with torch.autocast("cpu", dtype=torch.float16):
 # - `Index put requires the source and destination dtypes match, got Float for the destination and Half for the source.`
 # - `index_add_(): self (Float) and source (Half) must have the same scalar type`
 # - `scatter(): Expected self.dtype to be equal to src.dtype`
+# - `masked_scatter: expected self and source to have same dtypes but got`
 #
 # **The smallest program that does it.** We collect features in a tensor that was made with
 # `torch.zeros`, as detectors and graph networks do.
@@ -1255,6 +1263,7 @@ messages = [
     message_of(lambda: collect(lambda buffer, i, f: buffer.__setitem__(i, f))),  # buffer[i] = f
     message_of(lambda: collect(lambda buffer, i, f: buffer.index_add_(0, i, f))),
     message_of(lambda: collect(lambda buffer, i, f: buffer.scatter_(0, i[None].expand(1, 2), f))),
+    message_of(lambda: collect(lambda buffer, i, f: buffer.masked_scatter_(buffer == 0, f))),
 ]
 print(*messages, sep="\n")
 
@@ -1265,6 +1274,8 @@ assert (
 )
 assert "index_add_(): self (Float) and source (Half) must have the same scalar type" in messages[1]
 assert "scatter(): Expected self.dtype to be equal to src.dtype" in messages[2]
+masked = "masked_scatter: expected self and source to have same dtypes but got"
+assert masked in messages[3]
 
 # %% [markdown]
 # **Why.** Autocast leaves in-place operations alone, since it cannot change the dtype of a tensor
@@ -2057,6 +2068,9 @@ assert single[1] > 50 * single[0]
 # such as a gate or a scale of a block. The product is fp32, and so is what follows from it. Cast the
 # parameter: `h * gate.to(h.dtype)`.
 #
+# And the cast of an *expanded* tensor is written out in full, though the tensor itself is not. Cast it
+# before you expand it.
+#
 # **The fix.** AMP saves memory on a large batch, so make the batch larger. With 2048 examples it
 # keeps 6.5 MiB in place of 12. Other means help with the rest: gradient checkpointing, sharding, or
 # an optimizer with less state.
@@ -2075,6 +2089,8 @@ assert sum(t.nbytes for t in always) == 16 * sum(p.numel() for p in wide.paramet
 h, gate = torch.ones(1, 2, dtype=torch.bfloat16), nn.Parameter(torch.ones(2))
 assert (h * gate).dtype is torch.float32
 assert (h * gate.to(h.dtype)).dtype is torch.bfloat16
+assert gate.expand(1024, 2).to(h.dtype).untyped_storage().nbytes() == 1024 * 2 * 2
+assert gate.to(h.dtype).expand(1024, 2).untyped_storage().nbytes() == 2 * 2
 
 # %% [markdown]
 # In inference under `no_grad`, the block keeps the casts of all weights until it ends, which is half

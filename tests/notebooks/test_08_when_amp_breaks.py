@@ -159,3 +159,27 @@ def test_a_gradient_that_is_unscaled_in_fp16_vanishes():
     assert scaled > 0
     assert scaled / 4096 == 0
     assert scaled.float() / 4096 == 2.0**-26
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_nothing_skips_the_first_step_of_an_optimizer_with_two_passes(overflows):
+    """Section 13: SAM climbs to a worse point, goes back, and steps with the gradient of there."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = torch.optim.SGD([weight], lr=0.1), torch.amp.GradScaler("cpu")
+
+    def gradients(factor):
+        optimizer.zero_grad()
+        scaler.scale(weight.square().sum() * factor).backward()
+        scaler.unscale_(optimizer)
+        scaler.update()
+
+    for step in range(3):
+        gradients(torch.inf if overflows and step == 0 else 1.0)
+        before = weight.detach().clone()
+        with torch.no_grad():
+            weight.add_(0.05 * weight.grad / weight.grad.norm())  # the first step
+        gradients(1.0)
+        with torch.no_grad():
+            weight.copy_(before)
+        optimizer.step()
+    assert weight.isfinite().all() != overflows
