@@ -460,7 +460,7 @@ assert abs(in_fp32.item() / exact - 1) < 1e-4
 assert abs(in_fp16.item() / exact - 1) > 1e-2
 
 # %% [markdown]
-# The sum in fp32 is 2060.4, as it should be. The one in fp16 stops at 1626.0: the larger it gets,
+# The sum in fp32 is 2060.4, as it should be. The one in fp16 ends at 1626.0: the larger it gets,
 # the more of the products it swamps. Do PyTorch's own products in fp16 have this problem?
 
 # %%
@@ -603,8 +603,7 @@ for stage, grads in (("untrained", untrained), ("trained", trained)):
 assert medians["trained", "mean"] < medians["untrained", "mean"] - 10
 
 # %% [markdown]
-# The mean costs ten powers of two. Training cost about seventeen more here, from 2^-13.3 to 2^-30.0,
-# and in this network, the longer it lasts, the more it costs. That is why a loss scale is not chosen
+# The mean costs ten powers of two. Training cost about seventeen more here, from 2^-13.3 to 2^-30.0. That is why a loss scale is not chosen
 # once and for all, but adjusted while training.
 #
 # ## FP8 overflows in two ways (optional)

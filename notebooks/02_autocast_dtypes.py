@@ -239,7 +239,7 @@ assert (inside.float() @ wide).dtype is torch.float32
 # ## Backward: no autocast there
 #
 # To see the casts themselves, we listen to PyTorch's dispatcher, through which every op goes on its
-# way to a kernel. `OpLog` writes down each op and the dtypes of its inputs. Autocast's casts show
+# way to a kernel. `OpLog` writes down each op and the dtypes of the tensors that it is given. Autocast's casts show
 # up as `_to_copy`.
 
 
@@ -627,7 +627,7 @@ for name, op in OPS.items():
 # %% [markdown]
 # Read it row by row. If both columns have the same low dtype, the op lowers the precision. If both
 # are fp32, it runs in fp32, or one of its inputs was fp32. If what goes in comes out, the op is not
-# on the list of this device. On the CPU of this page, `linear`, `matmul` and `conv2d` lower the
+# on the list of this device, or only promotes. On the CPU of this page, `linear`, `matmul` and `conv2d` lower the
 # precision, the three losses run in fp32, and the ops from `relu` to `batch_norm` return what they
 # were given, except `add fp32`, one of whose inputs is always fp32. [Notebook
 # 09](09_xray_your_model.ipynb) does the same for a whole model.
@@ -727,7 +727,7 @@ assert "Unexpected floating ScalarType in at::autocast::prioritize" in message
 # - Outside of `inference_mode` the cache keeps the casts of trained weights until the outermost block
 #   ends, so do not change a weight inside it.
 # - Custom functions that call listed ops need `custom_fwd` and `custom_bwd`.
-# - Autocast for a device that is not there does nothing, so take its name from `device.type`.
+# - Autocast for a device that is not there casts nothing, so take its name from `device.type`.
 # - CPU and CUDA share only 39 of the more than 110 ops on each of their lists. `policy_of` shows
 #   what CUDA would do.
 #

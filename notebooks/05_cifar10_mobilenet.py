@@ -394,9 +394,9 @@ for p in both:  # 25 times as many pixels or more take longer
 #
 # ## Find the layers to blame
 #
-# MobileNetV2 alternates two kinds of convolution. A *pointwise* one has 1x1 kernels and is a matrix
-# product over the channels. A *depthwise* one has 3x3 kernels, each of which sees a single channel. A
-# hook notes the shapes of every convolution; on the meta device this computes nothing.
+# But for its first, MobileNetV2 has two kinds of convolution. A *pointwise* one has 1x1 kernels and is a
+# matrix product over the channels. A *depthwise* one has 3x3 kernels, each of which sees a single
+# channel. A hook notes the shapes of every convolution; on the meta device this computes nothing.
 
 
 # %%

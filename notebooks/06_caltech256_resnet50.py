@@ -424,9 +424,9 @@ def two_steps(batch_size, dtype, device, *, image_size=224, freeze=True):
 
 
 # %% [markdown]
-# A real step at batch 512 would take gigabytes, so we let PyTorch pretend. Under `FakeTensorMode` each
-# operation returns a tensor of the right shape and dtype that holds no numbers, and nothing is computed:
-# the cell makes one of 4 TiB to show it. (Both modes live in modules with an underscore, so they may move.)
+# A real step at batch 512 would take gigabytes, so we let PyTorch pretend. Under `FakeTensorMode`
+# an operation returns a tensor of the right shape and dtype that holds no numbers, and nothing is computed:
+# the cell makes one of 4 TiB to show it. (One whose shape depends on values, such as `nonzero`, raises. Both modes live in modules with an underscore, so they may move.)
 
 # %%
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1851,7 +1851,8 @@ with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=
 # %% [markdown]
 # ## Nothing breaks and nothing is gained
 #
-# In this part the run finishes, but it is in plain fp32, or AMP is on and brings nothing.
+# In this part autocast is off, in another dtype than you meant, refused, or called by an old name. Or AMP
+# is on, and you gain no time or memory.
 
 # %% [markdown]
 # ### 31 Autocast or the scaler is switched off

@@ -770,7 +770,8 @@ assert amp_lab_command(["bench", "--list"]) == 0
 #   the hardware does not speed up.
 # - The gain depends on the size, the layout and what else is switched on: the same network gains
 #   differently in [notebook 04](04_fp32_vs_amp.ipynb), with a smaller picture. Compare ratios of one run.
-# - `advise` climbs with a model of yours, and never to a rung that does not learn as FP32 does.
+# - `advise` climbs with a model of yours, and never to a rung that, in the few steps that it tries,
+#   does not learn as FP32 does.
 #
 # Next, [notebook 11](11_scale_out.ipynb) takes the same step to several devices.
 #

@@ -373,8 +373,8 @@ def shard(model, param_dtype, reduce_dtype, output_dtype=torch.float32):
 
 # %% [markdown]
 # Beside the plain loop, autocast is gone, and the optimizer is made *after* sharding, of the shards. (The
-# mesh says who shares. Without it, [`fully_shard`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html)
-# would take the accelerator if there is one.)
+# mesh says who shares. Without it, `fully_shard` would [take the accelerator if there is
+# one](https://github.com/pytorch/pytorch/blob/main/torch/distributed/fsdp/_fully_shard/_fsdp_init.py).)
 
 
 # %%

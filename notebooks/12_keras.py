@@ -720,7 +720,7 @@ for backend, (went_on, resumed_losses, saved, loaded) in resumed.items():
 # | `tf.keras.mixed_precision.Policy` | `keras.DTypePolicy`; this name is kept |
 # | `Policy(…, loss_scale="dynamic")` | a policy has no scale: it is the optimizer's |
 # | `LossScaleOptimizer(optimizer, loss_scale="dynamic")` | `LossScaleOptimizer(optimizer)` |
-# | `LossScaleOptimizer(optimizer, dynamic=False, initial_scale=128)` | `optimizer.loss_scale_factor = 128`, and `compile(…, auto_scale_loss=False)` |
+# | `LossScaleOptimizer(optimizer, dynamic=False, initial_scale=128)` | [`optimizer.loss_scale_factor = 128`](https://keras.io/api/optimizers/adam/), and [`compile(…, auto_scale_loss=False)`](https://keras.io/api/models/model_training_apis/) |
 # | `optimizer.get_scaled_loss(loss)` | `optimizer.scale_loss(loss)` |
 # | `optimizer.get_unscaled_gradients(g)`, then `apply_gradients(zip(g, w))` | `optimizer.apply(g, w)` or `apply_gradients`; both divide |
 # | `optimizer.loss_scale` | `optimizer.dynamic_scale`, once it is built |

@@ -353,7 +353,7 @@ for name in ("fp16", "bf16"):
 # ## The loss over a large vocabulary
 #
 # Our vocabulary has under a hundred characters. Language models have far larger ones (Llama 3 has
-# 128,256 tokens), and then the logits are the largest tensor of the step. At the peak of the backward
+# 128,256 tokens), and with many tokens in a batch the logits are the largest tensor of the step. At the peak of the backward
 # pass four of their size are alive. For a batch of 8 x 2048 tokens:
 # <!-- tests/notebooks/test_17_language_model.py -->
 
