@@ -114,7 +114,7 @@
 # | training works, but evaluation gives NaN | [section&nbsp;7](#7-Training-is-fine-but-evaluation-is-NaN) |
 # | gradients of a convolution are NaN or 1e20 in bf16, on a CPU | [your hardware](../docs/hardware.md#cpus) |
 # | parameters are NaN after one step of Adam | [section&nbsp;29](#29-Half-precision-weights-stop-moving) |
-# | results are good on short inputs and bad on long ones | [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
+# | results are good on short inputs and bad on long ones, or many positions give the same embedding | [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
 # | `torch.compile` changes the gradients | [section&nbsp;27](#27-A-compiled-model-has-other-gradients) |
 # | `torch.compile` changes the results a little | in 16 bits it rounds less often, in fp32 it computes in another way: [notebook 18](18_inference_and_export.ipynb#Ways-to-run-it) |
 # | a compiled model is no faster | [notebook 10](10_speed_ladder.ipynb) |
@@ -1846,7 +1846,8 @@ with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=
     assert angles(1024).unique().numel() == 1024
 
 # %% [markdown]
-# **Notice it earlier.** Compare the outputs in bf16 and in fp32 on the longest input you allow.
+# **Notice it earlier.** Compare the outputs in bf16 and in fp32 on the longest input you allow. `amp-lab
+# xray` says where autocast casts whole numbers. <!-- tests/remedies/test_xray_remedies.py -->
 
 # %% [markdown]
 # ## Nothing breaks and nothing is gained

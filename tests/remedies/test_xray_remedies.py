@@ -394,3 +394,48 @@ def test_what_a_weight_loses_in_the_other_half(own, low, value, found):
     for dtype, expected in ((low, found), (own, value)):
         with torch.autocast("cpu", dtype):
             assert layer(torch.ones(1, 1)).item() == expected
+
+
+# Positions
+
+
+class Rotary(nn.Module):
+    """The angles of rotary embeddings, from positions (T,); in an fp32 region if asked to."""
+
+    def __init__(self, region=""):
+        super().__init__()
+        self.register_buffer("rates", 1e4 ** -torch.linspace(0, 1, 8))
+        self.region = region
+
+    def forward(self, positions):
+        numbers = positions.float()[:, None]
+        if not self.region:
+            return numbers @ self.rates[None]
+        with eval(self.region, {"torch": torch}):
+            return numbers @ self.rates[None]
+
+
+@does("xray.integers")
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_positions_beyond_what_16_bits_hold(dtype):
+    positions = torch.arange(4096)
+    said = advice(xray(Rotary(), positions, device_type="cpu", dtype=dtype))
+    assert says("xray.integers", said)
+    assert f"only up to {256 if dtype is BF16 else 2048:,}" in said
+    (region,) = re.findall(r"torch\.autocast\(.*?enabled=False\)", said)
+    as_told = Rotary(region)
+    found = xray(as_told, positions, device_type="cpu", dtype=dtype)
+    assert not says("xray.integers", advice(found))
+    with torch.autocast("cpu", dtype):
+        wrong, right = Rotary()(positions)[:, 0], as_told(positions)[:, 0]
+    assert len(wrong.unique()) < len(positions)
+    assert len(right.unique()) == len(positions)
+
+
+def test_numbers_that_were_none_before_are_no_positions():
+    class Scores(nn.Module):
+        def forward(self, x):
+            return x @ x.mT
+
+    for x in (torch.randn(3, 4), torch.ones(3, 4, dtype=torch.bool).float()):
+        assert not says("xray.integers", advice(xray(Scores(), x, dtype=BF16)))

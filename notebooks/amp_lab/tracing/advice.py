@@ -71,6 +71,13 @@ _LOST_IN = {
     torch.float16: "which makes those above 65504 inf and small ones 0",
     torch.bfloat16: "which leaves them 8 bits",
 }
+_INTEGERS = remedy(
+    "xray.integers",
+    "autocast casts whole numbers to 16 bits, such as positions of tokens",
+    "{called} in {where}: autocast casts whole numbers to {low}, which has all of them only up to "
+    "{most:,}. If they are positions or counts that can be larger, compute this in fp32: "
+    "with torch.autocast({device!r}, enabled=False).",
+)
 _MIXED_OP = remedy(
     "xray.mixed_op",
     "an op that is not torch's gets fp32 and 16 bits under autocast, which has no rule for it",
@@ -269,6 +276,25 @@ def _other_half(seen: Tracer) -> Iterator[str]:
     )
 
 
+def _integers(seen: Tracer) -> Iterator[str]:
+    if seen.dtype not in LOWER_DTYPES:
+        return
+    modules: dict[str, list[str]] = defaultdict(list)
+    for cast in seen.casts:
+        narrows = cast.of_integers and cast.to_dtype is seen.dtype
+        if narrows and cast.module not in modules[cast.called]:
+            modules[cast.called].append(cast.module)
+    for called, names in modules.items():
+        if names:
+            yield _INTEGERS.said(
+                called=called,
+                where=listed([place_of(name) for name in names], 3),
+                low=short_name(seen.dtype),
+                most=int(2 / torch.finfo(seen.dtype).eps),
+                device=seen.device_type,
+            )
+
+
 def _mixed_op(seen: Tracer) -> Iterator[str]:
     for call, modules in seen.mixed.items():
         mixed = [f"{listed(names)} in {short_name(dtype)}" for dtype, names in call.arguments]
@@ -310,6 +336,7 @@ RULES: tuple[Callable[[Tracer], Iterator[str]], ...] = (
     _parameters_cast_anew,
     _frozen,
     _other_half,
+    _integers,
     _mixed_op,
     _without_gradient,
     _backward_not_followed,

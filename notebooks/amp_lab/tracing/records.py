@@ -68,6 +68,7 @@ class Cast:
     cached: bool  # whether autocast keeps the result for further uses in the same block
     shape: tuple[int, ...]
     called: str  # the function that it was cast for
+    of_integers: bool = False  # whether it holds whole numbers, such as positions
 
     @property
     def nbytes(self) -> int:

@@ -49,6 +49,7 @@ NORMS = {"layer_norm", "group_norm", "rms_norm", "instance_norm"}
 _MADE_OF = {"instance_norm": ("batch_norm",)}
 
 _RNNS = RNN_LAYERS | {f"{name}_cell" for name in RNN_LAYERS}
+_INTEGERS = {torch.int16, torch.int32, torch.int64}
 _RNN_KERNELS = {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "_lstm_mps"}
 # Each is one row, whatever kernels it chooses: that choice needs the device, the dtypes do not.
 _WHOLE = _RNNS | NORMS | {ATTENTION, "batch_norm"}
@@ -406,6 +407,7 @@ class Tracer(TorchFunctionMode):
             cached=self._is_cached(call, source, result),
             shape=call.shapes.get(call.key(source), tuple(source.shape)),
             called=call.name,
+            of_integers=row is not None and _gives_integers(row),
         )
         self.casts.append(cast)
         self._pending.append(cast)
@@ -438,6 +440,13 @@ def _why_not_followed(error: Exception) -> str:
     return (
         "reads the memory of a tensor, which fake ones do not have" if needs_memory(error) else ""
     )
+
+
+def _gives_integers(row: OpRecord) -> bool:
+    """Whether an op makes floating-point numbers of integers, by a cast or as ``arange`` does."""
+    if row.op == "arange":
+        return True
+    return row.op == "_to_copy" and row.in_dtypes[0] in _INTEGERS
 
 
 def _name(func: OpOverload) -> str:
