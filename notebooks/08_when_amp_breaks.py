@@ -1180,7 +1180,7 @@ assert disabled.get_scale() == 1
 # - `RNN input dtype (torch.float16) does not match weight dtype (torch.float32).`
 # - `mixed dtype (CPU): expect parameter to have scalar type of Float`
 # - `Found dtype Float but expected Half`
-# - ``expected dtype c10::Half for `end` but got dtype float``, as of a moving average
+# - ``expected dtype c10::Half for `end` but got dtype float``, where weights are averaged
 #
 # **The smallest program that does it.** We use the output of a block after the block has ended.
 

@@ -662,9 +662,10 @@ with torch.no_grad(), torch.autocast(device.type, dtype=torch.float16):
 # %% [markdown]
 # The first name is the layer that has to stay in fp32, and behind it the stream. Autocast alone does
 # not help, as the last line shows: its stream is fp32, but the layer returns fp16. Models of
-# transformers can name such layers in `_keep_in_fp32_modules`, as T5 does.
-# <!-- tests/notebooks/test_17_language_model.py --> Notebook 19 has the other way out. Values
-# inside a fused attention are not seen, so leave a margin.
+# transformers can name such layers in `_keep_in_fp32_modules`, as T5
+# does. <!-- tests/notebooks/test_17_language_model.py -->
+#
+# Notebook 19 has the other way out. Values inside a fused attention are not seen, so leave a margin.
 #
 # ## A model of your own (optional)
 #

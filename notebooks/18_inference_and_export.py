@@ -582,6 +582,7 @@ with torch.inference_mode():
 # mostly rounds such a difference away. But where it does not, a value moves by a whole step of bf16,
 # which spreads from layer to layer: in a deep model many outputs can differ.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
+#
 # What can be had: the same bits for the same batch on the same machine
 # (`torch.use_deterministic_algorithms`), a fixed, padded batch, or kernels that are made to be
 # batch-invariant. The same bits on another device, or after an update of the libraries, are [not
