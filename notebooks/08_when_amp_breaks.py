@@ -1220,8 +1220,8 @@ assert "expected dtype c10::Half for `end` but got dtype float" in messages["ler
 # Inside the block this happens too, where an op writes in place (`addmm_`, `baddbmm_`) or into `out=`:
 # autocast casts neither.
 #
-# **The fix.** Move the line into the block, or convert what leaves the block to fp32. In place of an
-# in-place op take the one that returns a new tensor.
+# **The fix.** Move the line into the block, or convert what leaves the block to fp32. Replace an op that
+# writes in place by the one that returns a new tensor, such as `addmm_` by `addmm`.
 
 # %%
 with torch.autocast("cpu", dtype=torch.float16):
@@ -2449,7 +2449,7 @@ assert "FSDP expects uniform original parameter dtype but got" in messages[2]
 #
 # **The fix.** On a CPU, test with plain batch normalisation. Take unused layers out, or set
 # `find_unused_parameters=True`, which costs a walk through the graph in each step. For FSDP, cast all
-# weights to one dtype first, or give the modules in another dtype a `fully_shard` of their own.
+# weights to one dtype. Or call `fully_shard` on each module of another dtype first.
 
 # %%
 with group_of_one():

@@ -432,10 +432,11 @@ def test_positions_beyond_what_16_bits_hold(dtype):
     assert len(right.unique()) == len(positions)
 
 
-def test_numbers_that_were_none_before_are_no_positions():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.int64])
+def test_only_what_was_an_integer_may_be_a_position(dtype):
     class Scores(nn.Module):
         def forward(self, x):
-            return x @ x.mT
+            return x.float() @ x.float().mT
 
-    for x in (torch.randn(3, 4), torch.ones(3, 4, dtype=torch.bool).float()):
-        assert not says("xray.integers", advice(xray(Scores(), x, dtype=BF16)))
+    found = xray(Scores(), torch.ones(3, 4, dtype=dtype), dtype=BF16)
+    assert says("xray.integers", advice(found)) == (dtype is torch.int64)

@@ -54,7 +54,7 @@ _CASTS = {
     ),
 }
 _MX_CASTS = ([_Cast(2, 1), _Cast(2, 1)], [_Cast(2, 1), _Cast(2, 1)])
-# In inference: the kernels that cast an input. The weight was cast before.
+# The kernels that cast an input in inference. The weight was cast before.
 _INPUT_CASTS = {
     "fp8": [_Cast(2, 0), _Cast(2, 1)],
     "fp8-rowwise": [_Cast(2, 1, row_scale_bytes=4)],

@@ -8,7 +8,12 @@ import torch
 
 from amp_lab.numerics.autocast_effect import runs_in_fp32
 from amp_lab.numerics.op_constants import FILLING
-from amp_lab.numerics.power_remedies import BOTH_SIGNS, divides_by_both_signs, remedy_for_power
+from amp_lab.numerics.power_remedies import (
+    BOTH_SIGNS,
+    divides_by_both_signs,
+    input_of,
+    remedy_for_power,
+)
 from amp_lab.remedies import Remedy, remedy
 
 if TYPE_CHECKING:
@@ -365,7 +370,7 @@ def _has_infinite_derivative(report: NonfiniteReport) -> bool:
     kernel = (report.kernel or "").strip("_")
     if _begins(report, "pow"):  # the product with the gradient is another kernel
         return kernel.startswith("pow")
-    divisor = next((x for x in report.inputs if x.name == "other"), None)
+    divisor = input_of(report, "other")
     if kernel.startswith("div") and divisor is not None:
         return divisor.low < _NEAR_ZERO and divisor.high > -_NEAR_ZERO
     return True

@@ -55,8 +55,8 @@ BOTH_SIGNS = remedy(
 
 def remedy_for_power(report: NonfiniteReport) -> Remedy:
     """What to do about a power in a forward pass."""
-    base = _input(report, "self")
-    if base is None and _input(report, "exponent") is not None:
+    base = input_of(report, "self")
+    if base is None and input_of(report, "exponent") is not None:
         return _EXPONENT
     if report.value.nan:
         return _FRACTION
@@ -69,7 +69,7 @@ def remedy_for_power(report: NonfiniteReport) -> Remedy:
 
 def divides_by_both_signs(report: NonfiniteReport) -> bool:
     """Whether an op divides by numbers some of which are negative, as far as they were recorded."""
-    by = _input(report, _divisor(report))
+    by = input_of(report, _divisor(report))
     return by is not None and by.low < 0
 
 
@@ -84,7 +84,8 @@ def _divisor(report: NonfiniteReport) -> str:
     return "self" if is_power else ""
 
 
-def _input(report: NonfiniteReport, name: str) -> TensorSummary | None:
+def input_of(report: NonfiniteReport, name: str) -> TensorSummary | None:
+    """What was recorded of one of the kernel's inputs."""
     return next((summary for summary in report.inputs if summary.name == name), None)
 
 
@@ -94,13 +95,13 @@ def _smallest_exponent(report: NonfiniteReport) -> float:
         return -1.0
     if report.exponent is not None:
         return report.exponent
-    given = _input(report, "exponent")
+    given = input_of(report, "exponent")
     return 0.0 if given is None else given.low
 
 
 def _fits_fp32(report: NonfiniteReport, base: TensorSummary | None) -> bool:
     """Whether the largest power fits fp32; one written over counts as fp16's largest."""
-    given = _input(report, "exponent")
+    given = input_of(report, "exponent")
     exponent = report.exponent if given is None else given.high
     largest = torch.finfo(torch.float16).max
     if base is not None:

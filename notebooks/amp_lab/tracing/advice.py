@@ -264,10 +264,11 @@ def _frozen(seen: Tracer) -> Iterator[str]:
 
 def _other_half(seen: Tracer) -> Iterator[str]:
     weights = [cast for cast in seen.casts if cast.is_of_parameter]
-    halves = {cast.from_dtype for cast in weights} & set(LOWER_DTYPES) - {seen.dtype}
+    others = set(LOWER_DTYPES) - {seen.dtype}
+    halves = others & {cast.from_dtype for cast in weights}
     if not halves or seen.dtype not in LOWER_DTYPES:
         return
-    own = halves.pop()  # the other of the two
+    (own,) = halves
     yield _OTHER_HALF.said(
         own=short_name(own),
         low=short_name(seen.dtype),
@@ -284,15 +285,15 @@ def _integers(seen: Tracer) -> Iterator[str]:
         narrows = cast.of_integers and cast.to_dtype is seen.dtype
         if narrows and cast.module not in modules[cast.called]:
             modules[cast.called].append(cast.module)
+    most = int(2 / torch.finfo(seen.dtype).eps)
     for called, names in modules.items():
-        if names:
-            yield _INTEGERS.said(
-                called=called,
-                where=listed([place_of(name) for name in names], 3),
-                low=short_name(seen.dtype),
-                most=int(2 / torch.finfo(seen.dtype).eps),
-                device=seen.device_type,
-            )
+        yield _INTEGERS.said(
+            called=called,
+            where=listed([place_of(name) for name in names], 3),
+            low=short_name(seen.dtype),
+            most=most,
+            device=seen.device_type,
+        )
 
 
 def _mixed_op(seen: Tracer) -> Iterator[str]:

@@ -66,18 +66,41 @@ def _found(name: str, args: tuple, out: torch.Tensor) -> bool | int | float | No
     if name in _FINDS:
         return _FINDS[name]
     if name in _COMPARES and _is_check(*args[:2]):
-        return _COMPARES[name](0.0, 0.0 if args[1] is args[0] else args[1])
+        left, right = args[:2]
+        limit = 0.0 if right is left else right
+        return _COMPARES[name](0.0, limit)
     if name in _COMPUTES:
-        operands = [_element(given) for given in args[:2]]
-        if name in _OF_BOOLS:
-            operands = [value if value is None else bool(value) for value in operands]
-        return None if None in operands else _COMPUTES[name](*operands)
-    if name not in _KEEPS | _SUMS or not isinstance(args[0], torch.Tensor) or not out.numel():
+        return _computed(name, args)
+    if name in _KEEPS:
+        return _kept(args[0], out)
+    if name in _SUMS:
+        return _summed(args[0], out)
+    return None
+
+
+def _computed(name: str, args: tuple) -> bool | int | float | None:
+    operands = [_element(given) for given in args[:2]]
+    if None in operands:
         return None
-    element = _element(args[0])
-    if element is None or not args[0].numel():
+    if name in _OF_BOOLS:
+        operands = [bool(value) for value in operands]
+    return _COMPUTES[name](*operands)
+
+
+def _kept(given: Any, out: torch.Tensor) -> bool | int | float | None:
+    """What each element of a result is that has elements of one operand alone."""
+    if not isinstance(given, torch.Tensor):
         return None
-    return element * (args[0].numel() // out.numel()) if name in _SUMS else element
+    is_empty = given.numel() == 0 or out.numel() == 0
+    return None if is_empty else _element(given)
+
+
+def _summed(given: Any, out: torch.Tensor) -> int | float | None:
+    element = _kept(given, out)
+    if element is None:
+        return None
+    terms = given.numel() // out.numel()
+    return element * terms
 
 
 def _is_check(left: Any, right: Any) -> bool:
