@@ -1,8 +1,8 @@
 """The shape of the package in figures, and what breaks the rules of ARCHITECTURE.md.
 
-`python tools/measure_code.py` prints the table that CONTRIBUTING.md asks for: lines, long modules,
-long and branching functions, comments, public names, rooms and arrows. `complaints` is what the
-tests call.
+`python tools/measure_code.py` prints the tables that CONTRIBUTING.md asks for: lines, long modules,
+long and branching functions, comments, public names, rooms and arrows, and then how dense each
+folder is (`density.py`). `complaints` is what the tests call.
 """
 
 import ast
@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import density
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "notebooks" / "amp_lab"
@@ -48,6 +50,8 @@ def main() -> int:
     """Print the table; return 1 if a rule is broken."""
     for name, value in table(PACKAGE).items():
         print(f"{name:<46}{value:>8}")
+    print()
+    density.print_table([PACKAGE, ROOT / "tools"])
     found = complaints(PACKAGE, sorted(PACKAGE.parent.glob("[0-9]*.py")))
     print("\n".join(found))
     return 1 if found else 0
