@@ -9,7 +9,7 @@ import importlib
 import sys
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _EXPORTS = {  # public name: the module that defines it
     "AmpLabError": "errors",
