@@ -21,9 +21,12 @@ STATES = ("ok", "failed", "out of memory", "not run")
 BASELINE = ("fp32", "eager")  # what all others of a workload are held against
 _SIZE = re.compile("[1-9][0-9]{0,17}", re.ASCII)  # in bytes
 # What no step of any device is beyond: seconds and ratios, and FLOPs, bytes and their rates.
-_SMALLEST, _LARGEST, _LARGEST_RATE = 1e-12, 1e12, 1e30
+_SMALLEST = 1e-12
+_LARGEST = 1e12
+_LARGEST_RATE = 1e30
 _POSITIVE = ("median_s", "samples_s", "speedup", "speedup_interval")
-_ABOVE = 1.1  # of a measured limit: nothing is faster, so a time that says so is wrong
+# Times a measured limit: nothing is faster, so a time that says so is wrong.
+_TOLERANCE = 1.1
 
 
 @dataclass
@@ -74,10 +77,16 @@ class Row:
         return self.workload, self.size, self.precision, self.rung
 
     @property
+    def is_baseline(self) -> bool:
+        """Whether it is fp32 eager, which all others of a workload are held against."""
+        return (self.precision, self.rung) == BASELINE
+
+    @property
     def milliseconds(self) -> Estimate:
         """The median with its interval; for a row that has samples."""
-        seconds = Comparison({"": tuple(self.samples_s)}, self.disturbed, "").time_s("")
-        return replace(seconds.times(1e3), trusted=self.trusted)
+        compared = Comparison({"": tuple(self.samples_s)}, self.disturbed, "")
+        milliseconds = compared.time_s("").times(1e3)
+        return replace(milliseconds, trusted=self.trusted)
 
     @property
     def ratio(self) -> Ratio | None:
@@ -90,16 +99,34 @@ class Row:
     def distrust(self, reason: str) -> None:
         """Mark the figures as not to be trusted, if they are not already."""
         if self.trusted:
-            self.trusted, self.reason = False, reason
+            self.trusted = False
+            self.reason = reason
+
+    def stop(self, status: str, reason: str) -> None:
+        """Mark the row as one without a result: a status other than ``ok``, and why."""
+        self.status = status
+        self.reason = reason
+
+
+def _setting(row: Row) -> str:
+    if row.trusted:
+        return f"  {row.setting}"
+    return f"  {row.setting} ?"
+
+
+def _time(row: Row) -> str:
+    return time_text(row.median_s or float("nan"))
 
 
 def _speedup(row: Row) -> str:
-    return "1.00x" if (row.precision, row.rung) == BASELINE else _text(row.ratio, "{}")
+    if row.is_baseline:
+        return "1.00x"
+    return _text(row.ratio, "{}")
 
 
 _COLUMNS: dict[str, Callable[[Row], str]] = {
-    "": lambda row: f"  {row.setting}" + (" ?" if not row.trusted else ""),
-    "time": lambda row: time_text(row.median_s or float("nan")),
+    "": _setting,
+    "time": _time,
     "spread": lambda row: _text(ratio(row.iqr_s, row.median_s), "{:.0%}"),
     "speed-up": _speedup,
     "per second": lambda row: f"{_figure(row.items_per_s)} {row.unit}",
@@ -131,12 +158,12 @@ class Results(Printed, Ceilings):
         panels: dict[str, list[tuple]] = {}
         for row in self.rows:
             bars = panels.setdefault(row.title, [])
-            if row.status == "ok":
-                remark = f"{row.speedup:.2f}x" if row.speedup else "no fp32 eager"
-                milliseconds = row.milliseconds, ratio(row.floor_s, 1e-3)
-            else:  # it may have been timed before it failed, which is no result
-                remark, milliseconds = row.status, (None, None)
-            bars.append((row.precision, row.rung, *milliseconds, remark))
+            if row.status != "ok":  # it may have been timed before it failed, which is no result
+                bars.append((row.precision, row.rung, None, None, row.status))
+                continue
+            remark = f"{row.speedup:.2f}x" if row.speedup else "no fp32 eager"
+            floor_ms = ratio(row.floor_s, 1e-3)
+            bars.append((row.precision, row.rung, row.milliseconds, floor_ms, remark))
         return panels
 
     def roofline(self) -> tuple[dict[str, float], float, list[tuple]]:
@@ -144,50 +171,64 @@ class Results(Printed, Ceilings):
 
         Without what is not trusted.
         """
-        points: dict[tuple[str, str], tuple[float, Estimate]] = {}
+        fastest: dict[tuple[str, str], tuple[float, Estimate]] = {}
         for row in self.rows:
+            is_other_fp32 = row.precision == BASELINE[0] and not row.is_baseline
             intensity = ratio(row.flops, row.moved_bytes)
-            other_fp32 = row.precision == BASELINE[0] and row.rung != BASELINE[1]
-            if row.trusted and intensity and row.flops and not other_fp32:
-                what = row.workload, row.precision
-                place = intensity, row.milliseconds.rate(1e3 * row.flops)
-                points[what] = max(points.get(what, place), place, key=lambda p: p[1].median)
-        used = {precision for _, precision in points}
-        limits = {name: rate for name, rate in self.flops_per_s.items() if rate is not None}
-        roofs = {name: rate for name, rate in limits.items() if name in used or not used}
-        return roofs, self.memory_bytes_per_s, [(*what, *place) for what, place in points.items()]
+            if is_other_fp32 or not row.trusted or not intensity or not row.flops:
+                continue
+            rate = row.milliseconds.rate(1e3 * row.flops)
+            _, best = fastest.setdefault((row.workload, row.precision), (intensity, rate))
+            if rate.median > best.median:
+                fastest[row.workload, row.precision] = (intensity, rate)
+        roofs = {name: rate for name, rate in self.flops_per_s.items() if rate is not None}
+        used = {precision for _, precision in fastest}
+        if used:
+            roofs = {name: rate for name, rate in roofs.items() if name in used}
+        points = [(*names, *point) for names, point in fastest.items()]
+        return roofs, self.memory_bytes_per_s, points
 
     def distrust_impossible(self) -> None:
         """Mark what is faster than this device: it is not trusted, nor a speed-up over it."""
         for _, same in itertools.groupby(self.rows, key=lambda row: row.title):
             rows = [row for row in same if row.status == "ok"]
             for row in rows:
-                if reason := self.why_impossible(row):
-                    row.distrust(reason)
-                    if (row.precision, row.rung) == BASELINE:
-                        for other in rows:
-                            other.distrust(f"fp32 eager, which it is held against: {reason}")
+                reason = self.why_impossible(row)
+                if not reason:
+                    continue
+                row.distrust(reason)
+                if row.is_baseline:
+                    for other in rows:
+                        other.distrust(f"fp32 eager, which it is held against: {reason}")
 
     def why_impossible(self, row: Row) -> str:
         """Which of its rates is above what was measured of this device; empty if none is."""
-        rate, limit = row.flops_per_s, self.flops_per_s.get(row.precision)
-        if rate is not None and limit is not None and rate > _ABOVE * limit:
-            rates = rate_text(rate, "FLOP/s"), rate_text(limit, "FLOP/s")
-            return "it computes {}, where the limit is {}".format(*rates)
-        rate, limit = ratio(row.least_bytes, row.median_s), max(self.stream_bytes_per_s.values())
-        if rate is not None and rate > _ABOVE * limit:
-            rates = rate_text(rate, "B/s"), rate_text(limit, "B/s")
-            return "it moves at least {}, where the limit is {}".format(*rates)
+        flops_per_s = row.flops_per_s
+        most_flops_per_s = self.flops_per_s.get(row.precision)
+        if _is_above(flops_per_s, most_flops_per_s):
+            found = rate_text(flops_per_s, "FLOP/s")
+            limit = rate_text(most_flops_per_s, "FLOP/s")
+            return f"it computes {found}, where the limit is {limit}"
+        bytes_per_s = ratio(row.least_bytes, row.median_s)
+        most_bytes_per_s = max(self.stream_bytes_per_s.values())
+        if _is_above(bytes_per_s, most_bytes_per_s):
+            found = rate_text(bytes_per_s, "B/s")
+            limit = rate_text(most_bytes_per_s, "B/s")
+            return f"it moves at least {found}, where the limit is {limit}"
         return ""
 
     def _table(self) -> Table:
         columns = dict(_COLUMNS)
         if all(row.peak_bytes is None for row in self.rows):  # as on a CPU
             del columns["memory"]
-        blank, lines = [""] * (len(columns) - 2), []
+        lines = []
         for row in self.rows:
-            cells = [cell(row) for cell in columns.values() if row.status == "ok"]
-            lines.append((row.title, cells or [f"  {row.setting}", row.status, *blank]))
+            if row.status == "ok":
+                cells = [cell(row) for cell in columns.values()]
+            else:
+                blank = [""] * (len(columns) - 2)
+                cells = [f"  {row.setting}", row.status, *blank]
+            lines.append((row.title, cells))
         right = range(1, len(columns))  # figures
         return Table(list(columns), _with_titles(lines), self.title(), self._facts(), right=right)
 
@@ -196,19 +237,23 @@ class Results(Printed, Ceilings):
         return "{device}, torch {torch}, {threads} threads, {date}".format(**self.environment)
 
     def _facts(self) -> list[str]:
-        found = {name: value for name, value in self.flops_per_s.items() if value is not None}
-        rates = ", ".join(f"{name} {rate_text(value, 'FLOP/s')}" for name, value in found.items())
+        rates = [
+            f"{name} {rate_text(rate, 'FLOP/s')}"
+            for name, rate in self.flops_per_s.items()
+            if rate is not None
+        ]
         memory = rate_text(self.memory_bytes_per_s, "B/s")
         facts = [
-            f"The device's limits, measured: {rates}; memory {memory}.",
+            f"The device's limits, measured: {', '.join(rates)}; memory {memory}.",
             "Speed-up: over fp32 eager in the same rounds, with its 95 % interval. Of limit: the "
             "time that the counted FLOPs, or the least bytes, take at those rates, over the time "
             "measured.",
             "Off fp32: how far the first loss, or the output, is from that of fp32 eager. Learns: "
             "how far the loss falls in five steps, over how far it does there.",
         ]
-        for row in [row for row in self.rows if row.status != "ok"]:
-            facts.append(f"{row.title}, {row.setting}: {row.status}, {row.reason}.")
+        for row in self.rows:
+            if row.status != "ok":
+                facts.append(f"{row.title}, {row.setting}: {row.status}, {row.reason}.")
         facts += self._doubts()
         if self.environment.get("quick"):
             facts.append("A quick run: small sizes, and nothing that takes long to compile.")
@@ -220,23 +265,27 @@ class Results(Printed, Ceilings):
 
     def _doubts(self) -> list[str]:
         """In how many rounds the machine was busy, and which rows are not trusted, and why."""
-        timed = {row.title: row for row in self.rows if row.rounds}.values()
-        disturbed, rounds = sum(r.disturbed for r in timed), sum(r.rounds for r in timed)
-        said = [f"Something else used this machine in {disturbed} of {plural(rounds, 'round')}."]
-        doubts: dict[tuple[str, str], list[str]] = {}
-        for row in [row for row in self.rows if row.status == "ok" and not row.trusted]:
-            doubts.setdefault((row.title, row.reason), []).append(row.setting)
-        for (title, reason), rungs in doubts.items():
-            said.append(f"Not trusted, marked with ?: {title}, {listed(rungs)}: {reason}.")
-        return said
+        timed = {row.title: row for row in self.rows if row.rounds}
+        disturbed = sum(row.disturbed for row in timed.values())
+        rounds = sum(row.rounds for row in timed.values())
+        doubts = [f"Something else used this machine in {disturbed} of {plural(rounds, 'round')}."]
+        distrusted: dict[tuple[str, str], list[str]] = {}
+        for row in self.rows:
+            if row.status == "ok" and not row.trusted:
+                distrusted.setdefault((row.title, row.reason), []).append(row.setting)
+        for (title, reason), rungs in distrusted.items():
+            doubts.append(f"Not trusted, marked with ?: {title}, {listed(rungs)}: {reason}.")
+        return doubts
 
 
 def _with_titles(rows: list[tuple[str, list[str]]]) -> list[list[str]]:
     """Cells of rows, each under the title that it shares with others, which is a row of its own."""
     lines: list[list[str]] = []
     for title, same in itertools.groupby(rows, key=lambda row: row[0]):
-        found = [cells for _, cells in same]
-        lines += [[title, *[""] * (len(found[0]) - 1)], *found]
+        below = [cells for _, cells in same]
+        blank = [""] * (len(below[0]) - 1)
+        lines.append([title, *blank])
+        lines.extend(below)
     return lines
 
 
@@ -260,9 +309,10 @@ def load_results(path: str | os.PathLike) -> Results:
         content["rows"] = [_made(Row, row) for row in content["rows"]]
         results = _made(Results, content)
         _check_values(results)
-    except (KeyError, TypeError) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise OptionError(f"{path}: damaged, {what}") from error
+    except KeyError as error:
+        raise OptionError(f"{path}: damaged, {error} is missing") from error
+    except TypeError as error:
+        raise OptionError(f"{path}: damaged, {error}") from error
     return results
 
 
@@ -284,8 +334,9 @@ def _check_values(results: Results) -> None:
 
 def _check_row(row: Row) -> None:
     _require(row.status in STATES, "status", row.status)
-    times = row.median_s, row.iqr_s, row.items_per_s, *(row.samples_s or [None])
-    if row.status == "ok" and None in times:
+    times = [row.median_s, row.iqr_s, row.items_per_s, *row.samples_s]
+    is_timed = bool(row.samples_s) and None not in times
+    if row.status == "ok" and not is_timed:
         raise TypeError(f"{row.title}, {row.setting} is ok, but has no time")
     interval = row.speedup_interval
     _require(interval is None or len(interval) == 2, "speedup_interval", interval)
@@ -300,11 +351,16 @@ def _require(is_right: bool, name: str, value: object) -> None:
 
 def _check_figure(name: str, value: object) -> None:
     """Raise `TypeError` for a number, or a list of some, that nothing measured can be."""
-    least = _SMALLEST if name in _POSITIVE or name.endswith("per_s") else 0.0
+    least = 0.0
+    if name in _POSITIVE or name.endswith("per_s"):
+        least = _SMALLEST
     if name == "progress":  # a loss may rise
         least = -_LARGEST
-    most = _LARGEST_RATE if name.endswith(("per_s", "flops", "bytes")) else _LARGEST
-    for number in value if isinstance(value, list) else [value]:
+    most = _LARGEST
+    if name.endswith(("per_s", "flops", "bytes")):
+        most = _LARGEST_RATE
+    numbers = value if isinstance(value, list) else [value]
+    for number in numbers:
         if isinstance(number, (int, float)) and not least <= number <= most:
             raise TypeError(f"{name!r} is {number:.3g}")
 
@@ -341,16 +397,19 @@ class Compared(Printed):
     def common(self) -> list[tuple[Row, ...]]:
         """The rows of each result that all of them have, in the order of the first."""
         found: dict[tuple[str, ...], list[Row]] = {}
-        for row in [row for result in self.results for row in result.rows if row.status == "ok"]:
-            found.setdefault(row.key, []).append(row)
+        for result in self.results:
+            for row in result.rows:
+                if row.status == "ok":
+                    found.setdefault(row.key, []).append(row)
         return [tuple(rows) for rows in found.values() if len(rows) == len(self.results)]
 
     def _contents(self) -> dict[str, Any]:
         rows = []
         for same in self.common():
-            names = ("median_s", "speedup", "speedup_interval", "trusted")
-            figures = {name: [getattr(row, name) for row in same] for name in names}
-            rows.append({"key": same[0].key} | figures)
+            contents: dict[str, Any] = {"key": same[0].key}
+            for name in ("median_s", "speedup", "speedup_interval", "trusted"):
+                contents[name] = [getattr(row, name) for row in same]
+            rows.append(contents)
         return {"names": self.names, "rows": rows}
 
     def best_speedups(self) -> dict[str, dict[str, Ratio]]:
@@ -361,9 +420,11 @@ class Compared(Printed):
         best: list[dict[str, Ratio]] = [{} for _ in self.results]
         for rows in self.common():
             for found, row in zip(best, rows, strict=True):
-                if row.ratio is not None:
-                    candidates = found.get(row.title, row.ratio), row.ratio
-                    found[row.title] = max(candidates, key=lambda one: (one.trusted, one.median))
+                if row.ratio is None:
+                    continue
+                so_far = found.setdefault(row.title, row.ratio)
+                if (row.ratio.trusted, row.ratio.median) > (so_far.trusted, so_far.median):
+                    found[row.title] = row.ratio
         return dict(zip(self.names, best, strict=True))
 
     def _table(self) -> Table:
@@ -371,23 +432,38 @@ class Compared(Printed):
         for rows in self.common():
             cells = [f"  {rows[0].setting}"]
             for row in rows:
-                cells += [time_text(row.median_s or float("nan")), _speedup(row)]
+                cells += [_time(row), _speedup(row)]
             lines.append((rows[0].title, cells))
-        named = zip(self.names, self.results, strict=True)
-        head = ["", *(cell for name in self.names for cell in (name, "speed-up"))]
+        head = [""]
+        for name in self.names:
+            head += [name, "speed-up"]
         caption = "Time of a step, and speed-up over fp32 eager on the same device"
+        named = zip(self.names, self.results, strict=True)
         facts = [f"{name}: {result.title()}" for name, result in named]
         return Table(head, _with_titles(lines), caption, facts, right=range(1, len(head)))
 
 
+def _is_above(rate: float | None, limit: float | None) -> bool:
+    """Whether a rate is above what was measured of the device; not if one of them is unknown."""
+    if rate is None or limit is None:
+        return False
+    return rate > _TOLERANCE * limit
+
+
 def ratio(part: float | None, whole: float | None) -> float | None:
     """The quotient of two figures; None where one of them is not known, or the second is 0."""
-    return None if part is None or not whole else part / whole
+    if part is None or not whole:
+        return None
+    return part / whole
 
 
 def _figure(value: float | None) -> str:
-    return _text(value, "{:.3g}" if value is None or value < 100 else "{:,.0f}")
+    if value is None or value < 100:
+        return _text(value, "{:.3g}")
+    return f"{value:,.0f}"
 
 
 def _text(value: float | Ratio | None, form: str) -> str:
-    return "-" if value is None else form.format(value)
+    if value is None:
+        return "-"
+    return form.format(value)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from amp_lab.allocator import keep_memory
 from amp_lab.backends import backend
-from amp_lab.bench.limits import Ceilings, count_step, measure_ceilings
+from amp_lab.bench.limits import Ceilings, Count, count_step, measure_ceilings
 from amp_lab.bench.results import BASELINE, Results, Row, ratio
 from amp_lab.bench.rungs import EAGER, RUNGS, Case, Rung, Step, make_step, rungs_of
 from amp_lab.bench.workloads import WORKLOADS, workloads
@@ -39,8 +39,10 @@ are as long for a gradient that is all rounding error as for any other. So this 
 does not train, or trains something much different, and not every mistake.
 """
 # Seconds of a turn: a fast step is called several times to fill it.
-_TURN_S, _QUICK_TURN_S = 0.25, 0.05
-_MOST_ROUNDS, _MOST_QUICK_ROUNDS = 24, 18  # unless enough were undisturbed before
+_TURN_S = 0.25
+_QUICK_TURN_S = 0.05
+_MAX_ROUNDS = 24  # unless enough were undisturbed before
+_MAX_QUICK_ROUNDS = 18
 _QUICK_S = 150  # of a whole quick run, in which a round is begun: it promises 180
 _HOPELESS = 20  # times as long as fp32 eager: a format that is emulated; minutes for each step
 
@@ -63,7 +65,7 @@ class _Pace:
     """How long the rungs of a workload are timed."""
 
     rounds: int | None  # exactly so many; None: until enough of them were undisturbed
-    most: int
+    max_rounds: int
     turn_s: float
     end: float = math.inf  # of the clock: when no more rounds are begun
 
@@ -74,7 +76,7 @@ class _Pace:
             return done < self.rounds
         if done and time.perf_counter() + round_s > self.end:
             return False
-        return done < self.most and not timed.comparison([]).trusted
+        return done < self.max_rounds and not timed.comparison([]).trusted
 
 
 def run_bench(
@@ -106,18 +108,22 @@ def run_bench(
     _check_names("rung", rungs, [rung.name for rung in RUNGS])
     if rounds is not None and rounds < 1:
         raise OptionError(f"rounds={rounds}: must be at least 1")
-    pace = _Pace(rounds, _MOST_ROUNDS, _TURN_S)
+    pace = _Pace(rounds, _MAX_ROUNDS, _TURN_S)
     if quick:
-        pace = _Pace(rounds, _MOST_QUICK_ROUNDS, _QUICK_TURN_S, time.perf_counter() + _QUICK_S)
+        end = time.perf_counter() + _QUICK_S
+        pace = _Pace(rounds, _MAX_QUICK_ROUNDS, _QUICK_TURN_S, end)
     report = describe_device(device)
-    plan = _plan(device, _choose_precisions(report, precisions), names, rungs, quick)
+    chosen = _choose_precisions(report, precisions)
+    plan = _plan(device, chosen, names, rungs, quick)
     kept = keep_memory()  # or fp32 is slower by what the system does, and every speed-up larger
     say("measuring the limits of the device")
-    results = _new_results(report, measure_ceilings(device), quick, rounds or pace.most)
+    ceilings = measure_ceilings(device)
+    results = _new_results(report, ceilings, quick, rounds or pace.max_rounds)
     results.environment["memory_kept"] = kept
     try:
         for ladders in plan:
-            say(ladders[0][0].workload.title)
+            case, _ = ladders[0]
+            say(case.workload.title)
             _climb(ladders, results, pace, after_round)
         results.complete = True
     except KeyboardInterrupt:  # what has no time yet is no result
@@ -138,7 +144,8 @@ def _choose_precisions(report: DeviceReport, asked: Sequence[str]) -> list[Preci
     for name in asked:
         if report.rates[Precision(name)] is None:
             raise OptionError(f"precision {name!r}: {report.name} has none")
-    chosen = {Precision.FP32, *(map(Precision, asked) if asked else report.accelerated)}
+    chosen = {Precision(name) for name in asked} or set(report.accelerated)
+    chosen.add(Precision.FP32)
     return [precision for precision in Precision if precision in chosen]
 
 
@@ -150,17 +157,25 @@ def _plan(
     quick: bool,
 ) -> list[list[Ladder]]:
     """The ladders of each workload, fp32 first. Raises `OptionError` for what is not here."""
-    where = "in a quick run on this device" if quick else "on this device"
+    where = "on this device"
+    if quick:
+        where = f"in a quick run {where}"
     here = workloads(device, quick=quick)
     for name in names:
         if all(workload.name != name for workload in here):
             raise OptionError(f"workload {name!r} is not {where}")
-    plan, climbed = [], set()
+    plan: list[list[Ladder]] = []
+    climbed: set[str] = set()
     for workload in here:
-        if not names or workload.name in names:
-            cases = [Case(workload, precision, device) for precision in precisions]
-            plan.append([(case, _ladder(case, rungs, quick)) for case in cases])
-            climbed |= {rung.name for _, ladder in plan[-1] for rung in ladder}
+        if names and workload.name not in names:
+            continue
+        ladders: list[Ladder] = []
+        for precision in precisions:
+            case = Case(workload, precision, device)
+            ladder = _ladder(case, rungs, quick)
+            ladders.append((case, ladder))
+            climbed.update(rung.name for rung in ladder)
+        plan.append(ladders)
     for name in rungs:
         if name not in climbed:
             raise OptionError(f"rung {name!r}: none of these workloads has it {where}")
@@ -169,8 +184,13 @@ def _plan(
 
 def _ladder(case: Case, asked: Sequence[str], quick: bool) -> list[Rung]:
     """The rungs to climb; eager always, since all others of a precision stand on it."""
-    found = [rung for rung in rungs_of(case) if not (quick and rung.takes_long(case))]
-    return [rung for rung in found if not asked or rung is EAGER or rung.name in asked]
+    ladder = []
+    for rung in rungs_of(case):
+        is_asked = not asked or rung is EAGER or rung.name in asked
+        is_too_slow = quick and rung.takes_long(case)
+        if is_asked and not is_too_slow:
+            ladder.append(rung)
+    return ladder
 
 
 def _new_results(report: DeviceReport, ceilings: Ceilings, quick: bool, rounds: int) -> Results:
@@ -187,8 +207,14 @@ def _new_results(report: DeviceReport, ceilings: Ceilings, quick: bool, rounds: 
         "rounds": rounds,
     }
     trusted = ceilings.trusted and report.trusted
-    rates = ceilings.flops_per_s, ceilings.stream_bytes_per_s
-    return Results(*rates, trusted, environment, rows=[], complete=False)
+    return Results(
+        ceilings.flops_per_s,
+        ceilings.stream_bytes_per_s,
+        trusted,
+        environment,
+        rows=[],
+        complete=False,
+    )
 
 
 def _climb(
@@ -199,16 +225,11 @@ def _climb(
     limits = {"recompile_limit": 1000, "fail_on_recompile_limit_hit": True}
     with torch._dynamo.config.patch(limits):
         ready = _prepare(ladders, results)
-        timed, round_s = Rounds(ladders[0][0].device), 0.0
+        timed = Rounds(ladders[0][0].device)
+        round_s = 0.0
         while pace.goes_on(timed, round_s):
             started = time.perf_counter()
-            with timed.next() as seconds:
-                # Every other round goes backwards, so that none always comes after the same one.
-                for configuration in ready[:: 1 if len(timed.all) % 2 == 0 else -1]:
-                    row = configuration.row
-                    if row.status == "ok":
-                        with _failure_told_in(row, configuration.case.device):
-                            seconds[row.setting] = _time(configuration, pace.turn_s)
+            _time_round(ready, timed, pace.turn_s)
             round_s = time.perf_counter() - started
             _fill([configuration.row for configuration in ready], timed)
             after_round(results)
@@ -217,33 +238,66 @@ def _climb(
     gc.collect()
 
 
+def _time_round(ready: list[_Configuration], timed: Rounds, turn_s: float) -> None:
+    """One turn of each configuration that has not failed yet."""
+    # Every other round goes backwards, so that none always comes after the same one.
+    is_backwards = len(timed.all) % 2 == 1
+    with timed.next() as seconds:
+        for configuration in reversed(ready) if is_backwards else ready:
+            row = configuration.row
+            if row.status != "ok":
+                continue
+            with _failure_told_in(row, configuration.case.device):
+                seconds[row.setting] = _time(configuration, turn_s)
+
+
 def _prepare(ladders: list[Ladder], results: Results) -> list[_Configuration]:
     """The rungs that can be timed; each gets a row, whether it can or not."""
     ready: list[_Configuration] = []
     baseline = None  # fp32 eager, which comes first
     for case, ladder in ladders:
-        workload, count = case.workload, None  # counted once, in the eager step
+        count = None  # of the eager step, which comes first
         for rung in ladder:
-            row = Row(workload.name, workload.size, str(case.precision), rung.name, "ok")
-            row.unit, row.items = workload.unit, workload.items
+            row = _new_row(case, rung)
             results.rows.append(row)
             with _failure_told_in(row, case.device):
                 made = _first_calls(row, case, rung, baseline)
                 if rung is EAGER:
-                    call, model, inputs = made.step.call, made.step.model, made.step.inputs
-                    with case.precision.float32_mode(case.device.type):
-                        count = count_step(call, model, inputs, training=workload.trains)
-                    baseline = made if case.precision is Precision.FP32 else baseline
+                    count = _count(made)
+                    if case.precision is Precision.FP32:
+                        baseline = made
                 _judge(made, baseline)
                 if count is not None and rung.has_limit:
-                    row.flops, row.moved_bytes = count.flops, count.moved_bytes
-                    row.least_bytes = count.least_bytes
-                    row.floor_s = results.floor_s(row.precision, count.flops, count.least_bytes)
+                    _write_count(row, count, results)
                 if row.status == "ok":
                     ready.append(made)
             if row.status == "not run" and rung is EAGER:
                 break  # the rungs above it would take as long
     return ready
+
+
+def _new_row(case: Case, rung: Rung) -> Row:
+    workload = case.workload
+    row = Row(workload.name, workload.size, str(case.precision), rung.name, "ok")
+    row.unit = workload.unit
+    row.items = workload.items
+    return row
+
+
+def _count(made: _Configuration) -> Count:
+    """FLOPs and bytes of a step."""
+    step = made.step
+    case = made.case
+    with case.precision.float32_mode(case.device.type):
+        return count_step(step.call, step.model, step.inputs, training=case.workload.trains)
+
+
+def _write_count(row: Row, count: Count, results: Results) -> None:
+    """Write FLOPs and bytes into a row, and how long they take at the device's limits."""
+    row.flops = count.flops
+    row.moved_bytes = count.moved_bytes
+    row.least_bytes = count.least_bytes
+    row.floor_s = results.floor_s(row.precision, count.flops, count.least_bytes)
 
 
 @contextlib.contextmanager
@@ -252,17 +306,24 @@ def _failure_told_in(row: Row, device: torch.device) -> Iterator[None]:
     try:
         yield
     except OptionError as error:
-        row.status, row.reason = "not run", str(error)
+        row.stop("not run", str(error))
     except RuntimeError as error:
-        row.status, row.reason = "failed", first_line(error)
         if is_out_of_memory(error):
-            row.status = "out of memory"
-            if held := allocated_bytes(device):
-                row.reason += f"; {held / 2**20:.0f} MiB are held by the rungs before it"
+            row.stop("out of memory", _out_of_memory_reason(error, device))
+        else:
+            row.stop("failed", first_line(error))
     if row.status != "ok":  # what it left behind is not to be missing for the next
         gc.collect()
         if not backend(device).is_host:
             torch.accelerator.empty_cache()
+
+
+def _out_of_memory_reason(error: RuntimeError, device: torch.device) -> str:
+    reason = first_line(error)
+    held = allocated_bytes(device)
+    if held:
+        reason += f"; {held / 2**20:.0f} MiB are held by the rungs before it"
+    return reason
 
 
 def _first_calls(
@@ -272,9 +333,11 @@ def _first_calls(
 
     Raises `OptionError` for a precision whose eager step takes `_HOPELESS` times as long as fp32's.
     """
-    held, counters = allocated_bytes(case.device), torch._dynamo.utils.counters["inductor"]
+    held = allocated_bytes(case.device)
+    counters = torch._dynamo.utils.counters["inductor"]
     skipped = counters["cudagraph_skips"]
-    step, seconds = make_step(case, rung), 0.0
+    step = make_step(case, rung)
+    seconds = 0.0
     outputs: list[Tensor] = []
     peaks: list[int | None] = []
 
@@ -294,8 +357,10 @@ def _first_calls(
     if rung.needs_graph and counters["cudagraph_skips"] > skipped:
         raise RuntimeError("torch recorded no graph of it")
     counted = [peak for peak in peaks if peak is not None]
-    if counted:  # a graph takes its memory when it is recorded, and none when it is replayed
-        row.peak_bytes = (max(counted) if step.records_graph else counted[-1]) - held
+    if counted:
+        # A graph takes its memory when it is recorded, and none when it is replayed.
+        peak = max(counted) if step.records_graph else counted[-1]
+        row.peak_bytes = peak - held
     check = torch.stack(outputs) if case.workload.trains else outputs[-1]
     return _Configuration(row, case, step, check.cpu().double(), seconds)
 
@@ -308,25 +373,31 @@ def _refuse_hopeless(seconds: float, baseline_s: float) -> None:
 
 def _judge(made: _Configuration, baseline: _Configuration | None) -> None:
     """Hold the losses (steps,), or the output, against those of fp32 eager."""
-    row, check = made.row, made.check
+    row = made.row
     if baseline is None:
-        row.status, row.reason = "failed", "there is no fp32 eager to hold it against"
+        row.stop("failed", "there is no fp32 eager to hold it against")
         return
-    reference, reasons = baseline.check, []
-    tolerance, most = TOLERANCES[made.case.precision]
+    check = made.check
+    reference = baseline.check
+    reasons = []
+    tolerance, fall_tolerance = TOLERANCES[made.case.precision]
     if made.case.workload.trains:
         row.progress = _finite((check[0] - check[-1]) / (reference[0] - reference[-1]))
-        if row.progress is None or abs(row.progress - 1) > most:
-            learned = "not a number" if row.progress is None else f"{row.progress:.0%}"
-            in_fp32 = f"of what it does in fp32, where {most:.0%} more or less would pass"
-            reasons.append(f"its loss falls by {learned} {in_fp32}")
-        check, reference = check[:1], reference[:1]  # later losses part by themselves
+        if row.progress is None or abs(row.progress - 1) > fall_tolerance:
+            fall = "not a number" if row.progress is None else f"{row.progress:.0%}"
+            reasons.append(
+                f"its loss falls by {fall} of what it does in fp32, where {fall_tolerance:.0%} "
+                "more or less would pass"
+            )
+        # Later losses diverge by themselves.
+        check = check[:1]
+        reference = reference[:1]
     row.error = _finite((check - reference).norm() / reference.norm())
     if row.error is None or row.error > tolerance:
-        off = "not a number" if row.error is None else f"{row.error:.1e} off fp32"
-        reasons.append(f"{off}, where {tolerance:.0e} would pass")
+        error = "not a number" if row.error is None else f"{row.error:.1e} off fp32"
+        reasons.append(f"{error}, where {tolerance:.0e} would pass")
     if reasons:
-        row.status, row.reason = "failed", "; ".join(reasons)
+        row.stop("failed", "; ".join(reasons))
 
 
 def _finite(number: Tensor) -> float | None:
@@ -339,8 +410,10 @@ def _time(configuration: _Configuration, turn_s: float) -> float:
     They are timed together: the host of an accelerator must be free to run ahead from one step to
     the next.
     """
-    step, case = configuration.step, configuration.case
-    calls = max(1, min(20, round(turn_s / configuration.seconds)))
+    step = configuration.step
+    case = configuration.case
+    calls_that_fit = round(turn_s / configuration.seconds)
+    calls = max(1, min(20, calls_that_fit))
 
     def run() -> None:
         for _ in range(calls):
@@ -349,26 +422,37 @@ def _time(configuration: _Configuration, turn_s: float) -> float:
     with case.precision.float32_mode(case.device.type):
         # On an accelerator `measure` empties its cache, which the first calls fill again.
         warmup = 0 if backend(case.device).is_host else 1
-        m = measure(run, device=case.device, warmup=warmup, repeats=1)
-    configuration.seconds = m.samples_s[0] / calls
+        measured = measure(run, device=case.device, warmup=warmup, repeats=1)
+    configuration.seconds = measured.samples_s[0] / calls
     return configuration.seconds
 
 
 def _fill(rows: Sequence[Row], timed: Rounds) -> None:
     """Write what the rounds say so far into the rows of a workload."""
     named = {row.setting: row for row in rows if row.status == "ok"}
-    compared, base = timed.comparison(list(named)), " ".join(BASELINE)
+    compared = timed.comparison(list(named))
+    baseline = " ".join(BASELINE)
     for name, row in named.items():
-        row.trusted, row.reason = compared.trusted, compared.reason
-        row.rounds, row.disturbed = len(timed.all), compared.disturbed
-        whole = Measurement(compared.samples_s[name], None, None)
-        row.samples_s, row.median_s, row.iqr_s = [*whole.samples_s], whole.median_s, whole.iqr_s
-        row.items_per_s = row.items / whole.median_s
-        row.flops_per_s = ratio(row.flops, row.median_s)
-        row.share_of_limit = ratio(row.floor_s, row.median_s)
-        if base in named:
-            speedup = compared.ratio(base, name)
-            row.speedup, row.speedup_interval = speedup.median, [*speedup.interval]
+        row.trusted = compared.trusted
+        row.reason = compared.reason
+        row.rounds = len(timed.all)
+        row.disturbed = compared.disturbed
+        _write_samples(row, compared.samples_s[name])
+        if baseline in named:
+            speedup = compared.ratio(baseline, name)
+            row.speedup = speedup.median
+            row.speedup_interval = list(speedup.interval)
+
+
+def _write_samples(row: Row, samples_s: tuple[float, ...]) -> None:
+    """Write the seconds of a step by round, and what follows from them."""
+    measured = Measurement(samples_s, None, None)
+    row.samples_s = list(measured.samples_s)
+    row.median_s = measured.median_s
+    row.iqr_s = measured.iqr_s
+    row.items_per_s = row.items / measured.median_s
+    row.flops_per_s = ratio(row.flops, row.median_s)
+    row.share_of_limit = ratio(row.floor_s, row.median_s)
 
 
 def _raise_limits(results: Results) -> None:
@@ -382,10 +466,11 @@ def _raise_limits(results: Results) -> None:
     # What has a floor has rates and counts, so none of these is really 0.
     counted = [row for row in results.rows if row.status == "ok" and row.floor_s is not None]
     products = [row for row in counted if row.workload == "product"]
+    rates = results.flops_per_s
     for row in [row for row in products if not results.why_impossible(row)]:
-        rates, nbytes = results.flops_per_s, row.least_bytes or 0
         rates[row.precision] = max(rates[row.precision] or 0.0, row.flops_per_s or 0.0)
-        results.raise_stream_rate(nbytes, ratio(nbytes, row.median_s) or 0.0)
+        least_bytes = row.least_bytes or 0
+        results.raise_stream_rate(least_bytes, ratio(least_bytes, row.median_s) or 0.0)
     for row in counted:
         row.floor_s = results.floor_s(row.precision, row.flops, row.least_bytes)
         row.share_of_limit = ratio(row.floor_s, row.median_s)
