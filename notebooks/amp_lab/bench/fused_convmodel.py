@@ -34,10 +34,12 @@ class FusedStep:
     """
 
     def __init__(self, model: ConvModel, dtype: torch.dtype, *, compiled: bool = True):
-        self.dtype, self.k = dtype, _kernels(compiled)
+        self.dtype = dtype
+        self.k = _kernels(compiled)
         # Any: for the type checker, what is in an `nn.Sequential` is only an `nn.Module`.
         layers: list[Any] = list(model)
-        self.convs, self.norms = layers[::3], layers[1::3]
+        self.convs = layers[::3]
+        self.norms = layers[1::3]
         self.kept = torch.empty(0, 0, 0)
 
     @torch.no_grad()
@@ -53,15 +55,20 @@ class FusedStep:
         self.x = inputs[0].flatten(1).float().contiguous()  # (2, P)
         self.columns = self.x[:, :, None]  # (2, P, 1)
         self.target = target.flatten().float()  # (P,)
-        n, channels, device = self.target.numel(), self.convs[1].in_channels, self.x.device
+        device = self.x.device
+        self.pixels = self.target.numel()
         # A GPU has thousands of threads to keep busy, and no cache that is worth a block.
-        block = BLOCK if backend(device).is_host else n
-        self.pixels, self.blocks = n, [slice(i, min(i + block, n)) for i in range(0, n, block)]
-        if self.kept.shape[1:] != (n, channels):  # else as before: new memory must be mapped first
-            self.kept = torch.empty(3, n, channels, dtype=self.dtype, device=device)
+        block = BLOCK if backend(device).is_host else self.pixels
+        starts = range(0, self.pixels, block)
+        self.blocks = [slice(start, min(start + block, self.pixels)) for start in starts]
+        shape = (3, self.pixels, self.convs[1].in_channels)
+        if self.kept.shape != shape:  # else as before: new memory must be mapped first
+            self.kept = torch.empty(shape, dtype=self.dtype, device=device)
         self.z2, self.z3, self.g2 = self.kept  # (P, C)
         self.w1, w2, w3, w4 = (conv.weight.flatten(1) for conv in self.convs)
-        self.w2, self.w3, self.w4 = w2.to(self.dtype), w3.to(self.dtype), w4.flatten()
+        self.w2 = w2.to(self.dtype)
+        self.w3 = w3.to(self.dtype)
+        self.w4 = w4.flatten()
 
     def _first(self, b: slice) -> Tensor:
         """The first activation of a block, (B, C): cheaper to compute again than to keep."""
@@ -74,11 +81,12 @@ class FusedStep:
         centred = self.x - mean[:, None]
         covariance = centred @ centred.T / self.pixels  # (2, 2)
         variance = ((self.w1 @ covariance) * self.w1).sum(1)
-        norms, biases, n = self.norms, [conv.bias for conv in self.convs], self.pixels
-        self.n1 = _Normalised(norms[0], self.w1 @ mean, variance, biases[0], n)
+        norm1, norm2, norm3 = self.norms
+        bias1, bias2, bias3, _ = (conv.bias for conv in self.convs)
+        self.n1 = _Normalised(norm1, self.w1 @ mean, variance, bias1, self.pixels)
         self.weight1 = (self.w1 * self.n1.scale[:, None]).T.contiguous()  # (2, C)
-        self.n2 = _Normalised.from_sums(norms[1], self._second_layer(), biases[1], n)
-        self.n3 = _Normalised.from_sums(norms[2], self._third_layer(), biases[2], n)
+        self.n2 = _Normalised.from_sums(norm2, self._second_layer(), bias2, self.pixels)
+        self.n3 = _Normalised.from_sums(norm3, self._third_layer(), bias3, self.pixels)
 
     def _second_layer(self) -> list[Tensor]:
         """Write z2; return the sums of it and of its squares."""
@@ -99,7 +107,8 @@ class FusedStep:
 
     def _output(self) -> Tensor:
         """The loss, and what of its gradient a sum over all pixels needs."""
-        conv, n3 = self.convs[3], self.n3
+        conv = self.convs[3]
+        n3 = self.n3
         self.dy = torch.empty(self.pixels, device=self.x.device)
         loss, self.d, self.dz = self._head()
         _set_grad(conv.weight, n3.scale * self.dz + n3.shift * self.d)
@@ -108,13 +117,17 @@ class FusedStep:
 
     def _head(self) -> list[Tensor]:
         """Write dy; return sums: of squared errors, and where a ReLU is open of dy and dy * z3."""
-        conv, n3 = self.convs[3], self.n3
+        bias = self.convs[3].bias
+        n3 = self.n3
+        factor = 2 / self.pixels
         sums: list[tuple[Tensor, ...]] = []
         for b in self.blocks:
+            z3 = self.z3[b]
             loss, self.dy[b] = self.k.head(
-                self.z3[b], n3.scale, n3.shift, self.w4, conv.bias, self.target[b], 2 / self.pixels
+                z3, n3.scale, n3.shift, self.w4, bias, self.target[b], factor
             )
-            sums.append((loss, *self.k.head_sums(self.z3[b], self.dy[b], n3.scale, n3.shift)))
+            d, dz = self.k.head_sums(z3, self.dy[b], n3.scale, n3.shift)
+            sums.append((loss, d, dz))
         return _totals(sums)
 
     def _backward(self) -> None:
@@ -127,30 +140,38 @@ class FusedStep:
         gx = torch.stack([gx0, gx1], 1)  # (C, 2)
         of_g, of_z, constant = self.n1.backward(g, (self.w1 * gx).sum(1))
         zx = self.w1 @ (self.x @ self.x.T)  # (C, 2)
-        dw1 = gx * of_g[:, None] + zx * of_z[:, None] + constant[:, None] * self.x.sum(1)
+        x_sums = self.x.sum(1)  # (2,)
+        dw1 = gx * of_g[:, None] + zx * of_z[:, None] + constant[:, None] * x_sums
         _set_grad(self.convs[0].weight, dw1)
         for conv in self.convs[:3]:  # whose normalisation takes any constant away
             conv.bias.grad = torch.zeros_like(conv.bias)
 
     def _through_third(self, to_z3: Sequence[Tensor]) -> list[Tensor]:
         """Write g2; return the gradient of the weights, and the sums of g2 and of g2 * z2."""
-        n2, n3, sums = self.n2, self.n3, []
+        n2 = self.n2
+        n3 = self.n3
         dw3 = torch.zeros_like(self.convs[2].weight.flatten(1))
+        sums = []
         for b in self.blocks:
-            z2, z3 = self.z2[b], self.z3[b]
-            dz3 = self.k.through_head(z3, self.dy[b], n3.scale, n3.shift, self.w4, *to_z3)
+            z2 = self.z2[b]
+            dy = self.dy[b]
+            dz3 = self.k.through_head(self.z3[b], dy, n3.scale, n3.shift, self.w4, *to_z3)
             dw3 += dz3.T @ self.k.activation(z2, n2.scale, n2.shift)
-            sums.append(self.k.through_relu(self.g2[b], dz3 @ self.w3, z2, n2.scale, n2.shift))
+            da2 = dz3 @ self.w3
+            sums.append(self.k.through_relu(self.g2[b], da2, z2, n2.scale, n2.shift))
         return [dw3, *_totals(sums)]
 
     def _through_second(self, to_z2: Sequence[Tensor]) -> list[Tensor]:
         """The gradient of the weights, and the sums of g1, the gradient below, and of g1 * x."""
-        dw2, sums = torch.zeros_like(self.convs[1].weight.flatten(1)), []
+        dw2 = torch.zeros_like(self.convs[1].weight.flatten(1))
+        sums = []
         for b in self.blocks:
             dz2 = self.k.through_norm(self.g2[b], self.z2[b], *to_z2)
             a1 = self._first(b)
             dw2 += dz2.T @ a1
-            sums.append(self.k.first_sums(dz2 @ self.w2, a1, *self.columns[:, b]))
+            da1 = dz2 @ self.w2
+            x0, x1 = self.columns[:, b]
+            sums.append(self.k.first_sums(da1, a1, x0, x1))
         return [dw2, *_totals(sums)]
 
 
@@ -167,12 +188,15 @@ class _Normalised:
     """Batch normalisation of z (P, C), without its convolution's bias, as z * scale + shift."""
 
     def __init__(self, norm: Any, mean: Tensor, variance: Tensor, bias: Tensor, n: int):
-        self.norm, self.mean, self.pixels = norm, mean, n
+        self.norm = norm
+        self.mean = mean
+        self.pixels = n
         self.inverse_std = (variance + norm.eps).rsqrt()
         self.scale = norm.weight * self.inverse_std
         self.shift = norm.bias - mean * self.scale
         norm.running_mean.lerp_(mean + bias, norm.momentum)
-        norm.running_var.lerp_(variance * (n / (n - 1)), norm.momentum)
+        unbiased = variance * (n / (n - 1))
+        norm.running_var.lerp_(unbiased, norm.momentum)
         norm.num_batches_tracked += 1
 
     @classmethod
@@ -192,7 +216,8 @@ class _Normalised:
         _set_grad(self.norm.weight, d_weight)
         _set_grad(self.norm.bias, g)
         of_z = -self.scale * d_weight * self.inverse_std / self.pixels
-        return self.scale, of_z, -self.scale * g / self.pixels - of_z * self.mean
+        constant = -self.scale * g / self.pixels - of_z * self.mean
+        return self.scale, of_z, constant
 
 
 # --- The chains of elementwise ops; (B, C) blocks of pixels, (C,) factors.
@@ -224,7 +249,8 @@ def _head_sums(z, dy, scale, shift):
 
 
 def _through_head(z, dy, scale, shift, weight, of_g, of_z, constant):
-    low, z = z.dtype, z.float()
+    low = z.dtype
+    z = z.float()
     g = torch.where(z * scale + shift > 0, dy[:, None] * weight, 0.0)
     return (g * of_g + z * of_z + constant).to(low)
 
@@ -256,6 +282,8 @@ def _kernels(compiled: bool) -> SimpleNamespace:
     """The chains by their names."""
     kernels = SimpleNamespace()
     for chain in _CHAINS:
-        kernel = torch.compile(chain, dynamic=False, fullgraph=True) if compiled else chain
-        setattr(kernels, chain.__name__[1:], kernel)
+        name = chain.__name__.removeprefix("_")
+        if compiled:
+            chain = torch.compile(chain, dynamic=False, fullgraph=True)
+        setattr(kernels, name, chain)
     return kernels

@@ -71,14 +71,16 @@ class Count:
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Matrix products and a copy, timed here and now; the fastest of some calls counts."""
     rates = {name: rate for name, rate in describe_device(device).rates.items() if rate is not None}
-    largest, _ = _LARGEST["cpu" if backend(device).is_host else "accelerator"]
+    largest, _ = _largest(device)
     n = filling_size(device, largest, seconds=_LONG_S)
     # A precision that is emulated takes seconds at this size, and is no limit to anything.
     timed = [name for name, rate in rates.items() if rate > 0.5 * rates[Precision.FP32]]
     compared = compare(
         {p: matrix_product(device, p, n) for p in timed}, device=device, budget_s=4, precision=0.1
     )
-    rates |= {p: max(rates[p], 2 * n**3 / min(compared.samples_s[p])) for p in timed}
+    for precision in timed:
+        fastest_s = min(compared.samples_s[precision])
+        rates[precision] = max(rates[precision], 2 * n**3 / fastest_s)
     return Ceilings(
         flops_per_s={str(precision): rates.get(precision) for precision in Precision},
         stream_bytes_per_s=_stream_rates(device),
@@ -86,10 +88,17 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     )
 
 
+def _largest(device: torch.device) -> tuple[int, int]:
+    """The largest edge of a matrix and the most bytes of a copy for a device."""
+    return _LARGEST["cpu" if backend(device).is_host else "accelerator"]
+
+
 def _stream_rates(device: torch.device) -> dict[int, float]:
     """The fastest of some copies and sums, from 64 KiB to more than any cache holds."""
-    _, largest = _LARGEST["cpu" if backend(device).is_host else "accelerator"]
-    largest = min(largest, (describe_device(device).memory_bytes or 2**63) // 8)
+    _, largest = _largest(device)
+    memory_bytes = describe_device(device).memory_bytes
+    if memory_bytes:
+        largest = min(largest, memory_bytes // 8)
     rates: dict[int, float] = {}
     for nbytes in (2**power for power in range(16, largest.bit_length())):
         source = torch.ones(nbytes // 4, device=device)
@@ -128,6 +137,7 @@ def count_step(
         step()
     with _Moved() as moved:
         step()
-    weights = sum(p.nbytes for p in model.parameters())
-    read = inputs.nbytes + (6 if training else 1) * weights
-    return Count(flops.get_total_flops(), moved.nbytes, read)
+    weight_bytes = sum(p.nbytes for p in model.parameters())
+    if training:  # weight and two numbers of state, each read and written
+        weight_bytes *= 6
+    return Count(flops.get_total_flops(), moved.nbytes, inputs.nbytes + weight_bytes)

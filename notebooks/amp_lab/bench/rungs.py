@@ -109,14 +109,47 @@ def _fold_norm(recipe: Recipe) -> Recipe:
 
 
 def _cast_once(recipe: Recipe) -> Recipe:
-    problem, dtype = recipe.problem, recipe.case.precision.dtype
-    problem.model, problem.inputs = problem.model.to(dtype), problem.inputs.to(dtype)
+    dtype = recipe.case.precision.dtype
+    problem = recipe.problem
+    problem.model = problem.model.to(dtype)
+    problem.inputs = problem.inputs.to(dtype)
     return replace(recipe, autocast=False)
 
 
 def _to_fp8(recipe: Recipe) -> Recipe:
     use_fp8(recipe.problem.model)
     return recipe
+
+
+def _written_by_hand(recipe: Recipe) -> Recipe:
+    by_hand = recipe.case.workload.by_hand
+    return replace(recipe, make=_step_by_hand, by_hand=by_hand, compile_mode=None)
+
+
+def _in_tiles(recipe: Recipe) -> Recipe:
+    return replace(recipe, by_hand=recipe.case.workload.in_tiles)
+
+
+def _can_use_fp8(case: Case) -> bool:
+    if case.precision is not Precision.BF16 or "large linear" not in case.workload.layers:
+        return False
+    return has_fp8(case.device)
+
+
+def _can_be_written_by_hand(case: Case) -> bool:
+    # Its gradients are not scaled, so fp16 would lose them.
+    return bool(case.workload.by_hand) and case.precision is not Precision.FP16
+
+
+def _can_be_in_tiles(case: Case) -> bool:
+    if case.precision is not Precision.BF16 or not case.workload.in_tiles:
+        return False
+    here = backend(case.device)
+    return here.is_host or here.has_triton
+
+
+def _has_several_ops(case: Case) -> bool:
+    return case.workload.kind != "product"
 
 
 RUNGS = (
@@ -155,14 +188,14 @@ RUNGS = (
     Rung(
         "compile",
         "torch.compile: elementwise ops in one kernel, fewer calls",
-        exists=lambda case: case.workload.kind != "product",  # which is a single op
+        exists=_has_several_ops,
         apply=lambda recipe: replace(recipe, compile_mode="default"),
         takes_long=_compiles_long,
     ),
     Rung(
         "cuda-graphs",
         "forward and backward recorded once and replayed, without the host",
-        exists=lambda case: case.workload.kind != "product" and backend(case.device).has_graphs,
+        exists=lambda case: _has_several_ops(case) and backend(case.device).has_graphs,
         apply=lambda recipe: replace(recipe, compile_mode="reduce-overhead"),
         takes_long=_compiles_long,
         needs_graph=True,
@@ -170,18 +203,14 @@ RUNGS = (
     Rung(
         "max-autotune",
         "torch.compile tries several kernels for each matrix product",
-        exists=lambda case: case.workload.kind != "product",
+        exists=_has_several_ops,
         apply=lambda recipe: replace(recipe, compile_mode="max-autotune"),
         takes_long=lambda case: True,
     ),
     Rung(
         "fp8",
         "linear layers in float8, through torchao",
-        exists=lambda case: (
-            "large linear" in case.workload.layers
-            and case.precision is Precision.BF16
-            and has_fp8(case.device)
-        ),
+        exists=_can_use_fp8,
         apply=_to_fp8,
         takes_long=_compiles_long,
         has_limit=False,  # no product is timed in float8
@@ -189,22 +218,15 @@ RUNGS = (
     Rung(
         "by-hand",
         "the step written anew, see fused_convmodel.py",
-        # Its gradients are not scaled, so fp16 would lose them.
-        exists=lambda case: bool(case.workload.by_hand) and case.precision is not Precision.FP16,
-        apply=lambda recipe: replace(
-            recipe, make=_step_by_hand, by_hand=recipe.case.workload.by_hand, compile_mode=None
-        ),
+        exists=_can_be_written_by_hand,
+        apply=_written_by_hand,
         takes_long=_compiles_long,
     ),
     Rung(
         "tiles",
         "the step by hand, a kernel for each pass over the pixels, see tiled_convmodel.py",
-        exists=lambda case: (
-            bool(case.workload.in_tiles)
-            and case.precision is Precision.BF16
-            and (backend(case.device).is_host or backend(case.device).has_triton)
-        ),
-        apply=lambda recipe: replace(recipe, by_hand=recipe.case.workload.in_tiles),
+        exists=_can_be_in_tiles,
+        apply=_in_tiles,
     ),
 )
 """Every rung, from the lowest."""
@@ -221,7 +243,8 @@ def has_fp8(device: torch.device) -> bool:
     if device.type != "cuda" or not torch.cuda.is_available():
         return device.type == "xpu" and torch.xpu.is_available()
     if torch.version.hip:
-        return torch.cuda.get_device_properties(device).gcnArchName.startswith(("gfx94", "gfx95"))
+        architecture = torch.cuda.get_device_properties(device).gcnArchName
+        return architecture.startswith(("gfx94", "gfx95"))
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
@@ -247,8 +270,10 @@ def use_fp8(model: nn.Module, *, emulate: bool = False) -> None:
 
 def gains_from_fp8(outer: int, inner: int) -> bool:
     """Whether torchao's filter for ``rowwise``, from times on an H100, converts such a layer."""
-    large = outer > 2048 and inner > 1024 and (outer > 4096 or inner > 2048)
-    return large and outer % 16 == inner % 16 == 0
+    if outer % 16 or inner % 16:
+        return False
+    is_large = outer > 2048 and inner > 1024
+    return is_large and (outer > 4096 or inner > 2048)
 
 
 def make_step(case: Case, rung: Rung) -> Step:
@@ -264,24 +289,28 @@ def make_step(case: Case, rung: Rung) -> Step:
     if case.workload.kind == "product":  # of tensors in the precision itself, without any casts
         recipe = _cast_once(recipe)
     ladder = rungs_of(case)
-    for lower in ladder[: ladder.index(rung) + 1]:
+    top = ladder.index(rung)
+    for lower in ladder[: top + 1]:
         recipe = lower.apply(recipe)
     return Step(recipe.make(recipe), problem.model, problem.inputs, recipe.records_graph)
 
 
 def _training_step(recipe: Recipe) -> Callable[[], Tensor]:
-    problem, precision, kind = recipe.problem, recipe.case.precision, recipe.case.device.type
-    model, inputs = problem.model, problem.inputs
+    problem = recipe.problem
+    precision = recipe.case.precision
+    device_type = recipe.case.device.type
+    model = problem.model
+    inputs = problem.inputs
     fused = True if recipe.fused_adam else None  # None lets torch choose, as in most recipes
     optimizer = torch.optim.Adam(model.parameters(), lr=problem.lr, fused=fused)
-    scaler = precision.grad_scaler(kind, init_scale=_INITIAL_SCALE)
+    scaler = precision.grad_scaler(device_type, init_scale=_INITIAL_SCALE)
     forward = recipe.compiled(lambda inputs: problem.loss_fn(model(inputs)))
 
     def step() -> Tensor:
         if recipe.records_graph:  # else a graph could take the last step's memory for this one's
             torch.compiler.cudagraph_mark_step_begin()
         optimizer.zero_grad()
-        with torch.autocast(kind, dtype=precision.dtype, enabled=recipe.autocast):
+        with torch.autocast(device_type, dtype=precision.dtype, enabled=recipe.autocast):
             loss = forward(inputs)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -295,16 +324,20 @@ def _training_step(recipe: Recipe) -> Callable[[], Tensor]:
 
 
 def _inference_step(recipe: Recipe) -> Callable[[], Tensor]:
-    model, inputs, kind = recipe.problem.model, recipe.problem.inputs, recipe.case.device.type
-    forward = recipe.compiled(model)
+    inputs = recipe.problem.inputs
+    forward = recipe.compiled(recipe.problem.model)
+    dtype = recipe.case.precision.dtype
+    device_type = recipe.case.device.type
 
     @torch.no_grad()
     def step() -> Tensor:
         if recipe.records_graph:
             torch.compiler.cudagraph_mark_step_begin()
-        with torch.autocast(kind, dtype=recipe.case.precision.dtype, enabled=recipe.autocast):
+        with torch.autocast(device_type, dtype=dtype, enabled=recipe.autocast):
             out = forward(inputs)
-        return out.clone() if recipe.records_graph else out
+        if recipe.records_graph:
+            return out.clone()
+        return out
 
     return step
 

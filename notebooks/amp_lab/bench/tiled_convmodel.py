@@ -66,18 +66,21 @@ class TiledStep(FusedStep):
         return self._run("forward3", self.z2, self.affine2, weight, self.z3, sums=2)
 
     def _head(self) -> list[Tensor]:
-        rows, bias = torch.stack([self.n3.scale, self.n3.shift, self.w4]), self.convs[3].bias
+        rows = torch.stack([self.n3.scale, self.n3.shift, self.w4])
+        bias = self.convs[3].bias
         d, dz, losses = self._run("head", self.z3, rows, bias, self.target, self.dy, sums=3)
         return [losses[0], d, dz]
 
     def _through_third(self, to_z3: Sequence[Tensor]) -> list[Tensor]:
         of_g, *rest = to_z3
         rows = torch.stack([self.n3.scale, self.n3.shift, self.w4 * of_g, *rest])
-        inputs = (self.z2, self.z3, self.dy, self.affine2, rows, self.tiles.right_side(self.w3))
+        weight = self.tiles.right_side(self.w3)
+        inputs = (self.z2, self.z3, self.dy, self.affine2, rows, weight)
         return self._run_back("backward3", *inputs, self.g2, sums=2)
 
     def _through_second(self, to_z2: Sequence[Tensor]) -> list[Tensor]:
-        rows, weight = torch.stack([*to_z2]), self.tiles.right_side(self.w2)
+        rows = torch.stack([*to_z2])
+        weight = self.tiles.right_side(self.w2)
         inputs = (self.g2, self.z2, self.x, self.affine1, rows, weight)
         return self._run_back("backward2", *inputs, sums=3)
 

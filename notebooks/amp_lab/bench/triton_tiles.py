@@ -34,15 +34,19 @@ class TritonTiles:
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
 
     def __init__(self, pixels: int, channels: int, device: torch.device):
-        is_power = channels & (channels - 1) == 0
-        fits = pixels % _TILE.value == 0 and channels >= _DEPTH.value and is_power
-        if not fits or pixels * channels >= 2**31:  # addresses have 32 bits
+        is_power_of_two = channels & (channels - 1) == 0
+        channels_fit = channels >= _DEPTH.value and is_power_of_two
+        pixels_fit = pixels % _TILE.value == 0
+        has_addresses = pixels * channels < 2**31  # of 32 bits
+        if not (channels_fit and pixels_fit and has_addresses):
             size = f"{pixels} pixels of {channels} channels"
             raise OptionError(
                 f"{size}: on a GPU the step in tiles needs a multiple of {_TILE} pixels, and of "
                 f"channels a power of two from {_DEPTH}"
             )
-        self.pixels, self.channels, self.device = pixels, channels, device
+        self.pixels = pixels
+        self.channels = channels
+        self.device = device
         self.parts = pixels // _TILE.value
         self.shares = min(_SHARES, self.parts)
 
@@ -67,7 +71,8 @@ class TritonTiles:
     def _back(self, inputs, weight, out, dw, sums, *, first: bool) -> None:
         self._launch(_below, inputs, weight, out, sums, self.pixels, FIRST=first)
         block = min(_BLOCK, self.channels)
-        grid = (self.channels // block, self.channels // block, self.shares)
+        blocks = self.channels // block
+        grid = (blocks, blocks, self.shares)
         self._launch(
             _weights, inputs, dw, self.pixels, self.parts, FIRST=first, BLOCK=block, grid=grid
         )
@@ -99,7 +104,8 @@ def _row(rows, i, c, C: tl.constexpr):
 def _activation(below, rows, p, c, pixels, C: tl.constexpr, FIRST: tl.constexpr):
     """relu(w0 * x0 + w1 * x1 + shift) of the coordinates, or relu(scale * z + shift)."""
     if FIRST:
-        x0, x1 = tl.load(below + p)[:, None], tl.load(below + pixels + p)[:, None]
+        x0 = tl.load(below + p)[:, None]
+        x1 = tl.load(below + pixels + p)[:, None]
         a = x0 * _row(rows, 0, c, C) + x1 * _row(rows, 1, c, C) + _row(rows, 2, c, C)
     else:
         z = tl.load(below + _at(p, c, C)).to(tl.float32)
@@ -115,7 +121,8 @@ def _gradient(above, z, rows, p, c, C: tl.constexpr, FIRST: tl.constexpr):
         g = tl.load(above + _at(p, c, C)).to(tl.float32)
         return g * _row(rows, 0, c, C) + z * _row(rows, 1, c, C) + _row(rows, 2, c, C)
     is_open = z * _row(rows, 0, c, C) + _row(rows, 1, c, C) > 0
-    g = tl.where(is_open, tl.load(above + p)[:, None] * _row(rows, 2, c, C), 0.0)
+    g = tl.load(above + p)[:, None] * _row(rows, 2, c, C)
+    g = tl.where(is_open, g, 0.0)
     return g + z * _row(rows, 3, c, C) + _row(rows, 4, c, C)
 
 
@@ -126,7 +133,8 @@ def _gradient(above, z, rows, p, c, C: tl.constexpr, FIRST: tl.constexpr):
 def _layer(below, rows, weight, z, sums, pixels, C: tl.constexpr, FIRST: tl.constexpr):
     """z = activation @ weight, and the sums of z and of its squares."""
     tile = tl.program_id(0)
-    p, c = tile * _TILE + tl.arange(0, _TILE), tl.arange(0, C)
+    p = tile * _TILE + tl.arange(0, _TILE)
+    c = tl.arange(0, C)
     out = tl.zeros((_TILE, C), tl.float32)
     for start in range(0, C, _DEPTH):
         k = start + tl.arange(0, _DEPTH)
@@ -134,24 +142,27 @@ def _layer(below, rows, weight, z, sums, pixels, C: tl.constexpr, FIRST: tl.cons
         w = tl.load(weight + _at(k, c, C))
         out = tl.dot(a.to(w.dtype), w, out, input_precision="ieee")
     tl.store(z + _at(p, c, C), out.to(z.dtype.element_ty))
-    tl.store(sums + 2 * tile * C + c, tl.sum(out, 0))
-    tl.store(sums + (2 * tile + 1) * C + c, tl.sum(out * out, 0))
+    sums += 2 * tile * C
+    tl.store(sums + c, tl.sum(out, 0))
+    tl.store(sums + C + c, tl.sum(out * out, 0))
 
 
 @triton.jit
 def _head(z, rows, bias, target, dy, sums, pixels, C: tl.constexpr):
     """The last layer, dy; sums of dy, dy * z where the ReLU is open, and of squared errors."""
     tile = tl.program_id(0)
-    p, c = tile * _TILE + tl.arange(0, _TILE), tl.arange(0, C)
+    p = tile * _TILE + tl.arange(0, _TILE)
+    c = tl.arange(0, C)
     z = tl.load(z + _at(p, c, C)).to(tl.float32)
     a = tl.maximum(z * _row(rows, 0, c, C) + _row(rows, 1, c, C), 0.0)
     error = tl.sum(a * _row(rows, 2, c, C), 1) + tl.load(bias) - tl.load(target + p)
     d = error * 2 / pixels
     tl.store(dy + p, d)
     g = tl.where(a > 0, d[:, None], 0.0)
-    tl.store(sums + 3 * tile * C + c, tl.sum(g, 0))
-    tl.store(sums + (3 * tile + 1) * C + c, tl.sum(g * z, 0))
-    tl.store(sums + (3 * tile + 2) * C, tl.sum(error * error, 0))
+    sums += 3 * tile * C
+    tl.store(sums + c, tl.sum(g, 0))
+    tl.store(sums + C + c, tl.sum(g * z, 0))
+    tl.store(sums + 2 * C, tl.sum(error * error, 0))
 
 
 @triton.jit
@@ -159,7 +170,8 @@ def _below(inputs, weight, out, sums, pixels, C: tl.constexpr, FIRST: tl.constex
     """The gradient of a layer's input through the ReLU below; its sums, with what is below too."""
     above, z, rows, below, below_rows = inputs
     tile = tl.program_id(0)
-    p, c = tile * _TILE + tl.arange(0, _TILE), tl.arange(0, C)
+    p = tile * _TILE + tl.arange(0, _TILE)
+    c = tl.arange(0, C)
     da = tl.zeros((_TILE, C), tl.float32)
     for start in range(0, C, _DEPTH):
         k = start + tl.arange(0, _DEPTH)
@@ -170,12 +182,15 @@ def _below(inputs, weight, out, sums, pixels, C: tl.constexpr, FIRST: tl.constex
     g = tl.where(a > 0, da, 0.0)
     if FIRST:
         sums += 3 * tile * C
-        tl.store(sums + C + c, tl.sum(g * tl.load(below + p)[:, None], 0))
-        tl.store(sums + 2 * C + c, tl.sum(g * tl.load(below + pixels + p)[:, None], 0))
+        x0 = tl.load(below + p)[:, None]
+        x1 = tl.load(below + pixels + p)[:, None]
+        tl.store(sums + C + c, tl.sum(g * x0, 0))
+        tl.store(sums + 2 * C + c, tl.sum(g * x1, 0))
     else:
         sums += 2 * tile * C
         tl.store(out + _at(p, c, C), g.to(out.dtype.element_ty))
-        tl.store(sums + C + c, tl.sum(g * tl.load(below + _at(p, c, C)).to(tl.float32), 0))
+        z_below = tl.load(below + _at(p, c, C)).to(tl.float32)
+        tl.store(sums + C + c, tl.sum(g * z_below, 0))
     tl.store(sums + c, tl.sum(g, 0))
 
 

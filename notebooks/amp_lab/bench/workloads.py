@@ -73,21 +73,24 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        wide = 4 * width
-        self.mlp = nn.Sequential(nn.Linear(width, wide), nn.GELU(), nn.Linear(wide, width))
+        hidden = 4 * width
+        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
     def forward(self, x: Tensor) -> Tensor:
         """The block's output."""
-        q, k, v = (
-            t.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, heads, T, width / heads)
-            for t in self.qkv(self.norm1(x)).chunk(3, -1)
-        )
+        qkv = self.qkv(self.norm1(x))
+        q, k, v = (self._by_head(part) for part in qkv.chunk(3, -1))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(-2))
         return x + self.mlp(self.norm2(x))
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """(B, T, width) to (B, heads, T, width / heads)."""
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
 class Gpt(nn.Module):
@@ -103,8 +106,10 @@ class Gpt(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Tokens (B, T) to logits (B, T, vocabulary)."""
-        x = self.token(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
-        return self.head(self.norm(self.blocks(x)))
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.token(tokens) + self.place(positions)
+        x = self.blocks(x)
+        return self.head(self.norm(x))
 
 
 def convmodel_workload(size: int, *, hidden: int = 256, kind: str = "training") -> Workload:
@@ -136,7 +141,8 @@ def classifier_workload(model_name: str, batch: int, size: int, *, classes: int 
         return Problem(model, images, lambda out: F.cross_entropy(out.float(), labels), 1e-4)
 
     shape = f"{batch}x3x{size}x{size}"
-    name, layers = model_name.replace("_", "-"), {"convolution", "norm"}
+    name = model_name.replace("_", "-")
+    layers = {"convolution", "norm"}
     return Workload(name, shape, "training", "images", batch, build, layers, many_layers=True)
 
 
@@ -144,13 +150,16 @@ def gpt_workload(batch: int, tokens: int, width: int, blocks: int, vocabulary: i
     """Training a language model on random text."""
 
     def build(device: torch.device) -> Problem:
-        model = Gpt(vocabulary, width, max(1, width // 64), blocks, tokens).to(device)
+        heads = max(1, width // 64)
+        model = Gpt(vocabulary, width, heads, blocks, tokens).to(device)
         text = torch.randint(vocabulary, (batch, tokens + 1)).to(device)
 
         def loss_fn(logits: Tensor) -> Tensor:
-            return F.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten())
+            next_tokens = text[:, 1:].flatten()
+            return F.cross_entropy(logits.flatten(0, 1).float(), next_tokens)
 
-        return Problem(model, text[:, :-1].contiguous(), loss_fn, 1e-4)
+        inputs = text[:, :-1].contiguous()
+        return Problem(model, inputs, loss_fn, 1e-4)
 
     size = f"{batch}x{tokens}, width {width}, {blocks} blocks"
     layers = {"large linear"} if width > 1024 else set()  # see rungs.gains_from_fp8
@@ -171,7 +180,9 @@ def product_workload(m: int, k: int, n: int) -> Workload:
 def _products(n: int, *, quick: bool = False) -> list[Workload]:
     # Aligned, each size in turn one less than a multiple of 8, and a product of few rows.
     shapes = [(n, n, n), (n - 1, n, n), (n, n - 1, n), (n, n, n - 1), (8, n, n)]
-    return [product_workload(*shape) for shape in (shapes[::2] if quick else shapes)]
+    if quick:
+        shapes = shapes[::2]
+    return [product_workload(*shape) for shape in shapes]
 
 
 _PICTURES = (128, 256, 256, 512)  # the last is the size of the article that the ConvModel is from
