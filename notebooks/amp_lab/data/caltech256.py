@@ -28,18 +28,17 @@ def load(options: images.LoadOptions) -> images.ImageData:
     classes, targets_of = _scan(place)
     paths, skipped = _readable_images(place, targets_of, options.skip_damaged)
     targets = np.array([targets_of[path] for path in paths])
-    train, test = images.shorten(*images.split(targets, every=10), targets, options.limit)
-    files, size = (
-        np.array([place.parent / path for path in paths]),
-        options.image_size or images.PHOTOGRAPH_SIZE,
-    )
-    train_set, test_set = (
-        (files[i].tolist(), targets[i], size, images.IMAGENET_MEAN_STD) for i in (train, test)
-    )
+    all_train, all_test = images.split(targets, every=10)
+    train, test = images.shorten(all_train, all_test, targets, options.limit)
+    files = np.array([place.parent / path for path in paths])
+    size = options.image_size or images.PHOTOGRAPH_SIZE
+    mean_std = images.IMAGENET_MEAN_STD
     return images.ImageData(
         name="caltech256",
-        train=images.ImagesOnDisk(*train_set, options.seed, images.jitter),
-        test=images.ImagesOnDisk(*test_set),
+        train=images.ImagesOnDisk(
+            files[train].tolist(), targets[train], size, mean_std, options.seed, images.jitter
+        ),
+        test=images.ImagesOnDisk(files[test].tolist(), targets[test], size, mean_std),
         classes=tuple(name.partition(".")[2] for name in classes),  # 001.ak47
         image_size=size,
         stand_in=(place / images.MARKER).exists(),
@@ -50,8 +49,10 @@ def load(options: images.LoadOptions) -> images.ImageData:
 
 def find_folder(folder: Path) -> Path | None:
     """The folder 256_ObjectCategories: `folder` itself, in it, or where torchvision puts it."""
-    usual = [folder / FOLDER, folder / "caltech256" / FOLDER]
-    places = [folder.absolute()] if folder.absolute().name == FOLDER else usual
+    folder_itself = folder.absolute()
+    places = [folder / FOLDER, folder / "caltech256" / FOLDER]
+    if folder_itself.name == FOLDER:
+        places = [folder_itself]
     return next((place for place in places if place.is_dir()), None)
 
 
@@ -101,18 +102,11 @@ def _read_table(table: Path, targets_of: dict[str, int]) -> set[str]:
     if not table.exists():
         return set()
     remedy = "correct it, or delete the file to have it made again"
-    paths: set[str] = set()
     try:
         with open_regular(table) as content, io.TextIOWrapper(content, "utf-8", newline="") as file:
-            rows = csv.DictReader(file, strict=True)
-            for column in ("path", "target"):
-                if column not in (rows.fieldnames or []):
-                    raise DataError(f"{table}, line 1: no column {column!r}; {remedy}")
-            for row in rows:
-                fault = _fault(row, targets_of, paths)
-                if fault:
-                    raise DataError(f"{table}, line {rows.line_num}: {fault}; {remedy}")
-                paths.add(row["path"])
+            paths = _read_rows(csv.DictReader(file, strict=True), targets_of)
+    except _TableError as error:
+        raise DataError(f"{table}, {error}; {remedy}") from None
     except (OSError, UnicodeError, csv.Error) as error:
         raise DataError(f"{table} cannot be read: {first_line(error)}; {remedy}") from error
     if not paths:
@@ -120,14 +114,35 @@ def _read_table(table: Path, targets_of: dict[str, int]) -> set[str]:
     return paths
 
 
+class _TableError(Exception):
+    """What is wrong with the list, and in which line."""
+
+
+def _read_rows(rows: csv.DictReader, targets_of: dict[str, int]) -> set[str]:
+    """The paths in the rows. Raises `_TableError` for the first that does not fit the folders."""
+    for column in ("path", "target"):
+        if column not in (rows.fieldnames or []):
+            raise _TableError(f"line 1: no column {column!r}")
+    paths: set[str] = set()
+    for row in rows:
+        fault = _fault(row, targets_of, paths)
+        if fault:
+            raise _TableError(f"line {rows.line_num}: {fault}")
+        paths.add(row["path"])
+    return paths
+
+
 def _fault(row: dict[str, str], targets_of: dict[str, int], before: set[str]) -> str | None:
     """What is wrong with a row of the list, after rows with the paths `before`."""
-    path, target = row["path"], row["target"]
+    path = row["path"]
+    target = row["target"]
     if path not in targets_of:
         return f"no image {path!r} there"
     if target != str(targets_of[path]):
         return f"target {target!r} should be {targets_of[path]}, as the folder is numbered"
-    return f"{path} is there twice" if path in before else None
+    if path in before:
+        return f"{path} is there twice"
+    return None
 
 
 def _write_table(table: Path, paths: list[str], targets_of: dict[str, int]) -> None:

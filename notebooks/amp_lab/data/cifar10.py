@@ -14,9 +14,10 @@ from amp_lab.errors import DataError, first_line, with_type
 from amp_lab.files import read_json
 
 FOLDER = CIFAR10.base_folder  # cifar-10-batches-py
-CHECKSUMS = dict([*CIFAR10.train_list, *CIFAR10.test_list]) | {
-    CIFAR10.meta["filename"]: CIFAR10.meta["md5"]
-}  # MD5 of each file of the real ones
+_META = CIFAR10.meta["filename"]
+CHECKSUMS = dict([*CIFAR10.train_list, *CIFAR10.test_list])
+CHECKSUMS[_META] = CIFAR10.meta["md5"]
+"""MD5 of each file of the real ones."""
 _HARMLESS = {  # what an array in a pickle asks for
     ("numpy.core.multiarray", "_reconstruct"),
     ("numpy", "ndarray"),
@@ -31,25 +32,27 @@ def load(options: images.LoadOptions) -> images.ImageData:
     place = options.folder / FOLDER
     if find_folder(options.folder) is None:
         fetch("cifar10", CIFAR10.url, CIFAR10.tgz_md5, place, options.download)
-    stand_in = (place / images.MARKER).exists()
-    checksums = _read_marker(place / images.MARKER) if stand_in else CHECKSUMS
+    checksums = CHECKSUMS
+    marker = place / images.MARKER
+    stand_in = marker.exists()
     if stand_in:  # whose checksums come from the same folder, and prove nothing
+        checksums = _read_marker(marker)
         for name, md5 in checksums.items():
             _require_data_only(place / name, md5)
     train, test = _read(options.folder, checksums)
     targets = np.array(train.targets + test.targets)
-    first, second = np.split(np.arange(len(targets)), [len(train)])
-    keep_train, keep_test = images.shorten(first, second, targets, options.limit)
-    keep_test = keep_test - len(train)
+    of_train, of_test = np.split(np.arange(len(targets)), [len(train)])
+    keep_train, keep_test = images.shorten(of_train, of_test, targets, options.limit)
+    keep_test = keep_test - len(train)  # counted from the first test image
+    train_pixels, train_targets = _choose(train, keep_train)
+    test_pixels, test_targets = _choose(test, keep_test)
     size = options.image_size or 32
-    train_set, test_set = (
-        (part.data.transpose(0, 3, 1, 2)[kept], np.array(part.targets)[kept], size, MEAN_STD)
-        for part, kept in ((train, keep_train), (test, keep_test))
-    )
     return images.ImageData(
         name="cifar10",
-        train=images.ImagesInMemory(*train_set, options.seed, _flip_and_shift),
-        test=images.ImagesInMemory(*test_set),
+        train=images.ImagesInMemory(
+            train_pixels, train_targets, size, MEAN_STD, options.seed, _flip_and_shift
+        ),
+        test=images.ImagesInMemory(test_pixels, test_targets, size, MEAN_STD),
         classes=tuple(train.classes),
         image_size=size,
         stand_in=stand_in,
@@ -58,9 +61,17 @@ def load(options: images.LoadOptions) -> images.ImageData:
     )
 
 
+def _choose(part: CIFAR10, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pixels uint8 (N, 3, 32, 32) and targets (N,) of the images with these indices."""
+    pixels = part.data.transpose(0, 3, 1, 2)
+    targets = np.array(part.targets)
+    return pixels[kept], targets[kept]
+
+
 def find_folder(folder: Path) -> Path | None:
     """The folder of the batches in `folder`, if it is there."""
-    return folder / FOLDER if (folder / FOLDER).exists() else None
+    place = folder / FOLDER
+    return place if place.exists() else None
 
 
 def _read(folder: Path, checksums: dict[str, str]) -> list[CIFAR10]:
@@ -68,28 +79,35 @@ def _read(folder: Path, checksums: dict[str, str]) -> list[CIFAR10]:
     attributes = {
         "train_list": [[name, checksums[name]] for name, _ in CIFAR10.train_list],
         "test_list": [[name, checksums[name]] for name, _ in CIFAR10.test_list],
-        "meta": CIFAR10.meta | {"md5": checksums[CIFAR10.meta["filename"]]},
+        "meta": CIFAR10.meta | {"md5": checksums[_META]},
     }
     reader = type("Reader", (CIFAR10,), attributes)
     try:
         return [_fitting(reader(folder, train=is_train)) for is_train in (True, False)]
     except RuntimeError:  # torchvision's, for a wrong checksum; it does not say of which file
-        place = folder / FOLDER
-        for path, md5 in ((place / name, md5) for name, md5 in checksums.items()):
-            if not path.is_file():
-                raise DataError(f"{path} is missing; {images.remedy(place)}") from None
-            if md5_of(path) != md5:
-                raise DataError(f"{path} is damaged or altered; {images.remedy(place)}") from None
+        _require_files(folder / FOLDER, checksums)
         raise
     except (EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as error:
-        place, why = folder / FOLDER, with_type(error)
-        problem = f"{place} has other things in its files than images and classes ({why})"
-        raise DataError(f"{problem}; {images.remedy(place)}") from None
+        place = folder / FOLDER
+        problem = f"{place} has other things in its files than images and classes"
+        raise DataError(f"{problem} ({with_type(error)}); {images.remedy(place)}") from None
+
+
+def _require_files(place: Path, checksums: dict[str, str]) -> None:
+    """Raise `DataError` for the first file that is missing or has another checksum."""
+    for name, md5 in checksums.items():
+        path = place / name
+        if not path.is_file():
+            raise DataError(f"{path} is missing; {images.remedy(place)}") from None
+        if md5_of(path) != md5:
+            raise DataError(f"{path} is damaged or altered; {images.remedy(place)}") from None
 
 
 def _fitting(part: CIFAR10) -> CIFAR10:
     """The same. Raises `ValueError` for images without labels, and labels that are no class."""
-    data, labels, classes = part.data, part.targets, part.classes
+    data = part.data
+    labels = part.targets
+    classes = part.classes
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
         raise ValueError("the names of its classes are no list of texts")
     if data.dtype != np.uint8:
@@ -106,7 +124,8 @@ class _DataUnpickler(pickle.Unpickler):
     """Reads numbers, texts, lists, dicts and arrays, which is all that the batches are made of."""
 
     def find_class(self, module: str, name: str):
-        if (module.replace("._core", ".core"), name) in _HARMLESS:
+        module_in_numpy_1 = module.replace("._core", ".core")
+        if (module_in_numpy_1, name) in _HARMLESS:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
@@ -136,6 +155,8 @@ def _flip_and_shift(draws: torch.Tensor) -> torch.Tensor:
     """Matrices that mirror half of the images, and shift by up to 4 whole pixels of 32."""
     flip, x, y, _ = draws.unbind(1)
     flip = 1 - 2 * (flip < 0.5).float()
-    x, y = (((9 * shift).floor() - 4) / 16 for shift in (x, y))
+    x = ((9 * x).floor() - 4) / 16
+    y = ((9 * y).floor() - 4) / 16
     zero = torch.zeros_like(x)
-    return torch.stack([flip, zero, x, zero, zero + 1, y], dim=1).view(-1, 2, 3)
+    one = torch.ones_like(x)
+    return torch.stack([flip, zero, x, zero, one, y], dim=1).view(-1, 2, 3)

@@ -18,8 +18,10 @@ def load(options: LoadOptions) -> ImageData:
 
     digits: Any = load_digits()  # a Bunch; with other arguments it would be a tuple
     targets = digits.target.astype(np.int64)
-    images = (digits.images * (255 / 16)).round().astype(np.uint8)[:, None]  # (1797, 1, 8, 8)
-    train, test = shorten(*split(targets, every=5), targets, options.limit)
+    pixels = (digits.images * (255 / 16)).round().astype(np.uint8)
+    images = pixels[:, None]  # (1797, 1, 8, 8)
+    all_train, all_test = split(targets, every=5)
+    train, test = shorten(all_train, all_test, targets, options.limit)
     size = options.image_size or 32
     return ImageData(
         name="digits",
@@ -33,8 +35,12 @@ def load(options: LoadOptions) -> ImageData:
 
 def jitter(draws: torch.Tensor) -> torch.Tensor:
     """Matrices that turn by up to 10 degrees, scale by up to 10 %, shift by up to 1/16 a side."""
-    angle, zoom, x, y = (2 * draws - 1).unbind(1)  # each (B,), -1 to 1
-    angle, zoom, x, y = angle * np.pi / 18, 1 + zoom / 10, x / 8, y / 8
-    cos, sin = zoom * angle.cos(), zoom * angle.sin()
+    turn, zoom, x, y = (2 * draws - 1).unbind(1)  # each (B,), -1 to 1
+    angle = turn * np.pi / 18
+    scale = 1 + zoom / 10
+    x = x / 8
+    y = y / 8
+    cos = scale * angle.cos()
+    sin = scale * angle.sin()
     # No mirroring, unlike for photographs: a mirrored digit is no digit.
     return torch.stack([cos, -sin, x, sin, cos, y], dim=1).view(-1, 2, 3)

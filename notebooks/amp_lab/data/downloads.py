@@ -78,19 +78,27 @@ def _receive(url: str, part: Path) -> None:
 
 def _receive_once(url: str, part: Path, before: int) -> None:
     """Append to `part`, which has `before` bytes; a server that cannot resume sends all again."""
-    headers = {"User-Agent": "amp-lab"} | ({"Range": f"bytes={before}-"} if before else {})
+    headers = {"User-Agent": "amp-lab"}
+    if before:
+        headers["Range"] = f"bytes={before}-"
+    request = urllib.request.Request(url, headers=headers)
     try:
-        response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30)
+        response = urllib.request.urlopen(request, timeout=30)
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE and before:
             return  # there is no more: the checksum tells whether that is all of it
         raise
     except urllib.error.URLError as error:  # a wrapper, whose text hides what went wrong
-        raise error.reason if isinstance(error.reason, OSError) else error from None
+        if isinstance(error.reason, OSError):
+            raise error.reason from None
+        raise
     with response:
-        start = before if response.status == http.HTTPStatus.PARTIAL_CONTENT else 0
-        total = start + response.length if response.length is not None else None
+        is_the_rest = response.status == http.HTTPStatus.PARTIAL_CONTENT
+        start = before if is_the_rest else 0
+        total = None
+        if response.length is not None:
+            total = start + response.length
         bar = tqdm.wrapattr(response, "read", total, desc=part.stem, initial=start, disable=None)
         with part.open("ab" if start else "wb") as file, bar as body:
             shutil.copyfileobj(body, file, 2**20)

@@ -1,5 +1,6 @@
 """Generated pictures in the on-disk layout of real data sets, to run the same code without them."""
 
+import itertools
 import json
 import pickle
 import struct
@@ -37,11 +38,14 @@ def make_stand_in(
     """
     if name not in _LAYOUTS:
         raise DataError(f"there is no stand-in for {name!r}; use {' or '.join(_LAYOUTS)}")
-    most, default, real, write = _LAYOUTS[name]
-    classes = most if classes is None else classes
-    count = default if images_per_class is None else images_per_class
-    if not 2 <= classes <= most:
-        raise DataError(f"classes={classes} must be between 2 and {most}")
+    max_classes, default_count, real, write = _LAYOUTS[name]
+    if classes is None:
+        classes = max_classes
+    count = images_per_class
+    if count is None:
+        count = default_count
+    if not 2 <= classes <= max_classes:
+        raise DataError(f"classes={classes} must be between 2 and {max_classes}")
     if count < 6:  # CIFAR-10 needs one for each of its five batches, and one for the test
         raise DataError(f"images_per_class={count} must be at least 6")
     if seed < 0:
@@ -56,38 +60,45 @@ def make_stand_in(
             draft = Path(temporary, place.name)
             draft.mkdir()
             checksums = write(draft, classes, count, seed)
-            what = "generated pictures in the layout of a real data set"
-            marker = json.dumps({"what": what, "md5": checksums}, indent=1)
-            (draft / MARKER).write_text(marker + "\n")
+            _write_marker(draft / MARKER, checksums)
             draft.rename(place)
     except OSError as error:
         raise DataError(f"{place} cannot be written: {first_line(error)}") from error
     return place
 
 
+def _write_marker(marker: Path, checksums: dict[str, str]) -> None:
+    what = "generated pictures in the layout of a real data set"
+    content = json.dumps({"what": what, "md5": checksums}, indent=1)
+    marker.write_text(content + "\n")
+
+
 def _write_cifar10(place: Path, classes: int, count: int, seed: int) -> dict[str, str]:
     """Batches as the University of Toronto packed them, five and one; returns the MD5 of each."""
     for_test = count // 6  # as of the real 6,000 of each class
-    test = [(target, number) for target in range(classes) for number in range(for_test)]
-    train = [(target, number) for target in range(classes) for number in range(for_test, count)]
+    test = list(itertools.product(range(classes), range(for_test)))
+    train = list(itertools.product(range(classes), range(for_test, count)))
     np.random.default_rng(seed).shuffle(train)
     _write_batch(place / "test_batch", "testing batch 1 of 1", test, seed)
     for i in range(5):
-        name, label = f"data_batch_{i + 1}", f"training batch {i + 1} of 5"
-        _write_batch(place / name, label, train[i::5], seed)
+        path = place / f"data_batch_{i + 1}"
+        label = f"training batch {i + 1} of 5"
+        _write_batch(path, label, train[i::5], seed)
     names = [f"generated-{target}" for target in range(classes)]
     meta = {"num_cases_per_batch": len(train) // 5, "label_names": names, "num_vis": 3072}
-    _python2_pickle(place / CIFAR10.meta["filename"], meta)
+    meta_path = place / CIFAR10.meta["filename"]
+    _python2_pickle(meta_path, meta)
     return {name: md5_of(place / name) for name in cifar10.CHECKSUMS}
 
 
 def _write_batch(path: Path, label: str, pictures: list[tuple[int, int]], seed: int) -> None:
     """A file of CIFAR-10 with these pictures, each a target and a number."""
     images = np.stack([_draw(seed, target, number, side=32) for target, number in pictures])
+    rows = images.transpose(0, 3, 1, 2).reshape(len(pictures), 3072)
     batch = {
         "batch_label": label,
         "labels": [int(target) for target, _ in pictures],
-        "data": images.transpose(0, 3, 1, 2).reshape(len(pictures), 3072),
+        "data": rows,
         "filenames": [f"generated_{target}_{number}.png" for target, number in pictures],
     }
     _python2_pickle(path, batch)
@@ -103,10 +114,12 @@ class _Python2Pickler(_Pickler):
 
     def _save_text(self, text: str | bytes) -> None:
         raw = text.encode() if isinstance(text, str) else text
-        self.write(pickle.BINSTRING + struct.pack("<i", len(raw)) + raw)
+        length = struct.pack("<i", len(raw))
+        self.write(pickle.BINSTRING + length + raw)
         self.memoize(text)
 
-    dispatch[str] = dispatch[bytes] = _save_text
+    dispatch[str] = _save_text
+    dispatch[bytes] = _save_text
 
 
 def _python2_pickle(path: Path, content: dict) -> None:
@@ -123,18 +136,25 @@ def _write_caltech256(place: Path, classes: int, count: int, seed: int) -> dict[
 
     def write(picture: tuple[int, int]) -> None:
         number, index = picture
-        image = Image.fromarray(_draw(seed, number - 1, index, side=48))
-        rng = np.random.default_rng([seed, number, index, 1])
-        width, height = map(int, rng.integers(120, 320, size=2))
-        image = image.resize((width, height), Image.Resampling.BICUBIC)
-        if rng.random() < 1 / 16:
-            image = image.convert("L")  # some of the real ones have no colour
-        image.save(place / folders[number] / f"{number:03}_{index:04}.jpg", quality=85)
+        image = _photograph(seed, number, index)
+        path = place / folders[number] / f"{number:03}_{index:04}.jpg"
+        image.save(path, quality=85)
 
-    pictures = [(number, index) for number in folders for index in range(1, count + 1)]
+    pictures = list(itertools.product(folders, range(1, count + 1)))
     with ThreadPoolExecutor() as pool:
         list(pool.map(write, pictures))  # which raises what a thread has raised
     return {}  # the real ones come without checksums too
+
+
+def _photograph(seed: int, number: int, index: int) -> Image.Image:
+    """A picture of a class, in a size of its own; some are grey, as some of the real ones are."""
+    pixels = _draw(seed, number - 1, index, side=48)
+    rng = np.random.default_rng([seed, number, index, 1])
+    width, height = map(int, rng.integers(120, 320, size=2))
+    image = Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
+    if rng.random() < 1 / 16:
+        image = image.convert("L")
+    return image
 
 
 def _draw(seed: int, target: int, number: int, side: int) -> np.ndarray:
@@ -147,18 +167,33 @@ def _draw(seed: int, target: int, number: int, side: int) -> np.ndarray:
     radius = rng.uniform(0.4, 0.8)
     x = ((line - rng.uniform(-0.3, 0.3)) / radius)[None, :]
     y = ((line - rng.uniform(-0.3, 0.3)) / radius)[:, None]
-    far = np.hypot(x, y)
-    shapes = (far, np.maximum(abs(x), abs(y)), abs(x) + abs(y), 2 * abs(far - 0.7) + 0.3)
-    inside = shapes[target % 4] < 1  # disc, square, diamond, ring
+    shape = _shape(target % 4, x, y)
     angle = np.pi * (target * 0.7549) + rng.normal(0, 0.1)
-    wave = (5 + 3 * (target % 3)) * (x * np.cos(angle) + y * np.sin(angle))
+    across = x * np.cos(angle) + y * np.sin(angle)
+    wave = (5 + 3 * (target % 3)) * across
     stripes = 0.7 + 0.3 * np.sin(wave + rng.uniform(0, 2 * np.pi))
     hue = target * 0.618 + rng.normal(0, 0.05)  # the golden ratio spreads any number of hues
-    colour = 0.5 + 0.5 * np.cos(2 * np.pi * (hue + np.array([0, 1 / 3, 2 / 3])))
-    shape = stripes[..., None] * colour  # (side, side, 3)
+    phase = 2 * np.pi * (hue + np.array([0, 1 / 3, 2 / 3]))
+    colour = 0.5 + 0.5 * np.cos(phase)
+    inside = stripes[..., None] * colour  # (side, side, 3)
     background = rng.uniform(0, 1, 3) + rng.uniform(-0.3, 0.3) * x[..., None]
-    image = np.where(inside[..., None], shape, background) + rng.normal(0, 0.1, (side, side, 3))
+    image = np.where(shape[..., None], inside, background)
+    image = image + rng.normal(0, 0.1, image.shape)
     return (255 * image.clip(0, 1)).astype(np.uint8)
+
+
+def _shape(kind: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Which pixels are inside: bool (side, side), of a disc, a square, a diamond or a ring."""
+    radius = np.hypot(x, y)
+    if kind == 0:
+        distance = radius
+    elif kind == 1:
+        distance = np.maximum(abs(x), abs(y))
+    elif kind == 2:
+        distance = abs(x) + abs(y)
+    else:
+        distance = 2 * abs(radius - 0.7) + 0.3
+    return distance < 1
 
 
 _LAYOUTS = {  # most classes, images of each by default, who finds it, and who writes it

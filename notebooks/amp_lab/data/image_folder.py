@@ -10,7 +10,8 @@ import numpy as np
 from amp_lab.data import images
 from amp_lab.errors import DataError
 
-_TRAIN, _TESTS = "train", ("val", "test")  # the first of them that is there
+_TRAIN = "train"
+_TESTS = ("val", "test")  # the first of them that is there
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".pgm", ".tif", ".tiff", ".webp")
 # Other images, which would be missing without a word.
 _UNREAD = (".avif", ".gif", ".heic", ".heif", ".jp2", ".jxl", ".svg")
@@ -47,7 +48,8 @@ def load(options: images.LoadOptions) -> images.ImageData:
         damaged = _find_damaged(layout, files)
         files = [file for file in files if file.path not in damaged]
     targets = np.array([file.target for file in files], dtype=np.int64)
-    train, test = images.shorten(*_split(layout, files, targets), targets, options.limit)
+    all_train, all_test = _split(layout, files, targets)
+    train, test = images.shorten(all_train, all_test, targets, options.limit)
     if not options.skip_damaged:
         _require_sound(layout, [files[i] for i in (*train, *test)])
     return _made(options, layout, files, (train, test), damaged)
@@ -65,14 +67,14 @@ def _made(
     targets = np.array([file.target for file in files], dtype=np.int64)
     paths = np.array([layout.place / file.path for file in files])
     size = options.image_size or images.PHOTOGRAPH_SIZE
-    usual = (size, images.IMAGENET_MEAN_STD)
+    mean_std = images.IMAGENET_MEAN_STD
     names = "\n".join(Path(file.path).as_posix() for file in files)
     return images.ImageData(
         name="folder",
         train=images.ImagesOnDisk(
-            paths[train].tolist(), targets[train], *usual, options.seed, images.jitter
+            paths[train].tolist(), targets[train], size, mean_std, options.seed, images.jitter
         ),
-        test=images.ImagesOnDisk(paths[test].tolist(), targets[test], *usual),
+        test=images.ImagesOnDisk(paths[test].tolist(), targets[test], size, mean_std),
         classes=tuple(layout.classes),
         image_size=size,
         fingerprint=images.fingerprint(os.fsencode(names), targets, train, test),
@@ -108,9 +110,10 @@ def _split(
         _require_enough(layout.train, layout.classes, targets)
         return _hold_out(targets)
     is_test = np.array([file.is_test for file in files], dtype=bool)
-    for part, is_there in ((layout.train, ~is_test), (layout.test, is_test)):
-        if not is_there.any():
-            raise DataError(f"{part}: 0 images that can be read")
+    if is_test.all():
+        raise DataError(f"{layout.train}: 0 images that can be read")
+    if not is_test.any():
+        raise DataError(f"{layout.test}: 0 images that can be read")
     return np.flatnonzero(~is_test), np.flatnonzero(is_test)
 
 

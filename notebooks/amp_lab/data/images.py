@@ -33,7 +33,9 @@ PHOTOGRAPH_SIZE = 224  # pixels
 # Ghostscript, whatever the file is called.
 _FORMATS = ("JPEG", "PNG", "BMP", "PPM", "TIFF", "WEBP")
 _MOST_BYTES = 2**30  # of a picture; Pillow's limit of pixels is 0.5 GiB at most
-SHUFFLE, AUGMENT = 1, 2  # what random numbers are for; part of their seed, so that the two differ
+# What random numbers are for; part of their seed, so that the two differ.
+SHUFFLE = 1
+AUGMENT = 2
 
 
 class ImageSet(Dataset):
@@ -108,13 +110,16 @@ class ImageData:
     @property
     def described(self) -> str:
         """How many there are of what, in a line."""
-        kind, size = " (generated stand-in)" if self.stand_in else "", self.image_size
+        size = self.image_size
+        name = self.name
+        if self.stand_in:
+            name += " (generated stand-in)"
         counts = f"{len(self.train)} training and {len(self.test)} test"
-        what = f"images of {size}x{size}, {len(self.classes)} classes"
-        if self.is_text:
-            unit = "characters" if isinstance(self.tokens, Characters) else "byte pairs"
-            what = f"passages of {size} {unit}, {len(self.classes):,} different ones"
-        return f"{self.name}{kind}: {counts} {what}"
+        if not self.is_text:
+            return f"{name}: {counts} images of {size}x{size}, {len(self.classes)} classes"
+        unit = "characters" if isinstance(self.tokens, Characters) else "byte pairs"
+        different = f"{len(self.classes):,} different ones"
+        return f"{name}: {counts} passages of {size} {unit}, {different}"
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,8 @@ def generator(*parts: int) -> torch.Generator:
 
 def _shuffled_classes(targets: np.ndarray) -> np.ndarray:
     """Indices sorted by class, and each class shuffled, in a way that is always the same."""
-    return np.lexsort((np.random.default_rng(0).permutation(len(targets)), targets))
+    shuffled = np.random.default_rng(0).permutation(len(targets))
+    return np.lexsort((shuffled, targets))
 
 
 def split(targets: np.ndarray, every: int) -> tuple[np.ndarray, np.ndarray]:
@@ -150,10 +156,13 @@ def split(targets: np.ndarray, every: int) -> tuple[np.ndarray, np.ndarray]:
 def _choose(targets: np.ndarray, count: int) -> np.ndarray:
     """Indices of `count` images, of which each class has its share (give or take one)."""
     order = _shuffled_classes(targets)
+    classes = targets[order]
     sizes = np.bincount(targets)
-    rank = np.arange(len(order)) - (np.cumsum(sizes) - sizes)[targets[order]]
-    depth = (rank + 0.5) / sizes[targets[order]]  # of an image in its class, from 0 to 1
-    return np.sort(order[np.argsort(depth, kind="stable")[:count]])
+    starts = np.cumsum(sizes) - sizes  # where each class begins in the order
+    rank = np.arange(len(order)) - starts[classes]
+    depth = (rank + 0.5) / sizes[classes]  # of an image in its class, from 0 to 1
+    chosen = np.argsort(depth, kind="stable")[:count]
+    return np.sort(order[chosen])
 
 
 def shorten(
@@ -162,8 +171,10 @@ def shorten(
     """The two lists of indices, shortened to `limit` training images and the same share of test."""
     if limit is None or limit >= len(train):
         return train, test
-    test_limit = -(-len(test) * limit // len(train))  # rounded up
-    return train[_choose(targets[train], limit)], test[_choose(targets[test], test_limit)]
+    test_limit = math.ceil(len(test) * limit / len(train))
+    kept_train = _choose(targets[train], limit)
+    kept_test = _choose(targets[test], test_limit)
+    return train[kept_train], test[kept_test]
 
 
 def fingerprint(*parts: bytes | np.ndarray) -> str:
@@ -192,12 +203,15 @@ class _Augmented(ImageSet):
         seed: int | None = None,
         augment: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ):
-        self._source, self._size = source, size
+        self._source = source
+        self._size = size
         self.targets = torch.from_numpy(targets.astype(np.int64))
         mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in mean_std)
         # One product and one sum for (pixel / 255 - mean) / std; a grey channel becomes three here.
-        self._scale, self._offset = 1 / (255 * std), -mean / std
-        self._seed, self._augment = seed, augment
+        self._scale = 1 / (255 * std)
+        self._offset = -mean / std
+        self._seed = seed
+        self._augment = augment
 
     def _indices_and_matrices(self, keys: Sequence[int]) -> tuple[list[int], torch.Tensor | None]:
         """The indices of these keys, and matrices (B, 2, 3); None if nothing is augmented."""
@@ -205,7 +219,8 @@ class _Augmented(ImageSet):
         indices = [index for _, index in places]
         if self._seed is None or self._augment is None:
             return indices, None
-        draws = [_draws(len(self), self._seed, epoch)[index] for epoch, index in places]
+        count = len(self)
+        draws = [_draws(count, self._seed, epoch)[index] for epoch, index in places]
         return indices, self._augment(torch.stack(draws))
 
 
@@ -219,8 +234,10 @@ class ImagesInMemory(_Augmented):
         if matrices is not None:
             images = _warp(images, matrices, self._size)
         elif images.shape[-1] != self._size:
-            images = functional.interpolate(images, (self._size,) * 2, mode="bilinear")
-        return (images * self._scale).add_(self._offset), self.targets[indices]
+            size = (self._size, self._size)
+            images = functional.interpolate(images, size, mode="bilinear")
+        images = (images * self._scale).add_(self._offset)
+        return images, self.targets[indices]
 
 
 @lru_cache(maxsize=2)  # all of an epoch at once is cheap
@@ -240,7 +257,8 @@ def _warp(images: torch.Tensor, matrices: torch.Tensor, size: int) -> torch.Tens
     # Not `affine_grid`, which does this as a matrix product: the last bit of that may depend on
     # the size of the batch and the number of threads.
     grid = (a * line + b * line[:, None]).add_(c)  # (B, 2, size, size)
-    return functional.grid_sample(images, grid.permute(0, 2, 3, 1), align_corners=False)
+    grid = grid.permute(0, 2, 3, 1)
+    return functional.grid_sample(images, grid, align_corners=False)
 
 
 class ImagesOnDisk(_Augmented):
@@ -251,13 +269,17 @@ class ImagesOnDisk(_Augmented):
     def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ImageSet.read`."""
         indices, matrices = self._indices_and_matrices(keys)
-        parts = [None] * len(keys) if matrices is None else matrices.split(1)
-        images = [self._image(*image) for image in zip(indices, parts, strict=True)]
+        if matrices is None:
+            images = [self._image(index, None) for index in indices]
+        else:
+            each = zip(indices, matrices.split(1), strict=True)
+            images = [self._image(index, matrix) for index, matrix in each]
         # In a worker this collects them in shared memory, where the process that trains has them.
         return default_collate(images), self.targets[indices]
 
     def _image(self, index: int, matrix: torch.Tensor | None) -> torch.Tensor:
-        picture, larger = read_picture(self._source[index]), round(self._size * 8 / 7)  # 256 of 224
+        picture = read_picture(self._source[index])
+        larger = round(self._size * 8 / 7)  # 256 for 224
         resized = functional.interpolate(
             picture[None], (larger, larger), mode="bilinear", antialias=True
         )
@@ -269,16 +291,21 @@ class ImagesOnDisk(_Augmented):
         """See `ImageSet.finish`."""
         if images.device.type == "cpu":  # numpy's memory has huge pages: far fewer page faults
             images = torch.from_numpy(np.empty(images.shape, np.float32)).copy_(images)
-        scale, offset = (part.to(images.device) for part in (self._scale, self._offset))
+        scale = self._scale.to(images.device)
+        offset = self._offset.to(images.device)
         return images.float().mul_(scale).add_(offset)
 
 
 def jitter(draws: torch.Tensor) -> torch.Tensor:
     """Matrices that crop 7/8, mirror half, turn by up to 15 degrees and scale by up to 10 %."""
-    angle, zoom, x, y = (2 * draws - 1).unbind(1)  # each (B,), -1 to 1
-    flip = 1 - 2 * (angle < 0).float()  # its sign mirrors, and its size turns
-    angle, zoom, x, y = (2 * angle.abs() - 1) * np.pi / 12, 7 / 8 / (1 + zoom / 10), x / 8, y / 8
-    cos, sin = zoom * angle.cos(), zoom * angle.sin()
+    turn, zoom, x, y = (2 * draws - 1).unbind(1)  # each (B,), -1 to 1
+    flip = 1 - 2 * (turn < 0).float()  # its sign mirrors, and its size turns
+    angle = (2 * turn.abs() - 1) * np.pi / 12
+    scale = 7 / 8 / (1 + zoom / 10)
+    x = x / 8
+    y = y / 8
+    cos = scale * angle.cos()
+    sin = scale * angle.sin()
     return torch.stack([flip * cos, -sin, x, flip * sin, cos, y], dim=1).view(-1, 2, 3)
 
 
@@ -297,7 +324,8 @@ def find_damaged(folder: Path, paths: list[str]) -> list[str]:
     with ThreadPoolExecutor() as pool:  # threads do, since Pillow decodes without Python's lock
         found = pool.map(is_damaged, paths)
         progress = tqdm(found, "checking images", len(paths), unit="image", disable=None)
-        return [path for path, damaged in zip(paths, progress, strict=True) if damaged]
+        checked = zip(paths, progress, strict=True)
+        return [path for path, damaged in checked if damaged]
 
 
 def damaged_error(damaged: Sequence[str], count: int, folder: Path) -> DataError:
@@ -313,17 +341,23 @@ def read_picture(path: Path) -> torch.Tensor:
     """The picture in this file, uint8 (3, H, W); raises `DataError` if it cannot be decoded."""
     try:
         with open_regular(path) as file, Image.open(file, formats=_FORMATS) as picture:
-            size = os.fstat(file.fileno()).st_size
-            if size > _MOST_BYTES:
-                raise ValueError(f"{size:,} bytes are too many")
-            if picture.width * picture.height > (Image.MAX_IMAGE_PIXELS or math.inf):
-                raise ValueError(f"{picture.width} x {picture.height} pixels are too many")
-            with suppress(Exception):  # torchvision is faster; if it fails, Pillow tries, says why
-                if picture.format == "JPEG":
+            _require_reasonable(os.fstat(file.fileno()).st_size, picture)
+            if picture.format == "JPEG":
+                with suppress(Exception):  # torchvision is faster; where it fails, Pillow says why
                     return decode_image(str(path), ImageReadMode.RGB)
-            return torch.from_numpy(np.array(picture.convert("RGB"))).permute(2, 0, 1)
+            pixels = np.array(picture.convert("RGB"))
+            return torch.from_numpy(pixels).permute(2, 0, 1)
     except Exception as error:  # a decoder may raise anything for a damaged file
         raise DataError(f"{path} cannot be read as an image: {first_line(error)}") from None
+
+
+def _require_reasonable(nbytes: int, picture: Image.Image) -> None:
+    """Raise `ValueError` for a file or a picture that would fill the memory."""
+    if nbytes > _MOST_BYTES:
+        raise ValueError(f"{nbytes:,} bytes are too many")
+    pixels = picture.width * picture.height
+    if pixels > (Image.MAX_IMAGE_PIXELS or math.inf):
+        raise ValueError(f"{picture.width} x {picture.height} pixels are too many")
 
 
 def remedy(place: Path) -> str:

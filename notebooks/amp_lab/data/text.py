@@ -1,5 +1,6 @@
 """Text for language models: Python's standard library, which is always there, or any of yours."""
 
+import math
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,8 +15,10 @@ from amp_lab.files import read_regular
 
 OFFSET = 3  # what random numbers are for, as `SHUFFLE` and `AUGMENT`
 TEXTS = ("stdlib", "text")
-CONTEXT, _LONGEST_CONTEXT = 256, 2**16  # tokens
-_PIECE, _TEST_EVERY = 10_000, 10  # characters; every tenth piece is of the test
+CONTEXT = 256  # tokens
+_LONGEST_CONTEXT = 2**16
+_PIECE = 10_000  # characters
+_TEST_EVERY = 10  # pieces, of which one is of the test
 _MOST_BYTES = 2**30
 _NONE = np.zeros(0, np.int32)  # tokens
 # Parts of the standard library that are programs, tests, or not everywhere.
@@ -29,10 +32,13 @@ class Passages(ImageSet):
     """
 
     def __init__(self, tokens: np.ndarray, context: int, limit: int | None, seed: int | None):
-        self._tokens, self._context, self._seed = torch.from_numpy(tokens), context, seed
+        self._tokens = torch.from_numpy(tokens)
+        self._context = context
+        self._seed = seed
         count = (len(tokens) - context) // context  # so that there is room to shift them
         kept = min(count, limit or count)
-        self._step = count // kept * context  # those that a limit keeps come from all of the text
+        # Those that a limit keeps come from all of the text.
+        self._step = count // kept * context
         self.targets = torch.zeros(kept, dtype=torch.int64)
 
     def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -76,23 +82,22 @@ def load_text(
     if context is not None and not 1 <= context <= _LONGEST_CONTEXT:
         raise DataError(f"context={context} must be between 1 and {_LONGEST_CONTEXT} tokens")
     try:
-        text = "\n".join(_of_stdlib() if name == "stdlib" else _of_files(Path(folder)))
-        pieces = _pieces(text)
+        sources = _of_stdlib() if name == "stdlib" else _of_files(Path(folder))
+        pieces = _pieces("\n".join(sources))
         tokens = make_tokens(pieces, tokenizer, vocabulary)
     except OSError as error:
         raise DataError(f"{name} cannot be read: {first_line(error)}") from error
     context = context or CONTEXT
-    numbers = tokens.encode(pieces)
-    test = np.concatenate([*numbers[_TEST_EVERY - 1 :: _TEST_EVERY], _NONE])
-    del numbers[_TEST_EVERY - 1 :: _TEST_EVERY]
-    train = np.concatenate([*numbers, _NONE])
+    train, test = _split(tokens.encode(pieces))
     if len(test) < 2 * context:
         total = len(train) + len(test)
         raise DataError(
             f"{name}: {total:,} tokens are too few for passages of {context}: it takes "
             f"{2 * context * _TEST_EVERY:,}; give more text or a smaller --context"
         )
-    test_limit = None if limit is None else -(-limit // (_TEST_EVERY - 1))
+    test_limit = None
+    if limit is not None:
+        test_limit = math.ceil(limit / (_TEST_EVERY - 1))
     return ImageData(
         name=name,
         train=Passages(train, context, limit, seed),
@@ -104,6 +109,15 @@ def load_text(
     )
 
 
+def _split(pieces: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of training and of the test, from those of each piece."""
+    for_test = slice(_TEST_EVERY - 1, None, _TEST_EVERY)
+    test = pieces[for_test]
+    train = list(pieces)
+    del train[for_test]
+    return np.concatenate([*train, _NONE]), np.concatenate([*test, _NONE])
+
+
 def _pieces(text: str) -> list[str]:
     """A text in pieces, at least as many as it takes for one of them to be the test."""
     length = max(1, min(_PIECE, len(text) // _TEST_EVERY))
@@ -112,16 +126,19 @@ def _pieces(text: str) -> list[str]:
 
 def _of_stdlib() -> Iterator[str]:
     root = Path(sysconfig.get_path("stdlib"))
-    files = [p for p in root.rglob("*.py") if _SKIPPED.isdisjoint(p.relative_to(root).parts)]
-    return (file.read_text(encoding="utf-8", errors="replace") for file in sorted(files))
+    for file in sorted(root.rglob("*.py")):
+        parts = file.relative_to(root).parts
+        if _SKIPPED.isdisjoint(parts):
+            yield file.read_text(encoding="utf-8", errors="replace")
 
 
 def _of_files(place: Path) -> Iterator[str]:
     if not place.exists():
         raise DataError(f"{place}: no such file or folder")
-    files = (
-        [place] if place.is_file() else sorted(place.rglob("*.txt")) + sorted(place.rglob("*.md"))
-    )
+    if place.is_file():
+        files = [place]
+    else:
+        files = [*sorted(place.rglob("*.txt")), *sorted(place.rglob("*.md"))]
     if not files:
         raise DataError(f"{place}: no file there ends in .txt or .md")
     size = sum(file.stat().st_size for file in files)

@@ -1,6 +1,7 @@
 """What a text is cut into: its characters, or byte pairs, which Hugging Face's tokenizers find."""
 
 import contextlib
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,8 @@ from amp_lab.requirements import needed_for
 UNKNOWN = "\ufffd"  # stands for rare characters
 BPE = "bpe"
 VOCABULARY = 4096  # byte pairs that are learned by default
-_SMALLEST, _LARGEST = 257, 2**18  # every byte and a pair; more than any model of today has
+_SMALLEST = 257  # every byte and a pair
+_LARGEST = 2**18  # more than any model of today has
 _RAREST = 10  # a character that occurs less often is no token of its own
 _LEARN_FROM = 2**24  # characters, from all of a text: more change next to nothing
 _MOST_BYTES = 2**28  # of a tokenizer.json
@@ -34,8 +36,11 @@ class Characters:
     def of(cls, text: str) -> "Characters":
         """Those of a text, in the order of their code points."""
         counts = Counter(text)
-        usual = {c for c, count in counts.items() if count >= min(_RAREST, len(text) // 1000)}
-        return cls(sorted(usual | ({UNKNOWN} if len(usual) < len(counts) else set())))
+        least = min(_RAREST, len(text) // 1000)
+        tokens = {character for character, count in counts.items() if count >= least}
+        if len(tokens) < len(counts):
+            tokens.add(UNKNOWN)
+        return cls(sorted(tokens))
 
     def knows(self, text: str) -> bool:
         """Whether `encode` takes a text."""
@@ -51,7 +56,11 @@ class Characters:
         strange = set().union(*texts) - table.keys()
         if strange and unknown is None:
             raise DataError(f"the character {min(strange)!r} is not in the text of the training")
-        return [np.fromiter((table.get(c, unknown) for c in t), np.int32, len(t)) for t in texts]
+        rows = []
+        for text in texts:
+            numbers = (table.get(character, unknown) for character in text)
+            rows.append(np.fromiter(numbers, np.int32, len(text)))
+        return rows
 
     def decode(self, numbers: Sequence[int]) -> str:
         """The text of some numbers."""
@@ -87,9 +96,12 @@ class BytePairs:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         alphabet = pre_tokenizers.ByteLevel.alphabet()  # so that no text is unknown
-        how = {"vocab_size": vocabulary, "initial_alphabet": alphabet, "show_progress": False}
-        every = -(-sum(map(len, texts)) // _LEARN_FROM) or 1
-        tokenizer.train_from_iterator(texts[::every], trainers.BpeTrainer(**how))
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False
+        )
+        characters = sum(map(len, texts))
+        every = math.ceil(characters / _LEARN_FROM) or 1
+        tokenizer.train_from_iterator(texts[::every], trainer)
         return cls(tokenizer.to_str())
 
     @cached_property
@@ -162,7 +174,9 @@ def make_tokens(texts: Sequence[str], tokenizer: str | None, vocabulary: int | N
     if tokenizer is None:
         return Characters.of("".join(texts))
     if tokenizer == BPE:
-        size = VOCABULARY if vocabulary is None else vocabulary
+        size = vocabulary
+        if size is None:
+            size = VOCABULARY
         if not _SMALLEST <= size <= _LARGEST:
             raise DataError(f"a vocabulary of {size:,}: from {_SMALLEST} to {_LARGEST:,} are taken")
         return BytePairs.of(texts, size)
@@ -185,7 +199,11 @@ def saved_tokens(state: dict[str, Any]) -> Tokens | None:
         return None
     if not isinstance(state[name], str):
         raise DataError(f"the {name} of the checkpoint is {type(state[name]).__name__}, no text")
-    tokens = BytePairs(state[name]) if name == "tokenizer" else Characters(state[name])
+    tokens: Tokens
+    if name == "tokenizer":
+        tokens = BytePairs(state[name])
+    else:
+        tokens = Characters(state[name])
     if len(tokens.names) != state["classes"]:
         count = f"{len(tokens.names):,} tokens, and the model {state['classes']:,}"
         raise DataError(f"the {name} of the checkpoint has {count}")
