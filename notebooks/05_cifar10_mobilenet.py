@@ -10,7 +10,7 @@
 # # Put AMP into an image-classification loop, and keep accuracy
 #
 # **What you'll do.** Write an ordinary training loop for MobileNetV2, put AMP into it line by line,
-# train it in several precisions, and compare what they reach. Then look at the places where such a
+# train it in FP32 and with AMP, and compare what they reach. Then look at the places where such a
 # loop goes wrong: a network that AMP makes slower, an interrupted run, and clipped gradients.
 #
 # **What you'll learn.**
@@ -67,7 +67,7 @@ assert logits.dtype is torch.bfloat16
 assert loss.dtype is weight.dtype is weight.grad.dtype is torch.float32
 
 # %% [markdown]
-# Only the logits are bf16, like the activations before them. The loss would be fp32 in any case; with
+# Only the logits are bf16: they come from a linear layer. The loss would be fp32 in any case; with
 # `float()` the log-softmax inside it is fp32 too, [which it otherwise is not on a
 # GPU](09_xray_your_model.ipynb#The-surprise-in-cross-entropy). The weights and their gradients stay
 # fp32 as well, so the optimizer does not notice that anything has changed, and this is why a few lines
@@ -76,8 +76,8 @@ assert loss.dtype is weight.dtype is weight.grad.dtype is torch.float32
 # ## Settings and data
 #
 # The full scale is that of the notebook named above: the whole network, and batches of 128. The
-# quick scale takes a network with a third of the channels and fewer blocks, which two CPU cores can
-# train six times while you read on.
+# quick scale takes a narrower network with fewer blocks, so that two CPU cores can train it six
+# times in a short time.
 
 # %%
 DOWNLOAD = False  # True: fetch CIFAR-10 (170 MB) into data/ if it is not there
@@ -163,13 +163,14 @@ def train_epoch_fp32(model, loader, optimizer, scheduler):
 # %% [markdown]
 # ## The same loop with AMP
 #
-# Only the marked lines are new or changed, and the function takes two more arguments. The forward
-# pass and the loss go under autocast, and the scaler takes over `backward` and `step`.
+# The lines that compute something new are marked, and the function takes two more arguments. The
+# forward pass and the loss go under autocast, and the scaler takes over `backward` and `step`.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
-# Both autocast and `GradScaler` take `enabled=` and do nothing when it is false. We enable autocast
-# for fp16 and bf16 and the scaler for fp16 alone, so that one loop serves every precision. With two
-# loops, sooner or later a bug would be fixed in only one of them.
+# Both autocast and `GradScaler` take `enabled=`. When it is false, autocast casts nothing, and the
+# scaler leaves the loss as it is and only calls `optimizer.step`. We enable autocast for fp16 and bf16
+# and the scaler for fp16 alone, so that one loop serves every precision. With two loops, a bug is
+# easily fixed in only one of them.
 # <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # `outputs.float()` has the whole loss computed in FP32. Without it the backend decides: a CPU computes
@@ -245,7 +246,7 @@ def new_run(dtype, seed, steps):
 # A recent NVIDIA GPU [runs FP32 convolutions in
 # TF32](https://docs.pytorch.org/docs/stable/notes/cuda.html#tensorfloat-32-tf32-on-ampere-and-later-devices)
 # unless told not to. `float32_mode` of a precision sets that for the whole step, forward and backward:
-# TF32 is off for FP32 and on for TF32, and for the others there is nothing to set.
+# TF32 is off for FP32 and on for TF32. For fp16 and bf16 it sets nothing.
 
 
 # %%
@@ -262,9 +263,9 @@ def train(precision, seed):
 
 
 # %% [markdown]
-# We compare FP32 with the precisions that this device accelerates, and with bf16 if it accelerates
-# none. On a CPU fp16 is left out, since few CPUs have fast arithmetic for it (`amp-lab doctor` says
-# whether yours has). Each precision trains three times, with three seeds.
+# We compare FP32 with the precisions that this device accelerates. On a CPU fp16 is left out, since
+# it is slow on many CPUs (`amp-lab doctor` says whether it is on yours). If none is left, we take
+# bf16. Each precision trains three times, with three seeds.
 #
 # Before you run this: how far apart do you expect the two curves of the training loss to be, compared
 # with the curves of two seeds?
@@ -285,8 +286,8 @@ assert all((loss[:, -1] < 0.5 * loss[:, 0]).all() for loss in losses.values())  
 # %% [markdown]
 # The training loss is on the left, and on the right the accuracy on images that were not trained on.
 # Each line is the mean over three seeds, and the band around it reaches from the lowest seed to the
-# highest. In the run above the loss of bf16 falls like that of FP32, and ends a little above. While
-# the accuracy climbs, two seeds of one precision differ far more than the means of the two precisions do.
+# highest. In the run above the loss of bf16 falls like that of FP32. In the second epoch, two seeds
+# of one precision differ far more in accuracy than the means of the two precisions do.
 #
 # ## Has accuracy been kept?
 #
@@ -308,11 +309,9 @@ for precision, found in final.items():
 print(f"seeds differ by up to {100 * spread:.1f} points, the standard error is {100 * error:.1f}")
 
 # %% [markdown]
-# In the run above the precisions differ by about three points. That may sound like much, but the
-# seeds of one precision differ farther, and with 225 test images the standard error alone is more
-# than a point, so only a difference of about eight points would have counted. To see a smaller one,
-# test on more images, or train more seeds and compare means by their standard errors: the range of
-# the seeds, which we use here, does not shrink with their number.
+# In the run above the precisions differ by less than the yardstick, so the difference does not
+# count. To see a smaller one, test on more images, or train more seeds and compare means by their
+# standard errors: the range of the seeds, which we use here, does not shrink with their number.
 #
 # ## Is it faster?
 #
@@ -341,10 +340,10 @@ def new_step(dtype, size, prepare=lambda model: None):
 
 
 # %% [markdown]
-# We compare FP32 with the fastest of the precisions that need autocast. As in [notebook
+# We compare FP32 with the fastest of those precisions above that need autocast. As in [notebook
 # 04](04_fp32_vs_amp.ipynb#Time-of-a-training-step), `compare` takes turns and watches whether the
-# machine is busy, `in_mode` keeps TF32 off in FP32, and `is_possible` checks that no speed-up is
-# larger than the device can give.
+# machine is busy, `in_mode` keeps TF32 off in FP32, and `is_possible` checks that a speed-up is not
+# far larger than the device can give.
 
 # %%
 amp = next((p for p in fit_for if p.dtype is not torch.float32), Precision.BF16)
@@ -370,7 +369,7 @@ def is_possible(times, name):
 
 
 # %% [markdown]
-# Now we time the steps, each size for six seconds, or until its speed-up is known to 5 %. Before
+# Now we time the steps, each size for about six seconds, or until its speed-up is known to 5 %. Before
 # you run this: at which size do you expect autocast to help most?
 
 # %% tags=["nbval-ignore-output"]
@@ -388,9 +387,8 @@ for p in both:  # 25 times as many pixels or more take longer
 # The number beside each time of autocast is its speed-up over FP32, with its interval. Only an
 # interval wholly above or below 1x says that one of the two is faster. On this CPU bf16 *costs*
 # time on small images, and gains a little only at 160 pixels. Your device may draw
-# the line elsewhere. *Cores apart*: you are on a virtual machine whose host moves its cores, so
-# timings jump. If a line says that the machine was busy, stop what else runs there, and run the
-# cell again.
+# the line elsewhere. *Cores apart*: the host of a virtual machine moves its cores, so some timings
+# jump. If a line says that the machine was busy, stop what else runs there, and run the cell again.
 #
 # ## Find the layers to blame
 #
@@ -465,11 +463,11 @@ assert (len(found), found.count("depthwise, stride 2")) == (52, 4)
 # %% [markdown]
 # The picture has a pair of bars for each kind of layer: FP32 on the left, and beside it, hatched,
 # autocast with its speed-up above the bar. The thin lines are the intervals, and grey bars say that
-# the machine was too busy. On this CPU the first layer gains from bf16, the pointwise ones hardly do,
-# and the depthwise ones lose. The four with stride 2 take about ten times as long, and lose far
+# the machine was too busy. On this CPU the first layer and the pointwise ones gain a little from
+# bf16, and the depthwise ones lose. The four with stride 2 take about ten times as long, and lose far
 # more than all others gain. On another device, look for a kind of layer that autocast makes much slower.
 #
-# At stride 2 a kernel is missing. oneDNN computes convolutions on an x86 CPU, and
+# At stride 2 a kernel seems to be missing. oneDNN computes these convolutions on this CPU, and
 # [`ONEDNN_VERBOSE=1`](https://uxlfoundation.github.io/oneDNN/dev_guide_verbose.html) makes it print
 # the kernel of every call. On a CPU with AVX-512 and bf16 it computed the gradient of the input at
 # stride 1 with `jit_dw`, a kernel made for depthwise layers, but at stride 2 with
@@ -528,24 +526,23 @@ _ = plots.speedup_over_size(step_sizes, speedups)
 # %% [markdown]
 # The picture shows how many times as fast a step with islands is as the other two, against the size
 # of the images. The solid line compares it with plain autocast and lies above 1 here at every size,
-# so the islands have paid. The dashed line compares it with FP32: on small images it lies near 1 or a
-# little below, so not much is lost any more, and at 160 pixels well above 1, so that autocast is worth
-# it there.
-# Where nothing lost, the solid line lies at 1, up to noise. Grey points are not to be trusted.
+# so the islands have paid. The dashed line compares it with FP32: on small images it lies near 1,
+# so not much is lost any more, and at 160 pixels well above 1, so that autocast is worth it there.
+# If nothing lost, the solid line lies near 1. Grey points are not to be trusted.
 #
 # The lesson is not about one layer of one library. One part of a network can lose what all the
-# others gain, and timing the layers by kind finds that part in a minute. [Notebook
+# others gain, and timing the layers by kind can find that part. [Notebook
 # 04](04_fp32_vs_amp.ipynb) has the other case, a network of large matrix products.
 #
 # ## Resume: to the last bit
 #
-# What has to be in the file? Everything that changes during a run: network, optimizer, schedule, scaler,
-# the random states (dropout draws from them), and how far the run has come. To test that nothing is
-# missing, an interrupted run must end with *the same weights, bit for bit*, as one that was not
-# interrupted.
+# What has to be in the file? Everything that changes during a run: here network, optimizer, schedule,
+# scaler, the random states (dropout draws from them), and how far the run has come. To test that
+# nothing is missing, an interrupted run must end with *the same weights, bit for bit*, as one that was
+# not interrupted.
 #
-# The run is a tiny one in fp16, on digits of 8x8 pixels. Its scaler starts far too high and grows every
-# five steps, so that it has something to remember within 16 steps.
+# The run is a tiny one in fp16, on digits of 8x8 pixels. Its scaler starts far too high and grows after
+# five good steps in a row, so that it has something to remember within 16 steps.
 
 # %%
 tiny = load_dataset("digits", image_size=8, limit=64)
@@ -589,7 +586,7 @@ assert scales[0] > scales[1]  # it has skipped steps
 # %% [markdown]
 # The scaler came down from 2^24 to 262,144, which is 2^18, before the run was saved: it skipped six
 # of eight steps. To resume, we make everything anew, fill it from the file, and go on. The new
-# network starts from another seed, so nothing missing can be right by accident.
+# network starts from another seed, so its weights cannot be right by accident.
 
 
 # %%
@@ -640,7 +637,7 @@ assert distance(resumed) == 0
 # initial scale and skips steps once more, a new optimizer starts Adam's averages from zero, a new
 # schedule warms up again, and from another random state dropout drops other values.
 #
-# `amp-lab train` is this loop as a command. It draws its curves, and saves after each epoch:
+# `amp-lab train` runs such a loop. It draws its curves, and saves after each epoch:
 #
 # ```bash
 # pdm run amp-lab train --dataset cifar10 --precision bf16 --out runs/x
@@ -653,8 +650,8 @@ assert distance(resumed) == 0
 # ## Clip gradients: unscale first (optional)
 #
 # [Notebook 03](03_grad_scaler_step_by_step.ipynb) had this as an exercise. Here are the numbers.
-# With a scaler, the gradients in `.grad` after `backward` are multiplied by the loss scale, 65,536 at
-# the start. Clipping compares their norm with `max_norm`, so it must see the real ones:
+# With a scaler, the gradients in `.grad` after `backward` are multiplied by the loss scale, by default
+# 65,536 at the start. Clipping compares their norm with `max_norm`, so it must see the real ones:
 # `scaler.unscale_(optimizer)` divides them, and `scaler.step` then knows not to do so again.
 
 
@@ -679,8 +676,8 @@ def clipped_step(optimizer_class, max_norm, unscale_first):
 
 
 # %% [markdown]
-# With plain SGD and a learning rate of 1, the weights move by exactly the clipped gradient. We try it
-# with a `max_norm` of 0.5, with and without the line that matters:
+# With plain SGD and a learning rate of 1, the weights move by the gradient that the optimizer gets. We
+# try it with a `max_norm` of 0.5, with and without the line that matters:
 
 # %%
 right_norm, right_move = clipped_step(torch.optim.SGD, max_norm=0.5, unscale_first=True)
@@ -707,9 +704,9 @@ print(f"AdamW: with unscale_ {right_move:.2f}, without {wrong_move:.2f}")
 assert abs(wrong_move / right_move - 1) < 0.02
 
 # %% [markdown]
-# It hardly shows: the weights move by 6.00 and 5.94, because Adam cancels a factor that all
-# gradients share. The loss falls and nothing looks wrong, but now *every* gradient is clipped to
-# the same norm, large or small, and not just the rare huge one that clipping was meant for.
+# It hardly shows: the weights move by 6.00 and 5.94, because Adam nearly cancels a factor that all
+# gradients share. But now any gradient with a norm above 7.6e-06 is clipped, and not just the rare
+# huge one that clipping was meant for.
 #
 # ## Save: the whole file or none (optional)
 #
@@ -761,10 +758,10 @@ folder.cleanup()
 # %% [markdown]
 # ## Why depthwise layers have little to gain (optional)
 #
-# Even with the best of kernels 16 bits would make a depthwise layer at most twice as fast, since it
-# does little arithmetic for every byte it moves. Counting is simple. Each value of the output takes
-# as many multiplications and additions as one filter has weights; and input, weights and output
-# each have to travel between memory and the cores.
+# 16 bits halve the bytes that a layer moves. A depthwise layer does little arithmetic for every byte,
+# so even a good kernel may not gain much more than a factor of two. Counting is simple. Each value of
+# the output takes as many multiplications and additions as one filter has weights; and we count the
+# bytes of input, weights and output once each.
 
 
 # %%
@@ -801,21 +798,21 @@ for size, values in intensity.items():
     assert middle["depthwise"] < 2.5 < middle["pointwise"]
 
 # %% [markdown]
-# In batches of 8, a depthwise layer does about 2 FLOPs a byte at either size, a pointwise one 10.1
-# at 32 pixels and 26.5 at 224. As a rule of thumb, a layer with few FLOPs per byte waits for
-# memory, or for its start-up if it is small. A 16-bit number has half the bytes of an fp32 one, so
-# memory traffic gets at most twice as fast, and a start-up no faster. Arithmetic may gain more, on
-# hardware with units for it.
+# In batches of 8, the median depthwise layer does about 2 FLOPs a byte at either size, the median
+# pointwise one 10.1 at 32 pixels and 26.5 at 224. As a rule of thumb, a layer with few FLOPs per byte
+# waits for memory, or for its start-up if it is small. A 16-bit number has half the bytes of an fp32
+# one, which does not shorten a start-up. Arithmetic may gain more, on hardware with units for it.
 #
 # ## Summary
 #
-# - AMP changed or added six lines of the loop. With `enabled=`, one loop serves every precision, and
-#   one scaler serves the whole run.
-# - The precisions differed by no more than seeds and a finite test set explain. So few images would not
-#   have shown a loss of a few points.
-# - Autocast gains most where there is much arithmetic. Time it on your shapes. If it loses, time
-#   the layers by kind, and leave those that lose in FP32.
-# - Call `unscale_` before clipping, or `max_norm` means nothing; with Adam the mistake does not show.
+# - AMP changed or added six marked lines. With `enabled=`, one loop serves every precision, and one
+#   scaler serves the whole run.
+# - The precisions differed by no more than our yardstick. So few images would not have shown a loss
+#   of a few points.
+# - Time autocast on your shapes. If it loses, time the layers by kind, and leave those that lose in
+#   FP32.
+# - Call `unscale_` before clipping, or `max_norm` is compared with scaled gradients; with Adam the
+#   mistake hardly shows.
 # - A checkpoint needs the scaler, the random states and an atomic write. Bitwise equality is the test
 #   that nothing is missing.
 #

@@ -72,8 +72,8 @@ assert 3 * maps.nbytes < CARD < 4 * maps.nbytes
 
 # %% [markdown]
 # It takes a quarter of the card in FP32. Three such tensors fit and a fourth does not, and a network has
-# to hold several at a time. With half as many bytes for each number there is room for twice as many
-# images.
+# to hold several at a time. With half as many bytes for each number there is room for about twice as
+# many images.
 #
 # ## Settings and data
 #
@@ -102,7 +102,7 @@ config = {
 
 # %% [markdown]
 # Caltech-256 is a folder of folders, one for each class, and is looked for in `data/`. If it is not
-# there, we generate pictures in the same layout: everything below then works as on the real ones, but no
+# there, we generate pictures in the same layout: the cells below then run as on the real ones, but no
 # accuracy will mean anything.
 
 # %% tags=["nbval-ignore-output"]
@@ -133,8 +133,8 @@ assert not any("clutter" in name for name in data.classes)
 # ## The network: a frozen backbone and a new head
 #
 # We use weights trained on ImageNet if torchvision has them in its cache, or if `DOWNLOAD` lets it fetch
-# them. With random weights the features are random too, and the head can learn little from them: what we
-# can compare then is precision with precision.
+# them. With random weights the features are random too, and the head learns little from them here: what
+# we can compare then is precision with precision.
 
 # %% tags=["nbval-ignore-output"]
 weights = ResNet50_Weights.IMAGENET1K_V2
@@ -207,7 +207,8 @@ def train_step(model, images, targets, optimizer, scaler, dtype):
 
 # %% [markdown]
 # The rest of the loop is the same in every precision. We sum loss and accuracy on the device and
-# read them once at the end, since a read in each step would make the CPU wait.
+# read them once at the end, since a read in each step would make the CPU [wait for the
+# GPU](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization).
 
 
 # %%
@@ -288,8 +289,8 @@ def train(precision):
 
 
 # %% [markdown]
-# We compare up to four precisions on a GPU, and FP32 and bf16 on a CPU, since most are very slow in
-# fp16. Batch size, images and first weights are the same, so nothing but the precision differs.
+# We compare up to four precisions on a GPU, and FP32 and bf16 on a CPU, since many are very slow in
+# fp16. Batch size, images and first weights are the same in each.
 
 # %% tags=["nbval-ignore-output"]
 precisions = {
@@ -320,8 +321,8 @@ for precision in precisions:
 #
 # How much faster is a step with AMP? The precisions take turns on a batch that is already on the device.
 # `compare` watches whether the machine is busy meanwhile, as [notebook
-# 04](04_fp32_vs_amp.ipynb#Time-of-a-training-step) explains, and `is_possible` checks the result against
-# what the device can gain at most.
+# 04](04_fp32_vs_amp.ipynb#Time-of-a-training-step) explains, and `is_possible` checks that a speed-up is
+# not far larger than the device can give.
 
 
 # %%
@@ -351,7 +352,7 @@ print(step_times)
 assert all(is_possible(step_times, precision) for precision in precisions)
 
 # %% [markdown]
-# Each line but FP32's ends with the speed-up and its interval. Here bf16 is 1.4 times as fast.
+# Beside each time but FP32's stand the speed-up and its interval. Here bf16 is 1.4 times as fast.
 # *Too busy to tell* means that something else ran on the machine: stop it, and run the cell again.
 #
 # An epoch also reads, decodes and augments images on the CPU, in every precision alike. If reading a batch
@@ -375,9 +376,9 @@ assert round(100 / 2_978, 2) == 0.03  # what one test image is worth, in points
 #
 # ## Where the memory of a step goes
 #
-# Why did FP32 at batch 512 not fit? Let us count the bytes. A dispatch mode sees each operation
-# that PyTorch carries out, and what it returns. Ours keeps a dictionary of all storages, from which
-# an entry vanishes when its storage is freed, and remembers the worst moment.
+# Why did FP32 at batch 512 not fit? Let us count the bytes. A dispatch mode sees the operations
+# that PyTorch carries out, and what they return. Ours keeps a dictionary of the storages returned, from
+# which an entry vanishes when its storage is freed, and remembers the worst moment.
 
 
 # %%
@@ -424,9 +425,10 @@ def two_steps(batch_size, dtype, device, *, image_size=224, freeze=True):
 
 
 # %% [markdown]
-# A real step at batch 512 would take gigabytes, so we let PyTorch pretend. Under `FakeTensorMode`
-# an operation returns a tensor of the right shape and dtype that holds no numbers, and nothing is computed:
-# the cell makes one of 4 TiB to show it. (One whose shape depends on values, such as `nonzero`, raises. Both modes live in modules with an underscore, so they may move.)
+# A real step at batch 512 would take gigabytes, so we let PyTorch pretend. Under `FakeTensorMode` a
+# layer returns a tensor of the right shape and dtype, but takes no memory for its numbers and does not
+# compute them: the cell makes a tensor of 4 TiB to show it. (Both modes live in modules with an
+# underscore, so they may move.)
 
 # %%
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -503,8 +505,8 @@ for name in ("FP32, batch 512", "AMP, batch 512"):
 # The worst moment is in the first residual block, where three tensors of 256 maps are alive: the
 # block's own output, and its shortcut before and after batch normalisation. The 64 maps are the
 # block's input. With AMP all these maps take half the bytes, while the images and the weights,
-# which make up most of the rest, stay fp32. Earlier maps are gone: nothing in a frozen backbone
-# needs a gradient, so they are freed as soon as the next layers have used them.
+# which make up most of the rest, stay fp32. Earlier maps are gone: no parameter of the frozen backbone
+# needs a gradient, so a map is freed once no later layer needs it.
 #
 # ## And if the backbone is trained?
 #
@@ -594,7 +596,7 @@ assert most[torch.bfloat16] > 1.8 * most[torch.float32]
 # ## Checkpoints
 #
 # A run is more than its weights. To go on as if nothing had happened, it also needs the state of the
-# optimizer and that of the scaler, which the tutorial did not save. `save_checkpoint` takes whatever has a
+# optimizer, and that of the scaler, which the tutorial did not save. `save_checkpoint` takes whatever has a
 # `state_dict`, and writes the file so that a crash leaves the old one or the new one, never half of one.
 
 # %% tags=["nbval-ignore-output"]
@@ -630,9 +632,9 @@ assert (loaded_loss, loaded_accuracy) == (loss, accuracy)
 #
 # ## Augmentation (optional)
 #
-# In each epoch a training image is cropped, flipped, turned and scaled a little differently. The changes
-# depend only on the seed, the epoch and the image's index. So a run that stops can go on, and two precisions
-# train on the very same pixels.
+# In each epoch a training image is moved, turned and scaled a little differently, and may be mirrored. In
+# one data set, the changes depend only on the seed, the epoch and the image's index. So a run that stops
+# can go on, and two precisions train on the very same pixels.
 
 
 # %%
@@ -648,8 +650,8 @@ assert not torch.equal(first, training_image(0, epoch=1))
 
 # %% [markdown]
 # Images are normalised: from each colour channel its mean is subtracted, and the rest divided by its
-# standard deviation, both over ImageNet. Pretrained weights expect just that. The tutorial left it out, which
-# gives a frozen backbone inputs unlike those it was trained on.
+# standard deviation, both over ImageNet. The pretrained weights expect just that. The tutorial left it
+# out, which gives a frozen backbone inputs unlike those it was trained on.
 
 # %%
 expected = ResNet50_Weights.IMAGENET1K_V2.transforms()
@@ -683,8 +685,7 @@ assert not path.exists()
 # `set_per_process_memory_fraction` limits PyTorch's allocator to 6 GiB on a larger card. A step
 # that needs more [runs out of
 # memory](https://docs.pytorch.org/docs/stable/generated/torch.cuda.memory.set_per_process_memory_fraction.html),
-# which raises `torch.OutOfMemoryError`. Its tensors are freed once the function that raised it is
-# left.
+# which raises `torch.OutOfMemoryError`.
 
 
 # %%
@@ -744,7 +745,7 @@ else:
 #
 # ## Summary
 #
-# One loop trained in every precision, and `enabled=` decided which parts of AMP were on. Here is
+# One loop trained in each precision, and `enabled=` decided which parts of AMP were on. Here is
 # what that gave, with the memory that we counted for batch 512 at 224x224 pixels:
 
 # %% tags=["nbval-ignore-output"]
@@ -758,12 +759,12 @@ for precision, result in results.items():
     assert size < 6
 
 # %% [markdown]
-# - Freezing the backbone means that its activations need not be kept, and that saves far more memory than
-#   AMP does. Its running averages still move.
-# - AMP halves the activations; weights, optimizer state and images stay fp32.
+# - Freezing the backbone means that its activations need not be kept, and here that saves far more memory
+#   than AMP does. Its running averages still move in training mode.
+# - AMP halves most activations; weights, optimizer state and images stay fp32.
 # - A batch that by our count nearly fills the card may not fit, so leave room for the rest.
 # - Use one scaler for the whole run and none in evaluation, and save its state in the checkpoint.
-# - Twice the batch means half the steps, so compare accuracies at the same batch size.
+# - Twice the batch means half the steps an epoch, so compare accuracies at the same batch size.
 #
 # Next, [notebook 07](07_training_recipes.ipynb) clips, accumulates, averages and compiles under AMP.
 #
@@ -889,7 +890,7 @@ check_halved(halved)
 # ```
 #
 # You made images and weights in fp32, a gradient has the dtype of its weight, and AdamW's moments have that
-# of the weight too. Only what ops return under autocast is narrow.
+# of the weight too. Of these, only what ops return under autocast is narrow.
 #
 # </details>
 #
