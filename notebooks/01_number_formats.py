@@ -66,11 +66,10 @@ assert (small, large, total) == (0, math.inf, 2048)
 #
 # ## What the bits mean
 #
-# A floating-point number consists of a sign, an exponent and a mantissa, and stands for
+# A floating-point number consists of a sign, an exponent and a mantissa, and usually stands for
 # $(-1)^\text{sign} \times 2^{\text{exponent} - \text{bias}} \times 1.\text{mantissa}$. The exponent
 # says between which two powers of two the number lies, and the mantissa says where between them.
-# `torch.finfo` knows the limits of every format that has a dtype, and `view` lets us look at the
-# bits.
+# `torch.finfo` knows the limits of these formats, and `view` lets us look at the bits.
 
 # %%
 FORMATS = {
@@ -106,7 +105,7 @@ for name, dtype in FORMATS.items():
     assert value == number.item()
 
 # %% [markdown]
-# No format holds 0.1 exactly; each stores the nearest number that it has, which is 0.10009766 in
+# None of them holds 0.1 exactly; each stores the nearest number that it has, which is 0.10009766 in
 # bf16 and 0.09997559 in fp16. Compare the columns: fp32 and bf16 have the same 8 exponent bits, so
 # bf16 is fp32 with 16 bits of its mantissa rounded away. fp16 has as many bits as bf16, but gives
 # three of them to the mantissa instead of the exponent. The names of the fp8 formats count the
@@ -186,7 +185,7 @@ for name, it in LIMITS.items():
 assert fp16.largest == 65504
 
 # %% [markdown]
-# bf16 reaches as far as fp32, up to about 3.4e+38, but its numbers around 1 lie 2^-7 apart. fp16
+# bf16 reaches about as far as fp32, up to 3.4e+38, but its numbers just above 1 lie 2^-7 apart. fp16
 # is eight times as fine, with an eps of 2^-10, but it ends at 65504. These two rows are worth
 # knowing by heart.
 #
@@ -236,8 +235,8 @@ _ = plots.range_and_spacing(pictured)
 #
 # ## Rounding
 #
-# The result of a cast, a sum or a product that falls between two numbers is rounded to the nearer
-# one. If it lies exactly in the middle, it goes to the one whose last bit is 0, which is called
+# The result of a cast, an addition or a multiplication that falls between two numbers is rounded to
+# the nearer one. If it lies exactly in the middle, it goes to the one whose last bit is 0, which is called
 # *round to nearest, ties to even*. From 2048 to 4096 fp16 has only the even numbers, so that every
 # odd number is such a tie.
 
@@ -249,10 +248,9 @@ assert numbers.half().tolist() == [2048, 2048, 2050, 2052, 2052, 2052, 2054, 205
 assert (numbers.half().float() - numbers).sum() == 0  # as many ties went up as down
 
 # %% [markdown]
-# 2049 was rounded down to 2048 and 2051 up to 2052. Since ties go up and down in turn, they do not
-# push a sum in one direction. And because we get the nearer number, one rounding errs by at most half
-# the spacing, which is at most eps/2 relative to the number. We measure this for 10,001 numbers
-# between 1 and 2.
+# 2049 was rounded down to 2048 and 2051 up to 2052. Ties go up and down in turn, so the errors of these
+# numbers cancel. And because we get the nearer number, one rounding errs by at most half the spacing,
+# which is at most eps/2 relative to a normal number. We measure this for 10,001 numbers from 1 to 2.
 
 # %%
 numbers = torch.linspace(1, 2, 10_001, dtype=torch.float64)
@@ -263,8 +261,8 @@ for name in LIMITS:
     assert error <= LIMITS[name].eps / 2
 
 # %% [markdown]
-# The bound holds for all six, and is nearly reached: 0.39 % for bf16, 0.048 % for fp16. Since every
-# sum is rounded, the order in which we add matters. We add 1 twice to 2048, in both orders.
+# The bound holds for all six, and is nearly reached: 0.39 % for bf16, 0.048 % for fp16. Since sums
+# are rounded, the order in which we add can matter. We add 1 twice to 2048, in both orders.
 
 # %%
 big, one = torch.tensor(2048.0).half(), torch.tensor(1.0).half()
@@ -275,7 +273,7 @@ big, one = torch.tensor(2.0**24), torch.tensor(1.0)  # the same in fp32, from 2^
 assert (big + one) + one != big + (one + one)
 
 # %% [markdown]
-# One order gives 2048 and the other 2050. The same happens in fp32, only at larger numbers. This is
+# One order gives 2048 and the other 2050. The same happens in fp32, from 2^24 on. This is one reason
 # why two devices, or two runs of a parallel sum, may differ in the last digits, and why you compare
 # floating-point results with a tolerance.
 #
@@ -298,7 +296,7 @@ assert torch.tensor(fp32.largest).bfloat16() == math.inf  # bf16 ends 0.4 % befo
 # trouble with the range here, but look at its values: with 8 significant bits, the first three
 # numbers have all become 65536.
 #
-# Infinity rarely stays alone. Subtract one infinity from another, or multiply infinity by zero, and
+# Infinity rarely stays alone. Subtract infinity from infinity, or multiply infinity by zero, and
 # you get NaN, which spreads to nearly everything that is computed with it.
 
 # %%
@@ -324,9 +322,9 @@ assert torch.tensor(2.0**-24).half() > 0
 assert torch.tensor(2.0**-25).half() == 0  # a tie between 0 and 2^-24, and zero is the even side
 
 # %% [markdown]
-# Down to 2^-14 the error is 0.01 %, as fp16 promises. From there on the number is subnormal and
-# loses a bit with each power of two. At 2^-24 a single bit is left and the error is 17.65 %, and
-# the last number has become zero. Some hardware gives up earlier: the matrix units of AMD's MI200,
+# Down to 2^-14 the error is 0.01 %, less than fp16's eps/2. Below, the number is subnormal and loses a
+# bit with each power of two. At 2^-24 a single bit is left and the error is 17.65 %, and the last
+# number has become zero. Some hardware gives up earlier: the matrix units of AMD's MI200,
 # for one, [flush subnormal fp16 and bf16 numbers to
 # zero](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html#reduced-precision-fp16-and-bf16-gemms-and-convolutions-on-amd-instinct-mi200-devices).
 #
@@ -375,14 +373,14 @@ for name in ("fp32", "fp16", "bf16"):
 # %% [markdown]
 # Added to 1, an update of 1/2048 is lost in fp16, and one of 1/256 is lost in bf16. (For other
 # weights, and downwards from 1, the limit lies between this share and half of it.) So **bf16 has the
-# range of fp32, but not its precision**: it needs no loss scaling, but it loses updates that are
-# eight times as large as those that fp16 loses.
+# range of fp32, but not its precision**: it usually needs no loss scaling, but it loses updates that
+# are up to eight times as large as those that fp16 loses.
 #
 # ## Three techniques that make 16 bits work
 #
 # In 2018 Micikevicius and others showed in *Mixed Precision Training* how to train networks in
 # fp16 to the accuracy of fp32. They use three techniques, two against swamping and one against
-# underflow. We try each on the smallest example there is.
+# underflow. We try each on a tiny example.
 #
 # ### 1. Master weights in fp32, against swamping
 #
@@ -440,10 +438,10 @@ assert abs(scaled / expected - 1) < fp16.eps  # fp16 rounds once, by eps/2 at mo
 #
 # ### 3. Products added up in fp32, against swamping in sums
 #
-# A matrix product is a long sum of products. The product of two fp16 numbers, with 11 significant
-# bits each, fits exactly into the 24 bits of fp32, so nothing is lost in multiplying. Precision is
-# lost only in adding up, so that is the part to do in fp32. We add up 8192 products in fp16 and in
-# fp32.
+# An element of a matrix product is a sum of products. The product of two fp16 numbers, with 11
+# significant bits each, fits exactly into the 24 bits of fp32, so nothing is lost in multiplying there.
+# Precision is then lost only in adding up, so that is the part to do in fp32. We add up 8192 products
+# in fp16 and in fp32.
 
 # %%
 torch.manual_seed(0)
@@ -461,7 +459,7 @@ assert abs(in_fp16.item() / exact - 1) > 1e-2
 
 # %% [markdown]
 # The sum in fp32 is 2060.4, as it should be. The one in fp16 ends at 1626.0: the larger it gets,
-# the more of the products it swamps. Do PyTorch's own products in fp16 have this problem?
+# the more of the products it swamps. Does PyTorch's own product in fp16 have this problem?
 
 # %%
 product = a @ b
@@ -473,15 +471,15 @@ assert torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
 assert not torch.backends.cuda.matmul.allow_fp16_accumulation
 
 # %% [markdown]
-# They do not: 2060 is the exact sum, rounded to fp16 once at the end. According to PyTorch's notes on
+# Not here: 2060 is the exact sum, rounded to fp16 once at the end. According to PyTorch's notes on
 # [numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) and on
 # [CUDA](https://docs.pytorch.org/docs/stable/notes/cuda.html), the matrix units of GPUs work in the
 # same way, with 16 bits coming in, fp32 inside, and 16 bits going out. For fp16 two switches loosen
 # this on CUDA, and the cell asserts their defaults: `allow_fp16_reduced_precision_reduction`, which
 # is on, lets *partial* sums be combined in fp16, and `allow_fp16_accumulation`, which is off, adds up
-# in fp16 altogether. (bf16 has one of its own, `allow_bf16_reduced_precision_reduction`.) Sums over a
-# whole tensor, layer norms, softmax and most losses may leave fp16's range, which is why autocast on
-# CUDA runs them in fp32 ([notebook 02](02_autocast_dtypes.ipynb) shows how to ask for any op).
+# in fp16 altogether. (bf16 has one of its own, `allow_bf16_reduced_precision_reduction`.) Sums, layer
+# norms, softmax and most losses may leave fp16's range on the way, and autocast on CUDA runs them in
+# fp32 ([notebook 02](02_autocast_dtypes.ipynb) shows how to ask for an op).
 #
 # ## The gradients of a real network
 #
@@ -509,8 +507,8 @@ def train(model, steps=200, batch_size=256):
 
 
 # %% [markdown]
-# Under autocast, the gradients with respect to the *activations* pass through fp16 in the backward
-# pass, and whatever is lost in one layer is missing in all layers below it. So we look at those
+# Under autocast in fp16, most gradients with respect to the *activations* pass through fp16 in the
+# backward pass, and what is lost in one layer is missing in the layers below it. So we look at those
 # gradients. `retain_grad` keeps them for the output of every layer.
 
 
@@ -557,8 +555,8 @@ assert (gradients.bfloat16() != 0).all()  # in bf16 nothing is lost, without any
 # %% [markdown]
 # At scale 1 more than a third of the gradients are gone, and nearly all the others are subnormal. At
 # 2^16, the scale that `torch.amp.GradScaler` starts with, fewer than two in a hundred are lost. The
-# exact shares differ a little between devices; the asserts leave room for that. bf16 loses none, so
-# it needs no scaler. The picture shows why.
+# exact shares may differ between devices; the asserts leave room for that. bf16 loses none, so it
+# needs no scaler here. The picture shows why.
 
 # %%
 _ = plots.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
@@ -573,13 +571,13 @@ _ = plots.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 # The last column printed above the picture is the error: the norm of all differences, divided by
 # the norm of all gradients. It stays below a tenth of a percent even at scale 1, since the
 # gradients that vanish are the smallest ones. So a network like this may well train without a
-# scale. But a weight that gets *only* small gradients learns nothing then, and what becomes zero in
-# one layer is lost for all layers below. The paper reports an object detector that diverged in fp16
+# scale. But a weight that gets *only* gradients that vanish learns nothing then, and what becomes zero
+# in one layer is lost for the layers below. The paper reports an object detector that diverged in fp16
 # without loss scaling, and did as well as in fp32 with a scale of 8.
 #
 # ### Why they are so small
 #
-# For cross-entropy, the gradient with respect to the logits is simple. It is the predicted
+# For the mean cross-entropy, the gradient with respect to the logits is simple. It is the predicted
 # probability, minus 1 for the right class, divided by the size of the batch.
 
 # %%
@@ -603,8 +601,8 @@ for stage, grads in (("untrained", untrained), ("trained", trained)):
 assert medians["trained", "mean"] < medians["untrained", "mean"] - 10
 
 # %% [markdown]
-# The mean costs ten powers of two. Training cost about seventeen more here, from 2^-13.3 to 2^-30.0. That is why a loss scale is not chosen
-# once and for all, but adjusted while training.
+# The mean costs ten powers of two. Training cost about seventeen more here, from 2^-13.3 to 2^-30.0.
+# That is one reason why a loss scale is not chosen once and for all, but adjusted while training.
 #
 # ## FP8 overflows in two ways (optional)
 #
@@ -678,15 +676,15 @@ for name, use in USES.items():
 # %% [markdown]
 # They fail in three ways, and you can now say in advance which format fails in which:
 #
-# | failure | what happens | who suffers | what helps |
+# | failure | what happens | who suffers most | what helps |
 # |---|---|---|---|
 # | overflow | a number is too large and becomes infinite, then NaN (in E4M3: 448 or NaN) | fp16, fp8 | bf16, or fp32 for that op |
 # | underflow | a number is too small, loses bits and then becomes zero | fp16, fp8 | loss scaling, or bf16 |
 # | swamping | a small number is lost when it is added to a large one | bf16 more than fp16, and fp8 most of all | fp32 master weights and fp32 sums |
 #
 # Mixed precision puts the remedies together: weights and sums in fp32, products in 16 bits, and a
-# loss scale for fp16. In our network fp16 without a scale lost more than a third of the gradients,
-# with a scale of 2^16 fewer than two in a hundred, and bf16 lost none.
+# loss scale for fp16. Of the gradients that were not zero in our network, fp16 without a scale lost
+# more than a third, with a scale of 2^16 fewer than two in a hundred, and bf16 lost none.
 #
 # Next: [notebook 02](02_autocast_dtypes.ipynb) shows how autocast decides which op runs in which
 # format.
@@ -840,7 +838,7 @@ check_largest_scale(largest_scale)
 #   Training](https://arxiv.org/abs/1905.12322), 2019.
 # - D. Goldberg, [What every computer scientist should know about floating-point
 #   arithmetic](https://doi.org/10.1145/103162.103163), ACM Computing Surveys, 1991.
-# - [`torch.finfo`](https://docs.pytorch.org/docs/stable/type_info.html): the limits of every dtype.
+# - [`torch.finfo`](https://docs.pytorch.org/docs/stable/type_info.html): the limits of a dtype.
 # - [Numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) in
 #   PyTorch: TF32, reduced precision in sums, and subnormal numbers on AMD's MI200.
 # - [CUDA semantics](https://docs.pytorch.org/docs/stable/notes/cuda.html) in PyTorch: the switches

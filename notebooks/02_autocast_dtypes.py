@@ -62,12 +62,12 @@ assert product.dtype is low
 assert total.dtype is outer.dtype is torch.float32
 
 # %% [markdown]
-# We called `.to()` nowhere, and yet the product is in low precision. A matrix product is where low
-# precision pays, so autocast casts its inputs on the way in. For an addition, the cast would be
-# about as much work as the addition itself, so autocast leaves it alone.
+# We called `.to()` nowhere, and yet the product is in low precision. Matrix products can be [much
+# faster there](https://docs.pytorch.org/docs/stable/amp.html), so autocast casts their inputs on the
+# way in. It leaves an addition alone.
 #
-# The third result has the same values as the first, but it stayed fp32. Autocast decides for each
-# *op*, not for each formula, and `torch.outer` is a multiplication inside and not a matrix product.
+# By its formula the third result equals the first, but it stayed fp32. Autocast decides for each *op*,
+# not for each formula, and `torch.outer` is a multiplication inside and not a matrix product.
 #
 # ## The dtypes of a network, in a picture
 #
@@ -102,7 +102,7 @@ assert found["layer_norm"] == found["softmax"] == of_gpu
 assert all(parameter.dtype is torch.float32 for parameter in steps["linear"].parameters())
 
 # %% [markdown]
-# Each dot is the output of a step, from the input on the left to the loss on the right. Dots on the
+# Each mark is the dtype after a step, from the input on the left to the loss on the right. Marks on the
 # upper line are fp32, those on the lower line low precision. The first linear layer pulls the values
 # down and `relu` keeps them there. Adding the fp32 input lifts them up again, and the loss is fp32.
 # What `layer_norm` and `softmax` do depends on the backend: on a CPU they stay below, as in the
@@ -115,17 +115,17 @@ assert all(parameter.dtype is torch.float32 for parameter in steps["linear"].par
 # ## Four things that can happen to an op
 #
 # Each backend has a list of ops, each with a policy. An op that is neither on the list nor made of
-# ops that are is not touched.
+# ops that are is not touched. (`binary_cross_entropy`, below, is on some lists only to be refused.)
 #
 # | policy | what autocast does | typical ops |
 # |---|---|---|
 # | lower precision | casts the inputs to `low` | `linear`, `conv2d`, `matmul`, attention |
-# | fp32 | casts the inputs to fp32, or asks for an fp32 result | losses; on a GPU also `exp`, `softmax` and `layer_norm` |
+# | fp32 | casts the inputs to fp32, or asks for an fp32 result | most losses; on a GPU also `exp`, `softmax` and `layer_norm` |
 # | promote | casts the inputs to fp32 if one of them is fp32, otherwise to `low` | a few ops that combine tensors, such as `index_copy` and `cat` on a CPU |
 # | (not on the list) | nothing, so the op runs in the dtype that comes in | `relu`, `add`, `mean`, 2-d average pooling |
 #
 # *Promote* is rare, and has a section of its own at the end. For the other three we call one op
-# each, with an fp32 and with a low-precision matrix. You can ask `dtype_of` about any op.
+# each, with an fp32 and with a low-precision matrix. You can ask `dtype_of` about other ops.
 
 
 # %%
@@ -150,7 +150,7 @@ for policy, op in one_of_each.items():
 # In the first two rows it does not matter what comes in: `matmul` returns low precision and
 # `mse_loss` returns fp32. The op that is not listed returns what it was given.
 #
-# So the dtype of every op follows from three questions, asked in this order:
+# So the dtype of an op follows from three questions, asked in this order:
 #
 # 1. **Is the call eligible?** Are there tensors that autocast may cast? The next section answers
 #    this.
@@ -161,8 +161,8 @@ for policy, op in one_of_each.items():
 # ## What is eligible, and what is not
 #
 # It does not matter how you spell a call, as long as it ends in the same op: operators, functions,
-# methods and modules are all alike. But there are some calls that autocast never touches. We try
-# four kinds of them.
+# methods and modules are all alike. But for some calls autocast does not decide the dtype. We try four
+# kinds of them.
 
 # %%
 buffer, elsewhere = torch.zeros(4, 4, device=device), torch.empty(4, 4, device="meta")
@@ -188,7 +188,7 @@ assert dtype_of(torch.prod, narrow) is torch.float32
 # has a reason of its own:
 #
 # - **In-place ops and `out=`** write into a tensor that exists, and its dtype cannot change. So
-#   autocast leaves the call alone: such a product runs in fp32, and gets no faster.
+#   autocast leaves the call alone: a product of fp32 matrices runs in fp32, and gets no faster.
 # - **An explicit `dtype=`** decides the dtype of the result. `prod` is on every backend's list for
 #   fp32. On CUDA and XPU its input is then left alone as well; a CPU and MPS multiply in fp32 first.
 #   `dtype=` is also the way to get fp32 from an op that is *not* listed, such as `softmax` on a CPU.
@@ -232,15 +232,15 @@ assert (inside + wide).dtype is torch.float32
 assert (inside.float() @ wide).dtype is torch.float32
 
 # %% [markdown]
-# Most elementwise ops, such as `+`, promote to fp32 without a word, and a matrix product fails. You can either
-# call `.float()` on the result or move the line into the block. The loss belongs in the block anyway. Convert
-# what leaves the block for good, such as predictions, to fp32.
+# An elementwise op such as `+` promotes to fp32 without a word, and a matrix product fails. You can
+# either call `.float()` on the result or move the line into the block. The loss belongs in the block
+# anyway. Convert what leaves the block for good, such as predictions, to fp32.
 #
 # ## Backward: no autocast there
 #
-# To see the casts themselves, we listen to PyTorch's dispatcher, through which every op goes on its
-# way to a kernel. `OpLog` writes down each op and the dtypes of the tensors that it is given. Autocast's casts show
-# up as `_to_copy`.
+# To see the casts themselves, we listen to PyTorch's dispatcher, through which ops go on their way to a
+# kernel. `OpLog` writes down each op and the dtypes of its positional tensor arguments. Autocast's casts
+# show up as `_to_copy`.
 
 
 # %%
@@ -278,7 +278,7 @@ assert weight.grad.dtype is weight.dtype is torch.float32
 
 # %% [markdown]
 # The forward pass has two casts down, the product in low precision, one cast up, and the loss in
-# fp32. The backward pass does the same in reverse, so it multiplies in low precision as well. Each
+# fp32. The backward pass does the same in reverse, so it multiplies in low precision as well. Here each
 # backward op runs in the dtype that autocast chose for its forward op, simply because the tensors
 # that were saved have that dtype. And since the backward of a cast is the cast back, the gradient
 # of `weight` arrives in fp32.
@@ -381,8 +381,8 @@ for kind, count in counts.items():
 assert list(counts.values()) == [1, 5, 5, 5]
 
 # %% [markdown]
-# The trained weight was cast once and all others five times. The cache holds only **leaf tensors that
-# require a gradient**, that is, parameters that are being trained. Under `torch.inference_mode` [it
+# In the first row the weight was cast once, in the others five times. The cache holds only **leaf tensors
+# that require a gradient**, such as parameters that are being trained. Under `torch.inference_mode` [it
 # holds nothing](https://github.com/pytorch/pytorch/pull/165068), so every weight is cast for every
 # use.
 #
@@ -410,7 +410,7 @@ assert torch.equal(fresh, 2 * before)
 # ## Your own autograd functions
 #
 # A `torch.autograd.Function` calls its `forward` inside the block, where autocast works, and its
-# `backward` outside, where it does not. Between the two, the dtypes no longer match.
+# `backward` outside, where it does not. Between the two, the dtypes may no longer match.
 
 
 # %%
@@ -434,12 +434,12 @@ print(error_of(output.float().sum().backward))
 # %% [markdown]
 # The forward pass succeeds, and the error comes with the backward pass, which may be far away in
 # your program. Two decorators repair it: `custom_fwd` remembers the state of autocast, and
-# `custom_bwd` restores it for the backward pass. This is the one place where autocast around a
-# backward pass is right. Both have to be told the type of device.
+# `custom_bwd` restores it for the backward pass. Here autocast around a backward pass is right. Both
+# have to be told the type of device.
 #
 # The other use is a function that works in one dtype only, such as a kernel that you wrote for
-# fp32. With `cast_inputs` its arguments are cast before they come in, and autocast is off inside,
-# in both directions.
+# fp32. With `cast_inputs`, a call in an autocast block has its eligible arguments cast before they come
+# in, and autocast is off inside, in both directions.
 
 
 # %%
@@ -505,10 +505,10 @@ for group, ops in groups.items():
     assert set(some[group]) <= ops
 
 # %% [markdown]
-# They share 39 ops, mainly the heavy ones and the losses. 75 are on the CPU's list alone, and 74 on
+# They share 39 ops, such as products and losses. 75 are on the CPU's list alone, and 74 on
 # CUDA's. (Expect these numbers to change a little from one version of PyTorch to the next.) The
 # third line matters most: `exp`, `sum`, `softmax` and `layer_norm` run in fp32 on CUDA, since their
-# results or their inner sums easily leave the range of fp16. On the CPU, whose default is bf16,
+# results or their inner sums can leave the range of fp16. On the CPU, whose default is bf16,
 # they are not listed and stay in low precision. So a test on a CPU tells you little about what a
 # GPU will do.
 #
@@ -535,8 +535,8 @@ def policy_of(device_type, dtype=None):
 
 
 # %% [markdown]
-# Now we need a list of ops that models are made of. Each takes a 4x4 matrix of any dtype, and makes
-# its weights from it.
+# Now we need a list of ops that models are made of. Each takes a 4x4 matrix, and makes any weights or
+# targets from it.
 
 
 # %%
@@ -614,7 +614,7 @@ assert "binary_cross_entropy_with_logits" in message
 # ## The table to keep
 #
 # Fake tensors are only a model of a device, so we check the model where we can. This is what your
-# device really returns, and each line is compared with the prediction.
+# device really returns, and the second column is compared with the prediction.
 
 # %%
 print(f"{'under autocast':<24}{'fp32 in':<10}{SHORT[low]} in")
@@ -627,9 +627,9 @@ for name, op in OPS.items():
 # %% [markdown]
 # Read it row by row. If both columns have the same low dtype, the op lowers the precision. If both
 # are fp32, it runs in fp32, or one of its inputs was fp32. If what goes in comes out, the op is not
-# on the list of this device, or only promotes. On the CPU of this page, `linear`, `matmul` and `conv2d` lower the
-# precision, the three losses run in fp32, and the ops from `relu` to `batch_norm` return what they
-# were given, except `add fp32`, one of whose inputs is always fp32. [Notebook
+# on the list of this device, or only promotes. On the CPU of this page, `linear`, `matmul` and `conv2d`
+# lower the precision, the three losses run in fp32, and the ops from `relu` to `batch_norm` return what
+# they were given, except `add fp32`, one of whose inputs is always fp32. [Notebook
 # 09](09_xray_your_model.ipynb) does the same for a whole model.
 #
 # ## Autocast for a device that is not there (optional)
@@ -656,8 +656,8 @@ for name in ("cuda", "xpu", "mps"):
 # know, not what is plugged in. So a training run goes through, in fp32, slower and larger than you
 # planned.
 #
-# You have two remedies. In your own code, take the name from where the tensors are, as every cell
-# on this page does with `device.type`. And where a user gives you the name, check it first. The
+# You have two remedies. In your own code, take the name from where the tensors are, as `dtype_of`
+# does with `device.type`. And where a user gives you the name, check it first. The
 # `Precision` of this collection's package does so, and raises an error:
 
 # %% tags=["nbval-ignore-output"]
@@ -673,8 +673,8 @@ assert absent in message
 # %% [markdown]
 # ## Promote, and a message that you may meet (optional)
 #
-# The policy *promote* is for inputs whose dtypes differ. Most ops that combine tensors, such as
-# `add` and `cat`, promote mixed inputs by themselves. A few refuse them, and for some of those
+# The policy *promote* is for inputs whose dtypes differ. Many ops that combine tensors, such as
+# `add` and `cat`, promote mixed inputs by themselves. Others refuse them, and for some of those
 # autocast steps in; which ones depends on the backend. We call one without autocast and with it.
 
 # %%
@@ -718,7 +718,7 @@ assert "Unexpected floating ScalarType in at::autocast::prioritize" in message
 # |---|---|
 # | Is the call eligible? | The tensors are floats but not float64, on the named device, and the call is neither in place nor has `out=`. |
 # | Is the op on the list? | Autocast looks at ops and not at formulas: `x @ y.T` is on it, `torch.outer` is not. Each backend has its own list. |
-# | Which policy does it have? | Lower precision, fp32, or promote. An op that is not listed takes what comes in. |
+# | Which policy does it have? | Lower precision, fp32, or promote. An op that is not listed, nor made of listed ops, takes what comes in. |
 #
 # - An explicit `dtype=` decides the dtype of the result. Parameters and their gradients stay fp32,
 #   and what leaves the block keeps its dtype.
@@ -726,7 +726,7 @@ assert "Unexpected floating ScalarType in at::autocast::prioritize" in message
 # - An island needs `enabled=False`, and `.float()` on what goes in.
 # - Outside of `inference_mode` the cache keeps the casts of trained weights until the outermost block
 #   ends, so do not change a weight inside it.
-# - Custom functions that call listed ops need `custom_fwd` and `custom_bwd`.
+# - Custom functions that call listed ops usually need `custom_fwd` and `custom_bwd`.
 # - Autocast for a device that is not there casts nothing, so take its name from `device.type`.
 # - CPU and CUDA share only 39 of the more than 110 ops on each of their lists. `policy_of` shows
 #   what CUDA would do.
@@ -881,14 +881,15 @@ check_policy(policy)
 #     return "not listed"
 # ```
 #
-# An op with a policy returns the same dtype for both. An op without one returns what it was given.
+# An op with one of the two policies returns the same dtype for both. An op without one returns what it
+# was given.
 #
 # </details>
 #
 # ## Further reading
 #
 # - PyTorch, [Automatic Mixed Precision package](https://docs.pytorch.org/docs/stable/amp.html): the
-#   op reference for CUDA, XPU and CPU, and the reference of all functions on this page.
+#   op reference for CUDA, XPU and CPU, and the reference of `torch.autocast` and the two decorators.
 # - PyTorch, [Automatic Mixed Precision
 #   examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html): custom autograd
 #   functions, several models and losses.
@@ -898,5 +899,5 @@ check_policy(policy)
 #   GPUs](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html),
 #   2024: where the five-line demo comes from.
 # - [Pull request 165068](https://github.com/pytorch/pytorch/pull/165068): in versions before 2.11 a
-#   pass under `no_grad` left a cast without a graph in the cache. Many workarounds on the web deal
-#   with that trap, which is gone.
+#   pass under `no_grad` could leave a cast without a graph in the cache. Older workarounds deal with
+#   that trap, which is gone.

@@ -352,7 +352,7 @@ print(step_times)
 assert all(is_possible(step_times, precision) for precision in precisions)
 
 # %% [markdown]
-# Beside each time but FP32's stand the speed-up and its interval. Here bf16 is 1.4 times as fast.
+# Each time but FP32's has the speed-up and its interval beside it. Here bf16 is 1.4 times as fast.
 # *Too busy to tell* means that something else ran on the machine: stop it, and run the cell again.
 #
 # An epoch also reads, decodes and augments images on the CPU, in every precision alike. If reading a batch
