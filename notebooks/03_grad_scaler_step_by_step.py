@@ -9,10 +9,9 @@
 # %% [markdown]
 # # Follow a GradScaler step by step
 #
-# **What you'll do.** Train the smallest network there is, one weight and one bias, for one step in
-# fp32 and for one step in mixed precision, and look at every number on the way. Then make the
-# gradients overflow on purpose, see the scaler recover, and write a scaler of your own that does the
-# same as PyTorch's.
+# **What you'll do.** Train a network of one weight and one bias for one step in fp32 and for one step
+# in mixed precision, and look at the numbers on the way. Then make the gradients overflow on purpose,
+# see the scaler recover, and write a scaler of your own that keeps the scale as PyTorch's does.
 #
 # **What you'll learn.**
 # - what `scale`, `unscale_`, `step` and `update` each do, in which order, and why;
@@ -67,7 +66,7 @@ assert kept == gradient
 # multiplication, and that factor is the **loss scale**. `torch.amp.GradScaler` does this for us, undoes
 # it before the optimizer sees the gradients, and looks for a good scale while we train.
 #
-# ## The smallest network
+# ## A network of two parameters
 #
 # One linear layer with one input and one output has two parameters, so we can print all of them. The
 # output itself serves as the loss. Everything is drawn on the CPU and then moved, so that the numbers
@@ -94,8 +93,8 @@ def show(stage, layer):
 
 
 # %% [markdown]
-# The numbers in the text come from these cells, and `check` asserts them, to half a unit of the fourth
-# decimal.
+# The numbers in the text come from these cells, and `check` asserts parameters and gradients, to half a
+# unit of the fourth decimal.
 
 
 # %%
@@ -271,8 +270,8 @@ check(layer, -0.7756, -2.9002)
 # Two steps were skipped, because 2^17 and 2^16 are both above 65504. The gradients were infinite,
 # so the parameters did not move, and the scale fell to 2^15, with which training goes on.
 # **A skipped step is not a fault: it is how the scaler searches.** As a rule of thumb, a few at the
-# start and one now and then are normal. If the scale goes on falling, the gradients are bad at
-# *any* scale: see [notebook 08](08_when_amp_breaks.ipynb), section 2.
+# start and one now and then are normal. If the scale goes on falling, the gradients are probably bad
+# at *any* scale: see [notebook 08](08_when_amp_breaks.ipynb), section 2.
 #
 # What does a scaler cost? To find out, we note the ops that run while it works. ([Notebook
 # 02](02_autocast_dtypes.ipynb) explains how a `TorchDispatchMode` does that.)
@@ -304,7 +303,7 @@ def cost_of_step(fused):
 
 # %% [markdown]
 # The first number that we print counts the passes over all gradients. The second counts the values that
-# are read back from the device, for each of which the CPU has to wait:
+# are read back from the device; for each, the CPU has to wait for a GPU:
 
 # %%
 for fused in (False, True):
@@ -316,14 +315,14 @@ with OpNames() as ops:
 assert ops.counts["_local_scalar_dense"] == 1
 
 # %% [markdown]
-# A scaler costs one pass over all gradients in each step. With an ordinary optimizer it also costs
+# Here a scaler costs one pass over all gradients in each step. With an ordinary optimizer it also costs
 # one wait, because `step` has to read whether anything overflowed. A fused optimizer (`fused=True`)
 # gets that answer on the device and needs no wait. `get_scale()` waits too, once the scaler has
 # scaled a loss.
 #
 # ## Growth: after enough good steps, the scale doubles
 #
-# If the scale could only fall, one unlucky batch would leave it too low for good. So after
+# If the scale could only fall, one unlucky batch could leave it too low for good. So after
 # `growth_interval` good steps in a row (2000 by default, 3 here) it doubles, to see whether there is
 # room.
 
@@ -342,7 +341,7 @@ assert scales == [4096] * 3 + [8192] * 3 + [16384]
 # ## The scale over a whole training run
 #
 # Both rules together make the scale climb until a gradient overflows, fall by half, and climb
-# again. To see this in a picture, we fit eight weights to noisy data, with a growth interval of 10.
+# again. To see this in a picture, we fit a linear layer to noisy data, with a growth interval of 10.
 # The loss is in the block as well. Autocast computes it in fp32, so here the scale may exceed
 # 65504: only the gradients behind it have to fit into fp16.
 
@@ -386,9 +385,9 @@ assert loss.item() < 0.03
 #
 # ## A scaler written by hand
 #
-# All of this fits in 20 lines. PyTorch's own scaler can do more: it serves several optimizers and
-# devices at once, catches calls in the wrong order, and reads its verdict from the device only once in
-# a step.
+# The rules for the scale fit in 20 lines. PyTorch's own scaler can do more: it serves several optimizers
+# and devices at once, catches some calls in the wrong order, and does not wait for the device once for
+# each gradient.
 
 
 # %%
@@ -463,9 +462,9 @@ assert 30 < falls < 70  # one in ten of 500, give or take three standard deviati
 #
 # ## When there is nothing to scale
 #
-# bf16 has the exponents of fp32, so gradients do not vanish for want of range, and a scaler has
-# nothing to do. You can still write one loop for both: a disabled scaler returns the loss as it is,
-# and its `step` only calls the optimizer.
+# bf16 has the exponents of fp32, so gradients rarely vanish for want of range, and a scaler has little
+# to do. You can still write one loop for both: a disabled scaler returns the loss as it is, and its
+# `step` only calls the optimizer.
 
 # %%
 for dtype in (torch.float16, torch.bfloat16):
@@ -481,17 +480,17 @@ for dtype in (torch.float16, torch.bfloat16):
 # ## Summary
 #
 # We followed one step value by value, made gradients overflow, and wrote a scaler that agrees with
-# PyTorch's in every bit of 500 steps. This is what each line does:
+# PyTorch's in 500 steps, to the last bit. This is what each line does:
 #
 # | line | what it does |
 # |---|---|
 # | `scaler.scale(loss).backward()` | multiplies the loss, and with it every gradient, by the scale |
 # | `scaler.unscale_(optimizer)` | divides the gradients in place and looks for inf and NaN; you need it before clipping |
 # | `scaler.step(optimizer)` | unscales if that was not done yet; lets the optimizer change the weights unless something was not finite |
-# | `scaler.update()` | halves the scale after a bad step, and doubles it after 2000 good ones in a row |
+# | `scaler.update()` | by default halves the scale after a bad step, and doubles it after 2000 good ones in a row |
 #
 # A skipped step is how the scaler searches for its value. One scaler lives as long as the training
-# does, and belongs in the checkpoint. Only fp16 needs one.
+# does, and belongs in the checkpoint. fp16 needs one, and bf16 does not.
 #
 # In [notebook 04](04_fp32_vs_amp.ipynb) we train a whole network in each precision, and measure what
 # that buys in time and memory.

@@ -25,7 +25,7 @@
 #
 # Problem and network come from an [article by
 # AMD](https://rocm.blogs.amd.com/artificial-intelligence/automatic-mixed-precision/README.html),
-# which trained them on an AMD GPU. The last section looks at what it measured, and how.
+# which trained them on an AMD GPU. A section near the end looks at what it measured, and how.
 
 # %% tags=["nbval-ignore-output"]
 import time
@@ -77,7 +77,7 @@ assert layer.weight.dtype is layer.weight.grad.dtype is torch.float32
 #
 # ## The problem: a picture, from its coordinates
 #
-# The full scale is exactly that of the article. The quick one keeps the network and the optimizer,
+# The full scale has the sizes of the article. The quick one keeps the network and the optimizer,
 # and takes a smaller picture and fewer epochs.
 
 # %%
@@ -159,7 +159,7 @@ def step_amp(model, optimizer, scaler, dtype):
 
 # %% [markdown]
 # A run consists of a network, an optimizer, and for AMP one scaler. We enable the scaler for fp16
-# only. With bf16 it does nothing, so that one step function serves both.
+# only. With bf16 it is disabled and scales nothing, so that one step function serves both.
 # <!-- tests/test_precision.py -->
 
 
@@ -266,8 +266,8 @@ print(f"from seed to seed, fp32 differs by {spread:.5f}")
 # that is smaller than the spread may be chance.
 #
 # That does not prove the difference to be zero. Both precisions start each seed from the same
-# weights, so you can compare the seeds in pairs, and with many pairs a small but steady difference
-# shows. The third exercise does this.
+# weights, so you can compare the seeds in pairs, and many pairs can show a small but steady difference.
+# The third exercise does this.
 #
 # ## What they drew
 #
@@ -295,7 +295,7 @@ for name, picture in pictures.items():
 # %% [markdown]
 # On the left is the target, and beside it what each precision drew. Both networks learned the
 # picture: every diamond is in its place, and more than nine pixels in ten are nearest to their own
-# level. (That bf16 has more of them here is luck: one seed proves little.) Neither learned the sharp
+# level. (That bf16 has more of them here may be luck: one seed proves little.) Neither learned the sharp
 # edges: both blur them. To see where exactly they differ, we subtract the pictures and draw the
 # differences three times as bright, so that 1.0 on the scale, white, is a difference of a whole level.
 
@@ -314,8 +314,8 @@ assert all(one < differences["fp32 and target"].mean() for one in between)
 # %% [markdown]
 # Black means no difference. The first two pictures show the same rings: each network is off most
 # where the target jumps from one level to the next. The last one, bf16 against fp32, has no rings but
-# a bright patch in one corner, and is darker on the whole, since these two differ by half as much. Two
-# runs that round differently drift apart, but they stay nearer to each other than to the target.
+# a brighter patch in one corner, and is darker on the whole, since these two differ by less. Two runs
+# that round differently drift apart, but here they stay nearer to each other than to the target.
 #
 # ## Time of a training step
 #
@@ -324,7 +324,7 @@ assert all(one < differences["fp32 and target"].mean() for one in between)
 # between it times a small product of its own and, on Linux, asks the operating system who had the
 # cores. A round that another program disturbed is left out, and if too few rounds remain, the result
 # says that it is not to be trusted. From the ratios within each round come the median and, in
-# brackets, an interval that holds the true one in 95 of 100 cases.
+# brackets, its 95 % interval.
 #
 # A measured time can still be wrong. So we also count the arithmetic of a step, and check whether
 # the device can do that much in the time.
@@ -350,9 +350,9 @@ def flops_of(function):
 
 # %% [markdown]
 # The limit is the rate of the matrix product that `describe_device` timed. A convolution may come out
-# somewhat better than that product, so we allow half as much again. A speed-up is limited as well:
-# arithmetic gains at most the ratio of those rates, and whatever waits for memory gains about 2 as a
-# rule of thumb, because a 16-bit number has half the bytes.
+# somewhat better than that product, so we allow half as much again. We limit a speed-up as well: to the
+# ratio of those rates, or to 2 if that is more, because a 16-bit number has half the bytes. There, too,
+# we allow half as much again.
 
 
 # %%
@@ -369,7 +369,7 @@ def is_possible(times, precision, flops):
 
 
 # %% [markdown]
-# Now we time the steps themselves. `budget_s` is how many seconds they may take together. Before
+# Now we time the steps themselves. `budget_s` is about how many seconds they may take together. Before
 # you run this: how much faster do you expect the step to be in 16 bits?
 
 # %% tags=["nbval-ignore-output"]
@@ -383,7 +383,7 @@ fastest = training.ratio(Precision.FP32, precisions[-1])
 assert device.type == "cpu" or not fastest.is_below(1)
 
 # %% [markdown]
-# Each line has the time of a step, and then the speed-up over FP32 with its interval. On the two
+# Each line has the time of a step, and all but FP32's the speed-up over FP32 with its interval. On the two
 # CPU cores used here, a step took less than two thirds of the time. On your device, AMP is faster if the
 # interval lies above 1x and slower if it lies below. If it contains 1x, this measurement cannot
 # tell. *Too busy to tell* means that something else kept the machine busy. Stop it and run the cell
@@ -392,9 +392,10 @@ assert device.type == "cpu" or not fastest.is_below(1)
 # ## Memory of a training step
 #
 # The allocator of an NVIDIA, AMD or Intel GPU counts its bytes, and `measure`, which times one function by
-# itself, also reads their peak. A CPU and Apple's GPU have no such count. But most of the memory of *this* step is what the forward pass keeps for the backward
-# pass, and that can be counted on any device. Autograd shows each of those tensors to a hook. We count each
-# storage once, and leave out the parameters, which are there anyway.
+# itself, also reads their peak. A CPU and Apple's GPU have no such count. But most of the memory of *this*
+# step is what the forward pass keeps for the backward pass, and that can be counted on any device. Autograd
+# shows those tensors to a hook. We count each storage once, and leave out the parameters, which are there
+# anyway.
 
 
 # %%
@@ -451,7 +452,7 @@ _ = plots.time_and_memory(
 # %% [markdown]
 # FP32 is the bar on the left of each half. The label above each other bar gives its speed-up, or
 # its share of FP32's memory. The thin line on top of a time is its interval; memory is counted and
-# has none. If the machine was too busy to time anything, the bars of time are grey and say so.
+# has none. If the machine was too busy to tell, the bars of time are grey and say so.
 #
 # ## Inference
 #
@@ -494,7 +495,7 @@ assert article["inference"][2] > article["training"][2]
 # stored its activations for a backward pass. That alone is less than a training step needs. But the
 # loop wrote `outputs = model(inputs)`, and the old `outputs` keep their graph alive until the new
 # ones are there, so that two graphs exist at once. We can count all of this at the article's own
-# size with fake tensors, which have a shape but no data, and a mode that sees every op ([notebook
+# size with fake tensors, which have a shape but no data, and a mode that sees the ops ([notebook
 # 06](06_caltech256_resnet50.ipynb) explains both).
 
 
@@ -546,7 +547,7 @@ assert no_graph < 0.3 * trained < one_graph < trained < two_graphs
 
 # %% [markdown]
 # Both of the article's figures come out to within ten MiB. One graph would have needed less than
-# training, and with `no_grad` or `inference_mode` a quarter of it is enough: 516 MiB.
+# training, and without a graph a quarter of what training needs is enough: 516 MiB.
 #
 # **It stopped the clock too early.** Work on a GPU runs after the call that asked for it has
 # returned. If you read the clock before you synchronise, you time how fast the CPU queues work
@@ -591,7 +592,7 @@ assert not hidden.is_below(0.9)
 assert device.type != "cpu" or not hidden.is_above(1.1)
 
 # %% [markdown]
-# On a CPU the interval in the second line contains 1x, as it should. If it is well above 1x on your
+# On this CPU the interval in the second line contains 1x, as it should. If it is well above 1x on your
 # device, the hurried clock reports a speed-up where there is none, since both time the same step.
 #
 # **It counted the first step.** The first steps load kernels, choose algorithms and allocate memory.
@@ -624,8 +625,8 @@ for epochs in (70, config["epochs"]):
 assert 0 < seed_spread[config["epochs"]] < 1
 
 # %% [markdown]
-# After 70 epochs our seeds lie 20% apart, which is more than what the article took for an effect of
-# AMP, and after 200 epochs it is 4%. So one run of each cannot tell whether 17 % is an effect or
+# After 70 epochs our seeds lie 20% apart, which is more than the 17 % of the article, and after 200
+# epochs they are far closer. So one run of each cannot tell whether 17 % is an effect or
 # chance; it depends on where the training stands. Only several seeds at the article's own scale can
 # tell, which is what this notebook runs on a GPU.
 #
@@ -648,7 +649,7 @@ for precision in precisions[1:]:
 #   by less than those of two seeds do. [Notebook 10](10_speed_ladder.ipynb) times the same network at
 #   other sizes and layouts, where AMP gains more or costs time.
 # - To see whether reduced precision costs accuracy, compare the losses of several seeds. With few
-#   seeds you only see a difference that is larger than their spread; pairs show smaller ones with
+#   seeds you only see a difference that is larger than their spread; pairs can show smaller ones with
 #   fewer runs.
 # - To measure time, synchronise, warm up, repeat, take turns and give an interval, and say what the
 #   baseline is: FP32, or TF32? If the machine was busy, say that it was.
@@ -739,7 +740,7 @@ check_seconds_of(seconds_of)
 #
 # Two tensors hold the losses of the same seeds in the same order, in FP32 and in bf16. Return two
 # numbers: the mean difference (bf16 minus FP32), and its standard error, computed from the pairs.
-# If the first is several times the second, bf16 really differs, even if the spread of the seeds is
+# If the first is several times the second, bf16 very likely differs, even if the spread of the seeds is
 # much larger.
 
 
@@ -767,7 +768,7 @@ check_paired(paired)
 # ```
 #
 # What a seed does to both losses alike cancels in the subtraction. If you took the spread of each
-# precision by itself, it would be in both, and a small difference would be lost in it.
+# precision by itself, it would be in both, and a small difference could be lost in it.
 #
 # </details>
 #
