@@ -41,7 +41,7 @@ plots.use_style()
 #
 # ## The idea in five lines
 #
-# PyTorch computes in fp32 unless you say otherwise: every number takes 32 bits. Inside a
+# PyTorch's floating-point tensors are fp32 unless you say otherwise: a number takes 32 bits. Inside a
 # `torch.autocast` block, ops that can do with less, such as matrix products, take numbers of 16
 # bits instead.
 
@@ -56,8 +56,9 @@ assert 2 * half.nbytes == full.nbytes
 
 # %% [markdown]
 # `x` and `weight` are still fp32, and the result has half the bytes. That is half the memory and, as a
-# rule of thumb, half the time to move. Hardware with units for 16-bit products often multiplies them several
-# times as fast. That is all AMP is about. The rest is care about what gets lost when a number has fewer bits.
+# rule of thumb, half the time to move. Hardware with units for 16-bit products often multiplies them
+# several times as fast. That is what AMP is about. The rest is care about what gets lost when a number
+# has fewer bits.
 #
 # ## A network and some data
 #
@@ -113,8 +114,8 @@ def train_fp32(model, optimizer, batches):
 # %% [markdown]
 # ## The same loop with AMP
 #
-# Each line that is new or changed carries a mark. The model, the data and the optimizer stay exactly
-# as they were.
+# In the loop, the marked lines are new or changed. The model, the data and the optimizer stay as they
+# were.
 
 
 # %%
@@ -136,17 +137,17 @@ def train_amp(model, optimizer, batches, dtype, scaler):
 # %% [markdown]
 # What are they for?
 #
-# - **`torch.autocast`** picks the precision of each op in its block: 16 bits for matrix products and
+# - **`torch.autocast`** picks the precision of ops in its block: 16 bits for linear layers and
 #   convolutions, fp32 for what needs it, such as most losses. The weights stay in fp32.
 #   [Notebook 02](02_autocast_dtypes.ipynb) shows which op gets what.
 # - **The scaler** is there for fp16 alone. In fp16 a gradient smaller than about 3e-8 becomes zero.
 #   So `scale` multiplies the loss, and with it all gradients, by a large number, and `step` divides
 #   them again before the optimizer uses them. `update` adjusts that number for the next step. For
-#   bf16 we make the scaler with `enabled=False`, and then its calls change nothing. [Notebook
+#   bf16 we make the scaler with `enabled=False`, and then it scales nothing. [Notebook
 #   03](03_grad_scaler_step_by_step.ipynb) follows it step by step.
 #
 # There are two 16-bit formats to choose from. **bf16** has the range of fp32 and needs no scaler;
-# **fp16** is more precise, but overflows above 65504. As a rule of thumb, take bf16 wherever the
+# **fp16** is more precise, but its largest number is 65504. As a rule of thumb, take bf16 wherever the
 # hardware has it. `recommend_precision` times a matrix product in each and tells you which one pays
 # on this device:
 
@@ -182,8 +183,8 @@ assert all(loss < 0.2 * first for loss in last.values())  # both have learned
 assert abs(last[str(precision)] - last["fp32"]) < 0.02 * first  # and the same
 
 # %% [markdown]
-# Both losses fell by the same amount, as the assertion checks: what the format rounds away makes no
-# difference here.
+# Both losses fell by nearly the same amount, as the assertion checks: what the format rounds away makes
+# little difference here.
 #
 # Next we measure the time of a step. The two loops take turns, so that whatever else your machine
 # does affects both alike. We also look at the memory that the forward pass keeps for the backward
@@ -214,12 +215,11 @@ assert memory[str(precision)] < memory["fp32"]
 # The picture has three parts. On the left is the time of one step, with a thin line for how sure
 # the measurement is; in the middle the memory that the forward pass keeps for the backward pass; on
 # the right the loss over the 70 steps, where the two curves lie on top of each other. Two or three
-# digits were enough to learn from: the steps of training are noisy anyway, and the weights
-# themselves were kept in fp32 all along.
+# digits were enough to learn from. The weights themselves were kept in fp32 all along.
 #
 # On the machine that made the outputs you see here, two CPU cores with bf16 instructions, AMP made a
-# step faster. Yours may differ in both directions: GPUs with tensor cores (AMD: matrix cores) gain
-# more, as a rule of thumb, and a CPU without such instructions loses time.
+# step faster. Yours may differ in both directions. As a rule of thumb, GPUs with tensor cores (AMD:
+# matrix cores) gain more, and a CPU without such instructions loses time.
 #
 # ## Where do you want to go?
 #
@@ -248,9 +248,9 @@ assert memory[str(precision)] < memory["fp32"]
 # ## Summary
 #
 # Four lines of the loop changed: an autocast block around the forward pass and the loss, and three
-# calls of a scaler. Unless you train in fp16 it is disabled, and its `step` is plain
-# `optimizer.step()`. These changes halved the memory of the activations, left the loss where it was,
-# and changed the time by the factor that you measured above.
+# calls of a scaler. Unless we train in fp16 it is disabled, and its `step` is plain
+# `optimizer.step()`. These changes about halved the memory that the forward pass keeps, left the loss
+# about where it was, and changed the time by the factor that you measured above.
 #
 # Next, if you want to go through it all in order: [what the formats can and cannot
 # hold](01_number_formats.ipynb).
@@ -319,8 +319,8 @@ check_marked_lines(amp_step)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Autocast belongs around the forward pass and the loss. The backward pass runs each op in the dtype
-# that its forward op had, without any block.
+# Autocast belongs around the forward pass and the loss. The backward pass follows the dtypes of the
+# forward pass, without any block.
 #
 # </details>
 #
