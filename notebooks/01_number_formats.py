@@ -20,8 +20,8 @@
 #   which;
 # - why mixed precision keeps fp32 *master weights*, scales the loss, and adds up in fp32.
 #
-# **What you need.** PyTorch, and to have trained a network before. You need no GPU: a number format
-# is the same on every device, so the single numbers here live on the CPU. Only the network at the
+# **What you need.** PyTorch, and to have trained a network before. You need no GPU: a dtype has the
+# same numbers on every device, so the single numbers here live on the CPU. Only the network at the
 # end trains on your device.
 
 # %% tags=["nbval-ignore-output"]
@@ -186,8 +186,7 @@ assert fp16.largest == 65504
 
 # %% [markdown]
 # bf16 reaches about as far as fp32, up to 3.4e+38, but its numbers just above 1 lie 2^-7 apart. fp16
-# is eight times as fine, with an eps of 2^-10, but it ends at 65504. These two rows are worth
-# knowing by heart.
+# is eight times as fine, with an eps of 2^-10, but it ends at 65504.
 #
 # ## Spacing
 #
@@ -440,8 +439,8 @@ assert abs(scaled / expected - 1) < fp16.eps  # fp16 rounds once, by eps/2 at mo
 #
 # An element of a matrix product is a sum of products. The product of two fp16 numbers, with 11
 # significant bits each, fits exactly into the 24 bits of fp32, so nothing is lost in multiplying there.
-# Precision is then lost only in adding up, so that is the part to do in fp32. We add up 8192 products
-# in fp16 and in fp32.
+# Precision is lost in adding up, so that is the part to do in fp32. We add up 8192 products in fp16 and
+# in fp32.
 
 # %%
 torch.manual_seed(0)
@@ -634,9 +633,9 @@ assert (saturated | nan).all()  # which of the two depends on the version of tor
 
 # %% [markdown]
 # The torch that made this page *saturates*: everything that is too large becomes 448, infinity
-# included, so that **an overflow leaves no trace**. Up to 2.12 it was [NaN for anything above
-# 464](https://github.com/pytorch/pytorch/pull/178817). If your code should mean the same everywhere,
-# clamp first. Better still, choose a scale for each tensor so that nothing has to be clamped:
+# included, so that **an overflow leaves no trace**. Up to 2.12 such a cast in eager mode gave [NaN for
+# anything above 464](https://github.com/pytorch/pytorch/pull/178817). If your code should mean the same
+# everywhere, clamp first. Better still, choose a scale for each tensor so that nothing has to be clamped:
 
 # %%
 values = torch.tensor([-3000.0, 0.5, 12.0, 1000.0])
@@ -678,7 +677,7 @@ for name, use in USES.items():
 #
 # | failure | what happens | who suffers most | what helps |
 # |---|---|---|---|
-# | overflow | a number is too large and becomes infinite, then NaN (in E4M3: 448 or NaN) | fp16, fp8 | bf16, or fp32 for that op |
+# | overflow | a number is too large and becomes infinite, and often NaN later (in E4M3: 448 or NaN) | fp16, fp8 | bf16, or fp32 for that op |
 # | underflow | a number is too small, loses bits and then becomes zero | fp16, fp8 | loss scaling, or bf16 |
 # | swamping | a small number is lost when it is added to a large one | bf16 more than fp16, and fp8 most of all | fp32 master weights and fp32 sums |
 #

@@ -191,7 +191,7 @@ assert dtype_of(torch.prod, narrow) is torch.float32
 #   autocast leaves the call alone: a product of fp32 matrices runs in fp32, and gets no faster.
 # - **An explicit `dtype=`** decides the dtype of the result. `prod` is on every backend's list for
 #   fp32. On CUDA and XPU its input is then left alone as well; a CPU and MPS multiply in fp32 first.
-#   `dtype=` is also the way to get fp32 from an op that is *not* listed, such as `softmax` on a CPU.
+#   `dtype=` is also a way to get fp32 from an op that is *not* listed, such as `softmax` on a CPU.
 # - **Tensors on another device** are not cast, because the first argument of `torch.autocast` names
 #   one type of device. (The `meta` device stands in for "another" here.)
 # - **float64 and integers** are not cast either.
@@ -506,7 +506,7 @@ for group, ops in groups.items():
 
 # %% [markdown]
 # They share 39 ops, such as products and losses. 75 are on the CPU's list alone, and 74 on
-# CUDA's. (Expect these numbers to change a little from one version of PyTorch to the next.) The
+# CUDA's. (These numbers may change with the version of PyTorch.) The
 # third line matters most: `exp`, `sum`, `softmax` and `layer_norm` run in fp32 on CUDA, since their
 # results or their inner sums can leave the range of fp16. On the CPU, whose default is bf16,
 # they are not listed and stay in low precision. So a test on a CPU tells you little about what a

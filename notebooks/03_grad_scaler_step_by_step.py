@@ -479,8 +479,7 @@ for dtype in (torch.float16, torch.bfloat16):
 #
 # ## Summary
 #
-# We followed one step value by value, made gradients overflow, and wrote a scaler that agrees with
-# PyTorch's in 500 steps, to the last bit. This is what each line does:
+# This is what each line does:
 #
 # | line | what it does |
 # |---|---|

@@ -119,8 +119,8 @@ print("generated pictures, not Caltech-256" if data.stand_in else "the real Calt
 assert place.name == "256_ObjectCategories"
 
 # %% [markdown]
-# `load_dataset` leaves out the folder `257.clutter`, which is not a class, and keeps every tenth image of
-# each class for testing. The parts are the same in each run; otherwise the accuracies of two runs would
+# `load_dataset` leaves out the folder `257.clutter`, which is not a class, and keeps about one image in ten
+# of each class for testing. The parts are the same in each run; otherwise the accuracies of two runs would
 # be of two different tests. The tutorial has 26,802 training and 2,978 test images.
 
 # %% tags=["nbval-ignore-output"]
@@ -376,8 +376,8 @@ assert round(100 / 2_978, 2) == 0.03  # what one test image is worth, in points
 #
 # ## Where the memory of a step goes
 #
-# Why did FP32 at batch 512 not fit? Let us count the bytes. A dispatch mode sees the operations
-# that PyTorch carries out, and what they return. Ours keeps a dictionary of the storages returned, from
+# Why did FP32 at batch 512 not fit? We count the bytes. A dispatch mode sees the operations that
+# PyTorch carries out, and what they return. Ours keeps a dictionary of the storages returned, from
 # which an entry vanishes when its storage is freed, and remembers the worst moment.
 
 
