@@ -84,8 +84,8 @@ assert math.isclose(clipped_first.norm(), 0.1 / 65536, rel_tol=1e-6)
 #
 # ## The setting
 #
-# Every recipe trains a small network on five small batches. The last batch is shorter than the
-# others, as the last one of an epoch often is. On so little data even fp16 on a CPU is quick.
+# We train a small network on five small batches. The last batch is shorter than the others, as the
+# last one of an epoch often is. On so little data even fp16 on a CPU is quick.
 
 # %%
 torch.manual_seed(0)
@@ -162,7 +162,7 @@ def change(recipe, dtype=None, make_model=new_model, make_optimizer=sgd):
 
 # %% [markdown]
 # `check_same` compares that with fp32. How close is close enough? fp16 has 11 significant bits, so
-# one rounding is wrong by up to 2^-11; bf16 has 8, so one rounding is wrong by up to 2^-8. A value
+# one rounding has a relative error of up to 2^-11; bf16 has 8, and an error of up to 2^-8. A value
 # is rounded several times on its way through the network, and these errors cancel in part. We
 # therefore allow four roundings, which is 2^-9 in fp16 and 2^-6 in bf16.
 
@@ -185,8 +185,8 @@ check_same(change(train_plain), lambda dtype: change(train_amp, dtype))
 
 # %% [markdown]
 # The AMP loop moves the weights as the plain one does, to within 1/512 in fp16 and 1/64 in bf16.
-# The last helper makes the first half of an AMP step, up to the scaled gradients. The cells that
-# show what goes wrong start from there.
+# The last helpers are for cells that show what goes wrong. `backward` makes the first half of an AMP
+# step, up to the scaled gradients.
 
 
 # %%
@@ -338,14 +338,14 @@ assert -weight.item() < 1e-4
 
 # %% [markdown]
 # It moves by 3.1e-05. The second `unscale_` divided the first gradient again, and `step` divided
-# both once more, so what is left is 2 / 65,536. If you call `unscale_`, do it once per group, right
-# before `step`.
+# both once more, so about 2 / 65,536 is left. If you call `unscale_`, do it once per group, after its
+# last backward pass.
 #
 # ## Penalise gradients
 #
 # You need this if the loss itself contains gradients, for example to keep a function smooth. Then a
-# gradient is part of the forward pass, and is differentiated again. The plain loop adds the squared
-# length of the gradient to the loss.
+# gradient is part of the forward pass, and is differentiated again. The plain loop adds a tenth of
+# the squared length of the gradient to the loss.
 
 # %%
 PENALTY = 0.1
@@ -364,8 +364,8 @@ def penalty_plain(model, optimizer):
 # %% [markdown]
 # With AMP we make the inner gradient from the scaled loss, so that it survives fp16, and unscale it
 # by hand, because `unscale_` knows only about `.grad`. The penalty belongs to the forward pass, so we
-# compute it under autocast again. The outer half is as usual. If the inner gradient overflows, so
-# does the loss, and the step is skipped.
+# compute it under autocast again. The outer half is as usual. If the inner gradient overflows in
+# fp16, so does the loss, and the step is skipped.
 
 
 # %%
@@ -403,8 +403,8 @@ print(f"{forgotten / right:.1e} times too large, 2^32 is {2.0**32:.1e}")
 assert math.isclose(forgotten / right, 2.0**32, rel_tol=1e-3)
 
 # %% [markdown]
-# The penalty is a square, so it is 2^32, or 4.3e+09, times too large, and nothing else in the loss
-# counts any more.
+# The penalty is a square, so it is 2^32, or 4.3e+09, times too large, and far larger than the rest
+# of the loss.
 #
 # ## Schedule the learning rate
 #
@@ -429,7 +429,7 @@ def schedule_plain(model, optimizer):
 
 # %% [markdown]
 # With AMP a step may be skipped, and the schedule should count only the steps that were taken. `scaler.step` does not
-# tell us, but the scale does: with one optimizer it falls if, and only if, its step was skipped.
+# tell us, but the scale does: with one optimizer, and until it is 0, it falls if, and only if, the step was skipped.
 
 
 # %%
@@ -486,9 +486,9 @@ assert math.isclose(rates[1], 0.1 * (1 - 0.9 * (5 - skipped) / 5))
 #
 # ## Average the weights
 #
-# You need this if the last weights jump about: an exponential moving average (EMA) of them often
-# generalises better. The plain loop updates the average after every step. The last line puts it into
-# the model, so that the average is what we compare.
+# You need this if the last weights jump about: an exponential moving average (EMA) of them is
+# smoother. The plain loop updates the average after every step. The last line puts it into the
+# model, so that the average is what we compare.
 
 
 # %%
@@ -546,14 +546,14 @@ assert followed["bf16"][-1] == followed["fp16"][-1] == 1.0
 
 # %% [markdown]
 # The picture shows the average after each update. In fp32 it rises towards 1.2 in a curve that
-# flattens out. In bf16 and fp16 it stays at 1.0 forever, because each step of at most 0.0002 is less
-# than half the distance to the next number, and is rounded away. So make the average from an fp32
-# model, and convert a *copy* of it when you deploy it.
+# flattens out. In bf16 and fp16 it stays at 1.0, because each step of about 0.0002 is less than
+# half the distance to the next number, and is rounded away. So make the average from an fp32 model,
+# and convert a *copy* of it when you deploy it.
 #
 # ## Checkpoint activations
 #
-# You need this if activations fill the memory. A checkpointed part keeps only its input, and runs a
-# second time in the backward pass. In the plain version the first two layers do so:
+# You need this if activations fill the memory. Of its activations a checkpointed part keeps only the
+# input, and it runs a second time in the backward pass. Here the first two layers do so:
 
 
 # %%
@@ -585,7 +585,7 @@ assert torch.equal(
 
 # %% [markdown]
 # From torch 2.13 on, if not earlier, selective checkpointing (`context_fn`) is an exception: if two of its regions
-# share a weight, the backward pass raises `… not found in storage`, unless autocast has `cache_enabled=False`.
+# share a weight, the backward pass raises `… not found in storage`, unless autocast has `cache_enabled=False`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # **Without `use_reentrant=False`** you get the older kind of checkpoint, with a warning that asks
 # you to choose. It cuts the graph if no *input* requires a gradient, which is so for a batch of
@@ -644,8 +644,9 @@ check_same(
 # compiler sees the autocast block around the call, and puts the casts into its graphs.
 #
 # **Without the same autocast block in every call** the model is compiled again, since compiled code is made for one
-# state of autocast. If you forget the block in evaluation, it runs in fp32. (`no_grad` alone makes it compile again,
-# with the block too.) A "stance" turns the second compilation into an error:
+# state of autocast. If you forget the block in evaluation, it runs in fp32. (`no_grad` alone makes it [compile
+# again](18_inference_and_export.ipynb#What-torch.compile-does-to-it), with the block too.) A "stance" turns the second
+# compilation into an error:
 
 # %%
 torch.compiler.reset()  # forget what has been compiled so far
@@ -663,9 +664,9 @@ assert "recompile" in message
 # %% [markdown]
 # ## More recipes (optional)
 #
-# These come up less often, so each gets only its rule and one demonstration. To save and resume a
-# run, the scaler's state has to be in the checkpoint; [notebook 05](05_cifar10_mobilenet.ipynb) does
-# that to the last bit.
+# These come up less often, so each gets only its rule and at most one demonstration. To resume a
+# run, save the scaler's state too; [notebook 05](05_cifar10_mobilenet.ipynb) resumes one to the
+# last bit.
 #
 # ### Use several losses and optimizers
 #
@@ -707,10 +708,10 @@ assert math.isclose(ratio, 2, rel_tol=1e-3)
 #
 # ### Write an autograd function
 #
-# A function with a backward pass of its own needs two decorators. `custom_fwd` notes the state of
+# Give a function with a backward pass of its own two decorators. `custom_fwd` notes the state of
 # autocast, and `custom_bwd` runs the backward pass in it. ([Notebook 02](02_autocast_dtypes.ipynb)
-# shows which tensor has which dtype on the way.) Without them the saved weight is fp32, the gradient
-# is fp16, and `grad @ weight` raises an error.
+# shows which tensor has which dtype on the way.) Without them, in the next cell the saved weight is
+# fp32, the gradient is fp16, and `grad @ weight` raises an error. <!-- tests/notebooks/test_07_training_recipes.py -->
 
 
 # %%
@@ -738,8 +739,8 @@ assert weight.grad.dtype is torch.float32
 # %% [markdown]
 # ### Choose the optimizer
 #
-# AMP works with every optimizer that needs no closure, as long as you always call `scaler.step(optimizer)`. If you
-# write `optimizer.step()` instead, nothing is unscaled. Who would notice that, a user of SGD or of Adam?
+# AMP works with optimizers such as SGD and Adam, as long as you always call `scaler.step(optimizer)`. If you write
+# `optimizer.step()` instead, nothing is unscaled. Who would notice that, a user of SGD or of Adam?
 
 
 # %%
@@ -760,8 +761,8 @@ for make in (torch.optim.SGD, torch.optim.Adam):
     assert math.isclose(ratio, 65536 if make is torch.optim.SGD else 1, rel_tol=1e-2)
 
 # %% [markdown]
-# SGD takes a step 65,536 times too long, which nobody overlooks. Adam divides the gradient by the root of its running
-# mean square, so the factor cancels and training looks perfect, until the first overflow turns the weights into NaN.
+# SGD takes a step 65,536 times too long, which is hard to overlook. Adam divides the gradient by the root of its running
+# mean square, so the factor cancels and training looks right, until the first overflow turns the weights into NaN.
 # (If `scaler.update()` is still there, it raises `No inf checks were recorded` at once.)
 #
 # ### Evaluate during training
@@ -793,14 +794,14 @@ assert not evaluation_sees_the_step(torch.autocast(device.type, enabled=False)) 
 # Nothing changes if you freeze layers, but something becomes possible. No update is ever added to a
 # frozen weight, so you may store it in half precision if autocast runs its layer in that dtype
 # anyway. That saves half of its memory and the casts, and changes no bit of the result. Two lines do
-# it: `layer.requires_grad_(False)` and `layer.to(torch.float16)`.
+# it: `layer.requires_grad_(False)` and `layer.to(torch.float16)`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ### Load half precision weights
 #
 # `load_state_dict` copies values *into* the parameters, which stay fp32, so a file of fp16 or bf16
 # weights needs no care. But `assign=True`, or `.half()` on the model, makes the parameters fp16
-# themselves, and the scaler refuses to unscale their gradients. (In bf16 no scaler complains; small
-# updates are just rounded away.) Call `model.float()` before you make the optimizer.
+# themselves, and the scaler refuses to unscale their gradients. (Training in bf16 has no scaler that
+# complains; small updates are just rounded away.) Call `model.float()` before you make the optimizer.
 
 # %%
 half_weights = {name: tensor.half() for name, tensor in new_model().state_dict().items()}
@@ -951,7 +952,7 @@ check_end_of_step(end_of_step)
 #         scheduler.step()
 # ```
 #
-# `update` changes the scale, so `before` has to be read before it.
+# Only `update` changes the scale here, so `before` has to be read before it.
 #
 # </details>
 #
