@@ -9,10 +9,10 @@
 # %% [markdown]
 # # X-ray your model before you rent the GPU
 #
-# **What you'll do.** Write a tracer that notes the dtype of every op of a model. Run it on real
+# **What you'll do.** Write a tracer that notes the dtypes of the ops of a model. Run it on real
 # tensors first, and then under CUDA's rules on a machine that need not have CUDA. After that we use
 # the tool that grew out of it on a ResNet-50, a vision transformer, an LSTM and a small GPT, and
-# forecast whether their training fits into a card's memory.
+# forecast whether a training step fits into a card's memory.
 #
 # **What you'll learn.**
 # - why autocast's decisions can be seen without the device;
@@ -75,9 +75,9 @@ assert [row.dtype for row in result.rows] == [torch.float16, torch.float32, torc
 # The linear layer runs in fp16, the norm and the softmax in fp32. No number was computed to find
 # that out. Let us first build such a tracer ourselves.
 #
-# ## A tracer in fifteen lines
+# ## A short tracer
 #
-# PyTorch's dispatcher sends each op past autograd and past autocast to a kernel. A
+# PyTorch's dispatcher sends an op past autocast and past autograd to a kernel. A
 # `TorchDispatchMode` stands right in front of the kernel, so it sees what the kernel gets. Autocast's
 # casts have been done by then, and they pass by as ops of their own, named `_to_copy`.
 
@@ -107,7 +107,7 @@ class Tracer(TorchDispatchMode):
 
 
 # %% [markdown]
-# We run a network with one layer of each kind that matters on this device, under autocast:
+# We run a network of different layers on this device, under autocast:
 
 # %%
 net = nn.Sequential(
@@ -142,10 +142,10 @@ if device.type == "cpu":
 # %% [markdown]
 # ## The same on a device that is not here
 #
-# Autocast decides before a kernel is chosen, and it looks at nothing but the call (op, dtypes, a dtype that it names)
-# and the type of the device. A *fake tensor* has all of these and no data, so it needs no device. What
-# `torch.autocast("cuda")` does is simple as well: it checks that CUDA is there, and then sets a state. The check is in
-# our way, but we can set the state by hand.
+# Autocast decides before a kernel is chosen, by its own state, the call (op, dtypes, a dtype that it names) and the
+# type of the device, and not by the values. A *fake tensor* has a dtype and a type of device, but no data, so the
+# device need not be there. What `torch.autocast("cuda")` does is simple as well: it checks that CUDA is there, and
+# then sets a state. The check is in our way, but we can set the state by hand.
 
 
 # %%
@@ -197,7 +197,7 @@ for op, before, after in fake_rows["cuda"]:
 # We can check such a prediction wherever the device is present. On the CPU the rows of the real run
 # and of the fake one are equal, one by one, as the next cell asserts. For CUDA that takes such a GPU
 # [*(not yet seen on a GPU)*](../data/results/README.md "real-rows"). The last lines make sure that
-# nothing was left switched on.
+# autocast is off again.
 
 # %%
 assert fake_rows[device.type] == real_rows
@@ -213,18 +213,18 @@ assert all(parameter.device.type == device.type for parameter in net.parameters(
 #
 # `amp_lab.xray` is this tracer with what real models need besides: it names modules, tells casts
 # apart from ops, and knows recurrent layers, attention, tied weights and models that keep tensors in
-# their attributes. It takes the model as it is.
+# their attributes. <!-- tests/tracing/test_xray.py -->
 
 # %%
 small = xray(net, images, device_type="cuda")
 small
 
 # %% [markdown]
-# The table has a line for each module. It says how many ops the module ran, its share of the
-# arithmetic of matrix products and convolutions, the dtype of that work and of the other ops, the
-# number of casts, and the dtype of what the module returns. The sentences under "Look at" are advice,
-# and they say only what this trace proves. Here the convolution does 62.8 % of the work, and all of
-# the work is in fp16.
+# The table has a line for each module that computes. It says how many ops the module ran, its share
+# of the arithmetic of matrix products and convolutions, the dtype of that work and of the other ops,
+# the number of casts, and the dtype of what the module returns. The sentences under "Look at" are
+# advice from this trace. Here the convolution does 62.8 % of the work, and all of the work is in
+# fp16.
 # <!-- tests/tracing/test_xray_result.py -->
 #
 # With `real=True`, `xray` traces a run on the device itself, which then has to be there.
@@ -275,7 +275,7 @@ class Block(nn.Module):
 
 
 # %% [markdown]
-# The whole model is a stack of such blocks between an embedding and a linear head:
+# The whole model has two embeddings, a stack of such blocks, a last norm and a linear head:
 
 
 # %%
@@ -295,8 +295,8 @@ class GPT(nn.Module):
 
 
 # %% [markdown]
-# Only shapes matter to us, so we build everything on the `meta` device, which takes no memory and
-# initialises nothing.
+# Only shapes matter to us, so we build everything on the `meta` device, where tensors take no memory
+# and are not initialised.
 # <!-- tests/tracing/test_xray.py -->
 
 # %%
@@ -316,8 +316,8 @@ def mean_loss(output):
 
 
 # %% [markdown]
-# Now we put each model under each backend's rules, its loss included. Before you run this: one of
-# the twelve rows stays in fp32. Which one?
+# Now we put each model under the rules of three backends, its loss included. Before you run this: in
+# one of the twelve rows nearly all of the work stays in fp32. In which one?
 
 # %%
 found = {
@@ -417,8 +417,8 @@ side_by_side
 #
 # Each backend has a table of ops and policies, and `op_table` reads it out of the PyTorch that is
 # installed. The dispatcher tells which ops are in the table. A call of each op, caught behind
-# autocast, tells the policy, and a second call confirms it by the dtype that it returns. Here are the
-# rows that explain the picture. A `-` says that the op is not in that table, and
+# autocast, tells the policy. Where the op can run here, the dtype of its result confirms it. Here are
+# the rows that explain the picture. A `-` says that the op is not in that table, and
 # `fp32_set_opt_dtype` means "fp32, unless the call names a dtype".
 
 # %%
@@ -447,8 +447,8 @@ assert policy_of["cuda"]["nll_loss"] == "fp32"
 # ## The surprise in cross-entropy
 #
 # `log_softmax` and `nll_loss` are both in CUDA's table as ops that run in fp32, and `cross_entropy`
-# is one after the other. So it is odd that the X-rays above show `_log_softmax` in fp16. Let us call
-# both forms on fp16 logits, under the rules of each backend.
+# with class numbers is one after the other. So it is odd that the X-rays above show `_log_softmax`
+# in fp16. Let us call both forms on fp16 logits, under the rules of each backend.
 
 
 # %%
@@ -492,7 +492,7 @@ for backend in tables:
 # not `log_softmax`. The dtype of the loss tells you nothing about this, because `nll_loss` casts up
 # what has been rounded by then.
 #
-# The remedy is one word, and it works on every backend: put **`.float()` on the logits.**
+# The remedy is one word, and it works on these four backends: put **`.float()` on the logits.**
 
 
 # %%
@@ -525,7 +525,7 @@ for dtype, spacing in ((torch.float16, 2**-7), (torch.bfloat16, 2**-4)):
     assert in_the_mean < error / 2
 
 # %% [markdown]
-# Both assertions hold. A mean over many tokens hides part of the error, since errors up and down
+# The assertions hold. A mean over many tokens hides part of the error, since errors up and down
 # cancel. You see it if you compare losses token by token, or turn them into a ratio of
 # probabilities.
 #
@@ -542,9 +542,9 @@ memory = compare_memory(resnet50, (32, 3, 224, 224), memory_bytes="24GiB", optim
 memory
 
 # %% [markdown]
-# AMP makes the activations smaller. Weights, gradients and optimizer state take 97.5 MiB each in every column, and the
-# cast copies of the weights add 48.6 MiB. The activations fall from 2,622 to 1,336 MiB, and for this network they are
-# most of the memory. That is why the last row says 569 instead of 294 images, almost twice the batch.
+# AMP makes the activations smaller. Weights, gradients and optimizer state take 97.5 MiB each in every column, and
+# AMP's cast copies of the weights add 48.6 MiB. The activations fall from 2,622 to 1,336 MiB, and for this network
+# they are most of the memory. That is why the last row says 569 instead of 294 images, almost twice the batch.
 
 # %%
 fp32, fp16 = memory["fp32"], memory["fp16"]
@@ -581,9 +581,8 @@ print(f"{count / 1e9:.2f} billion parameters, {4 * count / 2**30:.1f} GiB in fp3
 assert count > 6.5e9
 
 # %% [markdown]
-# We train it with AdamW on one sequence of 2048 tokens, on a card of 139 GiB, as an H200 has (it is
-# sold as 141 GB). The loss is computed on `.float()`, as above. Before you run this: by how much does
-# bf16 lower the peak?
+# We train it with AdamW on one sequence of 2048 tokens, on a card of 139 GiB, as an H200 has. The
+# loss is computed on `.float()`, as above. Before you run this: by how much does bf16 lower the peak?
 
 
 # %%
@@ -605,7 +604,7 @@ big_memory
 
 # %% [markdown]
 # It does not lower the peak at all: both columns say 125 GiB. For each parameter there are 4 bytes of
-# weight, 4 of gradient and 8 of AdamW's state, which makes 16 bytes before the first activation. The
+# weight, 4 of gradient and 8 of AdamW's state, which makes 16 bytes without any activation. The
 # optimizer's step works on [all parameters at
 # once](https://docs.pytorch.org/docs/stable/generated/torch.optim.AdamW.html) on a GPU and takes 4 more
 # for a moment. That step is the peak, and it is fp32 in both columns. The cast copies of the weights
@@ -627,7 +626,7 @@ _ = big_memory.plot()
 # right do activations take over, and from there bf16 needs less: the card holds a batch of 5 in bf16
 # and of 3 in fp32.
 #
-# So at batch 1 you use AMP for its speed. What saves memory there is something else: an optimizer that keeps fewer
+# So here, at batch 1, you use AMP for its speed. What saves memory is something else: an optimizer that keeps fewer
 # bytes per parameter, as plain SGD does, or parameters that are spread over several GPUs ([notebook
 # 11](11_scale_out.ipynb) counts what that saves).
 #
@@ -646,7 +645,7 @@ print(*mine.advice, sep="\n")
 assert mine.raised is None  # autocast made no op fail
 
 # %% [markdown]
-# From a terminal the same works for anything that can be imported: `pdm run amp-lab xray
+# From a terminal the same works for a model that can be imported: `pdm run amp-lab xray
 # PACKAGE.MODULE:CALLABLE --input 8,3,224,224 --device cuda`. Add `--against mps`, `--against bf16` or
 # `--against cpu:bf16` to see two side by side. `amp-lab ops --device cuda` prints the table of ops, and
 # `amp-lab memory` makes the forecast, which we run here:
@@ -660,12 +659,12 @@ assert amp_lab_command(command.split()) == 0
 #
 # So far we asked what a precision would do. The other question comes when it has been done: two runs
 # of one model give different numbers. Is that rounding, or is something wrong? Comparing the outputs
-# does not tell, because every op passes on the errors that it gets and adds its own.
+# does not tell, because an op passes on the errors that it gets and may add its own.
 #
-# `first_difference` repeats each op in fp64, once on exact inputs and once on the inputs that it
-# really got. That separates what an op adds from what it inherited, and what it adds is held against
-# the format that it computes in. We compare the small GPT in fp32 with itself under autocast. The
-# logits differ. Before you run this: which op will it name?
+# `first_difference` repeats an op in fp64, once on exact inputs and once on the inputs that it
+# really got. That separates what an op adds from what it inherited, and what it adds is compared
+# with the rounding of the format that it computes in. We compare the small GPT in fp32 with itself
+# under autocast. The logits differ. Before you run this: which op will it name?
 
 # %% tags=["nbval-ignore-output"]
 small_gpt = GPT(1000, 128, 4, 4, 64)
@@ -687,8 +686,7 @@ assert rounding is None
 
 # %% [markdown]
 # The logits differ by 0.01, and it names no op, because no single op adds more error than bf16
-# rounding explains. Now we plant a mistake that is made in real ports of models, a different
-# epsilon in one of the layer norms:
+# rounding explains. Now we plant a mistake, a different epsilon in one of the layer norms:
 
 # %% tags=["nbval-ignore-output"]
 changed = copy.deepcopy(small_gpt)
@@ -708,14 +706,14 @@ assert planted.module == "blocks.2.norm1"
 # These logits differ by 1.1e-05, where autocast's differed by 0.01, and yet the mistake is found,
 # with the module and the value. The two numbers in the report say why: repeated in fp64, the two
 # norms differ by 2.23e-05 of the result, and rounding would explain at most 1e-10. A threshold on
-# the output would have called the first pair wrong and the second one right. The same works for a
-# model and its compiled form, for two batch sizes and for two devices, and from a terminal as
-# `amp-lab diff`.
+# the output, between the two, would have called the first pair wrong and the second one right. The
+# same works for a model and its compiled form, for two batch sizes and for two devices, and from a
+# terminal as `amp-lab diff`.
 #
 # ## Hold the forecast against the truth (optional)
 #
-# The largest part of a forecast can be checked without a GPU. `saved_tensors_hooks` sees every tensor
-# that autograd keeps in a *real* forward pass, here on the CPU. Each storage counts once, and the
+# The activations of a forecast can be checked without a GPU. `saved_tensors_hooks` sees the tensors
+# that autograd saves in a *real* forward pass, here on the CPU. Each storage counts once, and the
 # model's own weights do not count.
 
 
@@ -760,10 +758,10 @@ for name, (model, inputs) in small_zoo.items():
 
 # %% [markdown]
 # The forecast is 100.00 % of the count in all eight lines, where the cell would allow 2 % more or
-# less. There is a surprise as well: here bf16 keeps *more* than fp32 for the ResNet-18 and for the
-# ViT, 26.03 MiB against 6.97 for the first. In fp32 the backward pass uses the model's own weights,
-# which are there anyway and are not counted. In bf16 autograd keeps a bf16 copy of each weight that
-# it needs, and with inputs as small as these the copies outweigh what the activations save.
+# less. But here bf16 keeps *more* than fp32 for the ResNet-18 and for the ViT, 26.03 MiB against
+# 6.97 for the first. In fp32 the backward pass uses the model's own weights, which are there anyway
+# and are not counted. In bf16 autograd keeps a bf16 copy of each weight that it needs, and in these
+# two models the copies outweigh what the small activations save.
 
 # %%
 for name in small_zoo:
@@ -787,11 +785,11 @@ assert not forecast.caveats
 # - Autocast decides by the call and the type of device, before a kernel is chosen. Fake tensors and a state that we set
 #   by hand therefore show its decisions for a device that is not there. On the CPU, the predicted rows were those of
 #   the real run.
-# - A `TorchDispatchMode` of fifteen lines sees all of this, and `xray` adds modules, casts and advice.
+# - A short `TorchDispatchMode` sees the dtypes and the casts, and `xray` adds modules and advice.
 # - Backends have different tables. The same ResNet needs 57 casts on CUDA and 165 on MPS, where
 #   `batch_norm` is fp32, and an LSTM stays in fp32 on MPS.
-# - `F.cross_entropy` on fp16 logits rounds its `log_softmax` to fp16 on CUDA, XPU and MPS, and still
-#   returns fp32. Give it `logits.float()`.
+# - Under autocast, `F.cross_entropy` on fp16 logits rounds its `log_softmax` to fp16 on CUDA, XPU and
+#   MPS, and still returns fp32. Give it `logits.float()`.
 # - AMP nearly halves a ResNet's activations and makes weights, gradients and optimizer state no smaller, and its copies
 #   of the weights come on top. A ResNet-50 fits with almost twice the batch. With AdamW and one sequence of
 #   2,048 tokens, a 7B transformer keeps its peak of 125 GiB.
