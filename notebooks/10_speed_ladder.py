@@ -10,8 +10,8 @@
 # # Climb from FP32 to the limit of your hardware
 #
 # **What you'll do.** Take the training step of [notebook 04](04_fp32_vs_amp.ipynb) and make it
-# faster, one change at a time. We predict what each change will give, make it, measure it, and find
-# out why it gave more or less. Beside every figure stands the limit of your device, measured too.
+# faster, one change at a time. We predict what AMP can give, make the changes, measure them, and look
+# for the reasons why they gave more or less. We also measure the limits of your device.
 #
 # **What you'll learn.**
 # - how to count what a step has to do, and how long that takes at least;
@@ -22,7 +22,7 @@
 # - which of it pays on *your* machine.
 #
 # **What you need.** [Notebook 04](04_fp32_vs_amp.ipynb) for the problem and for how to measure;
-# [notebook 09](09_xray_your_model.ipynb) for memory forecasts. It runs on a CPU in a minute or two.
+# [notebook 09](09_xray_your_model.ipynb) for memory forecasts. It runs on our CPU in a minute or two.
 # Rungs that compile need a C++ compiler.
 
 # %% tags=["nbval-ignore-output"]
@@ -67,9 +67,9 @@ for name, operations, numbers in (
     assert (compute_ms > move_ms) == (name == "product")
 
 # %% [markdown]
-# Only the product does. It computes for 10.737 ms and moves data for 0.419 ms, while the ReLU
-# computes for 0.005 ms and moves data for 0.280 ms. A lower precision helps both, but in different
-# ways: it multiplies faster where the hardware can, and it halves the bytes.
+# The product does; the ReLU hardly gains. The product computes for 10.737 ms and moves data for 0.419 ms,
+# while the ReLU computes for 0.005 ms and moves data for 0.280 ms. A 16-bit precision helps both, but in
+# different ways: it multiplies faster where the hardware can, and it halves the bytes.
 #
 # ## The settings
 #
@@ -96,7 +96,7 @@ assert low.dtype.itemsize == 2
 # %% [markdown]
 # ## First, keep the memory (optional)
 #
-# On a CPU there is something to put right before we compare. glibc, the usual C library of Linux, gives
+# On a CPU there is something to put right before we compare. By default glibc, the usual C library of Linux, gives
 # large blocks back to the operating system when a tensor is freed: always from 32 MiB on, and often below.
 # The next tensor gets new pages, which the system fills with zeros first. We take a small ConvModel and a
 # large picture:
@@ -138,10 +138,9 @@ for kept in (False, True):
 assert device.type != "cpu" or not has_kept or anew["fp32", True] < anew["fp32", False] / 10
 
 # %% [markdown]
-# Both get faster by far, and no value is computed otherwise. FP32 gains more than AMP, since its tensors
-# are larger. Memory is kept for the rest of this notebook.
-# Before you compare precisions elsewhere, call `keep_memory`, or set
-# `MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1000000000000` in the environment of a program. Other
+# Both get faster by far. FP32 gains more than AMP, since its tensors are larger. Memory is kept for the
+# rest of this notebook. Before you compare precisions on such a CPU elsewhere, call `keep_memory`, or
+# set `MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1000000000000` in the environment of a program. Other
 # allocators keep memory too ([PyTorch's tuning
 # guide](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#switch-memory-allocator)).
 # The price is memory, which stays with the process.
@@ -152,7 +151,7 @@ assert device.type != "cpu" or not has_kept or anew["fp32", True] < anew["fp32",
 # Computing and moving data both have a highest rate, and we can measure it: with one large matrix
 # product in each precision, and with a copy or a sum, whichever is faster. What fits in a cache is
 # read faster, so there is a rate for each size. If something else was using the machine,
-# `limits.trusted` is false, and we conclude nothing from these figures below.
+# `limits.trusted` is false, and no speed-up below is checked against these figures.
 
 # %% tags=["nbval-ignore-output"]
 limits = measure_ceilings(device)
@@ -167,8 +166,8 @@ assert all(limits.flops_per_s[p] >= rate for p, rate in doctor.items() if rate i
 assert not limits.trusted or min(limits.stream_bytes_per_s.values()) > 1e8  # a disk is faster
 
 # %% [markdown]
-# How much faster bf16 multiplies than fp32 depends on the CPU: most with AMX, Intel's units for products of
-# small matrices. Where a CPU has no instructions for fp16, it emulates them, and that is far slower.
+# How much faster bf16 multiplies than fp32 depends on the CPU: usually most with AMX, Intel's units for products of
+# small matrices. Where a CPU has no instructions for fp16, they are emulated, and that is far slower.
 # [The gallery](../data/results/README.md#the-gallery) has both kinds. As a rule of thumb, fp16 and bf16 are
 # alike on NVIDIA's GPUs from Ampere on.
 #
@@ -189,7 +188,7 @@ assert 0.98 < 12 * pixels * hidden**2 / flops <= 1  # nearly all of it in the tw
 
 # %% [markdown]
 # That makes 12.94 GFLOP for a step at the quick scale. PyTorch can count too, by watching the ops of a real step. Here
-# is the plain recipe. It reads the loss after every step in order to print it, for which a GPU's host [has to
+# is the plain recipe. It reads the loss after every step, as one does to print it, and for that a GPU's host [has to
 # wait](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#avoid-unnecessary-cpu-gpu-synchronization).
 
 
@@ -247,8 +246,8 @@ def is_possible(speedup):
 #
 # ## Climb
 #
-# Each rung is a function that makes a step, as `recipe` does. Before we time a rung, it has to prove
-# that it computes the same: we compare the losses of its first five steps with those of FP32.
+# Each rung is a function that does one step, as `recipe` returns it. Before we time a rung, it has to show
+# that it learns alike: we compare the losses of its first five steps with those of FP32.
 # `float32_mode` switches TF32 off for FP32, which an NVIDIA GPU may otherwise use, and does nothing
 # for AMP.
 
@@ -303,7 +302,7 @@ assert ladder.add("recipe", Precision.FP32, recipe(inputs, target)) == 0
 assert ladder.losses["recipe"][-1] < ladder.losses["recipe"][0]  # it learns
 
 # %% [markdown]
-# **Rung 1: AMP.** We put autocast around the forward pass and, in fp16, use a scaler. From here on
+# **Rung 1: AMP.** We put autocast around the forward pass and, in fp16, use a scaler. Up to rung 4
 # each rung keeps what the one below it has, so the step takes its parts as arguments.
 
 
@@ -328,9 +327,9 @@ off = ladder.add("AMP", low, amp_step(*new_model(), inputs, target))
 assert off > 0  # it rounds, unlike FP32
 
 # %% [markdown]
-# **Rung 2: channels last.** An image is stored channel by channel, N, C, H, W. A 1x1 convolution is a matrix product
-# over the channels of each pixel, so it can be faster if those lie side by side, in the order N, H, W, C. The shape of
-# the tensor stays the same; only its strides change.
+# **Rung 2: channels last.** By default an image is stored channel by channel, N, C, H, W. A 1x1 convolution is a matrix
+# product over the channels of each pixel, so it can be faster if those lie side by side, in the order N, H, W, C. The
+# shape of the tensor stays the same; its order in memory changes, and so its strides.
 
 # %%
 model, optimizer = new_model()
@@ -342,7 +341,7 @@ assert inputs_last.stride()[1] == 1  # from one channel to the next
 
 # %% [markdown]
 # **Rung 3: a fused optimizer, and no waiting.**
-# [`fused=True`](https://docs.pytorch.org/docs/stable/optim.html) updates all weights in one kernel.
+# [`fused=True`](https://docs.pytorch.org/docs/stable/optim.html) computes Adam's whole update in a fused kernel.
 # With a scaler, that kernel also unscales the gradients and decides whether to skip the step; the
 # check for overflow still takes a pass of its own, as [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) counts. We also stop reading the loss after each step, so
@@ -364,8 +363,8 @@ assert off > 0  # it rounds, unlike FP32
 
 # %% [markdown]
 # **Rung 4: torch.compile.** Convolution, normalisation and ReLU each read their input from memory
-# and write their output to it. The compiler merges what lies between two matrix products into few
-# kernels, and does the same for the backward pass.
+# and write their output to it. The compiler can merge what lies between two matrix products into few
+# kernels, and do the same for the backward pass.
 
 # %% tags=["nbval-ignore-output"]
 model, optimizer = new_fused_model()
@@ -377,12 +376,12 @@ print(f"the losses of five steps differ by {off:.1e} from FP32's")
 assert off > 0  # it rounds, unlike FP32
 
 # %% [markdown]
-# **Rung 5: by hand.** A compiler keeps the order of the layers, but we may rearrange them. Batch
-# normalisation needs the mean of a whole layer before the next layer can begin, so a step takes
-# five passes over the pixels. `FusedStep` makes just these five; its source,
+# **Rung 5: by hand.** `torch.compile` keeps the order of the layers, but we may rearrange them.
+# Batch normalisation needs the mean of a whole layer before the next layer can begin, so a step
+# takes five passes over the pixels. `FusedStep` makes these five; its source,
 # `amp_lab/bench/fused_convmodel.py`, has some 260 lines. On a CPU it works on a block of pixels at
-# a time that is small enough for the cache. It computes the first layer again instead of storing
-# it, and keeps only two of all activations. It scales no gradients, so it computes in bf16.
+# a time, of 2 MiB, which fits into many caches. It computes the first layer again instead of
+# storing it, and keeps only two of all activations. It scales no gradients, so it computes in bf16.
 
 # %% tags=["nbval-ignore-output"]
 model, optimizer = new_fused_model()
@@ -402,7 +401,7 @@ assert off > 0  # it rounds, unlike FP32
 
 # %% [markdown]
 # Now we time all of them in turns. The speed-up says how many times as fast as the recipe a rung is,
-# with the interval in which it lies. Which rung do you expect to bring the largest gain?
+# with its interval. Which rung do you expect to bring the largest gain?
 
 # %% tags=["nbval-ignore-output"]
 climbed = climb(ladder)
@@ -420,7 +419,7 @@ assert list(climbed.samples_s) == list(ladder.steps)  # every rung was timed
 
 # %% [markdown]
 # In the picture each bar is the time of a step with its interval, and the black tick is where the
-# matrix products alone would end. A bar that ends to the left of its tick says that the machine was slower
+# matrix products alone would end. If a bar ends to the left of its tick, the machine was probably slower
 # when we measured its limits.
 
 # %% tags=["nbval-ignore-output"]
@@ -455,10 +454,10 @@ assert counts[low].moved_bytes < counts["fp32"].moved_bytes
 
 # %% [markdown]
 # The FP32 step moves 732 MiB, and AMP halves that to 373 MiB. The step by hand stores two activations
-# and one gradient of P x 256 values in two bytes each. According to its source it writes each once,
-# and reads the first activation three times, the second twice and the gradient once. On a CPU that is all, as long as its blocks stay in the cache. On a GPU
-# it takes all pixels as one block, which no cache holds, so that what passes from one kernel to the
-# next is written and read as well.
+# and one gradient of P x 256 values in two bytes each. According to its source it writes each once, and
+# reads the first activation three times, the second twice and the gradient once. On a CPU that is nearly
+# all, as long as its blocks stay in the cache. On a GPU it takes all pixels as one block, and what passes
+# from one kernel to the next is written and read as well, unless a cache holds it.
 
 # %% tags=["nbval-ignore-output"]
 moved_by_hand = (3 + 3 + 2 + 1) * 2 * pixels * hidden  # bytes
@@ -480,8 +479,8 @@ assert not limits.trusted or not any(s.is_above(1.5 * most) for s in speedups.va
 # %% [markdown]
 # The **roofline** puts both limits into one picture. The horizontal axis shows how many FLOPs there
 # are for each byte moved, the vertical axis the FLOP/s achieved. Under the slope, moving the data
-# takes longer; under the flat part, the arithmetic does. A lower precision raises the flat part and
-# does nothing for the slope, so a step under the slope gains only what the smaller tensors save.
+# takes longer; under the flat part, the arithmetic does. A faster precision raises the flat part and
+# not the slope, so a step under the slope gains only what the smaller tensors save.
 
 # %% tags=["nbval-ignore-output"]
 moved_bytes = {
@@ -509,7 +508,7 @@ _ = plots.roofline(roofs, limits.memory_bytes_per_s, points)
 #
 # ## A rung above: in tiles (optional)
 #
-# By hand, a block of 4,096 pixels stays in the cache, and still it goes through one op after another,
+# By hand, a block of 4,096 pixels may stay in the cache, and still it goes through one op after another,
 # and each of them reads and writes it. In C++ we can do better: take 32 pixels from what they are read
 # from to the sums of what they become, in one go. Nothing but the boxes in black leaves the core:
 
@@ -593,10 +592,9 @@ assert not gated.ratio("fp32", "AMP").is_above(1.1)  # so there is nothing to ga
 # %% [markdown]
 # The interval includes 1 or comes close to it: there is nothing to gain.
 #
-# **Many small ops.** Here are fifty layers of 32 x 32. Each of them computes for less time than it takes
-# to call it, and under autocast every call comes with casts, which we count. Before you run this: will
-# AMP be faster or slower? A GPU would be waiting for
-# the host [*(not yet seen on a GPU)*](../data/results/README.md "small-ops").
+# **Many small ops.** Here are fifty layers of 32 x 32. Each of them computes very little, and under
+# autocast each call comes with casts, which we count. Before you run this: will AMP be faster or slower?
+# A GPU would be waiting for the host [*(not yet seen on a GPU)*](../data/results/README.md "small-ops").
 
 # %% tags=["nbval-ignore-output"]
 thin = nn.Sequential(*(nn.Linear(32, 32) for _ in range(50))).to(device)
@@ -631,10 +629,10 @@ print(products)
 assert all(is_possible(products.ratio("fp32", name)) for name in products.samples_s)
 
 # %% [markdown]
-# Each line has the time of a product, and how many times as fast as in fp32 it is. One as small as this is
-# far from the limit of the device, so that a lower precision gains little, or costs time.
+# Each line has the time of a product, and the later ones say how many times as fast as in fp32 it is. In a
+# product as small as this, bf16 gains less here than in the large one at the top, and fp16 costs time.
 #
-# **Sizes that are not multiples of 8.** On tensor cores they gain less: [notebook
+# **Sizes that are not multiples of 8.** On tensor cores they usually gain less: [notebook
 # 08](08_when_amp_breaks.ipynb#44-A-size-is-not-a-multiple-of-16-or-8) lists the efficient sizes, and pads the others.
 #
 # ## From which size on does AMP pay?
@@ -683,9 +681,9 @@ for what in ("picture (pixels along an edge)", "batch (pictures)"):
 # %% [markdown]
 # ## Let the computer climb
 #
-# For a model of your own, `advise` does what this notebook did by hand, on a copy. It forecasts the
-# memory in each precision, trains the model for some steps and holds losses and gradients against
-# FP32's, times in turns what is sound, and ends with the lines to write. On the command line that is
+# For a model of your own, `advise` does much of what this notebook did by hand, on a copy. It forecasts the
+# memory in each precision, trains the model for some steps and compares losses and gradients with
+# FP32's, times in turns what passes, and ends with the lines to write. On the command line that is
 # `amp-lab advise`, and takes about two minutes. Here it gets a small ConvModel and less time.
 
 # %% tags=["nbval-ignore-output"]
@@ -703,11 +701,11 @@ assert advice.recommended is not None  # fp32 at the least
 advice
 
 # %% [markdown]
-# Read the last column first. One recipe for training and one for inference are *recommended*: they
-# surely take less time than the simpler ones, and at least 3 % less. (The ladder above asks for a
-# tenth, since each of its rungs is work for you.) For the others it says in a word why they are not,
-# and the lines below the table say more. Only a recipe that learns as FP32 does can be recommended.
-# The program at the end is what was timed here.
+# Read the last column first. One recipe for training and one for inference are *recommended*. A recipe
+# takes the place of a simpler one only if it surely takes less time, and at least 3 % less. (The next
+# section asks for a tenth, since each rung is work for you.) For the others a few words say why they are
+# not, and the lines below the table say more. Only a recipe that learns as FP32 does in the few steps
+# that were tried can be recommended.
 
 # %%
 assert {best.verdict for best in advice.chosen.values()} == {"recommended"}
@@ -716,7 +714,7 @@ assert all(candidate.verdict for candidate in advice.candidates)
 # %% [markdown]
 # ## What to do on your machine (optional)
 #
-# We can now compute some advice. Each rung comes with all below it, so climb to the lowest one that
+# We can now compute some advice. Up to rung 4 each comes with all below it, so climb to the lowest one that
 # may take at most 1.1 times as long as the fastest, as far as its interval can tell. And AMP pays
 # from a size on if it gains for certain at this size and at all larger ones.
 
@@ -749,9 +747,9 @@ for what, (values, gains, _) in growth.items():
 assert climbed.trusted == (rung in ladder.steps)
 
 # %% [markdown]
-# The advice is the simplest rung that no other surely beats by a tenth. `amp-lab bench` climbs the same
-# rungs with other models and with matrix products of awkward shapes, and holds every rung's losses against
-# FP32's. `--compare FILE` puts your machine beside [recorded ones](../data/results/README.md).
+# The advice is the lowest rung that the fastest does not surely beat by a tenth. `amp-lab bench` climbs
+# these rungs and more with other models, and compares the losses or the outputs with FP32's.
+# `--compare FILE` puts your machine beside [recorded ones](../data/results/README.md).
 
 # %%
 assert amp_lab_command(["bench", "--list"]) == 0
@@ -760,20 +758,20 @@ assert amp_lab_command(["bench", "--list"]) == 0
 # ## Summary
 #
 # - On a CPU with Linux call `keep_memory` first, or you may take the cost of new memory for a gain by AMP.
-# - Count first. FLOPs at the measured rate give the time that no rung can beat; bytes at the
-#   measured rate say why you are not there yet.
-# - A lower precision speeds up matrix products where the hardware can, and halves most of what the rest has to move.
+# - Count first. FLOPs at the measured rate give a limit for the time of a step; bytes at the
+#   measured rate help to say why you are not there yet.
+# - A 16-bit precision speeds up matrix products where the hardware can, and halves most of what the rest has to move.
 #   The first part is the promise, and the second often decides.
 # - Channels last, a fused optimizer, not reading the loss, `torch.compile`: each is a line or two. As a
 #   rule of thumb, each pays on some devices and not on others. Measure them in turns, on yours.
-# - AMP loses where there is nothing to multiply, where the ops are small, and in a format that
-#   the hardware does not speed up.
+# - AMP gains nothing where there is nothing to multiply. It lost with many small ops, and loses in a
+#   format that the hardware emulates.
 # - The gain depends on the size, the layout and what else is switched on: the same network gains
 #   differently in [notebook 04](04_fp32_vs_amp.ipynb), with a smaller picture. Compare ratios of one run.
 # - `advise` climbs with a model of yours, and never to a rung that, in the few steps that it tries,
 #   does not learn as FP32 does.
 #
-# Next, [notebook 11](11_scale_out.ipynb) takes the same step to several devices.
+# Next, [notebook 11](11_scale_out.ipynb) takes training to several devices.
 #
 # ## Exercises
 #
@@ -842,8 +840,8 @@ check_least_ms(least_ms)
 #
 # ### 3. Mend the memory format
 #
-# This function should bring a model and its images into channels last, but the speed stays as it
-# was. Find the mistake and write the function as it should be.
+# This function should bring a model and its images into channels last, but the images stay as they
+# were. Find the mistake and write the function as it should be.
 #
 # ```python
 # def to_channels_last(model, images):
