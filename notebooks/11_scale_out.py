@@ -21,8 +21,8 @@
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for the scaler. You need no GPU. On a CPU the processes share
-# its cores and talk through the machine's own network, so such a small model gets no faster, but all
-# that is sent and held can be counted. It takes a minute or two.
+# its cores and talk through the machine's own network, so we do not time them, but what is sent and
+# held can be counted. It takes a few minutes.
 
 # %% tags=["nbval-ignore-output"]
 import functools
@@ -45,8 +45,8 @@ plots.use_style()
 torch.set_num_threads(1)  # as in every worker
 
 # %% [markdown]
-# What is new here comes from `torch.distributed`, apart from the counter of what is sent and the
-# checks of the exercises.
+# What is new here comes from PyTorch, apart from the counter of what is sent and the checks of the
+# exercises.
 
 # %%
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -88,14 +88,15 @@ assert off[torch.float32, 64] < 1e-6
 assert 1e-3 < off[torch.bfloat16, 2] < off[torch.bfloat16, 64]
 
 # %% [markdown]
-# In fp32 the average over equal parts *is* the gradient of the whole batch, up to the order of a sum, so training on
-# several devices is the same training. In bf16 it is off by 0.24 % with 2 ranks, and by 0.89 % with 64, because each
-# addition rounds once more. In which dtype the gradients travel is the new choice of this notebook.
+# In fp32 the average over equal parts *is* the gradient of this loss over the whole batch, up to the order of a sum,
+# so training on several devices can be the same training. In bf16 it is off by 0.24 % with 2 ranks, and by 0.89 %
+# with 64, because each addition rounds once more. In which dtype the gradients travel is the new choice of this
+# notebook.
 #
 # ## The setting
 #
-# Every process gets a GPU of its own. With four GPUs we start one, two and four processes, and
-# with two or three GPUs one and two. With fewer, the processes run on the CPU.
+# With four GPUs or more we start one, two and four processes, and with two or three GPUs one and
+# two, each on a GPU of its own. With fewer, the processes run on the CPU.
 
 # %%
 gpus = 0 if device.type == "cpu" else torch.accelerator.device_count()
@@ -177,8 +178,8 @@ for name, losses in alone.items():
     assert losses[-1] < losses[0] / 2
 
 # %% [markdown]
-# In both, the loss falls from 2.81 to 0.75. Apart from activations, the process holds weights,
-# gradients and AdamW's two averages, each in fp32, with autocast or without. The function counts
+# In both, the loss falls from 2.81 to 0.75. After a step, the process holds weights, gradients and
+# AdamW's two averages, each in fp32, with autocast or without. The function counts
 # what lies in *this* process, which will matter for FSDP2.
 
 
@@ -240,9 +241,9 @@ assert sum(memory_alone.values()) == 16 * parameters
 # ## Start the processes
 #
 # `torchrun` starts n copies of one script, and tells each copy its number and where to find the others,
-# in environment variables. First of all, the script joins the *process group*. Its
-# [backend](https://docs.pytorch.org/docs/stable/distributed.html#backends) moves the data: gloo on
-# CPUs, NCCL on NVIDIA GPUs, and RCCL, which goes by the same name, on AMD's.
+# in environment variables. First the script joins the *process group*. Its
+# [backend](https://docs.pytorch.org/docs/stable/distributed.html#backends) moves the data: gloo on CPUs,
+# NCCL on NVIDIA GPUs, and RCCL, which goes by the same name, on AMD's.
 
 
 # %%
@@ -262,9 +263,9 @@ def join(device_type):
 # starts that under torchrun, and returns what each rank returned.
 # <!-- tests/notebook/test_processes.py -->
 #
-# Whatever the ranks do together is a *collective*, and all of them must call it. `all_reduce` leaves
+# An operation of all ranks together is a *collective*, and all of them must call it. `all_reduce` leaves
 # the sum of their tensors on every rank. `all_gather` leaves all of their tensors, one after another,
-# on every rank. `reduce_scatter` leaves an n-th of the sum on each. So an `all_reduce` is a
+# on every rank. `reduce_scatter` leaves an n-th of the sum on each. So an `all_reduce` gives the same as a
 # `reduce_scatter` followed by an `all_gather`.
 # <!-- tests/distributed/test_collectives.py -->
 #
@@ -338,22 +339,22 @@ def check_losses(what, ranks):
 
 
 # %% [markdown]
-# If the losses agree, scaling out by itself changes nothing that matters: **keep the global batch, and every
-# setting of the training stays right.** If you keep the batch of each process
-# instead, the global batch grows n times. That is another training, and you have to find its learning
-# rate anew.
+# If the losses agree, scaling out changes nothing that matters here: **keep the global batch, and the
+# learning rate stays right.** If you keep the batch of each process instead, the global batch grows n times.
+# That is another training, which may need another learning rate.
 #
 # ## FSDP2
 #
-# With DDP every rank holds everything. FSDP2 (`fully_shard`) cuts each parameter into n parts along
-# its first dimension, and a rank keeps one, a *shard*: of the weight in fp32, of its gradient, and
-# of what the optimizer keeps. A layer's whole weights are gathered only while it computes, in the
-# forward and again in the backward pass, and then its gradients are reduced and scattered. By a
-# layer we mean any module with a `fully_shard` of its own; the last call takes what is left.
+# With DDP every rank holds everything. By default FSDP2 (`fully_shard`) cuts each parameter into n parts
+# along its first dimension, and a rank keeps one, a *shard*: of the weight, here in fp32, of its
+# gradient, and of what the optimizer keeps. A layer's whole weights are gathered for its forward pass
+# and, unless they stay gathered, again for its backward pass. Then its gradients are reduced and
+# scattered. By a layer we mean any module with a `fully_shard` of its own; the last call takes what is
+# left.
 #
 # The precision belongs to the wrapping, in a `MixedPrecisionPolicy`. Weights are cast to `param_dtype`
 # *before* they travel, and gradients travel and are summed in `reduce_dtype`. Always give both, since
-# the default of the second is not the same in all versions of PyTorch. There is one more difference: autocast casts
+# the default of the second changed in PyTorch 2.15. There is one more difference: autocast casts
 # *ops*, the policy [casts *modules*](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html), so
 # norms and the loss run in bf16 too. Give the outermost call `output_dtype=torch.float32`, for the loss.
 
@@ -444,7 +445,7 @@ def set_up(config, device, engine, compute, reduce):
 # %% [markdown]
 # `count_communication` notes every collective of a process with its dtype and size, and adds up what a rank has to send
 # for it. A payload of S bytes costs 2(n-1)/n S in an `all_reduce`, and (n-1)/n S in the other two. Without a switch
-# that adds, no algorithm can do with less, and rings, the usual one, need no more.
+# that adds, no algorithm can do with less, and rings, a usual one, need no more.
 # <!-- tests/distributed/test_collectives.py -->
 
 
@@ -469,7 +470,7 @@ def my_share(config, images, targets, device):
 
 # %% [markdown]
 # Everything runs in one launch for each number of processes: first both engines train, then each set-up
-# takes a step.
+# takes three steps.
 
 
 # %%
@@ -532,13 +533,13 @@ assert len(bars) == len(SETUPS)
 # - **Autocast changes nothing** in what DDP sends, 653,280 bytes. The weights are fp32, so their
 #   gradients are fp32 too, and these travel.
 # - A **hook** to bf16 or fp16 halves it.
-# - FSDP2 in **fp32** sends nearly half as much again as DDP, since layers are gathered twice.
+# - FSDP2 in **fp32** sends nearly half as much again as DDP, since most layers are gathered twice.
 # - With **`param_dtype=bf16`** it sends 639,912 bytes, about as much as DDP, though a rank holds only a
 #   part of the model.
 # - With **`reduce_dtype=bf16`** the reduced bytes halve as well, which leaves 476,592.
 #
-# All of it follows from the number of parameters. DDP reduces each parameter once. FSDP2 scatters each
-# once, and gathers it once or twice: the first and last layers, which the last `fully_shard` took, stay
+# All of it follows from the number of parameters. DDP reduces each gradient once. FSDP2 scatters each
+# once, and gathers a parameter once or twice: the first and last layers, which the last `fully_shard` took, stay
 # gathered between the passes.
 
 # %%
@@ -555,8 +556,8 @@ assert 0.9 < in_fp32 / sent["DDP, fp32"] < 1.1
 
 # %% [markdown]
 # Is a gradient in bf16 good enough? The sum over the ranks is formed in bf16 then, and you saw at the beginning that
-# this loses more the more ranks there are. That is why FSDP2 lets you choose the two dtypes apart, and bf16 weights
-# with fp32 sums are a safe choice. Where a network is the bottleneck, divide these bytes by its rate.
+# this loses more the more ranks there are. FSDP2 lets you choose the two dtypes apart, and bf16 weights with fp32
+# sums are a safe choice. Where a network is the bottleneck, divide these bytes by its rate.
 #
 # ## What does each hold?
 #
@@ -752,7 +753,7 @@ def save_sharded(config, x, y, folder):
 # %% [markdown]
 # When you load, you say which parts you want, and these may be others than were saved. Here we load into a
 # model that has been trained on something else. Its state dicts tell what belongs on this rank *now*, and
-# are filled in place. (A new optimizer's own `state_dict()` is empty: `dcp.load` would fill no moments.)
+# are filled in place. (A new optimizer's own `state_dict()` has no moments, so `dcp.load` would fill none.)
 # <!-- tests/notebooks/test_11_scale_out.py -->
 
 
@@ -822,13 +823,13 @@ assert all(rank[2] == {3} for ranks in loads.values() for rank in ranks)  # step
 #
 # ## Summary
 #
-# - With the same global batch, DDP and FSDP2 trained as one process does, up to the order of sums.
-# - What travels has a dtype of its own. DDP sends fp32 gradients, with autocast or without, unless a
-#   communication hook casts them, which halves the bytes. FSDP2 gathers weights in `param_dtype` and
-#   reduces gradients in `reduce_dtype`.
+# - With the same global batch, DDP and FSDP2 trained as one process does, up to rounding.
+# - What travels has a dtype of its own. With fp32 weights DDP sends fp32 gradients, with autocast or without,
+#   unless a communication hook casts them to 16 bits, which halves the bytes. FSDP2 gathers weights in
+#   `param_dtype` and reduces gradients in `reduce_dtype`.
 # - FSDP2 divides weights, gradients and optimizer state among the ranks. In bf16 with fp32 sums it sends about as much
 #   as DDP does in fp32.
-# - A sum of gradients in bf16, one rank after another, loses more with every rank, 0.24 % with 2 and 0.89 % with 64, so
+# - A sum of gradients in bf16, one rank after another, lost more with more ranks, 0.24 % with 2 and 0.89 % with 64, so
 #   reduce in fp32.
 # - The scalers of all ranks must decide alike. DDP's do because the gradients are averaged before they
 #   look, and FSDP2's because `unscale_` asks all ranks. If you reduce by hand, do it before `unscale_`.
