@@ -25,7 +25,7 @@
 # TensorFlow comes as its build for CPUs. From Python 3.14 on it has none, and only torch runs.
 
 # %% [markdown]
-# A process has one Keras backend, which an environment variable names before Keras is imported.
+# A process has one Keras backend, which an environment variable can name before Keras is imported.
 # Here it is torch. To use both, we start a process for each.
 
 # %% tags=["nbval-ignore-output"]
@@ -111,8 +111,8 @@ assert dtype_of(layer(x)) == layer.compute_dtype == "bfloat16"
 assert layer.kernel.dtype == layer.dtype == layer.variable_dtype == "float32"
 
 # %% [markdown]
-# Note that `layer.dtype` is the dtype of the variables, not of the output. A layer keeps the policy
-# that it was made with:
+# `layer.dtype` is the dtype of the variables, not of the output. A layer keeps the policy that it
+# was made with:
 
 # %%
 keras.config.set_dtype_policy("mixed_float16")
@@ -123,7 +123,7 @@ assert layers.Dense(3).compute_dtype == "float16"
 # ## Layers, not ops
 #
 # Autocast decides for each op: on CUDA it runs a matrix product in float16 and a sum in float32. A
-# policy decides for a whole layer, with everything in its `call`. Keras's own layers know what
+# policy decides for a whole layer, with the ops in its `call`. Some of Keras's own layers know what
 # needs more range: batch normalisation takes the squares, too large for float16, in float32.
 
 # %%
@@ -157,9 +157,9 @@ assert ops.all(ops.isfinite(Energy(dtype="float32")(far)))
 #
 # ## Keep the last layer in float32
 #
-# A softmax or a sigmoid under `mixed_float16` gives the loss probabilities in float16, whose numbers
-# just below 1 are 2⁻¹¹ apart: 0.9998 becomes 1, and nothing is left to learn. Take a logit of 8.5 for a
-# yes or no, once right and once wrong:
+# On torch, a softmax or a sigmoid under `mixed_float16` gives the loss probabilities in float16, whose
+# numbers just below 1 are 2⁻¹¹ apart, so 0.9998 becomes 1. Take a logit of 8.5 for a yes or no, once
+# right and once wrong:
 
 # %%
 from_probability = keras.losses.BinaryCrossentropy()
@@ -182,7 +182,7 @@ for case, target in (("right", 1.0), ("wrong", 0.0)):
 
 # %% [markdown]
 # In float16 the loss of the right answer is over a thousand times too small, that of the wrong one
-# nearly twice too large. Safe is a last layer without activation, in float32, and `from_logits=True`:
+# nearly doubled. Safe is a last layer without activation, in float32, and `from_logits=True`:
 
 # %%
 for case, found in losses.items():
@@ -195,7 +195,7 @@ assert torch.tensor([0.9998, 1 - 2**-11, 1 - 2**-12]).half().tolist() == [1, 1 -
 # %% [markdown]
 # ## What compile adds
 #
-# float16 needs a loss scale, so `compile` wraps the optimizer in a `LossScaleOptimizer` if the
+# float16 usually needs a loss scale, so `compile` wraps the optimizer in a `LossScaleOptimizer` if the
 # *model's* policy is `mixed_float16`. `bfloat16` has the range of float32 and needs none.
 
 
@@ -220,9 +220,8 @@ print(found)
 assert [name for name, kind in found.items() if kind != "Adam"] == ["mixed_float16"]
 
 # %% [markdown]
-# There are two ways to end up without a loss scale. You can ask for it with
-# `auto_scale_loss=False`. Or it happens by accident: you give the policy to the layers, and the
-# model itself has the global one.
+# You may end up without a loss scale. You can ask for that with `auto_scale_loss=False`. Or it happens
+# by accident: you give the policy to the layers, and the model itself has the global one.
 
 # %%
 print("asked for:", optimizer_of(new_head(), auto_scale_loss=False))
@@ -258,8 +257,8 @@ print("after a step:", [round(float(w), 3) for w in ops.convert_to_numpy(weight.
 # %% [markdown]
 # ## Fit
 #
-# Now we train a real network, MobileNetV2, on handwritten digits enlarged to 32x32 pixels. Keras
-# keeps the channels last. The quick scale uses a third of the channels and the first six blocks.
+# Now we train MobileNetV2 on handwritten digits enlarged to 32x32 pixels. Keras keeps the channels
+# last by default. The quick scale uses about a third of the channels and the first six blocks.
 
 # %%
 config = {
@@ -299,7 +298,7 @@ print(f"{model.count_params():,} numbers in {len(weights)} weights")
 assert all(weight.dtype is torch.float32 for weight in weights)
 
 # %% [markdown]
-# Both backends run this function. It calls `fit` in each policy, from the same weights, over the
+# Both backends run this function. It calls `fit` in three policies, from the same weights, over the
 # same images in the same order, and returns the loss and the time of every epoch.
 
 
@@ -598,7 +597,7 @@ def train_twin(dtype, device, weights, x, y, steps, scale, growth, **_):
 
 
 # %% [markdown]
-# How close should they be? In float32 each backend adds in its own order, and after twenty steps we
+# How close should they be? In float32 each backend may add in its own order, and after twenty steps we
 # allow a difference in eight of the 24 bits. In bfloat16 and float16 a library may round before or
 # after it adds the bias, so we allow one rounding, 2⁻⁸ and 2⁻¹¹. We compare each run with a twin on
 # its own device, up to the first step that only one of them skips. On this CPU there is none.
@@ -695,7 +694,7 @@ def resume(weights, x, y):
 
 
 # %% [markdown]
-# On a CPU two steps are skipped, which lowers the scale to 65536, and the losses come out the same
+# On this CPU two steps are skipped, which lowers the scale to 65536, and the losses come out the same
 # to the last bit:
 
 # %% tags=["nbval-ignore-output"]
@@ -754,8 +753,8 @@ for wrong in ({"dynamic": False}, {"loss_scale": "dynamic"}):
 #   that policy, wrap the optimizer yourself.
 # - In a step of your own, `scale_loss` multiplies, and `apply` checks, divides and steps, or skips.
 #   Do not divide by hand. Clipping belongs to the inner optimizer.
-# - On this CPU, both backends have the losses and skipped steps of plain torch AMP.
-# - `model.save` keeps the scale, so on a CPU a resumed run repeats its losses to the bit.
+# - On this CPU, both backends skip the steps that plain torch AMP skips, with its losses up to rounding.
+# - `model.save` keeps the scale, and on this CPU the resumed run repeated its losses to the bit.
 #
 # Next, [notebook 13](13_from_apex.ipynb) brings old Apex scripts to `torch.amp`.
 #
