@@ -10,7 +10,7 @@
 # # Move from Apex to torch.amp
 #
 # **What you'll do.** Train a small network at each of NVIDIA Apex's four optimization levels, using
-# a toy Apex that runs anywhere, and compare each training with what you would write today. Then
+# a toy Apex that needs no GPU, and compare the trainings with what you would write today. Then
 # move old code to `torch.amp`, by hand and with `amp-lab migrate`, and continue a training from a
 # checkpoint that Apex wrote.
 #
@@ -65,10 +65,10 @@ names = {fp32: "fp32", fp16: "fp16", bf16: "bf16"}
 # %% [markdown]
 # ## The idea in five lines
 #
-# At its most popular level, O1, Apex replaced functions such as `F.linear` by others that cast
-# their inputs to fp16 first. Autocast makes the same casts, but inside PyTorch, and only while its
-# block is open. We make the casts by hand, as Apex did, and then let autocast make them. Before you
-# run the cell: how many of the 1024 outputs will differ?
+# At its default level, O1, Apex replaced functions such as `F.linear` by others that cast their
+# inputs to fp16 first. Autocast makes such casts inside PyTorch, and only while its block is open.
+# We make the casts by hand, as Apex did, and then let autocast make them. Before you run the cell:
+# how many of the 1024 outputs will differ?
 
 # %%
 torch.manual_seed(0)
@@ -80,12 +80,12 @@ print(f"{(today != as_apex_did).sum()} of {today.numel()} outputs differ")
 assert torch.equal(today, as_apex_did)
 
 # %% [markdown]
-# None of them differs. So moving is mostly a matter of names, and of the few places where the two
-# behave differently.
+# None of them differs. So moving is mostly a matter of names, and of the places where the two behave
+# differently.
 #
 # ## The names, then and now
 #
-# For years Apex was the usual way to train PyTorch models in mixed precision. In 2020 its ideas went
+# Before PyTorch had its own way, many trained in mixed precision with Apex. In 2020 its ideas went
 # into PyTorch 1.6, as `torch.cuda.amp`, and later into `torch.amp`, which serves CPUs and several
 # kinds of accelerators. In 2025 Apex removed its `amp` ([pull request
 # 1896](https://github.com/NVIDIA/apex/pull/1896)).
@@ -108,11 +108,11 @@ assert torch.equal(today, as_apex_did)
 #
 # ## A toy Apex (optional)
 #
-# What Apex's `amp` did fits on a page of plain torch, and here it is, as a `ToyApex` with the two
-# calls that every old loop has, `initialize` and `scale_loss`. If you want to know only what to write
+# The main parts of Apex's `amp` fit on a page of plain torch, and here they are, as a `ToyApex` with the
+# two calls of an old loop, `initialize` and `scale_loss`. If you want to know only what to write
 # today, run the cells of this section and read on at the next one.
 #
-# An optimization level was nothing but five settings:
+# An optimization level stood for five settings:
 
 
 # %%
@@ -426,7 +426,7 @@ assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 # What became better is *where* the casts are made: below Python, so that ops called from C++ are cast
 # as well, only inside the block, and on CPUs and other accelerators as well.
 #
-# Where the lists differ, the results do. The difference that matters for every classifier is
+# Where the lists differ, the results may differ. A difference that matters for classifiers is
 # `cross_entropy`. Apex had it on its black list and computed all of it in fp32. Autocast on CUDA
 # leaves the call alone, and its log-softmax returns fp16 for fp16 logits ([notebook
 # 09](09_xray_your_model.ipynb) shows where that goes). X-ray shows CUDA's rules on any machine:
@@ -474,8 +474,8 @@ check_close(train_today(fp16, model=rounded), runs["O2"])
 
 # %% [markdown]
 # For this network O2 is therefore autocast with the weights cast once a step instead of once a
-# forward pass. In other models there is one more difference: O2 had no lists of ops, so a softmax
-# inside the model ran in fp16, where autocast on CUDA runs it in fp32. Neither is a reason for O2.
+# forward pass. Other models may differ more: O2 had no lists of ops, so a softmax inside the model
+# ran in fp16, where autocast on CUDA runs it in fp32. That is no reason for O2.
 #
 # ### O3: everything in fp16
 #
@@ -494,7 +494,7 @@ for dtype in (fp32, fp16):
     assert abs(weight.item() - (0.99 if dtype is fp32 else 1)) < 1e-5
 
 # %% [markdown]
-# In fp32 the weight arrives at 0.99. In fp16 it has not moved at all: below 1 the fp16 numbers are
+# In fp32 the weight arrives at 0.99. In fp16 it has not moved at all: just below 1 the fp16 numbers are
 # 2^-11, or 0.0005, apart, and an update of 0.0001 is less than half of that, so it is rounded away
 # ([notebook 01](01_number_formats.ipynb) calls that swamping).
 #
@@ -552,7 +552,7 @@ assert [sum(parts.values()) for parts in sizes.values()] == [16, 16, 20, 8, 16]
 #
 # ## The loop, line by line
 #
-# Here is a loop with clipping as it stood in many repositories. It is text, so that the tool below
+# Here is a loop with clipping, as people wrote it with Apex. It is text, so that the tool below
 # can read it, and it still runs, with the toy in the place of Apex:
 
 # %%
@@ -591,7 +591,7 @@ ours, theirs = (parameters_to_vector(m.parameters()).tolist() for m in (model, o
 assert distance(ours, theirs) <= SAME
 
 # %% [markdown]
-# The line that is easily forgotten is `unscale_`. Without it, clipping looks at gradients that are
+# A line that is easily forgotten is `unscale_`. Without it, clipping looks at gradients that are
 # still scaled, and leaves almost nothing of them ([notebook 07](07_training_recipes.ipynb)).
 #
 # Apex's options have their counterparts too:
@@ -616,8 +616,8 @@ assert scaler.get_scale() == 128  # loss_scale=128.0
 # %% [markdown]
 # ## From torch.cuda.amp to torch.amp
 #
-# The second generation of code was written between 2020 and 2024. Its names still work, and warn
-# that they will go:
+# From 2020 to 2024 code was written with `torch.cuda.amp`. Its names still work in torch 2.15, and warn
+# that they are deprecated:
 
 # %%
 for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp.GradScaler):
@@ -630,8 +630,8 @@ for old_name in (torch.cuda.amp.autocast, torch.cpu.amp.autocast, torch.cuda.amp
 # Moving to the new ones looks like a change of name, but there are two traps in it.
 #
 # **The default dtype.** The old classes had one of their own, fp16 for CUDA and bf16 for the CPU.
-# The new class takes the dtype that is in force. That is the same at first, but not inside another
-# block, and not after `torch.set_autocast_dtype`. Which dtype will each of these three have?
+# The new class takes the dtype that is in force. That is the same at first, but may be another inside
+# a block or after `torch.set_autocast_dtype`. Which dtype will each of these three have?
 
 # %%
 x = torch.ones(2, 2)
@@ -675,8 +675,8 @@ assert (asked.get_scale(), got.get_scale()) == (1024, 65536)
 #
 # `amp-lab migrate PATH` rewrites files and notebooks: the old names with the behaviour that
 # they had, and those names of Apex for which torch has an exact equal. It leaves magics and choices
-# between versions, reports the rest, and mistakes that it can prove. This is part of a program from
-# 2021, which runs in fp16 on a GPU, and in bf16 on a CPU. Both traps are in it:
+# between versions, reports the rest, and mistakes that it can prove. This is part of an old program,
+# which runs in fp16 on a GPU, and in bf16 on a CPU. Both traps are in it:
 
 # %%
 OLD_PROGRAM = """
@@ -728,7 +728,7 @@ if find_spec("libcst") is not None:
 #
 # - names begin with `module.` where the model was wrapped for several GPUs;
 # - at O2 weights look like fp32, but hold fp16 values, because Apex's `state_dict` cast them; in
-#   files from before 2019, and in files made by hand, they are fp16;
+#   other files they are fp16;
 # - the master weights are not in the file, unless someone put them there, as NVIDIA's BERT in
 #   [DeepLearningExamples](https://github.com/NVIDIA/DeepLearningExamples) did, under `master params`:
 #   `list(amp.master_params(optimizer))`, in the order of the optimizer's groups.
@@ -774,9 +774,10 @@ def train_and_save(level):
 
 
 # %% [markdown]
-# The file holds tensors, numbers and dictionaries only, so we can read it with `weights_only=True`,
-# which runs no code from it. The scaler's state has to be translated: Apex's `unskipped` is today's
-# `_growth_tracker`.
+# The file holds tensors, numbers, lists and dictionaries, so we can read it with
+# `weights_only=True`, which [is meant to run no code from
+# it](https://docs.pytorch.org/docs/stable/notes/serialization.html). The scaler's state has to be
+# translated: Apex's `unskipped` is today's `_growth_tracker`.
 
 
 # %%
@@ -826,8 +827,8 @@ def resume(use_masters=False):
 check_close(resume(), whole)
 
 # %% [markdown]
-# From O1 the training goes on as if nothing had happened. What do you expect from O2, where the
-# weights in the file have been rounded to fp16?
+# From O1 the training goes on as the old one did. What do you expect from O2, where the weights in
+# the file have been rounded to fp16?
 
 # %%
 whole = train_and_save("O2")
@@ -842,16 +843,16 @@ folder.cleanup()
 #
 # ## Summary
 #
-# - Apex's levels were five settings. O1 is autocast with `GradScaler`, to the last bit where their
+# - Apex's levels were five settings. O1 is autocast with `GradScaler`, here to the last bit, since their
 #   lists of ops agree; for cross-entropy they do not, so give it `logits.float()`. O2 is the same
-#   with weights stored twice, for 20 bytes per parameter where autocast holds 16. O3 is
+#   with weights stored twice, with Adam 20 bytes per parameter where autocast holds 16. O3 is
 #   `model.half()`, which swallows small updates and made our loss NaN in its second step.
 # - In the loop, `scale_loss` becomes `scale(loss).backward()`, and what Apex did at the end of its
 #   block is now written out: `unscale_` before clipping, then `step` and `update`.
 # - Coming from `torch.cuda.amp`, write out the dtype, and the device before arguments that are given by
 #   position. `amp-lab migrate` does this for you.
-# - An Apex checkpoint holds the loss scale under other names, and at O2 no master weights. With both,
-#   the training goes on exactly.
+# - An Apex checkpoint holds the loss scale under other names, and at O2 often no master weights. With
+#   both, the training went on exactly here.
 #
 # In [notebook 14](14_ten_practices.ipynb) we weigh ten pieces of advice that people give to those who
 # have just moved.
@@ -982,7 +983,7 @@ check_two_optimizers(step_of_both)
 #     scaler.update()
 # ```
 #
-# With an `update` after each `step`, a scale that has just grown would divide gradients that were
+# With an `update` after each `step`, a scale that has just changed would divide gradients that were
 # multiplied by the old one.
 #
 # </details>
@@ -995,5 +996,5 @@ check_two_optimizers(step_of_both)
 # - PyTorch, [Automatic Mixed Precision package](https://docs.pytorch.org/docs/stable/amp.html): the
 #   reference, with the list of deprecated names, and its
 #   [examples](https://docs.pytorch.org/docs/stable/notes/amp_examples.html).
-# - M. Carilli, who wrote much of both, [torch.cuda.amp > apex
-#   amp](https://github.com/NVIDIA/apex/issues/818), 2020: why the one replaced the other.
+# - M. Carilli, [torch.cuda.amp > apex amp](https://github.com/NVIDIA/apex/issues/818), 2020: why the one
+#   replaced the other.
