@@ -213,7 +213,7 @@ assert all(parameter.device.type == device.type for parameter in net.parameters(
 #
 # `amp_lab.xray` is this tracer with what real models need besides: it names modules, tells casts
 # apart from ops, and knows recurrent layers, attention, tied weights and models that keep tensors in
-# their attributes. <!-- tests/tracing/test_xray.py -->
+# their attributes. <!-- tests/tracing/test_xray.py --> <!-- tests/tracing/test_fake_device.py -->
 
 # %%
 small = xray(net, images, device_type="cuda")
