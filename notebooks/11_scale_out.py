@@ -443,8 +443,8 @@ def set_up(config, device, engine, compute, reduce):
 
 
 # %% [markdown]
-# `count_communication` notes every collective of a process with its dtype and size, and adds up what a rank has to send
-# for it. A payload of S bytes costs 2(n-1)/n S in an `all_reduce`, and (n-1)/n S in the other two. Without a switch
+# `count_communication` notes the collectives of a process with dtype and size, and adds up what a rank has to send for
+# them. A payload of S bytes costs 2(n-1)/n S in an `all_reduce`, and (n-1)/n S in the other two. Without a switch
 # that adds, no algorithm can do with less, and rings, a usual one, need no more.
 # <!-- tests/distributed/test_collectives.py -->
 

@@ -98,7 +98,7 @@ for name in POLICIES:
 # last two policies keep no float32 weights, so they lose small updates, as [notebook
 # 01](01_number_formats.ipynb) shows.
 #
-# `set_dtype_policy` sets the policy of all layers that you make after it; `dtype=` sets it for one:
+# `set_dtype_policy` sets the policy of the layers that you make after it; `dtype=` sets it for one:
 
 # %%
 x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)).numpy()
@@ -745,7 +745,7 @@ for wrong in ({"dynamic": False}, {"loss_scale": "dynamic"}):
 # ## Summary
 #
 # - A policy names the dtypes in which layers compute and keep their weights. The mixed ones keep
-#   float32. You set a policy for all new layers, or for one.
+#   float32. You set a policy for new layers, or for one.
 # - It holds for whole layers, while autocast decides for each op. A layer of your own that sums or
 #   squares may need `dtype="float32"`.
 # - Keep the last layer in float32, without activation, and use a loss with `from_logits=True`.

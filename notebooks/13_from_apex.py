@@ -657,7 +657,7 @@ assert (old, renamed, written_out) == (bf16, fp16, bf16)
 # | `autocast(enabled, dtype, cache_enabled)` | `autocast(device_type, dtype, enabled, cache_enabled)` |
 # | `GradScaler(init_scale, growth_factor, …)` | `GradScaler(device, init_scale, growth_factor, …)` |
 #
-# With autocast the mistake raises an error. With the scaler it does not:
+# Without a device in the first place, autocast raises an error. The scaler does not:
 
 # %%
 asked, got = torch.amp.GradScaler("cpu", 1024.0), torch.amp.GradScaler(1024.0)
