@@ -164,7 +164,7 @@ class LossScale:
 #
 # **Patched functions.** O1 replaced functions of torch by others that cast their inputs first: to
 # fp16 for those on a white list, which multiply matrices, and to fp32 for those on a black list,
-# such as softmax and losses. A `TorchFunctionMode` sees every call of a torch function, so here it
+# such as softmax and losses. A `TorchFunctionMode` sees calls of torch functions from Python, so here it
 # does this for a few of them. <!-- tests/notebooks/test_13_from_apex.py -->
 
 # %%
@@ -381,7 +381,7 @@ assert table["O0"] == table["fp32 today"]
 
 # %% [markdown]
 # At O1 only the activations are fp16, and its row is the same as autocast's. O2 kept its weights and
-# their gradients in fp16, and fp32 masters for Adam to update. At O3 everything is fp16.
+# their gradients in fp16, and fp32 masters for Adam to update. At O3 all of these are fp16.
 #
 # ### O0: fp32, to compare with
 #
@@ -429,7 +429,7 @@ assert runs["O1"].scale == 2.0**13  # three steps skipped, in both
 # Where the lists differ, the results may differ. A difference that matters for classifiers is
 # `cross_entropy`. Apex had it on its black list and computed all of it in fp32. Autocast on CUDA
 # leaves the call alone, and its log-softmax returns fp16 for fp16 logits ([notebook
-# 09](09_xray_your_model.ipynb) shows where that goes). X-ray shows CUDA's rules on any machine:
+# 09](09_xray_your_model.ipynb) shows where that goes). X-ray shows CUDA's rules without a GPU:
 
 
 # %%
