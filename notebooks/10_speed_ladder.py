@@ -510,7 +510,7 @@ _ = plots.roofline(roofs, limits.memory_bytes_per_s, points)
 #
 # By hand, a block of 4,096 pixels may stay in the cache, and still it goes through one op after another,
 # and each of them reads and writes it. In C++ we can do better: take 32 pixels from what they are read
-# from to the sums of what they become, in one go. Nothing but the boxes in black leaves the core:
+# from to the sums of what they become, in one go. Of the activations only the boxes in black leave the core:
 
 # %% tags=["nbval-ignore-output"]
 PASSES = {
