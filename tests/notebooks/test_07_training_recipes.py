@@ -288,3 +288,24 @@ def test_selective_checkpointing_of_a_shared_weight_needs_the_cache_off(
     else:
         loss.backward()
         assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize(("cache_enabled", "casts"), [(True, 0), (False, 1)])
+def test_the_second_region_of_a_shared_weight_finds_its_cast_in_the_cache(
+    one_thread, cache_enabled, casts
+):
+    """Why, as section 21 of notebook 08 says: its second run finds no cast that was recorded."""
+    seen = []
+
+    def policy(context, op, *args, **kwargs):
+        if op is torch.ops.aten._to_copy.default:
+            seen.append(context.is_recompute)
+        return keep_products(context, op)
+
+    select = functools.partial(create_selective_checkpoint_contexts, policy)
+    layer, x = nn.Linear(8, 8, bias=False), torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache_enabled):
+        for _ in range(2):
+            seen.clear()
+            x = checkpoint(layer, x, use_reentrant=False, context_fn=select)
+    assert seen == [False] * casts  # in the forward pass of the second region

@@ -210,6 +210,34 @@ def test_onnx_runtime_refuses_an_fp16_arange_of_the_older_exporter(newer):
         onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
 
 
+class MaskedAttention(nn.Module):
+    """Attention with a boolean mask, then a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        seen = torch.ones(3, 3, dtype=torch.bool)
+        return self.norm(nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=seen))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("newer", [True, False])
+def test_the_older_exporter_leaves_fp32_before_a_norm_behind_masked_attention(newer):
+    """The table of messages in notebook 08: ONNX Runtime refuses it beside fp16 weights."""
+    onnxruntime = pytest.importorskip("onnxruntime", reason="pip install onnxruntime onnxscript")
+    pytest.importorskip("onnxscript", reason="pip install onnxruntime onnxscript")
+    tokens, file = torch.zeros(1, 1, 3, 4, dtype=torch.float16), io.BytesIO()
+    how = {"verbose": False} if newer else {"opset_version": 17}  # the first that has the op
+    torch.onnx.export(MaskedAttention().half(), (tokens,), file, dynamo=newer, **how)
+    refused = onnxruntime.capi.onnxruntime_pybind11_state.Fail
+    message = r"Type parameter \(T\) of Optype \(LayerNormalization\) bound to different types"
+    expected = nullcontext() if newer else pytest.raises(refused, match=message)
+    with expected:
+        onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
+
+
 def test_a_step_of_bf16_in_one_value_spreads_from_layer_to_layer():
     """As where two sizes of a batch differ in one rounding, in a stack of residual blocks."""
     torch.manual_seed(0)
