@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import nbformat
 import pytest
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
@@ -151,6 +152,26 @@ def test_lightning_scales_only_in_its_manual_backward(way, scales):
     else:
         loss.backward()
     assert (module.layer.weight.grad.item() == 1024) == scales
+
+
+class Fp32Linear(nn.Linear):
+    """An island that is a layer itself."""
+
+    def forward(self, x):
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x.float())
+
+
+def test_an_island_that_is_a_subclass_keeps_the_names_of_the_layer():
+    """Section 1."""
+    layer, island = nn.Linear(2, 2), Fp32Linear(2, 2)
+    island.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        island.weight.fill_(60000.0)
+    with torch.autocast("cpu", torch.float16):
+        output = island(torch.ones(1, 2).half())
+    assert output.dtype is torch.float32
+    assert output.isfinite().all()
 
 
 def test_a_gradient_that_is_unscaled_in_fp16_vanishes():
