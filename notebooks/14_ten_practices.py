@@ -9,12 +9,12 @@
 # %% [markdown]
 # # Weigh ten common practices
 #
-# **What you'll do.** Take ten pieces of advice that are often given for mixed precision, and try each
-# of them in a small experiment of its own, on your device.
+# **What you'll do.** Take ten pieces of advice that are often given for mixed precision, and try
+# each of them in a small experiment of its own.
 #
 # **What you'll learn.**
 # - which of the ten practices hold as they stand, which matter little, and which are half true;
-# - what each of them is worth, in lost steps, in casts, in accuracy, in memory or in time;
+# - what most of them are worth, in lost steps, in casts, in accuracy, in memory or in time;
 # - how to weigh a piece of advice yourself: against the spread of seeds, or with an interval.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast and [notebook
@@ -42,7 +42,7 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 
 # %% [markdown]
 # The rest comes from torch and from `amp_lab`. The tensors of the experiments about numbers are too
-# small for more than one thread; those about time get all cores.
+# small to gain from more than one thread; those about time get as many as torch takes by default.
 
 # %%
 import torch
@@ -64,9 +64,10 @@ threads = torch.get_num_threads()
 # %% [markdown]
 # ## The idea in five lines
 #
-# Advice without a figure is hard to weigh. "Always use a `GradScaler`", for example, is easily tried:
-# we scale a loss by 65536, compute the gradients, unscale them, and compare them with those of the
-# unscaled loss. In which of the two formats do you expect them to differ?
+# Advice without a figure is hard to weigh. "Always use a `GradScaler`", for example, is easily
+# tried: we take 1000 small numbers as gradients. We round them to a 16-bit format as they are, and
+# once more with a scale of 65536, which we divide out again. In which format do you expect the two
+# to differ, fp16 or bf16?
 
 # %%
 torch.manual_seed(0)
@@ -77,15 +78,16 @@ for dtype in (fp16, bf16):
     assert (plain != scaled).any() == (dtype is fp16)
 
 # %% [markdown]
-# In fp16 scaling changes 995 of these small gradients, because it saves their bits from underflow. In
-# bf16 it changes none of them, so there a scaler gains nothing, and the advice is only half true. The
-# ten practices below come from an article about the way from Apex to `torch.amp`, and for each there
-# is an experiment of this kind, with a verdict at its end.
+# In fp16 scaling changes 995 of these small gradients, because it saves their bits from underflow.
+# In bf16 it changes none of them, so there a scaler gains nothing for them, and the advice is only
+# half true. The ten practices below come from an article about the way from Apex to `torch.amp`,
+# and for each there is an experiment, with a verdict.
 #
 # ## What the experiments share
 #
-# The doctor of `amp_lab` measures your device and says which precision to use. The experiments about
-# time use that one; those about numbers are tiny, and run in fp16.
+# The doctor of `amp_lab` measures your device and says which precision to use. The experiments
+# about time and accuracy use fp16 if the doctor recommends it, and bf16 otherwise. Those about the
+# scaler are tiny, since fp16 can be slow.
 
 # %% tags=["nbval-ignore-output"]
 config = {
@@ -100,7 +102,7 @@ assert low is bf16 or report.speedup("fp16") >= 1.25  # what the doctor calls fa
 # %% [markdown]
 # A small network learns a smooth function, always from the same weights and the same batches. The
 # loss has a factor, with which we make it too large or too small for fp16 on purpose. The learning
-# rate makes up for it, so that the training itself stays the same.
+# rate makes up for it, so that without rounding the training would stay the same.
 
 # %%
 torch.manual_seed(0)
@@ -149,8 +151,8 @@ def weighted_step(model, optimizer, scaler, dtype, weight, step):
 #
 # ### 1. Know the hardware
 #
-# `amp-lab doctor` measures a matrix product in each precision. To see how far it can be trusted, we
-# measure one more product, of the size that it takes on most devices.
+# `amp-lab doctor` measures a matrix product in several precisions. To see how far it can be
+# trusted, we measure one more product.
 
 # %% tags=["nbval-ignore-output"]
 print(f"{report.name}: use {report.recommended}, since {report.why}")
@@ -165,15 +167,16 @@ print("they agree to within a tenth:", agree)
 assert products[names[low]]().dtype is low
 
 # %% [markdown]
-# The lines have both figures for the speed of the low precision against fp32, and say whether they agree.
-# If fp32 is recommended on your device, AMP saves only memory there. **Verdict: right, and it takes
-# one command.** Do not go by the data sheet, measure ([notebook 10](10_speed_ladder.ipynb)).
+# The lines have both figures for the speed of the low precision against fp32, and say whether they
+# agree. If fp32 is recommended on your device, do not expect AMP to save much time there.
+# **Verdict: right, and it takes one command.** Do not go by the data sheet, measure ([notebook
+# 10](10_speed_ladder.ipynb)).
 #
 # ### 2. Start with the defaults
 #
-# The first loss scale, 65536, is often too high, and the first steps are lost until it fits. Is it
-# worth setting a better one? With a loss that is 180 times too large, we train with the default
-# scale, and once more with the scale that it settled at.
+# The first loss scale, 65536, is often too high, and then the first steps are lost until it fits.
+# Is it worth setting a better one? With a loss that is 180 times as large, we train with the
+# default scale, and once more with the scale that it settled at.
 
 # %%
 torch.set_num_threads(1)
@@ -192,9 +195,10 @@ assert by_default.skipped == list(range(7))  # at the start, and never again
 #
 # ### 3. Watch the accuracy
 #
-# One run in each precision cannot tell you whether low precision costs accuracy, because two runs
-# in fp32 differ as well. So we train a classifier of digits in both, from several seeds. Which do
-# you expect to be larger, the difference between the precisions or that between the seeds?
+# One run in each precision can hardly tell you whether low precision costs accuracy, because two
+# fp32 runs from different seeds differ as well. So we train a classifier of digits in both, from
+# several seeds. Which do you expect to be larger, the difference between the precisions or that
+# between the seeds?
 
 
 # %%
@@ -245,14 +249,14 @@ assert abs(means[0] - means[1]) < min(max(found) - min(found) for found in score
 
 # %% [markdown]
 # The picture has a row of dots for each precision, and a bar at the mean of each row. The bars lie
-# nearer to each other than the outer dots of a row: here the means happen to differ by 0.00 points, while
-# seeds differ by 0.87 points (one standard deviation). **Verdict: right, with several seeds.** One
-# run in each precision shows you the luck of the seed.
+# nearer to each other than the outer dots of a row: here the means happen to differ by 0.00 points,
+# while seeds differ by 0.87 points (one standard deviation). **Verdict: right, with several
+# seeds.** One run in each precision may show you no more than the luck of the seed.
 #
 # ### 4. Only the forward pass in autocast
 #
-# What happens if `backward` runs in the block too? To see it, we note every op and its dtypes. (The
-# cells of this practice and the next run on the CPU, whatever your device.)
+# What happens if `backward` runs in the block too? To see it, we note the ops and the dtypes of
+# their inputs. (The cells of this practice and the next run on the CPU, whatever your device.)
 
 
 # %%
@@ -313,7 +317,7 @@ assert exact.dtype is blurred.dtype is fp32
 # After the block, the island's two products run in fp32, as they should. Inside it, autocast casts
 # them to bf16: the island has lost its precision in the backward pass, and its gradient is off by
 # 2e-03. There are 9 casts instead of 3 as well. (The third product belongs to the layer that is not
-# on the island, and is in bf16 either way.) You would not notice, since the gradients are fp32
+# on the island, and is in bf16 either way.) Their dtype does not show it: the gradients are fp32
 # tensors both times.
 #
 # **Verdict: right.** If one block holds the whole loop, it gets worse, because the next forward pass
@@ -321,9 +325,9 @@ assert exact.dtype is blurred.dtype is fp32
 #
 # ### 5. No casts by hand
 #
-# Code that was made for Apex's O2, or for early fp16, is full of `.half()` and `.float()`. Under
-# autocast they are not needed. What do they cost? We count the casts of a forward pass of two layers,
-# without them and with them.
+# Code that was made for Apex's O2, or for early fp16, is often full of `.half()` and `.float()`.
+# Under autocast most of them are not needed. What do they cost? We count the casts of a forward
+# pass of two layers, without them and with them.
 
 
 # %%
@@ -364,8 +368,9 @@ print(f"left alone {left_alone.item():,.0f}, with .half() {by_hand.item()}")
 assert (left_alone.item(), by_hand.item()) == (32 * 300**2, float("inf"))
 
 # %% [markdown]
-# Left alone it is 2,880,000, and with `.half()` it is infinite. **Verdict: right.** The exception is
-# an island: in a block with autocast off you have to cast the inputs, by `.float()`, as practice 4 did.
+# Left alone it is 2,880,000, and with `.half()` it is infinite. **Verdict: right.** One exception
+# is an island: in a block with autocast off you have to cast the inputs, by `.float()`, as practice
+# 4 did.
 #
 # ### 6. Use the scaler
 #
@@ -398,9 +403,9 @@ shown = [name for name in curves if name not in ("fp32, scaler", "bf16, scaler")
 _ = plots.losses_by_setting({name: curves[name] for name in shown})
 
 # %% [markdown]
-# The picture shows the loss over the steps for four of the trainings, on a logarithmic axis. Three of
-# the lines lie on each other, and fp16 without a scaler stays far above them. Two more are not drawn:
-# those of fp32 and bf16 with a scaler are equal to those without, to the last bit.
+# The picture shows the loss over the steps for four of the trainings, on a logarithmic axis. Three
+# of the lines lie on each other, and fp16 without a scaler stays far above them. Two more are not
+# drawn: those of fp32 and bf16 with a scaler are equal to those without, on a CPU to the last bit.
 
 # %%
 last = {name: statistics.mean(losses[-4:]) for name, losses in curves.items()}
@@ -415,17 +420,16 @@ for name in ("fp32", "bf16"):
     assert off <= (0 if device.type == "cpu" else 2**-6), name
 
 # %% [markdown]
-# Five of the six trainings end at a loss of 0.009, and fp16 without a scaler ends at 0.2. **Verdict:
-# right for fp16 alone.** bf16 has nearly the range of fp32, so for gradients of usual size
-# multiplying by a power of two and dividing again changes no bit, and costs a pass over all
-# gradients. A scaler alone lowers no precision. With `GradScaler(enabled=dtype is torch.float16)` one
-# loop serves all.
+# Five of the six trainings end at a loss of 0.009, and fp16 without a scaler ends at 0.2.
+# **Verdict: right for fp16 alone.** bf16 has nearly the range of fp32, so for gradients of usual
+# size multiplying by a power of two and dividing again changes no bit, and costs a pass over all
+# gradients. With `GradScaler(enabled=dtype is torch.float16)` one loop serves all.
 #
 # ### 7. Tune initial scale and growth interval
 #
-# The scale grows after `growth_interval` good steps, and when it has grown too far, a step is skipped.
-# So a short interval skips often. A long one takes long to climb if the scale starts too low. We try
-# five settings on the loss of practice 2:
+# The scale grows after `growth_interval` good steps in a row, and when it has grown too far, a step
+# is skipped. So a short interval skips often. A long one takes long to climb if the scale starts
+# too low. We try five settings on the loss of practice 2:
 
 # %% tags=["nbval-ignore-output"]
 settings = {
@@ -446,18 +450,18 @@ for interval in (50, 10):
 
 # %% [markdown]
 # The picture has a panel for each setting, with the scale of each step on a logarithmic axis, and a
-# cross where a step was skipped. By default the scale falls in the first steps and stays there.
-# With an interval of 10 it runs into the limit again and again, so that about one step in ten is
-# lost for good. In all, 29 of its 300 steps were skipped, against 7 by default. From 1 with an
-# interval of 10 the scale climbs for about 120 steps before it meets the limit. From 1 with the
-# default interval it would need 2000 steps for each doubling, so in these 300 it never moves.
+# cross where a step was skipped. By default the scale falls in the first steps and stays there in
+# these 300. With an interval of 10 it runs into the limit again and again, so that about one step
+# in ten is lost for good. In all, 29 of its 300 steps were skipped, against 7 by default. From 1
+# with an interval of 10 the scale climbs for about 120 steps before it meets the limit. From 1 with
+# the default interval it would need 2000 steps for each doubling, so in these 300 it never moves.
 #
 # **Verdict: rarely needed.** Falling is quick and growing is slow, so start too high rather than too
 # low, and leave the interval alone.
 #
 # ### 8. Stay current
 #
-# What did the versions of PyTorch bring? Each row of this table can be tried:
+# What did the versions of PyTorch bring? For each row, the cell checks a name or a call of it:
 
 # %%
 VERSIONS = {  # from the release notes; and whether it is here
@@ -472,9 +476,9 @@ for version, (what, here) in VERSIONS.items():
     assert here, version
 
 # %% [markdown]
-# Old code still runs, but its names warn ([notebook 13](13_from_apex.ipynb) shows it, and moves
-# such code). **Verdict: right**, and the way to notice in time is to let your tests fail on these
-# warnings, with `python -W error::FutureWarning`.
+# The old names in `torch.cuda.amp` still work, but they warn ([notebook 13](13_from_apex.ipynb)
+# shows it, and moves such code). **Verdict: right**, and one way to notice in time is to let your
+# tests fail on these warnings, with `python -W error::FutureWarning`.
 #
 # ### 9. Try batch sizes
 #
@@ -492,9 +496,9 @@ print("largest batch:", largest)
 assert 1.8 * largest["fp32"] < largest["fp16"] == largest["bf16"] < 2 * largest["fp32"]
 
 # %% [markdown]
-# The largest batch grows from 293 to 567, nearly twice as many, since activations are halved, and
-# weights and optimizer state are not. Does a larger batch make AMP pay more in time? We time the forward
-# and backward pass of three wide layers:
+# The largest batch grows from 293 to 567, nearly twice as many, since most activations are halved,
+# and weights and optimizer state are not. Does a larger batch make AMP pay more in time? We time
+# the forward and backward pass of three wide layers:
 
 
 # %%
@@ -632,8 +636,8 @@ for precision, (found, events) in profiles.items():
     assert (casts == 0) == (precision == "fp32")
 
 # %% [markdown]
-# Each profile lists its four most expensive ops, by the time spent in the op itself. The backward pass
-# of the convolutions comes first in both. In bf16 it takes much less, and casts (`copy_`) are listed. A
+# Each profile lists its four most expensive ops, by the time spent in the op itself. The backward
+# pass of the convolutions comes first in both. In bf16 it takes much less, and there are casts. A
 # profile slows down what it watches, so for the speed-up itself use `compare`, as in practice 9.
 # **Verdict: right.** If an op stays in fp32, or casts come first, you know where to look.
 #
@@ -643,13 +647,13 @@ for precision, (found, events) in profiles.items():
 # |---|---|---|
 # | 1. Know the hardware | right | one command measures it, and you can check it with a second measurement |
 # | 2. Start with the defaults | right | a scale that was 128 times too high cost 7 steps, at the start |
-# | 3. Watch the accuracy | right | but only with several seeds: their spread is the larger difference |
+# | 3. Watch the accuracy | right | but only with several seeds: their spread was larger |
 # | 4. Only the forward pass in autocast | right | inside the block, the backward pass of an fp32 island was in bf16 |
 # | 5. No casts by hand | right | 8 casts instead of 5, and a sum that was finite became infinite |
-# | 6. Always use the scaler | for fp16 alone | in fp32 and bf16 it changed no bit |
-# | 7. Tune scale and interval | rarely needed | a short interval lost one step in ten |
+# | 6. Always use the scaler | for fp16 alone | in fp32 and bf16 it changed no bit (on a CPU) |
+# | 7. Tune scale and interval | rarely needed | a short interval lost about one step in ten |
 # | 8. Stay current | right | old names warn, so let tests fail on the warnings |
-# | 9. Try batch sizes | right | nearly twice the batch fits, and AMP gains more at large ones |
+# | 9. Try batch sizes | right | nearly twice the batch fits; here AMP gained more at large ones |
 # | 10. Profile before and after | right | the dtypes of ops, and their times, show where to look |
 #
 # Where to go next depends on your question: the README's [table](../README.md) lists what each notebook

@@ -10,8 +10,8 @@
 # # Go below 16 bits with FP8, MX and NVFP4
 #
 # **What you'll do.** Round tensors to eight and four bits, first by hand and then with the scales
-# that today's GPUs use. Train a small GPT whose matrix products are rounded in that way, call
-# PyTorch's own FP8 product, and rehearse a model in each format.
+# that today's GPUs use. Train a small GPT with linear layers that multiply such numbers, call
+# PyTorch's own FP8 product, and rehearse a model in four formats.
 #
 # **What you'll learn.**
 # - what E4M3, E5M2 and E2M1 can hold, and why each of them needs a scale;
@@ -20,8 +20,8 @@
 # - which layers to leave in 16 bits, and what no simulation can tell.
 #
 # **What you need.** [Notebook 01](01_number_formats.ipynb), which takes number formats apart. You
-# need no GPU: the rounded numbers are the hardware's, bit for bit. What is missing is its
-# accumulation, which some GPUs do in fewer bits, and its speed.
+# need no GPU: the rounded numbers are those of torchao, bit for bit. What is missing is the
+# accumulation, which some GPUs do in fewer bits, and the speed.
 
 # %% tags=["nbval-ignore-output"]
 import argparse
@@ -63,17 +63,17 @@ assert not unscaled.any()
 assert (scaled / gradient - 1).abs().max() < 2**-4
 
 # %% [markdown]
-# As it is, the gradient becomes zero, since the smallest number of E4M3 is 2^-9. With a scale, all
-# three values arrive with an error of at most a sixteenth. In fp16, one loss scale is enough for a
-# whole model, and bf16 needs none ([notebook 03](03_grad_scaler_step_by_step.ipynb)). Below 16 bits
-# *every tensor* gets a scale of its own in every step, or even every 16 values, and the formats differ
-# in how many values share one. (Two numbers belong together: the *factor*, which values are multiplied
-# by before they are rounded, and its inverse, the *scale*, which is stored beside the rounded numbers.)
+# As it is, the gradient becomes zero, since the smallest positive number of E4M3 is 2^-9. With a
+# scale, all three values arrive with an error of at most a sixteenth. In fp16, one loss scale is
+# usually enough for a whole model, and bf16 needs none ([notebook
+# 03](03_grad_scaler_step_by_step.ipynb)). Below 16 bits a *tensor* usually gets a scale of its own,
+# or even every 16 of its values, and the formats differ in how many values share one. (Two numbers
+# belong together: the *factor*, which values are multiplied by before they are rounded, and its
+# inverse, the *scale*, which is stored beside the rounded numbers.)
 #
 # ## The numbers
 #
-# These are the elements below 16 bits that we shall meet, beside fp16. `ELEMENTS` has them with
-# their limits:
+# These are elements below 16 bits, beside fp16. `ELEMENTS` has them with their limits:
 
 # %%
 for name in ("fp16", "e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "int8"):
@@ -88,13 +88,13 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 # %% [markdown]
 # The name says how the bits are divided: E4M3 has 4 bits of exponent and 3 of mantissa. **E5M2**
 # reaches further and is coarser; it was meant for gradients, but where scales are finer than one a
-# tensor, recipes of today use E4M3 for them too. **E2M1**, the four-bit format of MXFP4 and
+# tensor, many recipes of today use E4M3 for them too. **E2M1**, the four-bit format of MXFP4 and
 # NVFP4, has the eight numbers of the last line, and their negatives.
 #
 # To round a value by hand, we find the power of two below it, which gives the spacing of the
 # numbers there, and round to a multiple of that spacing. Below the smallest normal number the
-# spacing stays as it is. What is too large becomes the largest number, as training libraries have
-# it (*saturation*).
+# spacing stays as it is. What is too large becomes the largest number, as in torchao
+# (*saturation*).
 
 
 # %%
@@ -115,9 +115,9 @@ e2m1 = round_to(some, mantissa_bits=1, least_exponent=0, largest=6)
 assert torch.equal(e2m1, ELEMENTS["e2m1"].round(some))
 
 # %% [markdown]
-# After a `clamp`, PyTorch's cast gives the same bits. Without the `clamp`, the result for a value beyond the
-# range depends on the version of torch ([notebook 01](01_number_formats.ipynb)). Most ops refuse these dtypes:
-# they are for storage, and for the matrix product at the end of this notebook.
+# After a `clamp`, PyTorch's cast gives the same numbers. Without the `clamp`, the result for a
+# value beyond the range depends on the version of torch ([notebook 01](01_number_formats.ipynb)).
+# Most ops refuse these dtypes: they are for storage, and for the matrix product further down.
 
 # %% tags=["nbval-ignore-output"]
 refused = ""
@@ -168,13 +168,14 @@ _ = plots.sqnr_by_format(errors)
 
 # %% [markdown]
 # The picture shows the SQNR of each format, with normal values and beside an outlier channel. (The
-# outliers themselves are left out of the count.) Among normal values it is almost the element
-# alone that counts: between 31 and 32 dB in E4M3, and 19 or 20 in E2M1. (`fp8-rowwise` and `mxfp8`
-# even agree to the digit: to multiply by a power of two changes no mantissa, so where nothing
-# leaves E4M3's wide range, it does not matter how many values share it.) An outlier of a million
-# ruins every scale that it shares: the tensor's, and each row's too, because every row has one
-# value of that channel. NVFP4 suffers as well, because its blocks' scales share one of the tensor.
-# In MX one block of the eight in each row becomes zero: an eighth of the signal, which is 9 dB.
+# outliers themselves are left out of the count.) Among normal values it is almost the element alone
+# that counts: between 31 and 32 dB in E4M3, and 19 or 20 in E2M1. (`fp8-rowwise` and `mxfp8` even
+# agree to the digit: to multiply by a power of two changes no mantissa, so where nothing leaves
+# E4M3's wide range, it does not matter how many values share it.) An outlier of a million ruins
+# every scale that it shares: the tensor's, and each row's too, because every row has one value of
+# that channel. NVFP4 suffers as well, because its blocks' scales share one of the tensor. In MX
+# only one block of the eight in each row suffers, most of which becomes zero. A whole block is an
+# eighth of the signal, which is 9 dB.
 
 # %% tags=["nbval-ignore-output"]
 alone, beside = errors["normal"], errors["one outlier channel"]
@@ -202,8 +203,8 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 
 # %% [markdown]
 # E4M3's exponent takes such an outlier in, whoever shares the scale: FP8 with a single scale loses
-# nothing. It is the four-bit formats that lose the block around the outlier, and the smaller blocks
-# of NVFP4 lose less.
+# next to nothing. It is the four-bit formats that lose most of the block around the outlier, and
+# the smaller blocks of NVFP4 lose less.
 #
 # The scales cost bits: NVFP4 stores one E4M3 number for 16 values, so each value takes 4.5 bits.
 # MXFP4 gets by with 4.25, but its scales are powers of two, so its values fill the range less well.
@@ -211,8 +212,8 @@ assert at_100["mxfp4"] < at_100["nvfp4"] < alone["nvfp4"] - 5
 # ### When is the scale known?
 #
 # The largest value of a tensor is known only after the tensor is. **Current scaling** therefore
-# reads each tensor twice, and **delayed scaling** takes the largest value of earlier steps. That
-# saves a pass, but when values grow, they are clipped:
+# usually reads a tensor twice, and **delayed scaling** takes the largest value of earlier steps.
+# That saves a pass, but when values grow, the largest are clipped:
 
 # %%
 growing = [torch.randn(4096) * 1.5**step for step in range(6)]
@@ -222,16 +223,16 @@ for before, now in pairwise(growing):
     print(f"largest {now.abs().max():6.2f}, with the last step's scale {delayed.abs().max():6.2f}")
 
 # %% [markdown]
-# Each step loses its largest values. That is why delayed scaling takes the largest value of a history
-# of steps and keeps some room above it, and why many recipes today use current scaling.
+# Each step loses its largest values. That is why delayed scaling usually takes the largest value of
+# a history of steps, and one reason why many recipes today use current scaling.
 #
 # ## Train with rounded products
 #
-# A linear layer has three matrix products in a step: the output, the gradient of the input (*dgrad*),
-# and the gradient of the weight (*wgrad*). In most recipes all three take rounded operands. Each
-# operand is rounded along the dimension that its product sums over, so the weight is rounded twice,
-# once in each direction. The weights that the optimizer updates and all ops between the layers stay
-# in 16 or 32 bits.
+# A linear layer has up to three matrix products in a training step: the output, the gradient of the
+# input (*dgrad*), and the gradient of the weight (*wgrad*). In most recipes all three take rounded
+# operands. Here each operand is rounded along the dimension that its product sums over, so the
+# weight is rounded twice, once in each direction. The weights that the optimizer updates and all
+# ops between the layers stay in 16 or 32 bits.
 #
 # We accumulate in fp32. A Hopper GPU accumulates FP8 products in about 14 bits ([DeepSeek-V3's
 # report](https://arxiv.org/abs/2412.19437), section 3.5.2), unless the kernel adds up parts in
@@ -376,14 +377,14 @@ for name in ("fp8", "mxfp8", "mxfp4", "nvfp4"):
 # %% [markdown]
 # Do not conclude that four bits are enough for your model. What survives a hundred steps of a tiny
 # GPT can still fail after a trillion tokens: errors that are alike in every step add up, and large
-# models have the outliers that this one lacks. Use it the other way round: **what fails here is
+# models often have outliers that this one lacks. Use it the other way round: **what fails here is
 # not worth a large run**.
 #
 # ## Three remedies
 #
-# Recipes for four bits add three things. The first is a **random Hadamard transform**: both
-# operands of a product are mixed by the same orthogonal matrix, so the product stays the same, but
-# an outlier is spread over its block.
+# Recipes for four bits add these three things, among others. The first is a **random Hadamard
+# transform**: both operands of a product are mixed by the same orthogonal matrix, so the exact
+# product stays the same, but an outlier is spread over its block.
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -407,12 +408,12 @@ assert mixed["mxfp4"] < 0.9 * plain["mxfp4"]
 assert 0.9 < mixed["nvfp4"] / plain["nvfp4"] < 1.1
 
 # %% [markdown]
-# MXFP4 gains a quarter. NVFP4 gains nothing here, since half of its blocks of 16 hold no outlier
-# until the transform spreads it; its recipe has the transform for wgrad alone.
+# MXFP4 gains about a quarter. NVFP4 gains nothing here, since half of its blocks of 16 hold no
+# outlier until the transform spreads it; its recipe has the transform for wgrad alone.
 #
 # The second is **stochastic rounding**, for gradients: a value goes to the number above or below at
 # random, with the probability that makes the mean right. A single rounding is worse for it, but
-# small values are not lost every time, so that what adds up over many steps is right.
+# small values are not lost every time, so that what adds up over many steps is right on average.
 
 # %%
 small = torch.full((1, 32), 0.2)
@@ -426,14 +427,15 @@ assert not nearest.any()
 assert abs(average - 0.2) < 0.01
 
 # %% [markdown]
-# The third is to **leave some layers in 16 bits**: usually embeddings, the head, routers, norms, those
-# that are too small to gain anything, and those whose error is large. The tool at the end finds them.
+# The third is to **leave some layers in 16 bits**: usually embeddings, the head, routers, norms,
+# those that are too small to gain anything, and those whose error is large. The tool at the end
+# names such layers.
 #
 # ## The real product
 #
 # PyTorch multiplies in FP8 through `torch.nn.functional.scaled_mm`, on a GPU with the hardware and
 # on a CPU by a slow reference for small shapes. It takes the rounded operands and their scales, and
-# must give what we simulate:
+# should give what we simulate:
 
 # %% tags=["nbval-ignore-output"]
 a, b = torch.randn(32, 64), torch.randn(48, 64)
@@ -460,15 +462,15 @@ print(f"on {where.type}: the real product is {off:.2%} off the simulated one, in
 assert off < 2**-8  # the rounding of the result to bf16
 
 # %% [markdown]
-# What is left is the rounding of the result to bf16, which the hardware does as well. Training
-# libraries wrap this product: NVIDIA's [Transformer
+# On a CPU, what is left is the rounding of the result to bf16. Training libraries wrap such
+# products: NVIDIA's [Transformer
 # Engine](https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/index.html) brings
 # layers of its own, and torchao converts the linear layers of a model in one call, as you will see
 # below. Its recipe `tensorwise` has gradients in E5M2, and `rowwise` is the one that its
-# documentation recommends. Compile the model as well, since the casts cost more than the product
-# saves if each is a kernel of its own. And the layers have to be large:
-# [its own table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance) has a loss for
-# a product of 1024 x 2048 x 1024, and a gain of 39 % for 4096 x 8192 x 16384.
+# documentation recommends. Compile the model as well, since the casts can cost more than the
+# product saves if each is a kernel of its own. And the layers have to be large: [its own
+# table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance) has a loss for a
+# product of 1024 x 2048 x 1024, and a gain of 39 % for 4096 x 8192 x 16384.
 #
 # ## What each card multiplies
 #
@@ -487,8 +489,8 @@ assert off < 2**-8  # the rounding of the result to bf16
 # its features](https://github.com/NVIDIA/TransformerEngine/issues/2255).
 #
 # The *fnuz* formats of MI300 look like E4M3 and E5M2, but their exponent is shifted by one: the
-# same bits mean half as much, and the largest number of E4M3 is 240. A checkpoint in one is wrong
-# in the other.
+# bits of a number mean half as much, and the largest number of E4M3 is 240. A checkpoint in one is
+# wrong if it is read as the other.
 
 # %%
 bits = torch.tensor([0x38], dtype=torch.uint8)
@@ -499,10 +501,10 @@ assert (usual, fnuz) == (1.0, 0.5)
 # %% [markdown]
 # ## Rehearse a model of your own
 #
-# `rehearse` does all of this for any model. It takes one step in fp32, repeats each product of each
-# layer in each format, and names the layers that are better left in 16 bits and why. Then the whole
-# model runs with the rest rounded. We give it our GPT, in which one of the 256 features inside the
-# second block is a million times as large.
+# `rehearse` does this for a model of yours. It takes one step in fp32, repeats the products of
+# linear layers and convolutions in each format, and names the layers that are better left in 16
+# bits and why. Then the whole model runs with the rest rounded. We give it our GPT, in which one of
+# the 256 features inside the second block is a million times as large.
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -523,20 +525,20 @@ report
 
 # %% [markdown]
 # Read a row from left to right: bf16's SQNR first (the higher, the better), then that of each
-# format. A product has two rounded operands, so E4M3's 31.5 dB become 29. `fp8` has gradients in
-# E5M2, as torchao's recipe `tensorwise`, and so 25. A star marks what is better left in 16 bits,
-# and the list below says why. The planted feature breaks both layers around it. With one scale for
-# the tensor, as in FP8 and in NVFP4's upper level, all their other values become zero (0 dB).
-# Scales for rows save a little, blocks of 32 save more, and yet they are far from the usual, so
-# `rehearse` leaves both layers out in every format, and the head besides. Without
-# them the whole model *holds in one step*: its gradients are off by less than one percent in FP8,
-# where up to half is allowed, and its loss by far less than the tenth that is. Whether it learns
-# was not tried. The lines at the end convert the model with torchao, and ran on a copy.
+# format. A product has two rounded operands, so E4M3's 31.5 dB become about 29. `fp8` has gradients
+# in E5M2, as torchao's recipe `tensorwise`, and so about 25. A star marks what is better left in 16
+# bits, and the list below says why. The planted feature breaks both layers around it. With one
+# scale for the tensor, as in FP8 and in NVFP4's upper level, nearly all their other values become
+# zero (0 dB). Scales for rows save a little, blocks of 32 save more, and yet they are far from the
+# usual, so `rehearse` leaves both layers out in every format, and the head besides. Without them
+# the whole model *holds in one step*: its gradients are off by less than one percent in FP8, where
+# up to half is allowed, and its loss by far less than the tenth that is. Whether it learns was not
+# tried. The lines at the end convert the model with torchao, and ran on a copy.
 #
-# On the command line this is `amp-lab rehearse`; `--steps` trains in each format beside bf16,
-# which says more than one step of an untrained model, and `--for h100` forecasts which layers
-# would gain there. Kernels for FP8 refuse sizes that are not multiples of 16: see [what to
-# pad](08_when_amp_breaks.ipynb#44-A-size-is-not-a-multiple-of-16-or-8).
+# On the command line this is `amp-lab rehearse`; `--steps` trains in each format beside bf16, which
+# says more than one step of an untrained model, and `--for h100` forecasts which layers would gain
+# there. On a GPU, torch's FP8 product refuses weights whose sizes are not multiples of 16: see
+# [what to pad](08_when_amp_breaks.ipynb#44-A-size-is-not-a-multiple-of-16-or-8).
 
 # %%
 for layer in ("blocks.1.up", "blocks.1.down"):
@@ -549,17 +551,18 @@ assert report.formats[1].gradients_off < 0.01
 # %% [markdown]
 # ## Summary
 #
-# - Below 16 bits a tensor is small numbers *and* scales. The element decides the error of
+# - Below 16 bits a tensor is small numbers *and* scales. The element decides most of the error of
 #   ordinary values, and the scales decide what outliers do to the others.
-# - One scale for the tensor is simple, and in FP8 it stands outliers of a hundred. In four bits an
-#   outlier takes its block with it, and the smaller the block, the less.
+# - One scale for the tensor is simple, and in FP8 it stood outliers of a hundred. In four bits an
+#   outlier wipes out most of its block; smaller blocks lose fewer values.
 # - In most recipes the operands of all three products of a linear layer are rounded. Weights,
 #   optimizer state and all other ops are not. Accumulation is in fp32 here, and in about 14 bits on
 #   some GPUs.
 # - Without a scale, nearly all gradients of the blocks' weights are zero in E4M3 here. With one, even
 #   four bits follow fp32 here, which says nothing about a long training of a large model.
-# - The numbers can be rehearsed anywhere. The speed can only be forecast: it needs large layers,
-#   casts that are fused (by `torch.compile`, say) and a GPU that multiplies the format.
+# - The numbers can be rehearsed anywhere. Without the GPU, the speed can only be forecast: it needs
+#   large layers, casts that are fused (by `torch.compile`, say) and a GPU that multiplies the
+#   format.
 #
 # [Notebook 10](10_speed_ladder.ipynb) measures what a lower precision buys on your device.
 #
@@ -651,8 +654,8 @@ check_block_scales(block_scales)
 #     return (rows.abs().amax(1, keepdim=True) / 6).log2().ceil().exp2()
 # ```
 #
-# That is how NVIDIA's recipe rounds, and nothing is clipped. The OCP specification rounds down
-# (`Format(…, power="floor")`), so that the largest values of a block may be clipped.
+# That is how NVIDIA's recipe for MXFP8 rounds, and nothing is clipped. The OCP specification rounds
+# down (`Format(…, power="floor")`), so that the largest values of a block may be clipped.
 #
 # </details>
 #
