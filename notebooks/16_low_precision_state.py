@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Keep weights and optimizer state below 32 bits
 #
-# **What you'll do.** Train with weights in bf16 and watch them stand still, cure that in three
-# ways, and store Adam's state in eight and four bits. Count for each what a parameter costs.
+# **What you'll do.** Train with weights in bf16 and watch many of them stand still, cure that in
+# three ways, and store Adam's state in eight and four bits. Count what a parameter costs.
 #
 # **What you'll learn.**
 # - why small updates of a bf16 weight vanish, and what stochastic rounding, Kahan summation and
@@ -60,14 +60,13 @@ assert weight == 1
 # %% [markdown]
 # The weight has not moved at all. The next number of bf16 above 1 is 1.0078, and each update is
 # less than half of that distance, so each sum is rounded back to 1. That is why AMP keeps the
-# weights in fp32 and casts only what it multiplies. It is also why so many people would like to do
-# without them: the weights in fp32, with their gradients and Adam's two moments, take 16 bytes for
-# each parameter.
+# weights in fp32 and casts copies of them. Many people would like to do without: weights in fp32,
+# with their gradients and Adam's two moments, take 16 bytes for each parameter.
 #
 # ## What a parameter costs
 #
-# `forecast_memory` counts it for any model and optimizer, without allocating any of it. We ask for
-# the weights, gradients and optimizer state of two linear layers, in fp32 and in bf16:
+# `forecast_memory` counts it for a model and an optimizer, without allocating gradients or state.
+# We ask for the weights, gradients and optimizer state of two linear layers, in fp32 and in bf16:
 
 # %%
 SETUPS = {
@@ -103,10 +102,10 @@ assert 6 < sum(held["bf16, 8-bit AdamW"].values()) < 6.1
 assert held["fp32, Adafactor"]["state"] < 0.01
 
 # %% [markdown]
-# The picture shows what is held for each parameter when the optimizer steps: 16 bytes in fp32,
-# half of that if everything is bf16, and 5 with a state of four bits as well. Adafactor keeps only
-# sums over the rows and columns of each matrix. Activations come on top of it, and are what
-# autocast saves.
+# The picture shows what is held for each parameter when the optimizer steps: 16 bytes in fp32 with
+# AdamW, half of that if everything is bf16, and 5 with a state of four bits as well. Adafactor
+# keeps only one value for each row and column of a matrix. Activations come on top of the
+# parameters. They are what autocast makes smaller.
 #
 # A model of seven billion parameters takes 112 GB in the first line and 42 GB in the line of bf16
 # with 8-bit AdamW. What do we pay for that? We look at the weights first, and at the state after
@@ -146,7 +145,7 @@ class Adam:
 
 # %% [markdown]
 # The simplest way to add is to round the sum to the weight's dtype, to the nearest number, as
-# `weight += update` does. Three others are made for bf16:
+# `weight += update` does. Three others help in bf16:
 # <!-- code -->
 #
 # - [**Stochastic rounding**](https://arxiv.org/abs/2010.06192) rounds up or down at random: a sum that lies three tenths of the way to
@@ -197,7 +196,8 @@ class Kahan:
 
 
 # %% [markdown]
-# We try them on the weight from the beginning, a thousand copies of it for the random one:
+# We try them on the weight from the beginning, with a thousand copies of it, since one way is
+# random:
 
 # %%
 torch.manual_seed(0)
@@ -210,9 +210,9 @@ for add in (nearest, stochastic, Kahan(), Masters()):
     assert abs(weights.float().mean() - (1 if add is nearest else 2)) < 0.02
 
 # %% [markdown]
-# The last three arrive at 2. Now a network for scikit-learn's handwritten digits learns with each
-# of them. The learning rate is small, as it is when a model is fine-tuned, or at the end of any
-# schedule:
+# The last three arrive at about 2. Now a network for scikit-learn's handwritten digits learns with
+# each of them. The learning rate is small, as it often is when a model is fine-tuned, or at the end
+# of a schedule:
 
 
 # %%
@@ -304,30 +304,30 @@ for name, changed in share.items():
 assert share["nearest"] < share["stochastic"] < 2 * share["nearest"]
 
 # %% [markdown]
-# Stochastic rounding changes only a third more weights in a step, but other ones each time: every
-# weight moves with a probability in proportion to its update. To nearest, the same large weights
-# stand still in every step. An update of Adam is about the learning rate, 0.0001, and above 1/32
-# half the spacing of bf16 is more than that. What those weights should have learned is lost for
-# good.
+# Stochastic rounding changes only about a third more weights in a step, but other ones each time:
+# the larger the update of a weight, the likelier it moves. To nearest, the same large weights stand
+# still step after step. An update of Adam is rarely more than the learning rate, 0.0001, and above
+# 1/32 half the spacing of bf16 is more than that. What those weights should have learned is lost.
 #
-# AMP is nothing but fp32 masters: the model's own weights are the masters, and autocast makes the
-# casts. The same setups have other names elsewhere:
+# AMP has fp32 masters too: the model's own weights are the masters, and autocast makes the casts.
+# The same setups have other names elsewhere:
 #
 # | | fp32 masters, products in bf16 | everything in bf16 | gradients summed over ranks in |
 # |---|---|---|---|
 # | PyTorch | `torch.autocast` | `model.bfloat16()` | the gradients' dtype (DDP) |
 # | FSDP2 | `MixedPrecisionPolicy(param_dtype=bf16)` | a model in bf16 | `reduce_dtype` (before torch 2.15 its default was `param_dtype`) |
-# | DeepSpeed | `"bf16": {"enabled": true}` | the same with `"bf16_master_weights_and_grads": true` and `"bf16_optimizer_states": true` | `communication_data_type` |
-# | torchtitan | `training.mixed_precision_param` | `training.dtype` | `training.mixed_precision_reduce` |
+# | DeepSpeed | `"bf16": {"enabled": true}` | the same with `"bf16_master_weights_and_grads": true` and `"bf16_optimizer_states": true` ([settings](https://www.deepspeed.ai/docs/config-json/)) | `communication_data_type` |
+# | torchtitan ([settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)) | `training.mixed_precision_param` | `training.dtype` | `training.mixed_precision_reduce` |
 #
-# None of these four rounds stochastically. torchao's optimizers do, with
+# None of these settings rounds stochastically. torchao's low-bit optimizers do, with
 # `bf16_stochastic_round=True`, and they work with FSDP2. If you convert a model with `.bfloat16()`
-# and use PyTorch's own AdamW, its updates are rounded to nearest, as in the line that learns slowly.
+# and use PyTorch's own AdamW, its updates are rounded to nearest, as in the line that learns
+# slowly.
 #
 # ## Gradients that add up
 #
-# With bf16 weights, gradients are in bf16 too, and so is their sum over micro-batches. We add the
-# gradients of batches of eight, in fp32 and in bf16:
+# With bf16 weights, gradients are by default in bf16 too, and so is their sum over micro-batches.
+# We add the gradients of batches of eight, in fp32 and in bf16:
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -345,17 +345,17 @@ for count in (1, 8, 64, 224):
 assert off[1] < 2**-8 < off[64] < off[224]
 
 # %% [markdown]
-# A single gradient is rounded once. The more of them are added, the smaller each is beside the
-# sum, and the more of it is lost. Sum in fp32 if you accumulate over many micro-batches: in
-# DeepSpeed with `"data_types": {"grad_accum_dtype": "fp32"}`, in FSDP2 with
-# `reduce_dtype=torch.float32`, which holds for micro-batches that are not synchronised as well as
-# between ranks.
+# A single gradient is rounded once. The more of them are added, the smaller each usually is beside
+# the sum, and the more of it is lost. Sum in fp32 if you accumulate over many micro-batches: in
+# [DeepSpeed](https://www.deepspeed.ai/docs/config-json/) with `"data_types": {"grad_accum_dtype":
+# "fp32"}`, in FSDP2 with `reduce_dtype=torch.float32`, which holds for micro-batches that are not
+# synchronised as well as between ranks.
 #
 # ## State in fewer bits
 #
 # Adam divides the mean of the gradients by the root of the mean of their squares. In bf16 the
-# second of these has a fault that you know by now. It shrinks by a thousandth in each step, which
-# is less than half of bf16's spacing:
+# second of these has a fault that you know by now. Without a gradient it should shrink by a
+# thousandth in each step, which is less than half of bf16's spacing:
 
 # %%
 square = torch.tensor(1.0, dtype=torch.bfloat16)
@@ -366,9 +366,9 @@ assert square == 1
 
 # %% [markdown]
 # It does not shrink, and so the steps after a large gradient stay too small. A scale for each block
-# helps to go to eight bits and below, since the values are rounded anew beside the block's largest in
-# each step. We try bf16, and blocks of 256 values (128 in four bits) that share a scale, as torchao
-# and bitsandbytes have them:
+# helps to go to eight bits and below, since the values are rounded anew beside the block's largest
+# in each step. We try bf16, and blocks of 256 values (128 in four bits) that share a scale, as
+# torchao has them:
 #
 # - INT8, whose numbers are evenly spaced from -127 to 127;
 # - E4M3, with its exponent;
@@ -458,16 +458,16 @@ for name, store in (("INT8", int8), ("E4M3", e4m3), ("INT8, no zero", without_ze
 assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 
 # %% [markdown]
-# If a square is stored as 0, the next step knows only a thousandth of the newest squared gradient and
-# divides by its root. Where the newest gradient is 0 too, it divides by epsilon alone, and the update
-# becomes huge. INT8 loses a large share of the squares in this way. E4M3 reaches over five orders of
-# magnitude and loses far fewer, which did no harm here. It may be a risk all the same: one such weight
-# with a large mean can be enough for a jump of the loss. Without a zero nothing of the kind can happen:
-# the smallest square that can be stored makes an update too small, which is harmless. torchao's 4-bit
-# optimizer has no zero for its squares. Its 8-bit optimizer has one, and a table of numbers that lie
-# close together near it.
+# If a square is stored as 0, the next step knows only a thousandth of the newest squared gradient
+# and divides by its root. Where the newest gradient is 0 too, it divides by epsilon alone, and the
+# update can become huge. INT8 loses a large share of the squares in this way. E4M3 reaches over
+# five orders of magnitude and loses far fewer, which did no harm here. It may be a risk all the
+# same: one such weight with a large mean can be enough for a jump of the loss. Without a zero this
+# does not happen: a square below the smallest number is stored as that number, which only makes the
+# update too small. torchao's 4-bit optimizer has no zero for its squares. Its 8-bit optimizer has
+# one, and a table of numbers that lie close together near it.
 #
-# In your own code it is one line; `bf16_stochastic_round` is for weights in bf16:
+# In your own code you change the optimizer; `bf16_stochastic_round` is for weights in bf16:
 #
 # ```python
 # from torchao.optim import AdamW8bit
@@ -483,8 +483,8 @@ assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 # ## Less state from the start
 #
 # Adafactor and Muon are in PyTorch itself. Each wants a learning rate of its own. Muon makes the
-# update of each matrix orthogonal, with matrix products that `torch.optim.Muon` always computes in
-# bf16. Where the CPU is slow in bf16, we train one network, and for half as long:
+# update of each matrix nearly orthogonal, with matrix products that `torch.optim.Muon` always
+# computes in bf16. Where the CPU is slow in bf16, we train one network, and for half as long:
 
 
 # %%
@@ -524,14 +524,14 @@ for name, make in OPTIMIZERS.items():
 # ## Summary
 #
 # - Rounded to nearest, a bf16 weight stays if the update is less than half of the distance to the
-#   next number. At small learning rates most weights stand still in a step.
+#   next number. At the small learning rate here, most weights stood still in a step.
 # - Stochastic rounding, Kahan summation (two bytes more) and fp32 masters (four bytes more) each
-#   cure it.
-# - Eight bits, or even four, are enough for Adam's state, if its squares are kept from becoming
-#   zero.
-# - Everything in fp32 takes 16 bytes for a parameter, everything in bf16 takes 8, and with 8-bit
-#   state it is 6. Ask `forecast_memory(…, optimizer="adamw-8bit")` about your model, or
-#   `amp-lab memory --optimizer adamw-8bit`.
+#   cured it here.
+# - Eight bits, or even four, were enough for Adam's state here, with squares that were kept from
+#   becoming zero.
+# - With AdamW, everything in fp32 takes 16 bytes for a parameter, everything in bf16 takes 8, and
+#   with 8-bit state it is about 6. Ask `forecast_memory(…, optimizer="adamw-8bit")` about your
+#   model, or `amp-lab memory --optimizer adamw-8bit`.
 #
 # [Notebook 11](11_scale_out.ipynb) divides what is left among several devices.
 #

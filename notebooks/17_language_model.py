@@ -9,7 +9,7 @@
 # %% [markdown]
 # # Train and fine-tune a language model in each precision
 #
-# **What you'll do.** Write a small GPT with the parts of today's that matter for dtypes: RMSNorm,
+# **What you'll do.** Write a small GPT with parts of today's that matter for dtypes: RMSNorm,
 # rotary embeddings and fused attention. Find where fp32 comes into it, train it on Python's own
 # source code in fp32, fp16 and bf16, fine-tune it with LoRA, and let it write.
 #
@@ -17,7 +17,7 @@
 # - which parts of a transformer leave 16 bits, and the messages when dtypes do not agree;
 # - what the loss over a large vocabulary costs, and how to pay less;
 # - in which dtypes a LoRA adapter and its base are kept, and what merging loses;
-# - why the same prompt gives another text in bf16, or with a cache;
+# - why the same prompt can give another text in bf16, or with a cache;
 # - how to find out whether a model that was trained in bf16 survives fp16.
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb), on autocast's rules. You need no GPU,
@@ -44,8 +44,8 @@ plots.use_style()
 # %% [markdown]
 # ## The idea in five lines
 #
-# A linear layer under autocast returns bf16. Rotary embeddings multiply that by a table of sines
-# and cosines, and such a table is usually in fp32. Before you run this: what dtype comes out?
+# A linear layer under bf16 autocast returns bf16. Rotary embeddings multiply that by a table of
+# sines and cosines, and such a table is usually in fp32. Before you run this: what dtype comes out?
 
 # %%
 angles = torch.arange(8)[:, None] * torch.tensor([1.0, 0.1])
@@ -56,7 +56,7 @@ print("from the layer", query.dtype, " after the rotation", rotated.dtype)
 assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 
 # %% [markdown]
-# Where two dtypes meet, the result is fp32, and it stays fp32, at twice the memory, until the next
+# Where bf16 meets fp32, the result is fp32, and it stays fp32, at twice the memory, until the next
 # product casts it down. That is not wrong, and often it is wanted, but you should know where it
 # happens. In a transformer the usual places are rotations, norms, the residual stream and the loss.
 #
@@ -176,7 +176,7 @@ result
 # costs memory. The norms read this stream, so they are fp32 too. (An RMSNorm that reads bf16
 # returns fp32 under CUDA's autocast [from torch 2.12
 # on](https://github.com/pytorch/pytorch/issues/188955), and bf16 under a CPU's.) Hooks say the same
-# of a real step on this device:
+# of a real forward pass on this device:
 # <!-- tests/tracing/test_advice.py -->
 
 
@@ -203,9 +203,9 @@ assert found["token"] == found["blocks.0"] == torch.float32
 assert found["blocks.0.attention.rotate"] == found["logits"] == torch.bfloat16
 
 # %% [markdown]
-# The logits leave in bf16. On a GPU `cross_entropy` rounds its log-softmax to the dtype that it is given,
-# under autocast too ([notebook 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy)). So
-# `loss_of` calls `.float()` on the logits, as libraries do.
+# The logits leave in bf16. On a GPU `cross_entropy` rounds its log-softmax to the dtype that it is
+# given, under autocast too ([notebook 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy)).
+# So `loss_of` calls `.float()` on the logits, as many libraries do.
 #
 # A cast model has a bf16 stream, and one more trap: its rotations. What may be bf16 there, and what
 # may not? We round each part in turn and look at the cosines of 4,096 places:
@@ -258,7 +258,8 @@ assert message.startswith("Expected query, key, and value to have the same dtype
 # - cuDNN's kernel wants 16 bits and Ampere as well, and takes a mask. It is the first choice on an
 #   H100 if cuDNN is newer than 9.15. There its gradients can be NaN with a mask, [in torch 2.11 and
 #   some later](https://github.com/pytorch/pytorch/issues/196678);
-# - anything else goes to a slower kernel without a word: a model in fp32, any model on a T4.
+# - anything else goes to another kernel, usually a slower one, without a word: a model in fp32, any
+#   model on a T4.
 #
 # To be sure of a kernel, select it: it raises if it cannot run, and the warnings before say why:
 
@@ -353,8 +354,9 @@ for name in ("fp16", "bf16"):
 # ## The loss over a large vocabulary
 #
 # Our vocabulary has under a hundred characters. Language models have far larger ones (Llama 3 has
-# 128,256 tokens), and with many tokens in a batch the logits are the largest tensor of the step. At the peak of the backward
-# pass four of their size are alive. For a batch of 8 x 2048 tokens:
+# 128,256 tokens), and with many tokens in a batch the logits can be the largest tensor of the step.
+# At the peak of the backward pass four tensors with as many values are alive. For a batch of 8 x
+# 2048 tokens:
 # <!-- tests/notebooks/test_17_language_model.py -->
 
 # %%
@@ -370,7 +372,8 @@ assert 27 < total < 28
 # %% [markdown]
 # No autocast helps, since the loss needs fp32. What helps is never to have all of it at once:
 # compute the loss **in chunks** of tokens, with checkpointing, so that each chunk's logits are made
-# again in the backward pass and thrown away. The sum of the chunks is the same loss:
+# again in the backward pass and thrown away. The sum of the chunks is the same loss, up to
+# rounding:
 
 
 # %%
@@ -414,9 +417,9 @@ torch.testing.assert_close([hidden.grad, weight.grad], wanted, rtol=1e-4, atol=1
 assert parts < direct / 5
 
 # %% [markdown]
-# The gradients agree to rounding. (That is what is kept between the passes; in the backward pass
-# one chunk at a time comes on top.) Checkpointing remembers autocast's state and enters it again
-# for its second forward pass, so it needs no change under autocast ([notebook
+# The gradients agree to rounding. (The figures are of what is kept between the passes; in the
+# backward pass one chunk at a time comes on top.) Checkpointing remembers autocast's state and
+# enters it again for its second forward pass, so it needs no change under autocast ([notebook
 # 07](07_training_recipes.ipynb#Checkpoint-activations) has the exception). It has to be
 # `use_reentrant=False` for a part whose inputs need no gradient, such as the first block over a
 # frozen base: the reentrant kind gives that part [no
@@ -447,11 +450,12 @@ if hasattr(F, "linear_cross_entropy"):  # torch 2.13 or later
 # %% [markdown]
 # ## Fine-tune with LoRA
 #
-# LoRA freezes a weight and learns a product of two narrow matrices beside it. The frozen base can be
-# kept in bf16, since it never changes, and the adapters in fp32, since they are updated by small
+# LoRA freezes a weight and learns a product of two narrow matrices beside it. The frozen base can
+# be kept in bf16, since it never changes, and the adapters in fp32, since they are updated by small
 # steps ([notebook 16](16_low_precision_state.ipynb) shows what bf16 weights do with those). That is
-# how they are *stored*: under autocast their products run in bf16 as all others, and outside of it in
-# fp32. What they add takes the dtype of what the base returns, or else fp32 would spread from here:
+# how they are *stored*: under bf16 autocast their products run in bf16 as the others do, and
+# outside of it in fp32. What they add takes the dtype of what the base returns, or else fp32 could
+# spread from here:
 
 
 # %%
@@ -512,8 +516,9 @@ found = dtypes_in(adapted, inputs)
 assert found["blocks.0.attention.qkv"] == found["blocks.1"] == torch.bfloat16  # no fp32 came in
 
 # %% [markdown]
-# On a card that has fp16 alone, keep the base in fp16, the adapters in fp32, and use fp16 autocast
-# with the scaler, which refuses adapters in fp16 ([notebook 08](08_when_amp_breaks.ipynb)).
+# On a card that has fp16 and no fast bf16, keep the base in fp16, the adapters in fp32, and use
+# fp16 autocast with the scaler, which refuses adapters in fp16 ([notebook
+# 08](08_when_amp_breaks.ipynb)).
 #
 # ### Merge, and what it loses
 #
@@ -538,14 +543,14 @@ assert arrived[1] > 0.98
 assert arrived[10_000] < arrived[1000] < 0.8
 
 # %% [markdown]
-# bf16 numbers are 0.4 to 0.8 % apart. While the update is larger than that, rounding is noise, and on
-# the whole the update arrives. At a tenth of that most values do not move at all, and most of the
-# update is gone.
+# bf16 numbers are 0.4 to 0.8 % apart. While the update is larger than that, rounding is noise, and
+# on the whole the update arrives. At a tenth of that most values do not move at all, and more than
+# half of the update is gone.
 #
-# So **keep the adapter** beside the base, and nothing is lost (one base can then serve many adapters);
-# or merge into a copy of the base in **fp32**; or, if it has to be bf16, merge in fp32 and round
-# **once**, which is the least that bf16 can lose. A base that was quantised for training (QLoRA) is
-# part of what was trained: dequantise it and merge into that.
+# So **keep the adapter** beside the base, and no update is rounded away (one base can then serve
+# many adapters); or merge into a copy of the base in **fp32**; or, if it has to be bf16, merge in
+# fp32 and round **once**, which is the least that bf16 can lose. A base that was quantised for
+# training (QLoRA) is part of what was trained: dequantise it and merge into that.
 #
 # The tests hold this `LoRA` against that of [peft](https://huggingface.co/docs/peft): outputs, dtypes
 # and merged weights are the same. peft too keeps adapters in fp32 where the base is in 16 bits, unless
@@ -600,15 +605,15 @@ print(f"loss of the test in fp32 {in_fp32:.4f}, in bf16 {in_bf16:.4f}")
 assert abs(in_bf16 - in_fp32) < 0.01
 
 # %% [markdown]
-# A text parts where the two best logits lie closer together than what bf16 moves them by. From
-# there on it goes its own way, since each character depends on those before. It is not that bf16
-# writes worse: at such a place both were as good, and the loss is the same. So compare models by
-# their loss, or by the share of single decisions that agree, and not by whole texts. (And compute
-# the last layer in fp32 if the likeliest token matters to you: in bf16 two logits can be *equal*,
-# and then `argmax` takes [the
+# A text parts where bf16 moves the two best logits by more than the gap between them. From there on
+# it goes its own way, since each character depends on those before. It is not that bf16 writes
+# worse: at such a place both were about as good, and the loss is nearly the same. So compare models
+# by their loss, or by the share of single decisions that agree, and not by whole texts. (And
+# compute the last layer in fp32 if the likeliest token matters to you: in bf16 two logits can be
+# *equal*, and then `argmax` takes [the
 # first](https://docs.pytorch.org/docs/stable/generated/torch.argmax.html) of the vocabulary.)
 #
-# The same happens without any change of precision. A matmul of another shape may be summed in
+# The same can happen without any change of precision. A matmul of another shape may be summed in
 # another order, so the same prompt in another batch, with another length or with a cache can give
 # logits that differ in the last bits. Here are those of each place, from the whole text and from a
 # text that ends there:
@@ -624,12 +629,12 @@ for name, low in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
     assert off < (1e-3 if name == "fp32" else 0.5)
 
 # %% [markdown]
-# Servers that need the same answer whatever else is in the batch have *batch-invariant* kernels for
-# that ([notebook 18](18_inference_and_export.ipynb#The-same-answer-twice)).
+# Servers that need the same answer whatever else is in the batch can use *batch-invariant* kernels
+# for that ([notebook 18](18_inference_and_export.ipynb#The-same-answer-twice)).
 #
-# What the **cache** holds is worth a look. Under autocast over fp32 weights, transformers' models rotate
-# with fp32 cosines, so that their cache is fp32, of twice the size (the tests check it on a small
-# Llama). For generation take a model in bf16, without autocast.
+# What the **cache** holds is worth a look. Under autocast over fp32 weights, a Llama of
+# transformers rotates with fp32 cosines, so that its cache is fp32, of twice the size (the tests
+# check it on a small one). For generation take a model in bf16, without autocast.
 #
 # ## Trained in bf16, on a card without it
 #
@@ -660,9 +665,9 @@ with torch.no_grad(), torch.autocast(device.type, dtype=torch.float16):
     assert not planted(rows[:1]).isfinite().all()
 
 # %% [markdown]
-# The first name is the layer that has to stay in fp32, and behind it the stream. Autocast alone does
-# not help, as the last line shows: its stream is fp32, but the layer returns fp16. Models of
-# transformers can name such layers in `_keep_in_fp32_modules`, as T5
+# The first name is the layer that has to stay in fp32, and behind it the stream. Autocast alone
+# does not help, as the last assertion shows: its stream is fp32, but the layer returns fp16. Models
+# of transformers can name such layers in `_keep_in_fp32_modules`, as T5
 # does. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # Notebook 19 has the other way out. Values inside a fused attention are not seen, so leave a margin.
@@ -696,19 +701,19 @@ if folder:
 # %% [markdown]
 # ## Summary
 #
-# - Under autocast over fp32 weights the matmuls of a transformer are in 16 bits, and norms,
-#   rotations and the residual stream in fp32. Over bf16 weights the stream is bf16.
+# - Under autocast over fp32 weights the matmuls of this GPT are in 16 bits, and norms, rotations
+#   and the residual stream in fp32. Over bf16 weights the stream is bf16.
 # - Give the loss its logits in fp32: `.float()`.
 # - Cosines may be rounded to bf16, rates and places not: load in a dtype, do not cast afterwards.
-# - q, k and v need one dtype, and on CUDA flash attention wants 16 bits.
+# - Outside of autocast q, k and v need one dtype, and on CUDA flash attention wants 16 bits.
 # - The logits can be the largest tensor of a step. Compute their loss in chunks.
 # - LoRA: the base frozen in bf16, the adapters stored in fp32, merged in fp32 if at all.
-# - Texts part at near ties, by precision, batch or cache. Compare losses and single decisions.
+# - Texts can part at near ties, by precision, batch or cache. Compare losses and single decisions.
 # - Before a bf16 model goes to fp16, look at the largest value of each module.
 #
 # `amp-lab train --dataset stdlib --model gpt-nano` trains a larger one of these from the command
-# line, and goes on after a crash ([train](../docs/train.md)). Sharded over several processes:
-# [notebook 11](11_scale_out.ipynb).
+# line, and `--resume` goes on after a crash ([train](../docs/train.md)). Sharded over several
+# processes: [notebook 11](11_scale_out.ipynb).
 #
 # ## Exercises
 #
@@ -836,7 +841,7 @@ check_merge(merge)
 # - J. Su et al., [RoFormer: rotary embeddings](https://arxiv.org/abs/2104.09864), 2021.
 # - [scaled_dot_product_attention](https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html),
 #   and which kernel takes what.
-# - [Liger Kernel](https://github.com/linkedin/Liger-Kernel): the loss without the logits.
+# - [Liger Kernel](https://github.com/linkedin/Liger-Kernel): the loss without all logits at once.
 # - H. He, [Defeating nondeterminism in LLM
 #   inference](https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference/), 2025:
 #   batch invariance.
