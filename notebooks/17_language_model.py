@@ -225,11 +225,11 @@ assert off["the cosines"] < 2**-8
 assert min(off["the rates"], off["the places"]) > 1
 
 # %% [markdown]
-# The table of cosines may be bf16. The rates and the places may not: far along a text the angles are
-# then simply wrong. `model.to(torch.bfloat16)` casts buffers too, and transformers keeps the rates in
-# one, so **load** a model in the dtype that you want (`from_pretrained(…, dtype=…)`, which leaves the
-# rates in fp32) and do not cast it afterwards. For a full fine-tuning load it in fp32 and use
-# autocast, since bf16 weights can stand still ([notebook
+# The table of cosines may be bf16. The rates and the places may not: far along a text the angles
+# are then simply wrong. `model.to(torch.bfloat16)` casts buffers too, and a Llama of transformers
+# keeps the rates in one, so **load** a model in the dtype that you want (`from_pretrained(…,
+# dtype=…)`, which leaves the rates in fp32) and do not cast it afterwards. For a full fine-tuning
+# load it in fp32 and use autocast, since bf16 weights can stand still ([notebook
 # 19](19_choose_your_precision.ipynb#What-frameworks-call-it)); for LoRA, below, bf16 is right.
 #
 # ### One dtype for q, k and v
@@ -615,8 +615,8 @@ assert abs(in_bf16 - in_fp32) < 0.01
 #
 # The same can happen without any change of precision. A matmul of another shape may be summed in
 # another order, so the same prompt in another batch, with another length or with a cache can give
-# logits that differ in the last bits. Here are those of each place, from the whole text and from a
-# text that ends there:
+# logits that differ a little. Here are those of each place, from the whole text and from a text
+# that ends there:
 
 # %% tags=["nbval-ignore-output"]
 for name, low in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():

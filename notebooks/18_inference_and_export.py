@@ -101,11 +101,11 @@ assert changed < 0.02 * len(tests)
 #
 # ## Ways to run it
 #
-# **Autocast** leaves the weights in fp32 and casts them in each call. It keeps sensitive ops in
-# fp32 by a list of its own, which [notebook 02](02_autocast_dtypes.ipynb) shows, and it is what
-# you train with. **Cast once** halves the memory of the weights and saves the casts, and then you
-# have to take care of inputs and of sensitive parts yourself. Either of them can be **compiled**,
-# which joins the small ops between the products.
+# **Autocast** leaves the weights in fp32 and casts what it multiplies in each call. It keeps some
+# sensitive ops in fp32 by a list of its own, which [notebook 02](02_autocast_dtypes.ipynb) shows,
+# and it is what you train with. **Cast once** halves the memory of the weights and saves their
+# casts, and then you have to take care of inputs and of sensitive parts yourself. Either of them
+# can be **compiled**, which can join the small ops between the products.
 
 
 # %%
@@ -179,15 +179,15 @@ for batch in (1, 256):
 
 # %% [markdown]
 # The ratios say how many times as fast as fp32 each way is. On our two CPU cores bf16 took longer
-# than fp32 for a single image, even with no weights left to cast, so the casts of autocast are not
-# the only cause. With 256 images at a time it gains, and most of all when it is compiled. Compare
+# than fp32 for a single image, even with no weights left to cast, so the casts of weights are not
+# the only cause. With 256 images at a time it gained, and most of all when it was compiled. Compare
 # the compiled bf16 with the *compiled* fp32 if you want to know what bf16 alone buys. [Notebook
 # 10](10_speed_ladder.ipynb) tells how to find the limit of a device, and `amp-lab advise` tries
 # these ways on a model of yours.
 #
 # ## Which decisions change?
 #
-# A decision changes if the gap between the two best classes is smaller than what the lower
+# A decision can change if the gap between the two best classes is smaller than what the lower
 # precision does to it. So we compare the two for each image:
 
 # %% tags=["nbval-ignore-output"]
@@ -208,15 +208,16 @@ for name in ("bf16 autocast", "bf16 cast once"):
     assert (moved(name)[flipped & to_second] >= gap[flipped & to_second] * 0.99).all()
 
 # %% [markdown]
-# Each point is a test image: the x-axis is fp32's gap between its two best classes, and the y-axis
-# how far bf16 moved that gap. Only points on the dashed line or above it can change their decision
-# (unless a third class overtakes both, which takes three that are nearly equal). These are images
-# that fp32 itself was not sure about. Draw this picture for your own model and some hundred real
-# inputs: if the cloud keeps clear of the line, the precision is good enough.
+# Each point is a test image in one of two ways: the x-axis is fp32's gap between its two best
+# classes, and the y-axis how far bf16 moved that gap. Only points on the dashed line or above it
+# can change their decision (unless a third class overtakes both, which takes three that are nearly
+# equal). These are mostly images that fp32 itself was not sure about. Draw this picture for your
+# own model and some hundred real inputs: if the cloud keeps clear of the line, the precision is
+# good enough for these decisions.
 #
 # ## What to take care of when you cast
 #
-# **Inputs** have to be cast too. If they are not, PyTorch tells you:
+# **Inputs** have to be cast too. If they are not, a convolution or a linear layer tells you:
 
 # %% tags=["nbval-ignore-output"]
 refused = ""
@@ -229,7 +230,7 @@ assert refused
 
 # %% [markdown]
 # **Outputs** that you compare, sort or add up become fp32 first: `.float()`. And some **parts** of
-# a model may need fp32 all the way. The typical case is a comparison of many scores that are nearly
+# a model may need fp32 all the way. A typical case is a comparison of many scores that are nearly
 # equal. Here we look for the most similar image by the features before the last layer, as a search
 # does. Before you run this: how often does bf16 find another neighbour?
 
@@ -256,13 +257,13 @@ for what, dtypes in (("bf16", (bf16, bf16)), ("bf16 features, compared in fp32",
 assert other["bf16"] > 2 * other["bf16 features, compared in fp32"] > 0
 
 # %% [markdown]
-# The best similarities are all close to 1, where bf16's numbers are 1/256 apart, so that many
+# Most of the best similarities are close to 1, where bf16's numbers are 1/256 apart, so that many
 # searches end in a tie. A comparison in fp32 ends the ties. Some searches still find another
 # neighbour, because the features themselves were rounded: compute and keep them in fp32 if such a
 # difference matters to you.
 #
-# **Batch norm** can be folded into the convolution before it, since in inference it is a factor
-# and an offset for each channel. Fold in fp32, and cast afterwards:
+# **Batch norm** can be folded into the convolution right before it, since in inference it is a
+# factor and an offset for each channel. Fold in fp32, and cast afterwards:
 
 
 # %%
@@ -287,8 +288,8 @@ assert quality(exact)[0] < (1e-5 if device.type == "cpu" else 1e-2)  # a GPU may
 assert quality(late)[0] < quality(early)[0]
 
 # %% [markdown]
-# In fp32 folding changes nothing but the last digits. If you cast first, the statistics and the
-# weights are rounded before they are multiplied, and the product is rounded once more.
+# In fp32 folding hardly changes the outputs. If you cast first, the statistics and the weights are
+# rounded before they are multiplied, and the product is rounded once more.
 #
 # ## What torch.compile does to it
 #
@@ -326,13 +327,13 @@ print(seen)
 assert list(seen.values()) == [1, 2, 2, 3, 4, 5]
 
 # %% [markdown]
-# The second size of the batch compiles it once more, for any size from then on but 1, which always
-# gets a program of its own. Autocast on or off is a different function, and so is one that records
+# The second size of the batch compiles it once more, for any size from 2 on; a batch of 1 gets a
+# program of its own. Autocast on or off is a different function, and so is one that records
 # gradients. A service that mixes these pays for each of them once: decide on one, and run it once
 # before the first user comes. Mark a size as changing with `torch._dynamo.mark_dynamic`, and make
 # it an error to compile again with `torch.compiler.set_stance("fail_on_recompile")`.
 #
-# Two things differ between a compiled model and an eager one in bf16. The first is the cache of
+# Two things can differ between a compiled model and an eager one in bf16. The first is the cache of
 # autocast. Outside of `inference_mode`, eager mode casts a trained weight once for each autocast
 # block. A compiled layer that is called several times in a block casts it in each call. If
 # gradients are recorded, the copies are kept, and so we can count them:
@@ -370,8 +371,8 @@ assert casts == {"eager": 1, "compiled": 16}
 # once: under `inference_mode` eager mode casts them [in each use
 # too](02_autocast_dtypes.ipynb#The-cache-of-weight-casts).
 #
-# The second is rounding. Eager bf16 rounds after every op, and a compiled kernel only when it
-# writes to memory, so its results differ. Usually they are *nearer* to the exact ones:
+# The second is rounding. Eager bf16 rounds after every op, and a compiled kernel mostly when it
+# writes to memory, so its results can differ. Usually they are *nearer* to the exact ones:
 
 
 # %%
@@ -423,14 +424,15 @@ print("with autocast in its forward, it returns", inside.module()(x).dtype)
 assert inside.module()(x).dtype is torch.bfloat16
 
 # %% [markdown]
-# Autocast *around* `torch.export.export` leaves nothing in the graph: you believe that you have a bf16
-# program, and it computes in fp32. (Around `torch.onnx.export` of a module it does leave its casts, and
-# the file then computes in bf16, which ONNX Runtime's CPU refuses, as we see below.) Autocast inside
-# `forward` is kept, as a region (`wrap_with_autocast`) for one type of device, which
-# `run_decompositions` turns into casts; the file still holds fp32 weights. The plain way is to **cast
-# first**, so that the graph has bf16 weights and ops, and that is what we do. The program takes any
-# batch (the example has two images, since export specialises a batch of 1), and it is for the device on
-# which it was exported. We save the program and load it again:
+# Autocast *around* `torch.export.export` leaves nothing in the graph: you believe that you have a
+# bf16 program, and it computes in fp32. (Around `torch.onnx.export` of a module it does leave its
+# casts, and the file then computes in bf16, for which ONNX Runtime's CPU lacks many operators, as
+# we see below.) Autocast inside `forward` is kept, as a region (`wrap_with_autocast`) for one type
+# of device, which `run_decompositions` turns into casts; the file still holds fp32 weights. The
+# plain way is to **cast first**, so that the graph has bf16 weights and ops, and that is what we
+# do. The program takes any batch (the example has two images, since export specialises a batch of
+# 1), and it is for the type of device on which it was exported. We save the program and load it
+# again:
 
 # %% tags=["nbval-ignore-output"]
 half = copy.deepcopy(model).cpu().bfloat16()  # in evaluation mode already: call eval() first
@@ -447,7 +449,8 @@ print(f"{len(file.getvalue()) / 1024:.0f} KiB, and the same outputs for {len(fro
 
 # %% [markdown]
 # The file has the same outputs to the bit. **AOTInductor** compiles the program into a library,
-# which C++ can load without Python. Like other compiled code, it rounds less often than eager:
+# which C++ can load without Python. Like the code of `torch.compile`, it usually rounds less often
+# than eager:
 
 # %% tags=["nbval-ignore-output"]
 with tempfile.TemporaryDirectory() as folder:
@@ -461,7 +464,7 @@ assert off < 2**-5
 
 # %% [markdown]
 # **ONNX** is what other engines read, such as ONNX Runtime. We export the model in three dtypes and
-# run each file on the CPU:
+# try each file on the CPU:
 
 
 # %%
@@ -498,22 +501,22 @@ else:
         print(f"ONNX in bfloat16: {error}")
 
 # %% [markdown]
-# In fp32 and fp16 the other engine decides alike. ONNX knows bf16, but ONNX Runtime's CPU has no
-# code for many operators in it, and names the first. So take fp16 there. The older exporter
+# In fp32 and fp16 the other engine decides alike here. ONNX knows bf16, but ONNX Runtime's CPU has
+# no code for many operators in it, and names one. So take fp16 there. The older exporter
 # (`dynamo=False`) may write an `arange` in fp16, which ONNX Runtime refuses; the new one casts it.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# For a run of `amp-lab train`, one line does all of this: `amp-lab export runs/x model.onnx --dtype
-# fp16` (or `.pt2`, `.safetensors`) casts a copy, says what that changed, reads the file again and
-# compares decisions before the file takes its name.
+# For a run of `amp-lab train`, one line exports the model: `amp-lab export runs/x model.onnx
+# --dtype fp16` (or `.pt2`, `.safetensors`) casts a copy, says what that changed, reads the file
+# again and compares decisions before the file takes its name.
 #
 # ## Eight bits and fewer
 #
 # Weights can be stored in fewer bits than they are multiplied in: a kernel reads eight bits and
-# multiplies bf16. A language model that writes one token at a time spends its time on reading
-# weights, so there it pays most. `quantize` rounds the weights to the formats of accelerators; the
-# usual four bits of language models we write ourselves. Then we count what that does to the
-# decisions, with products in fp32, so that the storage alone is judged:
+# multiplies bf16. A language model that writes one token at a time for few users spends most of its
+# time on reading weights, so there it pays most. `quantize` rounds the weights to the formats of
+# accelerators; the usual four bits of language models we write ourselves. Then we count what that
+# does to the decisions, with products in fp32, so that the storage alone is judged:
 
 
 # %%
@@ -544,21 +547,21 @@ assert far["int8-rowwise"] < 2 * quality(outputs["bf16 cast once"])[0] < far["fp
 assert far["fp8-rowwise"] < far["int4"] < far["nvfp4"]
 
 # %% [markdown]
-# INT8 with a scale for each row is as near as bf16. FP8, with three bits of mantissa, is farther
-# off, and four bits farther still; even they change few decisions of this easy task. torchao stores
-# and multiplies the weights of linear layers (not of convolutions) in this way, with
+# INT8 with a scale for each row is about as near as bf16 here. FP8, with three bits of mantissa, is
+# farther off, and four bits farther still; even they change few decisions of this easy task.
+# torchao stores and multiplies the weights of linear layers (not of convolutions) in this way, with
 # `quantize_(model, Int8WeightOnlyConfig())`. For FP8 the config is `Float8WeightOnlyConfig()`. With
-# `Float8DynamicActivationFloat8WeightConfig()` the activations are FP8 too, for a product in FP8; it
-# needs a GPU that multiplies FP8, and passes over layers whose sizes are not multiples of 16.
+# `Float8DynamicActivationFloat8WeightConfig()` the activations are FP8 too, for a product in FP8;
+# it needs a GPU that multiplies FP8, and passes over layers whose sizes are not multiples of 16.
 # [Notebook 15](15_below_16_bits.ipynb) has the formats.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# Besides four bits for each weight, a group stores what its weights share: one 8-bit number in NVFP4;
-# for our `int4` we count two of 16 bits. torchao's `Int4WeightOnlyConfig`, GPTQ and AWQ have larger
-# groups, mostly of 128 weights. GPTQ chooses the roundings, and AWQ scales before rounding, by what
-# they do to real inputs. bitsandbytes' NF4, the base of QLoRA, places its 16 numbers at the quantiles
-# of a normal distribution. All four store in four bits and multiply in more: in 16, except that
-# transformers has bitsandbytes multiply in fp32 unless you set another dtype
+# Besides four bits for each weight, a group stores what its weights share: one 8-bit number in
+# NVFP4; for our `int4` we count two of 16 bits. torchao's `Int4WeightOnlyConfig`, GPTQ and AWQ have
+# larger groups, mostly of 128 weights. GPTQ chooses the roundings, and AWQ scales before rounding,
+# by what they do to real inputs. bitsandbytes' NF4, the base of QLoRA, places its 16 numbers at the
+# quantiles of a normal distribution. All four usually multiply four-bit weights in 16 bits, except
+# that transformers has bitsandbytes multiply in fp32 unless you set another dtype
 # ([`bnb_4bit_compute_dtype=torch.bfloat16`](https://huggingface.co/docs/transformers/quantization/bitsandbytes)).
 #
 # ## The same answer twice
@@ -595,7 +598,7 @@ with torch.inference_mode():
 # - For inference do all work on the weights, such as folding, in fp32, and then cast them once.
 #   Cast the inputs too, and compare and sum the outputs in fp32.
 # - A compiled model is compiled again for another kind of batch, autocast state or gradient mode.
-#   Its bf16 rounds less often than eager's.
+#   Its bf16 usually rounds less often than eager's.
 # - Autocast around `torch.export.export` is lost: cast first, then export, then compare.
 #
 # Something is wrong with the outputs? [Notebook 08](08_when_amp_breaks.ipynb) is for looking it up.

@@ -42,8 +42,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # ## The idea in five lines
 #
 # Which precision is fast depends on the hardware, and the surest way to know is to measure it.
-# `describe_device` times a matrix product in each precision, and it also multiplies numbers
-# whose product is known. Before you run this: what do you expect of your machine?
+# `describe_device` times a matrix product in each precision that it finds, and it also multiplies
+# numbers whose product is known. Before you run this: what do you expect of your machine?
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -57,18 +57,19 @@ for precision, found in report.values.items():
 assert report.values["bf16"].input_bits == 8
 
 # %% [markdown]
-# The *bits* are those that are left of an input's significand: 24 in fp32, 11 in fp16 and TF32, 8 in
-# bf16. *Subnormals* are the numbers below a format's normal range, which have fewer bits, and which
-# some devices make 0. The last figure is the largest error of a sum of 4,096 products, in units of
-# the last place of the result (*ulp*). In 16 bits half a unit is the best there is: the sum was kept
-# in a wider format and rounded once. Some units mean that sums are kept in 16 bits, and then you
-# should look closely at what comes out of long sums. `amp-lab doctor` prints the same with the speeds.
+# The *bits* are those that are left of an input's significand: 24 in fp32, 11 in fp16 and TF32, 8
+# in bf16. *Subnormals* are the numbers below a format's normal range, which have fewer bits, and
+# which some devices make 0. The last figure is the largest error of a sum of 4,096 products, in
+# units of the last place of the result (*ulp*). In 16 bits half a unit is the best there is: the
+# sum was kept in a wider format and rounded once. Some units may mean that sums are kept in 16
+# bits, and then you should look closely at what comes out of long sums. `amp-lab doctor` prints the
+# same with the speeds.
 #
 # ## The decision
 #
 # For machines that are not here, this is what each multiplies *fast*, with tensor cores or their
-# like. What is missing from a set is slow, emulated or not there, or gives NaN, as fp16 does on a
-# GTX 16:
+# like. What is missing from a set is as a rule hardly or no faster than fp32, emulated or not
+# there, or gives NaN in some models, as fp16 on a GTX 16:
 
 # %%
 CARDS = {
@@ -109,16 +110,16 @@ assert choose(turing, "train") == "fp16 under autocast with GradScaler"
 print("V100, a model trained in bf16:", choose(turing, "infer", trained_in="bf16"))
 
 # %% [markdown]
-# So the rule is: **bf16 wherever it is fast**, because it has the range of fp32 and needs no scaler;
-# **fp16** on the cards that have nothing else, with a scaler for training; **fp32** where nothing is
-# faster, and where digits matter more than time (solvers, statistics, small differences of large
-# numbers; if fp32 is not enough there, float64). Training keeps fp32 weights and casts under autocast.
-# Inference may cast the weights once, which halves them.
-# If you know that a model's values stay far below 65504, fp16 is the closer choice for inference,
-# with three bits more ([notebook 18](18_inference_and_export.ipynb)).
+# So the rule is: **bf16 wherever it is fast**, because it has the range of fp32 and needs no
+# scaler; **fp16** on the cards that have nothing else, with a scaler for training; **fp32** where
+# nothing is faster, and where digits matter more than time (solvers, statistics, small differences
+# of large numbers; if fp32 is not enough there, float64). Training keeps fp32 weights and casts
+# under autocast. Inference may cast the weights once, which halves them. If you know that a model's
+# values stay far below 65504, fp16 is usually the closer choice for inference, with three bits more
+# ([notebook 18](18_inference_and_export.ipynb)).
 #
-# The choice is where you *begin*. Then measure it: small layers gain nothing from any format, and
-# `amp-lab advise` times each precision on your own model and machine ([notebook
+# The choice is where you *begin*. Then measure it: small layers may gain nothing from any format,
+# and `amp-lab advise` times each precision on your own model and machine ([notebook
 # 10](10_speed_ladder.ipynb)). FP8 is a second step of training, after bf16 works, and pays only
 # where products are large: thousands of rows and columns, by torchao's own table ([notebook
 # 15](15_below_16_bits.ipynb)). Whether a model *fits* is another question, with other answers:
@@ -138,7 +139,7 @@ print("V100, a model trained in bf16:", choose(turing, "infer", trained_in="bf16
 # | GTX 16 | fp16 gives NaN in some models ([pytorch 58123](https://github.com/pytorch/pytorch/issues/58123), [77955](https://github.com/pytorch/pytorch/issues/77955)): use fp32 |
 # | V100, GTX 10 | the last builds of PyTorch with kernels for them are those of 2.14 for CUDA 12.6 ([pytorch 190385](https://github.com/pytorch/pytorch/issues/190385)) |
 # | V100, T4, RTX 20 | bf16 runs, but is emulated; TF32 does not exist |
-# | RTX 30, RTX 40 | a data sheet has two rates for fp16; the higher is that of sums in fp16, and PyTorch sums in fp32, at half of it ([NVIDIA](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf)). `torch.backends.cuda.matmul.allow_fp16_accumulation` lets it sum in fp16, where sums overflow and small summands get lost ([01](01_number_formats.ipynb)): for inference at most |
+# | RTX 30, RTX 40 | a data sheet has two rates for fp16; the higher is that of sums in fp16, and PyTorch sums in fp32, at half of it ([NVIDIA](https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf)). `torch.backends.cuda.matmul.allow_fp16_accumulation` lets it sum in fp16, where sums can overflow and small summands get lost ([01](01_number_formats.ipynb)): for inference at most |
 # | MI210, MI250 | products in 16 bits take subnormals as 0, which fp16 has many of in its gradients; PyTorch therefore computes fp16's backward products with bf16 inputs ([PyTorch](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html)): use bf16 |
 # | MI300 | its FP8 is *fnuz*: the same bits stand for half the value that they have elsewhere ([15](15_below_16_bits.ipynb)) |
 # | Arc A | has no float64, which `GradScaler` needs: use bf16. Arc B has it ([pytorch 147731](https://github.com/pytorch/pytorch/issues/147731)). The device is called `xpu` |
@@ -258,8 +259,9 @@ assert mixed
 assert torch.get_float32_matmul_precision() == before
 
 # %% [markdown]
-# `torch.set_float32_matmul_precision` and `torch.backends.cudnn.allow_tf32`, which we used above, set
-# old and new names alike, so that nobody gets this error. Set each once, at the top of your program.
+# `torch.set_float32_matmul_precision` and `torch.backends.cudnn.allow_tf32`, which we used above,
+# set old and new names alike, so these two alone do not cause this error. Set each once, at the top
+# of your program.
 #
 # ## Trained in bf16, on a card without it
 #
@@ -307,17 +309,17 @@ assert in_bf16.isfinite().all()
 assert not in_fp16.isfinite().all()
 
 # %% [markdown]
-# In fp16 the hidden values are infinite, and so the outputs are infinite or NaN. (The small weights
-# of the last layer became subnormal on the way: a cast to fp16 loses at both ends.) So **look before
-# you cast**: run some of your own inputs through the model with `largest_values`, and compare each
-# value with 65504. Run it in fp32, or in bf16 where fp32 does not fit, if need be slowly on a CPU:
-# here only the range counts. Leave a margin of at least 2, since inside an attention or a norm values
-# can be larger than what comes out. `amp-lab export --dtype fp16` refuses a model whose outputs are
-# not finite.
+# In fp16 hidden values become infinite, and then outputs become infinite or NaN. (The small weights
+# of the last layer became subnormal on the way: a cast to fp16 can lose at both ends.) So **look
+# before you cast**: run some of your own inputs through the model with `largest_values`, and
+# compare each value with 65504. Run it in fp32, or in bf16 where fp32 does not fit, if need be
+# slowly on a CPU: here only the range counts. Leave a margin of at least 2, since inside an
+# attention or a norm values can be larger than what comes out. `amp-lab export --dtype fp16`
+# refuses a model whose outputs are not finite.
 #
 # What then? Keep the layers that exceed the range in fp32, and the rest in fp16. Or move a power of
-# two from one layer into the next. That is exact, and possible where what lies between the two layers
-# gives twice the output for twice the input, as ReLU does and GELU does not:
+# two from one layer into the next. Within the range that is exact, and possible where what lies
+# between the two layers gives twice the output for twice the input, as ReLU does and GELU does not:
 
 # %%
 model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
@@ -338,10 +340,11 @@ assert off < 2e-3
 # %% [markdown]
 # ## What frameworks call it
 #
-# Three words decide. **Mixed** means fp32 weights under autocast. **True** means that the model itself
-# is cast, so that gradients and the optimizer's state are in 16 bits as well. And a plain **bf16** is
-# ambiguous: in accelerate and transformers it means mixed, in torchtune true, and in DeepSpeed
-# something between the two. So we look at what really happens, with a hook and after a step:
+# Three words decide. **Mixed** usually means fp32 weights under autocast. **True** means that the
+# model itself is cast, so that gradients and the optimizer's state are in 16 bits as well. And a
+# plain **bf16** is ambiguous: in accelerate and transformers it means mixed, in torchtune true, and
+# in DeepSpeed something between the two. So we look at what really happens, with a hook and after a
+# step:
 
 
 # %%
@@ -454,9 +457,9 @@ for (run, setting), row in expected.items():
 logging.disable(logging.NOTSET)
 
 # %% [markdown]
-# Both return *fp32* from the model that they wrap, whatever it computed in. And two settings do
-# something else than they say: on a CPU Fabric's `16-mixed` computes in bf16, and warns, and
-# accelerate's `fp16` computes in fp32, without a word.
+# In these settings both return *fp32* from the model that they wrap, whatever it computed in. And
+# two settings do something else than they say: on a CPU Fabric's `16-mixed` computes in bf16, and
+# warns, and accelerate's `fp16` computes in fp32, without a word.
 #
 # In full, as the tests of this notebook check it with hooks on the same model, on a CPU:
 #
@@ -478,11 +481,12 @@ logging.disable(logging.NOTSET)
 # fp16 (`16-mixed`, `fp16=True`, `mixed_float16`) do the same on a GPU, with fp16 in place of bf16 and
 # a scaler that they bring themselves.
 #
-# Mind transformers with a **model loaded in bf16**: since version 5, `from_pretrained` loads a model in
-# the dtype that it was saved in, which for most is bf16. Fine-tuning then has no fp32 weights, and with
-# a small learning rate a bf16 weight stands still, because its step is less than half of what lies
-# between two bf16 numbers. Ask for `dtype=torch.float32`. A saved Keras model keeps its policy; to change it, build the model
-# anew under another and load the weights ([notebook 12](12_keras.ipynb)).
+# Mind transformers with a **model loaded in bf16**: since version 5, `from_pretrained` loads a
+# model in the dtype that it was saved in, which for most language models is bf16. Fine-tuning then
+# has no fp32 weights, and with a small learning rate a bf16 weight can stand still, because its
+# step is less than half of what lies between two bf16 numbers. Ask for `dtype=torch.float32`. A
+# saved Keras model keeps its policy; to change it, build the model anew under another and load the
+# weights ([notebook 12](12_keras.ipynb)).
 #
 # What could not be run here, by their documentation:
 #
@@ -491,7 +495,7 @@ logging.disable(logging.NOTSET)
 # | DeepSpeed `"bf16": {"enabled": true}` | bf16 weights and products; fp32 master weights and state in ZeRO; gradients accumulate in `grad_accum_dtype` ([settings](https://www.deepspeed.ai/docs/config-json/)) |
 # | torchtitan `mixed_precision_param`, `mixed_precision_reduce` | fp32 weights; with FSDP2 its policy: products in the first, gradients summed in the second ([11](11_scale_out.ipynb)); with DDP or on one GPU autocast in the first ([settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)) |
 # | torchtune `dtype: bf16` | all of it in bf16, as `model.to(torch.bfloat16)` ([precision](https://docs.pytorch.org/torchtune/stable/tutorials/memory_optimizations.html)) |
-# | JAX with Flax | no autocast: each layer has `dtype` for products and `param_dtype` for weights ([layers](https://flax.readthedocs.io/en/stable/api_reference/flax.nnx/nn/linear.html)) |
+# | JAX with Flax | no autocast: layers have `dtype` for products and `param_dtype` for weights ([layers](https://flax.readthedocs.io/en/stable/api_reference/flax.nnx/nn/linear.html)) |
 #
 # ## Summary
 #
