@@ -466,9 +466,10 @@ assert off < 2**-8  # the rounding of the result to bf16
 # products: NVIDIA's [Transformer
 # Engine](https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/index.html) brings
 # layers of its own, and torchao converts the linear layers of a model in one call, as you will see
-# below. Its recipe `tensorwise` has gradients in E5M2, and `rowwise` is the one that its
-# documentation recommends. Compile the model as well, since the casts can cost more than the
-# product saves if each is a kernel of its own. And the layers have to be large: [its own
+# below. Its recipe `tensorwise` has gradients in E5M2, and `rowwise` has [E4M3
+# throughout](https://github.com/pytorch/ao/blob/main/torchao/float8/config.py). Compile the model
+# as well, since the casts can cost more than the product saves if each is a kernel of its own. And
+# the layers have to be large: [its own
 # table](https://github.com/pytorch/ao/tree/main/torchao/float8#performance) has a loss for a
 # product of 1024 x 2048 x 1024, and a gain of 39 % for 4096 x 8192 x 16384.
 #

@@ -320,9 +320,10 @@ assert share["nearest"] < share["stochastic"] < 2 * share["nearest"]
 # | torchtitan ([settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)) | `training.mixed_precision_param` | `training.dtype` | `training.mixed_precision_reduce` |
 #
 # None of these settings rounds stochastically. torchao's low-bit optimizers do, with
-# `bf16_stochastic_round=True`, and they work with FSDP2. If you convert a model with `.bfloat16()`
-# and use PyTorch's own AdamW, its updates are rounded to nearest, as in the line that learns
-# slowly.
+# `bf16_stochastic_round=True`, and they [work with
+# FSDP2](https://github.com/pytorch/ao/tree/main/torchao/optim). If you convert a model with
+# `.bfloat16()` and use PyTorch's own AdamW, its updates are rounded to nearest, as in the line that
+# learns slowly.
 #
 # ## Gradients that add up
 #
