@@ -41,8 +41,7 @@ from exercises.ten_practices import (
 device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 
 # %% [markdown]
-# The rest comes from torch and from `amp_lab`. The tensors of the experiments about numbers are too
-# small to gain from more than one thread; those about time get as many as torch takes by default.
+# The rest comes from torch and from `amp_lab`.
 
 # %%
 import torch
@@ -65,9 +64,8 @@ threads = torch.get_num_threads()
 # ## The idea in five lines
 #
 # Advice without a figure is hard to weigh. "Always use a `GradScaler`", for example, is easily
-# tried: we take 1000 small numbers as gradients. We round them to a 16-bit format as they are, and
-# once more with a scale of 65536, which we divide out again. In which format do you expect the two
-# to differ, fp16 or bf16?
+# tried: we round 1000 small gradients to 16 bits, with a scale of 65536 that we divide out again
+# and without. In which format do you expect the two to differ, fp16 or bf16?
 
 # %%
 torch.manual_seed(0)
@@ -168,9 +166,8 @@ assert products[names[low]]().dtype is low
 
 # %% [markdown]
 # The lines have both figures for the speed of the low precision against fp32, and say whether they
-# agree. If fp32 is recommended on your device, do not expect AMP to save much time there.
-# **Verdict: right, and it takes one command.** Do not go by the data sheet, measure ([notebook
-# 10](10_speed_ladder.ipynb)).
+# agree.  **Verdict: right, and it takes one command.** Do not go by the data sheet, measure
+# ([notebook 10](10_speed_ladder.ipynb)).
 #
 # ### 2. Start with the defaults
 #
@@ -452,9 +449,9 @@ for interval in (50, 10):
 # The picture has a panel for each setting, with the scale of each step on a logarithmic axis, and a
 # cross where a step was skipped. By default the scale falls in the first steps and stays there in
 # these 300. With an interval of 10 it runs into the limit again and again, so that about one step
-# in ten is lost for good. In all, 29 of its 300 steps were skipped, against 7 by default. From 1
-# with an interval of 10 the scale climbs for about 120 steps before it meets the limit. From 1 with
-# the default interval it would need 2000 steps for each doubling, so in these 300 it never moves.
+# in ten is lost for good. From 1 with an interval of 10 the scale climbs for about 120 steps before
+# it meets the limit. From 1 with the default interval it would need 2000 steps for each doubling,
+# so in these 300 it never moves.
 #
 # **Verdict: rarely needed.** Falling is quick and growing is slow, so start too high rather than too
 # low, and leave the interval alone.

@@ -370,7 +370,7 @@ print(f"{'all':<32}{total:5.1f} GiB")
 assert 27 < total < 28
 
 # %% [markdown]
-# No autocast helps, since the loss needs fp32. What helps is never to have all of it at once:
+# Autocast does not help, since the loss needs fp32. What helps is never to have all of it at once:
 # compute the loss **in chunks** of tokens, with checkpointing, so that each chunk's logits are made
 # again in the backward pass and thrown away. The sum of the chunks is the same loss, up to
 # rounding:
