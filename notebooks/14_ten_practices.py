@@ -166,7 +166,7 @@ assert products[names[low]]().dtype is low
 
 # %% [markdown]
 # The lines have both figures for the speed of the low precision against fp32, and say whether they
-# agree.  **Verdict: right, and it takes one command.** Do not go by the data sheet, measure
+# agree. **Verdict: right, and it takes one command.** Do not go by the data sheet, measure
 # ([notebook 10](10_speed_ladder.ipynb)).
 #
 # ### 2. Start with the defaults

@@ -547,10 +547,10 @@ assert arrived[10_000] < arrived[1000] < 0.8
 # on the whole the update arrives. At a tenth of that most values do not move at all, and more than
 # half of the update is gone.
 #
-# So **keep the adapter** beside the base, and no update is rounded away (one base can then serve
-# many adapters); or merge into a copy of the base in **fp32**; or, if it has to be bf16, merge in
-# fp32 and round **once**, which is the least that bf16 can lose. A base that was quantised for
-# training (QLoRA) is part of what was trained: dequantise it and merge into that.
+# So **keep the adapter** beside the base, and no update is rounded away; or merge into a copy of
+# the base in **fp32**; or, if it has to be bf16, merge in fp32 and round **once**, which is the
+# least that bf16 can lose. A base that was quantised for training (QLoRA) is part of what was
+# trained: dequantise it and merge into that.
 #
 # The tests hold this `LoRA` against that of [peft](https://huggingface.co/docs/peft): outputs, dtypes
 # and merged weights are the same. peft too keeps adapters in fp32 where the base is in 16 bits, unless

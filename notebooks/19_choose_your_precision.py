@@ -42,8 +42,8 @@ device, scale = start()  # AMP_LAB_DEVICE and AMP_LAB_SCALE override the choice
 # ## The idea in five lines
 #
 # Which precision is fast depends on the hardware, and the surest way to know is to measure it.
-# `describe_device` times a matrix product in each precision that it finds, and it also multiplies
-# numbers whose product is known. Before you run this: what do you expect of your machine?
+# `describe_device` times a matrix product in several precisions, and multiplies numbers whose
+# product is known. Before you run this: what do you expect of your machine?
 
 # %% tags=["nbval-ignore-output"]
 report = describe_device(device)
@@ -62,8 +62,8 @@ assert report.values["bf16"].input_bits == 8
 # which some devices make 0. The last figure is the largest error of a sum of 4,096 products, in
 # units of the last place of the result (*ulp*). In 16 bits half a unit is the best there is: the
 # sum was kept in a wider format and rounded once. Some units may mean that sums are kept in 16
-# bits, and then you should look closely at what comes out of long sums. `amp-lab doctor` prints the
-# same with the speeds.
+# bits: look closely at what comes out of long ones. `amp-lab doctor` prints the same with the
+# speeds.
 #
 # ## The decision
 #
@@ -260,8 +260,7 @@ assert torch.get_float32_matmul_precision() == before
 
 # %% [markdown]
 # `torch.set_float32_matmul_precision` and `torch.backends.cudnn.allow_tf32`, which we used above,
-# set old and new names alike, so these two alone do not cause this error. Set each once, at the top
-# of your program.
+# set old and new names alike, so these two alone do not cause this error.
 #
 # ## Trained in bf16, on a card without it
 #
