@@ -87,9 +87,10 @@ assert halves[halves >= 0].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 # %% [markdown]
 # The name says how the bits are divided: E4M3 has 4 bits of exponent and 3 of mantissa. **E5M2**
-# reaches further and is coarser; it was meant for gradients, but where scales are finer than one a
-# tensor, many recipes of today use E4M3 for them too. **E2M1**, the four-bit format of MXFP4 and
-# NVFP4, has the eight numbers of the last line, and their negatives.
+# reaches further and is coarser; it was [meant for gradients](https://arxiv.org/abs/2209.05433),
+# but where scales are finer than one a tensor, [many recipes](https://arxiv.org/abs/2412.19437) of
+# today use E4M3 for them too. **E2M1**, the four-bit format of MXFP4 and NVFP4, has the eight
+# numbers of the last line, and their negatives.
 #
 # To round a value by hand, we find the power of two below it, which gives the spacing of the
 # numbers there, and round to a multiple of that spacing. Below the smallest normal number the
@@ -189,8 +190,9 @@ for name in NAMES:
     print(f"{name:<12} {FORMATS[name].bits:>5.2f} bits a value, {alone[name]:.1f} dB")
 
 # %% [markdown]
-# A million is a caricature. As a rule of thumb, outlier channels of language models are ten to a
-# thousand times as large as the rest. Which format suffers from a factor of 100?
+# A million is a caricature. Outlier channels of language models are [often ten
+# times](https://arxiv.org/abs/2208.07339) as large as the rest, or more. Which format suffers from
+# a factor of 100?
 
 # %% tags=["nbval-ignore-output"]
 usual = normal.clone()
@@ -409,7 +411,8 @@ assert 0.9 < mixed["nvfp4"] / plain["nvfp4"] < 1.1
 
 # %% [markdown]
 # MXFP4 gains about a quarter. NVFP4 gains nothing here, since half of its blocks of 16 hold no
-# outlier until the transform spreads it; its recipe has the transform for wgrad alone.
+# outlier until the transform spreads it; its [recipe](https://arxiv.org/abs/2509.25149) has the
+# transform for wgrad alone.
 #
 # The second is **stochastic rounding**, for gradients: a value goes to the number above or below at
 # random, with the probability that makes the mean right. A single rounding is worse for it, but
@@ -483,6 +486,9 @@ assert off < 2**-8  # the rounding of the result to bf16
 # | Blackwell RTX (12.x: RTX 50, RTX PRO) | yes | in part, see below |
 # | AMD MI300 | yes, as *fnuz* | no |
 # | AMD MI350 | yes | MXFP8, MXFP4 |
+#
+# Sources: [NVIDIA](https://nvidia.github.io/TransformerEngine/support_matrix.html) and
+# [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html).
 #
 # Cards of 12.x support these formats too, but not every library has kernels for them: torch's MXFP8
 # product takes [one layout of the operands](https://github.com/pytorch/pytorch/issues/198126),

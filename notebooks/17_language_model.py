@@ -205,7 +205,9 @@ assert found["blocks.0.attention.rotate"] == found["logits"] == torch.bfloat16
 # %% [markdown]
 # The logits leave in bf16. On a GPU `cross_entropy` rounds its log-softmax to the dtype that it is
 # given, under autocast too ([notebook 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy)).
-# So `loss_of` calls `.float()` on the logits, as many libraries do.
+# So `loss_of` calls `.float()` on the logits, as
+# [transformers](https://github.com/huggingface/transformers/blob/main/src/transformers/loss/loss_utils.py)
+# does.
 #
 # A cast model has a bf16 stream, and one more trap: its rotations. What may be bf16 there, and what
 # may not? We round each part in turn and look at the cosines of 4,096 places:
@@ -549,8 +551,9 @@ assert arrived[10_000] < arrived[1000] < 0.8
 #
 # So **keep the adapter** beside the base, and no update is rounded away; or merge into a copy of
 # the base in **fp32**; or, if it has to be bf16, merge in fp32 and round **once**, which is the
-# least that bf16 can lose. A base that was quantised for training (QLoRA) is part of what was
-# trained: dequantise it and merge into that.
+# least that bf16 can lose. A base that was quantised for training
+# ([QLoRA](https://arxiv.org/abs/2305.14314)) is part of what was trained: dequantise it and merge
+# into that.
 #
 # The tests hold this `LoRA` against that of [peft](https://huggingface.co/docs/peft): outputs, dtypes
 # and merged weights are the same. peft too keeps adapters in fp32 where the base is in 16 bits, unless

@@ -558,10 +558,12 @@ assert far["fp8-rowwise"] < far["int4"] < far["nvfp4"]
 #
 # Besides four bits for each weight, a group stores what its weights share: one 8-bit number in
 # NVFP4; for our `int4` we count two of 16 bits. torchao's `Int4WeightOnlyConfig`, GPTQ and AWQ have
-# larger groups, mostly of 128 weights. GPTQ chooses the roundings, and AWQ scales before rounding,
-# by what they do to real inputs. bitsandbytes' NF4, the base of QLoRA, places its 16 numbers at the
-# quantiles of a normal distribution. All four usually multiply four-bit weights in 16 bits, except
-# that transformers has bitsandbytes multiply in fp32 unless you set another dtype
+# larger groups, mostly of 128 weights. [GPTQ](https://arxiv.org/abs/2210.17323) chooses the
+# roundings, and [AWQ](https://arxiv.org/abs/2306.00978) scales before rounding, by what they do to
+# real inputs. bitsandbytes' NF4, the base of [QLoRA](https://arxiv.org/abs/2305.14314), places its
+# 16 numbers at the quantiles of a normal distribution. All four usually multiply four-bit weights
+# in 16 bits, except that transformers has bitsandbytes multiply in fp32 unless you set another
+# dtype
 # ([`bnb_4bit_compute_dtype=torch.bfloat16`](https://huggingface.co/docs/transformers/quantization/bitsandbytes)).
 #
 # ## The same answer twice

@@ -67,8 +67,10 @@ assert report.values["bf16"].input_bits == 8
 #
 # ## The decision
 #
-# For machines that are not here, this is what each multiplies *fast*, with tensor cores or their
-# like. What is missing from a set is as a rule hardly or no faster than fp32, emulated or not
+# For machines that are not here, this is what each multiplies *fast*
+# ([NVIDIA](https://nvidia.github.io/TransformerEngine/support_matrix.html),
+# [AMD](https://rocm.docs.amd.com/en/latest/reference/precision-support.html)), with tensor cores or
+# their like. What is missing from a set is usually hardly or no faster than fp32, emulated or not
 # there, or gives NaN in some models, as fp16 on a GTX 16:
 
 # %%
