@@ -583,9 +583,9 @@ with torch.inference_mode():
 
 # %% [markdown]
 # A library may choose another kernel for another size of the batch, which adds in another order. So
-# a service that batches requests as they come can give slightly different outputs. In bf16 one matmul
-# mostly rounds such a difference away. But where it does not, a value moves by a whole step of bf16,
-# which spreads from layer to layer: in a deep model many outputs can differ.
+# a service that batches requests as they come can give slightly different outputs. In bf16 one
+# matmul mostly rounds such a difference away. But where it does not, a value moves by at least a
+# whole step of bf16, which spreads from layer to layer: in a deep model many outputs can differ.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # What can be had: the same bits for the same batch on the same machine
