@@ -1,6 +1,6 @@
 """Which differences of two aligned runs rounding does not explain; the first is the finding.
 
-Five kinds, each found without regard to what came before, so that an accumulated error neither
+Six kinds, each found without regard to what came before, so that an accumulated error neither
 hides one nor makes one:
 
 - ``function``: the two ops return different results in exact arithmetic, and so do the runs.
@@ -8,6 +8,8 @@ hides one nor makes one:
 - ``precision``: one op rounds more than its formats predict, on the inputs that it really got.
 - ``order``: the same result in exact arithmetic, from sums that are taken in another order.
 - ``stability``: the same too, but one run has lost far more digits on the way there.
+- ``merged``: 16 bits make positions or counts equal that differ in the other run. Rounding explains
+  that, so it is looked for where there is nothing of the other kinds.
 """
 
 from collections import defaultdict
@@ -20,6 +22,7 @@ from amp_lab.difference.alignment import Alignment
 from amp_lab.difference.result import Difference, Jump
 from amp_lab.difference.rounding import unit_roundoff
 from amp_lab.difference.run_log import OpRecord, Place, RunLog, same_values
+from amp_lab.remedies import remedy
 
 # What a sum is taken apart into, and what only changes the order of its terms.
 _SUMS = frozenset(("sum", "add", "add_", "sub", "sub_", "mean", "cumsum", "rsub", "div"))
@@ -30,6 +33,13 @@ _SUMS_AND_ORDERS = _SUMS | {
 _MORE_THAN_THE_OTHER = 4.0  # an op of the two rounds: both may be an unstable kernel
 _DIGITS_LOST = 64.0
 
+_MERGED = remedy(
+    "diff.merged",
+    "16 bits make whole numbers or evenly spaced values, such as positions, equal in one run",
+    "In {run}, an input of this op has lost values: {op.merged}. If they are positions or counts, "
+    "compute with them in fp32: do not cast them, and put the ops that use them in "
+    "with torch.autocast({op.log.device_type!r}, enabled=False).",
+)
 _REASONS = {
     "nonfinite": "The op's result in {run} has {op.nonfinite}.",
     "precision": "On the inputs that it got there, the op's result in {run} is off by {size:.2g}, "
@@ -39,6 +49,7 @@ _REASONS = {
     "rounds otherwise.",
     "stability": "In exact arithmetic the two are the same, but {run} has lost far more digits on "
     "the way here, to a cancellation or a format before it.",
+    "merged": _MERGED.text,
 }
 
 
@@ -55,6 +66,7 @@ def first_finding(both: Alignment) -> Difference | None:
     found = [finding for finding in (next(kind, None) for kind in kinds) if finding]
     numbers = {record: i for i, pair in enumerate(both.pairs) for record in pair.records}
     first = min(found, key=lambda finding: numbers[finding.op], default=None)
+    first = first or next(_merges(both), None)
     return _difference(both, first, numbers[first.op]) if first else None
 
 
@@ -146,6 +158,19 @@ def _stabilities(both: Alignment) -> Iterator[_Finding]:
             lost = _where_lost(worse, _DIGITS_LOST * floor)
             if lost.roundoff <= u + lost.allowed:  # else that is a matter of precision
                 yield _Finding(lost, "stability", lost.error, floor)
+
+
+def _merges(both: Alignment) -> Iterator[_Finding]:
+    """Ops of which one run alone has inputs that differ in fp64 and are equal there."""
+    reach = _reaching(both)
+    for pair in both.pairs:
+        merging = [record for record in pair.records if record.merged]
+        if pair.is_matched and len(merging) == 2:
+            continue
+        for record in merging:
+            if record in reach and not record.is_neutral:
+                predicted = unit_roundoff(record.log.format) + record.allowed
+                yield _Finding(record, "merged", record.error, predicted)
 
 
 def _where_lost(record: OpRecord, limit: float) -> OpRecord:

@@ -17,6 +17,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_lab.backends import BACKENDS
 from amp_lab.difference import rounding
+from amp_lab.difference.merged_values import Merged, merged
 from amp_lab.difference.raised import Failure, RunRaised, failure_above_ops
 from amp_lab.difference.result import located
 from amp_lab.errors import AmpLabError
@@ -57,6 +58,7 @@ class OpRecord:
     producers: tuple["OpRecord", ...] = field(repr=False)  # its inputs came from these
     leaves: tuple[str, ...]  # names of parameters and buffers among its inputs
     settings: tuple  # its arguments that are numbers or names: an eps, a dimension
+    merged: Merged | None  # what its inputs have lost, of different values
 
 
 @dataclass
@@ -207,6 +209,8 @@ class _Watch(TorchDispatchMode):
         name = func._schema.name.rpartition("::")[2]
         draws = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name
         do = self._draw if draws else self._compute
+        is_neutral = name in _NEUTRAL or computes_nothing(func)
+        lost = None if is_neutral else self._merged_input((args, kwargs))  # it may write into them
         out, exact, alone = do(func, name, args, kwargs)
         if name == "_local_scalar_dense":
             return exact  # so that both runs go on with the same number
@@ -220,8 +224,14 @@ class _Watch(TorchDispatchMode):
                 if tensor is outs[0]:  # of others, as a kernel's logsumexp, nothing comes
                     self._noise = max(self._noise, 64 * self._coarsest)  # all that was rounded
             self._cast_shadow(func, tensor, shadow)
-        self._note(func, name, (args, kwargs), out, alone)
+        self._note(func, name, (args, kwargs), out, alone, lost)
         return out
+
+    def _merged_input(self, given: tuple) -> Merged | None:
+        """The first input of an op in which 16 bits make different values equal."""
+        low = (tensor for tensor in tensors_in(given) if tensor.dtype in LOWER_DTYPES)
+        found = (merged(tensor, self._shadow(tensor)) for tensor in low)
+        return next(filter(None, found), None)
 
     def _cast_shadow(self, func: Any, tensor: torch.Tensor, shadow: torch.Tensor) -> None:
         """Note the shadow of a result, or write it into the one of an argument that was written.
@@ -328,12 +338,20 @@ class _Watch(TorchDispatchMode):
                 found += records
         return tuple(dict.fromkeys(found))
 
-    def _note(self, func: Any, name: str, given: tuple, out: Any, alone: tuple | None) -> None:
+    def _note(
+        self,
+        func: Any,
+        name: str,
+        given: tuple,
+        out: Any,
+        alone: tuple | None,
+        lost: Merged | None,
+    ) -> None:
         """Keep a record of an op that computed something, and what wrote into which memory."""
         outs, producers = tensors_in(out), self._producers(given)
         if outs and _is_real(outs[0]) and not computes_nothing(func):
             roundoff = rounding.effective_roundoff(func, alone, outs[0]) if alone else 0.0
-            self.log.records.append(self._record(name, given, outs[0], roundoff, producers))
+            self.log.records.append(self._record(name, given, outs[0], roundoff, producers, lost))
             producers = (self.log.records[-1],)
         for tensor in outs if not func.is_view else ():
             key = storage_key(tensor)
@@ -342,7 +360,13 @@ class _Watch(TorchDispatchMode):
                 self._writers[key] = StorageWeakRef(tensor.untyped_storage()), producers
 
     def _record(
-        self, name: str, given: tuple, result: torch.Tensor, roundoff: float, producers: tuple
+        self,
+        name: str,
+        given: tuple,
+        result: torch.Tensor,
+        roundoff: float,
+        producers: tuple,
+        lost: Merged | None,
     ) -> OpRecord:
         exact = self._shadow(result)
         values, _ = rounding.unmasked(exact, exact)
@@ -365,6 +389,7 @@ class _Watch(TorchDispatchMode):
             producers=producers,
             leaves=tuple(filter(None, leaves)),
             settings=tuple(leaf for leaf in tree_leaves(given) if isinstance(leaf, kinds)),
+            merged=lost,
         )
 
 

@@ -14,7 +14,7 @@ from amp_lab.backends import backend
 from amp_lab.cpu import NO_PRIMITIVE_REMEDY, lstm_error
 from amp_lab.remedies import remedy
 from amp_lab.report import bytes_text, dtype_name, listed, percent, short_name
-from amp_lab.tracing.ops_seen import LOWER_DTYPES
+from amp_lab.tracing.ops_seen import LOWER_DTYPES, largest_whole_number
 from amp_lab.tracing.records import LOSS, OpRecord, is_of_loss, place_of, places_of, work_of
 from amp_lab.tracing.running_module import Outputs
 from amp_lab.tracing.tracer import NORMS, Tracer
@@ -285,7 +285,7 @@ def _integers(seen: Tracer) -> Iterator[str]:
         narrows = cast.of_integers and cast.to_dtype is seen.dtype
         if narrows and cast.module not in modules[cast.called]:
             modules[cast.called].append(cast.module)
-    most = int(2 / torch.finfo(seen.dtype).eps)
+    most = largest_whole_number(seen.dtype)
     for called, names in modules.items():
         yield _INTEGERS.said(
             called=called,

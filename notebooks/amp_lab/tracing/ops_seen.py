@@ -14,6 +14,11 @@ LOWER_DTYPES = (torch.float16, torch.bfloat16)  # what autocast takes, on every 
 _MEMORY_ONLY = {"_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided"}
 
 
+def largest_whole_number(dtype: torch.dtype) -> int:
+    """Up to which number a format has all whole ones: 256 in bf16, 2048 in fp16."""
+    return int(2 / torch.finfo(dtype).eps)
+
+
 def tensors_in(structure: Any) -> list[torch.Tensor]:
     """The tensors among the leaves of tuples, lists and dicts."""
     leaves = (structure,) if isinstance(structure, torch.Tensor) else tree_leaves(structure)
