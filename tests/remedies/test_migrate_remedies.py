@@ -293,3 +293,84 @@ def test_the_programs_are_what_their_names_say():
     assert isinstance(run(HEAD)["model"], nn.Linear)
     assert moved(run(HEAD + BACKWARD + "scaler.step(optimizer)\n")) == pytest.approx(0.4, rel=1e-2)
     assert torch.equal(run(HEAD)["x"], torch.ones(4, 2))
+
+
+# Optimizers of two passes
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimization: up to the sharpest point near by, and down from the weights."""
+
+    def __init__(self, parameters, rho=0.1, lr=0.1):
+        super().__init__(parameters, {})
+        self.rho, self.lr = rho, lr
+
+    def _weights(self):
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @torch.no_grad()
+    def first_step(self):
+        self.before = [p.clone() for p in self._weights()]
+        norm = torch.stack([p.grad.norm() for p in self._weights()]).norm()
+        for p in self._weights():
+            p += self.rho * p.grad / norm
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for p, before in zip(self._weights(), self.before, strict=True):
+            p.copy_(before - self.lr * p.grad)
+        self.zero_grad()
+
+
+PASSES = """
+optimizer = Sam(model.parameters())
+def is_finite(): return all(p.grad.isfinite().all() for p in model.parameters())
+for factors in batches:
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler.scale(new_loss() * factors[0]).backward()
+    {check}
+    optimizer.first_step()
+    scaler.scale(new_loss() * factors[1]).backward()
+    {check_and_restore}
+    optimizer.second_step()
+"""
+UNSCALED = """scaler.unscale_(optimizer)
+    scaler.update()
+    if not is_finite():
+        {restore}
+        optimizer.zero_grad()
+        continue
+"""
+RESTORE = "for p, value in zip(model.parameters(), before): p.data.copy_(value)"
+IN_BF16 = HEAD.replace("float16", "bfloat16").replace(
+    'GradScaler("cpu"', 'GradScaler("cpu", enabled=False'
+)
+
+
+@does("migrate.stepped_in_passes")
+@pytest.mark.parametrize(
+    "overflow", [(float("inf"), 1.0), (1.0, float("inf"))], ids=["first", "second"]
+)
+def test_both_passes_of_sam_are_unscaled_and_left_out_where_they_overflow(overflow):
+    wrong = HEAD + PASSES.format(check="", check_and_restore="")
+    right = HEAD + PASSES.format(
+        check=UNSCALED.format(restore="pass"), check_and_restore=UNSCALED.format(restore=RESTORE)
+    )
+    assert says("migrate.stepped_in_passes", found(wrong))
+    assert found(right) == ""
+    batches = [(1.0, 1.0), overflow]
+    assert not run(wrong, Sam=Sam, batches=batches)["model"].weight.isfinite().all()
+    once = run(right, Sam=Sam, batches=batches[:1])["model"].weight
+    left = run(right, Sam=Sam, batches=batches)["model"].weight
+    assert torch.equal(once, left)
+    # Unscaled: 1 - lr * gradient, at the weights that the first pass has moved to.
+    assert moved(run(right, Sam=Sam, batches=batches)) == pytest.approx(
+        0.2 * (2 + 0.1 * 2**0.5), rel=1e-2
+    )
+    plain = IN_BF16 + PASSES.format(check="", check_and_restore="")
+    assert found(plain) == ""
+    in_bf16 = run(plain, Sam=Sam, batches=batches[:1])
+    assert moved(in_bf16) == pytest.approx(
+        moved(run(right, Sam=Sam, batches=batches[:1])), rel=2e-2
+    )

@@ -15,6 +15,7 @@ import libcst as cst
 
 from amp_lab.migrate import nodes
 from amp_lab.migrate.amp_names import NEW, OLD, OLD_MODULES
+from amp_lab.migrate.context_functions import contexts_of
 from amp_lab.migrate.python_tree import Scope, Tree
 
 # Each class with the place of `enabled` among its arguments: those of old had no device before it.
@@ -45,7 +46,7 @@ class Place:
 
     arms: tuple[tuple[cst.CSTNode, int], ...] = ()
     loops: tuple[cst.CSTNode, ...] = ()
-    autocast: cst.Call | None = None  # the innermost one that is on
+    autocast: cst.Call | None = None  # what opens the innermost one that is on
     autocast_loops: int = 0  # so many of the loops are around its block
 
     def excludes(self, other: "Place") -> bool:
@@ -168,6 +169,7 @@ class CodeReader:
     def __init__(self, tree: Tree):
         self.tree = tree
         self.star = min({*tree.stars.values()} & {*OLD_MODULES, "torch.amp"}, default=None)
+        self._opened: dict[cst.Call, cst.Call] = {}  # autocast by the call of what returns it
         self.disabled: set[str] = set()  # scalers that are made with enabled=False
         self.made: defaultdict[str, set[str]] = defaultdict(set)  # by the last part of the name
         self.makers: dict[str, cst.Call] = {}  # what makes each of them
@@ -213,7 +215,7 @@ class CodeReader:
             scaler = self._scaler_in(value)
             if scaler is not None:
                 unit.scaled_names[self.key(target)] = scaler
-        for part in _parts_to_read(node):
+        for part in nodes.parts_that_run(node):
             if isinstance(part, cst.FunctionDef):  # it runs elsewhere than where it stands
                 casts = [self._autocast(each.decorator, unit.scope) for each in part.decorators]
                 cast = next((c for c in casts if c is not None and not self._is_off(c)), None)
@@ -239,21 +241,48 @@ class CodeReader:
             on = None if self._is_off(cast) else cast
             return dataclasses.replace(place, autocast=on, autocast_loops=len(place.loops))
         if isinstance(part, cst.If):
-            if _leaves(part.body):
+            if nodes.is_end(part.body):
                 return place.in_arm(part, 1)
-            if isinstance(part.orelse, cst.Else) and _leaves(part.orelse.body):
+            if isinstance(part.orelse, cst.Else) and nodes.is_end(part.orelse.body):
                 return place.in_arm(part, 0)
         return place
 
     def _autocast(self, node: cst.CSTNode, scope: Scope) -> cst.Call | None:
-        """The call of autocast that an expression is, or that its name was given; else None."""
+        """The call that opens autocast, which an expression is or its name was given; else None.
+
+        It is one of autocast, or of a function of this file that returns nothing else.
+        """
         node = scope.value_of(node)
-        if not isinstance(node, cst.Call) or self.origin(node.func, scope) not in AUTOCASTS:
+        if not isinstance(node, cst.Call):
             return None
+        if self.origin(node.func, scope) in AUTOCASTS:
+            return node
+        found = self._autocasts_of(node)
+        if not found or len(set(map(self._is_off, found))) > 1:
+            return None
+        self._opened[node] = found[0]
         return node
+
+    def _autocasts_of(self, call: cst.Call) -> list[cst.Call]:
+        """The calls of autocast that a function gives to ``with``; none if it gives others too."""
+        parts = nodes.dotted(call.func) or ("",)
+        function = self.functions.get(parts[-1])
+        if function is None or parts[:-1] not in ((), ("self",)):
+            return []
+        names = (unit.name.value for unit in self._units if isinstance(unit, cst.FunctionDef))
+        scope, given = self._units[function].scope, contexts_of(function)
+        found = [each for each in given if isinstance(each, cst.Call)]
+        are_all = all(self.origin(each.func, scope) in AUTOCASTS for each in found)
+        is_one = list(names).count(parts[-1]) == 1
+        return found if is_one and are_all and len(found) == len(given) else []
+
+    def autocast_of(self, call: cst.Call) -> cst.Call:
+        """The call of autocast itself, of the call that opens it."""
+        return self._opened.get(call, call)
 
     def _is_off(self, call: cst.Call) -> bool:
         """Whether a call has ``enabled=False``, by keyword or as the argument at its place."""
+        call = self.autocast_of(call)
         made = self._class_of(call) or ""
         names = [""] * SCALERS.get(made, AUTOCASTS.get(made, 0)) + ["enabled"]
         return nodes.is_false(nodes.arguments(call.args, names).get("enabled"))
@@ -446,18 +475,6 @@ class CodeReader:
         return scaled if all(e.place.excludes(scaled.place) for e in later) else None
 
 
-_BODY_ALONE = cst.ClassDef | cst.ExceptHandler | cst.ExceptStarHandler | cst.MatchCase
-
-
-def _parts_to_read(node: cst.CSTNode) -> Iterable[cst.CSTNode]:
-    """What of a node runs in its turn; a lambda runs later, if at all."""
-    if isinstance(node, cst.Lambda):
-        return ()
-    if isinstance(node, cst.Match):
-        return node.cases
-    return (node.body,) if isinstance(node, _BODY_ALONE) else nodes.children(node)
-
-
 def _arms(node: cst.CSTNode) -> list[cst.CSTNode | None]:
     """The parts of a statement that exclude each other; a handler runs in place of the rest."""
     if isinstance(node, cst.If):
@@ -465,18 +482,6 @@ def _arms(node: cst.CSTNode) -> list[cst.CSTNode | None]:
     if isinstance(node, cst.Try | cst.TryStar):
         return [node.body, *node.handlers]
     return [*node.cases] if isinstance(node, cst.Match) else []
-
-
-def _leaves(block: cst.BaseSuite) -> bool:
-    """Whether what stands after a block is not reached through it, also by a block in it."""
-    last = nodes.last_statement(block)
-    if isinstance(last, cst.With):
-        is_caught = any(nodes.is_call_of(item.item, "suppress") for item in last.items)
-        return _leaves(last.body) and not is_caught
-    if isinstance(last, cst.If):
-        other = last.orelse
-        return isinstance(other, cst.Else) and _leaves(last.body) and _leaves(other.body)
-    return nodes.leaves(block)
 
 
 def _place_of(part: cst.CSTNode, node: cst.CSTNode, place: Place) -> Place:

@@ -108,10 +108,10 @@ class Float16Values:
 
     def _cast_around(self, event: Event) -> cst.Call | None:
         """The autocast for float16 around a call, where its results have gradients."""
-        cast = event.place.autocast
-        if cast is None or not self._is_float16(cast) or self._is_without_gradients(event):
+        if event.place.autocast is None:
             return None
-        return cast
+        cast = self._code.autocast_of(event.place.autocast)
+        return cast if self._is_float16(cast) and not self._is_without_gradients(event) else None
 
     def _cast_of_model(self, parts: _Name, scope: Scope) -> cst.Call | None:
         """The autocast in the ``forward`` of the model that a name is, as far as is known."""

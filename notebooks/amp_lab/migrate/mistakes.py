@@ -29,6 +29,7 @@ _OF_A_MODULE = {"parameters", "named_parameters", "modules", "named_modules", "c
 _OF_A_MODULE |= {"named_children", "buffers", "state_dict", "train", "eval", "zero_grad", "log"}
 _OF_A_MODULE |= {"log_dict"}
 _OF_SCALER = re.compile(r"(?i)scaler|amp|fp16|half|mixed|precision")
+_ASKS_FOR_FINITE = re.compile(r"(?i)finite|is_?nan|is_?inf|found_?inf|overflow")
 _UNSCALES = re.compile(r"unscale|get_scale|_scale\b|\.grad\b(?!\s+is\b)|\binf\b")
 
 _CLIPPED_SCALED = remedy(
@@ -82,6 +83,16 @@ _NEVER_UPDATED = remedy(
     "a scaler steps, and its scale is never updated",
     "{scaler} is never updated, so its next step raises: call {scaler}.update() after the step",
 )
+
+_STEPPED_IN_PASSES = remedy(
+    "migrate.stepped_in_passes",
+    "an optimizer of two passes, such as SAM, steps on the gradients of a scaled loss",
+    "{scaler} cannot skip {optimizer}.{step}(){rest}, so one overflow makes the weights NaN: train "
+    "in bfloat16 without a scaler; or, before each of the two steps, call "
+    "{scaler}.unscale_({optimizer}) and {scaler}.update(), and if a gradient is not finite, put "
+    "the weights of before the batch back and go on to the next",
+)
+_PASSES = {"first_step", "second_step", "ascent_step", "descent_step"}
 
 
 class Rule(Rewriter):
@@ -239,6 +250,41 @@ def _steps_past(code: CodeReader, scaled: Event, step: Event, is_unscaled: bool)
     return not _is_passed_on(scaled.of, text) and not re.search(r"get_scale|\.grad\b", text)
 
 
+def _stepped_in_passes(code: CodeReader) -> Found:
+    told = set()
+    for event in of_kind("call", code.events):
+        func = event.node.func
+        if not isinstance(func, cst.Attribute) or func.attr.value not in _PASSES:
+            continue
+        optimizer, scaled = code.key(func.value), code.scaled_before(event)
+        if scaled is None or (event.unit, optimizer) in told:
+            continue
+        text = code.text_between(scaled, event)
+        is_unscaled = "unscale" in text
+        is_checked = bool(_ASKS_FOR_FINITE.search(text))
+        if (is_unscaled and is_checked) or _may_be_by_hand(code, scaled, event):
+            continue
+        told.add((event.unit, optimizer))
+        yield (
+            event.node,
+            _STEPPED_IN_PASSES.said(
+                scaler=scaled.of,
+                optimizer=optimizer,
+                step=func.attr.value,
+                rest="" if is_unscaled else ", nor unscale its gradients",
+            ),
+        )
+
+
+def _may_be_by_hand(code: CodeReader, scaled: Event, step: Event) -> bool:
+    """Whether something between a backward and a pass may unscale the gradients or check them."""
+    text = code.text_between(scaled, step)
+    if _is_passed_on(scaled.of, text) or re.search(r"get_scale|\.grad\b", text):
+        return True
+    between = of_kind("call", step.unit.events[scaled.order + 1 : step.order])
+    return any(_may_unscale(code, event.node, scaled.of) for event in between)
+
+
 def _backward_in_autocast(code: CodeReader) -> Found:
     spanning = _blocks_around_steps(code)
     for event in code.events:
@@ -264,7 +310,7 @@ def _blocks_around_steps(code: CodeReader) -> list[cst.Call]:
         elif event.kind == "scaler step" or _is_step(code, event):
             inside["step"].add(call)
     around = inside["backward"] & inside["step"]
-    return [call for call in around if not nodes.is_false(_cache_of(call))]
+    return [call for call in around if not nodes.is_false(_cache_of(code.autocast_of(call)))]
 
 
 def _cache_of(call: cst.Call) -> cst.BaseExpression | None:
@@ -290,6 +336,7 @@ def _never_updated(code: CodeReader) -> Found:
 _NOTES = (_backward_in_autocast,)
 _RULES = (_clipped_scaled, _stepped_beside, _never_updated, checkpoints.saved_without, *_NOTES)
 _RULES += (
+    _stepped_in_passes,
     _loop_in_one_block,
     lifetime.made_each_epoch,
     *accumulation.RULES,

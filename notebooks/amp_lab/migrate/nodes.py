@@ -13,6 +13,8 @@ _NOT_CODE += ("semicolon", "equal", "dot", "leading_lines", "header", "footer", 
 _NOT_CODE += ("lines_", "indent", "newline", "operator", "asynchronous", "encoding", "default_")
 _NOT_CODE += ("has_",)
 
+_BODY_ALONE = cst.ClassDef | cst.ExceptHandler | cst.ExceptStarHandler | cst.MatchCase
+
 
 @functools.cache
 def _fields(kind: type) -> tuple[str, ...]:
@@ -146,3 +148,24 @@ def last_statement(block: cst.CSTNode) -> cst.CSTNode:
 def leaves(block: cst.CSTNode) -> bool:
     """Whether what stands after a block is not reached through it."""
     return isinstance(last_statement(block), cst.Return | cst.Raise | cst.Continue | cst.Break)
+
+
+def is_end(block: cst.BaseSuite) -> bool:
+    """Whether no path through a block, or through one that it ends with, leads past it."""
+    last = last_statement(block)
+    if isinstance(last, cst.With):
+        is_caught = any(is_call_of(item.item, "suppress") for item in last.items)
+        return is_end(last.body) and not is_caught
+    if isinstance(last, cst.If):
+        other = last.orelse
+        return isinstance(other, cst.Else) and is_end(last.body) and is_end(other.body)
+    return leaves(block)
+
+
+def parts_that_run(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
+    """What of a node runs in its turn; a lambda runs later, if at all."""
+    if isinstance(node, cst.Lambda):
+        return ()
+    if isinstance(node, cst.Match):
+        return node.cases
+    return (node.body,) if isinstance(node, _BODY_ALONE) else children(node)
