@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 from amp_lab import find_nonfinite
-from amp_lab.errors import NumericsError
+from amp_lab.errors import AmpLabWarning, NumericsError
 
 mpl.use("agg")
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
@@ -541,3 +541,82 @@ def test_wrong_use_is_refused():
         find_nonfinite(lambda x: x)
     with pytest.raises(NumericsError, match="with statement"):
         find_nonfinite(model).__exit__(None, None, None)
+
+
+class Quantised(torch.Tensor):
+    """A weight of bytes with a scale for each row, which has matmuls alone, as torchao's have."""
+
+    HAS = (torch.ops.aten.detach.default, torch.ops.aten.t.default, torch.ops.aten.mm.default)
+
+    def __new__(cls, data, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=scale.dtype)
+
+    def __init__(self, data, scale):
+        self.data_, self.scale = data, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func not in cls.HAS:
+            raise NotImplementedError(f"{cls.__name__}: {func}")
+        if func is cls.HAS[2]:
+            plain = [a.data_ * a.scale if isinstance(a, cls) else a for a in args]
+            return func(*plain, **(kwargs or {}))
+        return cls(*(func(part) for part in (args[0].data_, args[0].scale)))
+
+
+class Flattened(Quantised):
+    """One that says what it is stored as."""
+
+    def __tensor_flatten__(self):
+        return ["data_", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts, context, size, stride):
+        return cls(parts["data_"], parts["scale"])
+
+
+def with_quantised_weight(kind, scale=1.0):
+    """A model whose second layer has such a weight, with this scale in its last row."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 2))
+    scales = torch.ones(4, 4)
+    scales[-1] = scale
+    weight = kind(torch.ones(4, 4, dtype=torch.int8), scales)
+    model[1].weight = nn.Parameter(weight, requires_grad=False)
+    return model
+
+
+@pytest.mark.parametrize("x", [1.0, math.inf])
+def test_a_weight_that_has_no_sum_is_read_by_what_it_is_stored_as(x):
+    model = with_quantised_weight(Flattened)
+    with find_nonfinite(model) as finder:
+        model(torch.full((2, 3), x)).sum().backward()
+    assert (finder.report is None) == math.isfinite(x)
+
+
+def test_a_nan_in_what_a_weight_is_stored_as_is_reported_with_its_form():
+    model = with_quantised_weight(Flattened, math.nan)
+    with find_nonfinite(model) as finder:
+        model(torch.ones(2, 3))
+    report = finder.report
+    assert (report.tensor, report.name) == ("parameter", "1.weight")
+    assert "stored as int8 and float32" in str(report.value)
+    assert report.value.nan == 4
+
+
+def test_a_fault_behind_a_weight_that_has_no_sum_is_named():
+    model = with_quantised_weight(Flattened)
+    model.append(Function(lambda x: (0 * x - 1).log()))
+    with find_nonfinite(model) as finder:
+        model(torch.ones(2, 3))
+    assert (finder.report.module, finder.report.op) == ("3", "log")
+
+
+def test_a_weight_that_cannot_be_read_is_left_out_and_a_warning_says_so():
+    model = with_quantised_weight(Quantised)
+    model.append(Function(lambda x: (0 * x - 1).log()))
+    with (
+        pytest.warns(AmpLabWarning, match="the values of a Quantised are not looked at"),
+        find_nonfinite(model) as finder,
+    ):
+        model(torch.ones(2, 3))
+    assert (finder.report.module, finder.report.op) == ("3", "log")

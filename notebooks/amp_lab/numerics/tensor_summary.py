@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from amp_lab.numerics.stored_parts import parts_of
 from amp_lab.report import dtype_name, percent
 from amp_lab.tracing.ops_seen import stored_values
 
@@ -25,6 +26,7 @@ class TensorSummary:
     nan: int
     inf: int
     neg_inf: int
+    stored_as: tuple[torch.dtype, ...] = ()  # of a subclass that was read part by part
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -37,6 +39,9 @@ class TensorSummary:
 
     def __str__(self) -> str:
         text = f"{dtype_name(self.dtype)} {self.shape}"
+        if self.stored_as:
+            dtypes = " and ".join(dict.fromkeys(map(dtype_name, self.stored_as)))
+            text += f" stored as {dtypes}, of which the floating-point values were read"
         if not self.values:
             return f"{text}, no values"
         bad = sum(self._counts().values())
@@ -50,10 +55,9 @@ class TensorSummary:
 
 def summarise(name: str, tensor: torch.Tensor) -> TensorSummary:
     """What a tensor holds; one without memory behind it counts as zeros."""
-    values = torch.zeros(tensor.shape) if _without_values(tensor) else readable(tensor)
-    if values.is_complex():
-        # Below autograd a lazy conjugate cannot be resolved, but be made one of a conjugate.
-        values = torch.view_as_real(values.conj() if values.is_conj() else values)
+    parts = [] if _without_values(tensor) else parts_of(tensor)
+    is_whole = _without_values(tensor) or any(part is tensor for part in parts)
+    values = torch.zeros(tensor.shape) if _without_values(tensor) else _numbers(parts)
     finite = values[values.isfinite()]
     low, high = torch.aminmax(finite) if finite.numel() else (math.nan, math.nan)
     return TensorSummary(
@@ -67,13 +71,37 @@ def summarise(name: str, tensor: torch.Tensor) -> TensorSummary:
         nan=int(values.isnan().sum()),
         inf=int((values == math.inf).sum()),
         neg_inf=int((values == -math.inf).sum()),
+        stored_as=() if is_whole else tuple(part.dtype for part in parts),
     )
+
+
+def _numbers(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The floating-point values of a tensor's parts, as real numbers; of one alone as it lies."""
+    if len(parts) == 1:
+        return _real(readable(parts[0]))
+    found = [_real(readable(part)).flatten().double() for part in parts if _may_be_infinite(part)]
+    return torch.cat(found) if found else torch.zeros(0)
+
+
+def _real(values: torch.Tensor) -> torch.Tensor:
+    if not values.is_complex():
+        return values
+    # Below autograd a lazy conjugate cannot be resolved, but be made one of a conjugate.
+    return torch.view_as_real(values.conj() if values.is_conj() else values)
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
     """Whether all values are finite. Other than floating-point and complex ones always are."""
-    if not (tensor.is_floating_point() or tensor.is_complex()) or _without_values(tensor):
+    if not _may_be_infinite(tensor) or _without_values(tensor):
         return True
+    return all(_is_part_finite(part) for part in parts_of(tensor) if _may_be_infinite(part))
+
+
+def _may_be_infinite(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _is_part_finite(tensor: torch.Tensor) -> bool:
     values = tensor if tensor.layout is torch.strided and tensor.itemsize > 1 else readable(tensor)
     # A sum passes every inf and NaN on, and is the cheapest look at every value there is. It may
     # also overflow by itself, so only a finite one is an answer.
