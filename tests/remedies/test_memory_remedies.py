@@ -1,14 +1,20 @@
 """What `memory` advises where a step does not fit: each way is taken, and saves what it said."""
 
+import functools
 import re
 
 import pytest
 import torch
 from remedy_tests import does, says
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from amp_lab import forecast_memory
+from amp_lab.errors import TraceError
 from amp_lab.tracing.memory import BatchedInputs, memory_table, parse_bytes
 from amp_lab.tracing.memory_result import MemoryTable
 
@@ -136,3 +142,57 @@ def test_a_way_that_is_not_open_is_not_named(too_large):
     assert not [line for line in sgd.ways_out if says("memory.eight_bit_state", line)]
     assert all("too little" in line for line in sgd.ways_out if "saves about" in line)
     assert "Look at:" in str(too_large)
+
+
+# Selective checkpointing
+
+
+def keep_products(context, op, *args, **kwargs):
+    is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class SharedLayer(nn.Module):
+    """A layer that is used in two regions, under an autocast of its own if `cache` says how."""
+
+    def __init__(self, device_type="cpu", cache=None):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.device_type, self.cache = device_type, cache
+
+    def forward(self, x):
+        if self.cache is None:
+            return self.regions(x)
+        with torch.autocast(self.device_type, torch.bfloat16, cache_enabled=self.cache):
+            return self.regions(x)
+
+    def regions(self, x):
+        select = functools.partial(create_selective_checkpoint_contexts, keep_products)
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=False, context_fn=select)
+        return x
+
+
+@does("dtype.selective_checkpoint")
+@pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context")  # the forecast has one
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_selective_checkpointing_of_a_shared_weight_with_the_cache_off(device_type):
+    x, options = torch.randn(4, 8), {"device_type": device_type, "precision": "bf16"}
+    with pytest.raises(TraceError) as refused:
+        forecast_memory(SharedLayer(), x, **options)
+    assert says("dtype.selective_checkpoint", str(refused.value))
+    (setting,) = re.findall(r"cache_enabled=(\w+)", str(refused.value))
+    off = {"False": False}[setting]
+    as_told = forecast_memory(SharedLayer(device_type, off), x, **options)
+    assert as_told.cast_cache == 0
+    assert as_told.peak > 0
+    for cache in (True, off):  # as training does it
+        model = SharedLayer()
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            loss = model(x).float().sum()
+        if cache:
+            with pytest.raises(RuntimeError, match="not found in storage"):
+                loss.backward()
+        else:
+            loss.backward()
+            assert model.layer.weight.grad is not None

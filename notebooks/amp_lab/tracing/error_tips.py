@@ -31,6 +31,13 @@ _TIPS = {  # by what an error says
         "a mask is filled with a number that its dtype does not hold",
         "use torch.finfo(x.dtype).min (or .max) instead of the number",
     ).text,
+    "_to_copy.default encountered during backward but not found in storage": remedy(
+        "dtype.selective_checkpoint",
+        "regions of selective checkpointing use the same weight under autocast",
+        "two regions of selective checkpointing (context_fn) use a weight that autocast has cast "
+        "once: open autocast with cache_enabled=False; for a forecast, in the model's forward, "
+        "around the regions",
+    ).text,
     NO_PRIMITIVE: NO_PRIMITIVE_REMEDY,
     **dict.fromkeys(_NO_KERNEL_SAYS, _NO_KERNEL.text),
     **REMEDIES_BY_MESSAGE,
