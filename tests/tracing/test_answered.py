@@ -542,3 +542,26 @@ def test_wav2vec2_is_forecast_with_its_masks_and_its_loss():
                 **masks,
             )
             assert "decisions" in str(found)
+
+
+class Spectrum(nn.Module):
+    """An FFT of 100 values, which cuFFT refuses in 16 bits, and then NumPy's copy of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 100)
+
+    def forward(self, x):
+        spectrum = torch.fft.rfft(self.layer(x)).abs()
+        return torch.from_numpy(spectrum.detach().cpu().numpy()).to(x.device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_failure_before_what_reads_memory_is_told(dtype):
+    found = xray(Spectrum(), torch.randn(4, 8), device_type="cuda", dtype=dtype)
+    assert "_fft_r2c" in found.raised
+    assert "powers of two" in found.raised or "Unsupported dtype" in found.raised
+    assert found.raised.endswith("op numpy in the model itself reads the memory of a tensor")
+    assert [row.op for row in found.rows] == ["addmm"]
+    with pytest.raises(TraceError, match="reads the memory of a tensor, which fake tensors do not"):
+        xray(Spectrum(), torch.randn(4, 8), device_type="cuda", dtype=torch.float32)

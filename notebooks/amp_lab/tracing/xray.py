@@ -19,7 +19,7 @@ from amp_lab.tracing.advice import advise
 from amp_lab.tracing.answered import answered
 from amp_lab.tracing.compiled import is_compiled, without_wrapper
 from amp_lab.tracing.copies import copied
-from amp_lab.tracing.decisions import Decisions
+from amp_lab.tracing.decisions import Decisions, MemoryNeeded, NotAnswered
 from amp_lab.tracing.fake_device import (
     ModelRun,
     checked_backend,
@@ -157,10 +157,15 @@ def _raised_under_autocast(
 ) -> str:
     """The error of a run that failed, if the model runs without autocast; else `TraceError`.
 
-    Only what runs without autocast is worth a table: else the model or its inputs are wrong.
+    Only what runs without autocast is worth a table: else the model or its inputs are wrong. So is
+    what fails under autocast before the code that no trace can follow.
     """
     assert seen.error is not None
-    plain = seen if off else trace(torch.float32)
+    try:
+        plain = seen if off else trace(torch.float32)
+    except (MemoryNeeded, NotAnswered) as stop:
+        said = _explained(seen.error, seen, call)
+        return f"{said}; the pass without autocast ends later: {stop}"
     if plain.error is None:
         return _explained(seen.error, seen, call)
     # With some weights in 16 bits it only runs under autocast: what fails there counts.
