@@ -17,6 +17,7 @@ MODULES = (
     "amp_lab.advisor.learning",
     "amp_lab.advisor.recipes",
     "amp_lab.advisor.session",
+    "amp_lab.cli.user_code",
     "amp_lab.difference",
     "amp_lab.formats.rehearsal",
     "amp_lab.migrate.apex",

@@ -1,5 +1,6 @@
 """The user's own code: found by its name, and kept from printing, exiting and hanging."""
 
+import ast
 import contextlib
 import difflib
 import importlib
@@ -9,6 +10,7 @@ import io
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -16,8 +18,16 @@ from typing import Any, NoReturn
 
 from amp_lab.cli.printing import tell
 from amp_lab.errors import AmpLabError, OptionError, with_type
+from amp_lab.remedies import remedy
 
 FORM = "PACKAGE.MODULE:CALLABLE"
+_GUARD = remedy(
+    "cli.guard_script",
+    "a file has the model, and runs into an error behind it, as a script that trains may",
+    "line {line} of {file} runs when the file is imported: put it, and what else is not needed for "
+    '{name}, under if __name__ == "__main__":',
+)
+_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Import, ast.ImportFrom)
 _END_AT_ONCE = os._exit
 
 
@@ -198,7 +208,28 @@ def _not_imported(target: str, error: BaseException) -> BaseException:
     hint = ""
     if "relative import" in str(error):
         hint = "; give it as a module of its package, as PACKAGE.MODULE:CALLABLE"
+    else:
+        hint = _guard(target.rpartition(":")[2], error)
     return OptionError(f"{target!r} cannot be imported: {_said(error)}{hint}")
+
+
+def _guard(path: str, error: BaseException) -> str:
+    """What to do if a statement behind the definition of the target fails, as the end of a line."""
+    name = path.partition(".")[0]
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "<module>" and name in frame.f_globals:
+            file = Path(frame.f_code.co_filename)
+            if not file.is_file() or _is_definition(file, line):
+                return ""
+            return f"; {_GUARD.said(line=line, file=file.name, name=path)}"
+    return ""
+
+
+def _is_definition(file: Path, line: int) -> bool:
+    """Whether the statement of a module at a line defines or imports something."""
+    statements = ast.parse(file.read_bytes()).body
+    around = [one for one in statements if one.lineno <= line <= (one.end_lineno or one.lineno)]
+    return any(isinstance(one, _DEFINITIONS) for one in around)
 
 
 def _near_name(module_name: str, module: ModuleType, path: str) -> str:
