@@ -52,6 +52,10 @@ UNSCALED_EACH_WRONG = [
     "        scaler.scale(f(x)).backward()\n"
     "        scaler.unscale_(opt)  # !\n    scaler.step(opt)\n    scaler.update()\n",
     loop(f"if clip:\n    {UNSCALED}    {CLIP}    if (i + 1) % 4 == 0:\n        {STEP}"),
+    loop(
+        f"if every > 1:\n    {UNSCALED}    if (i + 1) % every == 0:\n        {STEP}\n"
+        f"else:\n    scaler.unscale_(opt)\n    {STEP}"
+    ),
 ]
 UNSCALE = "scaler.unscale_(opt)\n"
 UNSCALED_EACH_RIGHT = [

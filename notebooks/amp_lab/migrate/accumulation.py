@@ -28,17 +28,22 @@ _UNSCALED_BY_ANOTHER = remedy(
 def unscaled_in_each_batch(code: CodeReader) -> Found:
     """``unscale_`` for each micro-batch, where only some of them step: the second one raises."""
     for unscale in of_kind("unscale", code.events):
-        updates = unscale.unit.by_scaler["update", unscale.of]
+        updates = _reached_from(unscale, unscale.unit.by_scaler["update", unscale.of])
         if not _are_less_often(updates, unscale) or not _is_scaled_beside(unscale):
             continue
-        steps = unscale.unit.by_scaler["scaler step", unscale.of]
-        is_rare = _are_less_often([e for e in steps if e.optimizer == unscale.optimizer], unscale)
+        steps = _reached_from(unscale, unscale.unit.steps_of[unscale.optimizer])
+        is_rare = _are_less_often([step for step in steps if step.of == unscale.of], unscale)
         is_either = any(a.place.excludes(b.place) for a in updates for b in updates)
         if any(_is_dropped_without(code, update, unscale) for update in updates):
             continue  # see `skipped_updates`
         if is_rare and not is_either and not code.escapes(last_part(unscale.of)):
             names = {"scaler": unscale.of, "optimizer": unscale.optimizer}
             yield unscale.node, _UNSCALED_EACH_BATCH.said(**names)
+
+
+def _reached_from(event: Event, others: list[Event]) -> list[Event]:
+    """Those that a path through the event may lead to, not those of another branch."""
+    return [other for other in others if not other.place.excludes(event.place)]
 
 
 def _is_scaled_beside(unscale: Event) -> bool:
