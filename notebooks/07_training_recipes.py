@@ -584,8 +584,8 @@ assert torch.equal(
 )
 
 # %% [markdown]
-# From torch 2.13 on, if not earlier, selective checkpointing (`context_fn`) is an exception: if two of its regions
-# share a weight, the backward pass raises `… not found in storage`, unless autocast has `cache_enabled=False`. <!-- tests/notebooks/test_07_training_recipes.py -->
+# From torch 2.13 on, if not earlier, selective checkpointing (`context_fn`) is an exception: if a region uses a weight that
+# was cast before, as where two share one, backward raises `… not found in storage`, unless autocast has `cache_enabled=False`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # **Without `use_reentrant=False`** you get the older kind of checkpoint, with a warning that asks
 # you to choose. It cuts the graph if no *input* requires a gradient, which is so for a batch of
@@ -791,8 +791,8 @@ assert not evaluation_sees_the_step(torch.autocast(device.type, enabled=False)) 
 # %% [markdown]
 # ### Freeze layers
 #
-# Nothing changes if you freeze layers, but something becomes possible. No update is ever added to a
-# frozen weight, so you may store it in half precision if autocast runs its layer in that dtype
+# Nothing changes if you freeze layers, but something becomes possible. No update is added to a frozen
+# weight (unless your code writes to it, as to the average of an EMA), so you may store it in half precision if autocast runs its layer in that dtype
 # anyway. That saves half of its memory and the casts, and changes no bit of the result. Two lines do
 # it: `layer.requires_grad_(False)` and `layer.to(torch.float16)`. <!-- tests/notebooks/test_07_training_recipes.py -->
 #

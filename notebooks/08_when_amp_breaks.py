@@ -96,8 +96,10 @@
 # | `Expected self.size(1) to be divisible by 16, but got self.size(1)=` | [section&nbsp;44](#44-A-size-is-not-a-multiple-of-16-or-8) |
 # | `Expected both dimensions of mat2 to be divisible by 16` | [section&nbsp;44](#44-A-size-is-not-a-multiple-of-16-or-8) |
 # | `Expected trailing dimension of mat1 to be divisible by 16` | [section&nbsp;44](#44-A-size-is-not-a-multiple-of-16-or-8), quoted |
+# | `full(): argument 'fill_value' (position 2) must be Number, not str` | [section&nbsp;35](#35-Old-names-warn) |
 # | `torch.OutOfMemoryError: CUDA out of memory.` | [section&nbsp;45](#45-CUDA-is-out-of-memory), quoted |
 # | `Type parameter (T) of Optype (LayerNormalization) bound to different types` | ONNX Runtime refuses the file: in an fp16 model the older exporter (`dynamo=False`) may [leave float32 before the norm](https://github.com/pytorch/pytorch/issues/190338), as where attention has a boolean mask. Export with `dynamo=True`, and outside of autocast: [notebook 18](18_inference_and_export.ipynb#Export) |
+# | `Type 'tensor(float16)' of input parameter … of operator (Range) in node … is invalid` | ONNX Runtime refuses an `arange` in fp16 that the older exporter (`dynamo=False`) wrote. Export with `dynamo=True`: [notebook 18](18_inference_and_export.ipynb#Export) |
 #
 # **No message.** If nothing was raised, look for what is wrong with the result.
 #
@@ -117,6 +119,12 @@
 # | gradients of a convolution are NaN or 1e20 in bf16, on a CPU | [your hardware](../docs/hardware.md#cpus) |
 # | parameters are NaN after one step of Adam | [section&nbsp;29](#29-Half-precision-weights-stop-moving) |
 # | results are good on short inputs and bad on long ones, or many positions give the same embedding | [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
+# | an index is out of range, or two timesteps are the same | [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
+# | the same box is detected twice: NMS leaves duplicates | [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
+# | a KL divergence, or a ratio of probabilities, is noisy in bf16 | [notebook 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy): cast the logits, not the log-probabilities |
+# | the logged loss is off by a factor of 2 at times | [section&nbsp;12](#12-Scaler-methods-are-called-in-the-wrong-order) |
+# | weight decay, or an average of weights (EMA), does nothing in bf16 | [section&nbsp;29](#29-Half-precision-weights-stop-moving) |
+# | a model from accelerate or Fabric returns fp32 | [notebook 19](19_choose_your_precision.ipynb#What-frameworks-call-it) |
 # | `torch.compile` changes the gradients | [section&nbsp;27](#27-A-compiled-model-has-other-gradients) |
 # | `torch.compile` changes the results a little | in 16 bits it rounds less often, in fp32 it computes in another way: [notebook 18](18_inference_and_export.ipynb#Ways-to-run-it) |
 # | a compiled model is no faster | [notebook 10](10_speed_ladder.ipynb) |
@@ -129,7 +137,7 @@
 # | a model in Keras gives NaN, or is no faster | [notebook 12](12_keras.ipynb) |
 # | a step is no faster than before, or even slower | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off), [section&nbsp;32](#32-A-thread-runs-without-autocast-or-in-another-dtype), [section&nbsp;33](#33-Autocast-makes-the-model-no-faster), [section&nbsp;44](#44-A-size-is-not-a-multiple-of-16-or-8) |
 # | training uses as much memory as before, or more | [section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off), [section&nbsp;34](#34-The-memory-is-not-halved) |
-# | inference uses more memory with autocast than without | [section&nbsp;34](#34-The-memory-is-not-halved) |
+# | inference uses more memory with autocast than without, or memory grows under `no_grad` | [section&nbsp;34](#34-The-memory-is-not-halved) |
 #
 # ## Set up
 #
@@ -986,6 +994,19 @@ call("step", "update")
 assert message_of(lambda: call("update", "step")) == messages["update"]
 
 # %% [markdown]
+# `get_scale()` after `update` is the scale of the next step. A loss that is divided by it is off by
+# a factor of 2 wherever the scale has changed. Log the loss before it is scaled.
+
+# %%
+scaler = torch.amp.GradScaler("cpu")
+parameter = nn.Parameter(torch.ones(1))
+parameter.grad = torch.tensor([math.inf])
+scaled_loss = scaler.scale(torch.ones(()))  # the loss is 1
+scaler.unscale_(torch.optim.SGD([parameter], lr=0.1))
+scaler.update()
+assert scaled_loss / scaler.get_scale() == 2
+
+# %% [markdown]
 # **Notice it earlier.** A forgotten `update` raises in the second iteration. A `scale` that is left
 # out later raises nothing.
 
@@ -1290,7 +1311,12 @@ assert "expected dtype c10::Half for `end` but got dtype float" in messages["ler
 # all. (Another wording is `expected mat1 and mat2 to have the same dtype`.)
 #
 # Inside the block this happens too, where an op writes in place (`addmm_`, `baddbmm_`) or into `out=`:
-# autocast casts neither.
+# autocast casts neither. If `backward()` raises it, see
+# [section 20](#20-A-function-of-your-own-fails-in-backward).
+#
+# In quantization-aware training the fused fake-quantize module takes fp32 alone, and is not on
+# autocast's list. The one that is not fused is on it: make the settings with
+# `get_default_qat_qconfig_mapping("fbgemm", version=0)`. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
 #
 # **The fix.** Move the line into the block, or convert what leaves the block to fp32. Replace an op that
 # writes in place by the one that returns a new tensor, such as `addmm_` by `addmm`.
@@ -1426,7 +1452,12 @@ assert "expected scalar type Half but found Float" in message
 # outside, and meets an fp16 gradient and fp32 tensors.
 #
 # **The fix.** Use the two decorators of `torch.amp`. With `cast_inputs`, both directions compute in
-# that dtype, without autocast. [Notebook 02](02_autocast_dtypes.ipynb) shows the other variant.
+# that dtype, without autocast. Use this for a kernel that was written for one dtype.
+#
+# Without `cast_inputs` the decorators cast nothing: `backward` runs under autocast if `forward` did.
+# Use that where `forward` calls layers, as in a checkpoint of your own; or take
+# `torch.utils.checkpoint.checkpoint(…, use_reentrant=False)`, which does it for you. [Notebook
+# 02](02_autocast_dtypes.ipynb) shows both.
 
 
 # %%
@@ -1438,6 +1469,14 @@ class AmpProduct(torch.autograd.Function):
 
 
 assert torch.equal(backward_through(AmpProduct), torch.full((1, 2, 2), 2.0))
+
+
+class UnderAutocast(torch.autograd.Function):
+    forward = staticmethod(torch.amp.custom_fwd(Product.forward, device_type="cpu"))
+    backward = staticmethod(torch.amp.custom_bwd(Product.backward, device_type="cpu"))
+
+
+assert torch.equal(backward_through(UnderAutocast), torch.full((1, 2, 2), 2.0))
 
 # %% [markdown]
 # **Notice it earlier.** Test each function of your own once under autocast, with a backward pass.
@@ -1895,7 +1934,9 @@ assert after_updates(model) == 1.0
 
 # %% [markdown]
 # **Why.** `assign=True` took over the dtype of the checkpoint. Just below 1, bf16 numbers are 2^-8
-# apart, and a change of less than half of that is rounded away. The moments of Adam have the dtype of
+# apart, and a change of less than half of that is rounded away. So it goes with weight decay, which
+# changes a weight by `lr * weight_decay`, often 1e-4 or less of it, and with a moving average in bf16.
+# The moments of Adam have the dtype of
 # the parameters. In fp16 its epsilon of 1e-8 is 0, so in the first step (unless it is fused) a weight
 # whose gradient is 0 is changed by 0/0, which is NaN:
 
@@ -1909,13 +1950,19 @@ assert half.isnan().all()
 
 # %% [markdown]
 # **The fix.** Use fp32 weights. Without `assign`, loading copies into them, and `.float()` repairs
-# a model that is in half precision already. Make the optimizer after that.
+# a model that is in half precision already. Make the optimizer after that. If you round
+# stochastically instead ([notebook 16](16_low_precision_state.ipynb)), round once in a step, after the
+# decay *and* the update: a decay in bf16 before it is lost.
 
 # %%
 model, _ = make()
 model.load_state_dict(checkpoint)
 print(f"weights in {model[0].weight.dtype}: 1 -> {after_updates(model):.2f}")
 assert abs(after_updates(model) - 0.9) < 1e-4
+ones = torch.ones(3, dtype=torch.bfloat16)
+assert torch.equal(
+    ones * (1 - 1e-3 * 0.1), ones
+)  # lr 1e-3, weight decay 0.1: nothing is left of it
 
 # %% [markdown]
 # **Notice it earlier.** Use the assertion of section 9 right before you make the optimizer.
@@ -1923,8 +1970,9 @@ assert abs(after_updates(model) - 0.9) < 1e-4
 # %% [markdown]
 # ### 30 Positions or counts are wrong beyond 256
 #
-# **What you see.** There is no message. A model that is good on short inputs fails on long ones, or
-# a count stops at 256.
+# **What you see.** Often there is no message. A model that is good on short inputs fails on long
+# ones, a count stops at 256, two timesteps of a diffusion model are the same, or non-maximum
+# suppression (NMS) keeps boxes twice. Or an index is out of range: 999 becomes 1000.
 #
 # **The smallest program that does it.** We compute the angles of rotary position embeddings, which
 # are positions times frequencies. Written as a matrix product, as here, autocast lowers it.
@@ -1947,12 +1995,22 @@ assert sum([one] * 1000, start=0 * one) == 256  # 256 + 1 is 256
 # to 1024. (fp16 counts to 2048.) Beyond 256, neighbouring positions get the same angle, so 1024
 # positions have only 513 angles. This has happened in well-known models (the last link of this page).
 #
-# **The fix.** Make an island, as in section 1. Never keep indices, positions, counters or sums of
-# losses in half precision.
+# The same happens without autocast where the code itself casts whole numbers, with
+# `.to(torch.bfloat16)` or `dtype=`. And it happens to coordinates with a large offset:
+# `torchvision.ops.batched_nms` shifts the boxes of each class by more than the largest coordinate.
+# Near 53,000, numbers in fp16 are 32 apart and in bf16 256, so boxes of that size become one, or none.
+#
+# **The fix.** Make an island, as in section 1; where the code itself casts, leave out the cast. Never
+# keep indices, positions, coordinates, counters or sums of losses in half precision: call `.float()`
+# on boxes *before* NMS. bf16 is no repair here, since it counts less far than fp16.
 
 # %%
 with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
     assert angles(1024).unique().numel() == 1024
+assert torch.tensor([998, 999]).to(torch.bfloat16).tolist() == [1000, 1000]
+boxes = torch.tensor([53000.0, 53030.0])  # two edges, 30 pixels apart
+assert boxes.half().diff() == 32
+assert boxes.bfloat16().diff() == 0
 
 # %% [markdown]
 # **Notice it earlier.** Compare the outputs in bf16 and in fp32 on the longest input you allow. `amp-lab
@@ -2239,8 +2297,11 @@ assert all(p.dtype is torch.bfloat16 for p in make()[0].bfloat16().parameters())
 # - `` `torch.cuda.amp.GradScaler(args...)` is deprecated. ``
 # - `` `torch.cuda.amp.custom_fwd(args...)` is deprecated. ``, or `custom_bwd`
 # - `ImportError: cannot import name 'amp' from 'apex'`
+# - `full(): argument 'fill_value' (position 2) must be Number, not str`, after the warning was half
+#   followed
 #
-# **The smallest program that does it.** We use the old names, which many tutorials still have.
+# **The smallest program that does it.** We use the old names, which many tutorials still have. The
+# last line gives a device to the old class.
 
 # %%
 old_autocast = warnings_of(lambda: torch.cuda.amp.autocast(enabled=False))
@@ -2250,10 +2311,14 @@ print(old_autocast, old_scaler, old_decorator, sep="\n")
 assert "`torch.cuda.amp.autocast(args...)` is deprecated." in old_autocast
 assert "`torch.cuda.amp.GradScaler(args...)` is deprecated." in old_scaler
 assert "`torch.cuda.amp.custom_fwd(args...)` is deprecated." in old_decorator
+with warnings.catch_warnings(action="ignore"):
+    message = message_of(lambda: torch.cpu.amp.GradScaler("cpu").scale(torch.ones(1)))
+assert "full(): argument 'fill_value' (position 2) must be Number, not str" in message
 
 # %% [markdown]
 # **Why.** The functions have moved to `torch.amp`, which serves several kinds of devices. The old
-# names still work, but only on CUDA and ROCm. Apex [removed its
+# names still work, but only on CUDA and ROCm. The first argument of the old `GradScaler` is the scale
+# and not a device, so a device stands where a number should. Apex [removed its
 # `amp`](https://github.com/NVIDIA/apex/pull/1896) in 2025.
 #
 # **The fix.** Write `torch.autocast("cuda", dtype=…)`, `torch.amp.GradScaler("cuda")` and
@@ -2442,7 +2507,8 @@ assert not any("fft" in op for op in listed)
 
 # %% [markdown]
 # **Notice it earlier.** Search the model for `torch.fft` and `stft`, and put these calls into an
-# fp32 island.
+# fp32 island, together with a matrix product that follows, such as that of a mel spectrogram: the
+# power of a spectrum may exceed 65504.
 
 # %% [markdown]
 # ### 39 MPS has no float64
@@ -2886,7 +2952,22 @@ for dtype in (torch.float16, torch.float32):
 #   ([section 7](#7-Training-is-fine-but-evaluation-is-NaN)).
 #
 # **The fix.** Keep the weights in fp32, and make and load the optimizer after that. Save and load the
-# state of the scaler too.
+# state of the scaler too. If the weights are in 16 bits on purpose, and the state in fp32 (an optimizer
+# of your own, as in [notebook 16](16_low_precision_state.ipynb)), put the saved tensors back after
+# loading:
+
+# %%
+weight = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+adam = torch.optim.Adam([weight])
+adam.load_state_dict(saved)
+assert adam.state[weight]["exp_avg_sq"].dtype is torch.bfloat16
+parameters = [weight for group in adam.param_groups for weight in group["params"]]
+for number, state in saved["state"].items():  # numbered in the order of the parameters
+    adam.state[parameters[number]].update(state)
+assert torch.equal(adam.state[weight]["exp_avg_sq"], saved["state"][0]["exp_avg_sq"])
+
+# %% [markdown]
+# A scaler that was loaded does not skip the first step:
 
 
 # %%

@@ -458,7 +458,10 @@ for (run, setting), row in expected.items():
 logging.disable(logging.NOTSET)
 
 # %% [markdown]
-# In these settings both return *fp32* from the model that they wrap, whatever it computed in. And
+# In these settings both return *fp32* from the model that they wrap, whatever it computed in: the
+# wrapper casts the outputs. To keep them in 16 bits, take the model out of accelerate's wrapper with
+# `accelerator.unwrap_model(model, keep_fp32_wrapper=False)`, and call it inside `with
+# accelerator.autocast():`. <!-- tests/notebooks/test_19_choose_your_precision.py --> And
 # two settings do something else than they say: on a CPU Fabric's `16-mixed` computes in bf16, and
 # warns, and accelerate's `fp16` computes in fp32, without a word.
 #

@@ -204,3 +204,23 @@ def test_nothing_skips_the_first_step_of_an_optimizer_with_two_passes(overflows)
             weight.copy_(before)
         optimizer.step()
     assert weight.isfinite().all() != overflows
+
+
+@pytest.mark.filterwarnings("ignore")  # the old quantization of torch says that it is old
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fake_quantization_that_is_fused_takes_fp32_alone_and_the_other_one_runs(dtype):
+    from torch.ao.quantization import get_default_qat_qconfig_mapping
+    from torch.ao.quantization.quantize_fx import prepare_qat_fx
+
+    x = torch.randn(2, 4)
+
+    def prepared(**version):
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).train()
+        return prepare_qat_fx(model, get_default_qat_qconfig_mapping("fbgemm", **version), (x,))
+
+    with torch.autocast("cpu", dtype=dtype):
+        with pytest.raises(RuntimeError, match="expected scalar type Float but found"):
+            prepared()(x)
+        output = prepared(version=0)(x)
+    output.float().sum().backward()
+    assert output.dtype is dtype

@@ -77,3 +77,17 @@ print(keras.saving.load_model(sys.argv[1]).layers[0].dtype_policy.name)
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "mixed_bfloat16"
+
+
+@pytest.mark.slow
+def test_accelerate_keeps_16_bits_out_of_its_wrapper_and_inside_its_block():
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    wrapped = accelerator.prepare(torch.nn.Linear(2, 2))
+    x = torch.ones(1, 2)
+    assert wrapped(x).dtype is torch.float32
+    model = accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
+    with accelerator.autocast():
+        assert model(x).dtype is torch.bfloat16
+    accelerate.state.AcceleratorState._reset_state(True)
