@@ -49,6 +49,27 @@ def test_code_that_was_changed_as_it_says_gives_the_same(as_if_with_cuda, title)
     assert findings == []
 
 
+@does("migrate.device_as_scale")
+@pytest.mark.parametrize("device", ['"cpu"', "device", "self.device.type", "args.device_type"])
+def test_a_device_given_to_the_old_scaler_is_not_taken_along_as_the_scale(device):
+    code = f"from torch.cpu.amp import GradScaler\nscaler = GradScaler({device})\n"
+    (message,) = by_hand(code)
+    assert says("migrate.device_as_scale", message)
+    assert message.endswith(f"write torch.amp.GradScaler({device})")
+    loss = torch.ones(())
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        scaler = torch.cpu.amp.GradScaler("cpu")
+    with pytest.raises(TypeError, match="must be Number, not str"):
+        scaler.scale(loss)
+    assert torch.amp.GradScaler("cpu").scale(loss) == 65536.0
+
+
+@pytest.mark.parametrize("scale", ["1024.0", "scale", "init_scale=2.0", "args.scale", "*args"])
+def test_a_scale_given_to_the_old_scaler_is_taken_along(scale):
+    code = f"from torch.cuda.amp import GradScaler\nscaler = GradScaler({scale})\n"
+    assert f'GradScaler("cuda", {scale})' in migrate_source(code)[0]
+
+
 @does("migrate.in_magic")
 def test_a_magic_that_was_changed_is_found_no_more(tmp_path, capsys):
     file = tmp_path / "a.ipynb"

@@ -28,22 +28,18 @@ _UNSCALED_BY_ANOTHER = remedy(
 def unscaled_in_each_batch(code: CodeReader) -> Found:
     """``unscale_`` for each micro-batch, where only some of them step: the second one raises."""
     for unscale in of_kind("unscale", code.events):
-        updates = _reached_from(unscale, unscale.unit.by_scaler["update", unscale.of])
+        updates = unscale.unit.by_scaler["update", unscale.of]
         if not _are_less_often(updates, unscale) or not _is_scaled_beside(unscale):
             continue
-        steps = _reached_from(unscale, unscale.unit.steps_of[unscale.optimizer])
-        is_rare = _are_less_often([step for step in steps if step.of == unscale.of], unscale)
-        is_either = any(a.place.excludes(b.place) for a in updates for b in updates)
-        if any(_is_dropped_without(code, update, unscale) for update in updates):
+        steps = unscale.unit.by_scaler["scaler step", unscale.of]
+        is_rare = _are_less_often([e for e in steps if e.optimizer == unscale.optimizer], unscale)
+        after = [update for update in updates if not update.place.excludes(unscale.place)]
+        is_either = any(a.place.excludes(b.place) for a in after for b in after)
+        if any(_is_dropped_without(code, update, unscale) for update in after):
             continue  # see `skipped_updates`
         if is_rare and not is_either and not code.escapes(last_part(unscale.of)):
             names = {"scaler": unscale.of, "optimizer": unscale.optimizer}
             yield unscale.node, _UNSCALED_EACH_BATCH.said(**names)
-
-
-def _reached_from(event: Event, others: list[Event]) -> list[Event]:
-    """Those that a path through the event may lead to, not those of another branch."""
-    return [other for other in others if not other.place.excludes(event.place)]
 
 
 def _is_scaled_beside(unscale: Event) -> bool:
@@ -53,10 +49,20 @@ def _is_scaled_beside(unscale: Event) -> bool:
 
 
 def _are_less_often(events: list[Event], unscale: Event) -> bool:
-    """Whether there are such events, all of them in only some turns of the loop of an unscale."""
-    if not events or not unscale.place.loops:
+    """Whether such events come in only some turns of the loop of an unscale, all that it leads to.
+
+    Those of another branch do not count.
+    """
+    if not unscale.place.loops:
         return False
-    return all(_is_less_often(event, unscale) for event in events)
+    has_any = False
+    for event in events:
+        if event.place.excludes(unscale.place):
+            continue
+        if not _is_less_often(event, unscale):
+            return False
+        has_any = True
+    return has_any
 
 
 def _is_less_often(event: Event, unscale: Event) -> bool:

@@ -37,6 +37,16 @@ def _is_old(origin: str | None) -> TypeGuard[str]:
     return is_name or (origin is not None and origin.startswith(_BELOW_OLD))
 
 
+def _is_device(arg: cst.Arg) -> bool:
+    """Whether an argument by position is a device, which the classes of today take first."""
+    if arg.keyword is not None or arg.star:
+        return False
+    if isinstance(arg.value, cst.SimpleString):
+        return True
+    parts = nodes.dotted(arg.value) or ("",)
+    return parts[-1] in ("device", "device_type") or (len(parts) > 1 and parts[-1] == "type")
+
+
 class Rule(Rewriter):
     """The old names of torch in one file."""
 
@@ -314,6 +324,8 @@ class Rule(Rewriter):
             at = self.tree.span(args[-1])[1] if args else at
             comma = f",{self._blanks_before(args[-1])}" if args else ""
             return [Edit(at, at, f'{comma}device_type="{device}"')]
+        if name == "GradScaler" and args and _is_device(args[0]):
+            raise ByHand(remedies.DEVICE_AS_SCALE.said(written=self.tree.code(args[0].value)))
         new, edits = f'"{device}"', []
         if name == "autocast":  # only its arguments changed their order, and its defaults
             defaults, edits = self._plan_autocast(device, args, use)

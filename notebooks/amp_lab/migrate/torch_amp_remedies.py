@@ -175,3 +175,9 @@ to support older versions too, leave @custom_fwd and @custom_bwd as they were, a
 """,
     ),
 }
+DEVICE_AS_SCALE = remedy(
+    "migrate.device_as_scale",
+    "an old GradScaler is given a device, and takes it for the scale",
+    "the old GradScaler takes {written} for the scale and fails: write torch.amp.GradScaler"
+    "({written})",
+)
