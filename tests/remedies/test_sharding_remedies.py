@@ -54,7 +54,9 @@ def observe():
     dist.init_process_group("gloo")
     found = {}
     # In one order for both ranks.
-    for make in dict.fromkeys(m for case in CASES.values() for m in (case.broken, *case.cured)):
+    tried = [make for case in CASES.values() for make in (case.broken, *case.cured)]
+    tried += [s.buffer_that_a_unit_casts, s.buffer_that_a_unit_leaves_in_fp32]
+    for make in dict.fromkeys(tried):
         torch.manual_seed(0)
         model = make()
         advice = xray_sharding(model, torch.ones(2, 8)).advice
@@ -100,6 +102,8 @@ def test_the_steps_are_what_the_sentences_say(observed):
     assert {dtype for dtype, _ in seen(s.fp32_under_a_policy)["reduced"]} == {"torch.float32"}
     assert observed[s.buffer_in_fp32.__name__][2] is torch.float32
     assert observed[s.buffer_that_forward_casts.__name__][2] is torch.bfloat16
+    assert observed[s.buffer_that_a_unit_casts.__name__][2] is torch.bfloat16
+    assert observed[s.buffer_that_a_unit_leaves_in_fp32.__name__][2] is torch.float32
 
 
 def test_a_convolution_with_a_buffer_in_fp32_raises():

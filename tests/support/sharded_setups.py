@@ -38,6 +38,36 @@ class Net(nn.Module):
         return self.last(x.to(self.last.weight.dtype))
 
 
+class Rotated(nn.Module):
+    """Notes the dtype of a table that it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x, table):
+        self.met = table.dtype
+        return self.linear(x.to(self.linear.weight.dtype)) * table
+
+
+class WithTable(nn.Module):
+    """Hands a buffer to its part."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = Rotated()
+        self.head = nn.Linear(4, 4)
+        self.register_buffer("table", torch.ones(4))
+
+    @property
+    def met(self):
+        return self.part.met
+
+    def forward(self, x):
+        x = self.part(x, self.table)
+        return self.head(x.to(self.head.weight.dtype))
+
+
 def policy(dtype=BF16, reduce=FP32, **more):
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, **more)
 
@@ -89,11 +119,21 @@ def inputs_that_stay_fp32():
     return shard(model, model.first, model.last, mp=root, of_parts=policy())
 
 
+def buffer_that_a_unit_leaves_in_fp32():
+    model = WithTable()
+    return shard(model, model.part, of_parts=policy(cast_forward_inputs=False))
+
+
 def plain_ddp():
     return DistributedDataParallel(Net())
 
 
 # --------------------------------------------------------------------------- mistakes
+
+
+def buffer_that_a_unit_casts():
+    model = WithTable()
+    return shard(model, model.part)
 
 
 def policy_on_top_of_bf16():

@@ -94,7 +94,9 @@ _BUFFERS = _remedy(
     "buffers",
     "buffers in fp32 meet activations in 16 bits",
     "{names}: buffers stay in fp32, since a policy casts only parameters and inputs. Mixing dtypes "
-    "gives fp32 or, in convolutions, an error, unless forward casts: buffer.to(x.dtype).",
+    "gives fp32 or, in convolutions, an error, unless forward casts: buffer.to(x.dtype). A buffer "
+    "that forward hands to another unit is cast there: where it has to stay in fp32, as angles of "
+    "positions do, give that unit's policy cast_forward_inputs=False.",
 )
 _LOW_STATISTICS = _remedy(
     "low_statistics",
