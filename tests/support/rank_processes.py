@@ -104,6 +104,12 @@ def start_torchrun(size: int, log: Path, *line: str, restarts: int = 0):
 
     It forks its workers, which so have loaded what it has; all else is as torchrun does it. One of
     them is ended with `kill_at_work`.
+
+    The agent must not call `torch.set_num_threads`: torch would make a thread pool, which each
+    forked worker has to replace. Under FSDP eight autograd threads start with the first backward
+    pass and do so at once. If one of them finds the old pool gone and the new one not yet there,
+    torch aborts with "Invalid thread pool!" (pytorch/pytorch#178535). The workers of the real
+    torchrun are not forked, and never see this.
     """
     CONTEXT.set_forkserver_preload(LOADED)
     process = CONTEXT.Process(target=_torchrun, args=(size, restarts, log, line))
@@ -118,7 +124,6 @@ def _torchrun(size: int, restarts: int, log: Path, line: tuple[str, ...]) -> Non
     with log.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    torch.set_num_threads(1)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -135,6 +140,7 @@ def _torchrun(size: int, restarts: int, log: Path, line: tuple[str, ...]) -> Non
 
 
 def _worker(log: Path, *line: str) -> None:
+    torch.set_num_threads(1)  # what OMP_NUM_THREADS=1 does in a worker of torchrun
     code = main(list(line))
     if code:
         sys.exit(code)
