@@ -10,6 +10,7 @@ from remedy_tests import does, says
 from torch import nn
 
 from amp_lab import first_difference
+from amp_lab.difference.merged_values import merged
 from amp_lab.errors import NumericsError
 
 pytestmark = pytest.mark.usefixtures("one_thread_and_seed")
@@ -110,7 +111,6 @@ class Scaled(nn.Module):
         return self.rates(self.numbers[:, None].to(x.dtype)) + x
 
 
-@does("diff.merged")
 def test_a_buffer_of_positions_in_a_model_of_bf16_weights():
     a = Scaled(torch.arange(8000.0, 8016.0))
     b = copy.deepcopy(a).to(torch.bfloat16)
@@ -135,3 +135,16 @@ def test_values_that_are_no_positions_are_not_said_to_be_merged():
 def test_positions_that_both_runs_make_equal_are_no_difference():
     run = under_autocast(Rotary(), torch.bfloat16)
     assert first_difference(run, run, torch.arange(8000, 8016)) is None
+
+
+def test_what_a_column_tells_apart_is_not_said_to_be_merged():
+    """As rotary angles of 200 positions, of which bf16 has all, and biases by distance."""
+    angles = torch.arange(200.0)[:, None] * torch.tensor([1.0, 0.66])
+    distances = torch.arange(300.0) - torch.arange(300.0)[:, None]
+    for exact in (angles / 2, distances / 3):
+        low = exact.bfloat16()
+        assert len(low.unique()) < len(exact.unique())
+        assert merged(low, exact.double()) is None
+    lost = merged((distances[:1] / 3).bfloat16(), (distances[:1] / 3).double())
+    assert lost.before == 300
+    assert lost.after == len((distances[0] / 3).bfloat16().unique())

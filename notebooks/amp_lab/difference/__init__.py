@@ -52,6 +52,7 @@ def first_difference(
     the second, how much this op alone rounds (`amp_lab.difference.rounding` has the model). Logs of
     unequal length are aligned by module and op; other ops to the same result are no difference.
     Errors that grow through many ops are none either: `compare_runs` shows how large they become.
+    Positions and counts that 16 bits make equal are one, though rounding explains each of them.
 
     It takes the time of about ten runs, and memory for all results of all ops, twice, in fp64.
     Raises `NumericsError` if a run raises, or if the two have nothing in common.
