@@ -484,7 +484,7 @@ assert report.smallest_scale == 8
 # **What you see.** A call such as `masked_fill` raises
 # `value cannot be converted to type c10::Half without overflow`
 # ([`type at::Half`](https://github.com/NVIDIA/apex/issues/1052) in older versions). Or there is no
-# message, and a row that is masked everywhere is NaN.
+# message, and a row that is masked everywhere is NaN, such as that of padding on the left.
 #
 # **The smallest program that does it.** We mask attention scores in two customary ways: we fill in
 # -1e9, or we add it.
@@ -2262,8 +2262,9 @@ assert gate.to(h.dtype).expand(1024, 2).untyped_storage().nbytes() == 2 * 2
 
 # %% [markdown]
 # In inference under `no_grad`, the block keeps the casts of weights that require a gradient until
-# it ends. If all weights are cast, that is half as much again as the fp32 weights take. Use
-# `torch.inference_mode()`, which keeps none. Or cast the model once, `model.bfloat16()`, which
+# it ends. If all weights are cast, that is half as much again as the fp32 weights take: the memory
+# grows from layer to layer, like a leak, and falls at the end of the block. Use
+# `torch.inference_mode()`, which keeps none, or an autocast with `cache_enabled=False`. Or cast the model once, `model.bfloat16()`, which
 # halves the weights ([notebook 18](18_inference_and_export.ipynb#Ways-to-run-it)). We count the
 # casts of two passes:
 
@@ -2280,6 +2281,11 @@ def casts_of_two_passes(mode):
 
 held = casts_of_two_passes(torch.no_grad())
 released = casts_of_two_passes(torch.inference_mode())
+with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+    with CountOps() as counted:
+        layer, _ = make()
+        layer(x), layer(x)
+    assert counted.casts == released
 print(f"casts: {held} under no_grad, {released} under inference_mode")
 assert held == 4  # weight and bias once, the input twice
 assert released == 6  # all of them twice, since none was kept
