@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tools" / "measure"))  # which are scripts too, and import one another
 NEEDED = ("torch", "torchvision", "numpy", "matplotlib", "sklearn", "tqdm")
 MARK = "first-gpu result: "  # begins the line in which a part's process hands its figures over
 
@@ -244,7 +245,7 @@ def _memory(settings: Settings) -> list[list[str]]:
     recorded = str(settings.out / "memory.json")
     size = ["--model", "mobilenet_v2"] if settings.tiny else []
     check = [str(Path(__file__).resolve()), "--inside", "memory", "--out", str(settings.out)]
-    return [[str(ROOT / "tools" / "measure_memory.py"), "--out", recorded, *size], check]
+    return [[str(ROOT / "tools" / "measure" / "memory.py"), "--out", recorded, *size], check]
 
 
 def _bench(settings: Settings) -> list[list[str]]:
@@ -306,7 +307,7 @@ def _kill(settings: Settings) -> Figures:
 
 
 def _check_memory(settings: Settings) -> Figures:
-    """The figures of measure_memory.py: forecasts within 10 %, largest batches within 5 %."""
+    """The figures of measure/memory.py: forecasts within 10 %, largest batches within 5 %."""
     recorded = json.loads((settings.out / "memory.json").read_text())
     for part, most in (("peaks", 0.10), ("largest", 0.05), ("activations", 0.10)):
         for row in recorded.get(part, []):
@@ -319,7 +320,6 @@ def _models(settings: Settings) -> Iterator[tuple[str, Any, Any]]:
     """A convolutional network, a recurrent one and a transformer, each with its input."""
     import torch
     import torchvision
-
     from gpt import Gpt
 
     device = settings.device
@@ -359,10 +359,10 @@ def _tiles(settings: Settings) -> Figures:
     """The ConvModel's step in tiles: gradients as near to FP32's as by hand, and its time."""
     import torch
     import torch.nn.functional as F
+    from recording import times_as_fast
 
     from amp_lab import Precision, compare
     from amp_lab.bench import ConvModel, FusedStep, TiledStep, quantized_sine, why_not_tiled
-    from recording import times_as_fast
 
     reason = why_not_tiled(settings.device)
     if reason:
@@ -394,10 +394,10 @@ def _tiles(settings: Settings) -> Figures:
 def _article(settings: Settings) -> Figures:
     """The training step of AMD's article in its exact size, against IEEE FP32 and the default."""
     import torch
+    from recording import times_as_fast
 
     from amp_lab import Precision, compare, measure
     from amp_lab.bench import ConvModel, quantized_sine
-    from recording import times_as_fast
 
     size = 32 if settings.tiny else 512
     inputs, targets = (tensor.to(settings.device) for tensor in quantized_sine(size))
@@ -460,9 +460,9 @@ def _resnet50(settings: Settings) -> Figures:
     """Images per second of a training step, in each precision, with channels-last."""
     import torch
     import torchvision
+    from recording import plain, times_as_fast
 
     from amp_lab import Precision, compare
-    from recording import plain, times_as_fast
 
     batch, size = (2, 64) if settings.tiny else (256, 224)
     kind = torch.device(settings.device).type
@@ -500,18 +500,17 @@ def _resnet50(settings: Settings) -> Figures:
 
 def _latency(settings: Settings) -> Figures:
     """One image in each way, and what `advise` recommends against the fastest of the others."""
+    import latency
     import torch
 
-    import measure_latency
-
-    models: dict[str, Callable[[], torch.nn.Module]] = dict(measure_latency.MODELS)
+    models: dict[str, Callable[[], torch.nn.Module]] = dict(latency.MODELS)
     size, minutes, budget_s = 224, 0.5, 5.0
     if settings.tiny:
         parts = (torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Flatten())
         models = {"small": lambda: torch.nn.Sequential(*parts, torch.nn.Linear(8 * 36, 4))}
         size, minutes, budget_s = 8, 0.05, 1.0
     device = torch.device(settings.device)
-    for row in measure_latency.latency(models, device, size, minutes=minutes, budget_s=budget_s):
+    for row in latency.latency(models, device, size, minutes=minutes, budget_s=budget_s):
         yield f"{row['model']}, one image", row, None
 
 

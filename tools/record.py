@@ -24,11 +24,11 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "data" / "results"
 PARTS = {  # what writes a file, by the first word of its name
     "bench-quick": ["-m", "amp_lab", "bench", "--quick"],
-    "latency": ["tools/measure_latency.py"],
-    "memory": ["tools/measure_memory.py"],
-    "xray": ["tools/measure_xray.py"],
-    "numerics": ["tools/measure_numerics.py"],
-    "training": ["tools/measure_training.py"],
+    "latency": ["tools/measure/latency.py"],
+    "memory": ["tools/measure/memory.py"],
+    "xray": ["tools/measure/xray.py"],
+    "numerics": ["tools/measure/numerics.py"],
+    "training": ["tools/measure/training.py"],
 }
 BEGIN, END = "<!-- {}: made by tools/record.py --write -->", "<!-- end of the {} -->"
 NONFINITE = "numerics/nonfinite/{}/times as long as plain/{}"

@@ -119,7 +119,7 @@ class Estimate:
     median: float
     interval: tuple[float, float]
     """95 % interval of the median; at least 2 % to either side: by so much two measurements of the
-    same differ on a machine that shares its cores (`tools/measure_timing.py`)."""
+    same differ on a machine that shares its cores (`tools/measure/timing.py`)."""
     trusted: bool = True
     """Whether the machine was quiet enough to tell."""
 

@@ -13,7 +13,7 @@ import pytest
 
 import conftest
 import cpu_matrix
-import measure_cpu_ops
+import cpu_ops
 
 ROOT = cpu_matrix.ROOT
 needs_checkout = pytest.mark.skipif(
@@ -150,5 +150,5 @@ def test_the_page_on_hardware_has_the_recorded_table():
     (file,) = (ROOT / "data" / "results").glob("cpu-ops-*.json")
     page = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
     results = json.loads(file.read_text(encoding="utf-8"))
-    assert "\n".join(measure_cpu_ops.table(results, "bf16")) in page
+    assert "\n".join(cpu_ops.table(results, "bf16")) in page
     assert Path(file).name in page

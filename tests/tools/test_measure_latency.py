@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-import measure_latency
+from measure import latency
 
 
 @pytest.mark.weekly
@@ -16,7 +16,7 @@ def test_all_ways_give_one_answer():
     image = torch.rand(1, 3, 8, 8)
     with torch.inference_mode():
         wanted = model(image)
-        found = measure_latency.ways(model, image)
+        found = latency.ways(model, image)
         for name, way in found.items():
             answer = way()
             answer = torch.from_numpy(answer[0]) if isinstance(answer, list) else answer

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-import measure_peers
 from amp_lab import Precision
 from amp_lab.errors import OptionError
 from amp_lab.training import gpt
+from measure import peers
 
 CPU = torch.device("cpu")
 MODULES = {"fabric": "lightning_fabric", "accelerate": "accelerate", "keras": "keras"}
@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=measure_peers.PEERS)
+@pytest.fixture(params=peers.PEERS)
 def peer(request, monkeypatch, tmp_path) -> str:
     """Each library; skipped where it is not installed, as in the images."""
     module = MODULES.get(request.param)
@@ -50,8 +50,8 @@ def weights(model: nn.Module) -> torch.Tensor:
 @pytest.mark.parametrize("precision", [Precision.FP32, Precision.BF16])
 def test_every_library_trains_what_a_bare_loop_trains(peer, precision, model, batch):
     start, expected = weights(model), copy.deepcopy(model)
-    measure_peers.torch_loop(expected, batch, precision, CPU)(3)
-    run = measure_peers.PEERS[peer](model, batch, precision, CPU)
+    peers.torch_loop(expected, batch, precision, CPU)(3)
+    run = peers.PEERS[peer](model, batch, precision, CPU)
     run(1)
     run(2)  # it goes on where it ended
     moved = (weights(expected) - start).abs().max()
@@ -64,7 +64,7 @@ def test_every_library_trains_what_a_bare_loop_trains(peer, precision, model, ba
 def test_fp16_on_a_cpu_is_refused_where_it_would_be_another(name, instead, model, batch):
     pytest.importorskip(MODULES[name])
     with pytest.raises(OptionError, match=f"trains in {instead} when asked for fp16"):
-        measure_peers.PEERS[name](model, batch, Precision.FP16, CPU)
+        peers.PEERS[name](model, batch, Precision.FP16, CPU)
 
 
 @pytest.mark.parametrize(
@@ -74,11 +74,11 @@ def test_a_language_model_is_trained_as_in_a_bare_loop(name):
     torch.manual_seed(0)
     model, tokens = gpt.Gpt(gpt.Size(16, 2, 1), 11), torch.randint(11, (4, 9))
     batch, how = (tokens[:, :-1], tokens[:, 1:]), (Precision.FP32, CPU)
-    bare = measure_peers.nanogpt if "nanogpt" in name else measure_peers.torch_loop
+    bare = peers.nanogpt if "nanogpt" in name else peers.torch_loop
     expected = copy.deepcopy(model)
     bare(expected, batch, *how)(3)
     start = weights(model)
-    measure_peers.TEXT_PEERS[name](model, batch, *how)(3)
+    peers.TEXT_PEERS[name](model, batch, *how)(3)
     moved = (weights(expected) - start).abs().max()
     assert moved > 1e-5
     # Compiled code sums in another order, and Adam's first steps divide by what is near 0.
@@ -92,10 +92,11 @@ def test_peers_take_turns_with_a_bare_loop(model, batch):
     def breaks(*arguments):
         raise RuntimeError("no kernel\nand more")
 
-    ours = {name: measure_peers.PEERS[name] for name in ("torch", "amp_lab")}
-    peers, how = ours | {"third": refuses, "fourth": breaks}, {"precisions": [Precision.FP32]}
+    ours = {name: peers.PEERS[name] for name in ("torch", "amp_lab")}
+    both = ours | {"third": refuses, "fourth": breaks}
+    how = {"precisions": [Precision.FP32]}
     before = weights(model)
-    rows = list(measure_peers.measure_peers("net", peers, model, batch, CPU, **how, rounds=3))
+    rows = list(peers.measure_peers("net", both, model, batch, CPU, **how, rounds=3))
     bare, own, third, fourth = rows
     assert (bare["status"], bare["ratio"], bare["workload"]) == ("ok", 1.0, "net 8x3x6x6")
     ratios = [a / b for a, b in zip(own["samples_s"], bare["samples_s"], strict=True)]
@@ -113,7 +114,8 @@ def test_without_the_bare_loop_there_is_no_ratio(model, batch):
     def breaks(*arguments):
         raise RuntimeError("no kernel")
 
-    amp_lab = measure_peers.PEERS["amp_lab"]
-    peers, how = {"torch": breaks, "amp_lab": amp_lab}, {"precisions": [Precision.FP32]}
-    _, own = measure_peers.measure_peers("net", peers, model, batch, CPU, **how, rounds=1)
+    amp_lab = peers.PEERS["amp_lab"]
+    both = {"torch": breaks, "amp_lab": amp_lab}
+    how = {"precisions": [Precision.FP32]}
+    _, own = peers.measure_peers("net", both, model, batch, CPU, **how, rounds=1)
     assert (own["status"], own["ratio"], len(own["samples_s"])) == ("ok", None, 1)

@@ -7,12 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-import measure_numerics
-import measure_scale
-import measure_training
-import measure_xray
-import recording
 from amp_lab.timing import Comparison
+from measure import numerics, recording, scale, training, xray
 
 
 @pytest.fixture
@@ -65,9 +61,9 @@ def test_a_comparison_is_recorded_with_its_samples_ratios_and_trust():
 
 
 def test_scale_is_measured_in_watched_rounds(monkeypatch):
-    monkeypatch.setattr(measure_scale, "WAYS", {"two": (100.0, []), "1 process": (50.0, [])})
-    monkeypatch.setattr(measure_scale, "images_per_s", lambda rate, *others: rate)
-    two, one = list(measure_scale.measure_speed(torch.device("cpu"), 2, ["fp32"]))[:2]
+    monkeypatch.setattr(scale, "WAYS", {"two": (100.0, []), "1 process": (50.0, [])})
+    monkeypatch.setattr(scale, "images_per_s", lambda rate, *others: rate)
+    two, one = list(scale.measure_speed(torch.device("cpu"), 2, ["fp32"]))[:2]
     assert two["images_per_s"]["median"] == pytest.approx(100)
     assert two["times_1_process"]["median"] == pytest.approx(2)
     assert (one["times_1_process"]["median"], one["trusted"]) == (1.0, False)
@@ -83,7 +79,7 @@ def tiny_model(*arguments) -> nn.Module:
 def test_what_counting_costs_is_told_of_a_step_round_by_round():
     samples_s = {"backward": (1.0,), "gradient_underflow": (1.2,), "step": (2.0,)}
     rounds = {name: 3 * one + tuple(2 * x for x in one) for name, one in samples_s.items()}
-    found = measure_numerics.of_backward_and_of_step(Comparison(rounds, 0, ""))
+    found = numerics.of_backward_and_of_step(Comparison(rounds, 0, ""))
     assert found["times as long as backward"]["gradient_underflow"]["median"] == pytest.approx(1.2)
     counted = found["times as long as step"]["step with counting"]
     assert counted["median"] == pytest.approx(1.1)
@@ -95,17 +91,17 @@ def test_what_counting_costs_is_told_of_a_step_round_by_round():
 def test_the_numerics_tool_measures_its_parts(monkeypatch):
     model, images = tiny_model(), torch.rand(4, 3, 8, 8)
     tiny = [("tiny", model, lambda one: one(images).square().mean())]
-    monkeypatch.setattr(measure_numerics, "problems", lambda device: tiny)
-    found = measure_numerics.measure_underflow(CPU, BUDGET_S)["tiny"]
+    monkeypatch.setattr(numerics, "problems", lambda device: tiny)
+    found = numerics.measure_underflow(CPU, BUDGET_S)["tiny"]
     assert found["values"] == (30 + 10) + 4 * 10  # of the parameters, and of the output
     assert list(found["times as long as backward"]) == ["gradient_underflow", "step"]
     assert list(found["times as long as step"]) == ["step with counting"]
-    watched = measure_numerics.measure_nonfinite(CPU, BUDGET_S)["tiny"]
+    watched = numerics.measure_nonfinite(CPU, BUDGET_S)["tiny"]
     kinds = ["find_nonfinite", "off again", "empty mode", "looks alone"]
     assert list(watched["times as long as plain"]) == kinds
     # At least its parameters and their gradients, the outputs and theirs.
     assert watched["values"] > 2 * 40 + 2 * 40
-    scale = measure_numerics.measure_scale(CPU, BUDGET_S)
+    scale = numerics.measure_scale(CPU, BUDGET_S)
     low, high = scale["added µs per step"]["interval"]
     assert low <= scale["added µs per step"]["median"] <= high
 
@@ -113,24 +109,24 @@ def test_the_numerics_tool_measures_its_parts(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.weekly
 def test_the_training_tool_measures_its_parts(monkeypatch, tmp_path):
-    monkeypatch.setattr(measure_training, "build_model", tiny_model)
+    monkeypatch.setattr(training, "build_model", tiny_model)
     monkeypatch.chdir(tmp_path)  # it saves on the disk of the working folder
-    loop = measure_training.measure_loop(CPU, BUDGET_S)
+    loop = training.measure_loop(CPU, BUDGET_S)
     assert list(loop["times as long as bare loop"]) == ["data", "fit", "fit and data"]
     low, high = loop["share of loading"]["interval"]
     assert 0 < low <= high
     trained = {"tiny": (10, lambda: torch.rand(4, 3, 8, 8))}
-    monkeypatch.setattr(measure_training, "TRAINED", trained)
-    added = measure_training.measure_added(CPU, BUDGET_S, steps=2)["tiny fp32"]
+    monkeypatch.setattr(training, "TRAINED", trained)
+    added = training.measure_added(CPU, BUDGET_S, steps=2)["tiny fp32"]
     assert list(added["median_s"]) == ["bare loop", "fit", "step of the model"]
-    found = measure_training.measure_checkpoint(CPU, BUDGET_S)
+    found = training.measure_checkpoint(CPU, BUDGET_S)
     assert found["bytes"] > 4 * 40
     assert found["median_s"]["save"] > 0
 
 
 def test_what_a_loop_adds_is_told_of_a_step_and_of_its_share():
     samples_s = {"bare loop": (1.0,) * 12, "fit": (1.5,) * 12, "step of the model": (2.0,) * 12}
-    found = measure_training.added_to(Comparison(samples_s, 0, ""), steps=50)
+    found = training.added_to(Comparison(samples_s, 0, ""), steps=50)
     assert found["added µs per step"]["median"] == pytest.approx(1e4)
     assert found["share of a step"]["median"] == pytest.approx(0.005)
     assert found["share of a step"]["interval"] == pytest.approx([0.005 * 0.98, 0.005 * 1.02])
@@ -138,14 +134,14 @@ def test_what_a_loop_adds_is_told_of_a_step_and_of_its_share():
 
 @pytest.mark.weekly
 def test_the_xray_tool_measures_a_task_in_time_and_memory(capsys):
-    measure_xray.run_alone("xray", "mps")
+    xray.run_alone("xray", "mps")
     figures = json.loads(capsys.readouterr().out)
     assert list(figures) == ["built", "first", "again", "peak"]
     assert all(value > 0 for value in figures.values())
     assert 10**7 < figures["peak"] < 10**12
-    assert set(measure_xray.TASKS) == set(measure_xray.LIMITS) == set(measure_xray.PARTS)
+    assert set(xray.TASKS) == set(xray.LIMITS) == set(xray.PARTS)
 
 
 def test_the_transformer_has_the_parameters_that_the_tool_promises():
-    count = sum(p.numel() for p in measure_xray.transformer().parameters())
+    count = sum(p.numel() for p in xray.transformer().parameters())
     assert round(count / 1e9, 1) == 6.7

@@ -1,4 +1,4 @@
-"""Measure how fast images are read: `python tools/measure_loading.py --out FILE`.
+"""Measure how fast images are read: `python tools/measure/loading.py --out FILE`.
 
 Each reads the same JPEG files in the layout of Caltech-256, 64 at a time in two processes, shuffled
 and augmented, until float32 batches (64, 3, 224, 224) lie in the memory of the device:
@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
+from recording import parser, record, times_as_fast
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
@@ -33,7 +34,6 @@ from amp_lab.data.generated import make_stand_in
 from amp_lab.data.images import IMAGENET_MEAN_STD
 from amp_lab.device import pick_device
 from amp_lab.timing import Rounds
-from recording import parser, record, times_as_fast
 
 PARTS = {"as generated": 1, "twice the size": 2}
 BATCH, SIZE, WORKERS = 64, 224, 2

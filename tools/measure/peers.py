@@ -1,4 +1,4 @@
-"""Measure what other libraries' loops cost: `python tools/measure_peers.py --out FILE`.
+"""Measure what other libraries' loops cost: `python tools/measure/peers.py --out FILE`.
 
 Each trains ResNet-18 on one batch (the part "peers") or gpt-nano on one batch of text ("text") in
 the same precision, as its documentation says: a bare loop ("torch"), `amp_lab.fit`, Lightning
@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
+from recording import parser, record
 from torch import Tensor, nn
 
 from amp_lab import advise
@@ -33,8 +34,7 @@ from amp_lab.precision import Precision
 from amp_lab.timing import Rounds, allocated_bytes, is_out_of_memory, measure
 from amp_lab.training.loop import cross_entropy, fit
 from amp_lab.training.models import build_model
-from measure_training import adamw, make_step
-from recording import parser, record
+from training import adamw, make_step
 
 Batch = tuple[Tensor, Tensor]  # images (N, 3, H, W), classes (N)
 Run = Callable[[int], None]  # does that many training steps, and goes on where it ended before

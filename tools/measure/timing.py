@@ -1,4 +1,4 @@
-"""Measure `compare` itself: `python tools/measure_timing.py --out data/results/timing-DEVICE.json`.
+"""Measure `compare` itself: `python tools/measure/timing.py --out data/results/timing-DEVICE.json`.
 
 Each comparison is of the same work done a different number of times, so that its ratio is known:
 1.0, 1.1 or 2.0. On an idle machine, please: what disturbs it is started here.
@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from recording import parser, record
 
 from amp_lab import compare, pick_device
-from recording import parser, record
 
 RATIOS = ((10, 10), (10, 11), (10, 20))  # repetitions of the same work
 PARTS = ("quiet", "loaded", "speed", "overhead")

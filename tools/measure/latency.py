@@ -1,6 +1,6 @@
 """Time one image at a time in each way of running a model, and write the figures as JSON.
 
-    python tools/measure_latency.py --out data/results/latency-DEVICE.json
+    python tools/measure/latency.py --out data/results/latency-DEVICE.json
 
 The ways are those of notebook 18: fp32, autocast, and weights cast once, eager and compiled, and
 ONNX Runtime in fp32 where it is installed, all in turns in one run. "recommended" is what
@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torchvision
+from recording import parser, plain, record, times_as_fast
 from torch import Tensor, nn
 
 from amp_lab import advise, compare
 from amp_lab.advisor.recipes import INFERENCE, Case, Step
 from amp_lab.device import pick_device
-from recording import parser, plain, record, times_as_fast
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet18": torchvision.models.resnet18,

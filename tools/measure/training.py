@@ -1,4 +1,4 @@
-"""Measure what training costs and keeps: `python tools/measure_training.py --out FILE`.
+"""Measure what training costs and keeps: `python tools/measure/training.py --out FILE`.
 
 Each ratio is of functions that took turns, with its interval. The parts are
 
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from recording import parser, plain, record, times_as_fast, times_as_long
 from torch import nn
 
 from amp_lab.checkpoint import save_checkpoint
@@ -31,7 +32,6 @@ from amp_lab.training.loop import fit
 from amp_lab.training.models import build_model
 from amp_lab.training.run import train
 from amp_lab.training.train_options import RunConfig
-from recording import parser, plain, record, times_as_fast, times_as_long
 
 PARTS = ("speed", "loop", "added", "checkpoint", "accuracy")
 TRAINED = {  # for what is added: model, its classes, and a batch of it

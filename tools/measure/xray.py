@@ -1,4 +1,4 @@
-"""Measure what an X-ray and a memory forecast cost: `python tools/measure_xray.py --out FILE`.
+"""Measure what an X-ray and a memory forecast cost: `python tools/measure/xray.py --out FILE`.
 
 Each figure is of a Python of its own, which computes nothing before: "first" is the first call
 after the imports, as a command makes it, "again" a second one, "peak" the most memory that the
@@ -21,16 +21,16 @@ import time
 from pathlib import Path
 from typing import Required, TypedDict
 
+import gpt
 import torch
 import torchvision
+from recording import parser, record
 
-import gpt
 from amp_lab.backends import BACKENDS
 from amp_lab.device import pick_device
 from amp_lab.tracing.memory import compare_memory, largest_batch
 from amp_lab.tracing.op_table import op_table
 from amp_lab.tracing.xray import xray
-from recording import parser, record
 
 PARTS = ("xray", "ops", "memory", "transformer")
 IMAGE = (3, 224, 224)
@@ -114,7 +114,7 @@ def peak_bytes():
 def measure(part, turns):
     """The fastest of some processes for each task of a part."""
     for what in TASKS[part]:
-        code = f"import measure_xray; measure_xray.run_alone({part!r}, {what!r})"
+        code = f"import xray; xray.run_alone({part!r}, {what!r})"
         figures = []
         for _ in range(turns):
             alone = subprocess.run(

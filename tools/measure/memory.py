@@ -1,6 +1,6 @@
 """Hold the memory forecast against real training steps, and write the figures as JSON.
 
-    python tools/measure_memory.py --out data/results/memory-DEVICE.json
+    python tools/measure/memory.py --out data/results/memory-DEVICE.json
 
 On a GPU: the forecast peak against `torch.cuda.max_memory_allocated` of a real training step, for
 four models, three batches and three precisions, and the largest batch against a search with real
@@ -13,6 +13,7 @@ import gc
 
 import torch
 import torchvision
+from recording import parser, record
 from torch import nn
 
 from amp_lab.bench import Block
@@ -20,7 +21,6 @@ from amp_lab.device import pick_device
 from amp_lab.precision import Precision
 from amp_lab.tracing.memory import forecast_memory, largest_batch, parse_bytes
 from amp_lab.tracing.training_step import OPTIMIZERS
-from recording import parser, record
 
 PRECISIONS = (Precision.FP32, Precision.FP16, Precision.BF16)
 

@@ -1,6 +1,6 @@
 """What torch refuses or computes slowly in 16 bits on each instruction set of x86-64 CPUs.
 
-`measure_cpu_ops.py --out FILE` runs a training step of single layers under autocast (an
+`cpu_ops.py --out FILE` runs a training step of single layers under autocast (an
 inference step of those that store 8 bits), in fp32, bf16 and fp16, in a process for each
 instruction set that this CPU can emulate (those of `cpu_matrix`). The file has the time of each as
 a multiple of fp32's in the same process, or the error. The limits hold for fp32 too, so that a

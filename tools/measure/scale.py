@@ -1,4 +1,4 @@
-"""Measure what several processes buy and send: `python tools/measure_scale.py --out FILE`.
+"""Measure what several processes buy and send: `python tools/measure/scale.py --out FILE`.
 
 Everything is ResNet-18 on digits at 64x64, with 32 images and one thread for each process. Speed is
 that of `amp-lab train` itself, in ratios of runs that took turns, with intervals. The parts are
@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from recording import parser, plain, record
 
 from amp_lab.device import pick_device
 from amp_lab.distributed.collectives import count_communication
@@ -25,7 +26,6 @@ from amp_lab.precision import Precision
 from amp_lab.timing import Rounds
 from amp_lab.training.models import build_model
 from amp_lab.training.run_folder import METRICS
-from recording import parser, plain, record
 
 PRECISIONS = ["fp32", "bf16"]
 BATCH = 32  # images of each process
