@@ -33,8 +33,9 @@ class ByHand(Exception):
 
 
 def _is_old(origin: str | None) -> TypeGuard[str]:
-    is_name = origin in OLD or origin in OLD_MODULES
-    return is_name or (origin is not None and origin.startswith(_BELOW_OLD))
+    if origin is None:
+        return False
+    return origin in OLD or origin in OLD_MODULES or origin.startswith(_BELOW_OLD)
 
 
 def _is_device(arg: cst.Arg) -> bool:
@@ -82,35 +83,45 @@ class Rule(Rewriter):
         groups: defaultdict[tuple[Scope, str], list[tuple[Use, str]]] = defaultdict(list)
         for use in self.tree.uses:
             old = next(filter(_is_old, use.origins), None)  # None: not a use of these names
-            if old is None or any(
-                use.node is node or self.tree.is_in(use.node, node) for node in self.replaced
-            ):
+            if old is None or self._is_in_replaced(use.node):
                 continue
-            home, bindings = use.scope.find(use.parts[0]), use.scope.bound(use.parts[0])
+            name = use.parts[0]
+            home = use.scope.find(name)
+            bindings = use.scope.bound(name)
             if len(use.origins) > 1:
                 self._say_ambiguous(use, bindings)
             elif home is not None and any(_is_old(binding.origin) for binding in bindings):
-                groups[home, use.parts[0]].append((use, old))
+                groups[home, name].append((use, old))
             else:
                 alone.append((use, old))
         for name, bindings in self._versioned.values():
             self._say_versioned(name, bindings)
         return alone, groups
 
+    def _is_in_replaced(self, node: cst.CSTNode) -> bool:
+        for replaced in self.replaced:
+            if node is replaced or self.tree.is_in(node, replaced):
+                return True
+        return False
+
     def _find_replaced(self) -> dict[cst.CSTNode, str]:
         """Where an old name of torch is given another value, and which one."""
-        is_target = (cst.AssignTarget, cst.Del)
-        found: list[tuple[cst.CSTNode, Iterable[str | None]]] = [
-            (use.node, use.origins)
-            for use in self.tree.uses
-            if len(use.parts) > 1
-            and use.parts[-1] in HOMES  # else all parents would be looked for, in most files
-            and isinstance(self.tree.parents[use.node], is_target)
-        ]
+        found: list[tuple[cst.CSTNode, Iterable[str | None]]] = []
+        for use in self.tree.uses:
+            # Only of names that end as an old one: else all parents would be looked for.
+            if len(use.parts) > 1 and use.parts[-1] in HOMES:
+                parent = self.tree.parents[use.node]
+                if isinstance(parent, cst.AssignTarget | cst.Del):
+                    found.append((use.node, use.origins))
         for call in self.tree.calls:
             if nodes.name_called(call) in ("patch", "object", "setattr", "delattr"):
                 found.append((call, self._patched(call)))
-        return {node: name for node, names in found for name in names if name in OLD}
+        replaced: dict[cst.CSTNode, str] = {}
+        for node, names in found:
+            for name in names:
+                if name in OLD:
+                    replaced[node] = name
+        return replaced
 
     def _patched(self, call: cst.Call) -> tuple[str, ...]:
         """What a call may replace, given as one string, or as a module and a string."""
@@ -121,12 +132,13 @@ class Rule(Rewriter):
         return *names[:1], ".".join(filter(None, names))
 
     def _say_ambiguous(self, use: Use, bindings: list[Binding]) -> None:
-        name, home = use.parts[0], use.scope.find(use.parts[0])
+        name = use.parts[0]
+        home = use.scope.find(name)
         if (home, name) not in self._ambiguous:
             self._ambiguous[home, name] = self._what_is_bound(bindings)
         is_guarded_there, lines = self._ambiguous[home, name]
         if is_guarded_there or is_guarded(self.tree, use.node):
-            self._versioned[home, name] = name, bindings
+            self._versioned[home, name] = (name, bindings)
             return
         self.say(use.node, "by hand", remedies.AMBIGUOUS.said(name=name, lines=lines))
 
@@ -134,23 +146,26 @@ class Rule(Rewriter):
         """Whether some version of torch decides what a name is bound to, and on which lines."""
         bound = [binding.node for binding in bindings]
         self.handled.update(bound)  # so that the group of this name is not rewritten either
-        lines = sorted(set(map(self.tree.line, bound)))
-        return any(is_guarded(self.tree, node) for node in bound), ", ".join(map(str, lines))
+        lines = sorted({self.tree.line(node) for node in bound})
+        is_guarded_there = any(is_guarded(self.tree, node) for node in bound)
+        return is_guarded_there, ", ".join(map(str, lines))
 
     def _say_versioned(self, name: str, bindings: list[Binding]) -> None:
-        olds = [binding.node for binding in bindings if _is_old(binding.origin)]
-        what = f"{name} depends on the version of torch: left alone"
-        self.say((olds or [bindings[0].node])[0], "left", what)
+        olds = (binding.node for binding in bindings if _is_old(binding.origin))
+        first = next(olds, bindings[0].node)
+        self.say(first, "left", f"{name} depends on the version of torch: left alone")
 
     # One use.
 
     def _rewrite_alone(self, use: Use, old: str, edits: list[Edit]) -> None:
         """Rewrite a use to ``torch.amp.…``, by the name under which torch is known there."""
-        name, torch = OLD[old][0], self.torch.at(use)
+        name, _ = OLD[old]
+        torch = self.torch.at(use)
+        start, end = self.tree.span(use.node)
         if torch is None:
             written = ".".join(use.parts)
             self.say(use.node, "by hand", remedies.NO_TORCH.said(name=name, written=written))
-        elif "#" in self.tree.text[slice(*self.tree.span(use.node))]:
+        elif "#" in self.tree.text[start:end]:
             self.say(use.node, "by hand", remedies.COMMENT_INSIDE.said(name=name))
         else:
             self.replace(use.node, f"{torch}.amp.{name}")
@@ -167,8 +182,8 @@ class Rule(Rewriter):
         planned = []
         for use, old in uses:
             if is_guarded(self.tree, use.node):
-                what = f"{'.'.join(use.parts)} depends on a version: left alone"
-                self.say(use.node, "left", what)
+                written = ".".join(use.parts)
+                self.say(use.node, "left", f"{written} depends on a version: left alone")
                 continue
             try:
                 planned.append((use, old, self._plan(use, old)))
@@ -185,7 +200,8 @@ class Rule(Rewriter):
         if old not in OLD:
             whole = next(name for name in OLD if old.startswith(f"{name}."))
             raise ByHand(remedies.ATTRIBUTE.said(old=whole, name=OLD[whole][0]))
-        (name, device), node = OLD[old], use.node
+        name, device = OLD[old]
+        node = use.node
         self._check_place(node, old)
         call = self.tree.call_of(node)
         if call is not None:
@@ -214,22 +230,27 @@ class Rule(Rewriter):
             raise ByHand(remedies.REPLACED_ELSEWHERE.said(old=old, lines=lines, name=name))
         if self.tree.is_in(node, cst.Del):
             raise ByHand(remedies.DELETED.said(name=name))
-        compared = self._compared if name == "GradScaler" else []
-        if compared and not self.tree.is_in(node, cst.Annotation):
-            line = min(map(self.tree.line, compared))
+        is_scaler = name == "GradScaler"
+        if is_scaler and self._compared and not self.tree.is_in(node, cst.Annotation):
+            line = min(map(self.tree.line, self._compared))
             raise ByHand(remedies.SCALER_COMPARED.said(name=name, line=line))
 
     @functools.cached_property
     def _compared(self) -> list[cst.CSTNode]:
         """Where the class GradScaler is compared with: what is made has to be of that class."""
         scalers = {old for old, (name, _) in OLD.items() if name == "GradScaler"}
-        uses = [use.node for use in self.tree.uses if use.origins & scalers]
-        places = {node: self.tree.place_of_type(node) for node in uses}
-        return [n for n, p in places.items() if not isinstance(p, cst.Annotation | None)]
+        compared: list[cst.CSTNode] = []
+        for use in self.tree.uses:
+            if use.origins & scalers:
+                place = self.tree.place_of_type(use.node)
+                if place is not None and not isinstance(place, cst.Annotation):
+                    compared.append(use.node)
+        return compared
 
     def _plan_value(self, use: Use, old: str) -> list[Edit]:
         """The edits where a class is used without being called there. Raises `ByHand`."""
-        (name, device), parent = OLD[old], self.tree.parents[use.node]
+        name, device = OLD[old]
+        parent = self.tree.parents[use.node]
         if isinstance(parent, cst.Arg):
             call = self.tree.parents[parent]
             if isinstance(call, cst.Call) and self._is_partial(call, old, use):
@@ -238,33 +259,39 @@ class Rule(Rewriter):
                 raise ByHand(remedies.SUBCLASS.said(name=name, device=device))
         if isinstance(parent, cst.Decorator):
             raise ByHand(remedies.BARE_DECORATOR.said(name=name))
-        if (edits := self._plan_alias(use, old)) is not None:
+        edits = self._plan_alias(use, old)
+        if edits is not None:
             return edits
-        defaults = f", dtype=torch.{_DTYPES[device]}" if name == "autocast" else ""
-        facts = {"old": old, "name": name, "device": device, "defaults": defaults}
-        raise ByHand(remedies.CLASS_AS_VALUE.said(**facts))
+        defaults = ""
+        if name == "autocast":
+            defaults = f", dtype=torch.{_DTYPES[device]}"
+        said = remedies.CLASS_AS_VALUE.said(old=old, name=name, device=device, defaults=defaults)
+        raise ByHand(said)
 
     def _check_told_apart(self, name: str, device: str) -> None:
         """Raise `ByHand` if a check of the type tells what will be one class of torch.amp."""
-        # for another device
-        others = {old for old, new in OLD.items() if new[0] == name and new[1] != device}
-        others |= {new for new, today in NEW.items() if today == name}
+        others = set()
+        for old, (other_name, other_device) in OLD.items():
+            if other_name == name and other_device != device:
+                others.add(old)
+        others.update(new for new, today in NEW.items() if today == name)
         if any(use.origins & others for use in self.tree.uses):
             raise ByHand(remedies.ONE_CLASS.said(name=name, device=device))
 
     def _plan_alias(self, use: Use, old: str) -> list[Edit] | None:
         """The edits that make a partial of a class that gets a name which is only called."""
-        (name, device), top = OLD[old], use.node
+        name, device = OLD[old]
+        top = use.node
         while isinstance(self.tree.parents[top], cst.IfExp):  # autocast if fp16 else nullcontext
             top = self.tree.parents[top]
-        targets = [target for target, _ in nodes.assignments(self.tree.parents[top])]
-        target = targets[0] if len(targets) == 1 else None
+        target = self._only_target(self.tree.parents[top])
         if not isinstance(target, cst.Name):
             return None
         calls = self._calls_alone(target, use.scope)
         if not calls or not self._bring_functools(use):
             return None
-        edits, defaults = [], ""
+        edits: list[Edit] = []
+        defaults = ""
         if name == "autocast":
             for call in calls:
                 edits += self._name_arguments(device, call.args)
@@ -275,15 +302,29 @@ class Rule(Rewriter):
         after = f', "{device}"{defaults})'
         return [Edit(start, start, "functools.partial("), Edit(end, end, after), *edits]
 
+    def _only_target(self, statement: cst.CSTNode) -> cst.BaseExpression | None:
+        """What a statement assigns to, if it is one thing."""
+        targets = [target for target, _ in nodes.assignments(statement)]
+        if len(targets) != 1:
+            return None
+        return targets[0]
+
     def _calls_alone(self, target: cst.Name, scope: Scope) -> list[cst.Call]:
         """The calls of a name; none if it has other uses, in this file or by an export."""
-        calls = [self.tree.call_of(use.node) for use in self.tree.uses_of(target.value, scope)]
-        is_alone = None not in calls and target.value not in self.tree.exported
-        return [call for call in calls if call is not None] if is_alone else []
+        if target.value in self.tree.exported:
+            return []
+        calls = []
+        for use in self.tree.uses_of(target.value, scope):
+            call = self.tree.call_of(use.node)
+            if call is None:
+                return []
+            calls.append(call)
+        return calls
 
     def _bring_functools(self, use: Use) -> bool:
         """Whether `functools` is there where something is used, or can be imported."""
-        tree, binding = self.tree, use.scope.only("functools")
+        tree = self.tree
+        binding = use.scope.only("functools")
         if any("functools" in scope.bindings for scope in tree.scopes):
             if binding is None or binding.origin != "functools":
                 return False
@@ -300,8 +341,8 @@ class Rule(Rewriter):
         name, device = OLD[old]
         if use.scope.origin(call.func) != "functools.partial" or call.args[0].value is not use.node:
             return False
-        targets = [nodes.dotted(target) for target, _ in nodes.assignments(self.tree.parents[call])]
-        parts = targets[0] if len(targets) == 1 else None
+        target = self._only_target(self.tree.parents[call])
+        parts = nodes.dotted(target) if target is not None else None
         if name != "autocast" or (parts and self._is_called_by_keyword(parts[-1])):
             return True
         raise ByHand(remedies.CALLED_BY_POSITION.said(device=device, dtype=_DTYPES[device]))
@@ -309,31 +350,40 @@ class Rule(Rewriter):
     def _is_called_by_keyword(self, name: str) -> bool:
         """Whether what has a name is always called, and never with an argument by position."""
         for use in self.tree.uses:
-            is_target = isinstance(self.tree.parents[use.node], cst.AssignTarget)
-            if use.parts[-1] == name and not is_target:
-                call = self.tree.call_of(use.node)
-                if call is None or any(arg.star or not arg.keyword for arg in call.args):
-                    return False
+            if use.parts[-1] != name:
+                continue
+            if isinstance(self.tree.parents[use.node], cst.AssignTarget):
+                continue
+            call = self.tree.call_of(use.node)
+            if call is None or any(arg.star or not arg.keyword for arg in call.args):
+                return False
         return True
 
     def _plan_call(self, old: str, call: cst.Call, use: Use, first: int = 0) -> list[Edit]:
         """The edits of the arguments of a call, from the number `first` on."""
-        (name, device), args = OLD[old], call.args[first:]
-        at = self.tree.span(call)[1] - 1
+        name, device = OLD[old]
+        args = call.args[first:]
+        _, after = self.tree.span(call)
+        at = after - 1  # before the closing bracket
         if name.startswith("custom"):
-            at = self.tree.span(args[-1])[1] if args else at
-            comma = f",{self._blanks_before(args[-1])}" if args else ""
-            return [Edit(at, at, f'{comma}device_type="{device}"')]
+            argument = f'device_type="{device}"'
+            if args:
+                _, at = self.tree.span(args[-1])
+                argument = f",{self._blanks_before(args[-1])}{argument}"
+            return [Edit(at, at, argument)]
         if name == "GradScaler" and args and _is_device(args[0]):
             raise ByHand(remedies.DEVICE_AS_SCALE.said(written=self.tree.code(args[0].value)))
-        new, edits = f'"{device}"', []
+        new = f'"{device}"'
+        edits: list[Edit] = []
         if name == "autocast":  # only its arguments changed their order, and its defaults
             defaults, edits = self._plan_autocast(device, args, use)
             new += defaults
         if first:
-            at, new = self.tree.span(call.args[first - 1])[1], f", {new}"
+            _, at = self.tree.span(call.args[first - 1])
+            new = f", {new}"
         elif args:
-            at, new = self.tree.span(args[0])[0], f"{new},{self._blanks_before(args[0])}"
+            at, _ = self.tree.span(args[0])
+            new = f"{new},{self._blanks_before(args[0])}"
         return [Edit(at, at, new), *edits]
 
     def _plan_autocast(
@@ -356,9 +406,11 @@ class Rule(Rewriter):
         edits = []
         for keyword, arg in zip(_AUTOCAST_ARGUMENTS, by_place, strict=False):
             start, end = self.tree.span(arg)
-            is_bare = isinstance(arg.value, cst.NamedExpr) and not arg.value.lpar
-            edits.append(Edit(start, start, f"{keyword}={'(' if is_bare else ''}"))
-            edits += [Edit(end, end, ")")] * is_bare
+            if isinstance(arg.value, cst.NamedExpr) and not arg.value.lpar:
+                edits.append(Edit(start, start, f"{keyword}=("))
+                edits.append(Edit(end, end, ")"))
+            else:
+                edits.append(Edit(start, start, f"{keyword}="))
         return edits
 
     def _autocast_dtype(self, device: str, given: dict[str, cst.BaseExpression], use: Use) -> str:
@@ -375,17 +427,24 @@ class Rule(Rewriter):
         """Whether something in the file may change the dtype in force."""
         if any(use.parts[-1].startswith("set_autocast_") for use in self.tree.uses):
             return True
-        calls = ((call, scope.origin(call.func) or "") for call, scope in self.tree.calls.items())
-        args = [call.args for call, origin in calls if origin.endswith(".autocast")]
-        return any("dtype" in nodes.arguments(each, ("", "dtype")) for each in args)
+        for call, scope in self.tree.calls.items():
+            origin = scope.origin(call.func) or ""
+            if origin.endswith(".autocast") and "dtype" in nodes.arguments(
+                call.args, ("", "dtype")
+            ):
+                return True
+        return False
 
     def _blanks_before(self, arg: cst.Arg) -> str:
         """What separates an argument on a line of its own from the one before; else a blank."""
         start = self.tree.span(arg)[0]
         before = self.tree.text[:start].rstrip()
         blanks = self.tree.text[len(before) : start]
-        has_comment = "#" in "".join(before.splitlines()[-1:])
-        return blanks if ("\n" in blanks or "\r" in blanks) and not has_comment else " "
+        last_line = "".join(before.splitlines()[-1:])
+        is_on_its_own_line = "\n" in blanks or "\r" in blanks
+        if is_on_its_own_line and "#" not in last_line:
+            return blanks
+        return " "
 
     # A name that an import binds, with all its uses.
 
@@ -399,7 +458,8 @@ class Rule(Rewriter):
         if any(is_guarded(self.tree, node) for node in bound):
             self._say_versioned(name, bindings)
             return
-        if stays := self._why_stays(scope, name, bindings, uses):
+        stays = self._why_stays(scope, name, bindings, uses)
+        if stays:
             self.say(bound[0], "by hand", stays)
             return
         statement = self.tree.parents[aliases[0]]
@@ -413,7 +473,9 @@ class Rule(Rewriter):
             return
         for each in planned:
             self._make(*each)
-        for alias in aliases if uses else ():  # it comes from torch.amp, with all its uses
+        if not uses:
+            return
+        for alias in aliases:  # it comes from torch.amp, with all its uses
             self.moved[self.tree.parents[alias]].append(alias)
             self.say(alias, "rewritten", f"{name} is imported from torch.amp")
 
@@ -422,17 +484,23 @@ class Rule(Rewriter):
         origin = bindings[0].origin
         if not _is_old(origin) or any(binding.origin != origin for binding in bindings):
             return remedies.TWO_THINGS.said(name=name)
-        is_class = origin in OLD
-        if scope.kind != "class" and (not is_class or (uses and name not in self.tree.exported)):
+        if origin in OLD:
+            is_used_here_alone = bool(uses) and name not in self.tree.exported
+            if scope.kind != "class" and is_used_here_alone:
+                return ""
+            _, device = OLD[origin]
+            return remedies.CLASS_IMPORTED.said(name=name, device=device)
+        if scope.kind != "class":
             return ""
-        if is_class:
-            return remedies.CLASS_IMPORTED.said(name=name, device=OLD[origin][1])
         return remedies.MODULE_IMPORTED.said(name=name, device=OLD_MODULES[origin])
 
     def _put_before(self, statement: cst.CSTNode, line: str) -> None:
         start = self.tree.span(statement)[0]
         indent = self.tree.indent(start)
-        self.insert(start, line + ("; " if indent is None else self.tree.newline + indent))
+        separator = "; "
+        if indent is not None:
+            separator = self.tree.newline + indent
+        self.insert(start, line + separator)
 
     def _rewrite_imports(self) -> None:
         for star, module in self.tree.stars.items():
@@ -454,12 +522,16 @@ class Rule(Rewriter):
                 self.replace(alias.name, "torch.amp")
 
     def _rewrite_import_from(self, node: cst.ImportFrom, moved: list[cst.ImportAlias]) -> None:
-        tree, aliases = self.tree, nodes.aliases_of(node)
+        aliases = nodes.aliases_of(node)
         assert node.module is not None  # what is moved comes from a module of torch
-        new = "torch" if nodes.module_of(node) in ("torch.cuda", "torch.cpu") else "torch.amp"
+        is_module_of_device = nodes.module_of(node) in ("torch.cuda", "torch.cpu")
+        new = "torch" if is_module_of_device else "torch.amp"
         if len(moved) == len(aliases):
             self.replace(node.module, new)
             return
-        names = ", ".join(tree.text[slice(*tree.span(alias))] for alias in moved)
-        self._put_before(node, f"from {new} import {names}")
+        names = []
+        for alias in moved:
+            start, end = self.tree.span(alias)
+            names.append(self.tree.text[start:end])
+        self._put_before(node, f"from {new} import {', '.join(names)}")
         self.remove_names(node, moved)

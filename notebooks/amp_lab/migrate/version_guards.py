@@ -37,12 +37,25 @@ def forget_fallbacks(tree: Tree) -> None:
 
     An import of torch in the same try may fail by itself, so that there it is a choice.
     """
-    olds = [alias for alias, origin in tree.imported.items() if _is_of_old_module(origin)]
-    tries = {tree.parents.get(tree.parents[tree.statement(alias)]) for alias in olds}
-    dead = [h for tried in tries if isinstance(tried, cst.Try) for h in _fallbacks(tree, tried)]
-    for bindings in (b for scope in tree.scopes for b in scope.bindings.values() if dead):
-        kept = [b for b in bindings if not any(tree.is_in(b.node, handler) for handler in dead)]
-        bindings[:] = kept or bindings
+    tries = set()
+    for alias, origin in tree.imported.items():
+        if _is_of_old_module(origin):
+            block = tree.parents[tree.statement(alias)]
+            tries.add(tree.parents.get(block))
+    never_run: list[cst.ExceptHandler] = []
+    for tried in tries:
+        if isinstance(tried, cst.Try):
+            never_run += _fallbacks(tree, tried)
+    if not never_run:
+        return
+    for scope in tree.scopes:
+        for bindings in scope.bindings.values():
+            kept = [each for each in bindings if not _is_in_any(tree, each.node, never_run)]
+            bindings[:] = kept or bindings
+
+
+def _is_in_any(tree: Tree, node: cst.CSTNode, handlers: list[cst.ExceptHandler]) -> bool:
+    return any(tree.is_in(node, handler) for handler in handlers)
 
 
 def _is_of_old_module(origin: str | None) -> bool:
@@ -51,10 +64,14 @@ def _is_of_old_module(origin: str | None) -> bool:
 
 def _fallbacks(tree: Tree, tried: cst.Try) -> list[cst.ExceptHandler]:
     """The handlers of a try for old names that are not there, if it imports nothing else."""
-    names = [tree.imported[p] for p in nodes.below(tried.body) if p in tree.imported]
-    handlers = tried.handlers if all(map(_is_of_old_module, names)) else ()
-    caught = [handler for handler in handlers if _MISSING.search(tree.code(handler))]
-    return [handler for handler in caught if not _new_uses(tree, handler)]
+    for part in nodes.below(tried.body):
+        if part in tree.imported and not _is_of_old_module(tree.imported[part]):
+            return []
+    fallbacks = []
+    for handler in tried.handlers:
+        if _MISSING.search(tree.code(handler)) and not _new_uses(tree, handler):
+            fallbacks.append(handler)
+    return fallbacks
 
 
 def is_guarded(tree: Tree, node: cst.CSTNode) -> bool:
@@ -72,18 +89,25 @@ def _decides(parent: cst.CSTNode, child: cst.CSTNode, node: cst.CSTNode, tree: T
 def _(parent: cst.If | cst.IfExp, child, node, tree) -> bool:
     if child is parent.test:
         return False
+    is_taken = child is parent.body
+    if _asks(tree, parent.test, is_taken):
+        return True
     arms = [arm for arm in (parent.body, parent.orelse) if arm is not None and arm is not child]
     block = tree.parents[parent]
     if not arms and isinstance(block, cst.Module | cst.IndentedBlock) and nodes.leaves(parent.body):
-        arms = block.body[block.body.index(parent) + 1 :]  # they are its else
-    is_taken = child is parent.body
-    return _asks(tree, parent.test, is_taken) or any(_is_newer(tree, arm, node) for arm in arms)
+        place = block.body.index(parent)
+        arms = block.body[place + 1 :]  # they are its else
+    return any(_is_newer(tree, arm, node) for arm in arms)
 
 
 @_decides.register
 def _(parent: cst.While | cst.BooleanOperation, child, node, tree) -> bool:
-    test = parent.test if isinstance(parent, cst.While) else parent.left
-    is_taken = isinstance(parent, cst.While) or isinstance(parent.operator, cst.And)
+    if isinstance(parent, cst.While):
+        test = parent.test
+        is_taken = True
+    else:
+        test = parent.left
+        is_taken = isinstance(parent.operator, cst.And)
     return child is not test and _asks(tree, test, is_taken)
 
 
@@ -122,11 +146,15 @@ def _(parent: cst.With, child, node, tree) -> bool:
 
 @_decides.register
 def _(parent: cst.ExceptHandler, child, node, tree) -> bool:
-    header, tried = tree.code(parent), tree.parents[parent].body
+    header = tree.code(parent)
+    tried = tree.parents[parent].body
     if not _FALLBACK.search(header):  # it is for errors of another kind
         return False
-    imports = (isinstance(part, cst.Import | cst.ImportFrom) for part in nodes.below(tried))
-    return bool(_new_uses(tree, tried)) or bool(_MISSING.search(header) and any(imports))
+    if _new_uses(tree, tried):
+        return True
+    if not _MISSING.search(header):
+        return False
+    return any(isinstance(part, cst.Import | cst.ImportFrom) for part in nodes.below(tried))
 
 
 @_decides.register
@@ -166,8 +194,9 @@ def _may_leave(tree: Tree, statement: _Compound) -> bool:
 
 def _leaves_by_version(tree: Tree, statement: _Compound, node: cst.CSTNode) -> bool:
     """Whether a statement ends a block for some versions, so that what follows is for others."""
-    is_asked = isinstance(statement, cst.If) and _asks(tree, statement.test, is_taken=False)
-    return is_asked or _is_newer(tree, statement.body, node)
+    if isinstance(statement, cst.If) and _asks(tree, statement.test, is_taken=False):
+        return True
+    return _is_newer(tree, statement.body, node)
 
 
 def _asks(tree: Tree, test: cst.BaseExpression, is_taken: bool) -> bool:
@@ -186,35 +215,57 @@ def _asks(tree: Tree, test: cst.BaseExpression, is_taken: bool) -> bool:
 def _settled(tree: Tree, test: cst.CSTNode) -> bool | None:
     """What a test of torch says wherever today's names exist; None if it depends."""
     if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
-        value = _settled(tree, test.expression)
-        return None if value is None else not value
+        answer = _settled(tree, test.expression)
+        return None if answer is None else not answer
     if isinstance(test, cst.Name) and test in tree.use_at:
         value = tree.use_at[test].scope.value_of(test)
         return None if value is test else _settled(tree, value)
     if nodes.is_call_of(test, "hasattr"):
         return True if _is_old_name(tree, test) else None
-    return _settled_comparison(tree, test) if isinstance(test, cst.Comparison) else None
+    if isinstance(test, cst.Comparison):
+        return _settled_comparison(tree, test)
+    return None
 
 
 def _is_old_name(tree: Tree, call: cst.Call) -> bool:
     """Whether a ``hasattr`` asks for a name that was there before today's."""
     thing = tree.calls[call].origin(call.args[0].value)
     name = nodes.literal(call.args[-1].value)
-    return (thing in OLD_MODULES and name in HOMES) or f"{thing}.{name}" in OLD_MODULES
+    if thing in OLD_MODULES and name in HOMES:
+        return True
+    return f"{thing}.{name}" in OLD_MODULES
 
 
 def _settled_comparison(tree: Tree, test: cst.Comparison) -> bool | None:
-    target = test.comparisons[0]
+    if len(test.comparisons) > 1:
+        return None
+    (target,) = test.comparisons
+    answer = _answer_for_a_later_torch(target.operator)
     numbers = re.findall(r"\d+", tree.code(target.comparator))[:2]
-    true, false = cst.GreaterThanEqual | cst.GreaterThan, cst.LessThanEqual | cst.LessThan
-    if not numbers and nodes.literal(target.comparator):  # "parrots": all versions have numbers
-        true, false, numbers = cst.NotEqual, cst.Equal, ["0", "0"]
-    is_true, is_false = isinstance(target.operator, true), isinstance(target.operator, false)
-    if len(test.comparisons) > 1 or len(numbers) < 2 or not (is_true or is_false):
+    if not numbers and nodes.literal(target.comparator):
+        # Such as "parrots", which no version is called.
+        answer = _answer_for_another_name(target.operator)
+    elif len(numbers) < 2 or tuple(map(int, numbers)) >= _FIRST_WITH_SCALER:
         return None
-    if tuple(map(int, numbers)) >= _FIRST_WITH_SCALER or not _asks_for_torch(tree, test.left):
+    if answer is None or not _asks_for_torch(tree, test.left):
         return None
-    return is_true
+    return answer
+
+
+def _answer_for_a_later_torch(operator: cst.BaseCompOp) -> bool | None:
+    if isinstance(operator, cst.GreaterThanEqual | cst.GreaterThan):
+        return True
+    if isinstance(operator, cst.LessThanEqual | cst.LessThan):
+        return False
+    return None
+
+
+def _answer_for_another_name(operator: cst.BaseCompOp) -> bool | None:
+    if isinstance(operator, cst.NotEqual):
+        return True
+    if isinstance(operator, cst.Equal):
+        return False
+    return None
 
 
 @answered_once
@@ -245,8 +296,9 @@ def _below_but_in_dicts(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 def _tells_of_torch(tree: Tree, use: Use, depth: int) -> bool:
     """Whether what a name or an attribute was given depends on the version of torch."""
     sources = []
-    for n in range(2, len(use.parts) + 1):
-        sources += tree.assigned.get(use.parts[:n], ())
+    for count in range(2, len(use.parts) + 1):
+        attribute = use.parts[:count]
+        sources += tree.assigned.get(attribute, ())
     given = [binding for binding in use.scope.bound(use.parts[0]) if binding.source is not None]
     if any(_is_set_by_version(tree, binding) for binding in given):
         return True
@@ -260,12 +312,17 @@ def _tells_of_torch(tree: Tree, use: Use, depth: int) -> bool:
 def _is_set_by_version(tree: Tree, binding: Binding) -> bool:
     """Whether a flag is set, or a thing of today's made, where a version or a try of it allows."""
     value = binding.value
-    func = value.func if isinstance(value, cst.Call) else None
-    made = [use.node for use, _ in _new_uses(tree, value) if use is not None] if func else []
     is_flag = getattr(value, "value", None) in ("True", "False", "None")
-    if not is_flag and func not in made:
+    if not is_flag and not _is_made_by_new_name(tree, value):
         return False
     return any(_chooses_version(tree, node, is_flag) for node, _ in tree.ancestors(binding.node))
+
+
+def _is_made_by_new_name(tree: Tree, value: cst.CSTNode | None) -> bool:
+    """Whether a value is a call of one of today's names."""
+    if not isinstance(value, cst.Call):
+        return False
+    return any(use is not None and use.node is value.func for use, _ in _new_uses(tree, value))
 
 
 def _chooses_version(tree: Tree, node: cst.CSTNode, is_flag: bool) -> bool:
@@ -282,22 +339,28 @@ def _looks_up(tree: Tree, call: cst.Call) -> bool:
     """Whether a call asks for a name of torch's mixed precision, or for torch's version."""
     if not call.args:
         return False
-    name, thing = nodes.name_called(call), call.args[0].value
+    name = nodes.name_called(call)
     first, *rest = [nodes.literal(arg.value) for arg in call.args]
     if name in ("version", "distribution", "get_distribution"):
         return first == "torch"  # importlib.metadata.version("torch")
     if name in ("find_spec", "import_module"):
         return bool(re.match(r"torch\..*amp", first or ""))
-    is_lookup = name in ("hasattr", "getattr", "signature", "getfullargspec", "dir", "vars")
-    asked = rest[0] if name in ("hasattr", "getattr") and rest else None
-    return is_lookup and _is_about_amp(tree.uses_among(nodes.below(thing)), asked)
+    if name not in ("hasattr", "getattr", "signature", "getfullargspec", "dir", "vars"):
+        return False
+    asked = None
+    if name in ("hasattr", "getattr") and rest:
+        asked = rest[0]
+    thing = call.args[0].value
+    return _is_about_amp(tree.uses_among(nodes.below(thing)), asked)
 
 
 def _is_about_amp(uses: list[Use], asked: str | None) -> bool:
-    names = [o for use in uses for o in use.origins if o and o.startswith("torch")]
+    names: list[str] = []
+    for use in uses:
+        names += [origin for origin in use.origins if origin and origin.startswith("torch")]
     if names and asked is not None:
         names = [asked]  # of something of torch
-    return any(map(_OF_AMP.search, names))
+    return any(_OF_AMP.search(name) for name in names)
 
 
 @answered_once
@@ -306,7 +369,7 @@ def _new_uses(tree: Tree, node: cst.CSTNode) -> list[tuple[Use | None, str]]:
     found: list[tuple[Use | None, str]] = []
     for part in nodes.below(node):
         use = tree.use_at.get(part)  # an attribute, such as torch.amp.GradScaler
-        origins = {tree.imported.get(part)} if use is None else use.origins
+        origins = use.origins if use is not None else {tree.imported.get(part)}
         found += [(use, name) for new, name in NEW.items() if new in origins]
     return found
 
@@ -317,20 +380,32 @@ def _is_newer(tree: Tree, arm: cst.CSTNode, node: cst.CSTNode) -> bool:
     That of another device does not count, nor does a call of ``torch.autocast``, older than the
     other new names: it may be there for another dtype.
     """
-    use, old = tree.use_at.get(node), None
-    if use is not None:
-        old = {origin.rpartition(".")[2] for origin in use.origins if origin}
-    elif isinstance(node, cst.ImportAlias):
-        old = {node.name.value}
+    old_names = _last_names(tree, node)
     for new, name in _new_uses(tree, arm):
-        if (old is None or old & {name, "amp"}) and (new is None or _is_for_cuda(tree, new, name)):
+        is_same_name = old_names is None or bool(old_names & {name, "amp"})
+        if is_same_name and (new is None or _is_for_cuda(tree, new, name)):
             return True
     return False
 
 
+def _last_names(tree: Tree, node: cst.CSTNode) -> set | None:
+    """The last part of what a node stands for; None if it is neither a use nor an import."""
+    use = tree.use_at.get(node)
+    if use is not None:
+        return {origin.rpartition(".")[2] for origin in use.origins if origin}
+    if isinstance(node, cst.ImportAlias):
+        return {node.name.value}
+    return None
+
+
 def _is_for_cuda(tree: Tree, new: Use, name: str) -> bool:
+    if name == "autocast":
+        return False
     call = tree.call_of(new.node)
-    given = nodes.arguments(call.args, ("device",)) if call is not None else {}
+    if call is None:
+        return True
+    given = nodes.arguments(call.args, ("device",))
     device = nodes.literal(given.get("device", given.get("device_type")))
-    # None: a variable
-    return name != "autocast" and (device is None or device.partition(":")[0] == "cuda")
+    if device is None:  # a variable, or nothing
+        return True
+    return device.partition(":")[0] == "cuda"
