@@ -4,123 +4,22 @@ libcst's own scope analysis takes four times as long as its parser; this one wal
 keeps only what the migration asks: imports, other bindings, uses of names.
 """
 
-import dataclasses
 import functools
 import itertools
 import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import libcst as cst
 from libcst.metadata import ByteSpanPositionProvider, CodeSpan, MetadataWrapper
 
 from amp_lab.migrate import nodes
+from amp_lab.migrate.scopes import Binding, Scope, Use
 
 _Answer = TypeVar("_Answer")
 _Node = cst.CSTNode | None
-
-
-@dataclasses.dataclass(eq=False)
-class Binding:
-    """A place where a name gets a value: `origin` is the dotted name of what an import binds.
-
-    `value` is what is assigned to it, `source` that or what it is unpacked from.
-    """
-
-    origin: str | None
-    node: cst.CSTNode
-    value: _Node = None
-    source: _Node = None
-
-    @property
-    def is_none(self) -> bool:
-        """Whether the value is written as None."""
-        return isinstance(self.value, cst.Name) and self.value.value == "None"
-
-
-class Scope:
-    """The names bound in a module, class, function or comprehension."""
-
-    def __init__(self, kind: str, node: cst.CSTNode, parent: "Scope | None" = None):
-        self.kind, self.node, self.parent = kind, node, parent
-        self.bindings: dict[str, list[Binding]] = {}
-        self.elsewhere: dict[str, Scope] = {}  # global and nonlocal
-        self._origins: dict[tuple[str, bool, int], set[str | None]] = {}
-
-    def bind(self, name: str, binding: Binding) -> None:
-        """Give a name one more binding, here or where global and nonlocal move it."""
-        self.elsewhere.get(name, self).bindings.setdefault(name, []).append(binding)
-
-    def outwards(self) -> "Iterator[Scope]":
-        """This scope, and those around it."""
-        scope: Scope | None = self
-        while scope is not None:
-            yield scope
-            scope = scope.parent
-
-    def find(self, name: str) -> "Scope | None":
-        """The scope in which `name` is bound, as it is seen from this one."""
-        for scope in self.outwards():
-            if name in scope.bindings and (scope is self or scope.kind != "class"):
-                return scope
-        return None
-
-    def bound(self, name: str) -> list[Binding]:
-        """What `name` is bound to as it is seen from this scope."""
-        home = self.find(name)
-        return home.bindings[name] if home is not None else []
-
-    def only(self, name: str) -> Binding | None:
-        """What `name` is bound to as it is seen from this scope, if that is one thing only."""
-        bindings = self.bound(name)
-        return bindings[0] if len(bindings) == 1 else None
-
-    def value_of(self, node: cst.CSTNode) -> cst.CSTNode:
-        """What a name was given, if that is one thing only; an expression as it is."""
-        binding = self.only(node.value) if isinstance(node, cst.Name) else None
-        return node if binding is None or binding.value is None else binding.value
-
-    def origins(self, parts: tuple[str, ...]) -> set[str | None]:
-        """The dotted names that a name may stand for; None for anything that is not imported.
-
-        A torch that is None where it cannot be imported has no attributes: no other meaning.
-        """
-        home = self.find(parts[0])
-        if home is None:  # a module that some star import brings
-            return {".".join(parts)} if parts[0] in ("torch", "apex") else {None}
-        found = home._origins_of(parts[0], len(parts) > 1)
-        return {origin and ".".join((origin, *parts[1:])) for origin in found}
-
-    def _origins_of(self, name: str, has_attribute: bool) -> set[str | None]:
-        """The dotted names of all that is bound to a name here, kept as long as no more is."""
-        bindings = self.bindings[name]
-        key = name, has_attribute, len(bindings)
-        if key not in self._origins:
-            if has_attribute and any(b.origin == "torch" for b in bindings):
-                bindings = [b for b in bindings if not b.is_none]
-            self._origins[key] = {b.origin for b in bindings}
-        return self._origins[key]
-
-    def origin(self, node: cst.CSTNode | None) -> str | None:
-        """The dotted name that an expression stands for, if that is certain."""
-        parts = nodes.dotted(node)
-        found = self.origins(parts) if parts is not None else set()
-        return found.pop() if len(found) == 1 else None  # two meanings are none that is certain
-
-
-class Use(NamedTuple):
-    """A name or dotted name that is read, such as ``torch.cuda.amp``."""
-
-    node: cst.BaseExpression
-    parts: tuple[str, ...]
-    scope: Scope
-
-    @property
-    def origins(self) -> set[str | None]:
-        """What `Scope.origins` tells of it where it is used."""
-        return self.scope.origins(self.parts)
 
 
 def _is_import_of_torch(value: cst.CSTNode | None) -> bool:
@@ -129,6 +28,13 @@ def _is_import_of_torch(value: cst.CSTNode | None) -> bool:
         return False
     is_torch = nodes.literal(value.args[0].value) == "torch"
     return is_torch and nodes.name_called(value) in ("importorskip", "import_module", "__import__")
+
+
+def _checks_type(call: cst.Call, argument: cst.CSTNode) -> bool:
+    """Whether a call is an ``isinstance``, with this argument as the type."""
+    if not nodes.is_call_of(call, "isinstance", "issubclass"):
+        return False
+    return len(call.args) == 2 and call.args[1] is argument
 
 
 _IN_A_TYPE = cst.Subscript | cst.SubscriptElement | cst.Index | cst.Tuple | cst.List | cst.Element
@@ -178,7 +84,9 @@ class Tree:
     ) -> None:
         if isinstance(target, cst.Name):
             value = None if is_part else source
-            origin = "torch" if _is_import_of_torch(value) else None  # as tests import it
+            origin = None
+            if _is_import_of_torch(value):  # as tests import it
+                origin = "torch"
             scope.bind(target.value, Binding(origin, target, value, source))
         elif isinstance(target, cst.Tuple | cst.List):
             for element in target.elements:  # which part of the source it gets is not known
@@ -212,8 +120,8 @@ class Tree:
     def _visit_class(self, node: cst.ClassDef, scope: Scope) -> None:
         scope.bind(node.name.value, Binding(None, node))
         self._visit_parts((*node.decorators, *node.bases, *node.keywords), scope)
-        # methods do not see its names
-        self._visit(node.body, self._new_scope("class", node, scope))
+        inner = self._new_scope("class", node, scope)  # which methods do not see
+        self._visit(node.body, inner)
 
     def _visit_comprehension(self, node: cst.BaseComp, scope: Scope) -> None:
         inner = self._new_scope("comprehension", node, scope)
@@ -228,13 +136,19 @@ class Tree:
         self, node: cst.Assign | cst.AnnAssign | cst.AugAssign | cst.NamedExpr, scope: Scope
     ) -> None:
         for target, value in nodes.assignments(node):
-            if parts := nodes.dotted(target):
+            parts = nodes.dotted(target)
+            if parts:
                 self.assigned[parts].append(value)
         # The value is read before any target is bound.
-        annotation = node.annotation if isinstance(node, cst.AnnAssign) else None
-        self._visit_parts((annotation, node.value), scope)
-        for each in node.targets if isinstance(node, cst.Assign) else (node,):
-            self._bind_target(each.target, scope, node.value)
+        if isinstance(node, cst.AnnAssign):
+            self._visit(node.annotation, scope)
+        self._visit_parts((node.value,), scope)
+        if isinstance(node, cst.Assign):
+            targets = [each.target for each in node.targets]
+        else:
+            targets = [node.target]
+        for target in targets:
+            self._bind_target(target, scope, node.value)
 
     def _visit_as_name(self, node: cst.AsName, scope: Scope) -> None:
         self._bind_target(node.name, scope)
@@ -246,31 +160,47 @@ class Tree:
 
     def _visit_elsewhere(self, node: cst.Global | cst.Nonlocal, scope: Scope) -> None:
         for item in node.names:
-            name, home = item.name.value, self.scopes[0]
+            name = item.name.value
+            home = self.scopes[0]
             if isinstance(node, cst.Nonlocal):
-                outer = [s for s in scope.outwards() if s.kind == "function" and s is not scope]
-                home = next((s for s in outer if name in s.bindings), outer[0] if outer else home)
+                home = self._home_of_nonlocal(name, scope)
             scope.elsewhere[name] = home
+
+    def _home_of_nonlocal(self, name: str, scope: Scope) -> Scope:
+        """The function around a scope that has bound a name; the nearest if none has yet."""
+        outer = [s for s in scope.outwards() if s.kind == "function" and s is not scope]
+        for function in outer:
+            if name in function.bindings:
+                return function
+        return outer[0] if outer else self.scopes[0]
 
     def _visit_import(self, node: cst.Import | cst.ImportFrom, scope: Scope) -> None:
         self.imports[node] = scope
         if isinstance(node, cst.ImportFrom) and isinstance(node.names, cst.ImportStar):
             self.stars[node] = nodes.module_of(node)
         for alias in nodes.aliases_of(node):
-            name, origin = nodes.bound_name(alias), alias.evaluated_name
-            if isinstance(node, cst.ImportFrom):
-                origin = None if node.relative else f"{nodes.module_of(node)}.{origin}"
-            elif alias.asname is None:
-                origin = name
+            name = nodes.bound_name(alias)
+            origin = self._origin_of(alias, node, name)
             self.imported[alias] = origin
             scope.bind(name, Binding(origin, alias))
+
+    def _origin_of(
+        self, alias: cst.ImportAlias, node: cst.Import | cst.ImportFrom, name: str
+    ) -> str | None:
+        """The dotted name of what an import binds to a name; None within the user's package."""
+        if isinstance(node, cst.Import):
+            return name if alias.asname is None else alias.evaluated_name
+        if node.relative:
+            return None
+        return f"{nodes.module_of(node)}.{alias.evaluated_name}"
 
     # Asking.
 
     @functools.cached_property
     def parents(self) -> dict[cst.CSTNode, cst.CSTNode]:
         """The node of which each node is a part."""
-        parents, left = {}, [self.module]
+        parents: dict[cst.CSTNode, cst.CSTNode] = {}
+        left: list[cst.CSTNode] = [self.module]
         while left:
             node = left.pop()
             below = nodes.children(node)
@@ -280,9 +210,11 @@ class Tree:
 
     def ancestors(self, node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
         """Each node above, with the one of its children through which it was reached."""
-        while (parent := self.parents.get(node)) is not None:
+        parent = self.parents.get(node)
+        while parent is not None:
             yield parent, node
             node = parent
+            parent = self.parents.get(node)
 
     def is_in(self, node: cst.CSTNode, what: type | cst.CSTNode) -> bool:
         """Whether a node stands below another one, or below any of a kind."""
@@ -294,7 +226,9 @@ class Tree:
     def call_of(self, node: cst.CSTNode) -> cst.Call | None:
         """The call whose function a node is."""
         parent = self.parents[node]
-        return parent if isinstance(parent, cst.Call) and parent.func is node else None
+        if isinstance(parent, cst.Call) and parent.func is node:
+            return parent
+        return None
 
     def place_of_type(self, node: cst.BaseExpression) -> _Node:
         """The annotation or comparison in which a name stands for a type; None elsewhere."""
@@ -304,9 +238,7 @@ class Tree:
             if isinstance(parent, cst.MatchClass):
                 return parent if parent.cls is child else None
             if isinstance(parent, cst.Call):
-                is_check = nodes.is_call_of(parent, "isinstance", "issubclass")
-                is_type = is_check and len(parent.args) == 2 and parent.args[1] is child
-                return parent if is_type else None
+                return parent if _checks_type(parent, child) else None
             if not isinstance(parent, _IN_A_TYPE):
                 return None
         return None
@@ -340,16 +272,18 @@ class Tree:
     def uses_of(self, name: str, scope: Scope) -> list[Use]:
         """The uses of a name, as it is seen from a scope."""
         home = scope.find(name)
-        return [u for u in self.uses if u.parts[0] == name and u.scope.find(name) is home]
+        same_name = (use for use in self.uses if use.parts[0] == name)
+        return [use for use in same_name if use.scope.find(name) is home]
 
     @functools.cached_property
     def exported(self) -> set[str]:
         """The names in ``__all__``, which other files may import from here."""
         bindings = self.scopes[0].bindings.get("__all__", [])
-        values = [b.value for b in bindings if b.value is not None]
-        values += [
-            call for call in self.calls if (nodes.dotted(call.func) or ())[:1] == ("__all__",)
-        ]
+        values = [binding.value for binding in bindings if binding.value is not None]
+        for call in self.calls:
+            parts = nodes.dotted(call.func)
+            if parts and parts[0] == "__all__":
+                values.append(call)
         text = "".join(map(self.code, values))
         return set(re.findall(r"['\"](\w+)['\"]", text))
 
@@ -374,7 +308,9 @@ class Tree:
     @functools.cached_property
     def _wide(self) -> list[int]:
         """Where each character of several bytes starts, in bytes."""
-        found = re.finditer(rb"[\xc0-\xff]", self.text.encode()) if not self.text.isascii() else ()
+        if self.text.isascii():
+            return []
+        found = re.finditer(rb"[\xc0-\xff]", self.text.encode())
         return [match.start() for match in found]
 
     @functools.cached_property
@@ -398,9 +334,12 @@ class Tree:
 
     def indent(self, offset: int) -> str | None:
         """The blanks before `offset` in its line, or None if there is something else."""
-        start = self._line_starts[bisect_right(self._line_starts, offset) - 1]
+        line = bisect_right(self._line_starts, offset) - 1
+        start = self._line_starts[line]
         before = self.text[start:offset].lstrip("\ufeff")
-        return before if not before.strip() else None  # None: a statement after a semicolon
+        if before.strip():  # a statement after a semicolon
+            return None
+        return before
 
     @functools.cached_property
     def newline(self) -> str:
@@ -414,7 +353,7 @@ def answered_once(ask: Callable[..., _Answer]) -> Callable[..., _Answer]:
 
     @functools.wraps(ask)
     def answer(tree: Tree, *about: object) -> _Answer:
-        key = ask, *about
+        key = (ask, *about)
         if key not in tree.answers:
             tree.answers[key] = None  # no, as long as the question leads back to itself
             tree.answers[key] = ask(tree, *about)
@@ -424,19 +363,27 @@ def answered_once(ask: Callable[..., _Answer]) -> Callable[..., _Answer]:
 
 
 _VISITORS: dict[type[cst.CSTNode], Callable[..., None]] = {
-    kind: visit
-    for visit, *kinds in (
-        (Tree._visit_dotted, cst.Name, cst.Attribute),
-        (Tree._visit_call, cst.Call),
-        (Tree._visit_function, cst.FunctionDef, cst.Lambda),
-        (Tree._visit_class, cst.ClassDef),
-        (Tree._visit_comprehension, cst.ListComp, cst.SetComp, cst.DictComp, cst.GeneratorExp),
-        (Tree._visit_for, cst.For, cst.CompFor),
-        (Tree._visit_assign, cst.Assign, cst.AnnAssign, cst.AugAssign, cst.NamedExpr),
-        (Tree._visit_as_name, cst.AsName),
-        (Tree._visit_match_name, cst.MatchAs, cst.MatchStar),
-        (Tree._visit_elsewhere, cst.Global, cst.Nonlocal),
-        (Tree._visit_import, cst.Import, cst.ImportFrom),
-    )
-    for kind in kinds
+    cst.Name: Tree._visit_dotted,
+    cst.Attribute: Tree._visit_dotted,
+    cst.Call: Tree._visit_call,
+    cst.FunctionDef: Tree._visit_function,
+    cst.Lambda: Tree._visit_function,
+    cst.ClassDef: Tree._visit_class,
+    cst.ListComp: Tree._visit_comprehension,
+    cst.SetComp: Tree._visit_comprehension,
+    cst.DictComp: Tree._visit_comprehension,
+    cst.GeneratorExp: Tree._visit_comprehension,
+    cst.For: Tree._visit_for,
+    cst.CompFor: Tree._visit_for,
+    cst.Assign: Tree._visit_assign,
+    cst.AnnAssign: Tree._visit_assign,
+    cst.AugAssign: Tree._visit_assign,
+    cst.NamedExpr: Tree._visit_assign,
+    cst.AsName: Tree._visit_as_name,
+    cst.MatchAs: Tree._visit_match_name,
+    cst.MatchStar: Tree._visit_match_name,
+    cst.Global: Tree._visit_elsewhere,
+    cst.Nonlocal: Tree._visit_elsewhere,
+    cst.Import: Tree._visit_import,
+    cst.ImportFrom: Tree._visit_import,
 }

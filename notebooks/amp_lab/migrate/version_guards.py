@@ -12,7 +12,8 @@ import libcst as cst
 
 from amp_lab.migrate import nodes
 from amp_lab.migrate.amp_names import HOMES, NEW, OLD_MODULES
-from amp_lab.migrate.python_tree import Binding, Tree, Use, answered_once
+from amp_lab.migrate.python_tree import Tree, answered_once
+from amp_lab.migrate.scopes import Binding, Use
 
 _NAMED_AFTER_TORCH = re.compile(  # TORCH_GE_2_4, is_torch_version, torch_at_least, PT24
     r"(?i)(?<![a-z])(?:py)?torch_?(?:v?\d+(?:_\d+)*(?![a-z\d])|greater|less|at_least|newer|older"
