@@ -101,6 +101,31 @@
 # | `Type parameter (T) of Optype (LayerNormalization) bound to different types` | ONNX Runtime refuses the file: in an fp16 model the older exporter (`dynamo=False`) may [leave float32 before the norm](https://github.com/pytorch/pytorch/issues/190338), as where attention has a boolean mask. Export with `dynamo=True`, and outside of autocast: [notebook 18](18_inference_and_export.ipynb#Export) |
 # | `Type 'tensor(float16)' of input parameter … of operator (Range) in node … is invalid` | ONNX Runtime refuses an `arange` in fp16 that the older exporter (`dynamo=False`) wrote. Export with `dynamo=True`: [notebook 18](18_inference_and_export.ipynb#Export) |
 #
+# **From other packages and by users.** These messages are quoted from reports of users.
+#
+# | message | what it means |
+# |---|---|
+# | `invalid value encountered in cast`, and the image is black; `NaN detected in latents` | the image or the latents are NaN, which NumPy casts to 0. In a diffusion model the decoder (VAE) often exceeds 65504 in fp16: run it alone, with its input, in fp32 or bf16 ([a report](https://github.com/huggingface/diffusers/pull/7858)); compute saved latents again. [Section&nbsp;1](#1-The-loss-is-NaN-because-an-activation-exceeds-65504) |
+# | `probability tensor contains either inf, nan or element < 0`; `satisfy the constraint Simplex()` | sampling is only the first to check: the logits are NaN ([a report](https://github.com/QwenLM/Qwen-VL/issues/364)). Load a model that was [trained in bf16](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-card-without-it) in bf16, or see [section&nbsp;4](#4-A-mask-value-does-not-fit-into-fp16) |
+# | `"LayerNormKernelImpl" not implemented for 'Half'`, `"addmm_impl_cpu_"`, `"slow_conv2d_cpu"` | a whole model in fp16 on a CPU, in an older torch, often because no GPU was found ([a report](https://github.com/facebookresearch/seamless_communication/issues/47)): load it in fp32 or bf16, or update torch |
+# | `fp16 mixed precision requires a GPU`; `Your setup doesn't support bf16/gpu.` | torch sees no GPU, often because it was built without CUDA; or the card has no bf16 ([a report](https://github.com/bmaltais/kohya_ss/issues/639)). `amp-lab doctor` tells. [Section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off) |
+# | `Bfloat16 is only supported on GPUs with compute capability of at least 8.0.` | vLLM, on a card before Ampere: `--dtype half` ([a report](https://github.com/vllm-project/vllm/issues/1157)). [Section&nbsp;36](#36-Autocast-refuses-the-device-or-its-dtype) |
+# | `BFloat16 is not supported on MPS` | update macOS and torch, or take fp16 ([a report](https://github.com/oobabooga/textgen/issues/5216)): [notebook 19](19_choose_your_precision.ipynb) |
+# | `Current loss scale already at minimum - cannot decrease scale anymore.` | DeepSpeed ([a report](https://github.com/deepspeedai/DeepSpeed/issues/5426)): see [section&nbsp;2](#2-The-loss-scale-falls-towards-0). If the model was trained in bf16, train it on in bf16 |
+# | `Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to`, then `ZeroDivisionError` | Apex, whose scale has fallen to 0 ([a report](https://github.com/facebookresearch/WSL-Images/issues/9)): [section&nbsp;2](#2-The-loss-scale-falls-towards-0) |
+# | `No operator found for memory_efficient_attention_forward` | xFormers gives a reason for each of its kernels: look for `dtype=` and for `bf16 is only supported on A100+` ([a report](https://github.com/facebookresearch/xformers/issues/1143)). Cast q, k and v to one 16-bit dtype that the card has. [Section&nbsp;43](#43-Flash-attention-refuses-fp32) |
+# | `The input hidden states seems to be silently casted in float32` | transformers casts back by itself. Norms or embeddings are in fp32, as PEFT leaves them ([a report](https://github.com/huggingface/transformers/issues/30019)). [Section&nbsp;43](#43-Flash-attention-refuses-fp32) |
+# | `does not allow for gradient clipping because it performs unscaling of gradients internally` | Lightning refuses to clip with a fused optimizer, in bf16 too ([a report](https://github.com/Lightning-AI/pytorch-lightning/issues/21435)): make the optimizer with `fused=False` |
+# | `Unexpected input data type. Actual: (tensor(float)) , expected: (tensor(float16))` | the ONNX file wants fp16 at its inputs ([a report](https://github.com/ultralytics/ultralytics/issues/20091)): `x.astype(np.float16)`, or export a module that casts inside |
+# | `Running layernorm after self-attention in FP16 may cause overflow` | TensorRT ([a report](https://github.com/NVIDIA/TensorRT/issues/2564)): export with opset 17 or later, let the norms stay in fp32, or build in bf16 |
+# | `AMP checks failed`, or NaN on a GTX 16 or a Quadro T in code that runs elsewhere | take fp32 there (`amp=False` in YOLO, [a report](https://github.com/ultralytics/ultralytics/pull/17977)): [notebook 19](19_choose_your_precision.ipynb) |
+# | `input should have the same type as rois`, `Expected delta.scalar_type() == input_type` | a kernel of another package, for which autocast does not cast ([a report](https://github.com/state-spaces/mamba/issues/72)): cast what you give it. [Section&nbsp;20](#20-A-function-of-your-own-fails-in-backward) |
+# | `make_graphed_callables does not support the autocast caching.` | open the block with `cache_enabled=False` ([a report](https://github.com/pytorch/pytorch/issues/71631)). [Section&nbsp;27](#27-A-compiled-model-has-other-gradients) |
+# | `Recomputed values for the following tensors have different metadata than during the forward pass.` | if `dtype` differs, the checkpointed part keeps something that was in another dtype the second time, such as a table that `forward` casts and stores ([a report](https://github.com/pytorch/pytorch/issues/141896)): cast it where it is used. [Notebook 07](07_training_recipes.ipynb#Checkpoint-activations) |
+# | `Expected attn_mask dtype to be bool or float or to match query dtype` | the mask belongs to it too: give a boolean one, or cast it to the dtype of q. [Notebook 17](17_language_model.ipynb#One-dtype-for-q,-k-and-v) <!-- tests/notebooks/test_17_language_model.py --> |
+# | `torch.jit.trace` fails, or gives another dtype, inside an autocast block | open the block with `cache_enabled=False` ([a report](https://github.com/pytorch/pytorch/pull/63552)), or cast first and take `torch.export`: [notebook 18](18_inference_and_export.ipynb#Export) |
+# | FP8 with a scale for each row gives NaN with LoRA | a row of zeros, as LoRA's B is at first, has the scale 0 ([a report](https://github.com/pytorch/ao/issues/3356)): set `activation_value_lb=1e-12` |
+#
 # **No message.** If nothing was raised, look for what is wrong with the result.
 #
 # | symptom | section |
@@ -122,6 +147,9 @@
 # | an index is out of range, or two timesteps are the same | [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
 # | the same box is detected twice: NMS leaves duplicates | [section&nbsp;30](#30-Positions-or-counts-are-wrong-beyond-256) |
 # | a KL divergence, or a ratio of probabilities, is noisy in bf16 | [notebook 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy): cast the logits, not the log-probabilities |
+# | logged gradients are 65536 times too large, or jump by a factor of 2 | [section&nbsp;15](#15-Clipping-leaves-next-to-nothing-of-the-gradients) |
+# | a Dice, IoU or focal loss is NaN | [section&nbsp;6](#6-A-norm-written-by-hand-overflows-above-256) |
+# | the loaded model is worse than the one that was saved | [section&nbsp;46](#46-After-resuming-the-loss-jumps-or-is-NaN) |
 # | the logged loss is off by a factor of 2 at times | [section&nbsp;12](#12-Scaler-methods-are-called-in-the-wrong-order) |
 # | weight decay, or an average of weights (EMA), does nothing in bf16 | [section&nbsp;29](#29-Half-precision-weights-stop-moving) |
 # | a model from accelerate or Fabric returns fp32 | [notebook 19](19_choose_your_precision.ipynb#What-frameworks-call-it) |
@@ -596,10 +624,11 @@ assert weight.grad.count_nonzero() == 0
 # **Why.** 300 times 300 is 90,000, which is infinite in fp16. The root of the mean is infinite too,
 # and a number divided by infinity is 0. A multiplication is on none of autocast's lists (`pow` is, on
 # CUDA), so it stays in fp16. Squares, variances and distances that are written by hand can overflow
-# long before their inputs do.
+# long before their inputs do. So can a sum over the pixels of an image, as in a Dice or IoU loss: 512 x
+# 512 ones are 262,144. (Autocast for CUDA sums in fp32, but a model in fp16 does not.)
 #
 # **The fix.** Use the library's function, which computes in fp32 inside, or call `.float()` on the
-# input.
+# input, such as the logits of a loss.
 
 # %%
 exact = rms_norm(150 * x)
@@ -610,6 +639,8 @@ with torch.autocast("cpu", dtype=torch.float16):
 with cuda_rules():
     fake = torch.rand(2, device="cuda").half()
     assert ((fake * fake).dtype, fake.pow(2).dtype) == (torch.float16, torch.float32)
+    assert fake.sum().dtype is torch.float32
+assert torch.ones(512, 512).half().sum().isinf()
 
 # %% [markdown]
 # **Notice it earlier.** Look at the gradients of a step. If a whole layer has only zeros, find out
@@ -1166,6 +1197,20 @@ print(f"norm before clipping {norm:.1e}, moved by {moved:.1e}")
 assert abs(moved - 1) < 1e-3  # the full length that clipping allows
 
 # %% [markdown]
+# What reads gradients in `backward()` sees them scaled too: a hook (`register_hook`), `wandb.watch`
+# ([a report](https://github.com/wandb/wandb/issues/4369)), or Lightning's `on_after_backward`. Log them
+# after `unscale_`.
+
+# %%
+seen = []
+weight = nn.Parameter(torch.ones(1))
+weight.register_hook(lambda gradient: seen.append(gradient.item()))
+scaler = torch.amp.GradScaler("cpu")
+scaler.scale(2 * weight.sum()).backward()
+scaler.unscale_(torch.optim.SGD([weight], lr=0.1))
+assert (seen, weight.grad.item()) == ([131072.0], 2.0)
+
+# %% [markdown]
 # **Notice it earlier.** Log the norm that `clip_grad_norm_` returns: here it is 2.9e5 when it is
 # still scaled, and 4.5 when it is not.
 
@@ -1273,7 +1318,8 @@ assert disabled.get_scale() == 1
 # - `RNN input dtype (torch.float16) does not match weight dtype (torch.float32).`
 # - `mixed dtype (CPU): expect parameter to have scalar type of Float`
 # - `Found dtype Float but expected Half`
-# - ``expected dtype c10::Half for `end` but got dtype float``, where weights are averaged
+# - ``expected dtype c10::Half for `end` but got dtype float``, where weights are averaged; from
+#   `optimizer.step()` see [section 46](#46-After-resuming-the-loss-jumps-or-is-NaN)
 #
 # **The smallest program that does it.** We use the output of a block after the block has ended.
 
@@ -1308,7 +1354,8 @@ assert "expected dtype c10::Half for `end` but got dtype float" in messages["ler
 # %% [markdown]
 # **Why.** Autocast stops casting at the end of the block, but results in low precision stay so. A
 # model or an input that you converted by hand fails in the same way, with no autocast at
-# all. (Another wording is `expected mat1 and mat2 to have the same dtype`.)
+# all. Then it is often a tensor beside the weights that stayed in fp32, such as the class weights of a
+# loss, a sampling grid, or the initial state of an RNN. (Another wording is `expected mat1 and mat2 to have the same dtype`.)
 #
 # Inside the block this happens too, where an op writes in place (`addmm_`, `baddbmm_`) or into `out=`:
 # autocast casts neither. If `backward()` raises it, see
@@ -1331,6 +1378,8 @@ with torch.autocast("cpu", dtype=torch.float16):
         lambda: torch.zeros(1, 2).addmm_(h, torch.eye(2))
     )
     assert torch.addmm(torch.zeros(1, 2), h, torch.eye(2)).dtype is torch.float16
+weighted = message_of(lambda: F.cross_entropy(h, torch.tensor([0]), weight=torch.ones(2)))
+assert "expected scalar type Half but found Float" in weighted
 
 # %% [markdown]
 # **Notice it earlier.** Let the model's `forward` end with `.float()` on what it returns.
@@ -1477,6 +1526,31 @@ class UnderAutocast(torch.autograd.Function):
 
 
 assert torch.equal(backward_through(UnderAutocast), torch.full((1, 2, 2), 2.0))
+
+# %% [markdown]
+# A kernel of another package, or one of your own in `torch.library`, gets what comes in, 16 bits and
+# fp32 mixed: autocast casts for the ops that it knows. Cast what you give it (for a loss, to fp32), or give your
+# own op a rule with `torch.library.register_autocast`. If the message comes in the forward pass of a
+# model in fp16, see [section 18](#18-A-half-precision-output-leaves-the-block). Under `torch.vmap` the
+# backward pass of a norm [raises it too](https://github.com/pytorch/pytorch/issues/184890): make the norm
+# an island.
+
+# %%
+dtypes_seen = []
+
+
+@torch.library.custom_op("notebook08::doubled", mutates_args=())
+def doubled(value: torch.Tensor) -> torch.Tensor:
+    dtypes_seen.append(value.dtype)
+    return 2 * value
+
+
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    doubled(torch.ones(1).bfloat16())
+torch.library.register_autocast("notebook08::doubled", "cpu", torch.float32)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    doubled(torch.ones(1).bfloat16())
+assert dtypes_seen == [torch.bfloat16, torch.float32]
 
 # %% [markdown]
 # **Notice it earlier.** Test each function of your own once under autocast, with a backward pass.
@@ -1825,7 +1899,8 @@ assert (gradients["eager"], gradients["compiled"]) == (torch.tensor(1.001).item(
 # %% [markdown]
 # **Why.** The compiler plans the backward pass together with the forward pass, and assumes that the
 # autocast around the call is on in `backward()` too. So the island's gradient went through bf16 and
-# is 1.000, while in fp32 it is 1.001.
+# is 1.000, while in fp32 it is 1.001. CUDA graphs made with `torch.cuda.make_graphed_callables` [do
+# so too](https://github.com/pytorch/pytorch/issues/120930), and want `cache_enabled=False`.
 #
 # **The fix.** Put the block *inside* the compiled function, where the compiler sees its end. Or set
 # `torch._functorch.config.backward_pass_autocast = "off"`, which is not a public interface.
@@ -2163,7 +2238,9 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 # rule of thumb, this pays only if the products are large. Six other reasons are common:
 # - The hardware has no fast path for the dtype (as a rule of thumb, fp16 on a CPU, bf16 on older GPUs).
 # - The limit is the data loader or the launching of kernels, and not arithmetic.
-# - Large ops stay in fp32. `amp-lab xray` lists them.
+# - Large ops stay in fp32. `amp-lab xray` lists them. For one product of an island on CUDA,
+#   [`torch.mm(…, out_dtype=torch.float32)`](https://github.com/pytorch/torchtitan/issues/4273) keeps
+#   16-bit inputs and returns fp32.
 # - Sizes are not multiples of 8, or of 16 in FP8
 #   ([section 44](#44-A-size-is-not-a-multiple-of-16-or-8)).
 # - The "fp32" you compare with is really TF32.
@@ -2629,7 +2706,9 @@ assert "FSDP expects uniform original parameter dtype but got" in messages[2]
 # parameters has a gradient, so one that never gets one leaves it waiting. FSDP2 wants one dtype for
 # all trained weights of a `fully_shard`. (A frozen base in bf16 with adapters in fp32 is not
 # refused.) Ranks drift apart without a message when a gradient changes after the average, or when
-# the scaler checks it before. [Notebook 11](11_scale_out.ipynb) shows both.
+# the scaler checks it before. [Notebook 11](11_scale_out.ipynb) shows both. With accumulation, put
+# forward *and* backward of all batches but the last one into
+# [`model.no_sync()`](https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html).
 #
 # **The fix.** On a CPU, test with plain batch normalisation. Take unused layers out, or set
 # `find_unused_parameters=True`, which costs a walk through the graph in each step. For FSDP, cast the
@@ -2886,7 +2965,8 @@ assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 #   of them, and one of `loss.item()` none.
 # - If only *evaluation* fails, check that it runs under `torch.inference_mode()` (section 34).
 # - If the message says that much memory is reserved but unallocated, it may be fragmented. Set
-#   `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, as the message says.
+#   `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, as the message says. (On RDNA4 it [has given
+#   NaN](https://github.com/pytorch/pytorch/issues/195202).)
 #
 # **The fix.** Ask `amp-lab memory my_model.py:MODEL --input 8,3,224,224 --memory 24GiB` with your
 # model and card: it forecasts each precision and the largest batch, and says what else saves how
@@ -2949,7 +3029,9 @@ for dtype in (torch.float16, torch.float32):
 # %% [markdown]
 # **Why.** `load_state_dict` of an optimizer casts its state to the dtype of the weights. Adam's second
 # moments are squares of gradients. In fp16 small ones become 0, and the step divides by 0 (unless Adam
-# is fused). In bf16 they keep 8 bits. Three other causes:
+# is fused). In bf16 they keep 8 bits. Four other causes:
+# - The weights were saved with `.half()`. Digits are lost, and a running variance above 65504 is infinite.
+#   Save what you go on from in fp32.
 # - The state of the *scaler* was not loaded. A fresh one starts at 65536, so the gradients may overflow
 #   and the first steps are skipped. That makes no weight NaN.
 # - `dcp.load` filled a new optimizer's own `state_dict()`, which is empty, and so the moments are
@@ -2971,8 +3053,14 @@ parameters = [weight for group in adam.param_groups for weight in group["params"
 for number, state in saved["state"].items():  # numbered in the order of the parameters
     adam.state[parameters[number]].update(state)
 assert torch.equal(adam.state[weight]["exp_avg_sq"], saved["state"][0]["exp_avg_sq"])
+weight.grad = torch.ones(1, dtype=torch.bfloat16)
+assert "expected dtype float for `end`" in message_of(adam.step)  # PyTorch's own Adam refuses it
+assert torch.tensor(1e5).half().isinf()
 
 # %% [markdown]
+# PyTorch's own Adam refuses a state in another dtype than the weight, as it does if the model is cast
+# after the optimizer was made.
+#
 # A scaler that was loaded does not skip the first step:
 
 

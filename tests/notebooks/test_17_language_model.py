@@ -190,3 +190,13 @@ def test_t5_keeps_one_layer_of_each_block_in_fp32(tmp_path):
     wide = [name for name, dtype in dtypes.items() if dtype is torch.float32]
     assert wide
     assert all(name.endswith("wo.weight") for name in wide)
+
+
+def test_a_mask_in_other_16_bits_than_the_query_is_refused_and_a_boolean_one_is_taken():
+    query = torch.randn(1, 1, 2, 4)
+    mask = torch.zeros(2, 2, dtype=torch.bfloat16)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    with pytest.raises(RuntimeError, match="Expected attn_mask dtype to be bool or float or"):
+        attend(query, query, query, attn_mask=mask)
+    for taken in (mask.bool().logical_not(), mask.to(query.dtype)):
+        assert attend(query, query, query, attn_mask=taken).isfinite().all()
