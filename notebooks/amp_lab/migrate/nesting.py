@@ -59,7 +59,8 @@ def check_nesting(text: str) -> None:
     Each token of a statement counts as a level until a comma: an upper bound, since each operator
     of a sum and each name of a chain is a level of libcst's tree.
     """
-    brackets, blocks = [_Bracket(is_open=False)], _Blocks()
+    brackets = [_Bracket(is_open=False)]
+    blocks = _Blocks()
     try:
         for token in tokenize.generate_tokens(io.StringIO(text).readline):
             _count(brackets, token)
@@ -91,7 +92,10 @@ class _Blocks:
             self.elifs.pop()
         elif self._starts_statement and token.type not in (tokenize.NL, tokenize.COMMENT):
             self._starts_statement = False
-            self.elifs[-1] = self.elifs[-1] + 1 if token.string == "elif" else 0
+            if token.string == "elif":
+                self.elifs[-1] += 1
+            else:
+                self.elifs[-1] = 0
 
 
 def _count(brackets: list[_Bracket], token: tokenize.TokenInfo) -> None:
@@ -120,7 +124,8 @@ def _levels_of_fields(string: str) -> int:
             open_braces += piece.count("{") - piece.count("}")
             deepest = max(deepest, levels)
         elif piece == "{":  # two of them are a brace of the text
-            levels, open_braces = 0, 1
+            levels = 0
+            open_braces = 1
     return deepest
 
 
@@ -129,7 +134,8 @@ def with_room_to_recurse(function: Callable[..., _Answer], *arguments: object) -
 
     It runs in a thread, whose stack does not depend on the operating system or on the caller.
     """
-    recursion_limit, stack_bytes = sys.getrecursionlimit(), threading.stack_size(_STACK_BYTES)
+    recursion_limit = sys.getrecursionlimit()
+    stack_bytes = threading.stack_size(_STACK_BYTES)
     sys.setrecursionlimit(max(recursion_limit, _FRAMES_PER_LEVEL * MAX_LEVELS))
     try:
         with concurrent.futures.ThreadPoolExecutor(max_workers=1) as thread:

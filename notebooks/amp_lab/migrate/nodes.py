@@ -60,13 +60,17 @@ def dotted(node: cst.CSTNode | None) -> tuple[str, ...] | None:
 
 def name_called(call: cst.Call) -> str:
     """The last part of the name of what is called; empty if it has none."""
-    return (dotted(call.func) or ("",))[-1]
+    parts = dotted(call.func)
+    if parts is None:
+        return ""
+    return parts[-1]
 
 
 def is_call_of(node: cst.CSTNode | None, *names: str) -> TypeGuard[cst.Call]:
     """Whether it is a call of something that has one of these names, without a dot."""
-    func = node.func if isinstance(node, cst.Call) else None
-    return isinstance(func, cst.Name) and func.value in names
+    if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Name):
+        return False
+    return node.func.value in names
 
 
 def is_given(call: cst.Call, name: str) -> bool:
@@ -89,12 +93,16 @@ def arguments(args: Sequence[cst.Arg], names: Sequence[str] = ()) -> dict[str, c
 
 def module_of(node: cst.ImportFrom) -> str:
     """The dotted name of the module that names are imported from; empty for a relative import."""
-    return "" if node.relative else ".".join(dotted(node.module) or ())
+    if node.relative:
+        return ""
+    return ".".join(dotted(node.module) or ())
 
 
 def aliases_of(node: cst.Import | cst.ImportFrom) -> Sequence[cst.ImportAlias]:
     """What an import names; nothing for a star."""
-    return () if isinstance(node.names, cst.ImportStar) else node.names
+    if isinstance(node.names, cst.ImportStar):
+        return ()
+    return node.names
 
 
 def bound_name(alias: cst.ImportAlias) -> str:
@@ -104,14 +112,16 @@ def bound_name(alias: cst.ImportAlias) -> str:
 
 def literal(node: cst.CSTNode | None) -> str | None:
     """The text of a string that is written out, without its quotes; None for anything else."""
-    return node.raw_value if isinstance(node, cst.SimpleString) else None
+    if not isinstance(node, cst.SimpleString):
+        return None
+    return node.raw_value
 
 
 def is_false(node: cst.CSTNode | None) -> bool:
     """Whether it is written as False, or 0."""
-    return (isinstance(node, cst.Name) and node.value == "False") or (
-        isinstance(node, cst.Integer) and node.evaluated_value == 0
-    )
+    if isinstance(node, cst.Integer):
+        return node.evaluated_value == 0
+    return isinstance(node, cst.Name) and node.value == "False"
 
 
 def assignments(node: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, cst.BaseExpression]]:
@@ -132,17 +142,21 @@ def assignments(node: cst.CSTNode) -> Iterator[tuple[cst.BaseExpression, cst.Bas
 def loss_of(backward: cst.Call) -> cst.BaseExpression | None:
     """What a call of ``backward`` computes the gradients of."""
     func = backward.func
-    modules = ("torch", "autograd"), ("autograd",)
+    modules = (("torch", "autograd"), ("autograd",))
     if isinstance(func, cst.Attribute) and dotted(func.value) not in modules:
         return func.value
-    return backward.args[0].value if backward.args else None
+    if not backward.args:
+        return None
+    return backward.args[0].value
 
 
 def last_statement(block: cst.CSTNode) -> cst.CSTNode:
     """The statement that a block ends with; several may share its line."""
     assert isinstance(block, cst.BaseSuite)
     last = block.body[-1]
-    return last.body[-1] if isinstance(last, cst.SimpleStatementLine) else last
+    if isinstance(last, cst.SimpleStatementLine):
+        return last.body[-1]
+    return last
 
 
 def leaves(block: cst.CSTNode) -> bool:
@@ -157,8 +171,9 @@ def is_end(block: cst.BaseSuite) -> bool:
         is_caught = any(is_call_of(item.item, "suppress") for item in last.items)
         return is_end(last.body) and not is_caught
     if isinstance(last, cst.If):
-        other = last.orelse
-        return isinstance(other, cst.Else) and is_end(last.body) and is_end(other.body)
+        if not isinstance(last.orelse, cst.Else):
+            return False
+        return is_end(last.body) and is_end(last.orelse.body)
     return leaves(block)
 
 
@@ -168,4 +183,6 @@ def parts_that_run(node: cst.CSTNode) -> Sequence[cst.CSTNode]:
         return ()
     if isinstance(node, cst.Match):
         return node.cases
-    return (node.body,) if isinstance(node, _BODY_ALONE) else children(node)
+    if isinstance(node, _BODY_ALONE):
+        return (node.body,)
+    return children(node)

@@ -20,20 +20,23 @@ _ASKED = re.compile(
 
 def needed_torch(results: Iterable[Result]) -> tuple[int, int] | None:
     """The oldest torch that has all names that were written; None if none was."""
-    said = _rewritten(results)
-    needs = (NEEDS[name] for name in NEEDS if any(f"is torch.amp.{name}" in m for m in said))
+    messages = _rewritten(results)
+    needs = []
+    for name, version in NEEDS.items():
+        if any(f"is torch.amp.{name}" in message for message in messages):
+            needs.append(version)
     return max(needs, default=None)
 
 
 def for_older_torch(results: Iterable[Result]) -> list[str]:
     """What to write instead, so that the code runs on older versions of torch as well."""
-    said = _rewritten(results)
+    messages = _rewritten(results)
     advice = []
     for names, found in FOR_BOTH.items():
-        olds = [f"torch.cuda.amp.{name} is" for name in names]
-        if any(message.startswith(tuple(olds)) for message in said):
+        olds = tuple(f"torch.cuda.amp.{name} is" for name in names)
+        if any(message.startswith(olds) for message in messages):
             advice.append(found.text)
-    if not advice and any("is torch.amp.autocast" in message for message in said):
+    if not advice and any("is torch.amp.autocast" in message for message in messages):
         advice.append(FOR_OLDER_AUTOCAST.text)
     return advice
 
@@ -45,14 +48,19 @@ def _rewritten(results: Iterable[Result]) -> list[str]:
 
 def older_torch(paths: Iterable[str | Path], needed: tuple[int, int]) -> Iterator[Result]:
     """The files of a project, as they lie beside or above `paths`, that ask for an older torch."""
-    for file in dict.fromkeys(file for path in paths for file in _files(Path(path).resolve())):
+    files: dict[Path, None] = {}  # in order
+    for path in paths:
+        files.update(dict.fromkeys(_files(Path(path).resolve())))
+    major, minor = needed
+    for file in files:
         text = file.read_text(encoding="utf-8", errors="replace")
         for found in _ASKED.finditer(text):
             asked = found["version"]
-            if tuple(map(int, f"{asked}.0".split(".")))[:2] < needed:
+            numbers = [int(number) for number in f"{asked}.0".split(".")]
+            if tuple(numbers[:2]) < needed:
                 line = text.count("\n", 0, found.start("version")) + 1
-                says = OLDER_TORCH.said(asked=asked, needed=f"{needed[0]}.{needed[1]}")
-                yield Result(_as_seen_from_here(file), [Finding(line, "by hand", says)])
+                message = OLDER_TORCH.said(asked=asked, needed=f"{major}.{minor}")
+                yield Result(_as_seen_from_here(file), [Finding(line, "by hand", message)])
 
 
 def _as_seen_from_here(file: Path) -> Path:
@@ -64,7 +72,9 @@ def _files(path: Path) -> list[Path]:
     """What says which packages a project needs, in the nearest folder that has it."""
     folder = path if path.is_dir() else path.parent
     for place in (folder, *folder.parents[:_UP]):
-        found = [file for name in _FILES for file in sorted(place.glob(name)) if file.is_file()]
+        found: list[Path] = []
+        for name in _FILES:
+            found += [file for file in sorted(place.glob(name)) if file.is_file()]
         if found or (place / ".git").exists():
             return found
     return []

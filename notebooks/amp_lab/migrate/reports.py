@@ -33,9 +33,12 @@ def format_github(results: Iterable["Result"]) -> str:
         file = f"file={_escape(_relative(result.path), ',:')}"
         for line in result.lines:
             # a line of a cell is none of the notebook's file
-            where = file if line.cell is not None else f"{file},line={line.line}"
+            where = file
+            if line.cell is None:
+                where = f"{file},line={line.line}"
+            level, _ = _LEVELS[line.kind]
             text = _escape(_text(line))
-            lines.append(f"::{_LEVELS[line.kind][0]} {where},title=amp-lab migrate::{text}\n")
+            lines.append(f"::{level} {where},title=amp-lab migrate::{text}\n")
         if result.error is not None:
             lines.append(f"::error {file},title=amp-lab migrate::{_escape(result.error)}\n")
     return "".join(lines)
@@ -48,38 +51,46 @@ def _escape(text: str, also: str = "") -> str:
 
 def format_sarif(results: Iterable["Result"]) -> str:
     """A log in SARIF 2.1.0, which code scanning and editors read."""
-    results = list(results)
-    found = [_sarif_result(result.path, line) for result in results for line in result.lines]
-    errors = [result.error for result in results if result.error is not None]
+    found = []
+    errors = []
+    for result in results:
+        found += [_sarif_result(result.path, line) for line in result.lines]
+        if result.error is not None:
+            errors.append({"level": "error", "message": {"text": result.error}})
     rules = [{"id": kind.replace(" ", "-")} for kind in _LEVELS]
     driver = {"name": "amp-lab migrate", "version": amp_lab.__version__, "rules": rules}
-    told = [{"level": "error", "message": {"text": error}} for error in errors]
-    ran = {"executionSuccessful": not errors, "toolExecutionNotifications": told}
-    run = {"tool": {"driver": driver}, "invocations": [ran], "results": found}
+    invocation = {"executionSuccessful": not errors, "toolExecutionNotifications": errors}
+    run = {"tool": {"driver": driver}, "invocations": [invocation], "results": found}
     return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1) + "\n"
 
 
 def _sarif_result(path: Path, line: "Finding") -> dict:
-    place: dict = {"artifactLocation": {"uri": quote(os.fsencode(_relative(path)))}}
+    uri = quote(os.fsencode(_relative(path)))
+    place: dict = {"artifactLocation": {"uri": uri}}
     if line.cell is None:
         place["region"] = {"startLine": line.line}
+    _, level = _LEVELS[line.kind]
     return {
         "ruleId": line.kind.replace(" ", "-"),
-        "level": _LEVELS[line.kind][1],
+        "level": level,
         "message": {"text": _text(line)},
         "locations": [{"physicalLocation": place}],
     }
 
 
 def _text(line: "Finding") -> str:
-    where = "" if line.cell is None else f"cell {line.cell}, line {line.line}: "
-    return f"{where}{line.kind}: {line.message}"
+    text = f"{line.kind}: {line.message}"
+    if line.cell is None:
+        return text
+    return f"cell {line.cell}, line {line.line}: {text}"
 
 
 def _relative(path: Path) -> str:
     """A path as it is seen from the folder where the command runs, if it lies below that."""
-    relative = os.path.relpath(path)
-    return (str(path) if relative.startswith("..") else relative).replace(os.sep, "/")
+    seen = os.path.relpath(path)
+    if seen.startswith(".."):
+        seen = str(path)
+    return seen.replace(os.sep, "/")
 
 
 def patch(path: Path, old: bytes, new: bytes) -> bytes:
@@ -90,9 +101,22 @@ def patch(path: Path, old: bytes, new: bytes) -> bytes:
     name = os.path.relpath(path)
     if name.startswith("..") or re.search(r"[\r\n\t\"\\]", name.replace(os.sep, "/")):
         raise OptionError("cannot be named in a patch: run the command in a folder above it")
-    name = name.replace(os.sep, "/") + "\t" * (" " in name)  # else it would end at its blank
-    a, b = (os.fsencode(f"{side}/{name}") for side in "ab")
-    before, after = (re.findall(rb"[^\n]*\n|[^\n]+", text) for text in (old, new))
-    lines = difflib.diff_bytes(difflib.unified_diff, before, after, a, b)
-    whole = (x if x.endswith(b"\n") else x + b"\n\\ No newline at end of file\n" for x in lines)
-    return b"".join(whole)
+    name = name.replace(os.sep, "/")
+    if " " in name:
+        name += "\t"  # else it would end at its blank
+    before = os.fsencode(f"a/{name}")
+    after = os.fsencode(f"b/{name}")
+    changes = difflib.diff_bytes(
+        difflib.unified_diff, _lines_of(old), _lines_of(new), before, after
+    )
+    lines = []
+    for line in changes:
+        if not line.endswith(b"\n"):
+            line += b"\n\\ No newline at end of file\n"
+        lines.append(line)
+    return b"".join(lines)
+
+
+def _lines_of(text: bytes) -> list[bytes]:
+    """Its lines with their ends, which are newlines alone: git knows no others."""
+    return re.findall(rb"[^\n]*\n|[^\n]+", text)

@@ -19,8 +19,10 @@ class Finding(NamedTuple):
     cell: int | None = None  # of a notebook, from 1; the line is one of this cell
 
     def __str__(self) -> str:
-        where = f"{self.line}" if self.cell is None else f"cell {self.cell}:{self.line}"
-        return f"{where}: {self.kind}: {self.message}"
+        text = f"{self.line}: {self.kind}: {self.message}"
+        if self.cell is None:
+            return text
+        return f"cell {self.cell}:{text}"
 
 
 class Edit(NamedTuple):
@@ -53,7 +55,8 @@ class Rewriter:
 
     def replace(self, node: cst.CSTNode, text: str) -> None:
         """Put a text in the place of a node."""
-        self.edits.append(Edit(*self.tree.span(node), text))
+        start, end = self.tree.span(node)
+        self.edits.append(Edit(start, end, text))
 
     def insert(self, at: int, text: str) -> None:
         """Put a text before the character at an offset."""
@@ -61,27 +64,33 @@ class Rewriter:
 
     def remove_names(self, node: cst.Import | cst.ImportFrom, gone: list[cst.ImportAlias]) -> None:
         """Take names out of an import, each with its comma, or the whole of it with its line."""
-        text, aliases = self.tree.text, nodes.aliases_of(node)
+        text = self.tree.text
+        aliases = nodes.aliases_of(node)
         if len(gone) == len(aliases):
             self._remove_statement(node)
             return
         spans = [self.tree.span(alias) for alias in aliases]
-        has_comments = "#" in text[slice(*self.tree.span(node))]
+        node_start, node_end = self.tree.span(node)
+        has_comments = "#" in text[node_start:node_end]
         last_kept = max(i for i, alias in enumerate(aliases) if alias not in gone)
-        for i in (i for i, alias in enumerate(aliases) if alias in gone):
+        for i, alias in enumerate(aliases):
+            if alias not in gone:
+                continue
             start, end = spans[i]
             if has_comments:  # which stay where they are, in their brackets
                 rest = text[end:].lstrip().removeprefix(",")  # the comma goes with the name
                 end = len(text) - len(rest)
             elif i < last_kept:
-                end = spans[i + 1][0]
+                end, _ = spans[i + 1]
             else:
-                start = spans[i - 1][1]
+                _, start = spans[i - 1]
             self.edits.append(Edit(start, end, ""))
 
     def _remove_statement(self, node: cst.CSTNode) -> None:
         """Take a small statement out with its line, or put `pass` where something has to stand."""
-        tree, block = self.tree, self.tree.parents[self.tree.parents[node]]
+        tree = self.tree
+        line = tree.parents[node]
+        block = tree.parents[line]
         start, end = tree.span(node)
         indent = tree.indent(start)
         ends = re.compile(r"[ \t]*(?:#[^\r\n]*)?(?:\r\n?|\n|$)").match(tree.text, end)
@@ -94,7 +103,8 @@ class Rewriter:
 
 def apply(text: str, edits: list[Edit]) -> str:
     """The text with every edit made; they may touch, but not overlap."""
-    parts, done = [], 0
+    parts: list[str] = []
+    done = 0
     # The same edit may be asked for twice, such as an import for each of its uses.
     for edit in sorted(dict.fromkeys(edits), key=lambda edit: (edit.start, edit.end)):
         if edit.start < done:

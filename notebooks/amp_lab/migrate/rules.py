@@ -36,8 +36,8 @@ class Wanted(NamedTuple):
 
     def includes(self, rule: ModuleType) -> bool:
         """Whether a rule is one of those that were selected."""
-        name = "apex" if rule is apex else "mistakes" if rule is mistakes else "torch"
-        return name in self.select
+        names: dict[ModuleType, str] = {apex: "apex", mistakes: "mistakes"}
+        return names.get(rule, "torch") in self.select
 
 
 EVERYTHING = Wanted()
@@ -57,7 +57,8 @@ def _edits_and_findings(text: str, wanted: Wanted) -> tuple[list[Edit], list[Fin
     tree = Tree(text)
     if not is_triggered(text.encode(errors="replace")):
         return [], []  # as in a file, so that a rule whose triggers lack something fails its tests
-    edits, findings = [], []
+    edits: list[Edit] = []
+    findings: list[Finding] = []
     for rule in filter(wanted.includes, RULES):
         rewriter = rule.Rule(tree, wanted.mark)
         rewriter.run()

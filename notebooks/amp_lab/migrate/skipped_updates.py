@@ -76,9 +76,10 @@ def is_dropped(code: CodeReader, event: Event, test: cst.If, number: int) -> boo
     condition = code.tree.code(test.test)
     if _COUNTS_BATCHES.search(condition):
         return False
+    if _ASKS_FOR_FAULTS.search(condition):
+        return True
     branch = test.body if number == 0 else test.orelse
-    text = "" if branch is None else code.tree.code(branch)
-    if _DROPS.search(text) or _ASKS_FOR_FAULTS.search(condition):
+    if branch is not None and _DROPS.search(code.tree.code(branch)):
         return True
     calls = event.unit.by_loop["call", "", event.place.loops]
     return any(_zeroes(call, event) for call in calls)
@@ -86,16 +87,17 @@ def is_dropped(code: CodeReader, event: Event, test: cst.If, number: int) -> boo
 
 def _zeroes(call: Event, event: Event) -> bool:
     """Whether a call sets the gradients to zero in each turn in which an event runs."""
-    is_always = set(call.place.arms) <= set(event.place.arms)
-    is_beside = call.place.loops == event.place.loops
-    return nodes.name_called(call.node) == "zero_grad" and is_always and is_beside
+    if nodes.name_called(call.node) != "zero_grad" or call.place.loops != event.place.loops:
+        return False
+    return set(call.place.arms) <= set(event.place.arms)
 
 
 def _counts(code: CodeReader, event: Event) -> bool:
     """Whether an event is a scaler's first before its update, and runs for each of many batches."""
     if event.kind not in ("unscale", "scaler step") or last_part(event.of) in code.disabled:
         return False
-    unit, loops = event.unit, event.place.loops
+    unit = event.unit
+    loops = event.place.loops
     if not loops and not isinstance(unit.scope.node, cst.FunctionDef):
         return False
     unscaled = unit.by_loop["unscale", event.of, loops]
@@ -114,7 +116,8 @@ def _paths(code: CodeReader, event: Event) -> Iterator[_Path]:
     for leaving in event.unit.exits_of[event.place.loops]:
         if _is_next_batch(code, event, leaving) and _skips(code, event, leaving, updates):
             steps = _steps_between(event, leaving)
-            yield _Path(leaving.node, any(not s.place.excludes(leaving.place) for s in steps))
+            is_stepped = any(not step.place.excludes(leaving.place) for step in steps)
+            yield _Path(leaving.node, is_stepped)
     yield from _other_branches(code, event, updates)
 
 
@@ -177,9 +180,10 @@ def _other_branches(code: CodeReader, event: Event, updates: list[Event]) -> Ite
     (update,) = updates
     if update.order < event.order or update.place.loops != event.place.loops:
         return
-    if update.place.arms[: len(event.place.arms)] != event.place.arms:
+    depth = len(event.place.arms)
+    if update.place.arms[:depth] != event.place.arms:
         return
-    own = update.place.arms[len(event.place.arms) :]
+    own = update.place.arms[depth:]
     is_stepped = any(set(s.place.arms) <= set(event.place.arms) for s in _steps(event))
     for node, number in own:
         if not isinstance(node, cst.If) or _STARTS_OVER.search(code.tree.code(node)):

@@ -67,7 +67,8 @@ class TorchName:
         block = tree.parents[statement]
         tried = tree.parents.get(block)
         if isinstance(tried, cst.Try) and tried.body is block:  # who catches it has no torch at all
-            statement, block = tried, tree.parents[tried]
+            statement = tried
+            block = tree.parents[tried]
         if block is tree.module and is_later:
             return True
         # spans also order the parts of a line with semicolons

@@ -59,10 +59,14 @@ def trained_without_scaler(code: CodeReader) -> Found:
     if not backwards or not _is_whole_program(code) or _may_scale(code):
         return
     values = Float16Values(code)
-    for backward in backwards if values.is_any else ():
+    if not values.is_any:
+        return
+    for backward in backwards:
         step = next(_steps_after(code, backward), None)
-        cast = values.behind(backward) if step is not None else None
-        if step is not None and cast is not None:
+        if step is None:
+            continue
+        cast = values.behind(backward)
+        if cast is not None:
             device = values.device(cast)
             yield backward.node, _WITHOUT_SCALER.said(device=device, optimizer=step.of)
             return  # the rest of the program lacks the same scaler
@@ -109,9 +113,13 @@ def _casts_to_float16(code: CodeReader, call: cst.Call) -> bool:
 
 def _names_used(code: CodeReader) -> set[str]:
     """The parts of all names that are read, and the methods that are called."""
-    parts = {part for use in code.tree.uses for part in use.parts}
-    methods = (call.func for call in code.tree.calls if isinstance(call.func, cst.Attribute))
-    return parts | {method.attr.value for method in methods}  # Net().half()
+    parts: set[str] = set()
+    for use in code.tree.uses:
+        parts.update(use.parts)
+    for call in code.tree.calls:
+        if isinstance(call.func, cst.Attribute):
+            parts.add(call.func.attr.value)  # Net().half()
+    return parts
 
 
 def _is_whole_program(code: CodeReader) -> bool:
@@ -128,12 +136,17 @@ def _makes_model(code: CodeReader, call: cst.Call) -> bool:
     scope = code.tree.calls[call]
     if any(outer.kind == "class" for outer in scope.outwards()):
         return False  # a part of a model
-    if (code.origin(call.func, scope) or "").startswith(_MODELS):
+    made = code.origin(call.func, scope)
+    if made is not None and made.startswith(_MODELS):
         return True
-    binding = scope.only(call.func.value) if isinstance(call.func, cst.Name) else None
-    made = binding.node if binding is not None else None
-    bases = made.bases if isinstance(made, cst.ClassDef) else ()
-    return any(code.origin(base.value, code.tree.scopes[0]) == "torch.nn.Module" for base in bases)
+    if not isinstance(call.func, cst.Name):
+        return False
+    binding = scope.only(call.func.value)
+    if binding is None or not isinstance(binding.node, cst.ClassDef):
+        return False
+    module = code.tree.scopes[0]
+    bases = [code.origin(base.value, module) for base in binding.node.bases]
+    return "torch.nn.Module" in bases
 
 
 def _packages(node: cst.Import | cst.ImportFrom) -> set[str]:
