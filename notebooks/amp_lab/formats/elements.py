@@ -4,13 +4,15 @@ Sources: the OCP specifications of 8-bit floating point (1.0) and of microscalin
 E4M3, E5M2, E3M2, E2M3, E2M1 and E8M0; Noune et al., arXiv 2206.02915, for the two "fnuz".
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-_FP32_BIAS, _FP32_MANTISSA_BITS = 127, 23
-_FP32_EXPONENT = 0x7F800000
+_FP32_BIAS = 127
+_FP32_MANTISSA_BITS = 23
+_FP32_EXPONENT = 0x7F800000  # the bits that hold it
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,9 @@ class Element:
     @property
     def smallest_normal(self) -> float:
         """The smallest magnitude that has all mantissa bits."""
-        return self.smallest if self.dtype is torch.int8 else 2.0**self.least_exponent
+        if self.dtype is torch.int8:
+            return self.smallest
+        return 2.0**self.least_exponent
 
     @property
     def smallest(self) -> float:
@@ -42,12 +46,14 @@ class Element:
     @property
     def overflow(self) -> float:
         """From this magnitude on the next number would be as near, if there were one."""
-        return self.largest + 2.0 ** (self.largest_exponent - self.mantissa_bits - 1)
+        spacing = 2.0 ** (self.largest_exponent - self.mantissa_bits)
+        return self.largest + spacing / 2
 
     @property
     def largest_exponent(self) -> int:
         """The exponent of the largest number."""
-        return int(torch.frexp(torch.tensor(self.largest)).exponent) - 1
+        _, exponent = math.frexp(self.largest)
+        return exponent - 1
 
     def round(self, values: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """The numbers of this format that are nearest to `values`, in fp32 and of their shape.
@@ -63,23 +69,27 @@ class Element:
         """`round` in place, for values that are fp32."""
         values.clamp_(-self.largest, self.largest)
         # In fp32 the bits of the exponent alone are the power of two below a value.
+        exponents = values.view(torch.int32) & _FP32_EXPONENT
         least = (self.least_exponent + _FP32_BIAS) << _FP32_MANTISSA_BITS
-        power = (values.view(torch.int32) & _FP32_EXPONENT).clamp_(min=least).view(torch.float32)
-        spacing = power.mul_(2.0**-self.mantissa_bits)
+        powers = exponents.clamp_(min=least).view(torch.float32)
+        spacing = powers.mul_(2.0**-self.mantissa_bits)
         values.div_(spacing)  # exact, for the spacing is a power of two
         if generator is None:
             return values.round_().mul_(spacing)
         draws = torch.rand(values.shape, generator=generator, device=values.device)
-        above = draws < values - values.floor()
-        return values.floor_().add_(above).mul_(spacing)
+        goes_up = draws < values - values.floor()
+        return values.floor_().add_(goes_up).mul_(spacing)
 
     def numbers(self) -> Tensor:
         """All finite numbers of this format in rising order, in fp32, with one zero."""
-        reach = range(self.least_exponent, self.largest_exponent + 1)
         steps = torch.arange(2 ** (self.mantissa_bits + 1))
-        found = torch.cat([steps * 2.0 ** (power - self.mantissa_bits) for power in reach])
-        found = found[found <= self.largest]
-        return torch.cat([-found, found]).unique()
+        magnitudes = []
+        for exponent in range(self.least_exponent, self.largest_exponent + 1):
+            spacing = 2.0 ** (exponent - self.mantissa_bits)
+            magnitudes.append(steps * spacing)
+        finite = torch.cat(magnitudes)
+        finite = finite[finite <= self.largest]
+        return torch.cat([-finite, finite]).unique()
 
 
 ELEMENTS = {

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from amp_lab.errors import NumericsError
 from amp_lab.formats.scaling import Counts, Format, format_of, quantize
 
-FORWARD, GRAD_INPUT, GRAD_WEIGHT = PRODUCTS = ("forward", "grad_input", "grad_weight")
+FORWARD = "forward"
+GRAD_INPUT = "grad_input"
+GRAD_WEIGHT = "grad_weight"
+PRODUCTS = (FORWARD, GRAD_INPUT, GRAD_WEIGHT)
 HADAMARD = 16  # values that are mixed, as in NVIDIA's recipe for NVFP4
 
 
@@ -33,10 +36,13 @@ class ProductFormats:
 
     def of(self, which: str) -> tuple[Format, Format]:
         """The formats of both operands of one of `PRODUCTS`; the gradient is the first."""
-        right = format_of((which == GRAD_WEIGHT and self.grad_weight) or self.values)
-        if which == FORWARD or (which == GRAD_WEIGHT and self.grad_weight):
-            return right, right
-        return format_of(self.gradient or self.values), right
+        if which == GRAD_WEIGHT and self.grad_weight:
+            both = format_of(self.grad_weight)
+            return both, both
+        values = format_of(self.values)
+        if which == FORWARD:
+            return values, values
+        return format_of(self.gradient or self.values), values
 
     def product(
         self,
@@ -50,15 +56,27 @@ class ProductFormats:
         In the two of the backward pass `left` is the gradient. `counts`, one for each, are told
         what was clipped and flushed.
         """
-        (form, of_right), generator = self.of(which), None if which == FORWARD else self.generator
-        if which == GRAD_WEIGHT:  # its sum is over the rows of a batch, which libraries pad too
-            missing = -left.shape[1] % max(form.block[1], HADAMARD if self.hadamard else 1)
-            left, right = (nn.functional.pad(x, (0, missing)) for x in (left, right))
-            if self.hadamard:
-                left, right = hadamard(left.float()), hadamard(right.float())
+        left_format, right_format = self.of(which)
+        if which == GRAD_WEIGHT:
+            left = self._summed_over_rows(left, left_format)
+            right = self._summed_over_rows(right, left_format)
+        generator = self.generator
+        if which == FORWARD:
+            generator = None
         with torch.autocast(left.device.type, enabled=False):
-            rounded = quantize(left, form, generator=generator, counts=counts[0])
-            return rounded @ quantize(right, of_right, counts=counts[1]).T
+            rounded = quantize(left, left_format, generator=generator, counts=counts[0])
+            return rounded @ quantize(right, right_format, counts=counts[1]).T
+
+    def _summed_over_rows(self, operand: Tensor, form: Format) -> Tensor:
+        """An operand of wgrad, ``(…, rows of the batch)``, padded with zeros, as libraries do."""
+        multiple = max(1, form.block[1])
+        if self.hadamard:
+            multiple = max(multiple, HADAMARD)
+        missing = -operand.shape[1] % multiple
+        padded = nn.functional.pad(operand, (0, missing))
+        if self.hadamard:
+            padded = hadamard(padded.float())
+        return padded
 
 
 def operands(
@@ -69,7 +87,9 @@ def operands(
     if grad is None:
         return rows, weight
     grad = grad.reshape(-1, len(weight))
-    return (grad, weight.T) if which == GRAD_INPUT else (grad.T, rows.T)
+    if which == GRAD_INPUT:
+        return grad, weight.T
+    return grad.T, rows.T
 
 
 TORCHAO = {"fp8": ProductFormats("fp8", gradient="fp8-e5m2")}
@@ -116,15 +136,19 @@ def hadamard(values: Tensor, size: int = HADAMARD, seed: int = 0) -> Tensor:
     tensors, along that dimension, stays as it is. `size` is a power of two that divides it, else
     `NumericsError` is raised.
     """
-    if size < 1 or size & (size - 1) or values.shape[-1] % size:
-        raise NumericsError(f"hadamard: {size} is no power of two that divides {values.shape[-1]}")
+    length = values.shape[-1]
+    is_power_of_two = size > 0 and not size & (size - 1)
+    if not is_power_of_two or length % size:
+        raise NumericsError(f"hadamard: {size} is no power of two that divides {length}")
     draws = torch.Generator().manual_seed(seed)
     signs = torch.randint(0, 2, (size,), generator=draws).mul_(2).sub_(1)
+    of_two = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
-        matrix = torch.kron(matrix, torch.tensor([[1.0, 1.0], [1.0, -1.0]]))
-    mixed = (signs[:, None] * matrix / math.sqrt(size)).to(values)
-    return (values.reshape(-1, size) @ mixed).view(values.shape)
+        matrix = torch.kron(matrix, of_two)
+    transform = signs[:, None] * matrix / math.sqrt(size)
+    mixed = values.reshape(-1, size) @ transform.to(values)
+    return mixed.view(values.shape)
 
 
 class _Linear(torch.autograd.Function):
@@ -137,12 +161,11 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        found: list[Tensor | None] = []
-        for at, which in enumerate((GRAD_INPUT, GRAD_WEIGHT)):
-            if not ctx.needs_input_grad[at]:
-                found.append(None)
-                continue
-            of = ctx.saved_tensors[at]
-            grad = ctx.formats.product(which, *operands(which, *ctx.saved_tensors, *grads))
-            found.append(grad.view(of.shape).to(of.dtype))
+        saved = ctx.saved_tensors
+        found: list[Tensor | None] = [None, None]
+        for i, which in enumerate((GRAD_INPUT, GRAD_WEIGHT)):
+            if ctx.needs_input_grad[i]:
+                left, right = operands(which, *saved, *grads)
+                grad = ctx.formats.product(which, left, right)
+                found[i] = grad.view(saved[i].shape).to(saved[i].dtype)
         return *found, None

@@ -1,6 +1,7 @@
 """Tensors in the formats below 16 bits: which values share a scale, and what scale that is."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +12,11 @@ from amp_lab.formats.elements import ELEMENTS, Element
 
 _LEAST_AMAX = 1e-12  # of torchao's float8: a tensor of zeros has a finite scale
 _E4M3 = ELEMENTS["e4m3"]
+_E2M1 = ELEMENTS["e2m1"]
 _FP32_MANTISSA = 0x7FFFFF
 _PIECE = 2**16  # values
 _POWERS = ("floor", "ceil", "even", "rceil")
+_SCALES_OF_8_BITS = ("e4m3", "e8m0")
 
 
 @dataclass(frozen=True)
@@ -42,35 +45,40 @@ class Format:
     @property
     def bits(self) -> float:
         """Bits for each value, with its part of a block's scale; those of rows are not counted."""
-        values, scale = math.prod(self.block), 8 if self.scale in ("e4m3", "e8m0") else 32
-        return self.element.bits + (scale / values if values else 0)
+        block_values = math.prod(self.block)
+        if not block_values:
+            return self.element.bits
+        scale_bits = 8 if self.scale in _SCALES_OF_8_BITS else 32
+        return self.element.bits + scale_bits / block_values
 
     @property
     def multiple(self) -> int:
         """What the sizes of a product have to be multiples of, for kernels of today's hardware."""
-        return 1 if self.scale == "none" else max(16, *self.block)
+        if self.scale == "none":
+            return 1
+        return max(16, *self.block)
 
 
 FORMATS = {
-    made.name: made
-    for made in (
+    form.name: form
+    for form in (
         Format("bf16", ELEMENTS["bf16"], (0, 0), "none"),
         Format("fp16", ELEMENTS["fp16"], (0, 0), "none"),
-        Format("fp8", ELEMENTS["e4m3"], (0, 0)),
-        Format("fp8-rowwise", ELEMENTS["e4m3"], (1, 0), "power2"),
-        Format("fp8-1x128", ELEMENTS["e4m3"], (1, 128)),
-        Format("fp8-128x128", ELEMENTS["e4m3"], (128, 128)),
+        Format("fp8", _E4M3, (0, 0)),
+        Format("fp8-rowwise", _E4M3, (1, 0), "power2"),
+        Format("fp8-1x128", _E4M3, (1, 128)),
+        Format("fp8-128x128", _E4M3, (128, 128)),
         Format("fp8-e5m2", ELEMENTS["e5m2"], (0, 0)),
         Format("fp8-e4m3fnuz", ELEMENTS["e4m3fnuz"], (0, 0)),
         Format("fp8-e5m2fnuz", ELEMENTS["e5m2fnuz"], (0, 0)),
         Format("int8", ELEMENTS["int8"], (0, 0)),
         Format("int8-rowwise", ELEMENTS["int8"], (1, 0)),
-        Format("mxfp8", ELEMENTS["e4m3"], (1, 32), "e8m0"),
+        Format("mxfp8", _E4M3, (1, 32), "e8m0"),
         Format("mxfp8-e5m2", ELEMENTS["e5m2"], (1, 32), "e8m0"),
         Format("mxfp6-e2m3", ELEMENTS["e2m3"], (1, 32), "e8m0"),
         Format("mxfp6-e3m2", ELEMENTS["e3m2"], (1, 32), "e8m0"),
-        Format("mxfp4", ELEMENTS["e2m1"], (1, 32), "e8m0"),
-        Format("nvfp4", ELEMENTS["e2m1"], (1, 16), "e4m3"),
+        Format("mxfp4", _E2M1, (1, 32), "e8m0"),
+        Format("nvfp4", _E2M1, (1, 16), "e4m3"),
     )
 }
 
@@ -87,20 +95,28 @@ class Counts:
 
     def add(self, values: Tensor, scaled: Tensor, rounded: Tensor, element: Element) -> None:
         """Count values, as they were divided by their scale, and what they were rounded to."""
-        size, after, count = scaled.abs(), rounded.abs(), torch.count_nonzero
-        most, kept = float(size.max()), int(count(after))  # NaN is kept, and is the largest
-        whole = math.isfinite(most)
-        self.values += size.numel()
-        self.nonfinite += 0 if whole else size.numel() - int(count(values.isfinite()))
-        self.flushed += int(count(size)) - kept
-        if most >= element.overflow or not whole:
-            self.clipped += int(count((size >= element.overflow) & size.isfinite()))
-        self.subnormal += kept - int(count(after >= element.smallest_normal))
-        self.subnormal -= 0 if whole else int(count(after.isnan()))
+        before = scaled.abs()
+        after = rounded.abs()
+        kept = _count(after)  # NaN too
+        self.values += before.numel()
+        self.flushed += _count(before) - kept
+        self.subnormal += kept - _count(after >= element.smallest_normal)
+        largest = float(before.max())  # NaN if one of them is
+        is_finite = math.isfinite(largest)
+        if not is_finite:
+            self.nonfinite += before.numel() - _count(values.isfinite())
+            self.subnormal -= _count(after.isnan())
+        if largest >= element.overflow or not is_finite:
+            clipped = before >= element.overflow
+            self.clipped += _count(clipped & before.isfinite())
 
     def shares(self) -> dict[str, float]:
         """Each of them as a share of the values."""
         return {name: count / self.values for name, count in vars(self).items() if name != "values"}
+
+
+def _count(found: Tensor) -> int:
+    return int(torch.count_nonzero(found))
 
 
 def quantize(
@@ -131,42 +147,53 @@ def quantize(
         raise NumericsError(f"quantize: amax is for one scale of the whole tensor, not {form.name}")
     if not values.is_floating_point() or not values.dim():
         raise NumericsError("quantize: it takes a floating-point tensor of one dimension or more")
-    old = values.detach().float()
-    if not old.numel():
-        return old
+    exact = values.detach().float()
+    if not exact.numel():
+        return exact
     if form.scale == "none":
-        rounded = old.to(form.element.dtype).float()
+        rounded = exact.to(form.element.dtype).float()
         if counts:
-            counts.add(old, old, rounded, form.element)
+            counts.add(exact, exact, rounded, form.element)
         return rounded
-    return _scaled(old, form, amax, generator, counts)
+    return _quantize_scaled(exact, form, amax, generator, counts)
 
 
-def _scaled(
+def _quantize_scaled(
     values: Tensor,
     form: Format,
     amax: float | None,
     generator: torch.Generator | None,
     counts: Counts | None,
 ) -> Tensor:
-    blocks, count = _blocks(values, form), values.numel()
-    pieces = _pieces(blocks, count)
-    most = torch.cat([x.abs().amax(3, keepdim=True).amax(1, keepdim=True) for x in pieces])
-    if form.block[0] == 0:
-        most = most.amax(0, keepdim=True)
+    blocks = _blocks(values, form)
+    count = values.numel()
+    block_amax = _block_amax(_pieces(blocks, count), form)
     if amax is not None:
-        most = torch.full_like(most, amax)
-    shared = [each.expand(len(blocks), -1, -1, -1) for each in _SCALES[form.scale](most, form)]
+        block_amax = torch.full_like(block_amax, amax)
+    factors, scales = _SCALES[form.scale](block_amax, form)
+    factors = factors.expand(len(blocks), -1, -1, -1)
+    scales = scales.expand(len(blocks), -1, -1, -1)
     rounded = torch.empty_like(blocks)
-    pieces = [_pieces(each, count) for each in (blocks, rounded, *shared)]
-    for old, new, factor, scale in zip(*pieces, strict=True):
-        torch.mul(old, factor, out=new)
-        before = new.clone() if counts else new
-        form.element.round_(new, generator)
+    pieces = [_pieces(each, count) for each in (blocks, rounded, factors, scales)]
+    for exact, out, factor, scale in zip(*pieces, strict=True):
+        torch.mul(exact, factor, out=out)
+        scaled = out.clone() if counts else out
+        form.element.round_(out, generator)
         if counts:
-            counts.add(old, before, new, form.element)
-        new.mul_(scale) if form.scale in ("e4m3", "e8m0") else new.div_(scale)
+            counts.add(exact, scaled, out, form.element)
+        if form.scale in _SCALES_OF_8_BITS:
+            out.mul_(scale)
+        else:
+            out.div_(scale)
     return rounded.view(values.shape)
+
+
+def _block_amax(pieces: Sequence[Tensor], form: Format) -> Tensor:
+    """The largest magnitude of what shares a scale, of shape (rows or 1, 1, columns, 1)."""
+    amax = torch.cat([x.abs().amax(3, keepdim=True).amax(1, keepdim=True) for x in pieces])
+    if form.block[0] == 0:
+        amax = amax.amax(0, keepdim=True)
+    return amax
 
 
 def format_of(form: str | Format) -> Format:
@@ -184,14 +211,16 @@ def _blocks(values: Tensor, form: Format) -> Tensor:
     Where the whole tensor has one scale, its rows are blocks all the same, so that it can be taken
     in pieces.
     """
-    rows, columns = values.numel() // values.shape[-1], values.shape[-1]
-    high, wide = form.block[0] or 1, form.block[1] or columns
-    if rows % high or columns % wide:
+    columns = values.shape[-1]
+    rows = values.numel() // columns
+    block_rows = form.block[0] or 1
+    block_columns = form.block[1] or columns
+    if rows % block_rows or columns % block_columns:
         raise NumericsError(
-            f"quantize: {form.name} has blocks of {high}x{wide}, and {rows}x{columns} values, of "
-            f"the shape {tuple(values.shape)}, are no multiple of that"
+            f"quantize: {form.name} has blocks of {block_rows}x{block_columns}, and "
+            f"{rows}x{columns} values, of the shape {tuple(values.shape)}, are no multiple of that"
         )
-    return values.reshape(rows // high, high, columns // wide, wide)
+    return values.reshape(rows // block_rows, block_rows, columns // block_columns, block_columns)
 
 
 def _pieces(blocks: Tensor, values: int) -> tuple[Tensor, ...]:
@@ -201,43 +230,59 @@ def _pieces(blocks: Tensor, values: int) -> tuple[Tensor, ...]:
     """
     if torch.compiler.is_compiling():
         return (blocks,)
-    return blocks.split(max(1, _PIECE * len(blocks) // values))
+    rows = _PIECE * len(blocks) // values
+    return blocks.split(max(1, rows))
 
 
-def _of_fp32(most: Tensor, form: Format) -> tuple[Tensor, Tensor]:
-    """As torchao's float8 has them: what is multiplied by is held, and what is divided by."""
-    factor = (form.element.largest / most.double().clamp(min=_LEAST_AMAX)).float()
+# Scales of blocks by their largest magnitude. The first is what values are multiplied with before
+# they are rounded. After that they are divided by the second, or multiplied with it if it has 8
+# bits.
+
+
+def _fp32_scales(amax: Tensor, form: Format) -> tuple[Tensor, Tensor]:
+    """As torchao's float8 has them: one number is held, to multiply with and to divide by."""
+    amax = amax.double().clamp(min=_LEAST_AMAX)
+    factor = (form.element.largest / amax).float()
     if form.scale == "power2":
         factor = factor.log2().floor().exp2()
     return factor, factor
 
 
-def _of_e4m3(most: Tensor, form: Format) -> tuple[Tensor, Tensor]:
+def _e4m3_scales(amax: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     """The two levels of NVFP4: the largest block's scale is E4M3's largest number."""
-    whole = most.amax() / (_E4M3.largest * form.element.largest)
-    whole = torch.where(whole == 0, 1.0, whole)
-    own = most / form.element.largest / whole
-    own = _E4M3.round(own.clamp(_E4M3.smallest_normal, _E4M3.largest))
-    return (1.0 / whole) / own, own * whole
+    tensor_scale = amax.amax() / (_E4M3.largest * form.element.largest)
+    tensor_scale = torch.where(tensor_scale == 0, 1.0, tensor_scale)
+    block_scale = amax / form.element.largest / tensor_scale
+    block_scale = _E4M3.round(block_scale.clamp(_E4M3.smallest_normal, _E4M3.largest))
+    return (1.0 / tensor_scale) / block_scale, block_scale * tensor_scale
 
 
-def _of_e8m0(most: Tensor, form: Format) -> tuple[Tensor, Tensor]:
+def _e8m0_scales(amax: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     """Powers of two.
 
     At the ends of the range the two are not each other's inverse, as in torchao: 2^-127 divides as
     2^-126 does, or, with "rceil", as 1.
     """
     if form.power == "rceil":
-        exponent = (most / form.element.largest).log2().ceil().clamp(-127, 127)
-        return torch.where(exponent == -127, 1.0, torch.exp2(-exponent)), torch.exp2(exponent)
-    bits = most.view(torch.int32)
+        exponent = (amax / form.element.largest).log2().ceil().clamp(-127, 127)
+        factor = torch.where(exponent == -127, 1.0, torch.exp2(-exponent))
+        return factor, torch.exp2(exponent)
+    bits = amax.view(torch.int32)
     if form.power == "even":  # as if the magnitude had been rounded to the element's mantissa first
         bits = bits + (1 << (22 - form.element.mantissa_bits))
     exponent = (bits >> 23) - 127 - form.element.largest_exponent
     if form.power == "ceil":
-        exponent = exponent + ((bits & _FP32_MANTISSA) > 0)
-    exponent = torch.where(most.isnan(), torch.nan, exponent.clamp(-127, 127).float())
-    return torch.exp2(-exponent.clamp(min=-126)), torch.exp2(exponent)
+        is_above = (bits & _FP32_MANTISSA) > 0
+        exponent = exponent + is_above
+    exponent = exponent.clamp(-127, 127).float()
+    exponent = torch.where(amax.isnan(), torch.nan, exponent)
+    factor = torch.exp2(-exponent.clamp(min=-126))
+    return factor, torch.exp2(exponent)
 
 
-_SCALES = {"fp32": _of_fp32, "power2": _of_fp32, "e4m3": _of_e4m3, "e8m0": _of_e8m0}
+_SCALES = {
+    "fp32": _fp32_scales,
+    "power2": _fp32_scales,
+    "e4m3": _e4m3_scales,
+    "e8m0": _e8m0_scales,
+}
