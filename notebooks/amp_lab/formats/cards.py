@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from amp_lab.errors import OptionError
 
-_LAUNCH_S = 2e-6
+_LAUNCH_S = 2e-6  # of a kernel, which takes no less
 
 
 class _Layout(NamedTuple):
@@ -31,6 +31,10 @@ class _Cast(NamedTuple):
     bf16_bytes: int  # read or written
     numbers: int  # of the format, read or written
     row_scale_bytes: int = 0  # written for each row besides
+
+    def bytes_per_value(self, layout: _Layout) -> float:
+        """Without scales."""
+        return self.bf16_bytes + self.numbers * layout.bytes
 
 
 _LAYOUT = {
@@ -74,7 +78,7 @@ class Card:
     of_rate: float = 0.78
     of_bandwidth: float = 0.92
 
-    def product_s(self, layout: "_Layout", rows: int, inner: int, outer: int) -> float:
+    def product_s(self, layout: _Layout, rows: int, inner: int, outer: int) -> float:
         """Time of a product of ``(rows, inner)`` and ``(inner, outer)`` that gives bf16."""
         read = rows * inner + inner * outer
         if layout.block:
@@ -96,19 +100,22 @@ class Card:
         time += self.product_s(layout, inner, rows, outer)  # and that of the weight
         if layout.bits == 16:
             return time
-        of_values, of_weights = _CASTS.get(form, _MX_CASTS)
-        time += self._casts_s(layout, of_values, rows * inner)
-        time += self._casts_s(layout, of_weights, inner * outer)
-        time += self._casts_s(layout, of_values, rows * outer)
+        value_casts, weight_casts = _CASTS.get(form, _MX_CASTS)
+        time += self._casts_s(layout, value_casts, rows * inner)
+        time += self._casts_s(layout, weight_casts, inner * outer)
+        time += self._casts_s(layout, value_casts, rows * outer)
         return time
 
-    def _casts_s(self, layout: "_Layout", kernels: Sequence["_Cast"], values: int) -> float:
+    def _casts_s(self, layout: _Layout, kernels: Sequence[_Cast], values: int) -> float:
         """Time of the kernels that cast so many values, one after the other."""
         time = 0.0
         for kernel in kernels:
-            moved = values * (kernel.bf16_bytes + kernel.numbers * layout.bytes)
-            time += max(self.moved_s(moved), _LAUNCH_S)
+            time += self._cast_s(values * kernel.bytes_per_value(layout))
         return time
+
+    def _cast_s(self, moved: float) -> float:
+        """Time of a kernel that does nothing but read and write so many bytes."""
+        return max(self.moved_s(moved), _LAUNCH_S)
 
     def forward_s(self, form: str, rows: int, inner: int, outer: int) -> float:
         """Time of a linear layer in inference: its matmul, and the cast of its input.
@@ -118,11 +125,11 @@ class Card:
         layout = _LAYOUT[form]
         time = self.product_s(layout, rows, inner, outer)
         for kernel in _INPUT_CASTS.get(form, ()):
-            moved = rows * inner * (kernel.bf16_bytes + kernel.numbers * layout.bytes)
+            moved = rows * inner * kernel.bytes_per_value(layout)
             moved += rows * kernel.row_scale_bytes
             if layout.block:
                 moved += rows * (inner // layout.block)  # a byte for the scale of each block
-            time += max(self.moved_s(moved), _LAUNCH_S)
+            time += self._cast_s(moved)
         return time
 
 
@@ -140,6 +147,7 @@ CARDS = {
 
 def card(name: str) -> Card:
     """The card of a name; raises `OptionError` if its rates are not known."""
-    if name.lower() not in CARDS:
+    found = CARDS.get(name.lower())
+    if found is None:
         raise OptionError(f"card: {name!r} is none of {', '.join(CARDS)}")
-    return CARDS[name.lower()]
+    return found

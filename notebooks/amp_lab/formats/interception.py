@@ -58,7 +58,8 @@ class _Interception(TorchFunctionMode):
         self._asked = False  # whether the op that runs was offered to `product_of`
         # The parameter that a tensor is, or is computed of alone; "" is for buffers and constants.
         self._names = WeakTensorKeyDictionary(dict.fromkeys(model.buffers(), ""))
-        self._names.update({p: name for name, p in model.named_parameters()})
+        for name, parameter in model.named_parameters():
+            self._names[parameter] = name
         self._layers = WeakTensorKeyDictionary()
         for name, module in model.named_modules():
             if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)):
@@ -78,12 +79,14 @@ class _Interception(TorchFunctionMode):
 
     def _follow(self, op: str, tensors: list[Tensor], out: Any) -> None:
         """Note what a result is computed of, and a product that is left to torch."""
-        picks_experts = op in ("getitem", "index_select") and tensors[0].dim() > 2  # by token
-        followed = tensors[:1] if picks_experts else tensors
+        followed = tensors
+        if op in ("getitem", "index_select") and tensors[0].dim() > 2:  # picks experts by token
+            followed = tensors[:1]
         names = [self._names.get(_root(tensor)) for tensor in followed]
         if None not in names and op not in _ACTIVATIONS:
             first_name = next(filter(None, names), "")
-            self._names.update(dict.fromkeys(_tensors(out), first_name))
+            for result in _tensors(out):
+                self._names[result] = first_name
         elif names[:1] == [""] and (op == "setitem" or out is tensors[0]):
             del self._names[_root(tensors[0])]  # an activation was written into it
         if op not in _PRODUCTS or self._asked:
@@ -93,7 +96,10 @@ class _Interception(TorchFunctionMode):
                 self.others.setdefault(op, {})[name] = None
                 return
 
-    def _chosen(self, values: Tensor, weight: Tensor, *size: Any) -> Product | None:
+    def _product_for(
+        self, values: Tensor, weight: Tensor, kind: str, inner: int, outer: int
+    ) -> Product | None:
+        """What `product_of` gives for a weight; None if it is no parameter of the model."""
         root = _root(weight)
         if not isinstance(root, nn.Parameter) or root not in self._names:
             return None
@@ -101,22 +107,28 @@ class _Interception(TorchFunctionMode):
         if not values.numel():
             return None
         name = self._layers.get(weight) or self._names[root]
-        return self._product_of(Layer(name, *size))
+        return self._product_of(Layer(name, kind, inner, outer))
 
     # What each of these does not compute, torch does: it then returns None.
 
     def linear(self, values: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
         if weight.dim() != 2:
             return None
-        product = self._chosen(values, weight, "linear", *weight.shape[::-1])
-        return _on_rows(product, values, weight, bias) if product else None
+        outer, inner = weight.shape
+        product = self._product_for(values, weight, "linear", inner, outer)
+        if product is None:
+            return None
+        return _on_rows(product, values, weight, bias)
 
     def matmul(self, values: Any, weight: Any, bias: Any = None, **options: Any) -> Tensor | None:
         """`weight` lies as GPT-2's do, ``(in, out)``."""
         if options or not isinstance(weight, Tensor) or weight.dim() != 2:
             return None
-        product = self._chosen(values, weight, "linear", *weight.shape)
-        return _on_rows(product, values, weight.T, bias) if product else None
+        inner, outer = weight.shape
+        product = self._product_for(values, weight, "linear", inner, outer)
+        if product is None:
+            return None
+        return _on_rows(product, values, weight.T, bias)
 
     def addmm(self, bias: Tensor, values: Any, weight: Any = None, **scales: Any) -> Tensor | None:
         return self.matmul(values, weight, bias, **scales)
@@ -125,43 +137,48 @@ class _Interception(TorchFunctionMode):
         self, values: Tensor, weight: Tensor, bias: Tensor | None = None,
         stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
     ) -> Tensor | None:  # fmt: skip
-        inner, outer = weight[0].numel(), len(weight) // groups
-        product = self._chosen(values, weight, "convolution", inner, outer)
+        inner = weight[0].numel()
+        outer = len(weight) // groups
+        product = self._product_for(values, weight, "convolution", inner, outer)
         if product is None:
             return None
-        is_batch = values.dim() == weight.dim()
-        image = values if is_batch else values[None]
+        image = values
         kernel = weight
+        is_batch = values.dim() == weight.dim()
+        if not is_batch:
+            image = image[None]
         dimensions = weight.dim() - 2
         if dimensions == 1:  # as an image of height 1
             image = image[:, :, None]
             kernel = kernel[:, :, None]
-        around = 0 if isinstance(padding, str) else padding
-        sizes = (
-            _of_two_dimensions(stride, dimensions, 1),
-            _of_two_dimensions(dilation, dimensions, 1),
-            _of_two_dimensions(around, dimensions, 0),
-        )
+        strides = _of_two_dimensions(stride, dimensions, 1)
+        dilations = _of_two_dimensions(dilation, dimensions, 1)
         if padding == "same":
-            image = F.pad(image, _same(kernel.shape[2:], sizes[1]))
-        out = _of_patches(product, image, kernel, sizes, groups)
+            image = F.pad(image, _same_padding(kernel.shape[2:], dilations))
+        if isinstance(padding, str):  # "same" was done, and "valid" is none
+            padding = 0
+        paddings = _of_two_dimensions(padding, dimensions, 0)
+        out = _multiply_patches(product, image, kernel, groups, strides, dilations, paddings)
         if dimensions == 1:
             out = out[:, :, 0]
         if bias is not None:
-            out = out + bias.view(-1, *[1] * dimensions)
+            ones = [1] * dimensions
+            out = out + bias.view(-1, *ones)
         return out if is_batch else out[0]
 
     def grouped(self, values: Tensor, weights: Tensor, offs: Any = None, **options: Any) -> Any:
-        plain = offs is not None and all(option is None for option in options.values())
-        if not plain or values.dim() != 2 or weights.dim() != 3:
+        has_options = any(option is not None for option in options.values())
+        if offs is None or has_options or values.dim() != 2 or weights.dim() != 3:
             return None
-        product = self._chosen(values, weights, "grouped", *weights.shape[1:])
+        _, inner, outer = weights.shape
+        product = self._product_for(values, weights, "grouped", inner, outer)
         if product is None:
             return None
-        parts = torch.tensor_split(values, offs.tolist())  # the last lies behind all groups
-        pairs = zip(parts, weights, strict=False)
-        out = [product(part, weight.T) for part, weight in pairs if len(part)]
-        return torch.cat([*out, values.new_zeros(len(parts[-1]), weights.shape[2])]).to(values)
+        groups = torch.tensor_split(values, offs.tolist())  # the last lies behind all experts
+        pairs = zip(groups, weights, strict=False)
+        out = [product(rows, weight.T) for rows, weight in pairs if len(rows)]
+        out.append(values.new_zeros(len(groups[-1]), outer))
+        return torch.cat(out).to(values)
 
 
 _HANDLERS: dict[str, Callable[..., Tensor | None]] = {
@@ -180,29 +197,40 @@ _ACTIVATIONS = {*_PRODUCTS, "embedding"} - {"matmul", "mm", "bmm", "einsum"}  # 
 
 def _root(tensor: Tensor) -> Tensor:
     """What a tensor is a view of, if it is one."""
-    return tensor if tensor._base is None else tensor._base
+    if tensor._base is None:
+        return tensor
+    return tensor._base
 
 
 def _on_rows(product: Product, values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out = product(values.reshape(-1, values.shape[-1]), weight)
-    out = out.view(*values.shape[:-1], len(weight))
-    return out if bias is None else out + bias
+    *batch, inner = values.shape
+    rows = values.reshape(-1, inner)
+    out = product(rows, weight).view(*batch, len(weight))
+    if bias is None:
+        return out
+    return out + bias
 
 
-def _of_patches(
-    product: Product, image: Tensor, kernel: Tensor, sizes: Sequence[tuple], groups: int
-) -> Tensor:
+def _multiply_patches(
+    product: Product, image: Tensor, kernel: Tensor, groups: int,
+    stride: tuple[int, ...], dilation: tuple[int, ...], padding: tuple[int, ...],
+) -> Tensor:  # fmt: skip
     """A convolution as a product of patches, ``(positions, in·height·width)``, for each group."""
-    (stride, dilation, padding), window = sizes, kernel.shape[2:]
-    high, wide = (
-        (image.shape[2 + i] + 2 * padding[i] - dilation[i] * (window[i] - 1) - 1) // stride[i] + 1
-        for i in range(2)
-    )
+    window = kernel.shape[2:]
     patches = F.unfold(image, window, dilation=dilation, padding=padding, stride=stride)
     rows = patches.transpose(1, 2).flatten(0, 1)  # (batch * positions, channels * window)
-    pairs = zip(rows.chunk(groups, 1), kernel.flatten(1).chunk(groups), strict=True)
-    out = torch.cat([product(part, weight) for part, weight in pairs], 1)
-    return out.view(len(image), high * wide, -1).transpose(1, 2).unflatten(2, (high, wide))
+    weights = kernel.flatten(1).chunk(groups)
+    pairs = zip(rows.chunk(groups, 1), weights, strict=True)
+    out = torch.cat([product(group, weight) for group, weight in pairs], 1)
+    out = out.view(len(image), patches.shape[2], -1).transpose(1, 2)
+    height, width = map(_positions, image.shape[2:], window, stride, dilation, padding)
+    return out.unflatten(2, (height, width))
+
+
+def _positions(size: int, window: int, stride: int, dilation: int, padding: int) -> int:
+    """Where a window can lie along one dimension of an image."""
+    reach = dilation * (window - 1) + 1
+    return (size + 2 * padding - reach) // stride + 1
 
 
 def _tensors(*values: Any) -> list[Tensor]:
@@ -212,11 +240,15 @@ def _tensors(*values: Any) -> list[Tensor]:
 def _of_two_dimensions(value: int | Sequence[int], dimensions: int, least: int) -> tuple[int, ...]:
     """A size for height and width, of one for all `dimensions` or for each; `least` for height."""
     values = (value,) if isinstance(value, int) else tuple(value)
-    own = values * (dimensions // len(values))
-    return (least,) * (2 - dimensions) + own
+    for_each = values * (dimensions // len(values))
+    return (least,) * (2 - dimensions) + for_each
 
 
-def _same(window: Sequence[int], dilation: Sequence[int]) -> list[int]:
+def _same_padding(window: Sequence[int], dilation: Sequence[int]) -> list[int]:
     """What keeps the size, as `torch.nn.functional.pad` takes it: the last dimension first."""
-    wanted = [step * (size - 1) for size, step in zip(window, dilation, strict=True)]
-    return [part for whole in reversed(wanted) for part in (whole // 2, whole - whole // 2)]
+    padding = []
+    for size, step in zip(reversed(window), reversed(dilation), strict=True):
+        both = step * (size - 1)
+        before = both // 2
+        padding += [before, both - before]
+    return padding
