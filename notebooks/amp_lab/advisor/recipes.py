@@ -165,7 +165,11 @@ class Step:
     def output(self) -> Any:
         """What the model returns in fp32."""
         with Precision.FP32.autocast(self._type):
-            return self.model(*self.names["args"], **self.names["kwargs"])
+            return self.call_model()
+
+    def call_model(self) -> Any:
+        """What the model itself returns for its inputs, in whatever precision is around."""
+        return self.model(*self.names["args"], **self.names["kwargs"])
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -82,16 +83,16 @@ def rehearse(
     trained or returns nothing to compare; `OptionError` for an unknown card or use, and for steps
     of inference; `TraceError` if its step fails.
     """
-    forms = [format_of(name) for name in dict.fromkeys(("bf16", *formats))]
-    on = card_of(card) if card else None
+    names = dict.fromkeys(("bf16", *formats))  # each once
+    forms = [format_of(name) for name in names]
+    facts = card_of(card) if card else None
     kind = _kind(model, use)
     _check_steps(kind, steps, seeds)
-    place = next((p.device for p in model.parameters()), torch.device("cpu"))
-    case = Case(model, inputs, kwargs, loss_fn, place)
-    with _random_numbers_kept(place), torch.enable_grad():
+    case = Case(model, inputs, kwargs, loss_fn, _device_of(model))
+    with _random_numbers_kept(case.device), torch.enable_grad():
         try:
             rehearsed = Training(case, steps, seeds) if kind is Training else Inference(case)
-            layers, reports = _first_step(rehearsed, forms, on)
+            layers, reports = _first_step(rehearsed, forms, facts)
         except AmpLabError:
             raise
         except Exception as error:  # the user's model and loss raise what they like
@@ -100,11 +101,18 @@ def rehearse(
         return _result(rehearsed, layers, reports, card)
 
 
-def _random_numbers_kept(place: torch.device) -> AbstractContextManager:
+def _device_of(model: nn.Module) -> torch.device:
+    for parameter in model.parameters():
+        return parameter.device
+    return torch.device("cpu")
+
+
+def _random_numbers_kept(device: torch.device) -> AbstractContextManager:
     """The block after which random numbers go on as before it."""
-    if place.type == "cpu":
+    if device.type == "cpu":
         return torch.random.fork_rng([], device_type="cuda")
-    return torch.random.fork_rng([torch.accelerator.current_device_index()], device_type=place.type)
+    index = torch.accelerator.current_device_index()
+    return torch.random.fork_rng([index], device_type=device.type)
 
 
 def _result(
@@ -112,9 +120,10 @@ def _result(
 ) -> Rehearsal:
     """The verdicts, and torchao's lines for the best format."""
     use.judge()
-    for report in reports[1:]:
-        if card and report.name not in card_of(card).formats:
-            report.verdict = f"{card} does not multiply it"
+    if card:
+        for report in reports[1:]:
+            if report.name not in card_of(card).formats:
+                report.verdict = f"{card} does not multiply it"
     passing = {report.name for report in reports if report.passes}
     candidates = [form for form in _CAUTIOUS if form in passing]
     watch = [*use.remarks, *_not_rehearsed(use)]
@@ -147,19 +156,27 @@ def _check_steps(kind: type[Use], steps: int, seeds: int) -> None:
 
 
 def _first_step(
-    use: Use, forms: list[Format], on: Card | None
+    use: Use, forms: list[Format], card: Card | None
 ) -> tuple[list[LayerReport], list[FormatReport]]:
     """Each layer in each format, what is left out, and the whole model without that."""
-    passages = _measured(use, forms)
-    if not passages:
-        name, others = type(use.case.model).__name__, _left_to_torch(use)
-        what = f"; it has {', '.join(others)}: {_IN_16_BITS.text}" if others else ""
-        raise NumericsError(f"{name} multiplies by no parameter that can be rounded{what}")
-    layers = [passage.report(form) for passage in passages for form in forms]
-    given = named_tensors((use.case.args, use.case.kwargs))
-    reads_ids = not any(x.is_floating_point() for _, x in given)
-    _leave_out(use, layers, on, reads_ids)
-    return layers, [_whole_model(use, form.name, layers, on) for form in forms]
+    errors = _measure(use, forms)
+    if not errors:
+        raise NumericsError(_no_matmul(use))
+    layers = []
+    for errors_of_layer in errors:
+        layers += [errors_of_layer.report(form) for form in forms]
+    inputs = named_tensors((use.case.args, use.case.kwargs))
+    reads_ids = not any(tensor.is_floating_point() for _, tensor in inputs)
+    _leave_out(use, layers, card, reads_ids)
+    return layers, [_whole_model(use, form.name, layers, card) for form in forms]
+
+
+def _no_matmul(use: Use) -> str:
+    problem = f"{type(use.case.model).__name__} multiplies by no parameter that can be rounded"
+    others = _left_to_torch(use)
+    if not others:
+        return problem
+    return f"{problem}; it has {', '.join(others)}: {_IN_16_BITS.text}"
 
 
 def _left_to_torch(use: Use) -> list[str]:
@@ -167,11 +184,16 @@ def _left_to_torch(use: Use) -> list[str]:
 
 
 def _not_rehearsed(use: Use) -> list[str]:
-    return [f"Not rehearsed: {what}, which torch computes." for what in sorted(_left_to_torch(use))]
+    others = sorted(_left_to_torch(use))
+    return [f"Not rehearsed: {other}, which torch computes." for other in others]
+
+
+def _sums() -> defaultdict[Any, float]:
+    return defaultdict(float)
 
 
 @dataclass
-class _Passage:
+class _LayerErrors:
     """A layer's products in one step, exactly and in each format; several calls add up."""
 
     use: Use
@@ -179,35 +201,34 @@ class _Passage:
     forms: list[Format]
     rows: int = 0
     summed: set[int] = field(default_factory=set)  # rows that a gradient of the weight sums over
-    signal: dict[str, float] = field(default_factory=dict)  # squares, by product
-    noise: dict[tuple[str, str], float] = field(default_factory=dict)  # by format and product
-    loss_change: dict[str, float] = field(default_factory=dict)
+    signal: dict[str, float] = field(default_factory=_sums)  # squares, by product
+    noise: dict[tuple[str, str], float] = field(default_factory=_sums)  # by format and product
+    loss_change: dict[str, float] = field(default_factory=_sums)  # by format
     counts: dict[str, dict[str, Counts]] = field(default_factory=dict)  # by format and operand
     peaks: dict[str, float] = field(default_factory=dict)  # by operand
 
     def note(self, which: str, left: Tensor, right: Tensor, exact: Tensor) -> None:
         """Repeat one of the products in each format."""
-        self.signal[which] = self.signal.get(which, 0.0) + _squares(exact)
+        self.signal[which] += _squares(exact)
         if which == GRAD_WEIGHT:
             self.summed.add(left.shape[1])
-        for name, values in zip(_OPERANDS[which], (left, right), strict=True):
-            mean_square = _squares(values) / values.numel() or 1.0
-            peak = float(values.abs().max()) / math.sqrt(mean_square)
-            self.peaks[name] = max(self.peaks.get(name, 0.0), peak)
+        for operand, values in zip(_OPERANDS[which], (left, right), strict=True):
+            self.peaks[operand] = max(self.peaks.get(operand, 0.0), _peak(values))
         for form in self.forms:
-            found = self.counts.setdefault(form.name, {})
-            counts = [found.setdefault(name, Counts()) for name in _OPERANDS[which]]
+            by_operand = self.counts.setdefault(form.name, {})
+            counts = [by_operand.setdefault(operand, Counts()) for operand in _OPERANDS[which]]
             rounded = self.use.formats(form).product(which, left, right, counts)
-            key = form.name, which
-            self.noise[key] = self.noise.get(key, 0.0) + _squares(rounded - exact)
+            self.noise[form.name, which] += _squares(rounded - exact)
 
     def note_loss(self, values: Tensor, weight: Tensor, grad: Tensor) -> None:
         """What the errors of the output add to the loss, to first order."""
-        exact = torch.linalg.vecdot((values @ weight.T).flatten(), grad.flatten())
+        grad = grad.flatten()
+        output = values @ weight.T
+        exact = torch.linalg.vecdot(output.flatten(), grad)
         for form in self.forms:
-            rounded = self.use.formats(form).product(FORWARD, values, weight)
-            change = float(torch.linalg.vecdot(rounded.flatten(), grad.flatten()) - exact)
-            self.loss_change[form.name] = self.loss_change.get(form.name, 0.0) + change
+            output = self.use.formats(form).product(FORWARD, values, weight)
+            rounded = torch.linalg.vecdot(output.flatten(), grad)
+            self.loss_change[form.name] += float(rounded - exact)
 
     def report(self, form: Format) -> LayerReport:
         """What was found in a format, also in one that does not fit."""
@@ -223,107 +244,120 @@ class _Passage:
         for operand, counts in self.counts[form.name].items():
             report.shares[operand] = counts.shares()
         if form.name != "bf16":
-            usual = _typical(self.use.formats(form), self.use.typical)
-            report.left_out = self._why_not(report, *usual)
+            report.left_out = self._noise_reason(report, self.use.formats(form))
         return report
 
-    def _why_not(self, report: LayerReport, decibels: float, flushed: float) -> str:
+    def _noise_reason(self, report: LayerReport, formats: ProductFormats) -> str:
         """Why a layer is worse off than normally distributed values; empty if it is not."""
-        which, least = report.worst
-        flushes, most = max((s["flushed"], operand) for operand, s in report.shares.items())[::-1]
         for operand, shares in report.shares.items():
             if shares["nonfinite"]:
                 return f"{shares['nonfinite']:.2g} of its {operand} are not finite"
-        if most > flushed + _FLUSHED:
-            return f"{most:.0%} of its {flushes} become 0"
-        if least >= decibels - _UNLIKE:
+        usual_decibels, usual_flushed = _typical(formats, self.use.typical)
+        flushed, operand = max((s["flushed"], name) for name, s in report.shares.items())
+        if flushed > usual_flushed + _FLUSHED:
+            return f"{flushed:.0%} of its {operand} become 0"
+        which, decibels = report.worst
+        if decibels >= usual_decibels - _UNLIKE:
             return ""
-        operand = max(self.peaks, key=lambda name: self.peaks[name])
-        why = "its sums cancel"
-        if self.peaks[operand] > _PEAK:
-            why = f"its {operand} reaches {self.peaks[operand]:.0f} times its root mean square"
-        return f"{which}: {least:.0f} dB where {decibels:.0f} are usual: {why}"
+        noise = f"{which}: {decibels:.0f} dB where {usual_decibels:.0f} are usual"
+        operand, peak = max(self.peaks.items(), key=lambda item: item[1])
+        if peak > _PEAK:
+            return f"{noise}: its {operand} reaches {peak:.0f} times its root mean square"
+        return f"{noise}: its sums cancel"
 
 
-class _Measured(torch.autograd.Function):
-    """``values @ weight.T``, computed exactly, and noted in a passage, forward and backward."""
+class _MeasuredProduct(torch.autograd.Function):
+    """``values @ weight.T``, computed exactly; its errors are noted, forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, weight: Tensor, passage: _Passage) -> Tensor:
+    def forward(ctx: Any, values: Tensor, weight: Tensor, errors: _LayerErrors) -> Tensor:
         ctx.save_for_backward(values, weight)
-        ctx.passage = passage
+        ctx.errors = errors
         out = values @ weight.T
-        passage.rows += len(values)
-        passage.note(FORWARD, values, weight, out)
+        errors.rows += len(values)
+        errors.note(FORWARD, values, weight, out)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
         found: list[Tensor | None] = [None, None]
-        for at, which in enumerate((GRAD_INPUT, GRAD_WEIGHT)):
-            if ctx.needs_input_grad[at]:
-                left, right = operands(which, *ctx.saved_tensors, *grads)
-                found[at] = exact = left @ right.T
-                ctx.passage.note(which, left, right, exact)
-        ctx.passage.note_loss(*ctx.saved_tensors, *grads)
+        for i, which in enumerate((GRAD_INPUT, GRAD_WEIGHT)):
+            if ctx.needs_input_grad[i]:
+                left, right = operands(which, *saved, *grads)
+                exact = left @ right.T
+                ctx.errors.note(which, left, right, exact)
+                found[i] = exact
+        ctx.errors.note_loss(*saved, *grads)
         return *found, None
 
 
-def _measured(use: Use, forms: list[Format]) -> list[_Passage]:
-    passages: dict[Layer, _Passage] = {}
+def _measure(use: Use, forms: list[Format]) -> list[_LayerErrors]:
+    """The errors of each layer in the formats that its kernels can take, by order of calls."""
+    by_layer: dict[Layer, _LayerErrors] = {}
 
     def product_of(layer: Layer) -> Product:
-        fit = [form for form in forms if not use.misfit(layer, form)]
-        passage = passages.setdefault(layer, _Passage(use, layer, fit))
-        return lambda values, weight: _Measured.apply(values, weight, passage)
+        if layer not in by_layer:
+            fitting = [form for form in forms if not use.misfit(layer, form)]
+            by_layer[layer] = _LayerErrors(use, layer, fitting)
+        errors = by_layer[layer]
+        return lambda values, weight: _MeasuredProduct.apply(values, weight, errors)
 
     use.measure(product_of)
-    return list(passages.values())
+    return list(by_layer.values())
 
 
-def _custom(layers: list[Layer], reads_ids: bool) -> dict[Layer, str]:
+def _kept_by_custom(layers: list[Layer], reads_ids: bool) -> dict[Layer, str]:
     """The layers, in the order of their calls, that stay in bf16 by custom, and what they are.
 
     These are embeddings, what reads the inputs unless they are ids, routers and the head, as in
     DeepSeek-V3's report (arXiv 2412.19437, section 3.3.1) and torchao's example of FP8 training.
     """
-    found = {}
+    kept = {}
     for layer in layers:
-        *around, own = layer.name.lower().split(".")
-        if any("embed" in name for name in (*around[-1:], own)):
-            found[layer] = "an embedding"
-        elif own in _ROUTERS and layer.outer < layer.inner:
-            found[layer] = "a router"
-    if len(layers) > _FEW:
-        found.setdefault(layers[-1], "the head")
-        first = next((layer for layer in layers if layer not in found), None)
-        if first is not None and not reads_ids:
-            found[first] = "the layer that reads the inputs"
-    return found
+        names = layer.name.lower().split(".")
+        if any("embed" in name for name in names[-2:]):
+            kept[layer] = "an embedding"
+        elif names[-1] in _ROUTERS and layer.outer < layer.inner:
+            kept[layer] = "a router"
+    if len(layers) <= _FEW:
+        return kept
+    kept.setdefault(layers[-1], "the head")
+    others = [layer for layer in layers if layer not in kept]
+    if others and not reads_ids:
+        kept[others[0]] = "the layer that reads the inputs"
+    return kept
 
 
-def _leave_out(use: Use, layers: list[LayerReport], on: Card | None, reads_ids: bool) -> None:
+def _leave_out(use: Use, layers: list[LayerReport], card: Card | None, reads_ids: bool) -> None:
     """Say which of the layers that could be converted are better left in bf16."""
-    kept = _custom(list(dict.fromkeys(report.layer for report in layers)), reads_ids)
+    in_order = dict.fromkeys(report.layer for report in layers)
+    kept = _kept_by_custom(list(in_order), reads_ids)
     for report in layers:
         if report.format == "bf16" or report.left_out:
             continue
-        layer, gain = report.layer, math.inf
-        if on and report.format in on.formats:
-            gain = use.gain(on, report.format, [(report.rows, layer.inner, layer.outer)])
-        if layer in kept:
-            report.left_out = f"{kept[layer]}, by custom"
-        elif gain < 1:
+        gain = _gain(use, report.format, [report], card)
+        if report.layer in kept:
+            report.left_out = f"{kept[report.layer]}, by custom"
+        elif gain is not None and gain < 1:
             report.left_out = f"too small to gain: a forecast of {gain:.2f}x"
 
 
+def _gain(use: Use, form: str, layers: list[LayerReport], card: Card | None) -> float | None:
+    """How many times as fast as in bf16 layers would be; None unless a card has the format."""
+    if card is None or form not in card.formats:
+        return None
+    sizes = [(r.rows, r.layer.inner, r.layer.outer) for r in layers]
+    return use.gain(card, form, sizes)
+
+
 def _converted(form: str, layers: Iterable[LayerReport]) -> list[LayerReport]:
-    return [r for r in layers if r.format == form and not r.left_out]
+    return [report for report in layers if report.format == form and not report.left_out]
 
 
-def _products(formats: ProductFormats, chosen: Iterable[LayerReport]) -> ProductOf:
+def _products(formats: ProductFormats, converted: Iterable[LayerReport]) -> ProductOf:
     """The products of the layers that are converted."""
-    layers = {report.layer for report in chosen}
+    layers = {report.layer for report in converted}
 
     def product(values: Tensor, weight: Tensor) -> Tensor:
         return quantized_linear(values, weight, formats).to(values.dtype)
@@ -331,14 +365,14 @@ def _products(formats: ProductFormats, chosen: Iterable[LayerReport]) -> Product
     return lambda layer: product if layer in layers else None
 
 
-def _whole_model(use: Use, form: str, layers: list[LayerReport], on: Card | None) -> FormatReport:
+def _whole_model(use: Use, form: str, layers: list[LayerReport], card: Card | None) -> FormatReport:
     """Run the model in a format, but for what is left out, and compare it with fp32."""
-    chosen = _converted(form, layers)
-    left_out = len({report.layer for report in layers}) - len(chosen)
-    report = use.report(form, len(chosen), left_out, _products(use.formats(form), chosen))
-    if on and chosen and form in on.formats:
-        sizes = [(r.rows, r.layer.inner, r.layer.outer) for r in chosen]
-        report.gain = use.gain(on, form, sizes)
+    converted = _converted(form, layers)
+    left_out = len({report.layer for report in layers}) - len(converted)
+    products = _products(use.formats(form), converted)
+    report = use.report(form, len(converted), left_out, products)
+    if converted:
+        report.gain = _gain(use, form, converted, card)
     return report
 
 
@@ -351,36 +385,55 @@ def _recommended(
         if not code:
             return form, ""
         untried = use.torchao.untried_reason(form, use.case.device)
-        failed = "" if untried else use.torchao.failure(use.case, code)
-        if not failed:
-            watch += [f"The lines below were not run here: {untried}."] if untried else []
+        if untried:
+            watch.append(f"The lines below were not run here: {untried}.")
             return form, code
-        watch.append(f"{form} is not recommended: torchao's lines for it fail here ({failed}).")
+        failure = use.torchao.failure(use.case, code)
+        if not failure:
+            return form, code
+        watch.append(f"{form} is not recommended: torchao's lines for it fail here ({failure}).")
     return None, ""
 
 
-def _program(use: Use, best: str, layers: list[LayerReport], watch: list[str]) -> str:
+def _program(use: Use, form: str, layers: list[LayerReport], watch: list[str]) -> str:
     """The lines that convert the model to a format; empty if torchao converts none of it."""
     modules = dict(use.case.model.named_modules())
-    chosen = _converted(best, layers)
-    linear = [r for r in chosen if use.torchao.converts(best, modules.get(r.layer.name))]
-    if len(linear) < len(chosen):
-        many = f"{len(chosen) - len(linear)} of {len(chosen)} layers"
-        kind = use.torchao.converted_kind(best)
-        watch.append(f"torchao's lines are for {kind} alone, and so leave {many} in 16 bits.")
-    left = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
-    left = [name for name in left if name not in {r.layer.name for r in linear}]
-    return use.torchao.lines(best, left) if linear else ""
+    rounded = [report.layer.name for report in _converted(form, layers)]
+    converted = [name for name in rounded if use.torchao.converts(form, modules.get(name))]
+    left = len(rounded) - len(converted)
+    if left:
+        kind = use.torchao.converted_kind(form)
+        watch.append(
+            f"torchao's lines are for {kind} alone, and so leave {left} of {len(rounded)} layers "
+            "in 16 bits."
+        )
+    if not converted:
+        return ""
+    left_out = []
+    for name, module in modules.items():
+        if isinstance(module, nn.Linear) and name not in converted:
+            left_out.append(name)
+    return use.torchao.lines(form, left_out)
 
 
 @functools.cache
 def _typical(formats: ProductFormats, which: str) -> tuple[float, float]:
     """SQNR in dB of a product of normally distributed values, and the share that become 0."""
     draws = torch.Generator().manual_seed(0)
-    left, right = torch.randn(256, 256, generator=draws), torch.randn(256, 256, generator=draws)
-    exact, counts = left @ right.T, Counts()
+    left = torch.randn(256, 256, generator=draws)
+    right = torch.randn(256, 256, generator=draws)
+    exact = left @ right.T
+    counts = Counts()
     rounded = formats.product(which, left, right, (counts, None))
-    return _decibels(_squares(exact), _squares(rounded - exact)), counts.shares()["flushed"]
+    decibels = _decibels(_squares(exact), _squares(rounded - exact))
+    return decibels, counts.shares()["flushed"]
+
+
+def _peak(values: Tensor) -> float:
+    """The largest magnitude over the root mean square; 0 for zeros."""
+    largest = float(values.abs().max())
+    mean_square = _squares(values) / values.numel()
+    return largest / math.sqrt(mean_square or 1.0)
 
 
 def _squares(values: Tensor) -> float:
@@ -390,4 +443,6 @@ def _squares(values: Tensor) -> float:
 def _decibels(signal: float, noise: float) -> float:
     if not noise:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
+    if not signal:
+        return -math.inf
+    return 10 * math.log10(signal / noise)

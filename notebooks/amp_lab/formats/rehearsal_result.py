@@ -10,12 +10,12 @@ from typing import Any
 from amp_lab.formats.interception import Layer
 from amp_lab.report import Printed, Table, listed
 
-_MOST_OFF = 0.5  # of the gradients, in their norm
+_GRADIENTS_OFF = 0.5  # of the gradients, in their norm
 _LOSS_OFF = 0.1  # of the loss: noise 10 dB below an output adds so much to its mean square
 OUTPUT_OFF = 0.3
 """What a format may add to the output in inference: noise that is about 10 dB below it."""
-_BF16 = 1.5  # times what bf16 is off is always allowed
-_APART = 0.05  # of what bf16 learns may a loss be away from its own, whatever seeds say
+_TIMES_BF16 = 1.5  # what bf16 is off, so many times, is always allowed
+_LEARNED_OFF = 0.05  # of what bf16 learns may a loss be away from its own, whatever seeds say
 
 
 @dataclass
@@ -66,23 +66,33 @@ class TrainingReport(FormatReport):
 
     def judge(self, bf16: "TrainingReport") -> None:
         """Give the verdict: ``holds``, ``holds in one step``, or what speaks against it."""
-        self.verdict, most = "holds", max(_MOST_OFF, _BF16 * bf16.gradients_off)
+        self.verdict = self._find_verdict(bf16)
+
+    def _find_verdict(self, bf16: "TrainingReport") -> str:
         if not self.layers:
-            self.verdict = "no layer is left"
-        elif not math.isfinite(self.loss_off):
-            self.verdict = "its loss is not finite"
-        elif not self.gradients_off <= most:
-            self.verdict = f"its gradients are {self.gradients_off:.0%} off"
-        elif self.losses:
-            apart = abs(statistics.mean(self.losses) - statistics.mean(bf16.losses))
-            runs = (self.losses, bf16.losses)
-            spread = max(statistics.stdev(run) if len(run) > 1 else 0.0 for run in runs)
-            if not apart <= max(2 * spread, _APART * abs(bf16.learned)):
-                self.verdict = "it does not learn as bf16 does"
-        elif abs(self.loss_off) <= max(_LOSS_OFF, _BF16 * abs(bf16.loss_off)):
-            self.verdict = "holds in one step"
-        else:
-            self.verdict = f"its loss is {self.loss_off:+.0%} off"
+            return "no layer is left"
+        if not math.isfinite(self.loss_off):
+            return "its loss is not finite"
+        if not self.gradients_off <= max(_GRADIENTS_OFF, _TIMES_BF16 * bf16.gradients_off):
+            return f"its gradients are {self.gradients_off:.0%} off"
+        if self.losses:
+            return "holds" if self._learns_as(bf16) else "it does not learn as bf16 does"
+        if abs(self.loss_off) <= max(_LOSS_OFF, _TIMES_BF16 * abs(bf16.loss_off)):
+            return "holds in one step"
+        return f"its loss is {self.loss_off:+.0%} off"
+
+    def _learns_as(self, bf16: "TrainingReport") -> bool:
+        """Whether the last losses are as near to bf16's as those of two seeds are."""
+        difference = abs(statistics.mean(self.losses) - statistics.mean(bf16.losses))
+        spread = max(_spread(self.losses), _spread(bf16.losses))
+        return difference <= max(2 * spread, _LEARNED_OFF * abs(bf16.learned))
+
+
+def _spread(losses: list[float]) -> float:
+    """The standard deviation over seeds; 0 for one alone."""
+    if len(losses) < 2:
+        return 0.0
+    return statistics.stdev(losses)
 
 
 @dataclass
@@ -94,19 +104,21 @@ class InferenceReport(FormatReport):
 
     def judge(self, bf16: "InferenceReport") -> None:
         """Give the verdict: ``passes the check``, or what speaks against it."""
-        most = OUTPUT_OFF
-        if bf16.output_off is not None:
-            most = max(most, _BF16 * bf16.output_off)
+        self.verdict = self._find_verdict(bf16)
+
+    def _find_verdict(self, bf16: "InferenceReport") -> str:
         if not self.layers:
-            self.verdict = "no layer is left"
-        elif self.output_off is None:
-            self.verdict = "its output has other shapes than fp32's"
-        elif not math.isfinite(self.output_off):
-            self.verdict = "its output is not finite"
-        elif self.output_off > most:
-            self.verdict = f"its output is {self.output_off:.0%} off"
-        else:
-            self.verdict = "passes the check"
+            return "no layer is left"
+        if self.output_off is None:
+            return "its output has other shapes than fp32's"
+        if not math.isfinite(self.output_off):
+            return "its output is not finite"
+        allowed = OUTPUT_OFF
+        if bf16.output_off is not None:
+            allowed = max(allowed, _TIMES_BF16 * bf16.output_off)
+        if self.output_off > allowed:
+            return f"its output is {self.output_off:.0%} off"
+        return "passes the check"
 
 
 @dataclass(frozen=True, repr=False)
@@ -142,15 +154,15 @@ class Rehearsal(Printed):
         rows = [_row(layer, reports) for layer, reports in by_layer.items()]
         foot = self._of_model()
         if self.card:
-            gains = ["-" if r.gain is None else f"{r.gain:.2f}x" for r in self.formats]
-            foot[f"forecast for {self.card}"] = gains
+            foot[f"forecast for {self.card}"] = [_gain(report) for report in self.formats]
         foot["layers"] = [f"{r.layers} of {r.layers + r.left_out}" for r in self.formats]
         numbers, checks = self._facts()
+        verdicts = [f"{report.name}: {report.verdict}." for report in self.formats[1:]]
         return Table(
             ["layer", "inner x outer", *names],
             rows,
             caption=self.title,
-            facts=[numbers, *(f"{r.name}: {r.verdict}." for r in self.formats[1:]), *checks],
+            facts=[numbers, *verdicts, *checks],
             advice=[*self._reasons(), *self.watch],
             foot=[[name, "", *cells] for name, cells in foot.items()],
             right=range(2, 2 + len(names)),
@@ -158,12 +170,13 @@ class Rehearsal(Printed):
 
     def _reasons(self) -> list[str]:
         """Why layers are left out, one line for all that share it."""
-        shared: dict[tuple[str, str], dict[str, None]] = {}
+        formats: dict[tuple[str, str], dict[str, None]] = {}  # a set in order, by layer and reason
         for report in self.layers:
             if report.left_out:
-                shared.setdefault((report.layer.name, report.left_out), {})[report.format] = None
+                layer_and_reason = (report.layer.name, report.left_out)
+                formats.setdefault(layer_and_reason, {})[report.format] = None
         by_reason: dict[tuple[str, str], list[str]] = {}
-        for (layer, reason), forms in shared.items():
+        for (layer, reason), forms in formats.items():
             by_reason.setdefault((", ".join(forms), reason), []).append(layer)
         return [
             f"{listed(layers, 3)}: {reason} ({forms})."
@@ -204,8 +217,7 @@ class TrainingRehearsal(Rehearsal):
             "loss of the model": [f"{100 * r.loss_off:+.2g} %" for r in self.formats],
         }
         if self.steps:
-            last = [f"{statistics.mean(r.losses):.4g}" if r.losses else "-" for r in self.formats]
-            found[f"loss after {self.steps} steps"] = last
+            found[f"loss after {self.steps} steps"] = [_last_loss(r) for r in self.formats]
         return found
 
     def _facts(self) -> tuple[str, list[str]]:
@@ -214,8 +226,8 @@ class TrainingRehearsal(Rehearsal):
         )
         if self.steps:
             return numbers, []
-        limits = f"gradients within {_MOST_OFF:.0%} and loss within {_LOSS_OFF:.0%} of fp32's"
-        checks = f"Looked at in one step: {limits}, or {_BF16} times as far off as bf16."
+        limits = f"gradients within {_GRADIENTS_OFF:.0%} and loss within {_LOSS_OFF:.0%} of fp32's"
+        checks = f"Looked at in one step: {limits}, or {_TIMES_BF16} times as far off as bf16."
         return numbers, [checks, "Learning was not tried: that takes steps."]
 
 
@@ -230,9 +242,22 @@ class InferenceRehearsal(Rehearsal):
 
     def _facts(self) -> tuple[str, list[str]]:
         numbers = "SQNR in dB of the forward matmul; with * a layer is better left in bf16."
-        limit = f"at most {OUTPUT_OFF:.0%} of fp32's output, or {_BF16} times bf16's error"
+        limit = f"at most {OUTPUT_OFF:.0%} of fp32's output, or {_TIMES_BF16} times bf16's error"
         checks = f"The check, on these inputs: an output error of {limit} (Euclidean norms)."
         return numbers, [checks]
+
+
+def _gain(report: FormatReport) -> str:
+    if report.gain is None:
+        return "-"
+    return f"{report.gain:.2f}x"
+
+
+def _last_loss(report: TrainingReport) -> str:
+    """The mean of all seeds."""
+    if not report.losses:
+        return "-"
+    return f"{statistics.mean(report.losses):.4g}"
 
 
 def _error(report: InferenceReport) -> str:
@@ -242,8 +267,15 @@ def _error(report: InferenceReport) -> str:
 
 
 def _row(layer: Layer, reports: list[LayerReport]) -> list[str]:
-    cells = []
-    for report in reports:
-        value = f"{report.worst[1]:.1f}" if report.decibels else "-"
-        cells.append(value + "*" * bool(report.left_out))
-    return [layer.name, f"{layer.inner} x {layer.outer}", *cells]
+    return [layer.name, f"{layer.inner} x {layer.outer}", *map(_worst, reports)]
+
+
+def _worst(report: LayerReport) -> str:
+    """The most noise, with a star if the layer is better left in bf16."""
+    text = "-"
+    if report.decibels:
+        _, decibels = report.worst
+        text = f"{decibels:.1f}"
+    if report.left_out:
+        text += "*"
+    return text

@@ -84,9 +84,9 @@ def set_of(names: Sequence[str]) -> str:
     if not names:
         return "set()"
     quoted = [json.dumps(name, ensure_ascii=False) for name in names]
-    short = "{" + ", ".join(quoted) + "}"
-    if len(f"LEFT_OUT = {short}") <= _WIDTH:
-        return short
+    one_line = "{" + ", ".join(quoted) + "}"
+    if len(f"LEFT_OUT = {one_line}") <= _WIDTH:
+        return one_line
     return "{\n" + "".join(f"    {name},\n" for name in quoted) + "}"
 
 
@@ -97,7 +97,9 @@ def converts(form: str, module: nn.Module | None) -> bool:
 
 def converted_kind(form: str) -> str:
     """The modules that these lines convert, in words."""
-    return "nn.Linear without a bias" if form == "mxfp8" else "nn.Linear"
+    if form == "mxfp8":
+        return "nn.Linear without a bias"
+    return "nn.Linear"
 
 
 def untried_reason(form: str, device: torch.device) -> str:
@@ -117,7 +119,7 @@ def failure(case: Case, code: str) -> str:
 
     def run() -> None:
         exec(code, {"model": step.model})
-        loss_fn(step.model(*step.names["args"], **step.names["kwargs"])).backward()
+        loss_fn(step.call_model()).backward()
 
     return error_of(run)
 

@@ -83,9 +83,10 @@ def lines(form: str, left_out: Sequence[str]) -> str:
     """
     if form not in _CONFIG:
         return ""
-    facts = {"granularity": _GRANULARITY.get(form), "dtype": _DTYPE.get(form)}
-    names = set_of(left_out)
-    return _CONFIG[form].format(left_out=names, **facts) + _REST
+    conversion = _CONFIG[form].format(
+        left_out=set_of(left_out), granularity=_GRANULARITY.get(form), dtype=_DTYPE.get(form)
+    )
+    return conversion + _REST
 
 
 def converts(form: str, module: nn.Module | None) -> bool:

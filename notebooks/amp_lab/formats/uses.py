@@ -50,11 +50,12 @@ _TRAIN = remedy(
     "the gradients in bf16 are far from fp32's already",
     "bf16 gradients differ {off:.0%} from fp32's: train instead (steps=20, or --steps 20).",
 )
-_LR, _JITTER = 1e-3, 2.0**-9
+_LR = 1e-3
+_JITTER = 2.0**-9  # of the weights, relative: bf16's rounding error
 _MULTIPLE = 16  # of the sizes of a weight, for kernels of FP8 and of four bits
 
 
-def _of_torch(layer: Layer) -> Product | None:
+def _torch_product(layer: Layer) -> Product | None:
     return None
 
 
@@ -96,9 +97,9 @@ class Use(ABC):
 
     def gain(self, card: Card, form: str, sizes: Sequence[tuple[int, int, int]]) -> float:
         """How many times as fast as in bf16 layers of (rows, inner, outer) would be, together."""
-        bf16 = sum(self.seconds(card, "bf16", *size) for size in sizes)
-        low = sum(self.seconds(card, form, *size) for size in sizes)
-        return bf16 / low
+        bf16_s = sum(self.seconds(card, "bf16", *size) for size in sizes)
+        form_s = sum(self.seconds(card, form, *size) for size in sizes)
+        return bf16_s / form_s
 
     @abstractmethod
     def measure(self, product_of: ProductOf) -> None:
@@ -194,14 +195,15 @@ class Training(Use):
     def _run(self, product_of: ProductOf) -> tuple[float, list[Tensor]]:
         """Loss and gradients."""
         self._begin()
-        copy, model = self._copy, self._copy.model
+        model = self._copy.model
         model.zero_grad()
         with torch.enable_grad(), Precision.FP32.autocast(self.case.device.type):
             with intercepted(model, product_of) as others:
-                loss = self._loss_fn(model(*copy.names["args"], **copy.names["kwargs"]))
+                loss = self._loss_fn(self._copy.call_model())
             loss.backward()
         self.others |= others
-        return float(loss.detach()), [p.grad for p in copy.trained if p.grad is not None]
+        gradients = [p.grad for p in self._copy.trained if p.grad is not None]
+        return float(loss.detach()), gradients
 
     def judge(self) -> None:
         """Train in each format, if steps are asked for, and compare with bf16."""
@@ -212,8 +214,10 @@ class Training(Use):
             report.judge(bf16)
 
     def _train_in_each(self) -> None:
-        converted = [pair for pair in self._reports if pair[0].layers]
-        runs = [(*pair, seed) for pair in converted for seed in range(self._seeds)]
+        runs = []
+        for report, product_of in self._reports:
+            if report.layers:
+                runs += [(report, product_of, seed) for seed in range(self._seeds)]
         for report, product_of, seed in tqdm(runs, unit="run", leave=False, disable=None):
             self._train(report, product_of, seed)
 
@@ -221,7 +225,7 @@ class Training(Use):
         precision = Precision.FP32
         if report.name == "bf16":  # autocast itself rounds
             precision = Precision.BF16
-            product_of = _of_torch
+            product_of = _torch_product
         torch.manual_seed(seed)
         step = Step(self.case, Recipe(TRAINING, precision), lr=_LR)
         with torch.no_grad():  # so that seeds differ where nothing is drawn
@@ -276,8 +280,10 @@ class Inference(Use):
             name = type(self.case.model).__name__
             raise NumericsError(f"{name} returns no finite floating-point number to be compared")
         if finite < values:
-            share = f"{1 - finite / values:.2g} of the output is not finite in fp32"
-            self.remarks.append(f"{share}, and is not compared.")
+            share = 1 - finite / values
+            self.remarks.append(
+                f"{share:.2g} of the output is not finite in fp32, and is not compared."
+            )
 
     def report(
         self, form: str, layers: int, left_out: int, product_of: ProductOf
@@ -286,31 +292,36 @@ class Inference(Use):
         report = InferenceReport(form, layers, left_out)
         self._reports.append(report)
         if layers:
-            report.output_off = self._off(self._run(product_of))
-        if form == "bf16" and report.output_off is not None and report.output_off > OUTPUT_OFF:
-            off = f"The output in bf16 is {report.output_off:.0%} off fp32's already"
-            self.remarks.append(f"{off}: passing the check says little.")
+            report.output_off = self._error(self._run(product_of))
+        off = report.output_off
+        if form == "bf16" and off is not None and off > OUTPUT_OFF:
+            self.remarks.append(
+                f"The output in bf16 is {off:.0%} off fp32's already: passing the check says "
+                "little."
+            )
         return report
 
-    def _off(self, found: list[Tensor]) -> float | None:
+    def _error(self, output: list[Tensor]) -> float | None:
         """The error relative to fp32's output, in Euclidean norms; None for other shapes.
 
         What is not finite in fp32 does not count.
         """
-        if [x.shape for x in found] != [x.shape for x in self._output]:
+        if [x.shape for x in output] != [x.shape for x in self._output]:
             return None
-        finite = [x.isfinite() for x in self._output]
-        ours = [x[kept] for x, kept in zip(found, finite, strict=True)]
-        exact = [x[kept] for x, kept in zip(self._output, finite, strict=True)]
-        return distance(ours, exact)
+        found = []
+        exact = []
+        for values, fp32_values in zip(output, self._output, strict=True):
+            is_finite = fp32_values.isfinite()
+            found.append(values[is_finite])
+            exact.append(fp32_values[is_finite])
+        return distance(found, exact)
 
     def _run(self, product_of: ProductOf) -> list[Tensor]:
         """The floating-point tensors of the output."""
         self._begin()
-        copy, model = self._copy, self._copy.model
         fp32 = Precision.FP32.autocast(self.case.device.type)
-        with torch.no_grad(), fp32, intercepted(model, product_of) as others:
-            output = model(*copy.names["args"], **copy.names["kwargs"])
+        with torch.no_grad(), fp32, intercepted(self._copy.model, product_of) as others:
+            output = self._copy.call_model()
         self.others |= others
         return [x.clone() for _, x in named_tensors(output) if x.is_floating_point()]
 
