@@ -1,9 +1,8 @@
 """What can be said before anything runs: dtypes, and memory, on a device that need not be here."""
 
 import contextlib
-import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from amp_lab.advisor.recipes import INFERENCE, TRAINING, Case, Recipe
 from amp_lab.backends import backend
@@ -33,8 +32,8 @@ class Outlook:
     @property
     def decisions(self) -> list[str]:
         """What to say if the X-rays took decisions of a run on the CPU."""
-        said = [seen.decisions for seen in self.xrays.values() if seen.decisions]
-        return list(dict.fromkeys(said))
+        decisions = [report.decisions for report in self.xrays.values() if report.decisions]
+        return list(dict.fromkeys(decisions))
 
     def memory_of(self, recipe: Recipe) -> tuple[int | None, int | None]:
         """Peak and largest batch: layouts and fused kernels change little of them."""
@@ -45,9 +44,12 @@ class Outlook:
         raised = self.raises.get((recipe.use, recipe.precision))
         if raised and recipe.autocasts:
             return "raises", raised
-        peak, usable = self.memory_of(recipe)[0], (1 - _RESERVE) * (self.memory_bytes or math.inf)
-        over = (peak or 0) - usable
-        return ("does not fit", f"{bytes_text(over)} too much") if over > 0 else ("", "")
+        peak, _ = self.memory_of(recipe)
+        usable = (1 - _RESERVE) * (self.memory_bytes or math.inf)
+        too_much = (peak or 0) - usable
+        if too_much > 0:
+            return "does not fit", f"{bytes_text(too_much)} too much"
+        return "", ""
 
 
 def first_look(case: Case, memory: int | str | None = None) -> Outlook:
@@ -57,17 +59,15 @@ def first_look(case: Case, memory: int | str | None = None) -> Outlook:
     Raises `TraceError` for a model that cannot be traced; where the device is here and it may run
     all the same, the error is kept as the outlook's `problem`.
     """
-    kind, is_here = case.device.type, backend(case.device).is_available()
-    own = describe_device(case.device).memory_bytes if is_here else None
-    look = Outlook(own if memory is None else parse_bytes(memory))
+    is_here = backend(case.device).is_available()
+    look = Outlook()
+    if is_here:
+        look.memory_bytes = describe_device(case.device).memory_bytes
+    if memory is not None:
+        look.memory_bytes = parse_bytes(memory)
     try:
         for precision in (Precision.BF16, Precision.FP16):
-            see = functools.partial(xray, dtype=precision.dtype, device_type=kind, **case.kwargs)
-            seen = look.xrays[precision] = see(case.model, *case.args, loss_fn=case.loss_fn)
-            if seen.raised:  # perhaps in what inference has not: the loss, or a backward pass
-                alone = copied(case.model).requires_grad_(False).eval()
-                found = {TRAINING: seen.raised, INFERENCE: see(alone, *case.args).raised}
-                look.raises |= {(use, precision): why for use, why in found.items() if why}
+            _take_xrays(case, precision, look)
         for use in case.uses:
             _forecast(case, use, look)
     except TraceError as error:
@@ -77,24 +77,59 @@ def first_look(case: Case, memory: int | str | None = None) -> Outlook:
     return look
 
 
+def _take_xrays(case: Case, precision: Precision, look: Outlook) -> None:
+    """X-ray a step, and a forward pass alone if the step raises."""
+    report = _xray(case, precision)
+    look.xrays[precision] = report
+    if not report.raised:
+        return
+    # Perhaps in what inference has not: the loss, or a backward pass.
+    model = copied(case.model).requires_grad_(False).eval()
+    alone = _xray(replace(case, model=model, loss_fn=None), precision)
+    look.raises[TRAINING, precision] = report.raised
+    if alone.raised:
+        look.raises[INFERENCE, precision] = alone.raised
+
+
+def _xray(case: Case, precision: Precision) -> Xray:
+    return xray(
+        case.model,
+        *case.args,
+        dtype=precision.dtype,
+        device_type=case.device.type,
+        loss_fn=case.loss_fn,
+        **case.kwargs,
+    )
+
+
 def _forecast(case: Case, use: str, look: Outlook) -> None:
     """The memory of a step in fp32, under autocast, and with weights that are cast."""
-    low = [Recipe(use, p) for p in look.xrays if (use, p) not in look.raises][:1]
-    for recipe in (Recipe(use), *low, Recipe(use, Precision.BF16, cast=True)):
-        made, trains = case.copied(recipe), use == TRAINING
-        if not trains:  # without gradients a step is a forward pass
-            made.model.requires_grad_(False).eval()
-        # Whether a model runs with its weights cast is for a real run to show.
-        with contextlib.suppress(TraceError) if recipe.cast else contextlib.nullcontext():
-            table = memory_table(
-                made.model,
-                BatchedInputs(made.args, made.kwargs),
-                memory_bytes=look.memory_bytes,
-                reserve=_RESERVE,
-                precisions=[Precision.FP32 if recipe.cast else recipe.precision],
-                device_type=case.device.type,
-                optimizer="adamw",
-                loss_fn=case.loss_fn if trains else None,
-            )
-            peak, batch = table.forecasts[0].peak, next(iter(table.largest.values()), None)
-            look.memory[use, recipe.autocasts, recipe.cast] = peak, batch
+    _forecast_recipe(case, Recipe(use), look)
+    for precision in look.xrays:
+        if (use, precision) not in look.raises:  # one will do: both have 16 bits
+            _forecast_recipe(case, Recipe(use, precision), look)
+            break
+    # Whether a model runs with its weights cast is for a real run to show.
+    with contextlib.suppress(TraceError):
+        _forecast_recipe(case, Recipe(use, Precision.BF16, cast=True), look)
+
+
+def _forecast_recipe(case: Case, recipe: Recipe, look: Outlook) -> None:
+    copies = case.copied(recipe)
+    loss_fn = case.loss_fn
+    if recipe.use == INFERENCE:  # without gradients a step is a forward pass
+        copies.model.requires_grad_(False).eval()
+        loss_fn = None
+    table = memory_table(
+        copies.model,
+        BatchedInputs(copies.args, copies.kwargs),
+        memory_bytes=look.memory_bytes,
+        reserve=_RESERVE,
+        precisions=[Precision.FP32 if recipe.cast else recipe.precision],
+        device_type=case.device.type,
+        optimizer="adamw",
+        loss_fn=loss_fn,
+    )
+    peak = table.forecasts[0].peak
+    largest_batch = next(iter(table.largest.values()), None)
+    look.memory[recipe.use, recipe.autocasts, recipe.cast] = (peak, largest_batch)

@@ -1,7 +1,7 @@
 """What can be tried: recipes for a step, as the very lines that are timed, checked and printed."""
 
-import itertools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,8 @@ from amp_lab.timing import Estimate, Ratio
 from amp_lab.tracing.copies import copied
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
 
-TRAINING, INFERENCE = "training", "inference"
+TRAINING = "training"
+INFERENCE = "inference"
 YOURS = "# model, args, kwargs and loss_fn are yours: loss_fn(model(*args, **kwargs)) is the loss"
 
 OWN_LOSS = remedy(
@@ -42,9 +43,18 @@ class Recipe:
         return self.precision.dtype is not torch.float32 and not self.cast
 
     def __str__(self) -> str:
-        name = f"{self.precision}{' weights' * self.cast}{' autocast' * self.autocasts}"
-        name += ", channels-last" * self.channels_last
-        return name + ", fused AdamW" * self.fused + ", torch.compile" * self.compiled
+        name = str(self.precision)
+        if self.cast:
+            name += " weights"
+        if self.autocasts:
+            name += " autocast"
+        if self.channels_last:
+            name += ", channels-last"
+        if self.fused:
+            name += ", fused AdamW"
+        if self.compiled:
+            name += ", torch.compile"
+        return name
 
 
 @dataclass(frozen=True)
@@ -60,35 +70,54 @@ class Case:
     @property
     def uses(self) -> tuple[str, ...]:
         """What it can be used for: a model without a weight to be trained, for inference alone."""
-        trains = any(parameter.requires_grad for parameter in self.model.parameters())
-        return (TRAINING, INFERENCE) if trains else (INFERENCE,)
+        if any(parameter.requires_grad for parameter in self.model.parameters()):
+            return TRAINING, INFERENCE
+        return (INFERENCE,)
 
     def dtype_of(self, recipe: Recipe) -> torch.dtype | None:
         """What the recipe casts weights and inputs to; None: they have the right dtype already."""
         if recipe.cast:
             return recipe.precision.dtype
-        half = any(parameter.dtype in LOWER_DTYPES for parameter in self.model.parameters())
-        return torch.float32 if half else None
+        if any(parameter.dtype in LOWER_DTYPES for parameter in self.model.parameters()):
+            return torch.float32
+        return None
+
+    def random_numbers_kept(self) -> AbstractContextManager:
+        """The block after which the random numbers of CPU and device go on as before it."""
+        if self.device.type == "cpu":
+            return torch.random.fork_rng([], device_type="cuda")
+        index = torch.accelerator.current_device_index()
+        return torch.random.fork_rng([index], device_type=self.device.type)
 
     def copied(self, recipe: Recipe) -> "Case":
         """The same with copies of model and inputs, in the dtype of the recipe."""
         dtype = self.dtype_of(recipe)
         model = copied(self.model)
 
-        def cast(x: torch.Tensor) -> torch.Tensor:
-            x = x.detach().clone()
-            return x.to(dtype) if dtype and x.is_floating_point() else x
+        if dtype is not None:
+            model = model.to(dtype)
 
-        args, kwargs = tree_map_only(torch.Tensor, cast, (self.args, self.kwargs))
-        return replace(self, model=model.to(dtype) if dtype else model, args=args, kwargs=kwargs)
+        def copied_input(x: torch.Tensor) -> torch.Tensor:
+            x = x.detach().clone()
+            if dtype is not None and x.is_floating_point():
+                return x.to(dtype)
+            return x
+
+        args, kwargs = tree_map_only(torch.Tensor, copied_input, (self.args, self.kwargs))
+        return replace(self, model=model, args=args, kwargs=kwargs)
 
 
 def recipes(use: str, precisions: list[Precision]) -> list[Recipe]:
     """What to try first; the best then get what else can be switched on."""
-    # fp16 weights cannot be trained: GradScaler refuses their gradients.
-    cast = {Precision.BF16, Precision.FP16} if use == INFERENCE else {Precision.BF16}
-    pairs = itertools.product(precisions, (False, True))
-    return [Recipe(use, p, cast=casts) for p, casts in pairs if not casts or p in cast]
+    can_cast = {Precision.BF16}
+    if use == INFERENCE:  # fp16 weights cannot be trained: GradScaler refuses their gradients
+        can_cast.add(Precision.FP16)
+    found = []
+    for precision in precisions:
+        found.append(Recipe(use, precision))
+        if precision in can_cast:
+            found.append(Recipe(use, precision, cast=True))
+    return found
 
 
 def loss_of(output: Any) -> str | None:
@@ -98,51 +127,113 @@ def loss_of(output: Any) -> str | None:
         parts = {f"output[{name!r}]": part for name, part in output.items()}
     elif isinstance(output, (list, tuple)):
         parts = {f"output[{i}]": part for i, part in enumerate(output)}
-    found = [p for p, t in parts.items() if isinstance(t, torch.Tensor) and t.requires_grad]
-    scalars = [place for place in found if not parts[place].dim()]
-    own = [place for place in scalars if "loss" in place or place == "output"]
-    return next(iter(own + [f"{place}.float().square().mean()" for place in found]), None)
+    places = [place for place, part in parts.items() if _has_gradient(part)]
+    for place in places:
+        is_loss = "loss" in place or place == "output"
+        if is_loss and not parts[place].dim():
+            return place
+    if not places:
+        return None
+    return f"{places[0]}.float().square().mean()"
+
+
+def _has_gradient(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) and part.requires_grad
+
+
+_CHANNELS_LAST = "memory_format=torch.channels_last"
+_MOVED = """
+
+def moved(x):  # for your own batches too
+    if isinstance(x, dict):
+        return {k: moved(v) for k, v in x.items()}
+    if isinstance(x, (list, tuple)):
+        return type(x)(map(moved, x))
+    if not torch.is_tensor(x):
+        return x"""
+_MOVED_END = """\
+    return x.to(device)
+
+
+args, kwargs = moved(args), moved(kwargs)"""
+_FP16_BACKWARD = """\
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()"""
 
 
 def lines(case: Case, recipe: Recipe, scale: float, lr: float = 1e-4) -> str:
     """The lines that put model and inputs in place, and define ``step``."""
-    dtype, image = case.dtype_of(recipe), "memory_format=torch.channels_last"
-    to = "device" + f", dtype={dtype}" * (dtype is not None) + f", {image}" * recipe.channels_last
-    trains, low = recipe.use == TRAINING, recipe.autocasts
-    fp16 = trains and recipe.precision is Precision.FP16
-    fused, tab = ", fused=True" * recipe.fused, "    " * (1 + low)
-    found = [
-        (recipe.precision is Precision.TF32, 'torch.set_float32_matmul_precision("high")'),
-        (True, f'device = torch.device("{case.device}")'),
-        (True, f"model = model.to({to}){'' if trains else '.eval()'}"),
-        (True, "\n\ndef moved(x):  # for your own batches too"),
-        (True, "    if isinstance(x, dict):\n        return {k: moved(v) for k, v in x.items()}"),
-        (True, "    if isinstance(x, (list, tuple)):\n        return type(x)(map(moved, x))"),
-        (True, "    if not torch.is_tensor(x):\n        return x"),
-        (dtype is not None, f"    x = x.to({dtype}) if x.is_floating_point() else x"),
-        (recipe.channels_last, f"    x = x.contiguous({image}) if x.dim() == 4 else x"),
-        (True, "    return x.to(device)\n\n\nargs, kwargs = moved(args), moved(kwargs)"),
-        (trains, f"optimizer = torch.optim.AdamW(model.parameters(), lr={lr}{fused})"),
-        (fp16, f"scaler = torch.amp.GradScaler(device.type, init_scale={scale})"),
-        (recipe.compiled, "model = torch.compile(model)"),
-        (True, "\n" if trains else "\n\n@torch.inference_mode()"),
-        (True, "def step():"),
-        (trains, "    optimizer.zero_grad()"),
-        (low, f"    with torch.autocast(device.type, dtype={recipe.precision.dtype}):"),
-        (not trains, f"{tab}return model(*args, **kwargs)"),
-        (trains, f"{tab}loss = loss_fn(model(*args, **kwargs))"),
-        (fp16, "    scaler.scale(loss).backward()\n    scaler.step(optimizer)"),
-        (fp16, "    scaler.update()"),
-        (trains and not fp16, "    loss.backward()\n    optimizer.step()"),
-        (trains, "    return loss.detach()"),
-    ]
-    return "\n".join(line for there, line in found if there)
+    found = []
+    if recipe.precision is Precision.TF32:
+        found.append('torch.set_float32_matmul_precision("high")')
+    found += _moving_lines(case, recipe)
+    if recipe.use == TRAINING:
+        found += _optimizer_lines(recipe, scale, lr)
+    if recipe.compiled:
+        found.append("model = torch.compile(model)")
+    if recipe.use == TRAINING:
+        found += _training_step_lines(recipe)
+    else:
+        found += _inference_step_lines(recipe)
+    return "\n".join(found)
+
+
+def _moving_lines(case: Case, recipe: Recipe) -> list[str]:
+    """Lines that move model, ``args`` and ``kwargs`` to the device and the dtype."""
+    dtype = case.dtype_of(recipe)
+    to = "device"
+    if dtype is not None:
+        to += f", dtype={dtype}"
+    if recipe.channels_last:
+        to += f", {_CHANNELS_LAST}"
+    model = f"model = model.to({to})"
+    if recipe.use == INFERENCE:
+        model += ".eval()"
+    found = [f'device = torch.device("{case.device}")', model, _MOVED]
+    if dtype is not None:
+        found.append(f"    x = x.to({dtype}) if x.is_floating_point() else x")
+    if recipe.channels_last:
+        found.append(f"    x = x.contiguous({_CHANNELS_LAST}) if x.dim() == 4 else x")
+    return [*found, _MOVED_END]
+
+
+def _optimizer_lines(recipe: Recipe, scale: float, lr: float) -> list[str]:
+    options = f"lr={lr}"
+    if recipe.fused:
+        options += ", fused=True"
+    found = [f"optimizer = torch.optim.AdamW(model.parameters(), {options})"]
+    if recipe.precision is Precision.FP16:
+        found.append(f"scaler = torch.amp.GradScaler(device.type, init_scale={scale})")
+    return found
+
+
+def _training_step_lines(recipe: Recipe) -> list[str]:
+    forward = _under_autocast(recipe, "loss = loss_fn(model(*args, **kwargs))")
+    backward = "    loss.backward()\n    optimizer.step()"
+    if recipe.precision is Precision.FP16:
+        backward = _FP16_BACKWARD
+    begin = "\n\ndef step():\n    optimizer.zero_grad()"
+    return [begin, forward, backward, "    return loss.detach()"]
+
+
+def _inference_step_lines(recipe: Recipe) -> list[str]:
+    forward = _under_autocast(recipe, "return model(*args, **kwargs)")
+    return ["\n\n@torch.inference_mode()\ndef step():", forward]
+
+
+def _under_autocast(recipe: Recipe, line: str) -> str:
+    if not recipe.autocasts:
+        return f"    {line}"
+    dtype = recipe.precision.dtype
+    return f"    with torch.autocast(device.type, dtype={dtype}):\n        {line}"
 
 
 def program(case: Case, recipe: Recipe, scale: float, beginning: str = YOURS) -> str:
     """A program with these lines, after a `beginning` that makes the names in `YOURS`."""
-    trains = recipe.use == TRAINING
-    end = "for i in range(3):  # your own loop\n    print(i, step().item())" if trains else "step()"
+    end = "step()"
+    if recipe.use == TRAINING:
+        end = "for i in range(3):  # your own loop\n    print(i, step().item())"
     return f"import torch\n\n{beginning.strip()}\n\n{lines(case, recipe, scale)}\n\n\n{end}\n"
 
 
@@ -150,7 +241,8 @@ class Step:
     """The lines of a recipe on a copy of a model: a call trains, or infers, once."""
 
     def __init__(self, case: Case, recipe: Recipe, scale: float = 2.0**16, lr: float = 1e-4):
-        self._recipe, self._type = recipe, case.device.type
+        self._recipe = recipe
+        self._type = case.device.type
         self.names: dict[str, Any] = vars(case.copied(recipe)) | {"torch": torch}
         self.model = self.names["model"]  # itself, also if the lines compile it
         self.trained = [p for p in self.model.parameters() if p.requires_grad]

@@ -69,14 +69,16 @@ class Advice(Printed):
                 continue
             precision = str(c.recipe.precision)
             rest = c.name.removeprefix(precision).lstrip(", ")
-            bar = precision, rest, c.time_s.times(1e3), None, f"{c.speedup or ''}"
+            milliseconds = c.time_s.times(1e3)
+            bar = (precision, rest, milliseconds, None, f"{c.speedup or ''}")
             panels.setdefault(c.recipe.use, []).append(bar)
         if not panels:
             return ""
         from amp_lab import plots  # matplotlib takes a second to load
 
-        png = base64.b64encode(plots.image(plots.speed_ladder, panels)).decode()
-        return f'<p><img alt="time of a step by recipe" src="data:image/png;base64,{png}"></p>'
+        png = plots.image(plots.speed_ladder, panels)
+        encoded = base64.b64encode(png).decode()
+        return f'<p><img alt="time of a step by recipe" src="data:image/png;base64,{encoded}"></p>'
 
     def _repr_html_(self) -> str:
         return super()._repr_html_() + self._with_programs("<p>{}</p><pre>{}</pre>", html.escape)
@@ -90,9 +92,11 @@ class Advice(Printed):
         return super().to_markdown() + self._with_programs("\n\n{}\n\n```python\n{}```")
 
     def _with_programs(self, form: str, escape: Any = str) -> str:
-        head = "The lines to write for {} ({}), which ran here:"
-        named = {use: head.format(use, best.name) for use, best in self.chosen.items()}
-        return "".join(form.format(named[use], escape(p)) for use, p in self.programs.items())
+        text = ""
+        for use, program in self.programs.items():
+            head = f"The lines to write for {use} ({self.chosen[use].name}), which ran here:"
+            text += form.format(head, escape(program))
+        return text
 
     def _contents(self) -> dict[str, Any]:
         return vars(self) | {
@@ -113,21 +117,29 @@ class Advice(Printed):
 
     def _reasons(self) -> list[str]:
         """Why verdicts are as they are, a sentence for all recipes that share one."""
-        told = "\n".join(self.watch)
+        remarks = "\n".join(self.watch)
         recipes: dict[tuple[str, str], list[str]] = {}
-        for candidate in self.candidates:
-            if candidate.reason and candidate.reason not in told:
-                why = candidate.verdict, candidate.reason
-                recipes.setdefault(why, []).append(f"{candidate.name} ({candidate.recipe.use})")
-        return [
-            f"{listed(names)}: {verdict}: {reason}" for (verdict, reason), names in recipes.items()
-        ]
+        for c in self.candidates:
+            if c.reason and c.reason not in remarks:
+                recipes.setdefault((c.verdict, c.reason), []).append(f"{c.name} ({c.recipe.use})")
+        reasons = []
+        for (verdict, reason), names in recipes.items():
+            reasons.append(f"{listed(names)}: {verdict}: {reason}")
+        return reasons
 
 
 def _cells(c: Candidate) -> list[str]:
-    time = f"{1e3 * c.time_s.median:.3g}" if c.time_s and c.time_s.trusted else "-"
-    peak = "-" if c.peak_bytes is None else bytes_text(c.peak_bytes)
-    batch = "-" if c.largest_batch is None else f"{c.largest_batch:,}"
-    speedup = str(c.speedup) if c.speedup and c.speedup.trusted else "-"
-    off = c.against_fp32 or "-"
-    return [c.recipe.use, c.name, time, speedup, off, peak, batch, c.verdict]
+    milliseconds = ""
+    if c.time_s and c.time_s.trusted:
+        milliseconds = f"{1e3 * c.time_s.median:.3g}"
+    speedup = ""
+    if c.speedup and c.speedup.trusted:
+        speedup = str(c.speedup)
+    peak = ""
+    if c.peak_bytes is not None:
+        peak = bytes_text(c.peak_bytes)
+    batch = ""
+    if c.largest_batch is not None:
+        batch = f"{c.largest_batch:,}"
+    figures = [milliseconds, speedup, c.against_fp32, peak, batch]
+    return [c.recipe.use, c.name, *[figure or "-" for figure in figures], c.verdict]

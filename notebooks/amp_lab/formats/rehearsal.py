@@ -4,7 +4,6 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,7 +88,7 @@ def rehearse(
     kind = _kind(model, use)
     _check_steps(kind, steps, seeds)
     case = Case(model, inputs, kwargs, loss_fn, _device_of(model))
-    with _random_numbers_kept(case.device), torch.enable_grad():
+    with case.random_numbers_kept(), torch.enable_grad():
         try:
             rehearsed = Training(case, steps, seeds) if kind is Training else Inference(case)
             layers, reports = _first_step(rehearsed, forms, facts)
@@ -105,14 +104,6 @@ def _device_of(model: nn.Module) -> torch.device:
     for parameter in model.parameters():
         return parameter.device
     return torch.device("cpu")
-
-
-def _random_numbers_kept(device: torch.device) -> AbstractContextManager:
-    """The block after which random numbers go on as before it."""
-    if device.type == "cpu":
-        return torch.random.fork_rng([], device_type="cuda")
-    index = torch.accelerator.current_device_index()
-    return torch.random.fork_rng([index], device_type=device.type)
 
 
 def _result(
@@ -180,7 +171,8 @@ def _no_matmul(use: Use) -> str:
 
 
 def _left_to_torch(use: Use) -> list[str]:
-    return [f"{op} with {listed([*weights], 3)}" for op, weights in use.others.items()]
+    names = {op: listed([*weights], 3) for op, weights in use.others.items()}
+    return [f"{op} with {weights}" for op, weights in names.items()]
 
 
 def _not_rehearsed(use: Use) -> list[str]:
@@ -399,14 +391,15 @@ def _program(use: Use, form: str, layers: list[LayerReport], watch: list[str]) -
     """The lines that convert the model to a format; empty if torchao converts none of it."""
     modules = dict(use.case.model.named_modules())
     rounded = [report.layer.name for report in _converted(form, layers)]
-    converted = [name for name in rounded if use.torchao.converts(form, modules.get(name))]
+    converted = []
+    for name in rounded:
+        if use.torchao.converts(form, modules.get(name)):
+            converted.append(name)
     left = len(rounded) - len(converted)
     if left:
         kind = use.torchao.converted_kind(form)
-        watch.append(
-            f"torchao's lines are for {kind} alone, and so leave {left} of {len(rounded)} layers "
-            "in 16 bits."
-        )
+        many = f"{left} of {len(rounded)} layers"
+        watch.append(f"torchao's lines are for {kind} alone, and so leave {many} in 16 bits.")
     if not converted:
         return ""
     left_out = []
