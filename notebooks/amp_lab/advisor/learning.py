@@ -17,7 +17,9 @@ from amp_lab.remedies import remedy
 from amp_lab.timing import measure
 from amp_lab.tracing.structures import named_tensors
 
-_STEPS, _RATE, _LOW_RATE = 10, 1e-3, 1e-4
+_STEPS = 10
+_RATE = 1e-3
+_LOW_RATE = 1e-4
 _LEARNS = 0.05  # by so much of the first loss, at least
 _JITTER = 2.0**-9  # bf16's rounding error: what fp32 itself makes of it is no fault
 CHAOTIC = 0.7  # gradients that this noise turns so far tell nothing by where they point
@@ -57,15 +59,16 @@ class Learning:
         self._noisy = Candidate(Recipe(TRAINING))
         self._most_seconds = math.inf  # of a step
         self._run(self._plain)
-        # Each of some eight runs gets its share of the time; a slow model gets fewer steps.
-        steps = seconds / 8 / max(self._plain.seconds, 1e-4)
+        share = seconds / 8  # each of some eight runs gets its share; a slow model gets fewer steps
+        steps = share / max(self._plain.seconds, 1e-4)
         self._steps = max(3, min(_STEPS, int(steps)))
         _, self._gradients = self._run(self._plain)
         _, noisy = self._run(self._noisy, noisy=True)
         self.noise = distance(noisy, self._gradients)
-        self._most_seconds = max(1.0, seconds / 8, _PATIENCE * self._plain.seconds)
+        self._most_seconds = max(1.0, share, _PATIENCE * self._plain.seconds)
         first = abs(self._plain.losses[0])
-        self.learns = math.isfinite(first) and _fall(self._plain) > _LEARNS * first
+        least = _LEARNS * first
+        self.learns = math.isfinite(first) and _fall(self._plain) > least
 
     def check(self, candidate: Candidate, scale: float) -> Step:
         """Train with a recipe as fp32 was trained, and note how far off it is, and if too far.
@@ -102,8 +105,9 @@ class Learning:
             with _left_after(most_seconds, step):
                 loss = step().item()
             took.append(time.perf_counter() - start)
-            if scaler and scaler.get_scale() < before and math.isfinite(loss):
-                continue  # the gradients overflowed, and the weights are what they were
+            overflowed = scaler and scaler.get_scale() < before
+            if overflowed and math.isfinite(loss):
+                continue  # the weights are what they were
             losses.append(loss)
             if not gradients:
                 gradients = [p.grad.clone() for p in step.trained if p.grad is not None]
@@ -115,41 +119,48 @@ class Learning:
 
     def _judge(self, run: Candidate, gradients: list[Tensor]) -> None:
         """Note how far a run is from fp32's, and why it is not alike, if it is not."""
-        if not run.losses or not math.isfinite(run.losses[-1]):
-            what = f"its loss is {run.losses[-1]}" if run.losses else "all its gradients overflow"
-            run.reason = f"{what} in step {max(1, len(run.losses))}"
+        if not run.losses:
+            run.reason = "all its gradients overflow in step 1"
             return
-        run.against_fp32, run.reason = self._compared(gradients)
+        if not math.isfinite(run.losses[-1]):
+            run.reason = f"its loss is {run.losses[-1]} in step {len(run.losses)}"
+            return
+        self._compare_gradients(run, gradients)
         if run.reason:
             return
-        if not self.learns:  # nothing to hold the fall against, so the first loss has to do
-            first = self._plain.losses[0]
-            away = abs(run.losses[0] - first) / (abs(first) or 1.0)
-            if not away < 0.05:  # nor if it is NaN
-                run.reason = f"its first loss is {away:.1%} off"
+        if self.learns:
+            self._compare_falls(run)
+        else:  # nothing to hold the fall against, so the first loss has to do
+            self._compare_first_losses(run)
+
+    def _compare_gradients(self, run: Candidate, gradients: list[Tensor]) -> None:
+        off = distance(gradients, self._gradients)
+        run.against_fp32 = f"gradients {off:.1%} off"
+        run.reason = ""
+        if self.noise <= CHAOTIC:
+            allowed = min(0.9, 0.5 + 2 * self.noise)
+            if not off <= allowed:  # nor if it is NaN
+                run.reason = f"its gradients may be {allowed:.0%} off at most"
             return
+        run.against_fp32 += f" (fp32's own, with noise: {self.noise:.0%})"
+        size = _norm(gradients) / (_norm(self._gradients) or 1.0)
+        if not 0.5 <= size <= 2:
+            run.reason = f"its gradients are {size:.2g} times as large as fp32's"
+
+    def _compare_first_losses(self, run: Candidate) -> None:
+        first = self._plain.losses[0]
+        off = abs(run.losses[0] - first) / (abs(first) or 1.0)
+        if not off < 0.05:  # nor if it is NaN
+            run.reason = f"its first loss is {off:.1%} off"
+
+    def _compare_falls(self, run: Candidate) -> None:
         learned = _fall(run) / _fall(self._plain)
         noisy = _fall(self._noisy) / _fall(self._plain)
         # Noise excuses much, but never half of what was to be learnt.
-        most = min(0.5, 0.2 + 2 * abs(noisy - 1))
+        allowed = min(0.5, 0.2 + 2 * abs(noisy - 1))
         run.against_fp32 += f", learns {learned:.0%}"
-        if not abs(learned - 1) <= most:
-            run.reason = f"it has to learn 100% ± {most:.0%}"
-
-    def _compared(self, gradients: list[Tensor]) -> tuple[str, str]:
-        """How far gradients are from fp32's, and why they are not alike, if they are not."""
-        off = distance(gradients, self._gradients)
-        said = f"gradients {off:.1%} off"
-        if self.noise <= CHAOTIC:
-            most = min(0.9, 0.5 + 2 * self.noise)
-            if off <= most:
-                return said, ""
-            return said, f"its gradients may be {most:.0%} off at most"
-        said = f"{said} (fp32's own, with noise: {self.noise:.0%})"
-        size = _size(gradients) / (_size(self._gradients) or 1.0)
-        if 0.5 <= size <= 2:
-            return said, ""
-        return said, f"its gradients are {size:.2g} times as large as fp32's"
+        if not abs(learned - 1) <= allowed:
+            run.reason = f"it has to learn 100% ± {allowed:.0%}"
 
 
 class Answers:
@@ -157,16 +168,22 @@ class Answers:
 
     def __init__(self, case: Case):
         self._case = case
-        self._right = _floats(Step(case, Recipe(INFERENCE))())
+        step = Step(case, Recipe(INFERENCE))
+        self._output = _floats(step())
 
     def check(self, candidate: Candidate, scale: float) -> Step:
         """Infer with a recipe, which needs no loss scale, and note how far off it is."""
         step = Step(self._case, candidate.recipe)
-        off = distance(_floats(step()), self._right)
-        candidate.against_fp32 = f"output {off:.2%} off" if off < math.inf else "output not finite"
-        most = TOLERANCE[candidate.recipe.precision]
-        candidate.reason = "" if off <= most else f"its output may be {most:.1%} off at most"
-        candidate.seconds = measure(step, device=self._case.device, warmup=0, repeats=3).median_s
+        off = distance(_floats(step()), self._output)
+        candidate.against_fp32 = "output not finite"
+        if off < math.inf:
+            candidate.against_fp32 = f"output {off:.2%} off"
+        allowed = TOLERANCE[candidate.recipe.precision]
+        candidate.reason = ""
+        if not off <= allowed:  # nor if it is NaN
+            candidate.reason = f"its output may be {allowed:.1%} off at most"
+        timing = measure(step, device=self._case.device, warmup=0, repeats=3)
+        candidate.seconds = timing.median_s
         return step
 
 
@@ -175,15 +192,15 @@ def _left_after(seconds: float, step: Step) -> Iterator[None]:
     """Leave a step that takes longer, between two of its modules or of its weights' gradients."""
     end = time.perf_counter() + seconds
 
-    def look(*_: object) -> None:
+    def check_clock(*_: object) -> None:
         if time.perf_counter() > end:
             raise TooSlow
 
     with ExitStack() as hooks:
         if seconds < math.inf:  # else they would be in the way of what is compiled
-            hooks.enter_context(torch.nn.modules.module.register_module_forward_hook(look))
+            hooks.enter_context(torch.nn.modules.module.register_module_forward_hook(check_clock))
             for weight in step.trained:
-                hooks.enter_context(weight.register_hook(look))
+                hooks.enter_context(weight.register_hook(check_clock))
         yield
 
 
@@ -197,8 +214,10 @@ def _unmoved(step: Step) -> float:
     """The share of the weights that are the same after one more step."""
     before = [weight.detach().clone() for weight in step.trained]
     step()
-    same = [a == b for a, b in zip(before, step.trained, strict=True)]
-    return torch.cat([weight.flatten() for weight in same]).float().mean().item()
+    same = []
+    for old, new in zip(before, step.trained, strict=True):
+        same.append((old == new).flatten())
+    return torch.cat(same).float().mean().item()
 
 
 def _fall(run: Candidate) -> float:
@@ -209,14 +228,18 @@ def _floats(output: object) -> list[Tensor]:
     return [tensor for _, tensor in named_tensors(output) if tensor.is_floating_point()]
 
 
-def _size(tensors: Sequence[Tensor]) -> float:
-    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
+def _norm(tensors: Sequence[Tensor]) -> float:
+    """The Euclidean norm of them all."""
+    squares = [float(tensor.double().square().sum()) for tensor in tensors]
+    return math.sqrt(sum(squares))
 
 
 def distance(found: Sequence[Tensor], right: Sequence[Tensor]) -> float:
     """How far tensors are from the right ones, relative, in the Euclidean norm of them all."""
-    apart = [a.double() - b.double() for a, b in zip(found, right, strict=True)]
-    return _size(apart) / (_size(right) or 1.0)
+    errors = []
+    for tensor, right_tensor in zip(found, right, strict=True):
+        errors.append(tensor.double() - right_tensor.double())
+    return _norm(errors) / (_norm(right) or 1.0)
 
 
 def _loss_and_large_outputs(case: Case, step: Step) -> tuple[Tensor, dict[str, float]]:
@@ -226,9 +249,10 @@ def _loss_and_large_outputs(case: Case, step: Step) -> tuple[Tensor, dict[str, f
     large: dict[str, float] = {}
 
     def note(module: torch.nn.Module, args: object, output: object) -> None:
-        reached = max((float(t.detach().abs().max()) for t in _floats(output)), default=0.0)
-        if reached > torch.finfo(torch.float16).max and module in names:
-            large[names[module]] = reached
+        magnitudes = [float(tensor.detach().abs().max()) for tensor in _floats(output)]
+        largest = max(magnitudes, default=0.0)
+        if largest > torch.finfo(torch.float16).max and module in names:
+            large[names[module]] = largest
 
     with torch.nn.modules.module.register_module_forward_hook(note):
         loss = case.loss_fn(step.output())
@@ -243,25 +267,36 @@ def fp16_remarks(case: Case) -> tuple[float | None, list[str]]:
     """A first loss scale for fp16, if any keeps the gradients, and where fp16 would lose what."""
     step = Step(case, Recipe(TRAINING))
     loss, large = _loss_and_large_outputs(case, step)
-    said = [f"fp16 overflows: the output of {n} reaches {x:.3g}." for n, x in large.items()][:3]
+    remarks = []
+    for name, largest in list(large.items())[:3]:
+        remarks.append(f"fp16 overflows: the output of {name} reaches {largest:.3g}.")
     try:
         report = gradient_underflow(step.model, loss)
     except NumericsError:  # a graph that cannot be followed; the steps themselves still can run
-        return 2.0**16, said
+        return 2.0**16, remarks
     if report.half:
         unknown = "Part of the model computes in fp16 by itself: what that loses is not known."
-        return 2.0**16, [*said, unknown]
+        return 2.0**16, [*remarks, unknown]
     rows = _above_rounding(report.rows)
-    for row in sorted(rows, key=lambda row: -row.lost(1.0))[:3]:
-        if row.lost(1.0) > 0.01:
-            share = f"{row.lost(1.0):.0%} of the gradient values of {row.layer or 'the model'}"
-            said.append(f"Without a loss scale fp16 loses {share} ({row.what}).")
-    counted = together("", rows)
-    low, high = counted.smallest_scale, counted.largest_scale
+    remarks += _underflow_remarks(rows)
+    total = together("", rows)
+    low = total.smallest_scale
+    high = total.largest_scale
     if low is None or high is None or low > high:
-        return None, [*said, _NO_LOSS_SCALE.text]
+        return None, [*remarks, _NO_LOSS_SCALE.text]
     scale = max(low, min(2.0**16, high / 8))  # with room for them to grow eightfold
-    return scale, [*said, _FIRST_LOSS_SCALE.said(scale=scale)]
+    return scale, [*remarks, _FIRST_LOSS_SCALE.said(scale=scale)]
+
+
+def _underflow_remarks(rows: Sequence[GradientCount]) -> list[str]:
+    """The three gradients of which fp16 would lose most, if that is more than 1 %."""
+    remarks = []
+    for row in sorted(rows, key=lambda row: -row.lost(1.0))[:3]:
+        lost = row.lost(1.0)
+        if lost > 0.01:
+            share = f"{lost:.0%} of the gradient values of {row.layer or 'the model'}"
+            remarks.append(f"Without a loss scale fp16 loses {share} ({row.what}).")
+    return remarks
 
 
 def _above_rounding(rows: Sequence[GradientCount]) -> list[GradientCount]:
