@@ -87,8 +87,10 @@ class _Interception(TorchFunctionMode):
             first_name = next(filter(None, names), "")
             for result in _tensors(out):
                 self._names[result] = first_name
-        elif names[:1] == [""] and (op == "setitem" or out is tensors[0]):
-            del self._names[_root(tensors[0])]  # an activation was written into it
+        elif names[:1] == [""]:
+            is_written = op == "setitem" or out is tensors[0]
+            if is_written:  # by an activation
+                del self._names[_root(tensors[0])]
         if op not in _PRODUCTS or self._asked:
             return
         for tensor, name in zip(followed, names, strict=True):
@@ -222,9 +224,9 @@ def _multiply_patches(
     weights = kernel.flatten(1).chunk(groups)
     pairs = zip(rows.chunk(groups, 1), weights, strict=True)
     out = torch.cat([product(group, weight) for group, weight in pairs], 1)
-    out = out.view(len(image), patches.shape[2], -1).transpose(1, 2)
+    channels_last = out.view(len(image), -1, len(kernel))
     height, width = map(_positions, image.shape[2:], window, stride, dilation, padding)
-    return out.unflatten(2, (height, width))
+    return channels_last.transpose(1, 2).unflatten(2, (height, width))
 
 
 def _positions(size: int, window: int, stride: int, dilation: int, padding: int) -> int:

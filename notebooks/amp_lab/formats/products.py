@@ -64,8 +64,9 @@ class ProductFormats:
         if which == FORWARD:
             generator = None
         with torch.autocast(left.device.type, enabled=False):
-            rounded = quantize(left, left_format, generator=generator, counts=counts[0])
-            return rounded @ quantize(right, right_format, counts=counts[1]).T
+            left = quantize(left, left_format, generator=generator, counts=counts[0])
+            right = quantize(right, right_format, counts=counts[1])
+            return left @ right.T
 
     def _summed_over_rows(self, operand: Tensor, form: Format) -> Tensor:
         """An operand of wgrad, ``(…, rows of the batch)``, padded with zeros, as libraries do."""
@@ -141,7 +142,8 @@ def hadamard(values: Tensor, size: int = HADAMARD, seed: int = 0) -> Tensor:
     if not is_power_of_two or length % size:
         raise NumericsError(f"hadamard: {size} is no power of two that divides {length}")
     draws = torch.Generator().manual_seed(seed)
-    signs = torch.randint(0, 2, (size,), generator=draws).mul_(2).sub_(1)
+    bits = torch.randint(0, 2, (size,), generator=draws)
+    signs = 2 * bits - 1
     of_two = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
     matrix = torch.ones(1, 1)
     while len(matrix) < size:
@@ -167,5 +169,5 @@ class _Linear(torch.autograd.Function):
             if ctx.needs_input_grad[i]:
                 left, right = operands(which, *saved, *grads)
                 grad = ctx.formats.product(which, left, right)
-                found[i] = grad.view(saved[i].shape).to(saved[i].dtype)
+                found[i] = grad.view_as(saved[i]).to(saved[i].dtype)
         return *found, None

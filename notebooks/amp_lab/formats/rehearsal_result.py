@@ -83,9 +83,9 @@ class TrainingReport(FormatReport):
 
     def _learns_as(self, bf16: "TrainingReport") -> bool:
         """Whether the last losses are as near to bf16's as those of two seeds are."""
-        difference = abs(statistics.mean(self.losses) - statistics.mean(bf16.losses))
+        difference = statistics.mean(self.losses) - statistics.mean(bf16.losses)
         spread = max(_spread(self.losses), _spread(bf16.losses))
-        return difference <= max(2 * spread, _LEARNED_OFF * abs(bf16.learned))
+        return abs(difference) <= max(2 * spread, _LEARNED_OFF * abs(bf16.learned))
 
 
 def _spread(losses: list[float]) -> float:
@@ -178,10 +178,10 @@ class Rehearsal(Printed):
         by_reason: dict[tuple[str, str], list[str]] = {}
         for (layer, reason), forms in formats.items():
             by_reason.setdefault((", ".join(forms), reason), []).append(layer)
-        return [
-            f"{listed(layers, 3)}: {reason} ({forms})."
-            for (forms, reason), layers in by_reason.items()
-        ]
+        reasons = []
+        for (forms, reason), layers in by_reason.items():
+            reasons.append(f"{listed(layers, 3)}: {reason} ({forms}).")
+        return reasons
 
     def _contents(self) -> dict[str, Any]:
         layers = [vars(r) | {"layer": vars(r.layer)} for r in self.layers]

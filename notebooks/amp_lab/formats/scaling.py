@@ -143,7 +143,8 @@ def quantize(
     no dimension, and a size that is no multiple of the block's.
     """
     form = format_of(form)
-    if amax is not None and (form.block != (0, 0) or form.scale == "none"):
+    has_one_scale = form.block == (0, 0) and form.scale != "none"
+    if amax is not None and not has_one_scale:
         raise NumericsError(f"quantize: amax is for one scale of the whole tensor, not {form.name}")
     if not values.is_floating_point() or not values.dim():
         raise NumericsError("quantize: it takes a floating-point tensor of one dimension or more")
@@ -190,7 +191,11 @@ def _quantize_scaled(
 
 def _block_amax(pieces: Sequence[Tensor], form: Format) -> Tensor:
     """The largest magnitude of what shares a scale, of shape (rows or 1, 1, columns, 1)."""
-    amax = torch.cat([x.abs().amax(3, keepdim=True).amax(1, keepdim=True) for x in pieces])
+    found = []
+    for piece in pieces:
+        row_amax = piece.abs().amax(3, keepdim=True)
+        found.append(row_amax.amax(1, keepdim=True))
+    amax = torch.cat(found)
     if form.block[0] == 0:
         amax = amax.amax(0, keepdim=True)
     return amax
@@ -264,7 +269,8 @@ def _e8m0_scales(amax: Tensor, form: Format) -> tuple[Tensor, Tensor]:
     2^-126 does, or, with "rceil", as 1.
     """
     if form.power == "rceil":
-        exponent = (amax / form.element.largest).log2().ceil().clamp(-127, 127)
+        ratio = amax / form.element.largest
+        exponent = ratio.log2().ceil().clamp(-127, 127)
         factor = torch.where(exponent == -127, 1.0, torch.exp2(-exponent))
         return factor, torch.exp2(exponent)
     bits = amax.view(torch.int32)

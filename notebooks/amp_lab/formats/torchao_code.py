@@ -92,7 +92,9 @@ def set_of(names: Sequence[str]) -> str:
 
 def converts(form: str, module: nn.Module | None) -> bool:
     """Whether these lines convert a module."""
-    return type(module) is nn.Linear and (form != "mxfp8" or module.bias is None)
+    if type(module) is not nn.Linear:
+        return False
+    return form != "mxfp8" or module.bias is None
 
 
 def converted_kind(form: str) -> str:

@@ -274,8 +274,11 @@ class Inference(Use):
     def measure(self, product_of: ProductOf) -> None:
         """Run the model in fp32; raises `NumericsError` if no number of its output is finite."""
         self._output = self._run(product_of)
-        values = sum(x.numel() for x in self._output)
-        finite = sum(int(x.isfinite().sum()) for x in self._output)
+        values = 0
+        finite = 0
+        for tensor in self._output:
+            values += tensor.numel()
+            finite += int(tensor.isfinite().sum())
         if not finite:
             name = type(self.case.model).__name__
             raise NumericsError(f"{name} returns no finite floating-point number to be compared")
