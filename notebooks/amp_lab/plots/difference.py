@@ -25,13 +25,14 @@ def error_growth(steps: Sequence[Any], parts_at: str | None = None) -> Figure:
     }
     for name, (values, colour, dash) in curves.items():
         shown = {n: value for n, value in enumerate(values) if 0 < value < math.inf}
-        look: style.Look = {"linestyle": dash, "marker": "o" if len(shown) < 40 else None}
+        marker = "o" if len(shown) < 40 else None
+        look: style.Look = {"linestyle": dash, "marker": marker, "color": colour}
         if shown:
-            points = list(shown), list(shown.values())
-            ax.plot(*points, color=colour, markersize=3, label=name, **look)
+            ax.plot(list(shown), list(shown.values()), markersize=3, label=name, **look)
     ax.set_yscale("log")
-    at = next((n for n, step in enumerate(steps) if step.module == parts_at), None)
-    if at is not None:
+    marked = [n for n, step in enumerate(steps) if step.module == parts_at]
+    if marked:
+        at = marked[0]
         ax.axvline(at, color=style.GUIDE, linewidth=1)
         side = "right" if at > len(steps) / 2 else "left"
         place: style.Look = {"ha": side, "va": "bottom", "transform": ax.get_xaxis_transform()}
@@ -61,7 +62,8 @@ def _name_modules(ax: Any, steps: Sequence[Any]) -> None:
     shown: list[int] = []
     for n, step in enumerate(steps):
         begins = not n or step.module != steps[n - 1].module
-        if begins and (not shown or n - shown[-1] >= len(steps) / 12):
+        has_room = not shown or n - shown[-1] >= len(steps) / 12
+        if begins and has_room:
             shown.append(n)
     names = [steps[n].module or "(model)" for n in shown]
     ax.set_xticks(shown, names, rotation=30, ha="right", fontsize=9)

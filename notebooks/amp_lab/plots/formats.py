@@ -1,5 +1,6 @@
 """Errors of formats below 16 bits."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,9 +24,10 @@ def sqnr_by_format(errors: Mapping[str, Mapping[str, float]]) -> Axes:
     """Bars of signal to quantisation noise, by format, for each kind of values."""
     _, ax = style.subplots(size=(8.5, 3.6))
     for i, (kind, of_format) in enumerate(errors.items()):
-        looks = {"width": 0.38, "color": _shade(i, 2), "hatch": ("", "//")[i], "edgecolor": "white"}
+        hatch = ("", "//")[i]
+        looks = {"width": 0.38, "color": _shade(i, 2), "hatch": hatch, "edgecolor": "white"}
         for n, value in enumerate(of_format.values()):
-            named = {"label": kind} if n == 0 else {}
+            named = {"label": kind} if n == 0 else {}  # once in the legend
             style.bar(ax, n + 0.4 * i - 0.2, value, f"{value:.0f}", **looks, **named)
         ax.set_xticks(range(len(of_format)), list(of_format))
     ax.margins(y=0.35)
@@ -36,7 +38,8 @@ def loss_by_format(losses: Mapping[str, Sequence[Sequence[float]]], over: int = 
     """The mean loss of several seeds over the steps, smoothed over so many, for each format."""
     _, ax = style.subplots(size=(8.5, 4.0))
     for i, (name, runs) in enumerate(losses.items()):
-        mean = np.convolve(np.mean(runs, 0), np.ones(over) / over, "valid")
+        window = np.ones(over) / over
+        mean = np.convolve(np.mean(runs, 0), window, "valid")
         steps = range(over, over + len(mean))
         dash = _DASHES[i % len(_DASHES)]
         ax.plot(steps, mean, color=_shade(i, len(losses)), linestyle=dash, label=name)
@@ -53,18 +56,25 @@ def errors_by_layer(reports: Sequence[Any]) -> Figure:
     forms = list(dict.fromkeys(report.format for report in reports))
     figure, ax = style.subplots(size=(9.0, 4.2))
     for i, form in enumerate(forms):
-        mark, colour = _MARKS[i % len(_MARKS)], _shade(i, len(forms))
-        shown = [r for r in reports if r.format == form and r.decibels]
-        at = [names.index(r.layer.name) for r in shown]
-        values = [r.worst[1] for r in shown]
-        ax.plot(at, values, color=colour, linewidth=1)
+        mark = _MARKS[i % len(_MARKS)]
+        colour = _shade(i, len(forms))
+        shown = [report for report in reports if report.format == form and report.decibels]
+        ax.plot(*_points(shown, names), color=colour, linewidth=1)
         ax.plot([], [], marker=mark, color=colour, linewidth=1, markersize=5, label=form)
-        for kept, fill in ((True, "white"), (False, colour)):
-            part = [n for n, r in enumerate(shown) if bool(r.left_out) is kept]
-            points = [at[n] for n in part], [values[n] for n in part]
+        left_out = [report for report in shown if report.left_out]
+        converted = [report for report in shown if not report.left_out]
+        for part, fill in ((left_out, "white"), (converted, colour)):
+            points = _points(part, names)
             ax.plot(*points, mark, color=colour, markerfacecolor=fill, markersize=5)
-    step = -(-len(names) // 16)
+    step = math.ceil(len(names) / 16)  # 16 names have room
     ax.set_xticks(range(0, len(names), step), names[::step], rotation=30, ha="right", fontsize=9)
     style.label(ax, "layer (open: left in 16 bits)", "SQNR of the worst product in dB")
     style.legend_beside(figure, "outside right upper")
     return figure
+
+
+def _points(reports: Sequence[Any], names: list[str]) -> tuple[list[int], list[float]]:
+    """Layers by their place among the names, and the SQNR of their worst product."""
+    places = [names.index(report.layer.name) for report in reports]
+    decibels = [report.worst[1] for report in reports]
+    return places, decibels

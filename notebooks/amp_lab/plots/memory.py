@@ -38,10 +38,14 @@ def _by_dtype(peak: Iterable[tuple[Any, Any, int]]) -> list[tuple[float, Look]]:
     kinds = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
     sizes = dict.fromkeys((*kinds.values(), "integers"), 0.0)
     for _, dtype, size in peak:
-        sizes[kinds.get(str(dtype).removeprefix("torch."), "integers")] += size / 2**30
-    labels = {kind: kind if size > 0.1 else None for kind, size in sizes.items()}
-    looks = {kind: style.look_of(kind, height=0.6, label=labels[kind]) for kind in sizes}
-    return [(size, looks[kind]) for kind, size in sizes.items() if size]
+        name = str(dtype).removeprefix("torch.")
+        sizes[kinds.get(name, "integers")] += size / 2**30
+    bars = []
+    for kind, size in sizes.items():
+        label = kind if size > 0.1 else None
+        if size:
+            bars.append((size, style.look_of(kind, height=0.6, label=label)))
+    return bars
 
 
 def memory_against_batch(
@@ -95,10 +99,15 @@ def bytes_per_parameter(setups: Mapping[str, Mapping[str, float]]) -> Axes:
     return ax
 
 
+def _total(parts: Sequence[tuple[str, str, int]]) -> int:
+    return sum(size for _, _, size in parts)
+
+
 def sent_bytes(setups: Mapping[str, Sequence[tuple[str, str, int]]], ranks: int) -> Axes:
     """Stacked bars of what a rank sends a step: `setups[name]` has (collective, dtype, bytes)."""
     figure, ax = style.subplots(size=(8.5, 0.48 * len(setups) + 1.0))
-    longest = max(sum(size for *_, size in parts) for parts in setups.values()) / 2**10
+    totals = [_total(parts) for parts in setups.values()]
+    longest = max(totals) / 2**10
     box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # keeps the hatch off the letters
     inside: Look = {"ha": "center", "va": "center", "fontsize": 8, "linespacing": 0.9, "bbox": box}
     for y, parts in enumerate(setups.values()):

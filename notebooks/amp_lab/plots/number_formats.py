@@ -1,5 +1,6 @@
 """What the formats of numbers can hold, and which of them ops compute in."""
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +13,9 @@ from amp_lab.plots.style import COLOURS, Look, Values
 
 # Exponents of two at the edges of fp16: what lies at or below the first is zero, from there to the
 # second subnormal, and from 65520 on, just below the third, infinite.
-ZERO, NORMAL, TOP = -25, -14, 16
+ZERO = -25
+NORMAL = -14
+TOP = 16
 RIGHT = 20  # where the axis of gradients ends
 LEFT: Look = {"loc": "left", "fontsize": 11}  # of titles
 
@@ -28,7 +31,9 @@ def range_and_spacing(formats: Mapping[str, tuple[Sequence[int], Values, int]]) 
     # Points up, for labels that would meet another line.
     raised = {"fp16": -12, "fp8 E5M2": 5, "fp8 E4M3": -5}
     for row, (name, (exponents, spacing, normal)) in enumerate(formats.items()):
-        colour, low, high = COLOURS[style.precision_of(name)], exponents[0], exponents[-1] + 1
+        colour = COLOURS[style.precision_of(name)]
+        low = exponents[0]
+        high = exponents[-1] + 1
         hollow = {"color": "white", "edgecolor": colour, "hatch": "////"}
         above.barh(row, normal - low, left=low, height=0.6, **hollow)
         above.barh(row, high - normal, left=normal, height=0.6, color=colour)
@@ -77,8 +82,8 @@ def exponents_against_fp16(kinds: Mapping[str, Mapping[int, int]], scales: Value
     `kinds` maps a name to {exponent k: number of values between 2^k and 2^(k+1)}.
     """
     looks = [(COLOURS["fp16"], ""), (COLOURS["bf16"], "//"), (COLOURS["tf32"], "xx")]
-    lowest = min((k for histogram in kinds.values() for k in histogram), default=0)
-    axes = _fp16_ranges(scales, max(-130, min(-60, lowest)), name_zero_at=-31)
+    lowest = min([-60, *itertools.chain.from_iterable(kinds.values())])
+    axes = _fp16_ranges(scales, max(-130, lowest), name_zero_at=-31)
     for ax, scale in zip(axes, scales, strict=True):
         shift = math.log2(scale)
         for (name, histogram), (colour, hatch) in zip(kinds.items(), looks, strict=False):
@@ -120,7 +125,8 @@ def dtype_track(steps: Sequence[tuple[str, str]]) -> Axes:
     for at, (precision, lane) in enumerate(zip(precisions, lanes, strict=True)):
         marker = "s" if lane else "o"
         ax.scatter(at, lane, s=90, marker=marker, color=COLOURS[precision], zorder=2)
-    ax.set_yticks([0, 1], [next((p for p in precisions if p != "fp32"), ""), "fp32"])
+    narrower = [precision for precision in precisions if precision != "fp32"]
+    ax.set_yticks([0, 1], [narrower[0] if narrower else "", "fp32"])
     ax.set_xticks(range(len(steps)), names, rotation=20)
     ax.set_ylim(-0.4, 1.4)
     return style.label(ax, "step of the forward pass", "dtype")
@@ -136,7 +142,11 @@ def dtype_grid(outcomes: Mapping[str, Mapping[str, str]]) -> Axes:
 
 def dtypes_by_model(outcomes: Mapping[str, Mapping[str, Mapping[str, str]]]) -> Figure:
     """What the ops of models compute in: `outcomes[model][backend][op]`, a dtype or a word."""
-    ops = list(dict.fromkeys(op for m in outcomes.values() for b in m.values() for op in b))
+    found: dict[str, None] = {}  # a set in order
+    for backends in outcomes.values():
+        for op_dtypes in backends.values():
+            found |= dict.fromkeys(op_dtypes)
+    ops = list(found)
     size = (9.0, 0.3 * len(ops) + 0.8)
     figure, axes = style.subplots(1, len(outcomes), size=size, sharey=True, squeeze=False)
     for ax, (title, backends) in zip(axes[0], outcomes.items(), strict=True):

@@ -1,5 +1,6 @@
 """Times, rates and speed-ups, and the limits of a device."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
@@ -32,9 +33,11 @@ def time_and_memory(
             text += f"\n{speedup.median:.2f}x as fast\n({low:.2f}x to {high:.2f}x)"
         style.measured_bar(left, name, milliseconds, text, **style.look_of(name, width=0.6))
     left.set_ylabel("time of a step (ms)")
-    whole = next(iter(mebibytes.values()))
+    first_value = next(iter(mebibytes.values()))
     for name, value in mebibytes.items():
-        text = f"{value:.3g}" if value == whole else f"{value:.3g}\n{value / whole:.0%}"
+        text = f"{value:.3g}"
+        if value != first_value:
+            text += f"\n{value / first_value:.0%}"
         style.bar(right, name, value, text, **style.look_of(name, width=0.6))
     right.set_ylabel(f"memory, {memory_label} (MiB)")
     left.margins(y=0.4)  # room for three lines above the highest bar
@@ -53,12 +56,15 @@ def time_by_kind(kinds: Mapping[str, Comparison]) -> Axes:
     for i, precision in enumerate([first, *others]):
         look = style.look_of(precision, width=width)
         for k, times in enumerate(kinds.values()):
-            milliseconds, text = times.time_s(precision).times(1e3), ""
-            if i == 1 or (i and times.trusted):  # there is no room to say twice that it was busy
+            milliseconds = times.time_s(precision).times(1e3)
+            text = ""
+            has_room = i == 1 or times.trusted  # not to say twice that it was busy
+            if i and has_room:
                 text = f"{times.ratio(first, precision).median:.2f}x"
             style.measured_bar(ax, k + i * width, milliseconds, text, **look)
         ax.bar([0], [0], label=precision, **look)  # for the legend, whatever could be measured
-    ax.set_xticks([k + 0.4 - width / 2 for k in range(len(kinds))], list(kinds))
+    middles = [k + 0.4 - width / 2 for k in range(len(kinds))]
+    ax.set_xticks(middles, list(kinds))
     ax.tick_params(axis="x", length=0)
     ax.set_ylabel("forward and backward (ms)")
     ax.margins(y=0.2)  # room for the text above the highest bar
@@ -102,8 +108,11 @@ def growth(panels: Mapping[str, tuple[Sequence[int], Sequence[Ratio], Values]]) 
         style.log2_axis(lower, ticks=values)
         lower.set_xlabel(what)
     for row, level in zip(axes, (1, 0.5), strict=True):  # each row around its level
-        ends = [end for ax in row for end in ax.dataLim.intervaly]
-        row[0].set_ylim(min(0.85 * level, 0.95 * min(ends)), 1.05 * max(ends))  # rows share it
+        ends: list[float] = []
+        for ax in row:
+            ends.extend(ax.dataLim.intervaly)
+        bottom = min(0.85 * level, 0.95 * min(ends))
+        row[0].set_ylim(bottom, 1.05 * max(ends))  # a row's axes share it
     axes[0, 0].set_ylabel("speed-up by AMP")
     axes[1, 0].set_ylabel("memory, share of FP32")
     return figure
@@ -126,7 +135,9 @@ def speedup_over_size(sizes: Sequence[int], speedups: Mapping[str, Sequence[Rati
 def flops_per_byte(panels: Mapping[str, Sequence[tuple[str, float]]]) -> Figure:
     """FLOPs per byte of layers in their order: `panels[title]` is a list of (kind, value)."""
     figure, axes = style.subplots(1, len(panels), size=(8.0, 3.4), sharey=True)
-    kinds = dict.fromkeys(kind for layers in panels.values() for kind, _ in layers)  # in order
+    kinds: dict[str, None] = {}  # a set in order
+    for layers in panels.values():
+        kinds |= dict.fromkeys(kind for kind, _ in layers)
     looks = [("black", "*"), (style.PATH, "^"), (COLOURS["bf16"], "o"), ("black", "v")]
     for ax, (title, layers) in zip(axes, panels.items(), strict=True):
         for kind, (colour, marker) in zip(kinds, looks, strict=False):
@@ -153,6 +164,7 @@ def speed_ladder(
     heights = [len(rows) + 1.5 for rows in panels.values()]
     size = (8.0, 0.26 * sum(heights) + 0.6)
     figure, axes = style.subplots(len(panels), size=size, height_ratios=heights, squeeze=False)
+    has_limits = False
     for ax, (title, rows) in zip(axes[:, 0], panels.items(), strict=True):
         for y, (precision, _, milliseconds, limit, text) in enumerate(rows):
             look = style.look_of(precision, height=0.75)
@@ -161,13 +173,15 @@ def speed_ladder(
             else:
                 style.measured_bar(ax, y, milliseconds, text, **look)
             if limit is not None:
+                has_limits = True
                 ax.plot([limit, limit], [y - 0.45, y + 0.45], color="black", linewidth=2)
         style.name_rows(ax, [f"{precision} {rung}" for precision, rung, *_ in rows], room=0.12)
         ax.set_xlim(left=0)  # margins would begin the bars left of 0
         ax.set_title(title, fontsize=10, loc="left")
-    limited = any(limit is not None for rows in panels.values() for *_, limit, _ in rows)
-    legend = "; black: the limit of the device" * limited
-    axes[-1, 0].set_xlabel(f"time of a step (ms){legend}")
+    x_label = "time of a step (ms)"
+    if has_limits:
+        x_label += "; black: the limit of the device"
+    axes[-1, 0].set_xlabel(x_label)
     return figure
 
 
@@ -182,12 +196,14 @@ def roofline(
     """
     figure, ax = style.subplots(size=(8.0, 4.2))
     intensities = [x for _, _, x, _ in points]
-    low, high = min([1.0, *intensities]) / 2, max([100.0, *intensities]) * 4
+    low = min([1.0, *intensities]) / 2
+    high = max([100.0, *intensities]) * 4
     for (precision, flops_per_s), dash in zip(roofs.items(), ["-", "--", ":", "-."], strict=False):
         x = [low, flops_per_s / bytes_per_s, high]
         y = [low * bytes_per_s, flops_per_s, flops_per_s]  # left of the ridge, memory is the limit
         ax.plot(x, y, dash, color=COLOURS[precision], label=f"limit in {precision}")
-    markers = dict(zip(dict.fromkeys(label for label, *_ in points), "osD^vP*X", strict=False))
+    labels = dict.fromkeys(label for label, *_ in points)
+    markers = dict(zip(labels, "osD^vP*X", strict=False))
     for label, precision, intensity, achieved in points:
         look: Look = {"color": COLOURS[precision], "markeredgecolor": "black", "markersize": 8}
         style.measured_line(ax, [intensity], [achieved], markers[label], **look)
@@ -201,7 +217,7 @@ def roofline(
 
 def best_speedups(machines: Mapping[str, Mapping[str, Ratio]]) -> Figure:
     """Bars of the best speed-up of each workload, side by side: `machines[name][workload]`."""
-    names = list(dict.fromkeys(title for found in machines.values() for title in found))
+    names = list(dict.fromkeys(itertools.chain.from_iterable(machines.values())))
     figure, ax = style.subplots(size=(8.0, 0.3 * len(names) * len(machines) + 1.4))
     width = 0.8 / len(machines)
     for i, (machine, found) in enumerate(machines.items()):
@@ -228,8 +244,11 @@ def passes(chains: Mapping[str, Sequence[str]]) -> Axes:
         left = 0.0
         for text in chain:
             width = 0.085 * len(text) + 0.3
-            moves = text.startswith(("read", "write"))
-            face, ink = ("black", "white") if moves else ("white", "black")
+            face = "white"
+            ink = "black"
+            if text.startswith(("read", "write")):
+                face = "black"
+                ink = "white"
             ax.barh(y, width, left=left, height=0.6, color=face, edgecolor="black")
             ax.text(left + width / 2, y, text, ha="center", va="center", fontsize=9, color=ink)
             left += width + 0.12

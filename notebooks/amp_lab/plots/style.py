@@ -28,8 +28,14 @@ COLOURS = {
 }
 HATCHES = {"fp32": "", "tf32": "..", "bf16": "//", "fp16": "xx", "fp8": "--"}
 # Greys for what is no precision: backgrounds, then lines, then anything else.
-LOST, SUBNORMAL, SCALED = "0.80", "0.91", "0.85"
-SECOND, GUIDE, PATH, STRONG_GRID, GRID = "0.45", "0.4", "0.6", "0.7", "0.9"
+LOST = "0.80"
+SUBNORMAL = "0.91"
+SCALED = "0.85"
+SECOND = "0.45"
+GUIDE = "0.4"
+PATH = "0.6"
+STRONG_GRID = "0.7"
+GRID = "0.9"
 OTHER = "0.75"
 # What was measured while the machine was busy: it must not be taken for a result.
 BUSY = "machine too busy"
@@ -73,10 +79,12 @@ def image(draw: Callable[..., Figure], *arguments: object, form: str = "png") ->
     `draw` is one of the figures here that return a `Figure`.
     """
     use_style()
-    token, picture = _new_figure.set(Figure), io.BytesIO()
+    picture = io.BytesIO()
+    maker = "Software" if form == "png" else "Creator"  # what the format calls it
+    token = _new_figure.set(Figure)
     try:
-        by = {"Software" if form == "png" else "Creator": files.MADE_BY}
-        draw(*arguments).savefig(picture, format=form, dpi=160, metadata=by)
+        figure = draw(*arguments)
+        figure.savefig(picture, format=form, dpi=160, metadata={maker: files.MADE_BY})
     finally:
         _new_figure.reset(token)
     return picture.getvalue()
@@ -101,16 +109,17 @@ def subplots(
 
 def look_of(precision: str, **more: Any) -> Look:
     """How bars of a precision are drawn; what is no precision is light grey with dots."""
-    colour, hatch = COLOURS.get(precision, OTHER), HATCHES.get(precision, "..")
+    colour = COLOURS.get(precision, OTHER)
+    hatch = HATCHES.get(precision, "..")
     return {"color": colour, "hatch": hatch, "edgecolor": "white", **more}
 
 
 def part_looks(parts: Iterable[str], greys: Sequence[tuple[str, str]]) -> dict[str, Look]:
     """The looks of the parts of a stack, which are no precisions; as many as there are greys."""
-    return {
-        part: {"color": grey, "hatch": hatch, "edgecolor": "white", "label": part}
-        for part, (grey, hatch) in zip(parts, greys, strict=True)
-    }
+    looks: dict[str, Look] = {}
+    for part, (grey, hatch) in zip(parts, greys, strict=True):
+        looks[part] = {"color": grey, "hatch": hatch, "edgecolor": "white", "label": part}
+    return looks
 
 
 def bar(ax: Axes, at: Any, length: float, text: str, size: int = 9, **look: Any) -> None:
@@ -118,12 +127,14 @@ def bar(ax: Axes, at: Any, length: float, text: str, size: int = 9, **look: Any)
 
     It stands upright if its look has a ``width`` in place of a ``height``.
     """
-    upright = "width" in look
-    drawn = ax.bar(at, length, **look) if upright else ax.barh(at, length, **look)
-    if text and upright:
-        ax.bar_label(drawn, [text], padding=3)  # off the bar's edge
-    elif text:
-        ax.bar_label(drawn, [f" {text}"], fontsize=size)
+    if "width" in look:
+        upright = ax.bar(at, length, **look)
+        if text:
+            ax.bar_label(upright, [text], padding=3)  # off the bar's edge
+        return
+    lying = ax.barh(at, length, **look)
+    if text:
+        ax.bar_label(lying, [f" {text}"], fontsize=size)
 
 
 def measured_bar(ax: Axes, at: Any, estimate: Estimate, text: str, **look: Any) -> None:
@@ -131,11 +142,14 @@ def measured_bar(ax: Axes, at: Any, estimate: Estimate, text: str, **look: Any) 
 
     ``text`` is then `BUSY`; a text that is empty stays so.
     """
-    upright = "width" in look
+    axis = "xerr"
+    busy = BUSY
+    if "width" in look:  # it stands upright
+        axis = "yerr"
+        busy = BUSY.replace(" ", "\n", 1)
     if not estimate.trusted:
         look |= UNTRUSTED
-        text = text and (BUSY.replace(" ", "\n", 1) if upright else BUSY)
-    axis = "yerr" if upright else "xerr"
+        text = text and busy
     look |= {axis: _errors([estimate]), "error_kw": {"ecolor": SECOND, "capsize": 3}}
     bar(ax, at, estimate.median, text, **look)
 
@@ -150,15 +164,16 @@ def measured_line(
     # One that is not trusted is no number to the line, which has a gap there.
     medians = [one.median if one.trusted else math.nan for one in estimates]
     ax.errorbar(at, medians, _errors(estimates), fmt=form, capsize=3, **look)
-    unsound = {x: one for x, one in zip(at, estimates, strict=True) if not one.trusted}
-    if not unsound:
+    untrusted = {x: one for x, one in zip(at, estimates, strict=True) if not one.trusted}
+    if not untrusted:
         return
-    medians = [one.median for one in unsound.values()]
+    places = list(untrusted)
+    medians = [one.median for one in untrusted.values()]
+    errors = _errors(list(untrusted.values()))
     grey = UNTRUSTED["edgecolor"]
-    errors = _errors(list(unsound.values()))
-    ax.errorbar(list(unsound), medians, errors, fmt="none", capsize=3, ecolor=grey)
+    ax.errorbar(places, medians, errors, fmt="none", capsize=3, ecolor=grey)
     box: Look = {"facecolor": UNTRUSTED["color"], "edgecolor": grey, "hatch": UNTRUSTED["hatch"]}
-    ax.scatter(list(unsound), medians, s=90, marker="s", zorder=3, **box)
+    ax.scatter(places, medians, s=90, marker="s", zorder=3, **box)
     if not any(text.get_text() == BUSY for text in ax.texts):  # once for all lines of the axes
         middle = {"ha": "center", "va": "bottom", "transform": ax.transAxes}
         ax.text(0.5, 1.0, BUSY, fontsize=9, color=GUIDE, **middle)
@@ -177,10 +192,12 @@ def stacked(
     """Bars of (length, look), each from where the one before it ends; `total` formats the sum."""
     start = 0.0
     for i, (length, look) in enumerate(parts):
-        text = total.format(start + length) if i == len(parts) - 1 else ""
+        end = start + length
+        is_last = i == len(parts) - 1
+        text = total.format(end) if is_last else ""
         side = "bottom" if "width" in look else "left"
         bar(ax, at, length, text, size, **look | {side: start})
-        start += length
+        start = end
 
 
 def name_rows(
@@ -205,13 +222,17 @@ def lines(
 
     A label begins with a precision, which gives the colour. `dashes` are by precision or in order.
     """
-    for i, (label, values) in enumerate(curves.items()):
+    for i, (label, points) in enumerate(curves.items()):
         precision = precision_of(label)
-        dash = dashes[precision] if isinstance(dashes, Mapping) else dashes[i]
+        if isinstance(dashes, Mapping):
+            dash = dashes[precision]
+        else:
+            dash = dashes[i]
         marker = markers[i] if markers else None
-        points = values if isinstance(values, Mapping) else dict(enumerate(values, first))
-        whole: Look = {"linestyle": dash, "marker": marker, "color": COLOURS[precision], **look}
-        ax.plot(list(points), list(points.values()), label=label, **whole)
+        if not isinstance(points, Mapping):
+            points = dict(enumerate(points, first))
+        line: Look = {"linestyle": dash, "marker": marker, "color": COLOURS[precision], **look}
+        ax.plot(list(points), list(points.values()), label=label, **line)
 
 
 def precision_of(label: str) -> str:
@@ -242,14 +263,17 @@ def dtype_cells(
         for row, op in enumerate(ops):
             if op not in found:
                 continue
-            text, face = found[op], COLOURS.get(found[op], "white")
+            text = found[op]
+            face = COLOURS.get(text, "white")
             ax.add_patch(Rectangle((column, row), 0.96, 0.9, facecolor=face, edgecolor=GUIDE))
             ink = "white" if text in ("fp32", "fp16") else "black"  # on a dark face, or a light
             middle = (column + 0.48, row + 0.45)
             ax.text(*middle, text, ha="center", va="center", color=ink, fontsize=fontsize)
     ax.set(xlim=(0, len(outcomes)), ylim=(len(ops), 0))
-    ax.set_xticks([column + 0.48 for column in range(len(outcomes))], list(outcomes))
-    ax.set_yticks([row + 0.45 for row in range(len(ops))], ops)
+    middles_of_columns = [column + 0.48 for column in range(len(outcomes))]
+    middles_of_rows = [row + 0.45 for row in range(len(ops))]
+    ax.set_xticks(middles_of_columns, list(outcomes))
+    ax.set_yticks(middles_of_rows, ops)
     ax.xaxis.tick_top()  # as the head of a table
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)

@@ -15,7 +15,9 @@ from amp_lab.plots.style import COLOURS, Values
 def _mean_and_band(ax: Axes, runs: Mapping[str, Tensor], **look: Any) -> None:
     """Values {precision: (seeds, epochs)}: their mean, and a band from lowest to highest seed."""
     for precision, run in runs.items():
-        low, high, epochs = run.amin(0), run.amax(0), range(1, run.shape[1] + 1)
+        low = run.amin(0)
+        high = run.amax(0)
+        epochs = range(1, run.shape[1] + 1)
         ax.fill_between(epochs, low, high, color=COLOURS[precision], alpha=0.2, linewidth=0)
     means = {precision: run.mean(0).tolist() for precision, run in runs.items()}
     style.lines(ax, means, first=1, linewidth=2, **look)
@@ -64,7 +66,8 @@ def losses_by_setting(losses: Mapping[str, Values]) -> Axes:
     for setting, values in losses.items():
         precision = style.precision_of(setting)
         line, width, alpha = looks[precision]
-        line = "--" if precision in seen else line  # it would hide the first
+        if precision in seen:
+            line = "--"  # it would hide the first
         seen.add(precision)
         style.lines(ax, {setting: values}, [line], linewidth=width, alpha=alpha)
     ax.set_yscale("log")
@@ -87,7 +90,8 @@ def scores_by_seed(scores: Mapping[str, Values]) -> Axes:
     for y, (precision, values) in enumerate(scores.items()):
         mean = sum(values) / len(values)
         # One below the other, since equal scores would hide each other.
-        heights = [y + 0.06 * (seed - (len(values) - 1) / 2) for seed in range(len(values))]
+        middle = (len(values) - 1) / 2
+        heights = [y + 0.06 * (seed - middle) for seed in range(len(values))]
         ax.plot(values, heights, "o", color=COLOURS[precision], alpha=0.6, markersize=7)
         ax.plot([mean, mean], [y - 0.3, y + 0.3], color="black", linewidth=2)
     ax.set_yticks(range(len(scores)), list(scores))
@@ -143,7 +147,9 @@ def gradient_norm_in_step(norms: Mapping[str, float], scaled: Sequence[str]) -> 
     ax.plot(range(len(norms)), norms.values(), ":", color=style.GUIDE, zorder=1)  # behind the dots
     ax.plot(range(len(norms)), norms.values(), "o", color=COLOURS["fp16"], markersize=10)
     for at, value in enumerate(norms.values()):
-        text = f"{value:,.0f}" if value > 100 else f"{value:.2f}"
+        text = f"{value:.2f}"
+        if value > 100:
+            text = f"{value:,.0f}"
         ax.annotate(text, (at, value), xytext=(12, 6), textcoords="offset points")  # off the line
     for at, text in ((0, "scaled: do not look"), (len(scaled), "true: clip, log, step")):
         ax.text(at - 0.45, 0.96, text, transform=ax.get_xaxis_transform(), va="top")
