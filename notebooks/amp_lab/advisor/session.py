@@ -166,7 +166,7 @@ def measured(case: Case, look: Outlook, seconds: float, beginning: str = "") -> 
                 programs[use] = text
     watch += [f"Nothing can be recommended for {use}." for use in contests if use not in chosen]
     recipes = [best.recipe for best in chosen.values()]
-    for precision in {recipe.precision for recipe in recipes if recipe.autocasts}:
+    for precision in dict.fromkeys(recipe.precision for recipe in recipes if recipe.autocasts):
         if precision in look.xrays:
             watch += look.xrays[precision].advice
     title = f"{type(case.model).__name__} on {report.name}, {case.device}"
