@@ -15,7 +15,7 @@ from amp_lab.cpu import NO_PRIMITIVE_REMEDY, lstm_error
 from amp_lab.remedies import remedy
 from amp_lab.report import bytes_text, dtype_name, listed, percent, short_name
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, largest_whole_number
-from amp_lab.tracing.records import LOSS, OpRecord, is_of_loss, place_of, places_of, work_of
+from amp_lab.tracing.records import LOSS, Cast, OpRecord, is_of_loss, place_of, places_of, work_of
 from amp_lab.tracing.running_module import Outputs
 from amp_lab.tracing.tracer import NORMS, Tracer
 
@@ -90,59 +90,77 @@ _MIXED_OP = remedy(
 )
 
 
-def advise(seen: Tracer, raised: str | None) -> list[str]:
+def advise(trace: Tracer, raised: str | None) -> list[str]:
     """Sentences on what autocast did to a model; `raised` is what it made fail.
 
     Without autocast there is little to look at: a loss in the dtype that the model is cast to.
     """
-    only = [] if raised is None else [f"Only under autocast: {raised}. The table ends there."]
-    rules = RULES if seen.dtype in LOWER_DTYPES else _WITHOUT_AUTOCAST
-    return only + [line for rule in rules for line in rule(seen)]
+    lines = []
+    if raised is not None:
+        lines.append(f"Only under autocast: {raised}. The table ends there.")
+    rules = RULES if trace.dtype in LOWER_DTYPES else _WITHOUT_AUTOCAST
+    for rule in rules:
+        lines += rule(trace)
+    return lines
 
 
-def _verdict(seen: Tracer) -> Iterator[str]:
+def _verdict(trace: Tracer) -> Iterator[str]:
     """What autocast brings, as far as that is known without timing: the work, and the bytes."""
-    if seen.error is not None or not seen.rows:
+    if trace.error is not None or not trace.rows:
         return
-    low, done = short_name(seen.dtype), work_of(filter(_is_low, seen.rows))
-    said = f"{percent(done, work_of(seen.rows))} % of the work is done in {low}"
-    if not done:
-        said = f"Autocast does not speed this model up: none of its work is done in {low}"
-    # In fp32 each low result would take two bytes more, and there would be no casts.
-    saved = sum(
-        2 * math.prod(shape)
-        for row in seen.rows
-        for shape, dtype in zip(row.out_shapes, row.out_dtypes, strict=True)
-        if dtype in LOWER_DTYPES
+    yield f"{_share_of_work(trace)}{_change_in_bytes(trace)}."
+
+
+def _share_of_work(trace: Tracer) -> str:
+    low = short_name(trace.dtype)
+    low_work = work_of(filter(_is_low, trace.rows))
+    if not low_work:
+        return f"Autocast does not speed this model up: none of its work is done in {low}"
+    return f"{percent(low_work, work_of(trace.rows))} % of the work is done in {low}"
+
+
+def _change_in_bytes(trace: Tracer) -> str:
+    """How much less the forward pass writes than in fp32; empty if it writes as much."""
+    saved = sum(map(_saved_bytes, trace.rows))
+    casts = sum(cast.nbytes for cast in trace.casts)
+    if saved > casts:
+        bytes_in_fp32 = saved + sum(row.nbytes for row in trace.rows)
+        share = percent(saved - casts, bytes_in_fp32)
+        return f"; the forward pass writes {share} % less than in fp32, the casts included"
+    if not casts:
+        return ""
+    low = short_name(trace.dtype)
+    weights = sum(cast.nbytes for cast in trace.casts if cast.is_of_parameter)
+    return (
+        f"; in bytes {low} saves nothing in this forward pass: casts write {bytes_text(casts)} "
+        f"({bytes_text(weights)} for weights, with any batch), and results take only "
+        f"{bytes_text(saved)} less than in fp32"
     )
-    added = sum(cast.nbytes for cast in seen.casts)
-    weights = sum(cast.nbytes for cast in seen.casts if cast.is_of_parameter)
-    if saved > added:
-        share = percent(saved - added, saved + sum(row.nbytes for row in seen.rows))
-        said += f"; the forward pass writes {share} % less than in fp32, the casts included"
-    elif added:
-        casts = f"{bytes_text(added)} ({bytes_text(weights)} for weights, with any batch)"
-        less = f"and results take only {bytes_text(saved)} less than in fp32"
-        said += f"; in bytes {low} saves nothing in this forward pass: casts write {casts}, {less}"
-    yield f"{said}."
 
 
-def _refused_by_this_cpu(seen: Tracer) -> Iterator[str]:
+def _saved_bytes(row: OpRecord) -> int:
+    """How much less an op writes than in fp32, where each low result takes two bytes more."""
+    results = zip(row.out_shapes, row.out_dtypes, strict=True)
+    return sum(2 * math.prod(shape) for shape, dtype in results if dtype in LOWER_DTYPES)
+
+
+def _refused_by_this_cpu(trace: Tracer) -> Iterator[str]:
     """An LSTM that torch cannot run on the CPU at hand, which fake tensors do not show."""
-    if seen.device_type != "cpu":
+    if trace.device_type != "cpu":
         return
-    rows = [row for row in seen.rows if row.op == "lstm" and _is_low(row)]
-    # torch chooses the kernel by the input as the model gives it, and autocast casts after that.
-    facts = [(row, (row.dtype, row.given_dtype)) for row in rows if not _is_projected(row)]
-    for subject, _, (dtype, given) in _grouped(facts):
-        in_training = lstm_error(dtype, with_gradients=True, input_dtype=given)
-        in_inference = lstm_error(dtype, with_gradients=False, input_dtype=given)
-        if in_training is not None:
-            use = "" if in_inference else " when it trains"
-            yield (
-                f"{subject} fails in {short_name(dtype)} on this CPU{use}: torch raises "
-                f"{in_training!r}. {NO_PRIMITIVE_REMEDY}."
-            )
+    facts = []
+    for row in trace.rows:
+        if row.op == "lstm" and _is_low(row) and not _is_projected(row):
+            # torch chooses the kernel by the input as the model gives it, before autocast casts.
+            facts.append((row, (row.dtype, row.given_dtype)))
+    for subject, _, (dtype, given_dtype) in _grouped(facts):
+        error = lstm_error(dtype, with_gradients=True, input_dtype=given_dtype)
+        if error is None:
+            continue
+        failure = f"{subject} fails in {short_name(dtype)} on this CPU"
+        if lstm_error(dtype, with_gradients=False, input_dtype=given_dtype) is None:
+            failure += " when it trains"
+        yield f"{failure}: torch raises {error!r}. {NO_PRIMITIVE_REMEDY}."
 
 
 def _is_projected(row: OpRecord) -> bool:
@@ -151,16 +169,16 @@ def _is_projected(row: OpRecord) -> bool:
     return len({shape[0] for shape in weights}) > 1
 
 
-def _loss_in_low_precision(seen: Tracer) -> Iterator[str]:
-    of_loss = [row for row in seen.rows if is_of_loss(row)]
-    wide = {(row.module, row.called) for row in of_loss if not _is_low(row)}
+def _loss_in_low_precision(trace: Tracer) -> Iterator[str]:
+    loss_rows = [row for row in trace.rows if is_of_loss(row)]
+    in_fp32_too = {(row.module, row.called) for row in loss_rows if not _is_low(row)}
     facts = []
-    for row in filter(_is_low, of_loss):
+    for row in filter(_is_low, loss_rows):
         what = f"runs in {short_name(row.dtype)}, so the loss is computed in low precision"
-        if (row.module, row.called) in wide:
+        if (row.module, row.called) in in_fp32_too:
             what = f"runs in {short_name(row.dtype)}, and the fp32 loss is computed from that"
         is_outside = row.module == LOSS
-        place = None if is_outside else _logits_among(seen.outputs, row)
+        place = None if is_outside else _logits_among(trace.outputs, row)
         facts.append((row, (row.op.strip("_"), what, is_outside, place)))
     for subject, _, (op, what, is_outside, place) in _grouped(facts):
         if is_outside:
@@ -168,85 +186,105 @@ def _loss_in_low_precision(seen: Tracer) -> Iterator[str]:
         elif place is None:
             yield _LOSS_ALONE.said(where=subject, op=op, what=what)
         else:
-            named = f" {place!r}" if place else ""
-            yield _LOSS_IN_THE_MODEL.said(where=subject, op=op, what=what, place=named)
+            quoted = f" {place!r}" if place else ""
+            yield _LOSS_IN_THE_MODEL.said(where=subject, op=op, what=what, place=quoted)
 
 
 def _logits_among(outputs: Outputs, row: OpRecord) -> str | None:
     """The place of the output that an op of a loss was computed from, as far as sizes tell."""
-    wanted = row.in_shapes[0]
-    alike = [
-        place
-        for place, (dtype, shape) in outputs.items()
-        if dtype in LOWER_DTYPES and shape[-1:] == wanted[-1:] != ()
-    ]
-    named = [place for place in alike if "logits" in place]
-    return next(iter(named + alike), None)
+    loss_shape = row.in_shapes[0]
+    candidates = []
+    for place, (dtype, shape) in outputs.items():
+        if dtype in LOWER_DTYPES and shape[-1:] == loss_shape[-1:] != ():
+            candidates.append(place)
+    for place in candidates:
+        if "logits" in place:
+            return place
+    return next(iter(candidates), None)
 
 
-def _work_left_wide(seen: Tracer) -> Iterator[str]:
-    wide = [row for row in seen.rows if row.flops and not _is_low(row)]
-    reasons = ((row, (row.dtype, _why_wide(row, seen))) for row in wide)
-    for subject, rows, (dtype, why) in _grouped(reasons):
-        share = work_of(rows) / work_of(seen.rows)
-        untouched = _is_untouched(rows, seen.rows)
-        if share >= (_TINY if untouched else LARGE):
-            what = " autocast leaves it untouched," if untouched else ""
-            kept = short_name(dtype) if dtype else "complex numbers or integers"
-            stays = f"{100 * share:.1f} % of the work stays in {kept}"
-            yield f"{subject}:{what} {stays}, because {why}."
+def _work_left_wide(trace: Tracer) -> Iterator[str]:
+    facts = []
+    for row in trace.rows:
+        if row.flops and not _is_low(row):
+            facts.append((row, (row.dtype, _reason_to_stay_wide(row, trace))))
+    for subject, rows, (dtype, reason) in _grouped(facts):
+        share = work_of(rows) / work_of(trace.rows)
+        untouched = _is_untouched(rows, trace.rows)
+        least_share = _TINY if untouched else LARGE
+        if share < least_share:
+            continue
+        what = " autocast leaves it untouched," if untouched else ""
+        kept = short_name(dtype) if dtype else "complex numbers or integers"
+        stays = f"{100 * share:.1f} % of the work stays in {kept}"
+        yield f"{subject}:{what} {stays}, because {reason}."
 
 
-def _large_op_in_fp32(seen: Tracer) -> Iterator[str]:
-    written = sum(row.nbytes for row in seen.rows)
-    widened = [row for row in seen.rows if row.widened and row.dtype is torch.float32]
-    for subject, rows, _ in _grouped((row, None) for row in widened if not row.flops):
+def _large_op_in_fp32(trace: Tracer) -> Iterator[str]:
+    written = sum(row.nbytes for row in trace.rows)
+    facts = []
+    for row in trace.rows:
+        if row.widened and row.dtype is torch.float32 and not row.flops:
+            facts.append((row, None))
+    for subject, rows, _ in _grouped(facts):
         size = sum(row.nbytes for row in rows)
-        if size >= LARGE * written:
-            yield (
-                f"{subject} stays in fp32, because autocast on {seen.device_type} runs it so: it "
-                f"writes {bytes_text(size)}, {100 * size / written:.0f} % of all."
-            )
+        if size < LARGE * written:
+            continue
+        yield (
+            f"{subject} stays in fp32, because autocast on {trace.device_type} runs it so: it "
+            f"writes {bytes_text(size)}, {100 * size / written:.0f} % of all."
+        )
 
 
-def _rounded_softmax_and_norms(seen: Tracer) -> Iterator[str]:
-    found = [row for row in seen.rows if row.op in _SOFTMAX | NORMS and _is_low(row)]
-    rows = [row for row in found if not is_of_loss(row)]  # which has a remark of its own
-    # On CUDA a softmax may take low precision and return fp32, which rounds nothing.
-    rounded = [row for row in rows if all(dtype in LOWER_DTYPES for dtype in row.out_dtypes)]
-    for subject, _, dtype in _grouped((row, row.dtype) for row in rounded):
-        runs = f"{subject} runs in {short_name(dtype)} on {seen.device_type}"
+def _rounded_softmax_and_norms(trace: Tracer) -> Iterator[str]:
+    facts = []
+    for row in trace.rows:
+        if row.op not in _SOFTMAX | NORMS or not _is_low(row):
+            continue
+        if is_of_loss(row):  # which has a remark of its own
+            continue
+        # On CUDA a softmax may take low precision and return fp32, which rounds nothing.
+        if all(dtype in LOWER_DTYPES for dtype in row.out_dtypes):
+            facts.append((row, row.dtype))
+    for subject, _, dtype in _grouped(facts):
+        runs = f"{subject} runs in {short_name(dtype)} on {trace.device_type}"
         yield f"{runs}: its input and its output are rounded to it."
 
 
-def _cast_there_and_back(seen: Tracer) -> Iterator[str]:
-    low = short_name(seen.dtype)
-    for subject, _, wanted_by in _grouped(seen.bounces):
+def _cast_there_and_back(trace: Tracer) -> Iterator[str]:
+    low = short_name(trace.dtype)
+    for subject, _, wanted_by in _grouped(trace.bounces):
         yield (
             f"{subject}: autocast takes its input from {low} to fp32, and its output back to {low} "
             f"for {wanted_by}."
         )
 
 
-def _sizes_of_no_whole_tile(seen: Tracer) -> Iterator[str]:
-    work = work_of(seen.rows)
-    large = [row for row in seen.rows if row.flops > _TINY * work and _is_low(row)]
+def _sizes_of_no_whole_tile(trace: Tracer) -> Iterator[str]:
+    work = work_of(trace.rows)
+    large = [row for row in trace.rows if row.flops > _TINY * work and _is_low(row)]
     rows = sorted(filter(_odd_sizes, large), key=lambda row: -row.flops)
-    if not rows or backend(seen.device_type).is_host:
+    if not rows or backend(trace.device_type).is_host:
         return
-    odd = _grouped((row, _odd_sizes(row)) for row in rows)
-    told = [f"{subject}: {sizes}" for subject, _, sizes in odd]
-    more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
+    facts = [(row, _odd_sizes(row)) for row in rows]
+    texts = [f"{subject}: {sizes}" for subject, _, sizes in _grouped(facts)]
+    shown = texts[:3]
+    more = ""
+    if len(texts) > 3:
+        more = f"; and {len(texts) - 3} more"
+    advice = ""
+    if any(" rows" in text for text in shown):
+        advice = f" {_ROWS_OF_THE_INPUT.text}"
     why = "Matrix units take multiples of 8, but not so the sizes of"
-    has_rows = any(" rows" in sizes for sizes in told[:3])
-    of_input = f" {_ROWS_OF_THE_INPUT.text}" if has_rows else ""
     share = percent(work_of(rows), work)
-    yield f"{why} {share} % of the work: {'; '.join(told[:3])}{more}.{of_input}"
+    yield f"{why} {share} % of the work: {'; '.join(shown)}{more}.{advice}"
 
 
-def _parameters_cast_anew(seen: Tracer) -> Iterator[str]:
-    uncached = [cast for cast in seen.casts if cast.is_of_parameter and not cast.cached]
-    uses = Counter((cast.what, cast.to_dtype) for cast in uncached)
+def _parameters_cast_anew(trace: Tracer) -> Iterator[str]:
+    uses: Counter[tuple[str, torch.dtype]] = Counter()
+    for cast in trace.casts:
+        if cast.is_of_parameter and not cast.cached:
+            uses[cast.what, cast.to_dtype] += 1
     repeated = [what.removeprefix("parameter ") for (what, _), n in uses.items() if n > 1]
     if repeated:
         yield (
@@ -255,73 +293,83 @@ def _parameters_cast_anew(seen: Tracer) -> Iterator[str]:
         )
 
 
-def _frozen(seen: Tracer) -> Iterator[str]:
-    weights = [cast for cast in seen.casts if cast.is_of_parameter]
-    if seen.is_frozen and weights:
-        size = bytes_text(sum(cast.nbytes for cast in weights))
-        yield _FROZEN.said(size=size, dtype=dtype_name(seen.dtype))
+def _weight_casts(trace: Tracer) -> list[Cast]:
+    return [cast for cast in trace.casts if cast.is_of_parameter]
 
 
-def _other_half(seen: Tracer) -> Iterator[str]:
-    weights = [cast for cast in seen.casts if cast.is_of_parameter]
-    others = set(LOWER_DTYPES) - {seen.dtype}
-    halves = others & {cast.from_dtype for cast in weights}
-    if not halves or seen.dtype not in LOWER_DTYPES:
+def _frozen(trace: Tracer) -> Iterator[str]:
+    casts = _weight_casts(trace)
+    if trace.is_frozen and casts:
+        size = bytes_text(sum(cast.nbytes for cast in casts))
+        yield _FROZEN.said(size=size, dtype=dtype_name(trace.dtype))
+
+
+def _other_half(trace: Tracer) -> Iterator[str]:
+    if trace.dtype not in LOWER_DTYPES:
         return
-    (own,) = halves
-    yield _OTHER_HALF.said(
-        own=short_name(own),
-        low=short_name(seen.dtype),
-        loss=_LOST_IN[seen.dtype],
-        dtype=dtype_name(own),
-    )
-
-
-def _integers(seen: Tracer) -> Iterator[str]:
-    if seen.dtype not in LOWER_DTYPES:
-        return
-    modules: dict[str, list[str]] = defaultdict(list)
-    for cast in seen.casts:
-        narrows = cast.of_integers and cast.to_dtype is seen.dtype
-        if narrows and cast.module not in modules[cast.called]:
-            modules[cast.called].append(cast.module)
-    most = largest_whole_number(seen.dtype)
-    for called, names in modules.items():
-        yield _INTEGERS.said(
-            called=called,
-            where=listed([place_of(name) for name in names], 3),
-            low=short_name(seen.dtype),
-            most=most,
-            device=seen.device_type,
+    weight_dtypes = {cast.from_dtype for cast in _weight_casts(trace)}
+    other_dtypes = weight_dtypes & set(LOWER_DTYPES) - {trace.dtype}
+    for dtype in other_dtypes:  # one at most, of the two
+        yield _OTHER_HALF.said(
+            own=short_name(dtype),
+            low=short_name(trace.dtype),
+            loss=_LOST_IN[trace.dtype],
+            dtype=dtype_name(dtype),
         )
 
 
-def _mixed_op(seen: Tracer) -> Iterator[str]:
-    for call, modules in seen.mixed.items():
-        mixed = [f"{listed(names)} in {short_name(dtype)}" for dtype, names in call.arguments]
-        others = [
-            name for dtype, names in call.arguments if dtype is not seen.dtype for name in names
-        ]
-        dtype = dtype_name(seen.dtype)
+def _integers(trace: Tracer) -> Iterator[str]:
+    if trace.dtype not in LOWER_DTYPES:
+        return
+    modules_by_function: dict[str, list[str]] = defaultdict(list)
+    for cast in trace.casts:
+        if not cast.of_integers or cast.to_dtype is not trace.dtype:
+            continue
+        modules = modules_by_function[cast.called]
+        if cast.module not in modules:
+            modules.append(cast.module)
+    for called, modules in modules_by_function.items():
+        yield _INTEGERS.said(
+            called=called,
+            where=_places(modules),
+            low=short_name(trace.dtype),
+            most=largest_whole_number(trace.dtype),
+            device=trace.device_type,
+        )
+
+
+def _mixed_op(trace: Tracer) -> Iterator[str]:
+    dtype = dtype_name(trace.dtype)
+    for call, modules in trace.mixed.items():
+        mixed = []
+        casts = []
+        for argument_dtype, names in call.arguments:
+            mixed.append(f"{listed(names)} in {short_name(argument_dtype)}")
+            if argument_dtype is not trace.dtype:
+                casts += [f"{name}.to(torch.{dtype})" for name in names]
         yield _MIXED_OP.said(
             op=call.op,
-            where=listed([place_of(module) for module in modules], 3),
+            where=_places(modules),
             mixed=" and ".join(mixed),
-            casts=", ".join(f"{name}.to(torch.{dtype})" for name in others),
-            device=seen.device_type,
+            casts=", ".join(casts),
+            device=trace.device_type,
             dtype=dtype,
         )
 
 
-def _without_gradient(seen: Tracer) -> Iterator[str]:
-    if seen.without_gradient:
-        yield f"The model cannot be trained: {seen.without_gradient}."
+def _places(modules: Iterable[str]) -> str:
+    return listed([place_of(module) for module in modules], 3)
 
 
-def _backward_not_followed(seen: Tracer) -> Iterator[str]:
-    if seen.backward_not_followed:
-        why = seen.backward_not_followed
-        yield f"Only the forward pass was followed: {why}. Mixed dtypes there raise in training."
+def _without_gradient(trace: Tracer) -> Iterator[str]:
+    if trace.without_gradient:
+        yield f"The model cannot be trained: {trace.without_gradient}."
+
+
+def _backward_not_followed(trace: Tracer) -> Iterator[str]:
+    reason = trace.backward_not_followed
+    if reason:
+        yield f"Only the forward pass was followed: {reason}. Mixed dtypes there raise in training."
 
 
 # Each yields sentences, or none if it has nothing to say.
@@ -358,8 +406,8 @@ def _grouped(pairs: Iterable[tuple[OpRecord, Any]]) -> Iterator[tuple[str, list[
         yield f"{called} in {places_of(rows)}", rows, fact
 
 
-def _why_wide(row: OpRecord, seen: Tracer) -> str:
-    device_type = seen.device_type
+def _reason_to_stay_wide(row: OpRecord, trace: Tracer) -> str:
+    device_type = trace.device_type
     if row.op in backend(device_type).rnns_without_rule:
         return f"autocast on {device_type} has no rule for the layer"
     if not row.autocast:
@@ -370,14 +418,16 @@ def _why_wide(row: OpRecord, seen: Tracer) -> str:
         return "autocast leaves alone what is no floating-point number"
     if row.called.endswith("_") and not row.called.endswith("__"):
         return "autocast does not cast for in-place ops"
-    return _NO_RULE.said(device=device_type, dtype=dtype_name(seen.dtype))
+    return _NO_RULE.said(device=device_type, dtype=dtype_name(trace.dtype))
 
 
-def _is_untouched(found: list[OpRecord], rows: list[OpRecord]) -> bool:
-    """Whether nothing in the modules of the ops that were found is in low precision."""
-    modules = {row.module for row in found} - {"", LOSS}
-    inside = [row for row in rows if row.module in modules]
-    dtypes = {dtype for row in inside for dtype in row.in_dtypes + row.out_dtypes}
+def _is_untouched(wide_rows: list[OpRecord], rows: list[OpRecord]) -> bool:
+    """Whether nothing in the modules of the ops that stay wide is in low precision."""
+    modules = {row.module for row in wide_rows} - {"", LOSS}
+    dtypes: set[torch.dtype] = set()
+    for row in rows:
+        if row.module in modules:
+            dtypes.update(row.in_dtypes, row.out_dtypes)
     return bool(modules) and dtypes.isdisjoint(LOWER_DTYPES)
 
 

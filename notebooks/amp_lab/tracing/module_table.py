@@ -48,10 +48,11 @@ class ModuleRow:
 
     def cells(self) -> list[str]:
         """The cells of its row."""
+        shapes = dict.fromkeys(map(_shapes_text, self.outputs))
         return [
             self.name or "the model",
             self.kind,
-            " or ".join(dict.fromkeys(map(_shapes_text, self.outputs))) or "-",
+            " or ".join(shapes) or "-",
             _dtypes_text(self.outputs),
             f"{self.parameters:,}",
             f"{self.own_parameters:,}",
@@ -66,8 +67,11 @@ def _shapes_text(outputs: Outputs) -> str:
 
 
 def _dtypes_text(several: tuple[Outputs, ...]) -> str:
-    dtypes = [dtype for outputs in several for dtype, _ in outputs.values()]
-    return ", ".join(dict.fromkeys(map(short_name, dtypes))) or "-"
+    names: dict[str, None] = {}  # in order, each once
+    for outputs in several:
+        for dtype, _ in outputs.values():
+            names[short_name(dtype)] = None
+    return ", ".join(names) or "-"
 
 
 def module_rows(model: nn.Module, calls: ModuleCalls) -> list[ModuleRow]:
@@ -75,33 +79,53 @@ def module_rows(model: nn.Module, calls: ModuleCalls) -> list[ModuleRow]:
     names: dict[int, list[str]] = defaultdict(list)
     for name, module in model.named_modules(remove_duplicate=False):
         names[id(module)].append(name)
-    first_names: dict[int, str] = {}  # of each parameter
+    first_names: dict[int, str] = {}
     rows = []
     for name, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
-        tied = {}
-        for own_name, parameter in own.items():
-            full_name = f"{name}.{own_name}".lstrip(".")
-            first = first_names.setdefault(id(parameter), full_name)
-            if first != full_name:
-                tied[own_name] = first
+        kind = type(module)
+        own = list(module.parameters(recurse=False))
         inside = list(module.parameters())
+        trainable = [parameter for parameter in inside if parameter.requires_grad]
         row = ModuleRow(
             name=name,
-            kind=type(module).__name__,
-            depth=name.count(".") + 1 if name else 0,
+            kind=kind.__name__,
+            depth=_depth(name),
             calls=calls.counts[name],
-            has_forward=type(module).forward is not nn.Module.forward,
+            has_forward=kind.forward is not nn.Module.forward,
             outputs=tuple(calls.outputs[name]),
-            parameters=sum(parameter.numel() for parameter in inside),
-            own_parameters=sum(parameter.numel() for parameter in own.values()),
-            frozen=sum(p.numel() for p in inside if not p.requires_grad),
+            parameters=_size(inside),
+            own_parameters=_size(own),
+            frozen=_size(inside) - _size(trainable),
             nbytes=sum(parameter.nbytes for parameter in inside),
-            tied=tied,
+            tied=_tied(name, module, first_names),
             other_names=tuple(names[id(module)][1:]),
         )
         rows.append(row)
     return rows
+
+
+def _size(parameters: list[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _depth(name: str) -> int:
+    if not name:
+        return 0
+    return name.count(".") + 1
+
+
+def _tied(module_name: str, module: nn.Module, first_names: dict[int, str]) -> dict[str, str]:
+    """Parameters of a module that are others too: the first name of each in the model.
+
+    `first_names` has the first name of each parameter, by its id; those of the module are added.
+    """
+    tied = {}
+    for name, parameter in module.named_parameters(recurse=False):
+        full_name = f"{module_name}.{name}".lstrip(".")
+        first_name = first_names.setdefault(id(parameter), full_name)
+        if first_name != full_name:
+            tied[name] = first_name
+    return tied
 
 
 def named_outputs(outputs: Outputs) -> dict[str, dict[str, Any]]:
@@ -142,24 +166,27 @@ class ModuleTable(Printed):
         return self.parameters - self.rows[0].frozen
 
     def _contents(self) -> dict[str, Any]:
-        rows = [
-            vars(row) | {"outputs": [named_outputs(outputs) for outputs in row.outputs]}
-            for row in self.rows
-        ]
+        rows = []
+        for row in self.rows:
+            outputs = [named_outputs(of_call) for of_call in row.outputs]
+            rows.append({**vars(row), "outputs": outputs})
+        model = self.rows[0]
         total = {
             "parameters": self.parameters,
             "trainable": self.trainable,
-            "frozen": self.rows[0].frozen,
-            "nbytes": self.rows[0].nbytes,
+            "frozen": model.frozen,
+            "nbytes": model.nbytes,
             "flops": self.flops,
         }
-        return vars(self) | {"rows": rows, "total": total}
+        return {**vars(self), "rows": rows, "total": total}
 
     def _table(self) -> Table:
         model = self.rows[0]
         size = f"{plural(model.parameters, 'parameter')} ({bytes_text(model.nbytes)})"
         split = f"{self.trainable:,} trainable, {model.frozen:,} frozen. Tied weights count once."
-        work = rate_text(self.flops, "FLOP") if self.flops >= 1e6 else f"{self.flops:,} FLOP"
+        work = f"{self.flops:,} FLOP"
+        if self.flops >= 1e6:
+            work = rate_text(self.flops, "FLOP")
         facts = [
             f"{size}: {split}",
             f"Matmuls, convolutions and attention: {work}; a multiply-add counts as two.",
