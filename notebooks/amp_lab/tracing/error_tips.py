@@ -1,6 +1,7 @@
 """What to do about errors of torch that low precision causes, on fake tensors and on real ones."""
 
 import traceback
+from collections.abc import Iterator
 
 import torch
 
@@ -52,12 +53,21 @@ _CUSTOM_FUNCTION = remedy(
 
 def tips_for(error: Exception, op: str, device_type: str) -> list[str]:
     """What to do about an error that is known; `op` is the one that failed, "" if that is not."""
-    tips = [tip for said, tip in _TIPS.items() if said in str(error)]
+    message = str(error)
+    tips = [tip for phrase, tip in _TIPS.items() if phrase in message]
     tips += remedies_for_writes(error, op, device_type)
-    frames = traceback.walk_tb(error.__traceback__) if "dtype" in str(error) else ()
-    for node in [frame.f_locals.get("self") for frame, _ in frames]:
-        own = isinstance(node, torch.autograd.function.BackwardCFunction)
-        if own and not hasattr(node, "_fwd_used_autocast"):
-            name = type(node).__name__.removesuffix("Backward")
-            tips.append(_CUSTOM_FUNCTION.said(name=name, device=device_type))
+    if "dtype" not in message:
+        return tips
+    for name in _functions_without_autocast(error):
+        tips.append(_CUSTOM_FUNCTION.said(name=name, device=device_type))
     return tips
+
+
+def _functions_without_autocast(error: Exception) -> Iterator[str]:
+    """The names of `autograd.Function` subclasses that ignore autocast, in which it was raised."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        node = frame.f_locals.get("self")
+        if not isinstance(node, torch.autograd.function.BackwardCFunction):
+            continue
+        if not hasattr(node, "_fwd_used_autocast"):
+            yield type(node).__name__.removesuffix("Backward")

@@ -48,18 +48,24 @@ def remember_check(op: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any
     """Keep on the result of an op what it is in finite values, if it is part of a check."""
     if not isinstance(out, torch.Tensor):
         return
-    name = op._schema.name.removeprefix("aten::").rstrip("_")
-    found = None if "alpha" in kwargs else _found(name, args, out)
-    if found is not None:
-        setattr(out, _ATTRIBUTE, bool(found) if out.dtype is torch.bool else found)
-    elif hasattr(out, _ATTRIBUTE):  # an in-place op may have changed it
-        delattr(out, _ATTRIBUTE)
+    found = None
+    if "alpha" not in kwargs:
+        name = op._schema.name.removeprefix("aten::").rstrip("_")
+        found = _found(name, args, out)
+    if found is None:
+        if hasattr(out, _ATTRIBUTE):  # an in-place op may have changed it
+            delattr(out, _ATTRIBUTE)
+        return
+    if out.dtype is torch.bool:
+        found = bool(found)
+    setattr(out, _ATTRIBUTE, found)
 
 
 def found_in_finite_values(op: OpOverload, args: tuple) -> bool | int | float | None:
     """What a check for inf or NaN reads in finite values; None if an op reads something else."""
-    reads = op is torch.ops.aten._local_scalar_dense.default
-    return getattr(args[0], _ATTRIBUTE, None) if reads else None
+    if op is not torch.ops.aten._local_scalar_dense.default:
+        return None
+    return getattr(args[0], _ATTRIBUTE, None)
 
 
 def _found(name: str, args: tuple, out: torch.Tensor) -> bool | int | float | None:
@@ -67,8 +73,9 @@ def _found(name: str, args: tuple, out: torch.Tensor) -> bool | int | float | No
         return _FINDS[name]
     if name in _COMPARES and _is_check(*args[:2]):
         left, right = args[:2]
-        limit = 0.0 if right is left else right
-        return _COMPARES[name](0.0, limit)
+        if right is left:
+            right = 0.0
+        return _COMPARES[name](0.0, right)
     if name in _COMPUTES:
         return _computed(name, args)
     if name in _KEEPS:
@@ -91,8 +98,9 @@ def _kept(given: Any, out: torch.Tensor) -> bool | int | float | None:
     """What each element of a result is that has elements of one operand alone."""
     if not isinstance(given, torch.Tensor):
         return None
-    is_empty = given.numel() == 0 or out.numel() == 0
-    return None if is_empty else _element(given)
+    if given.numel() == 0 or out.numel() == 0:
+        return None
+    return _element(given)
 
 
 def _summed(given: Any, out: torch.Tensor) -> int | float | None:
@@ -105,11 +113,15 @@ def _summed(given: Any, out: torch.Tensor) -> int | float | None:
 
 def _is_check(left: Any, right: Any) -> bool:
     """Whether a tensor is compared with itself, which NaN is not equal to, or with an infinity."""
-    is_values = isinstance(left, torch.Tensor) and left.is_floating_point()
-    is_infinity = isinstance(right, float) and math.isinf(right)
-    return is_values and (right is left or is_infinity)
+    if not isinstance(left, torch.Tensor) or not left.is_floating_point():
+        return False
+    if right is left:
+        return True
+    return isinstance(right, float) and math.isinf(right)
 
 
 def _element(given: Any) -> bool | int | float | None:
     """What each element of an operand is; None if that is not known."""
-    return getattr(given, _ATTRIBUTE, None) if isinstance(given, torch.Tensor) else given
+    if isinstance(given, torch.Tensor):
+        return getattr(given, _ATTRIBUTE, None)
+    return given

@@ -7,7 +7,15 @@ from typing import Any
 
 from amp_lab.report import Printed, Table
 from amp_lab.tracing.kv_cache_result import CacheForecast, cache_rows
-from amp_lab.tracing.memory_result import amount, in_unit, largest_lines, memory_text
+from amp_lab.tracing.memory_result import (
+    amount,
+    in_unit,
+    largest_line,
+    memory_text,
+    reserve_line,
+    shapes_text,
+    unit_for_all,
+)
 
 _ROWS = {
     "weights": "weights",
@@ -47,8 +55,8 @@ class InferenceForecast(Printed):
 
     def with_smaller_weights(self, way: str, saved: int) -> "InferenceForecast":
         """The same with weights that take `saved` bytes less."""
-        smaller = dataclasses.replace(self, way=way, weights=self.weights - saved)
-        return dataclasses.replace(smaller, largest_at_peak="")
+        weights = self.weights - saved
+        return dataclasses.replace(self, way=way, weights=weights, largest_at_peak="")
 
     def _contents(self) -> dict[str, Any]:
         contents = {**vars(self), "peak": self.peak}
@@ -93,7 +101,8 @@ class InferenceTable(Printed):
         return int((self.memory_bytes or 0) * (1 - self.reserve))
 
     def _contents(self) -> dict[str, Any]:
-        contents: dict[str, Any] = {"forecasts": [f._contents() for f in self.forecasts]}
+        contents: dict[str, Any] = {}
+        contents["forecasts"] = [forecast._contents() for forecast in self.forecasts]
         if self.memory_bytes is not None:
             contents["memory_bytes"] = self.memory_bytes
             contents["reserve"] = self.reserve
@@ -105,38 +114,49 @@ class InferenceTable(Printed):
 
     def _table(self) -> Table:
         first = self.forecasts[0]
-        shapes = ", ".join("x".join(map(str, shape)) for shape in first.input_shapes)
-        most = max(max(f.peak, f.weights_and_cache or 0) for f in self.forecasts)
-        is_large = most >= 10 * 2**30
-        unit, name = (2**30, "GiB") if is_large else (2**20, "MiB")
+        shapes = shapes_text(first.input_shapes)
+        forward = f"one forward pass under inference_mode on {first.device_type}"
+        ways = [forecast.way for forecast in self.forecasts]
+        peaks = [forecast.peak for forecast in self.forecasts]
+        with_cache = [forecast.weights_and_cache or 0 for forecast in self.forecasts]
+        unit, unit_name = unit_for_all([*peaks, *with_cache])
+        return Table(
+            [f"in {unit_name}", *ways],
+            self._rows(unit),
+            caption=f"{first.model}, input {shapes}, {forward}",
+            facts=list(self._facts()),
+            foot=list(self._foot(unit)),
+            right=range(1, 1 + len(ways)),
+        )
+
+    def _rows(self, unit: int) -> list[list[str]]:
         rows = []
         for label, attribute in _ROWS.items():
             cells = [in_unit(getattr(forecast, attribute), unit) for forecast in self.forecasts]
             rows.append([label, *cells])
-        foot = [["peak", *(in_unit(forecast.peak, unit) for forecast in self.forecasts)]]
+        return rows
+
+    def _foot(self, unit: int) -> Iterator[list[str]]:
+        peaks = [in_unit(forecast.peak, unit) for forecast in self.forecasts]
+        yield ["peak", *peaks]
         if self.memory_bytes is not None and self.largest:
-            counts = [self._largest_text(forecast.way) for forecast in self.forecasts]
-            foot.append([f"largest batch in {memory_text(self.memory_bytes)}", *counts])
+            batches = [self._largest_text(forecast.way) for forecast in self.forecasts]
+            yield [f"largest batch in {memory_text(self.memory_bytes)}", *batches]
         weights = [forecast.weights for forecast in self.forecasts]
-        foot += cache_rows([forecast.cache for forecast in self.forecasts], weights, unit)
-        return Table(
-            [f"in {name}", *(forecast.way for forecast in self.forecasts)],
-            rows,
-            caption=f"{first.model}, input {shapes}, one forward pass under inference_mode on "
-            f"{first.device_type}",
-            facts=[*self._facts()],
-            foot=foot,
-            right=range(1, 1 + len(self.forecasts)),
-        )
+        caches = [forecast.cache for forecast in self.forecasts]
+        yield from cache_rows(caches, weights, unit)
 
     def _largest_text(self, way: str) -> str:
-        return f"{self.largest[way]:,}" if way in self.largest else "-"
+        if way not in self.largest:
+            return "-"
+        return f"{self.largest[way]:,}"
 
     def _facts(self) -> Iterator[str]:
         for way, error in self.failed.items():
             yield f"No forecast for {way}: {error}."
         yield from self._fits()
-        yield from largest_lines((f.way, f.largest_at_peak) for f in self.forecasts)
+        for forecast in self.forecasts:
+            yield from largest_line(forecast.way, forecast.largest_at_peak)
         for forecast in self.forecasts:
             if forecast.kept_under_no_grad:
                 more = amount(forecast.kept_under_no_grad)
@@ -169,19 +189,24 @@ class InferenceTable(Printed):
             batch = f"The largest batch in {memory_text(self.memory_bytes)}"
             yield f"{batch} for {ways}: cannot tell: {reason}."
         if self.reserve:
-            share = f"Of the {memory_text(self.memory_bytes)}, {100 * self.reserve:.3g} %"
-            yield f"{share} are held in reserve for the driver and for fragmentation."
+            yield reserve_line(self.memory_bytes, self.reserve)
 
     def _facts_of_the_cache(self) -> Iterator[str]:
-        found = {f.way: f.cache.sentences for f in self.forecasts if f.cache is not None}
-        if not found:
+        sentences_by_way = {}
+        for forecast in self.forecasts:
+            if forecast.cache is not None:
+                sentences_by_way[forecast.way] = forecast.cache.sentences
+        if not sentences_by_way:
             if self.tokens is not None:
                 yield f"The output holds no KV cache: nothing is said of {self.tokens:,} tokens."
             yield "Not counted: a cache of keys and values, and what the driver takes for itself."
             return
-        for sentences, ways in _ways_by_text(found).items():
-            is_of_all = len(set(found.values())) == 1
-            yield sentences if is_of_all else f"{ways}: {sentences}"
+        ways_by_sentences = _ways_by_text(sentences_by_way)
+        for sentences, ways in ways_by_sentences.items():
+            if len(ways_by_sentences) == 1:
+                yield sentences
+            else:
+                yield f"{ways}: {sentences}"
         if self.tokens and self.places and self.tokens > self.places:
             limit = f"max_position_embeddings of the model's config, {self.places:,}"
             yield f"{self.tokens:,} tokens are more than {limit}."

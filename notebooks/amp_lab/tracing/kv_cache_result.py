@@ -1,6 +1,6 @@
 """The forecast of a KV cache, its rows in the table of inference, and what is said of it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from amp_lab.report import plural
@@ -35,7 +35,9 @@ class CacheForecast:
 
     def label(self, tokens: int | None) -> str:
         """What a row is called that has the size for so many tokens of each sequence."""
-        return "cache" if tokens is None else f"cache, {self.sequences} x {tokens:,} tokens"
+        if tokens is None:
+            return "cache"
+        return f"cache, {self.sequences} x {tokens:,} tokens"
 
 
 def cache_rows(
@@ -49,14 +51,14 @@ def cache_rows(
     if not found:
         return
     first = found[0]
-    yield _row(first.label(first.tokens), caches, lambda cache: cache.nbytes, unit)
-    yield _row("cache per sequence", caches, lambda cache: cache.per_sequence, unit)
+    yield _row(first.label(first.tokens), caches, "nbytes", unit)
+    yield _row("cache per sequence", caches, "per_sequence", unit)
     if any(cache.per_token for cache in found):
-        yield _row("cache, KiB per token", caches, lambda cache: cache.per_token, 2**10)
-    yield ["dtype of the cache", *("-" if cache is None else cache.dtype for cache in caches)]
+        yield _row("cache, KiB per token", caches, "per_token", 2**10)
+    yield ["dtype of the cache", *map(_dtype_cell, caches)]
     if all(cache.nbytes_asked is None for cache in found):
         return
-    yield _row(first.label(first.tokens_asked), caches, lambda cache: cache.nbytes_asked, unit)
+    yield _row(first.label(first.tokens_asked), caches, "nbytes_asked", unit)
     yield _totals(caches, weights, unit)
 
 
@@ -64,19 +66,28 @@ def _totals(caches: Sequence[CacheForecast | None], weights: Sequence[int], unit
     """The row of weights and the cache for the tokens that were asked for."""
     cells = []
     for cache, weight in zip(caches, weights, strict=True):
-        asked = None if cache is None else cache.nbytes_asked
-        cells.append("-" if asked is None else in_unit(weight + asked, unit))
+        if cache is None or cache.nbytes_asked is None:
+            cells.append("-")
+        else:
+            cells.append(in_unit(weight + cache.nbytes_asked, unit))
     return ["weights + that cache", *cells]
 
 
+def _dtype_cell(cache: CacheForecast | None) -> str:
+    if cache is None:
+        return "-"
+    return cache.dtype
+
+
 def _row(
-    label: str,
-    caches: Sequence[CacheForecast | None],
-    bytes_of: Callable[[CacheForecast], int | None],
-    unit: int,
+    label: str, caches: Sequence[CacheForecast | None], attribute: str, unit: int
 ) -> list[str]:
+    """A row of bytes, which are an attribute of each cache."""
     cells = []
     for cache in caches:
-        count = None if cache is None else bytes_of(cache)
-        cells.append("-" if count is None else in_unit(count, unit))
+        count = None if cache is None else getattr(cache, attribute)
+        if count is None:
+            cells.append("-")
+        else:
+            cells.append(in_unit(count, unit))
     return [label, *cells]

@@ -48,30 +48,34 @@ class BatchedInputs:
     @property
     def batch(self) -> int:
         """The batch that was given; 1 if there is no tensor with a size."""
-        given = named_tensors((self.args, self.kwargs), opened=True)
-        return next((tensor.shape[0] for _, tensor in given if tensor.ndim), 1)
+        for _, tensor in named_tensors((self.args, self.kwargs), opened=True):
+            if tensor.ndim:
+                return tensor.shape[0]
+        return 1
 
     @property
     def held(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the tensors that do not grow with the batch."""
-        return tuple(shape for shape in self.shapes(self.batch) if shape[:1] != (self.batch,))
+        batch = self.batch
+        return tuple(shape for shape in self.shapes(batch) if shape[:1] != (batch,))
 
     def of(self, batch: int, device: torch.device | str) -> tuple[tuple, dict[str, Any]]:
         """`args` and `kwargs` for a batch."""
-        given = self.batch
+        given_batch = self.batch
 
-        def sized(tensor: torch.Tensor) -> torch.Tensor:
-            grows = tensor.shape[:1] == (given,)
-            shape = (batch, *tensor.shape[1:]) if grows else tensor.shape
-            made = torch.empty(shape, dtype=tensor.dtype, device=device)
-            return made.requires_grad_(tensor.requires_grad)
+        def resized(tensor: torch.Tensor) -> torch.Tensor:
+            shape: Sequence[int] = tensor.shape
+            if shape[:1] == (given_batch,):
+                shape = (batch, *shape[1:])
+            empty = torch.empty(shape, dtype=tensor.dtype, device=device)
+            return empty.requires_grad_(tensor.requires_grad)
 
-        return map_tensors(sized, (self.args, self.kwargs))
+        return map_tensors(resized, (self.args, self.kwargs))
 
     def shapes(self, batch: int) -> tuple[tuple[int, ...], ...]:
         """The shape of each tensor for a batch."""
-        made = named_tensors(self.of(batch, "meta"), opened=True)
-        return tuple(tuple(tensor.shape) for _, tensor in made)
+        inputs = self.of(batch, "meta")
+        return tuple(tuple(tensor.shape) for _, tensor in named_tensors(inputs, opened=True))
 
 
 def forecast_memory(
@@ -108,10 +112,13 @@ def forecast_memory(
     """
 
     def trace(call: ModelCall, decisions: Decisions | None) -> MemoryForecast:
-        options = optimizer, call.loss_fn, fsdp_ranks
-        with training_steps(call.model, device_type, [precision], *options) as (step,):
-            fakes = step.run.fake(call.args), step.run.fake(call.kwargs)
-            return step.trace(*fakes, decisions).forecast()
+        steps = training_steps(
+            call.model, device_type, [precision], optimizer, call.loss_fn, fsdp_ranks
+        )
+        with steps as (step,):
+            args = step.run.fake(call.args)
+            kwargs = step.run.fake(call.kwargs)
+            return step.trace(args, kwargs, decisions).forecast()
 
     call = ModelCall(model, inputs, kwargs, loss_fn, Passes.BACKWARD)
     return answered(trace, call, "forecast")
@@ -188,28 +195,26 @@ def memory_table(
     Where the memory is no constant plus a multiple of the batch, the forecast is that of the batch
     which was given, and there is no largest batch. The rest is as for `forecast_memory`.
     """
-    total = None if memory_bytes is None else parse_bytes(memory_bytes)
-    limit = None if total is None else int(total * (1 - reserve))
-    asked = list(precisions)  # which may be gone through twice
+    total, limit = memory_and_limit(memory_bytes, reserve)
+    precisions = list(precisions)  # which may be gone through twice
 
     def trace(call: ModelCall, decisions: Decisions | None) -> _ByPrecision:
-        given: dict[str, Any] = {**options, "loss_fn": call.loss_fn}
-        with training_steps(call.model, device_type, asked, **given) as steps:
+        with_loss: dict[str, Any] = {**options, "loss_fn": call.loss_fn}
+        with training_steps(call.model, device_type, precisions, **with_loss) as steps:
             return _each_precision(steps, inputs, limit, decisions)
 
     loss_fn = options.get("loss_fn")
     call = ModelCall(model, inputs.args, inputs.kwargs, loss_fn, Passes.BACKWARD)
     by_precision = answered(trace, call, "forecast")
     solved = by_precision.solved
-    largest = {} if limit is None else {p: by.largest for p, by in solved.items()}
-    # A quarter beyond the largest batch, so that the figure shows where the curves cross the limit.
-    end = max([2 * inputs.batch, 16, *(5 * n // 4 for n in largest.values())])
-    batches = tuple(sorted({max(1, end * i // 16) for i in range(17)}))
+    largest = {}
+    if limit is not None:
+        largest = {precision: by_batch.largest for precision, by_batch in solved.items()}
     table = MemoryTable(
         tuple(by_precision.forecasts),
         total,
         largest,
-        {p: (batches, tuple(by.at(n).peak for n in batches)) for p, by in solved.items()},
+        _curves(solved, inputs.batch, largest),
         reserve=reserve,
         not_extrapolated=by_precision.reason,
         held=inputs.held,
@@ -217,9 +222,34 @@ def memory_table(
     )
     eight_bit = None
     if needs_eight_bit(table) and solved:
-        smallest = min(solved.values(), key=lambda by: by.at(inputs.batch).peak)
+        smallest = min(solved.values(), key=lambda by_batch: by_batch.at(inputs.batch).peak)
         eight_bit = smallest.at(inputs.batch, optimizer=EIGHT_BIT)
     return dataclasses.replace(table, ways_out=tuple(ways_out(table, eight_bit)))
+
+
+def memory_and_limit(
+    memory_bytes: int | str | None, reserve: float
+) -> tuple[int, int] | tuple[None, None]:
+    """The bytes of a memory, and those without the share in `reserve`; None for no memory."""
+    if memory_bytes is None:
+        return None, None
+    total = parse_bytes(memory_bytes)
+    return total, int(total * (1 - reserve))
+
+
+def _curves(
+    solved: dict[str, "MemoryByBatch"], given_batch: int, largest: dict[str, int]
+) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Batches and the peak at each, by precision."""
+    # A quarter beyond the largest batch, so that the figure shows where the curves cross the limit.
+    beyond_largest = [5 * count // 4 for count in largest.values()]
+    end = max([2 * given_batch, 16, *beyond_largest])
+    batches = tuple(sorted({max(1, end * i // 16) for i in range(17)}))
+    curves = {}
+    for precision, by_batch in solved.items():
+        peaks = tuple(by_batch.at(batch).peak for batch in batches)
+        curves[precision] = (batches, peaks)
+    return curves
 
 
 @dataclasses.dataclass
@@ -239,32 +269,33 @@ def _each_precision(
     decisions: Decisions | None,
 ) -> _ByPrecision:
     """Forecast each step, by batch if that can be; `decisions` are those for the given batch."""
-    found = _ByPrecision()
+    by_precision = _ByPrecision()
     for step in steps:
         precision = str(step.precision)
+        known = tuple(by_precision.solved.values())
         try:
-            by = MemoryByBatch(step, inputs, limit, known=tuple(found.solved.values()))
+            by_batch = MemoryByBatch(step, inputs, limit, known)
         except Exception as error:  # whatever the model raises at a batch that was not given
             try:
                 trace = step.trace(*inputs.of(inputs.batch, step.traced_on), decisions)
             except TraceError as failure:  # what was given fails too
-                found.failed[precision] = failure
+                by_precision.failed[precision] = failure
             else:
-                found.forecasts.append(trace.forecast())
-                found.reason = first_line(error)
+                by_precision.forecasts.append(trace.forecast())
+                by_precision.reason = first_line(error)
         else:
-            found.solved[precision] = by
-            found.forecasts.append(by.at(inputs.batch))
-    if not found.forecasts or "fp32" in found.failed:  # then the model or its inputs are wrong
-        raise next(iter(found.failed.values()))
-    return found
+            by_precision.solved[precision] = by_batch
+            by_precision.forecasts.append(by_batch.at(inputs.batch))
+    failed = by_precision.failed
+    if not by_precision.forecasts or "fp32" in failed:  # then the model or its inputs are wrong
+        raise next(iter(failed.values()))
+    return by_precision
 
 
-_UNITS = {"": 1, "b": 1} | {
-    f"{letter}{infix}b": base**power
-    for power, letter in enumerate("kmgt", start=1)
-    for infix, base in (("", 1000), ("i", 1024))
-}
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[f"{_letter}b"] = 1000**_power
+    _UNITS[f"{_letter}ib"] = 1024**_power
 
 
 def parse_bytes(text: str | int) -> int:
@@ -273,16 +304,28 @@ def parse_bytes(text: str | int) -> int:
     Raises `TraceError` for anything else, for a bare ``"24G"`` (it does not say which of the two it
     means), less than one byte or more than 2^62, and less than 1 MiB in a text without a unit.
     """
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", str(text).strip().lower())
     if isinstance(text, str) and text.strip().isdecimal() and int(text) < 2**20:
         raise TraceError(f"memory {text!r} would be {text} bytes: give a unit, as {text}GiB")
-    unit = _UNITS.get(match[2]) if match else None
-    count = Fraction(match[1]) * unit if match and unit else None  # exact, unlike 1.1 * 10**9
-    if count is None or (unit == 1 and count.denominator > 1):
+    count = _count_of_bytes(str(text))
+    if count is None:
         raise TraceError(f"memory {text!r}: give bytes, as 24GiB (24 x 2^30) or 24GB (24 x 10^9)")
     if not 1 <= count <= 2**62:
         raise TraceError(f"memory {text!r}: give from one byte to 2^62")
     return int(count)
+
+
+def _count_of_bytes(text: str) -> Fraction | None:
+    """A number with a unit in bytes; None for any other text, and for parts of a byte."""
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip().lower())
+    if match is None:
+        return None
+    unit = _UNITS.get(match[2])
+    if unit is None:
+        return None
+    number = Fraction(match[1])  # exact, unlike 1.1 * 10**9
+    if unit == 1 and number.denominator > 1:
+        return None
+    return number * unit
 
 
 def inputs_of_shapes(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool) -> BatchedInputs:
@@ -292,8 +335,10 @@ def inputs_of_shapes(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool)
     for inputs that do not go together.
     """
     shapes = _checked_shapes(input_shape)
-    one = isinstance(input_dtype, torch.dtype)
-    dtypes = [input_dtype] * len(shapes) if one else list(input_dtype)
+    if isinstance(input_dtype, torch.dtype):
+        dtypes = [input_dtype] * len(shapes)
+    else:
+        dtypes = list(input_dtype)
     if len(dtypes) != len(shapes):
         counts = f"{len(dtypes)} input dtypes for {len(shapes)} inputs"
         raise TraceError(f"{counts}: give one for all, or one for each")
@@ -303,13 +348,17 @@ def inputs_of_shapes(input_shape: Shapes, input_dtype: Dtypes, *, batched: bool)
         raise TraceError(f"{given}: the first size is the batch; give the same for all")
     if not batched and batches != {1}:
         shapes = [(1, *shape) for shape in shapes]
-    pairs = zip(shapes, dtypes, strict=True)
-    return BatchedInputs(tuple(torch.empty(s, dtype=d, device="meta") for s, d in pairs))
+    inputs = []
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        inputs.append(torch.empty(shape, dtype=dtype, device="meta"))
+    return BatchedInputs(tuple(inputs))
 
 
 def _checked_shapes(given: Any) -> list[tuple[int, ...]]:
-    several = bool(given) and all(isinstance(shape, Sequence) for shape in given)
-    shapes = [tuple(shape) for shape in (given if several else [given])]
+    if given and all(isinstance(shape, Sequence) for shape in given):
+        shapes = [tuple(shape) for shape in given]
+    else:
+        shapes = [tuple(given)]
     for sizes in shapes:
         if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
             raise TraceError(f"input shape {sizes}: give sizes of 1 or more")
@@ -366,20 +415,26 @@ class MemoryByBatch:
         limit: int | None,
         known: Iterable["MemoryByBatch"] = (),
     ):
-        self._step, self._inputs = step, inputs
+        self._step = step
+        self._inputs = inputs
         self._second = self._trace(self._SECOND).storages
         for other in known:  # bf16 mostly needs just what fp16 does
             if self._second.equals(other._second):
                 self._first = dataclasses.replace(other._first, step=step)
-                self._slope, self.largest = other._slope, other.largest
+                self._slope = other._slope
+                self.largest = other.largest
                 return
         self._first = self._trace(self._FIRST)
         storages = self._first.storages
         # Another log would mean that another batch allocates at other times, or other things.
         self._require(np.array_equal(storages.log, self._second.log))
         self._slope = self._second.sizes - storages.sizes  # bytes per item of the batch
-        self.largest = 0 if limit is None else self.largest_within(limit)
-        third = self.largest if self.largest > self._SECOND else self._THIRD
+        self.largest = 0
+        if limit is not None:
+            self.largest = self.largest_within(limit)
+        third = self._THIRD
+        if self.largest > self._SECOND:
+            third = self.largest
         self._require(self.at(third) == self._trace(third).forecast())
 
     def _trace(self, batch: int) -> Any:
@@ -395,17 +450,15 @@ class MemoryByBatch:
 
     def at(self, batch: int, optimizer: str | None = None) -> Any:
         """The forecast for a batch, of a training step with another optimizer if one is named."""
-        traced, storages = self._first, self._first.storages
+        traced = self._first
         if optimizer is not None:
-            traced = dataclasses.replace(
-                traced, step=dataclasses.replace(traced.step, optimizer=optimizer)
-            )
-        sizes = storages.sizes + self._slope * (batch - self._FIRST)
-        return dataclasses.replace(
-            traced,
-            input_shapes=self._inputs.shapes(batch),
-            storages=dataclasses.replace(storages, sizes=sizes),
-        ).forecast()
+            step = dataclasses.replace(traced.step, optimizer=optimizer)
+            traced = dataclasses.replace(traced, step=step)
+        sizes = traced.storages.sizes + self._slope * (batch - self._FIRST)
+        storages = dataclasses.replace(traced.storages, sizes=sizes)
+        input_shapes = self._inputs.shapes(batch)
+        resized = dataclasses.replace(traced, input_shapes=input_shapes, storages=storages)
+        return resized.forecast()
 
     def largest_within(self, limit: int) -> int:
         """The largest batch whose peak is at most `limit` bytes; 0 if none is."""

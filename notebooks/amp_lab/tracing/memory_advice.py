@@ -53,50 +53,52 @@ def ways_out(table: MemoryTable, eight_bit: MemoryForecast | None) -> Iterator[s
     if smallest.fsdp_ranks == 1:
         yield _sharded(smallest, limit)
     if smallest.gradients:
-        # autocast casts weights that are in fp32
-        is_fp32 = any(forecast.cast_cache for forecast in table.forecasts)
-        yield from _smaller_model(smallest, limit, is_fp32)
+        if any(forecast.cast_cache for forecast in table.forecasts):  # of weights in fp32
+            halved = _peak_with(smallest, weights=0.5, gradients=0.5, state=0.5)
+            yield _said(_LOW_WEIGHTS, smallest, halved, limit)
+        frozen = _peak_with(smallest, gradients=0.0, state=0.0)
+        yield _said(_ADAPTERS, smallest, frozen, limit)
     if smallest.activations > smallest.peak // 4:
         yield _CHECKPOINT.said(activations=amount(smallest.activations))
 
 
 def needs_eight_bit(table: MemoryTable) -> bool:
     """Whether `ways_out` has a use for the forecast with Adam's state in 8 bits."""
-    is_too_large = table.memory_bytes is not None and max(table.spare.values()) < 0
-    return is_too_large and table.forecasts[0].optimizer_name in _ADAM
+    if table.memory_bytes is None or max(table.spare.values()) >= 0:
+        return False
+    return table.forecasts[0].optimizer_name in _ADAM
 
 
 def _sharded(forecast: MemoryForecast, limit: int) -> str:
     """FSDP2 on as few ranks as make the step fit, or on the most there may be."""
     for ranks in _RANKS:
-        peak = _peak_with(forecast, weights=1 / ranks, gradients=1 / ranks, state=1 / ranks)
+        share = 1 / ranks
+        peak = _peak_with(forecast, weights=share, gradients=share, state=share)
         if peak <= limit:
             break
     return _said(_SHARD, forecast, peak, limit, ranks=ranks)
-
-
-def _smaller_model(forecast: MemoryForecast, limit: int, is_fp32: bool) -> Iterator[str]:
-    if is_fp32:
-        halved = _peak_with(forecast, weights=0.5, gradients=0.5, state=0.5)
-        yield _said(_LOW_WEIGHTS, forecast, halved, limit)
-    frozen = _peak_with(forecast, gradients=0.0, state=0.0)
-    yield _said(_ADAPTERS, forecast, frozen, limit)
 
 
 def _peak_with(
     forecast: MemoryForecast, *, weights: float = 1.0, gradients: float = 1.0, state: float = 1.0
 ) -> int:
     """The peak if these parts were so much of what they are: at most, since all else stays."""
-    always = (1 - weights) * forecast.weights + (1 - state) * forecast.optimizer
-    there = {"forward": 0, "backward": 0, "optimizer": forecast.gradients}
-    there[forecast.peak_phase] = forecast.at_peak["gradients"]
+    saved_always = (1 - weights) * forecast.weights + (1 - state) * forecast.optimizer
+    gradients_in = {"forward": 0, "backward": 0, "optimizer": forecast.gradients}
+    gradients_in[forecast.peak_phase] = forecast.at_peak["gradients"]
     if forecast.peak_phase == "optimizer":  # its temporaries are of the size of the gradients
-        there["optimizer"] += forecast.at_peak["temporaries"]
-    phases = [forecast.phases[phase] - always - (1 - gradients) * there[phase] for phase in there]
-    return int(max(phases))
+        gradients_in["optimizer"] += forecast.at_peak["temporaries"]
+    peaks = []
+    for phase, gradient_bytes in gradients_in.items():
+        saved_gradients = (1 - gradients) * gradient_bytes
+        peaks.append(forecast.phases[phase] - saved_always - saved_gradients)
+    return int(max(peaks))
 
 
 def _said(way: Remedy, forecast: MemoryForecast, peak: int, limit: int, **facts: object) -> str:
     saves = f"saves about {amount(forecast.peak - peak)}"
-    saves += ", and it fits" if peak <= limit else f", {amount(peak - limit)} too little"
+    if peak <= limit:
+        saves += ", and it fits"
+    else:
+        saves += f", {amount(peak - limit)} too little"
     return way.said(saves=saves, **facts)

@@ -86,10 +86,10 @@ class MemoryTable(Printed):
     def spare(self) -> dict[str, int]:
         """Bytes that the step leaves of the memory without its reserve; below 0 if it is short."""
         usable = int((self.memory_bytes or 0) * (1 - self.reserve))
-        return {str(f.precision): usable - f.peak for f in self.forecasts}
+        return {str(forecast.precision): usable - forecast.peak for forecast in self.forecasts}
 
     def __getitem__(self, precision: str) -> MemoryForecast:
-        return next(f for f in self.forecasts if f.precision == precision)
+        return next(forecast for forecast in self.forecasts if forecast.precision == precision)
 
     def plot(self) -> Any:
         """Axes with memory against batch for each precision, and the limit `memory_bytes`."""
@@ -98,39 +98,40 @@ class MemoryTable(Printed):
         return plots.memory_against_batch(self.curves, self.memory_bytes)
 
     def _contents(self) -> dict[str, Any]:
-        contents: dict[str, Any] = {"forecasts": [f._contents() for f in self.forecasts]}
+        contents: dict[str, Any] = {}
+        contents["forecasts"] = [forecast._contents() for forecast in self.forecasts]
         if self.memory_bytes is not None:
-            contents |= {
-                "memory_bytes": self.memory_bytes,
-                "reserve": self.reserve,
-                "spare_bytes": self.spare,
-                "fits": {precision: spare >= 0 for precision, spare in self.spare.items()},
-                "largest_batch": self.largest,
-                "not_extrapolated": self.not_extrapolated,
-            }
-        contents |= {"failed": self.failed, "loss_left_out": self.loss_left_out}
-        return contents | {"ways_out": list(self.ways_out)}
+            spare = self.spare
+            contents["memory_bytes"] = self.memory_bytes
+            contents["reserve"] = self.reserve
+            contents["spare_bytes"] = spare
+            contents["fits"] = {precision: count >= 0 for precision, count in spare.items()}
+            contents["largest_batch"] = self.largest
+            contents["not_extrapolated"] = self.not_extrapolated
+        contents["failed"] = self.failed
+        contents["loss_left_out"] = self.loss_left_out
+        contents["ways_out"] = list(self.ways_out)
+        return contents
 
     def _table(self) -> Table:
         first = self.forecasts[0]
-        shapes = ", ".join("x".join(map(str, shape)) for shape in first.input_shapes)
+        shapes = shapes_text(first.input_shapes)
         training = f"one training step with {first.optimizer_name} on {first.device_type}"
+        precisions = [str(forecast.precision) for forecast in self.forecasts]
         unit, unit_name = self._unit()
         *rows, peaks = self._rows(unit)
         return Table(
-            [f"in {unit_name}", *(str(f.precision) for f in self.forecasts)],
+            [f"in {unit_name}", *precisions],
             rows,
             caption=f"{first.model}, input {shapes}, {training}",
             facts=list(self._facts()),
             advice=self.ways_out,
             foot=[peaks, *self._foot()],
-            right=range(1, 1 + len(self.forecasts)),
+            right=range(1, 1 + len(precisions)),
         )
 
     def _unit(self) -> tuple[int, str]:
-        """One unit for all cells, so that they can be compared at a glance."""
-        largest = max(forecast.peak for forecast in self.forecasts)
-        return (2**30, "GiB") if largest >= 10 * 2**30 else (2**20, "MiB")
+        return unit_for_all(forecast.peak for forecast in self.forecasts)
 
     def _rows(self, unit: int) -> list[list[str]]:
         """A row for each of `_ROWS`; the last one is the peak."""
@@ -144,11 +145,13 @@ class MemoryTable(Printed):
         yield ["reached in", *(forecast.peak_phase for forecast in self.forecasts)]
         if self.memory_bytes is None:
             return
-        counts = []
-        for forecast in self.forecasts:
-            batch = self.largest.get(forecast.precision)
-            counts.append("cannot tell" if batch is None else f"{batch:,}")
-        yield [f"largest batch in {memory_text(self.memory_bytes)}", *counts]
+        batches = [self._largest_text(forecast.precision) for forecast in self.forecasts]
+        yield [f"largest batch in {memory_text(self.memory_bytes)}", *batches]
+
+    def _largest_text(self, precision: str) -> str:
+        if precision not in self.largest:
+            return "cannot tell"
+        return f"{self.largest[precision]:,}"
 
     def _facts(self) -> Iterator[str]:
         first = self.forecasts[0]
@@ -157,7 +160,8 @@ class MemoryTable(Printed):
         if self.loss_left_out:
             yield f"Too low: {self.loss_left_out}."
         yield from self._fits()
-        yield from largest_lines((str(f.precision), f.largest_at_peak) for f in self.forecasts)
+        for forecast in self.forecasts:
+            yield from largest_line(str(forecast.precision), forecast.largest_at_peak)
         yield "The parts are not all there at one time, so they do not add up to the peak."
         if first.gradients:
             yield self._of_several_processes()
@@ -179,36 +183,66 @@ class MemoryTable(Printed):
         """Whether the batch that was given fits, and how much is said of others."""
         if self.memory_bytes is not None:
             for precision, spare in self.spare.items():
-                fits, over = "fits, about {} to spare", "does not fit, {} too much"
-                yield f"{precision}: {(fits if spare >= 0 else over).format(amount(abs(spare)))}."
+                if spare >= 0:
+                    yield f"{precision}: fits, about {amount(spare)} to spare."
+                else:
+                    yield f"{precision}: does not fit, {amount(-spare)} too much."
             if self.reserve:
-                share = f"Of the {memory_text(self.memory_bytes)}, {100 * self.reserve:.3g} %"
-                yield f"{share} are held in reserve for the driver and for fragmentation."
+                yield reserve_line(self.memory_bytes, self.reserve)
         if self.not_extrapolated:
-            why = f"The largest batch cannot be extrapolated: {self.not_extrapolated}."
-            yield f"{why} The forecast is for the batch that was given."
+            reason = f"The largest batch cannot be extrapolated: {self.not_extrapolated}."
+            yield f"{reason} The forecast is for the batch that was given."
         elif self.held and self.memory_bytes is not None:
             shapes = ", ".join(map(str, self.held))
             yield f"Held as they are for every batch: inputs of shape {shapes}."
 
 
-def largest_lines(found: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """A line on the largest tensor at the peak of each forecast, given with its name."""
-    for name, largest in found:
-        if largest:
-            yield f"{name}: the largest tensor at the peak is {largest}."
+def shapes_text(shapes: Iterable[tuple[int, ...]]) -> str:
+    """The shapes of inputs in a caption: ``2x3x64x64, 2x10``."""
+    texts = []
+    for shape in shapes:
+        texts.append("x".join(map(str, shape)))
+    return ", ".join(texts)
+
+
+def reserve_line(memory_bytes: int, reserve: float) -> str:
+    """A line on the share of the memory that is held in reserve."""
+    share = f"Of the {memory_text(memory_bytes)}, {100 * reserve:.3g} %"
+    return f"{share} are held in reserve for the driver and for fragmentation."
+
+
+def largest_line(name: str, largest: str) -> Iterator[str]:
+    """A line on the largest tensor at the peak of the forecast of this name, if there is one."""
+    if largest:
+        yield f"{name}: the largest tensor at the peak is {largest}."
+
+
+def unit_for_all(counts: Iterable[int]) -> tuple[int, str]:
+    """One unit for all cells, so that they can be compared at a glance."""
+    if max(counts) >= 10 * 2**30:
+        return 2**30, "GiB"
+    return 2**20, "MiB"
 
 
 def amount(count: int) -> str:
     """A number of bytes in two digits or so: ``about 4 GiB``."""
-    unit, name = (2**30, "GiB") if count >= 2**30 else (2**20, "MiB")
-    return f"{count / unit:.2g} {name}" if count < 10 * unit else f"{count / unit:,.0f} {name}"
+    unit = 2**20
+    name = "MiB"
+    if count >= 2**30:
+        unit = 2**30
+        name = "GiB"
+    value = count / unit
+    if count < 10 * unit:
+        return f"{value:.2g} {name}"
+    return f"{value:,.0f} {name}"
 
 
 def in_unit(count: int, unit: int) -> str:
     """A number of bytes in this unit, in three digits or so."""
     value = count / unit
-    return f"{value:,.0f}" if value >= 100 or not count else f"{value:.3g}"
+    if value >= 100 or not count:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
 def memory_text(count: int) -> str:
@@ -216,4 +250,6 @@ def memory_text(count: int) -> str:
     for name, unit in (("GiB", 2**30), ("GB", 10**9), ("MiB", 2**20), ("MB", 10**6)):
         if count >= unit and count % unit == 0:
             return f"{count // unit} {name}"
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.3g} MiB"
+    if count >= 2**30:
+        return f"{count / 2**30:.2f} GiB"
+    return f"{count / 2**20:.3g} MiB"
