@@ -25,7 +25,7 @@ from amp_lab.tracing.kv_cache import (
     token_count,
     with_tokens,
 )
-from amp_lab.tracing.memory import BatchedInputs, MemoryByBatch, errors_with, parse_bytes
+from amp_lab.tracing.memory import BatchedInputs, MemoryByBatch, errors_with, memory_and_limit
 from amp_lab.tracing.real_run import ModelCall, Passes
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
 from amp_lab.tracing.structures import map_tensors, named_tensors
@@ -45,8 +45,12 @@ class QuantizedWeights:
 
     def bytes_of(self, rows: int, columns: int) -> int:
         """Bytes of a weight (rows, columns) with its scales."""
-        groups = 1 if self.group is None else -(-columns // self.group)
-        return rows * columns * self.bits // 8 + rows * groups * self.scale_bytes
+        groups = 1
+        if self.group is not None:
+            groups = -(-columns // self.group)  # rounded up
+        values = rows * columns * self.bits // 8
+        scales = rows * groups * self.scale_bytes
+        return values + scales
 
 
 QUANTIZED_WEIGHTS = (
@@ -83,8 +87,9 @@ def forecast_inference(
 
     def trace(call: ModelCall, decisions: Decisions | None) -> InferenceForecast:
         with _steps(call.model, device_type, [precision], ways=[autocast]) as (step,):
-            fakes = step.run.fake(call.args), step.run.fake(call.kwargs)
-            return _whole_forecast(step, fakes, decisions)
+            args = step.run.fake(call.args)
+            kwargs = step.run.fake(call.kwargs)
+            return _forecast_with_cache(step, (args, kwargs), decisions)
 
     call = ModelCall(model, inputs, kwargs, passes=Passes.FORWARD)
     return answered(trace, call, "forecast")
@@ -106,12 +111,11 @@ def inference_table(
     `tokens` the KV cache of so many in each sequence is forecast, if the model returns one. What a
     model refuses, such as cast weights, is named. Raises as `forecast_inference`.
     """
-    total = None if memory_bytes is None else parse_bytes(memory_bytes)
-    limit = None if total is None else int(total * (1 - reserve))
-    asked = list(precisions)  # which may be gone through twice
+    total, limit = memory_and_limit(memory_bytes, reserve)
+    precisions = list(precisions)  # which may be gone through twice
 
     def trace(call: ModelCall, decisions: Decisions | None) -> _ByWay:
-        with _steps(call.model, device_type, asked, ways=[True, False]) as steps:
+        with _steps(call.model, device_type, precisions, ways=[True, False]) as steps:
             return _each_way(steps, inputs, limit, tokens, decisions)
 
     call = ModelCall(model, inputs.args, inputs.kwargs, passes=Passes.FORWARD)
@@ -130,8 +134,11 @@ def inference_table(
 
 def _places(model: nn.Module) -> int | None:
     """For how many tokens the model has places, if a config says so; a fake table takes more."""
-    places = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return places if isinstance(places, int) else None
+    config = getattr(model, "config", None)
+    places = getattr(config, "max_position_embeddings", None)
+    if not isinstance(places, int):
+        return None
+    return places
 
 
 @dataclass
@@ -152,34 +159,33 @@ def _each_way(
     decisions: Decisions | None,
 ) -> _ByWay:
     """Forecast each way; what a model refuses in low precision is named."""
-    found = _ByWay()
+    by_way = _ByWay()
     linear = _linear_weights(steps[0].run.model)
     for step in steps:
         batch = inputs.of(inputs.batch, step.traced_on)
         try:
-            given = _whole_forecast(step, batch, decisions, tokens)
+            forecast = _forecast_with_cache(step, batch, decisions, tokens)
         except ValuesNeeded:
             raise
         except TraceError as error:
             if step.precision is Precision.FP32:  # then the model or its inputs are wrong
                 raise
-            found.failed[step.way] = str(error)
+            by_way.failed[step.way] = str(error)
             continue
-        saved = {step.way: 0}  # bytes of weights, by way
-        if linear and step.is_cast and step.precision is steps[-1].precision:
-            for weights in QUANTIZED_WEIGHTS:
-                saved[weights.name] = _saved_bytes(weights, linear, step.precision)
-        found.forecasts.append(given)
-        for way in list(saved)[1:]:
-            found.forecasts.append(given.with_smaller_weights(way, saved[way]))
+        saved: dict[str, int] = {}  # bytes, by format of quantized weights
+        if step.is_cast and step.precision is steps[-1].precision:
+            saved = _saved_bytes(linear, step.precision)
+        by_way.forecasts.append(forecast)
+        for name, nbytes in saved.items():
+            by_way.forecasts.append(forecast.with_smaller_weights(name, nbytes))
         if limit is not None:
-            _note_largest(found, step, inputs, limit, saved)
-    if not found.forecasts:
-        raise TraceError(next(iter(found.failed.values())))
-    return found
+            _note_largest(by_way, step, inputs, limit, {step.way: 0, **saved})
+    if not by_way.forecasts:
+        raise TraceError(next(iter(by_way.failed.values())))
+    return by_way
 
 
-def _whole_forecast(
+def _forecast_with_cache(
     step: "InferenceStep",
     given: Arguments,
     decisions: Decisions | None,
@@ -193,7 +199,8 @@ def _whole_forecast(
     forecast = traced.forecast()
     if step.by_autocast:
         no_grad = step.trace(*given, decisions, under=torch.no_grad).forecast()
-        forecast = dataclasses.replace(forecast, kept_under_no_grad=no_grad.peak - forecast.peak)
+        kept = no_grad.peak - forecast.peak
+        forecast = dataclasses.replace(forecast, kept_under_no_grad=kept)
 
     def traced_with(count: int) -> tuple[CachedTensor, ...]:
         # Without the decisions, which may be others for more tokens.
@@ -211,16 +218,16 @@ def _whole_forecast(
 
 
 def _note_largest(
-    found: _ByWay, step: "InferenceStep", inputs: BatchedInputs, limit: int, saved: dict[str, int]
+    by_way: _ByWay, step: "InferenceStep", inputs: BatchedInputs, limit: int, saved: dict[str, int]
 ) -> None:
-    """Note the largest batch of each way whose weights take so much less, or why there is none."""
+    """Note the largest batch of each way, whose weights take `saved` bytes less; or why not."""
     try:
         by_batch = MemoryByBatch(step, inputs, limit)
     except TraceError as error:  # the decisions of a model may be others for another batch, too
-        found.no_largest |= dict.fromkeys(saved, first_line(error))
+        by_way.no_largest |= dict.fromkeys(saved, first_line(error))
         return
-    for way, less in saved.items():
-        found.largest[way] = by_batch.largest_within(limit + less)
+    for way, nbytes in saved.items():
+        by_way.largest[way] = by_batch.largest_within(limit + nbytes)
 
 
 def _linear_weights(model: nn.Module) -> list[torch.Size]:
@@ -229,14 +236,28 @@ def _linear_weights(model: nn.Module) -> list[torch.Size]:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    return [layer.weight.shape for layer in layers if owners[id(layer.weight)] == 1]
+    shapes = []
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and owners[id(module.weight)] == 1:
+            shapes.append(module.weight.shape)
+    return shapes
 
 
-def _saved_bytes(weights: QuantizedWeights, linear: list[torch.Size], precision: Precision) -> int:
-    """How much smaller the weights of these layers are than in 16 bits."""
-    low = precision.dtype.itemsize
-    return sum(rows * columns * low - weights.bytes_of(rows, columns) for rows, columns in linear)
+def _saved_bytes(linear: list[torch.Size], precision: Precision) -> dict[str, int]:
+    """How much smaller the weights of these layers are than in 16 bits, by format.
+
+    Empty without such layers.
+    """
+    if not linear:
+        return {}
+    saved = {}
+    for weights in QUANTIZED_WEIGHTS:
+        nbytes = 0
+        for rows, columns in linear:
+            nbytes += rows * columns * precision.dtype.itemsize
+            nbytes -= weights.bytes_of(rows, columns)
+        saved[weights.name] = nbytes
+    return saved
 
 
 @contextmanager
@@ -247,8 +268,8 @@ def _steps(
     with steps_on(model, device_type, precisions) as (run, asked):
         steps = []
         for precision in asked:
-            is_low = precision in _LOW
-            for by_autocast in ways if is_low else [False]:
+            ways_of_precision = ways if precision in _LOW else [False]
+            for by_autocast in ways_of_precision:
                 steps.append(InferenceStep(run, device_type, precision, by_autocast))
         yield steps
 
@@ -277,7 +298,9 @@ class InferenceStep:
         """What it is called in a table."""
         if self.precision not in _LOW:
             return str(self.precision)
-        return f"{self.precision} {'autocast' if self.by_autocast else 'cast'}"
+        if self.by_autocast:
+            return f"{self.precision} autocast"
+        return f"{self.precision} cast"
 
     def trace(
         self,
@@ -291,40 +314,41 @@ class InferenceStep:
 
         `decisions` are those of a real run on such inputs, if values decide its course.
         """
-        return traced_on_either(lambda: self._told(inputs, kwargs, decisions, under))
 
-    def _told(
-        self, inputs: tuple, kwargs: dict[str, Any], decisions: Decisions | None, under: Callable
-    ) -> "TracedInference":
-        with self.run.told(decisions) as replay:
-            traced = self._trace(inputs, kwargs, under)
-            replay.require_done()
-        return dataclasses.replace(traced, decisions=replay.remark)
+        def trace() -> TracedInference:
+            with self.run.told(decisions) as replay:
+                traced = self._trace(inputs, kwargs, under)
+                replay.require_done()
+            return dataclasses.replace(traced, decisions=replay.remark)
+
+        return traced_on_either(trace)
 
     def _trace(self, inputs: tuple, kwargs: dict[str, Any], under: Callable) -> "TracedInference":
-        run = self.run
-        parameters, buffers = run.parameters, run.buffers
+        model = self.run.model
+        parameters = self.run.parameters
+        buffers = self.run.buffers
         if not self.by_autocast:  # to fp32 too: a checkpoint may come in 16 bits
-            parameters, buffers = self._cast(parameters), self._cast(buffers)
+            parameters = self._cast(parameters)
+            buffers = self._cast(buffers)
             inputs, kwargs = self._cast((inputs, kwargs))
-        seen = named_tensors((inputs, kwargs), opened=True)
-        shapes = tuple(tuple(tensor.shape) for _, tensor in seen)
-        given: list[torch.Tensor] = []
+        named = named_tensors((inputs, kwargs), opened=True)
+        shapes = tuple(tuple(tensor.shape) for _, tensor in named)
+        input_tensors: list[torch.Tensor] = []
 
         def noted(tensor: torch.Tensor) -> torch.Tensor:
-            given.append(tensor)
+            input_tensors.append(tensor)
             return tensor
 
         inputs, kwargs = map_tensors(noted, (inputs, kwargs))
-        with one_line_errors(run.model, shapes, self.device_type), under():
+        with one_line_errors(model, shapes, self.device_type), under():
             ledger = StorageLedger(self.device_type)
             ledger.own("weights", parameters.values())
             ledger.own("buffers", buffers.values())
-            ledger.own("inputs", given)
-            own = _reparametrize_module(run.model, parameters | buffers)
-            with ledger.naming_modules(run.model), ledger, own:
+            ledger.own("inputs", input_tensors)
+            fakes_in_place = _reparametrize_module(model, parameters | buffers)
+            with ledger.naming_modules(model), ledger, fakes_in_place:
                 with autocast_on(self.device_type, self._autocast_dtype, enabled=self.by_autocast):
-                    output = run.model(*inputs, **kwargs)
+                    output = model(*inputs, **kwargs)
                 ledger.mark("forward")
             cached = cached_tensors(output)
             del output
@@ -332,18 +356,20 @@ class InferenceStep:
 
     @property
     def _autocast_dtype(self) -> torch.dtype | None:
-        return self.precision.dtype if self.by_autocast else None
+        if not self.by_autocast:
+            return None
+        return self.precision.dtype
 
     def _cast(self, structure: Any) -> Any:
         """The structure with each floating-point tensor in the precision; a tied one stays one."""
-        made: dict[int, torch.Tensor] = {}
+        casts: dict[int, torch.Tensor] = {}
 
         def cast(tensor: torch.Tensor) -> torch.Tensor:
             if not tensor.is_floating_point():
                 return tensor
-            if id(tensor) not in made:
-                made[id(tensor)] = tensor.detach().to(self.precision.dtype)
-            return made[id(tensor)]
+            if id(tensor) not in casts:
+                casts[id(tensor)] = tensor.detach().to(self.precision.dtype)
+            return casts[id(tensor)]
 
         return map_tensors(cast, structure)
 

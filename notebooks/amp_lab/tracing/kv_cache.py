@@ -46,22 +46,34 @@ def cached_tensors(output: object) -> tuple[CachedTensor, ...]:
     such a name, pairs of a key and a value, and tensors of four dimensions or more besides the
     first output. Tensors that share their memory count once.
     """
-    found: dict[tuple, CachedTensor] = {}
+    cached: dict[tuple, CachedTensor] = {}
     for number, leaf in enumerate(_leaves({"output": output}, (), False, set())):
+        if not _may_be_cached(leaf, is_first=number == 0):
+            continue
         tensor = leaf.tensor
-        if leaf.is_named:
-            counts = tensor.ndim > 1  # others are counters and sizes of windows
-        else:
-            is_large = tensor.ndim > 3 and number > 0
-            is_other = any(_OTHER.search(name) for name in leaf.path)
-            counts = tensor.is_floating_point() and (leaf.in_pair or is_large) and not is_other
-        key = storage_key(tensor), tensor.storage_offset(), tensor.shape
-        if counts and key not in found:
-            shape = tuple(tensor.shape)
-            found[key] = CachedTensor(
-                leaf.path, shape, tensor.dtype, _bytes_of(tensor), leaf.is_named
+        key = (storage_key(tensor), tensor.storage_offset(), tensor.shape)
+        if key not in cached:
+            cached[key] = CachedTensor(
+                path=leaf.path,
+                shape=tuple(tensor.shape),
+                dtype=tensor.dtype,
+                nbytes=_bytes_of(tensor),
+                is_named=leaf.is_named,
             )
-    return tuple(found.values())
+    return tuple(cached.values())
+
+
+def _may_be_cached(leaf: _Leaf, is_first: bool) -> bool:
+    """Whether a tensor of the output is part of a cache, or may be; `is_first` of the output."""
+    tensor = leaf.tensor
+    if leaf.is_named:
+        return tensor.ndim > 1  # others are counters and sizes of windows
+    if not tensor.is_floating_point():
+        return False
+    is_large = tensor.ndim > 3 and not is_first
+    if not leaf.in_pair and not is_large:
+        return False
+    return not any(_OTHER.search(name) for name in leaf.path)
 
 
 def _leaves(
@@ -72,20 +84,23 @@ def _leaves(
         return
     known.add(id(thing))
     parts = parts_of(thing, opened=is_named or dataclasses.is_dataclass(thing))
-    in_pair = len(path) > 1 and _is_pair([*parts.values()])
+    in_pair = len(path) > 1 and _is_pair(list(parts.values()))
     for name, part in parts.items():
+        part_path = (*path, name)
         part_is_named = is_named or is_cache(part) or _CACHE.search(name) is not None
         if isinstance(part, torch.Tensor):
-            yield _Leaf((*path, name), part, part_is_named, in_pair)
+            yield _Leaf(part_path, part, part_is_named, in_pair)
         else:
-            yield from _leaves(part, (*path, name), part_is_named, known)
+            yield from _leaves(part, part_path, part_is_named, known)
 
 
 def _is_pair(parts: list) -> bool:
     """Whether these are a key and a value, whose last sizes may differ."""
-    if len(parts) != 2 or not all(isinstance(part, torch.Tensor) for part in parts):
+    if len(parts) != 2:
         return False
     key, value = parts
+    if not isinstance(key, torch.Tensor) or not isinstance(value, torch.Tensor):
+        return False
     return key.ndim > 2 and key.shape[:-1] == value.shape[:-1]
 
 
@@ -104,21 +119,25 @@ def token_count(given: Arguments) -> int | None:
     Of a model with a decoder of its own, those of the decoder.
     """
     tensors = tensors_in(_of_decoder(given))
-    ids = [t for t in tensors if t.ndim == 2 and not t.is_floating_point()]
-    embeddings = [t for t in tensors if t.ndim == 3 and t.is_floating_point()]
-    return next((t.shape[1] for t in [*ids, *embeddings]), None)
+    for tensor in tensors:
+        if tensor.ndim == 2 and not tensor.is_floating_point():
+            return tensor.shape[1]
+    for tensor in tensors:
+        if tensor.ndim == 3 and tensor.is_floating_point():
+            return tensor.shape[1]
+    return None
 
 
 def with_tokens(given: Arguments, count: int) -> Arguments:
     """The same arguments for `count` tokens: ids, embeddings, masks, positions and labels."""
-    before = token_count(given)
-    args, kwargs = _of_decoder(given)
+    given_count = token_count(given)
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
-        return _resized(tensor, before, count)
+        return _resized(tensor, given_count, count)
 
-    args, kwargs = tree_map_only(torch.Tensor, resized, (args, kwargs))
-    return args or given[0], given[1] | kwargs
+    args, kwargs = given
+    args_of_decoder, kwargs_of_decoder = tree_map_only(torch.Tensor, resized, _of_decoder(given))
+    return args_of_decoder or args, kwargs | kwargs_of_decoder
 
 
 def _of_decoder(given: Arguments) -> Arguments:
@@ -130,12 +149,14 @@ def _of_decoder(given: Arguments) -> Arguments:
     return (), {name: kwargs[name] for name in names}
 
 
-def _resized(tensor: torch.Tensor, before: int | None, count: int) -> torch.Tensor:
-    shape = [*tensor.shape]
+def _resized(tensor: torch.Tensor, given_count: int | None, count: int) -> torch.Tensor:
+    shape = list(tensor.shape)
     for dimension in _dimensions_of_tokens(tensor):
-        if shape[dimension] == before:
+        if shape[dimension] == given_count:
             shape[dimension] = count
-    return tensor if shape == [*tensor.shape] else tensor.new_empty(shape)
+    if shape == list(tensor.shape):
+        return tensor
+    return tensor.new_empty(shape)
 
 
 def _dimensions_of_tokens(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -146,8 +167,12 @@ def _dimensions_of_tokens(tensor: torch.Tensor) -> tuple[int, ...]:
         return (1,)  # ids (B, T), embeddings (B, T, C)
     if tensor.ndim == 3:  # masks (B, T, T)
         return (1, 2)
-    is_mask = tensor.ndim == 4 and tensor.shape[1] == 1  # (B, 1, T, T)
-    return (2, 3) if is_mask and tensor.shape[2] == tensor.shape[3] else ()
+    if tensor.ndim != 4:
+        return ()
+    _, heads, queries, keys = tensor.shape
+    if heads == 1 and queries == keys:  # masks (B, 1, T, T)
+        return (2, 3)
+    return ()
 
 
 def forecast_cache(
@@ -167,25 +192,31 @@ def forecast_cache(
     if not found:
         return None
     growth = _growth(found, traced_with, tokens)
-    if not growth.tensors:
+    tensors = growth.tensors
+    if not tensors:
         return None
+    dtypes = {short_name(tensor.dtype) for tensor in tensors}
     forecast = CacheForecast(
-        place=_place(growth.tensors),
-        tensors=len(growth.tensors),
-        dtype=" + ".join(sorted({short_name(tensor.dtype) for tensor in growth.tensors})),
-        nbytes=sum(tensor.nbytes for tensor in growth.tensors),
+        place=_place(tensors),
+        tensors=len(tensors),
+        dtype=" + ".join(sorted(dtypes)),
+        nbytes=sum(tensor.nbytes for tensor in tensors),
         sequences=sequences,
         tokens=tokens,
         tokens_asked=asked,
         remarks=growth.remarks,
     )
+    if growth.per_token:
+        forecast = dataclasses.replace(forecast, per_token=growth.per_token // sequences)
+    if asked is None:
+        return forecast
     if not growth.per_token:
-        if asked is None:
-            return forecast
-        remark = f"Nothing is extrapolated to {asked:,} tokens."
-        return dataclasses.replace(forecast, remarks=(*growth.remarks, remark))
-    forecast = dataclasses.replace(forecast, per_token=growth.per_token // sequences)
-    return forecast if asked is None else _with_asked(forecast, growth, traced_with, asked)
+        return _with_remark(forecast, f"Nothing is extrapolated to {asked:,} tokens.")
+    return _with_asked(forecast, growth, traced_with, asked)
+
+
+def _with_remark(forecast: CacheForecast, remark: str) -> CacheForecast:
+    return dataclasses.replace(forecast, remarks=(*forecast.remarks, remark))
 
 
 @dataclass(frozen=True)
@@ -206,25 +237,26 @@ def _growth(
         named = tuple(tensor for tensor in found if tensor.is_named)
         return _Growth(named, remarks=("No input has tokens (B, T) that it could grow with.",))
     # Fewer, if that can be: a model may have a table of as many places as tokens were given.
-    other = tokens // 2 if tokens > 1 else 2
+    other_tokens = tokens // 2 if tokens > 1 else 2
     try:
-        compared = {tensor.path: tensor for tensor in traced_with(other)}
+        other_tensors = {tensor.path: tensor for tensor in traced_with(other_tokens)}
     except TraceError as error:
-        likely = tuple(t for t in found if t.is_named or tokens in t.shape)
+        likely = tuple(tensor for tensor in found if tensor.is_named or tokens in tensor.shape)
         return _Growth(likely, remarks=(f"How it grows cannot be told: {error}.",))
-    grown = {}
+    bytes_per_token = {}
     for tensor in found:
-        count = _bytes_of_a_token(tensor, compared.get(tensor.path), tokens - other)
+        other = other_tensors.get(tensor.path)
+        count = _bytes_of_a_token(tensor, other, tokens - other_tokens)
         if count or tensor.is_named:
-            grown[tensor] = count
-    passes = f"{min(other, tokens):,} and {max(other, tokens):,} tokens"
-    return _counted(grown, passes)
+            bytes_per_token[tensor] = count
+    fewer, more = sorted([other_tokens, tokens])
+    return _counted(bytes_per_token, f"{fewer:,} and {more:,} tokens")
 
 
-def _counted(grown: dict[CachedTensor, int | None], passes: str) -> _Growth:
+def _counted(bytes_per_token: dict[CachedTensor, int | None], passes: str) -> _Growth:
     """The growth of tensors by so many bytes for each token, as two `passes` have shown it."""
-    tensors = tuple(grown)
-    counts = [count for count in grown.values() if count is not None]
+    tensors = tuple(bytes_per_token)
+    counts = [count for count in bytes_per_token.values() if count is not None]
     if len(counts) < len(tensors):
         return _Growth(tensors, remarks=(f"It is not a multiple of the tokens ({passes}).",))
     if not any(counts):
@@ -244,11 +276,16 @@ def _bytes_of_a_token(tensor: CachedTensor, other: CachedTensor | None, more: in
     """
     if other is None or len(other.shape) != len(tensor.shape):
         return None
-    sizes = zip(tensor.shape, other.shape, strict=True)
-    differences = [size - size_of_other for size, size_of_other in sizes if size != size_of_other]
+    differences = []
+    for size, size_of_other in zip(tensor.shape, other.shape, strict=True):
+        if size != size_of_other:
+            differences.append(size - size_of_other)
     if not differences:
         return 0
-    if len(differences) > 1 or differences[0] % more or differences[0] // more < 0:
+    if len(differences) > 1:
+        return None
+    sizes_per_token, rest = divmod(differences[0], more)
+    if rest or sizes_per_token < 0:
         return None
     return (tensor.nbytes - other.nbytes) // more
 
@@ -264,14 +301,13 @@ def _with_asked(
     try:
         nbytes = sum(tensor.nbytes for tensor in traced_with(asked) if tensor.path in paths)
     except TraceError as error:
-        remark = f"For {asked:,} tokens it cannot be told: {error}."
-        return dataclasses.replace(forecast, remarks=(*forecast.remarks, remark))
-    remarks = forecast.remarks
-    in_proportion = forecast.nbytes + growth.per_token * (asked - (forecast.tokens or 0))
+        return _with_remark(forecast, f"For {asked:,} tokens it cannot be told: {error}.")
+    more_tokens = asked - (forecast.tokens or 0)
+    in_proportion = forecast.nbytes + growth.per_token * more_tokens
     if nbytes < in_proportion:
         remark = f"With {asked:,} tokens part of it has stopped growing, as a sliding window does."
-        remarks = (*remarks, remark)
-    return dataclasses.replace(forecast, nbytes_asked=nbytes, remarks=remarks)
+        forecast = _with_remark(forecast, remark)
+    return dataclasses.replace(forecast, nbytes_asked=nbytes)
 
 
 def _place(tensors: tuple[CachedTensor, ...]) -> str:
