@@ -53,12 +53,15 @@ def attention_of(device: Backend) -> Iterator[None]:
     def run(*args, **kwargs) -> torch.Tensor:
         call = Attention(*args, **kwargs)
         require_alike(ATTENTION, list(call[:3]))
-        return _kernel(call)(call) if device.fused_attention else call.in_plain_ops()
+        if not device.fused_attention:
+            return call.in_plain_ops()
+        kernel = _kernel(call)
+        return kernel(call)
 
     if device.is_host:
         yield
         return
-    with torch.library._scoped_library("aten", "IMPL") as library, _made_of(run):
+    with torch.library._scoped_library("aten", "IMPL") as library, _composite_attention(run):
         # In the dispatcher, which comes after autocast, and which also sees the calls inside of
         # nn.MultiheadAttention, as a mode for functions does not.
         library.impl(ATTENTION, run, f"Autograd{device.key}", allow_override=True)
@@ -66,7 +69,7 @@ def attention_of(device: Backend) -> Iterator[None]:
 
 
 @contextmanager
-def _made_of(run: Callable[..., torch.Tensor]) -> Iterator[None]:
+def _composite_attention(run: Callable[..., torch.Tensor]) -> Iterator[None]:
     """The block in which a mode that takes attention apart finds `run`.
 
     It does so under inference_mode, where autograd is not there to take the op first.
@@ -117,13 +120,15 @@ def _heads_fit(call: Attention) -> bool:
 def _fits_flash(call: Attention) -> bool:
     if not _is_low(call) or call.attn_mask is not None or not _is_ampere_or_later():
         return False
-    head = call.query.size(-1)
     is_square = call.query.size(-2) == call.key.size(-2)
     if call.is_causal and not is_square:
         return False
     if not _heads_fit(call):
         return False
-    return head == call.key.size(-1) == call.value.size(-1) and head <= 256
+    head = call.query.size(-1)
+    if head > 256:
+        return False
+    return head == call.key.size(-1) == call.value.size(-1)
 
 
 def _fits_efficient(call: Attention) -> bool:
@@ -142,6 +147,10 @@ def _fits_cudnn(call: Attention) -> bool:
     return all(tensor.size(-1) % 8 == 0 and tensor.size(-1) <= 256 for tensor in call[:3])
 
 
+def _fits_plain_ops(call: Attention) -> bool:
+    return True
+
+
 def _is_ampere_or_later() -> bool:
     return torch.cuda.get_device_capability() >= (8, 0)
 
@@ -149,23 +158,41 @@ def _is_ampere_or_later() -> bool:
 def _flash(call: Attention) -> torch.Tensor:
     head = call.query.size(-1)
     pad = -head % 8  # the kernel reads 16 bytes at a time, so torch pads what they do not divide
-    query, key, value = (nn.functional.pad(t, (0, pad)) if pad else t for t in call[:3])
-    scale = head**-0.5 if call.scale is None else call.scale  # of the width before padding
+    tensors = list(call[:3])
+    if pad:
+        tensors = [nn.functional.pad(tensor, (0, pad)) for tensor in tensors]
+    scale = call.scale
+    if scale is None:
+        scale = head**-0.5  # of the width before padding
     result = torch.ops.aten._scaled_dot_product_flash_attention(
-        query, key, value, call.dropout_p, call.is_causal, scale=scale
+        *tensors, call.dropout_p, call.is_causal, scale=scale
     )[0]
-    return result[..., :head] if pad else result
+    if pad:
+        return result[..., :head]
+    return result
 
 
 def _efficient(call: Attention) -> torch.Tensor:
-    mask, dtype = call.attn_mask, call.query.dtype
-    if mask is not None:
-        if mask.dtype == torch.bool:  # the kernel adds its mask to the scores
-            mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
-        mask = mask.to(dtype).expand(*call.query.shape[:-1], call.key.size(-2))
+    keeps_logsumexp = torch.is_grad_enabled()
     return torch.ops.aten._scaled_dot_product_efficient_attention(
-        *call[:3], mask, torch.is_grad_enabled(), call.dropout_p, call.is_causal, scale=call.scale
+        *call[:3],
+        _added_mask(call),
+        keeps_logsumexp,
+        call.dropout_p,
+        call.is_causal,
+        scale=call.scale,
     )[0]
+
+
+def _added_mask(call: Attention) -> torch.Tensor | None:
+    """The mask (…, H, T, S) in the dtype of the query, as a kernel adds it to the scores."""
+    mask = call.attn_mask
+    if mask is None:
+        return None
+    dtype = call.query.dtype
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -torch.inf)
+    return mask.to(dtype).expand(*call.query.shape[:-1], call.key.size(-2))
 
 
 _SDP_UTILS = "ATen/native/transformers/cuda/sdp_utils.cpp"
@@ -191,7 +218,7 @@ KERNELS: tuple[AttentionKernel, ...] = (
     ),
     AttentionKernel(
         torch.backends.cuda.math_sdp_enabled,
-        lambda call: True,
+        _fits_plain_ops,
         Attention.in_plain_ops,
         f"{_SDP_UTILS}, select_sdp_backend",
     ),

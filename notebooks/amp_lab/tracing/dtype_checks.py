@@ -24,13 +24,16 @@ _WIDE_LOGITS = remedy(
 
 # Ops that turn a number into the dtype of their result, and when they refuse one that is too large:
 # a CPU fills in a single one without a look, and GPUs clamp in fp32.
-_CONVERT_IF = {
+_Refuses = Callable[[tuple, torch.Tensor], bool]
+_CONVERT_IF: dict[str, _Refuses] = {
     "fill full full_like new_full": lambda args, out: out.device.type != "cpu" or out.numel() != 1,
     "masked_fill index_fill scatter": lambda args, out: True,
     "constant_pad_nd": lambda args, out: max(args[1]) > 0,
     "clamp clamp_min clamp_max hardtanh": lambda args, out: out.device.type == "cpu",
 }
-_CONVERTING = {name: when for names, when in _CONVERT_IF.items() for name in names.split()}
+_CONVERTING: dict[str, _Refuses] = {}
+for _names, _refuses in _CONVERT_IF.items():
+    _CONVERTING |= dict.fromkeys(_names.split(), _refuses)
 # Those that take the number from a tensor of one value, if they are given one.
 _READING = {"masked_fill", "index_fill"}
 _COPYING = {"lift_fresh", "_to_copy", "detach", "clone", "alias", "view", "expand"}
@@ -91,26 +94,26 @@ class StrictFakeMode(FakeTensorMode):
         self.replay: Replay | None = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        check_limits(func, args, kwargs or {})
+        kwargs = kwargs or {}
+        check_limits(func, args, kwargs)
         if self.replay is not None and self.replay.answers(func, args):
-            return self.replay.answer(func, args, kwargs or {}, self._made)
+            return self.replay.answer(func, args, kwargs, self._empty)
         if is_unmarked(func):
             raise DynamicOutputShapeException(func)
         rule = _RULES.get(func._schema.name)
         if rule is not None:
             with self:
-                return rule(func, args, kwargs or {})
-        out: Any = super().__torch_dispatch__(func, types, args, kwargs or {})
+                return rule(func, args, kwargs)
+        out: Any = super().__torch_dispatch__(func, types, args, kwargs)
         name = func._schema.name.removeprefix("aten::").rstrip("_")
         refuses = _CONVERTING.get(name)
-        if refuses and getattr(out, "dtype", torch.bool).is_floating_point and refuses(args, out):
-            for number in _numbers(name, args):
-                torch.empty(2, dtype=out.dtype, device="cpu").fill_(number)  # raises for all
+        if refuses is not None and _is_floating(out) and refuses(args, out):
+            _require_representable(_numbers(name, args), out.dtype)
         _remember_number(name, args, out)
-        remember_check(func, args, kwargs or {}, out)
+        remember_check(func, args, kwargs, out)
         return out
 
-    def _made(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Any:
+    def _empty(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> Any:
         with self:
             return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
@@ -121,6 +124,16 @@ def check_limits(func: OpOverload, args: tuple, kwargs: Mapping[str, Any]) -> No
     refused = refusal_of(OpCall(name, args, kwargs.get("out")))
     if refused is not None:
         raise RuntimeError(refused)
+
+
+def _is_floating(out: Any) -> bool:
+    return isinstance(out, torch.Tensor) and out.dtype.is_floating_point
+
+
+def _require_representable(numbers: list[float], dtype: torch.dtype) -> None:
+    """Raise torch's own `RuntimeError` for a number that is too large for a dtype."""
+    for number in numbers:
+        torch.empty(2, dtype=dtype, device="cpu").fill_(number)
 
 
 def _numbers(name: str, args: tuple) -> list[float]:
@@ -147,6 +160,6 @@ def _number_of(name: str, args: tuple, out: FakeTensor) -> float | None:
         return out.constant.item()
     if name in _COPYING:
         return getattr(args[0], "known_number", None)
-    if name in ("full", "scalar_tensor"):
-        return next(given for given in args if isinstance(given, (int, float)))
-    return None
+    if name not in ("full", "scalar_tensor"):
+        return None
+    return next(given for given in args if isinstance(given, (int, float)))

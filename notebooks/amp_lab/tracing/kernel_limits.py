@@ -11,7 +11,7 @@ Not here, since something else holds it: sizes of `_scaled_mm` (FP8), which fake
 each with its source, in `amp_lab.tracing.attention`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,18 +58,23 @@ class OpCall(NamedTuple):
     @property
     def title(self) -> str:
         """The name as an error says it."""
-        return self.name if self.out is None else f"{self.name} {WITH_OUT}"
+        if self.out is None:
+            return self.name
+        return f"{self.name} {WITH_OUT}"
 
     @property
     def first(self) -> torch.Tensor | None:
         """The first argument, if it is a tensor."""
-        first = self.args[0] if self.args else None
-        return first if isinstance(first, torch.Tensor) else None
+        if self.args and isinstance(self.args[0], torch.Tensor):
+            return self.args[0]
+        return None
 
     def is_on_nvidia(self) -> bool:
         """Whether it runs on CUDA, and not on ROCm."""
-        is_on_gpu = self.first is not None and self.first.device.type == "cuda"
-        return is_on_gpu and torch.version.hip is None
+        first = self.first
+        if first is None or first.device.type != "cuda":
+            return False
+        return torch.version.hip is None
 
 
 @dataclass(frozen=True)
@@ -97,12 +102,13 @@ def require_alike(name: str, given: list[Any]) -> None:
         raise RuntimeError(refused)
 
 
-def _unlike(name: str, given: list[Any]) -> str | None:
+def _unlike(name: str, given: Iterable[Any]) -> str | None:
+    """The refusal of an op whose tensors must be of one dtype; None if they are."""
     dtypes = [tensor.dtype for tensor in given if isinstance(tensor, torch.Tensor)]
-    others = [dtype for dtype in dtypes if dtype is not dtypes[0]]
-    if not others:
-        return None
-    return f"{name} takes tensors of one dtype, and got {dtypes[0]} and {others[0]}"
+    for dtype in dtypes:
+        if dtype is not dtypes[0]:
+            return f"{name} takes tensors of one dtype, and got {dtypes[0]} and {dtype}"
+    return None
 
 
 def _one_dtype_at(*places: int) -> Callable[[OpCall], str | None]:
@@ -130,23 +136,27 @@ def _wide_data_on_cpu(*places: int) -> Callable[[OpCall], str | None]:
         data, *weights = [tensor for tensor in given if isinstance(tensor, torch.Tensor)]
         if data.device.type != "cpu":
             return None
-        has_narrow_weights = any(weight.itemsize < data.itemsize for weight in weights)
-        return _unlike(call.name, [data, *weights]) if has_narrow_weights else None
+        if all(weight.itemsize >= data.itemsize for weight in weights):
+            return None
+        return _unlike(call.name, [data, *weights])
 
     return refusal
 
 
 def _floats_alone(call: OpCall) -> str | None:
-    if call.first is None or call.first.is_floating_point() or call.first.is_complex():
+    first = call.first
+    if first is None or first.is_floating_point() or first.is_complex():
         return None
-    of_pixels = call.first.dtype is torch.uint8 and call.plain_name.startswith("upsample")
-    return None if of_pixels else f"{call.name} takes no tensor of {call.first.dtype}"
+    if first.dtype is torch.uint8 and call.plain_name.startswith("upsample"):  # pixels
+        return None
+    return f"{call.name} takes no tensor of {first.dtype}"
 
 
 def _no_bools(call: OpCall) -> str | None:
-    if call.first is None or call.first.dtype is not torch.bool:
+    first = call.first
+    if first is None or first.dtype is not torch.bool:
         return None
-    return f"{call.name} takes no tensor of {call.first.dtype}"
+    return f"{call.name} takes no tensor of {first.dtype}"
 
 
 _IN_CUFFT = {
