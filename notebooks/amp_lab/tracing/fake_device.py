@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import functools
+import itertools
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
 from amp_lab.backends import BACKENDS, backend
-from amp_lab.errors import DeviceError, TraceError, first_line
+from amp_lab.errors import DeviceError, TraceError
 from amp_lab.remedies import remedy
 from amp_lab.torch_versions import fused_gru_on_fakes
 from amp_lab.tracing.attention import attention_of
@@ -27,18 +28,14 @@ from amp_lab.tracing.decisions import Decisions, Replay
 from amp_lab.tracing.device_guard import idle_guard
 from amp_lab.tracing.dtype_checks import StrictFakeMode
 from amp_lab.tracing.error_tips import tips_for
-from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key
+from amp_lab.tracing.fake_copies import QUANTISED, REAL_ALONE, FakeCopies
+from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.structures import map_tensors
 
 _DETECTOR = remedy(
     "trace.detector",
     "a detector of torchvision, whose results depend on values",
     "{verb} model.backbone by itself",
-)
-_QUANTISED = remedy(
-    "trace.quantised",
-    "a model whose weights are tensors of a library for quantisation",
-    "trace the model before it is quantised",
 )
 _LAZY = remedy(
     "trace.lazy",
@@ -79,7 +76,6 @@ FOR_REAL = remedy(
     'run it for real on the CPU, xray(..., device_type="cpu", real=True), which is '
     "amp-lab xray --device cpu --real",
 )
-_REAL_ALONE = "for kernels that take real tensors alone"
 _QUANTISED_MODULES = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 _BEFORE_VALUES = ("backbone", "encoder", "features")  # names of parts in which no value decides
 
@@ -94,13 +90,14 @@ NEEDS_VALUES = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOut
 
 def checked_backend(device_type: str) -> str:
     """`device_type`, if its autocast can be had without the device; else raises `DeviceError`."""
-    if device_type not in BACKENDS:
-        *others, last = [
-            f"{row.type!r} ({row.made_by})" if row.made_by else repr(row.type)
-            for row in BACKENDS.values()
-        ]
-        raise DeviceError(f"device type {device_type!r}: give {', '.join(others)} or {last}")
-    return device_type
+    if device_type in BACKENDS:
+        return device_type
+    names = []
+    for row in BACKENDS.values():
+        maker = f" ({row.made_by})" if row.made_by else ""
+        names.append(f"{row.type!r}{maker}")
+    *others, last = names
+    raise DeviceError(f"device type {device_type!r}: give {', '.join(others)} or {last}")
 
 
 def checked_dtype(device_type: str, dtype: torch.dtype | None) -> torch.dtype:
@@ -122,11 +119,13 @@ def dtype_for(model: nn.Module, device_type: str) -> torch.dtype:
     A model whose weights are all in low precision runs as it is, without autocast (float32 stands
     for that); one with some, such as a bf16 base with fp32 adapters, under autocast to those.
     """
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    low = [dtype for dtype in LOWER_DTYPES if dtype in dtypes]
-    if not low:
+    dtypes = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
+    low_dtypes = [dtype for dtype in LOWER_DTYPES if dtype in dtypes]
+    if not low_dtypes:
         return checked_dtype(device_type, None)
-    return torch.float32 if dtypes == {low[0]} else low[0]
+    if len(dtypes) == 1:
+        return torch.float32
+    return low_dtypes[0]
 
 
 @contextmanager
@@ -138,7 +137,8 @@ def autocast_on(
     # torch.autocast checks what the device can do when it is made, and switches itself off. The
     # dispatcher obeys the state that it sets alone, so that fake tensors are cast as real ones are.
     block = torch.autocast(device_type, torch.float16, enabled=False, cache_enabled=True)
-    block._enabled, block.fast_dtype = enabled, dtype
+    block._enabled = enabled
+    block.fast_dtype = dtype
     with block:
         yield
 
@@ -207,8 +207,10 @@ def takes_wrappers(types: tuple[type, ...]) -> bool:
 @functools.cache
 def is_composite(func: OpOverload) -> bool:
     """Whether an op is made of others, as it arrives inside of a wrapper's own code."""
-    name, key = func.name(), "CompositeImplicitAutograd"
-    return func.namespace == "aten" and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+    if func.namespace != "aten":
+        return False
+    key = "CompositeImplicitAutograd"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 
 
 class PlainOpsMode(TorchDispatchMode):
@@ -235,19 +237,25 @@ def remedy_for(error: Exception, model: nn.Module, verb: str) -> str:
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     # nn.Transformer compares a mask with the causal one, unless it is told what the mask is.
-    if "_detect_is_causal_mask" in {frame.f_code.co_name for frame in frames}:
+    if any(frame.f_code.co_name == "_detect_is_causal_mask" for frame in frames):
         return _CAUSAL_MASK.text
     failed = {id(frame.f_locals.get("self")) for frame in frames}
-    ran = [name for name, module in model.named_modules() if id(module) not in failed]
-    names = [name for name in ran if name.rpartition(".")[2] in _BEFORE_VALUES]
-    shortest = min(names, key=lambda name: name.count("."), default=None)
-    found = _PART if shortest else _PARTS
-    return found.said(verb=verb, part=shortest)
+    names = []
+    for name, module in model.named_modules():
+        own_name = name.rpartition(".")[2]
+        if own_name in _BEFORE_VALUES and id(module) not in failed:
+            names.append(name)
+    if not names:
+        return _PARTS.said(verb=verb)
+    outermost = min(names, key=lambda name: name.count("."))
+    return _PART.said(verb=verb, part=outermost)
 
 
 def own_reason(error: Exception) -> str:
     """Why a trace fails, where torch's own words would not tell; else empty."""
-    return "no trace can follow flex_attention" if _is_flex(error) else ""
+    if not _is_flex(error):
+        return ""
+    return "no trace can follow flex_attention"
 
 
 def _is_flex(error: Exception) -> bool:
@@ -263,7 +271,7 @@ def tip_for(error: Exception, model: nn.Module, verb: str, device_type: str, op:
     if "torchvision.models.detection" in type(model).__module__:
         tips.append(_DETECTOR.said(verb=verb))
     elif any(map(is_wrapper, model.parameters())):
-        tips.append(_QUANTISED.text)
+        tips.append(QUANTISED.text)
     return "".join(f"; {tip}" for tip in dict.fromkeys(tips))
 
 
@@ -275,7 +283,9 @@ def needs_memory(error: Exception) -> bool:
 def require_model(model: object) -> None:
     """Raise `TraceError` for no model, or one inside of what trains it on several devices."""
     if not isinstance(model, nn.Module):
-        kind = model.__name__ if isinstance(model, type) else f"a {type(model).__name__}"
+        kind = f"a {type(model).__name__}"
+        if isinstance(model, type):
+            kind = model.__name__
         raise TraceError(f"{kind} is no model: give an nn.Module, the model itself")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         # Its hooks and copies for each device would be traced, and their names are not the model's.
@@ -294,7 +304,18 @@ def _require_python_and_shapes(model: nn.Module) -> None:
 
 
 def _module_text(name: str) -> str:
-    return f"module {name!r}" if name else "the model"
+    if not name:
+        return "the model"
+    return f"module {name!r}"
+
+
+def _require_not_quantised(model: nn.Module) -> None:
+    """Raise `TraceError` for torch's quantised modules, whose kernels take no fake tensors."""
+    for name, module in model.named_modules():
+        kind = type(module)
+        if kind.__module__.startswith(_QUANTISED_MODULES):
+            what = f"{_module_text(name)} is a quantised {kind.__name__}"
+            raise TraceError(f"{what}, {REAL_ALONE}: {QUANTISED.text}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,89 +369,34 @@ def on_fake_device(
     """
     device = torch.device(checked_backend(device_type))
     _require_python_and_shapes(model)
-    for name, module in model.named_modules():
-        if type(module).__module__.startswith(_QUANTISED_MODULES):
-            kind = type(module).__name__
-            raise TraceError(
-                f"{_module_text(name)} is a quantised {kind}, {_REAL_ALONE}: {_QUANTISED.text}"
-            )
+    _require_not_quantised(model)
     # A function mode closes torch's fast paths for attention: there is none where none is needed.
-    same = torch.get_default_device().type == device.type
+    is_default = torch.get_default_device().type == device.type
     with (
         StrictFakeMode() as mode,
-        nullcontext() if same else device,
+        nullcontext() if is_default else device,
         absent_device(device_type),
         fused_gru_on_fakes(),
         errors_not_logged(),
         attributes_restored(model),
     ):
-        copies = _Copies(device)
-        parameters, buffers = (
-            {name: copies.of(tensor, name) for name, tensor in named(remove_duplicate=False)}
-            for named in (model.named_parameters, model.named_buffers)
-        )
+        copies = FakeCopies(device)
+
+        def fake_input(tensor: torch.Tensor) -> torch.Tensor:
+            return copies.of(tensor, "an input")
 
         def fake(structure: Any) -> Any:
-            return map_tensors(lambda tensor: copies.of(tensor, "an input"), structure)
+            return map_tensors(fake_input, structure)
 
-        given = fake(tuple(args)), fake(dict(kwargs))
-        yield ModelRun(model, parameters, buffers, *given, fake=fake, mode=mode)
-
-
-class _Copies:
-    """Fake copies of tensors on one device, one for each tensor, one storage for each storage."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        # The originals are kept, so that no other tensor can come to have their address.
-        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._storages: dict[tuple[int | None, torch.dtype], torch.Tensor] = {}
-
-    def of(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        if id(tensor) not in self._copies:
-            why_not = _without_fake_copy(tensor)
-            if why_not is not None:
-                raise TraceError(f"{name} {why_not}")
-            made = self._wrapper(tensor, name) if is_wrapper(tensor) else self._plain(tensor)
-            self._copies[id(tensor)] = tensor, made
-        return self._copies[id(tensor)][1]
-
-    def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
-        key = storage_key(tensor), tensor.dtype
-        with torch.no_grad():
-            if key not in self._storages:
-                length = tensor.untyped_storage().nbytes() // tensor.itemsize
-                self._storages[key] = torch.empty(length, dtype=tensor.dtype, device=self._device)
-            copied = self._storages[key].as_strided(
-                tensor.size(), tensor.stride(), tensor.storage_offset()
-            )
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(copied, tensor.requires_grad)
-        return copied.detach().requires_grad_(tensor.requires_grad)
-
-    def _wrapper(self, tensor: Any, name: str) -> torch.Tensor:
-        """A copy of a tensor that is made of tensors, such as a quantised weight and its scales."""
-        kind = type(tensor)
-        try:
-            parts, context = tensor.__tensor_flatten__()
-            copies = {part: self.of(getattr(tensor, part), name) for part in parts}
-            made = kind.__tensor_unflatten__(copies, context, tensor.size(), tensor.stride())
-            is_parameter = isinstance(tensor, nn.Parameter)
-            return nn.Parameter(made, tensor.requires_grad) if is_parameter else made
-        except Exception as error:  # whatever the code of the subclass raises
-            why_not = f"is a {kind.__name__} without a fake copy ({first_line(error)})"
-            raise TraceError(f"{name} {why_not}: {_QUANTISED.text}") from error
-
-
-def _without_fake_copy(tensor: torch.Tensor) -> str | None:
-    """Why a tensor has no fake copy, and what to do about it; None if it has one."""
-    if hasattr(tensor, "device_mesh"):
-        return "is sharded over several devices: trace the model before it is sharded"
-    # What bitsandbytes' weights carry beside their bytes, which only its kernels can read.
-    if tensor.is_quantized or hasattr(tensor, "quant_state") or hasattr(tensor, "SCB"):
-        return f"is quantised, {_REAL_ALONE}: {_QUANTISED.text}"
-    plain = tensor.layout is torch.strided and not tensor.is_nested
-    return None if plain else "is sparse or nested: only dense tensors have a fake copy"
+        yield ModelRun(
+            model,
+            parameters=copies.of_each(model.named_parameters(remove_duplicate=False)),
+            buffers=copies.of_each(model.named_buffers(remove_duplicate=False)),
+            args=fake(tuple(args)),
+            kwargs=fake(dict(kwargs)),
+            fake=fake,
+            mode=mode,
+        )
 
 
 # What holds the attributes of modules. An OrderedDict, such as a module's hooks, keeps its order in
@@ -447,21 +413,33 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
     """
     before: list[tuple[Any, Any, Any]] = []  # kind, container and what it holds
     for module in model.modules():
-        for container in (vars(module), *vars(module).values()):
-            kind = next((k for k in _CONTAINERS if isinstance(container, k)), None)
+        attributes = vars(module)
+        for container in (attributes, *attributes.values()):
+            kind = _kind_of_container(container)
             if kind is not None:
                 before.append((kind, container, kind(container)))
     try:
         yield
     finally:
         for kind, container, content in before:
-            if _identities(container) != _identities(content):
-                kind.clear(container)
-                (kind.extend if kind is list else kind.update)(container, content)
+            if _identities(container) == _identities(content):
+                continue
+            kind.clear(container)
+            if kind is list:
+                kind.extend(container, content)
+            else:
+                kind.update(container, content)
+
+
+def _kind_of_container(thing: object) -> Any:
+    for kind in _CONTAINERS:
+        if isinstance(thing, kind):
+            return kind
+    return None
 
 
 def _identities(container: list | dict | set) -> list[int]:
     """What tells the very things that a container holds, in their order."""
-    if isinstance(container, dict):
-        return [id(thing) for pair in container.items() for thing in pair]
-    return [id(thing) for thing in container]
+    if not isinstance(container, dict):
+        return [id(thing) for thing in container]
+    return [id(thing) for thing in itertools.chain.from_iterable(container.items())]
