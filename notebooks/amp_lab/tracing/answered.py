@@ -53,8 +53,8 @@ def answered(
     try:
         return _with_decisions(trace, call, verb, for_real)
     except MemoryNeeded as error:
-        what = _remedy(_attempts(trace, call, for_real), error, call.model, verb)
-        raise TraceError(f"{error}, which fake tensors do not have: {what}") from error
+        advice = _remedy(_attempts(trace, call, for_real), error, call.model, verb)
+        raise TraceError(f"{error}, which fake tensors do not have: {advice}") from error
 
 
 def _with_decisions(
@@ -74,13 +74,13 @@ def _with_decisions(
         except ValuesNeeded as error:  # of another op, which torch does not mark either
             refused = error
         except NotAnswered as error:
-            real = for_real if isinstance(error, OtherCourse) else None
-            what = _remedy(_attempts(trace, call, real), refused, call.model, verb)
+            run_for_real = for_real if isinstance(error, OtherCourse) else None
+            advice = _remedy(_attempts(trace, call, run_for_real), refused, call.model, verb)
             if isinstance(error, NoValues):
-                what = f"{_VALUES.text}; or {what}"
-            raise type(error)(f"{refused}, and {error}: {what}") from error
-    what = _remedy(_attempts(trace, call, for_real), refused, call.model, verb)
-    raise TraceError(f"{refused}, which fake tensors have not: {what}") from refused
+                advice = f"{_VALUES.text}; or {advice}"
+            raise type(error)(f"{refused}, and {error}: {advice}") from error
+    advice = _remedy(_attempts(trace, call, for_real), refused, call.model, verb)
+    raise TraceError(f"{refused}, which fake tensors have not: {advice}") from refused
 
 
 @contextmanager

@@ -49,9 +49,11 @@ def run_backward(seeds: Seeds) -> dict[int, torch.Tensor]:
 
 def functions_of_the_model(seeds: Seeds) -> list[str]:
     """The names of the `autograd.Function` subclasses in the graph below some seeds."""
-    nodes = nodes_below(edge.node for edge, _ in seeds)
-    own: list[Any] = [n for n in nodes if isinstance(n, torch.autograd.function.BackwardCFunction)]
-    return sorted({node.name().removesuffix("Backward") for node in own})
+    names = set()
+    for node in nodes_below(edge.node for edge, _ in seeds):
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            names.add(node.name().removesuffix("Backward"))
+    return sorted(names)
 
 
 def lacks_formula(error: RuntimeError) -> bool:
@@ -100,7 +102,8 @@ class _Walk:
         """Run the next node, which ends then with what it kept: where its results go, and they."""
         node = heapq.heappop(self.ready)[2]
         self._waits.pop(node, None)
-        arrived, owner = self._pending.pop(node, {}), self._owners.pop(node, None)
+        arrived = self._pending.pop(node, {})
+        owner = self._owners.pop(node, None)
         if hasattr(node, "variable"):
             self._accumulate(node.variable, arrived.get(0))
             return (), ()
@@ -131,15 +134,19 @@ class _Walk:
     def _arrive(self, child: Node, index: int, gradient: torch.Tensor) -> None:
         """Add a gradient to those that wait for a node."""
         waiting = self._pending.setdefault(child, {})
-        waiting[index] = waiting[index] + gradient if index in waiting else gradient
+        if index in waiting:
+            gradient = waiting[index] + gradient
+        waiting[index] = gradient
 
     def _accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """What the engine does at a leaf, once in a walk: take the gradient over, or a copy."""
         if gradient is None:
             return
         # A gradient that is part of a larger storage would keep all of it.
-        owns_it = gradient.is_sparse or gradient.untyped_storage().nbytes() == gradient.nbytes
-        self.leaves[id(leaf)] = gradient if owns_it else gradient.clone()
+        owns_storage = gradient.is_sparse or gradient.untyped_storage().nbytes() == gradient.nbytes
+        if not owns_storage:
+            gradient = gradient.clone()
+        self.leaves[id(leaf)] = gradient
 
 
 def _as_expected(gradient: torch.Tensor, expected: Any) -> torch.Tensor:
@@ -164,11 +171,13 @@ def _call(node: Node, arrived: dict[int, torch.Tensor]) -> Gradients:
                 "which needs the device; use use_reentrant=False"
             )
         if getattr(node, "materialize_grads", True):  # the class takes zeros in place of None
-            gradients = [
-                torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g
-                for g, m in zip(gradients, metadata, strict=True)
-            ]
+            for i, gradient in enumerate(gradients):
+                if gradient is None:
+                    like = metadata[i]
+                    gradients[i] = torch.zeros(like.shape, dtype=like.dtype, device=like.device)
         results = node.apply(*gradients)
     else:
         results = node(*gradients)  # pyrefly: ignore[not-callable]: torch's stub lacks __call__
-    return results if isinstance(results, tuple) else (results,)
+    if isinstance(results, tuple):
+        return results
+    return (results,)

@@ -108,11 +108,13 @@ def noted(running: RunningModule, op: OpOverload, given: tuple, result: Any) -> 
 
     kept = tree_map_only(torch.Tensor, without_values, result)
     in_finite = found_in_finite_values(op, given[0])
-    return Decision(_place(running), op, _shapes(given), kept, in_finite)
+    return Decision(_module_of(running), op, _shapes(given), kept, in_finite)
 
 
-def _place(running: RunningModule) -> str:
-    return LOSS if running.is_none else running.name
+def _module_of(running: RunningModule) -> str:
+    if running.is_none:
+        return LOSS
+    return running.name
 
 
 def _shapes(given: tuple) -> tuple[tuple[int, ...], ...]:
@@ -137,24 +139,26 @@ class Replay:
     @property
     def remark(self) -> str:
         """What to say of a trace that took decisions; empty if it took none."""
-        said = []
+        sentences = []
         if self._taken:
-            were = "was" if self._taken == 1 else "were"
-            said.append(
-                f"{plural(self._taken, 'decision')} (branches, sizes) that depend on values {were} "
-                "taken from a run on the CPU in fp32 and may differ for other inputs."
+            decisions = plural(self._taken, "decision")
+            sentences.append(
+                f"{decisions} (branches, sizes) that depend on values {_were(self._taken)} taken "
+                "from a run on the CPU in fp32 and may differ for other inputs."
             )
         if self._assumed:
-            were = "was" if self._assumed == 1 else "were"
-            said.append(
-                f"{plural(self._assumed, 'check')} for inf or NaN {were} answered with none, since "
-                "a run on the CPU in fp32, which does not make them, gives finite outputs."
+            checks = plural(self._assumed, "check")
+            sentences.append(
+                f"{checks} for inf or NaN {_were(self._assumed)} answered with none, since a run "
+                "on the CPU in fp32, which does not make them, gives finite outputs."
             )
-        return " ".join(said)
+        return " ".join(sentences)
 
     def restart(self) -> None:
         """Tell the decisions from the first on, as for a second step."""
-        self._next = self._taken = self._assumed = 0
+        self._next = 0
+        self._taken = 0
+        self._assumed = 0
 
     def answers(self, op: OpOverload, args: tuple) -> bool:
         """Whether the result of an op has to come from the real run."""
@@ -168,25 +172,27 @@ class Replay:
         """
         given = (args, kwargs)
         in_finite = found_in_finite_values(op, args)
-        place = _place(self.running)
-        number = self._number_of(place, op, _shapes(given), in_finite is not None)
+        module = _module_of(self.running)
+        number = self._number_of(module, op, _shapes(given), in_finite is not None)
         if number is None:
             if in_finite is None:
-                raise self._other_course(place, op)
-            self._require_finite(place)
+                raise self._other_course(module, op)
+            self._require_finite(module)
             self._assumed += 1
             return in_finite
         self._next = number + 1
         self._taken += 1
         tensors = tensors_in(given)
-        floats = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
+        float_dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
 
-        def made(tensor: torch.Tensor) -> torch.Tensor:
-            # Values that an op picks are in the dtype of what they are picked from.
-            dtype = floats[0] if tensor.is_floating_point() and floats else tensor.dtype
+        def fake_result(tensor: torch.Tensor) -> torch.Tensor:
+            dtype = tensor.dtype
+            if dtype.is_floating_point and float_dtypes:
+                # Values that an op picks are in the dtype of what they are picked from.
+                dtype = float_dtypes[0]
             return fake(tensor.size(), tensor.stride(), dtype, tensors[0].device)
 
-        return tree_map_only(torch.Tensor, made, self._decisions.made[number].result)
+        return tree_map_only(torch.Tensor, fake_result, self._decisions.made[number].result)
 
     def require_done(self) -> None:
         """Raise `OtherCourse` if the real run took decisions that the trace did not ask for."""
@@ -198,12 +204,13 @@ class Replay:
         self, module: str, op: OpOverload, shapes: tuple[tuple[int, ...], ...], is_check: bool
     ) -> int | None:
         """Which decision comes next, if it is that of this op; else None."""
-        wanted = module, op, shapes, is_check
-        for number, made in enumerate(self._decisions.made[self._next :], start=self._next):
-            if (made.module, made.op, made.shapes, made.in_finite is not None) == wanted:
+        wanted = (module, op, shapes, is_check)
+        for number, decision in enumerate(self._decisions.made[self._next :], start=self._next):
+            noted_as_check = decision.in_finite is not None
+            if (decision.module, decision.op, decision.shapes, noted_as_check) == wanted:
                 return number
-            if not made.says_finite:
-                break
+            if not decision.says_finite:
+                return None
         return None
 
     def _require_finite(self, module: str) -> None:
@@ -220,5 +227,11 @@ class Replay:
         return OtherCourse(f"the run on the CPU took another course at {where}")
 
 
+def _were(count: int) -> str:
+    return "was" if count == 1 else "were"
+
+
 def _place_of(module: str) -> str:
-    return "the loss or the backward pass" if module == LOSS else place_of(module)
+    if module == LOSS:
+        return "the loss or the backward pass"
+    return place_of(module)

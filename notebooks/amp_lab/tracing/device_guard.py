@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,21 +23,26 @@ _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 @contextmanager
 def idle_guard(row: Backend) -> Iterator[None]:
     """The block in which the device has ``meta``'s guard; `DeviceError` if it is out of reach."""
-    kinds = torch._C._autograd.DeviceType
-    place, meta = (int(getattr(kinds, name)) for name in (row.key, "Meta"))
-    suffix = ".dylib" if sys.platform == "darwin" else ".so"
-    path = Path(torch.__file__).parent / "lib" / f"libc10{suffix}"
-    pointers = ctypes.c_void_p * (1 + max(place, meta))  # one for each type of device
+    device_types: Any = torch._C._autograd.DeviceType
+    index = int(getattr(device_types, row.key))
+    meta_index = int(device_types.Meta)
+    pointers = ctypes.c_void_p * (1 + max(index, meta_index))  # one for each type of device
     try:
-        guards = pointers.in_dll(ctypes.CDLL(str(path)), _REGISTRY)
+        libc10 = ctypes.CDLL(str(_path_of_libc10()))
+        guards = pointers.in_dll(libc10, _REGISTRY)
     except (OSError, ValueError):  # no such library, or no such symbol, as on Windows
         raise DeviceError(
             f"device type {row.type!r}: torch {torch.__version__} on {sys.platform} cannot do "
             "without the device: take 'cuda' or 'cpu'"
         ) from None
-    before = guards[place]  # one, if this block is inside another
-    guards[place] = before or guards[meta]
+    before = guards[index]  # one, if this block is inside another
+    guards[index] = before or guards[meta_index]
     try:
         yield
     finally:
-        guards[place] = before
+        guards[index] = before
+
+
+def _path_of_libc10() -> Path:
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    return Path(torch.__file__).parent / "lib" / f"libc10{suffix}"

@@ -44,7 +44,9 @@ def build_on_meta(factory: Callable[[], Any], parts: Callable[[Any], tuple]) -> 
     known = {storage_key(tensor) for tensor in [*own, *tensors_in(inputs)]}
     if watch.left_on_meta(known):
         gc.collect()  # what only a circle of references holds is no part of the model
-    return None if watch.left_on_meta(known) else built
+    if watch.left_on_meta(known):
+        return None
+    return built
 
 
 class _TensorsMade(TorchFunctionMode):
@@ -64,8 +66,11 @@ class _TensorsMade(TorchFunctionMode):
 
     def left_on_meta(self, known: set[int | None]) -> bool:
         """Whether a tensor lives on whose storage is none of the `known`."""
-        alive = [tensor for tensor in (made() for made in self._made) if tensor is not None]
-        return any(storage_key(tensor) not in known for tensor in alive)
+        for reference in self._made:
+            tensor = reference()
+            if tensor is not None and storage_key(tensor) not in known:
+                return True
+        return False
 
 
 def _imports_elsewhere():
