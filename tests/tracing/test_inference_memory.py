@@ -130,6 +130,15 @@ def test_a_weight_that_an_embedding_shares_stays_in_16_bits():
     assert found["bf16 cast"].weights == 50 * 16 * 2
 
 
+def test_a_weight_that_a_parametrization_computes_stays_in_16_bits():
+    computed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    found = table(nn.Sequential(computed), torch.rand(2, 8), device_type="cpu")
+    assert "int8" not in [forecast.way for forecast in found.forecasts]
+    found = table(nn.Sequential(computed, nn.Linear(8, 8)), torch.rand(2, 8), device_type="cpu")
+    saved = found["bf16 cast"].weights - found["int8"].weights
+    assert saved == 8 * 8 * 2 - QUANTIZED_WEIGHTS[0].bytes_of(8, 8)  # of the other layer
+
+
 def test_the_largest_batch_is_the_largest_that_fits():
     model = mlp()
     memory = 2**20

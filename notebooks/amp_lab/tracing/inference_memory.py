@@ -1,6 +1,7 @@
 """The memory of inference: a forecast for each way to run a model, and the largest batch."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -231,11 +232,14 @@ def _note_largest(
 
 
 def _linear_weights(model: nn.Module) -> list[torch.Size]:
-    """The shapes of the weights of linear layers, without those that another layer shares."""
-    owners: dict[int, int] = {}
+    """The shapes of the weights of linear layers, without those that another layer shares.
+
+    A weight that is computed at each use, as a parametrization's is, is no parameter of its own.
+    """
+    owners: Counter[int] = Counter()
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+            owners[id(parameter)] += 1
     shapes = []
     for module in model.modules():
         if isinstance(module, nn.Linear) and owners[id(module.weight)] == 1:
