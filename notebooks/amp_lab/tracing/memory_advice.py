@@ -49,15 +49,15 @@ def ways_out(table: MemoryTable, eight_bit: MemoryForecast | None) -> Iterator[s
     smallest = min(table.forecasts, key=lambda forecast: forecast.peak)
     limit = smallest.peak + spare[str(smallest.precision)]
     if eight_bit is not None and eight_bit.peak < smallest.peak:
-        yield _said(_EIGHT_BIT_STATE, smallest, eight_bit.peak, limit)
+        yield _with_saving(_EIGHT_BIT_STATE, smallest, eight_bit.peak, limit)
     if smallest.fsdp_ranks == 1:
         yield _sharded(smallest, limit)
     if smallest.gradients:
         if any(forecast.cast_cache for forecast in table.forecasts):  # of weights in fp32
             halved = _peak_with(smallest, weights=0.5, gradients=0.5, state=0.5)
-            yield _said(_LOW_WEIGHTS, smallest, halved, limit)
+            yield _with_saving(_LOW_WEIGHTS, smallest, halved, limit)
         frozen = _peak_with(smallest, gradients=0.0, state=0.0)
-        yield _said(_ADAPTERS, smallest, frozen, limit)
+        yield _with_saving(_ADAPTERS, smallest, frozen, limit)
     if smallest.activations > smallest.peak // 4:
         yield _CHECKPOINT.said(activations=amount(smallest.activations))
 
@@ -76,7 +76,7 @@ def _sharded(forecast: MemoryForecast, limit: int) -> str:
         peak = _peak_with(forecast, weights=share, gradients=share, state=share)
         if peak <= limit:
             break
-    return _said(_SHARD, forecast, peak, limit, ranks=ranks)
+    return _with_saving(_SHARD, forecast, peak, limit, ranks=ranks)
 
 
 def _peak_with(
@@ -95,7 +95,9 @@ def _peak_with(
     return int(max(peaks))
 
 
-def _said(way: Remedy, forecast: MemoryForecast, peak: int, limit: int, **facts: object) -> str:
+def _with_saving(
+    way: Remedy, forecast: MemoryForecast, peak: int, limit: int, **facts: object
+) -> str:
     saves = f"saves about {amount(forecast.peak - peak)}"
     if peak <= limit:
         saves += ", and it fits"
