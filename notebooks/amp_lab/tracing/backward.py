@@ -49,8 +49,9 @@ def run_backward(seeds: Seeds) -> dict[int, torch.Tensor]:
 
 def functions_of_the_model(seeds: Seeds) -> list[str]:
     """The names of the `autograd.Function` subclasses in the graph below some seeds."""
+    nodes: Iterator[Node] = nodes_below(edge.node for edge, _ in seeds)
     names = set()
-    for node in nodes_below(edge.node for edge, _ in seeds):
+    for node in nodes:
         if isinstance(node, torch.autograd.function.BackwardCFunction):
             names.add(node.name().removesuffix("Backward"))
     return sorted(names)
