@@ -426,6 +426,45 @@ def test_a_transform_in_fp32(kind, length):
     assert complaint(mended, x, **options) == ""
 
 
+@does("dtype.copied_values")
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar")
+@pytest.mark.parametrize("device_type", ["cuda", "cpu"])
+def test_losses_that_are_stacked_and_not_copied(device_type):
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+
+    def of(make):
+        return lambda output: make([output.sum(), output.square().sum()]).sum()
+
+    options = {"device_type": device_type, "dtype": BF16}
+    assert says("dtype.copied_values", complaint(model, x, loss_fn=of(torch.tensor), **options))
+    assert not of(torch.tensor)(model(x)).requires_grad
+    assert "torch.stack" in REMEDIES["dtype.copied_values"].text
+    assert complaint(model, x, loss_fn=of(torch.stack), **options) == ""
+    of(torch.stack)(model(x)).backward()
+    assert model.weight.grad is not None
+
+
+@does("dtype.fused_fake_quantization")
+@pytest.mark.filterwarnings("ignore")  # the old quantization of torch says that it is old
+def test_fake_quantization_that_is_not_fused():
+    from torch.ao.quantization import get_default_qat_qconfig_mapping
+    from torch.ao.quantization.quantize_fx import prepare_qat_fx
+
+    x = torch.randn(2, 4)
+
+    def prepared(settings: str) -> nn.Module:
+        names = {"get_default_qat_qconfig_mapping": get_default_qat_qconfig_mapping}
+        layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).train()
+        return prepare_qat_fx(layers, eval(settings, names | {"BACKEND": "fbgemm"}), (x,))
+
+    code = "dtype.fused_fake_quantization"
+    fused = prepared("get_default_qat_qconfig_mapping(BACKEND)")
+    assert says(code, complaint(fused, x, device_type="cpu", dtype=BF16))
+    (settings,) = re.findall(r"get_default\S+ version=0\)", REMEDIES[code].text)
+    with torch.autocast("cpu", BF16):
+        prepared(settings)(x).float().sum().backward()
+
+
 class OnlyFlash(nn.Module):
     def __init__(self, allowed: str = "sdpa_kernel([SDPBackend.FLASH_ATTENTION])"):
         super().__init__()

@@ -243,3 +243,19 @@ def test_xray_memory_and_advise_say_that_an_fft_fails():
     raising = [c for c in found if c.verdict == "raises"]
     assert {c.recipe.precision for c in raising} == {Precision.FP16, Precision.BF16}
     assert all(said in c.reason for c in raising)
+
+
+@pytest.mark.filterwarnings("ignore")  # the old quantization of torch says that it is old
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+def test_fused_fake_quantization_is_refused_as_a_real_run_refuses_it(dtype):
+    quantization = pytest.importorskip("torch.ao.quantization")
+    quantize_fx = pytest.importorskip("torch.ao.quantization.quantize_fx")
+    x = torch.randn(2, 4)
+    settings = quantization.get_default_qat_qconfig_mapping("fbgemm")
+    layers = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).train()
+    model = quantize_fx.prepare_qat_fx(layers, settings, (x,))
+    raised = xray(model, x, device_type="cpu", dtype=dtype).raised
+    assert "_fused_moving_avg_obs_fq_helper takes torch.float32 alone" in raised
+    with torch.autocast("cpu", dtype), pytest.raises(RuntimeError, match="Float but found"):
+        model(x)
+    assert not xray(model, x, device_type="cpu", dtype=FP32).raised

@@ -50,12 +50,22 @@ _CUSTOM_FUNCTION = remedy(
     "backward @torch.amp.custom_bwd(device_type={device!r})",
 )
 
+_COPIED_VALUES = remedy(
+    "dtype.copied_values",
+    "torch.tensor makes a tensor of the values of others, which a fake tensor has not",
+    "torch.tensor copies values and cuts the graph, so that nothing before it gets a gradient: "
+    "write torch.stack([...])",
+)
+_NEEDS_VALUES = ("Found no NVIDIA driver", "its data is not allocated yet")
+
 
 def tips_for(error: Exception, op: str, device_type: str) -> list[str]:
     """What to do about an error that is known; `op` is the one that failed, "" if that is not."""
     message = str(error)
     tips = [tip for phrase, tip in _TIPS.items() if phrase in message]
     tips += remedies_for_writes(error, op, device_type)
+    if op == "tensor" and any(phrase in message for phrase in _NEEDS_VALUES):
+        tips.append(_COPIED_VALUES.text)
     if "dtype" not in message:
         return tips
     for name in _functions_without_autocast(error):

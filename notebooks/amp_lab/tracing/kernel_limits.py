@@ -31,7 +31,14 @@ _NO_ATTENTION_KERNEL = remedy(
     "flash attention takes only fp16 and bf16, no mask and heads of up to 256, so allow the kernel "
     "that takes everything too: sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])",
 )
+_FUSED_FAKE_QUANTIZATION = remedy(
+    "dtype.fused_fake_quantization",
+    "quantization-aware training under autocast uses the fused fake quantization",
+    "make its settings with get_default_qat_qconfig_mapping(BACKEND, version=0), whose fake "
+    "quantization is not fused, and which autocast runs in fp32",
+)
 REMEDIES_BY_MESSAGE = {
+    "_fused_moving_avg_obs_fq_helper": _FUSED_FAKE_QUANTIZATION.text,
     "cuFFT": _FFT.text,
     "complex32": _FFT.text,
     "Unsupported dtype Half": _FFT.text,  # what torch.fft raises on a CPU and on MPS
@@ -199,6 +206,13 @@ def _complex_half(call: OpCall) -> str | None:
     return f"{call.name} takes no tensor of torch.complex32 on CUDA"
 
 
+def _fp32_alone_on_cpu(call: OpCall) -> str | None:
+    first = call.first
+    if first is None or first.device.type != "cpu" or first.dtype is torch.float32:
+        return None
+    return f"{call.name} takes torch.float32 alone, and got {first.dtype}"
+
+
 def _fp8_before_ada(call: OpCall) -> str | None:
     if not call.is_on_nvidia() or torch.cuda.get_device_capability() >= (8, 9):
         return None
@@ -208,6 +222,7 @@ def _fp8_before_ada(call: OpCall) -> str | None:
 
 
 _CPU_RUN = "run for real on a CPU by tests/tracing/test_dtype_checks.py"
+_QUANTIZED_RUN = "run for real on a CPU by tests/tracing/test_kernel_limits.py"
 _CUDA_CHECKS = f"{_CPU_RUN}; for CUDA, the checks of the kernels in ATen/native/cuda"
 LIMITS: tuple[KernelLimit, ...] = (
     KernelLimit(
@@ -268,6 +283,7 @@ LIMITS: tuple[KernelLimit, ...] = (
         "which leaves ComplexHalf out; torch/testing/_internal/common_methods_invocations.py, "
         "dtypesIfCUDA of mm, addmm, bmm, baddbmm, mv",
     ),
+    KernelLimit("_fused_moving_avg_obs_fq_helper", _fp32_alone_on_cpu, _QUANTIZED_RUN),
     KernelLimit(
         "_scaled_mm",
         _fp8_before_ada,
