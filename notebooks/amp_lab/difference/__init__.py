@@ -2,12 +2,13 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from amp_lab.difference.alignment import align
+from amp_lab.difference.alignment import Pair, align
 from amp_lab.difference.compiled import compare_modules, is_compiled
 from amp_lab.difference.findings import first_finding, steepest
 from amp_lab.difference.raised import RunRaised
@@ -72,33 +73,40 @@ def compare_runs(
         return compare_modules(run_a, run_b, inputs, kwargs)
     a = _recorded("A", run_a, inputs, kwargs)
     b = _recorded("B", run_b, inputs, kwargs, a)
-    both = align(a, b)
-    growth, alone = [], Counter[str]()
-    for pair in both.pairs:
+    alignment = align(a, b)
+    growth = []
+    unmatched = Counter[str]()  # ops that one run alone has, by the name of the run
+    for pair in alignment.pairs:
         record = pair.last
         if record.is_neutral:
             continue
         if pair.is_matched:
-            errors = pair.records[0].error, record.error
-            growth.append(Growth(record.place.module, record.op, *errors, pair.apart))
+            growth.append(_growth(pair))
         else:
-            alone[record.log.name] += 1
+            unmatched[record.log.name] += 1
     if not growth:
         raise NumericsError("the two runs have nothing in common: no op of the one runs in a "
                             "module of the same name in the other")  # fmt: skip
+    end_a = a.end
+    end_b = b.end
     return RunComparison(
-        first=first_finding(both),
+        first=first_finding(alignment),
         matched=len(growth),
-        only_a=alone["A"],
-        only_b=alone["B"],
+        only_a=unmatched["A"],
+        only_b=unmatched["B"],
         format_a=f"{short_name(a.format)} on {a.device_type}",
         format_b=f"{short_name(b.format)} on {b.device_type}",
         unit="ops",
         growth=tuple(growth),
-        end_a=a.end,
-        end_b=b.end,
-        jump=steepest(a if a.end > b.end else b),
+        end_a=end_a,
+        end_b=end_b,
+        jump=steepest(a if end_a > end_b else b),
     )
+
+
+def _growth(pair: Pair) -> Growth:
+    one, other = pair.records
+    return Growth(other.place.module, other.op, one.error, other.error, pair.apart)
 
 
 def _recorded(
@@ -109,23 +117,29 @@ def _recorded(
     try:
         log = record_run(name, functools.partial(run, *inputs, **kwargs), other)
     except RunRaised as error:
-        advice = _own_inputs(name, run, (inputs, kwargs))
-        if not advice or not error.may_be_of_inputs:
+        if not error.may_be_of_inputs:
             raise
-        raise NumericsError(f"{error.said}; {advice}") from error
+        advice = _advice_on_inputs(name, run, (inputs, kwargs))
+        if not advice:
+            raise
+        raise NumericsError(f"{error.description}; {advice}") from error
     if not log.records:
         raise NumericsError(f"run {name} calls no op of torch on floating-point values")
     return log
 
 
-def _own_inputs(name: str, run: Any, inputs: Any) -> str:
+def _advice_on_inputs(name: str, run: Any, inputs: Any) -> str:
     """What to do about a model that is given inputs of another dtype than its weights have."""
     if not isinstance(run, nn.Module):
         return ""
-    given = {tensor.dtype for tensor in tensors_in(inputs) if tensor.is_floating_point()}
-    weights = {p.dtype for p in run.parameters() if p.is_floating_point()}
-    if len(weights) != 1 or len(given) != 1 or given == weights:
+    weight_dtypes = _floating_dtypes(run.parameters())
+    input_dtypes = _floating_dtypes(tensors_in(inputs))
+    if len(weight_dtypes) != 1 or len(input_dtypes) != 1 or input_dtypes == weight_dtypes:
         return ""
-    (weight,) = weights
-    (dtype,) = given
-    return _OWN_INPUTS.said(run=name, weights=dtype_name(weight), inputs=dtype_name(dtype))
+    weights = dtype_name(weight_dtypes.pop())
+    given = dtype_name(input_dtypes.pop())
+    return _OWN_INPUTS.said(run=name, weights=weights, inputs=given)
+
+
+def _floating_dtypes(tensors: Iterable[Tensor]) -> set[torch.dtype]:
+    return {tensor.dtype for tensor in tensors if tensor.is_floating_point()}

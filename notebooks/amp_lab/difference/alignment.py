@@ -5,7 +5,7 @@ import itertools
 import math
 from dataclasses import dataclass, field
 
-import torch
+from torch import Tensor
 
 from amp_lab.difference.rounding import relative_error
 from amp_lab.difference.run_log import OpRecord, RunLog
@@ -53,66 +53,88 @@ def align(a: RunLog, b: RunLog) -> Alignment:
     such, the longest matching stretches decide. Casts and copies are left out where the runs
     compute in two formats, since only one of them has those.
     """
-    both = Alignment(a, b, a.kind == b.kind, a.batch == b.batch)
-    ours, theirs = a.records, b.records
-    if not both.same_kind:
-        ours, theirs = _without_casts(a), _without_casts(b)
-    tokens = list(map(_token, ours)), list(map(_token, theirs))
-    matcher = difflib.SequenceMatcher(None, *tokens, autojunk=False)
-    for tag, from_a, to_a, from_b, to_b in matcher.get_opcodes():
+    alignment = Alignment(a, b, same_kind=a.kind == b.kind, same_batch=a.batch == b.batch)
+    records_a = a.records
+    records_b = b.records
+    if not alignment.same_kind:
+        records_a = _without_casts(a)
+        records_b = _without_casts(b)
+    keys_a = list(map(_key, records_a))
+    keys_b = list(map(_key, records_b))
+    matcher = difflib.SequenceMatcher(None, keys_a, keys_b, autojunk=False)
+    for tag, start_a, end_a, start_b, end_b in matcher.get_opcodes():
+        stretch_a = records_a[start_a:end_a]
+        stretch_b = records_b[start_b:end_b]
         # Side by side, so that an op that replaces another is found beside it.
-        for one, other in itertools.zip_longest(ours[from_a:to_a], theirs[from_b:to_b]):
+        for one, other in itertools.zip_longest(stretch_a, stretch_b):
             if tag == "equal":
-                both.pairs.append(_compared(one, other))
+                alignment.pairs.append(_matched(one, other))
                 continue
-            for record, log in ((one, b), (other, a)):
-                if record is not None:
-                    both.pairs.append(Pair((record,), same=_returns_the_same(log, record)))
-    return both
+            if one is not None:
+                alignment.pairs.append(_unmatched(one, b))
+            if other is not None:
+                alignment.pairs.append(_unmatched(other, a))
+    return alignment
 
 
 def _without_casts(log: RunLog) -> list[OpRecord]:
     return [record for record in log.records if not record.is_neutral]
 
 
-def _token(record: OpRecord) -> tuple:
+def _key(record: OpRecord) -> tuple[str, int, str]:
+    """What two ops have in common if they are the same."""
     return record.place.module, record.place.call, record.op
 
 
-def _compared(one: OpRecord, other: OpRecord) -> Pair:
-    batches = one.log.batch, other.log.batch
-    tensors = _common(one.exact, other.exact, *batches)
+def _matched(one: OpRecord, other: OpRecord) -> Pair:
+    """Two ops that are the same, with how far apart their results are."""
+    tensors = _common_part(one, other)
     if tensors is None:
         # Rows of another batch that lie folded into some other size cannot be told apart.
-        return Pair((one, other), math.inf, same=batches[0] != batches[1])
+        return Pair((one, other), math.inf, same=one.log.batch != other.log.batch)
     apart = relative_error(*tensors)
-    return Pair((one, other), apart, same=apart <= max(one.noise, other.noise))
+    noise = max(one.noise, other.noise)
+    return Pair((one, other), apart, same=apart <= noise)
 
 
-def _common(
-    one: torch.Tensor, other: torch.Tensor, rows: int | None, other_rows: int | None
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The rows that both have; None if the shapes differ in more than the batch."""
-    if one.shape == other.shape:
-        return one, other
-    if one.dim() != other.dim():
-        return (one.flatten(), other.flatten()) if one.numel() == other.numel() else None
-    for dim, (n, m) in enumerate(zip(one.shape, other.shape, strict=True)):
-        if n == m:
-            continue
-        if rows is None or other_rows is None or n * other_rows != m * rows:
+def _common_part(one: OpRecord, other: OpRecord) -> tuple[Tensor, Tensor] | None:
+    """The rows that both results have; None if their shapes differ in more than the batch."""
+    left = one.exact
+    right = other.exact
+    if left.shape == right.shape:
+        return left, right
+    if left.dim() != right.dim():
+        if left.numel() != right.numel():
             return None
-        one, other = one.narrow(dim, 0, min(n, m)), other.narrow(dim, 0, min(n, m))
-    return one, other
+        return left.flatten(), right.flatten()
+    batch = one.log.batch
+    other_batch = other.log.batch
+    if batch is None or other_batch is None:
+        return None
+    for dim, (size, other_size) in enumerate(zip(left.shape, right.shape, strict=True)):
+        if size == other_size:
+            continue
+        if size * other_batch != other_size * batch:
+            return None
+        rows = min(size, other_size)
+        left = left.narrow(dim, 0, rows)
+        right = right.narrow(dim, 0, rows)
+    return left, right
+
+
+def _unmatched(record: OpRecord, other_log: RunLog) -> Pair:
+    """An op that the other run does not have in its place."""
+    return Pair((record,), same=_returns_the_same(other_log, record))
 
 
 def _returns_the_same(log: RunLog, record: OpRecord) -> bool:
     """Whether some op of the run has returned the same numbers, perhaps in another order."""
     count = record.exact.numel()
-    near = 1e-9 * max(record.size, 1e-300)  # sums of the same values in another order
-    return any(
-        one.exact.numel() == count
-        and abs(one.size - record.size) <= near
-        and abs(one.total - record.total) <= near * math.sqrt(count)
-        for one in log.records
-    )
+    tolerance = 1e-9 * max(record.size, 1e-300)  # sums of the same values in another order
+    for candidate in log.records:
+        if candidate.exact.numel() != count:
+            continue
+        is_near = abs(candidate.size - record.size) <= tolerance
+        if is_near and abs(candidate.total - record.total) <= tolerance * math.sqrt(count):
+            return True
+    return False

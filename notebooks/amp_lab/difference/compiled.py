@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from amp_lab.difference import rounding
 from amp_lab.difference.result import Difference, Growth, RunComparison
-from amp_lab.difference.run_log import record_run
+from amp_lab.difference.run_log import RunLog, record_run
 from amp_lab.errors import NumericsError, with_type
 from amp_lab.tracing.ops_seen import tensors_in
 
@@ -46,49 +46,66 @@ def compare_modules(
     The finding is the innermost and earliest that parts from its eager self when compiled alone.
     Raises `NumericsError` if it is not the same model, or a compiled module cannot be run.
     """
-    swapped = is_compiled(run_a)
-    eager, compiled = (run_b, run_a) if swapped else (run_a, run_b)
-    names = ("compiled", "eager") if swapped else ("eager", "compiled")
-    modules = dict(eager.named_modules()) if isinstance(eager, nn.Module) else {}
-    original: Any = getattr(compiled, "_orig_mod", None)
-    if modules.keys() != dict(original.named_modules()).keys():
-        raise NumericsError("a compiled model is compared with the model itself: the other run is "
-                            "none, or has other modules")  # fmt: skip
-    growth, first = [], None
-    around, sound = "", set()  # the module to look into, and those that have nothing to find
-    for name, given in _calls(modules, inputs, kwargs).items():
-        if not _is_inside(name, around) or any(_is_inside(name, other) for other in sound):
+    if is_compiled(run_a):
+        return _compare(run_b, run_a, ("compiled", "eager"), (inputs, kwargs))
+    return _compare(run_a, run_b, ("eager", "compiled"), (inputs, kwargs))
+
+
+def _compare(eager: Any, compiled: Any, names: tuple[str, str], inputs: Any) -> RunComparison:
+    """The same; `names` says which of the two is A, and which B."""
+    modules = _modules_of_both(eager, compiled)
+    growth = []
+    first = None
+    suspect = ""  # the module to look into
+    sound = set()  # the modules inside which there is nothing to find
+    for name, module_inputs in _first_calls(modules, inputs).items():
+        if not _is_inside(name, suspect) or any(_is_inside(name, other) for other in sound):
             continue
-        kind, found = type(modules[name]).__name__, _measure(name, modules[name], compiled, given)
+        kind = type(modules[name]).__name__
+        found = _measure(name, modules[name], compiled, module_inputs)
         growth.append(Growth(name, kind, found.eager, found.compiled, math.nan))
         if found.compiled <= found.predicted:
             sound.add(name)
-        else:
-            around, first = name, _difference(name, kind, found, names)
-    whole = growth[0]  # the model itself, which is called first
+            continue
+        suspect = name
+        first = _difference(name, kind, found, names)
+    model = growth[0]  # it is called first
+    ends = {"eager": model.a, "compiled": model.b}
+    name_a, name_b = names
     return RunComparison(
         first=first,
         matched=len(growth),
         only_a=0,
         only_b=0,
-        format_a=names[0],
-        format_b=names[1],
+        format_a=name_a,
+        format_b=name_b,
         unit="modules",
         growth=tuple(growth),
-        end_a=whole.b if swapped else whole.a,
-        end_b=whole.a if swapped else whole.b,
+        end_a=ends[name_a],
+        end_b=ends[name_b],
         remarks=(_NO_GRADIENTS,),
     )
+
+
+def _modules_of_both(eager: Any, compiled: Any) -> dict[str, nn.Module]:
+    """The modules of the eager model, by name, which have to be those of the compiled one."""
+    modules = {}
+    if isinstance(eager, nn.Module):
+        modules = dict(eager.named_modules())
+    if modules.keys() != dict(compiled._orig_mod.named_modules()).keys():
+        raise NumericsError("a compiled model is compared with the model itself: the other run is "
+                            "none, or has other modules")  # fmt: skip
+    return modules
 
 
 def _is_inside(name: str, outer: str) -> bool:
     return not outer or f"{name}.".startswith(f"{outer}.")
 
 
-def _calls(modules: dict[str, nn.Module], inputs: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _first_calls(modules: dict[str, nn.Module], inputs: Any) -> dict[str, Any]:
     """What each module is given in its first call in an eager run, by name, in order."""
     names = {module: name for name, module in modules.items()}
-    found: dict[str, Any] = {}
+    found = {}
 
     def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         found.setdefault(names[module], _copied((args, kwargs)))
@@ -96,49 +113,80 @@ def _calls(modules: dict[str, nn.Module], inputs: tuple, kwargs: dict[str, Any])
     with contextlib.ExitStack() as hooks:
         for module in names:
             hooks.enter_context(module.register_forward_pre_hook(note, with_kwargs=True))
-        record_run("A", functools.partial(modules[""], *inputs, **kwargs))
+        _record_eager(modules[""], inputs)
     return found
 
 
-def _copied(given: Any) -> Any:
-    return tree_map_only(torch.Tensor, torch.clone, given)
+def _copied(inputs: Any) -> Any:
+    return tree_map_only(Tensor, torch.clone, inputs)
 
 
-def _measure(name: str, module: nn.Module, compiled: Any, given: Any) -> _Measured:
+def _record_eager(module: nn.Module, inputs: Any) -> RunLog:
+    args, kwargs = inputs
+    return record_run("A", functools.partial(module, *args, **kwargs))
+
+
+def _measure(name: str, module: nn.Module, compiled: Any, inputs: Any) -> _Measured:
     """Errors of a module and of its compiled self; of several results, of the one off most."""
-    args, kwargs = _copied(given)  # a module may write into them
-    log = record_run("A", functools.partial(module, *args, **kwargs))
-    words = f"{name!r}, compiled," if name else "the model, compiled,"
+    log = _record_eager(module, _copied(inputs))  # it may write into them
+    subject = f"{name!r}, compiled," if name else "the model, compiled,"
     if name:
-        own = compiled._orig_mod.get_submodule(name)
-        compiled = type(compiled)(own, compiled.dynamo_ctx)
+        original = compiled._orig_mod.get_submodule(name)
+        compiled = type(compiled)(original, compiled.dynamo_ctx)
+    try:
+        results = _run_compiled(compiled, inputs)
+    except Exception as error:  # the compiler's own too
+        raise NumericsError(f"{subject} raises {with_type(error)}") from error
+    if len(results) != len(log.results):
+        raise NumericsError(f"{subject} returns other tensors than without")
+    measured = []
+    for (eager, exact), result in zip(log.results, results, strict=True):
+        measured.append(_measured(eager, result, exact))
+    without_results = _Measured(0.0, 0.0, 1.0, torch.float32)
+    return max(measured, key=lambda one: one.compiled / one.predicted, default=without_results)
+
+
+def _run_compiled(compiled: Any, inputs: Any) -> list[Tensor]:
+    """The floating-point results of a compiled module, whose buffers keep their values."""
+    args, kwargs = inputs
     buffers = [(buffer, buffer.clone()) for buffer in compiled.buffers()]
     try:
         with torch.no_grad(), torch.random.fork_rng():
             torch.manual_seed(0)
-            results = tensors_in(compiled(*given[0], **given[1]))
-    except Exception as error:  # the compiler's own too
-        raise NumericsError(f"{words} raises {with_type(error)}") from error
+            results = tensors_in(compiled(*args, **kwargs))
     finally:
         for buffer, value in buffers:  # such as running statistics
             buffer.copy_(value)
-    results = [tensor for tensor in results if tensor.is_floating_point()]
-    if len(results) != len(log.results):
-        raise NumericsError(f"{words} returns other tensors than without")
-    measured = []
-    nothing = _Measured(0.0, 0.0, 1.0, torch.float32)
-    for (eager, exact), result in zip(log.results, results, strict=True):
-        errors = rounding.relative_error(eager, exact), rounding.relative_error(result, exact)
-        predicted = _TIMES_THE_EAGER_ERROR * errors[0] + 2 * rounding.unit_roundoff(result.dtype)
-        measured.append(_Measured(*errors, predicted, result.dtype))
-    return max(measured, key=lambda one: one.compiled / one.predicted, default=nothing)
+    return [tensor for tensor in results if tensor.is_floating_point()]
 
 
-def _difference(name: str, kind: str, found: _Measured, ops: tuple[str, str]) -> Difference:
+def _measured(eager: Tensor, compiled: Tensor, exact: Tensor) -> _Measured:
+    """The errors of one result."""
+    eager_error = rounding.relative_error(eager, exact)
+    compiled_error = rounding.relative_error(compiled, exact)
+    rounding_error = 2 * rounding.unit_roundoff(compiled.dtype)
+    predicted = _TIMES_THE_EAGER_ERROR * eager_error + rounding_error
+    return _Measured(eager_error, compiled_error, predicted, compiled.dtype)
+
+
+def _difference(name: str, kind: str, found: _Measured, names: tuple[str, str]) -> Difference:
     reason = (
         "Compiled by itself, on the inputs that it gets in the eager run, it is off by "
         f"{found.compiled:.2g} from fp64, and eager by {found.eager:.2g}. Inside a compiled module "
         "there are no ops to compare."
     )
-    facts = "module", name, kind, 1, None, *ops, found.dtype, found.dtype
-    return Difference(*facts, found.compiled, found.predicted, reason)
+    name_a, name_b = names
+    return Difference(
+        kind="module",
+        module=name,
+        module_type=kind,
+        call=1,
+        op=None,
+        op_a=name_a,
+        op_b=name_b,
+        dtype_a=found.dtype,
+        dtype_b=found.dtype,
+        size=found.compiled,
+        predicted=found.predicted,
+        reason=reason,
+    )

@@ -13,12 +13,12 @@ hides one nor makes one:
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Set
 from typing import NamedTuple
 
 import torch
 
-from amp_lab.difference.alignment import Alignment
+from amp_lab.difference.alignment import Alignment, Pair
 from amp_lab.difference.result import Difference, Jump
 from amp_lab.difference.rounding import unit_roundoff
 from amp_lab.difference.run_log import OpRecord, Place, RunLog, same_values
@@ -60,29 +60,48 @@ class _Finding(NamedTuple):
     predicted: float
 
 
-def first_finding(both: Alignment) -> Difference | None:
+def first_finding(alignment: Alignment) -> Difference | None:
     """The earliest of all kinds; at the same op, in the order of the kinds above."""
-    kinds = [_functions(both), _precisions(both), _orders(both), _stabilities(both)]
-    found = [finding for finding in (next(kind, None) for kind in kinds) if finding]
-    numbers = {record: i for i, pair in enumerate(both.pairs) for record in pair.records}
-    first = min(found, key=lambda finding: numbers[finding.op], default=None)
-    first = first or next(_merges(both), None)
-    return _difference(both, first, numbers[first.op]) if first else None
+    found = []
+    for search in (_functions, _precisions, _orders, _stabilities):
+        finding = next(search(alignment), None)
+        if finding is not None:
+            found.append(finding)
+    numbers = _pair_numbers(alignment)
+    if found:
+        first = min(found, key=lambda finding: numbers[finding.op])
+    else:
+        first = next(_merges(alignment), None)
+    if first is None:
+        return None
+    return _difference(alignment, first, numbers[first.op])
 
 
-def _functions(both: Alignment) -> Iterator[_Finding]:
+def _pair_numbers(alignment: Alignment) -> dict[OpRecord, int]:
+    numbers = {}
+    for number, pair in enumerate(alignment.pairs):
+        numbers.update(dict.fromkeys(pair.records, number))
+    return numbers
+
+
+def _functions(alignment: Alignment) -> Iterator[_Finding]:
     """Ops whose exact results differ, on a way to a result of the run that differs as well."""
-    reach = _reaching(both, {record for pair in both.pairs if pair.same for record in pair.records})
-    for pair in both.pairs:
-        if pair.last in reach and not pair.last.is_neutral:
+    agreeing = set()
+    for pair in alignment.pairs:
+        if pair.same:
+            agreeing.update(pair.records)
+    relevant = _reaching(alignment, stops=agreeing)
+    for pair in alignment.pairs:
+        op = pair.last
+        if op in relevant and not op.is_neutral:
             noise = max(record.noise for record in pair.records)
-            yield _Finding(pair.last, "function", pair.apart, noise)
+            yield _Finding(op, "function", pair.apart, noise)
 
 
-def _reaching(both: Alignment, stops: Iterable[OpRecord] = ()) -> set[OpRecord]:
+def _reaching(alignment: Alignment, stops: Set[OpRecord] = frozenset()) -> set[OpRecord]:
     """The records from which a way leads to a run's results that passes none of the `stops`."""
-    found: set[OpRecord] = set()
-    waiting = [*both.a.sinks, *both.b.sinks]
+    found = set()
+    waiting = [*alignment.a.sinks, *alignment.b.sinks]
     while waiting:
         record = waiting.pop()
         if record not in found and record not in stops:
@@ -91,93 +110,123 @@ def _reaching(both: Alignment, stops: Iterable[OpRecord] = ()) -> set[OpRecord]:
     return found
 
 
-def _precisions(both: Alignment) -> Iterator[_Finding]:
+def _precisions(alignment: Alignment) -> Iterator[_Finding]:
     """Ops that round more than the format they are expected in, and more than their partner."""
-    reach = _reaching(both)
-    for pair in both.pairs:
+    relevant = _reaching(alignment)
+    for pair in alignment.pairs:
         for record in pair.records:
-            if record not in reach:
+            if record not in relevant:
                 continue
-            roundoff, least = unit_roundoff(record.log.format), 0.0
-            if pair.is_matched:
-                least = min(one.roundoff for one in pair.records)
-                if both.same_kind:
-                    # What one run computes in fp32, the other is expected to as well.
-                    roundoff = min(unit_roundoff(one.dtype) for one in pair.records)
-            allowed = roundoff + record.allowed
-            if record.roundoff > max(allowed, _MORE_THAN_THE_OTHER * least):
+            allowed = _expected_roundoff(alignment, pair, record) + record.allowed
+            limit = max(allowed, _MORE_THAN_THE_OTHER * _smaller_roundoff(pair))
+            if record.roundoff > limit:
                 op = _blamed(record)
                 kind = "nonfinite" if op.nonfinite else "precision"
                 yield _Finding(op, kind, max(record.roundoff, op.roundoff), allowed)
 
 
+def _expected_roundoff(alignment: Alignment, pair: Pair, record: OpRecord) -> float:
+    """The unit roundoff of the format that an op is expected to compute in."""
+    if pair.is_matched and alignment.same_kind:
+        # What one run computes in fp32, the other is expected to as well.
+        return min(unit_roundoff(one.dtype) for one in pair.records)
+    return unit_roundoff(record.log.format)
+
+
+def _smaller_roundoff(pair: Pair) -> float:
+    """What the op that rounds less is off by; 0 of an op that one run alone has."""
+    if not pair.is_matched:
+        return 0.0
+    return min(record.roundoff for record in pair.records)
+
+
 def _blamed(record: OpRecord) -> OpRecord:
     """Of a cast that is finite, the op that then computes in the narrower format, if one does."""
-    for user in record.log.records if record.is_neutral and not record.nonfinite else ():
+    if record.nonfinite or not record.is_neutral:
+        return record
+    for user in record.log.records:
         if record in user.producers and user.dtype == record.dtype and not user.is_neutral:
             return user
     return record
 
 
-def _orders(both: Alignment) -> Iterator[_Finding]:
+def _orders(alignment: Alignment) -> Iterator[_Finding]:
     """Sums that are taken in another order, of which nothing is left but the rounding."""
-    for numbers in _parted_by_place(both).values():
-        ops = [both.pairs[number].last for number in numbers]
-        # The next that is the same again: did the rounding change?
-        after = next(filter(lambda pair: pair.agrees, both.pairs[numbers[-1] :]), None)
+    for numbers in _disagreeing_by_place(alignment).values():
+        ops = [alignment.pairs[number].last for number in numbers]
+        after = _next_agreeing(alignment, numbers[-1])
         if after is None or not _SUMS_AND_ORDERS.issuperset(op.op for op in ops):
             continue
         one, other = after.records
-        if one.error != other.error:
-            first = next((op for op in ops if op.op in _SUMS), other)
-            yield _Finding(first, "order", max(one.error, other.error), one.allowed)
+        if one.error != other.error:  # the rounding changed
+            op = next((op for op in ops if op.op in _SUMS), other)
+            yield _Finding(op, "order", max(one.error, other.error), one.allowed)
 
 
-def _parted_by_place(both: Alignment) -> dict[Place, list[int]]:
+def _disagreeing_by_place(alignment: Alignment) -> dict[Place, list[int]]:
     """The numbers of pairs that do not agree, where the runs are otherwise expected to."""
-    found: dict[Place, list[int]] = defaultdict(list)
-    for number, pair in enumerate(both.pairs if both.same_batch and both.same_kind else ()):
+    found = defaultdict(list)
+    if not alignment.same_batch or not alignment.same_kind:
+        return found
+    for number, pair in enumerate(alignment.pairs):
         if not pair.agrees and not pair.last.is_neutral:
             found[pair.last.place].append(number)
     return found
 
 
-def _stabilities(both: Alignment) -> Iterator[_Finding]:
+def _next_agreeing(alignment: Alignment, start: int) -> Pair | None:
+    for pair in alignment.pairs[start:]:
+        if pair.agrees:
+            return pair
+    return None
+
+
+def _stabilities(alignment: Alignment) -> Iterator[_Finding]:
     """Results that are the same in exact arithmetic, one of which has few right digits or none."""
-    u = unit_roundoff(both.a.format)
-    for pair in both.pairs:
+    u = unit_roundoff(alignment.a.format)
+    for pair in alignment.pairs:
         if not pair.agrees or pair.last.is_neutral:
             continue
-        one, other = pair.records
-        floor = u + one.allowed
-        small, large = sorted((one.error, other.error))
-        worse = one if one.error > other.error else other
-        if worse.nonfinite and small < large:
-            yield _Finding(worse, "nonfinite", large, floor)
-        elif both.same_kind and large > _DIGITS_LOST * (small + floor):
+        floor = u + pair.records[0].allowed
+        better, worse = _by_error(pair)
+        if worse.nonfinite and better.error < worse.error:
+            yield _Finding(worse, "nonfinite", worse.error, floor)
+            continue
+        limit = _DIGITS_LOST * (better.error + floor)
+        if alignment.same_kind and worse.error > limit:
             lost = _where_lost(worse, _DIGITS_LOST * floor)
             if lost.roundoff <= u + lost.allowed:  # else that is a matter of precision
                 yield _Finding(lost, "stability", lost.error, floor)
 
 
-def _merges(both: Alignment) -> Iterator[_Finding]:
+def _by_error(pair: Pair) -> tuple[OpRecord, OpRecord]:
+    """The two ops of a pair, the one with the larger error last."""
+    one, other = pair.records
+    if one.error > other.error:
+        return other, one
+    return one, other
+
+
+def _merges(alignment: Alignment) -> Iterator[_Finding]:
     """Ops of which one run alone has inputs that differ in fp64 and are equal there."""
-    reach = _reaching(both)
-    for pair in both.pairs:
+    relevant = _reaching(alignment)
+    for pair in alignment.pairs:
         merging = [record for record in pair.records if record.merged]
-        if pair.is_matched and len(merging) == 2:
+        if len(merging) == 2:  # both runs have them
             continue
         for record in merging:
-            if record in reach and not record.is_neutral:
+            if record in relevant and not record.is_neutral:
                 predicted = unit_roundoff(record.log.format) + record.allowed
                 yield _Finding(record, "merged", record.error, predicted)
 
 
 def _where_lost(record: OpRecord, limit: float) -> OpRecord:
     """The first op on the way to this one whose result is off by more than the limit, in all."""
-    while worse := [one for one in record.producers if one.error > limit]:
-        record = worse[0]
-    return record
+    while True:
+        sources = [producer for producer in record.producers if producer.error > limit]
+        if not sources:
+            return record
+        record = sources[0]
 
 
 def steepest(log: RunLog) -> Jump | None:
@@ -188,56 +237,82 @@ def steepest(log: RunLog) -> Jump | None:
     """
     floor = unit_roundoff(log.format) or unit_roundoff(torch.float32)
     left = dict.fromkeys(log.records, 0.0)
-    found, most = None, 1.0
+    found = None
+    largest_factor = 1.0
     for record in reversed(log.records):  # those that use a result come before it
         if record in log.sinks:
             left[record] = record.error
         for producer in record.producers:
             passed_on = min(left[record], producer.error)
             left[producer] = max(left[producer], passed_on)
-        before = max((producer.error for producer in record.producers), default=0.0)
-        factor = left[record] / max(before, floor)
-        if factor > most:
-            found, most = (record, before), factor
+        factor = left[record] / max(_input_error(record), floor)
+        if factor > largest_factor:
+            largest_factor = factor
+            found = record
     if found is None:
         return None
-    record, before = found
-    place = record.place
-    return Jump(log.name, place.module, place.module_type, record.op, before, record.error)
+    place = found.place
+    before = _input_error(found)
+    return Jump(log.name, place.module, place.module_type, found.op, before, found.error)
 
 
-def _difference(both: Alignment, found: _Finding, number: int) -> Difference:
-    pair, *more = both.pairs[number : number + 2]
-    beside = more[0].records if more and not (pair.is_matched or more[0].is_matched) else ()
-    # With an op that only one run has, the one that the other run has in its place.
-    by_run = {record.log.name: record for record in (*beside, *pair.records)}
-    one, other = by_run.get("A"), by_run.get("B")
-    reason = _REASONS.get(found.kind, "").format(run=found.op.log.name, **found._asdict())
+def _input_error(record: OpRecord) -> float:
+    """The error of the input that is off most."""
+    return max((producer.error for producer in record.producers), default=0.0)
+
+
+def _difference(alignment: Alignment, found: _Finding, number: int) -> Difference:
+    last = alignment.pairs[number].last
+    by_run = _records_by_run(alignment, number)
+    one = by_run.get("A")
+    other = by_run.get("B")
     return Difference(
         kind=found.kind,
-        **vars(pair.last.place),
-        op=(other or pair.last).op,
+        module=last.place.module,
+        module_type=last.place.module_type,
+        call=last.place.call,
+        op=(other or last).op,
         op_a=getattr(one, "op", None),
         op_b=getattr(other, "op", None),
         dtype_a=getattr(one, "dtype", None),
         dtype_b=getattr(other, "dtype", None),
         size=found.size,
         predicted=found.predicted,
-        reason=reason or _function_reason(both, one, other),
+        reason=_reason(alignment, found, one, other),
     )
 
 
-def _function_reason(both: Alignment, one: OpRecord | None, other: OpRecord | None) -> str:
+def _records_by_run(alignment: Alignment, number: int) -> dict[str, OpRecord]:
+    """The ops of a pair by run; where one run alone has it, with what the other has instead."""
+    pair, *following = alignment.pairs[number : number + 2]
+    records = pair.records
+    if following and not pair.is_matched and not following[0].is_matched:
+        records = (*following[0].records, *records)
+    return {record.log.name: record for record in records}
+
+
+def _reason(
+    alignment: Alignment, found: _Finding, one: OpRecord | None, other: OpRecord | None
+) -> str:
+    if found.kind == "function":
+        return _function_reason(alignment, one, other)
+    return _REASONS[found.kind].format(run=found.op.log.name, **found._asdict())
+
+
+def _function_reason(alignment: Alignment, one: OpRecord | None, other: OpRecord | None) -> str:
     if one is None or other is None:
         run = "A" if one else "B"
         return f"Only {run} has this op, and its result in fp64 is none of the other's."
-    said = "In fp64, without rounding, the two ops differ"
+    start = "In fp64, without rounding, the two ops differ"
+    leaves_a = alignment.a.leaves
+    leaves_b = alignment.b.leaves
     for name in sorted({*one.leaves, *other.leaves}):
-        if not same_values(both.a.leaves.get(name), both.b.leaves.get(name)):
-            return f"{said}: {name!r} has other values in B."
+        if not same_values(leaves_a.get(name), leaves_b.get(name)):
+            return f"{start}: {name!r} has other values in B."
     if one.op != other.op:
-        return f"{said}: A calls {one.op} where B calls {other.op}."
+        return f"{start}: A calls {one.op} where B calls {other.op}."
     if one.settings != other.settings:
-        a, b = (", ".join(map(str, record.settings)) for record in (one, other))
-        return f"{said}: A calls it with ({a}), B with ({b})."
-    return f"{said}: they are given different inputs."
+        settings_a = ", ".join(map(str, one.settings))
+        settings_b = ", ".join(map(str, other.settings))
+        return f"{start}: A calls it with ({settings_a}), B with ({settings_b})."
+    return f"{start}: they are given different inputs."

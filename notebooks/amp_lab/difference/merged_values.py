@@ -7,6 +7,7 @@ positions are one number, the model cannot tell them apart.
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from amp_lab.report import short_name
 from amp_lab.tracing.ops_seen import LOWER_DTYPES, largest_whole_number
@@ -25,19 +26,20 @@ class Merged(NamedTuple):
 
     def __str__(self) -> str:
         """A sentence without its end."""
-        low = short_name(self.dtype)
+        dtype = short_name(self.dtype)
+        limit = largest_whole_number(self.dtype)
         if self.is_whole:
-            most = largest_whole_number(self.dtype)
             what = "whole numbers"
-            why = f"has all of them only up to {most:,}"
+            reason = f"has all of them only up to {limit:,}"
         else:
-            bits = largest_whole_number(self.dtype).bit_length() - 1
+            bits = limit.bit_length() - 1
             what = "evenly spaced values"
-            why = f"keeps {bits} significant bits of each"
-        return f"{self.before:,} different {what} are only {self.after:,} in {low}, which {why}"
+            reason = f"keeps {bits} significant bits of each"
+        counts = f"{self.before:,} different {what} are only {self.after:,} in {dtype}"
+        return f"{counts}, which {reason}"
 
 
-def merged(tensor: torch.Tensor, exact: torch.Tensor) -> Merged | None:
+def merged(tensor: Tensor, exact: Tensor) -> Merged | None:
     """What the tensor makes equal of the whole numbers or evenly spaced values of `exact`.
 
     Of values in several dimensions those along one count, and only where all others beside them
@@ -45,44 +47,56 @@ def merged(tensor: torch.Tensor, exact: torch.Tensor) -> Merged | None:
     """
     if tensor.dtype not in LOWER_DTYPES or tensor.shape != exact.shape or tensor.numel() < 2:
         return None
-    low = tensor.detach().to(exact.device)
+    rounded = tensor.detach().to(exact.device)
     if _is_whole(exact):
-        before = len(exact.unique())
-        after = len(low.unique())
-        return Merged(True, tensor.dtype, before, after) if after < before else None
+        return _merged_numbers(rounded, exact)
     for dim, size in enumerate(exact.shape):
-        lost = _equal_neighbours(low, exact, dim)
+        lost = _equal_neighbours(rounded, exact, dim)
         if lost:
             return Merged(False, tensor.dtype, size, size - lost)
     return None
 
 
-def _is_whole(exact: torch.Tensor) -> bool:
+def _is_whole(exact: Tensor) -> bool:
     if not bool((exact.abs() <= _WHOLE_IN_FP32).all()):
         return False
     return bool((exact == exact.round()).all())
 
 
-def _equal_neighbours(low: torch.Tensor, exact: torch.Tensor, dim: int) -> int:
+def _merged_numbers(rounded: Tensor, exact: Tensor) -> Merged | None:
+    """What is made equal of whole numbers, wherever they are."""
+    before = len(exact.unique())
+    after = len(rounded.unique())
+    if after >= before:
+        return None
+    return Merged(True, rounded.dtype, before, after)
+
+
+def _equal_neighbours(rounded: Tensor, exact: Tensor, dim: int) -> int:
     """How many of the evenly spaced values along a dimension are the same as the one before."""
-    if exact.shape[dim] < 4 or not _are_even(exact.narrow(dim, 0, 4), dim):
-        return 0  # four values are looked at first, since nearly all tensors end there
-    if not _are_even(exact, dim):
+    if exact.shape[dim] < 4:
         return 0
-    differs = _any_beside(exact.diff(dim=dim) != 0, dim)
-    differs_in_low = _any_beside(low.diff(dim=dim) != 0, dim)
-    return int((differs & ~differs_in_low).sum())
+    # Four values are looked at first, since nearly all tensors end there.
+    if not _are_even(exact.narrow(dim, 0, 4), dim) or not _are_even(exact, dim):
+        return 0
+    differ = _any_beside(exact.diff(dim=dim) != 0, dim)
+    differ_when_rounded = _any_beside(rounded.diff(dim=dim) != 0, dim)
+    return int((differ & ~differ_when_rounded).sum())
 
 
-def _any_beside(found: torch.Tensor, dim: int) -> torch.Tensor:
+def _any_beside(values: Tensor, dim: int) -> Tensor:
     """For each place along a dimension, whether any of the values there is true."""
-    return found.movedim(dim, 0).flatten(1).any(1) if found.dim() > 1 else found
+    if values.dim() < 2:
+        return values
+    return values.movedim(dim, 0).flatten(1).any(1)
 
 
-def _are_even(exact: torch.Tensor, dim: int) -> bool:
+def _are_even(exact: Tensor, dim: int) -> bool:
     """Whether each line along a dimension has one distance between neighbours, some more than 0."""
     steps = exact.diff(dim=dim)
-    least = steps.amin(dim)
-    most = steps.amax(dim)
-    spread = _EVEN * exact.abs().amax(dim)
-    return bool((most - least <= spread).all()) and bool((most.abs() > 4 * spread).any())
+    smallest = steps.amin(dim)
+    largest = steps.amax(dim)
+    tolerance = _EVEN * exact.abs().amax(dim)
+    if not bool((largest - smallest <= tolerance).all()):
+        return False
+    return bool((largest.abs() > 4 * tolerance).any())

@@ -25,26 +25,30 @@ class Failure:
 
     def text(self, run: str) -> str:
         """The error in a line."""
-        said = f"run {run} raises {with_type(self.error)}"
+        text = f"run {run} raises {with_type(self.error)}"
         if not self.op and not self.module_type:
-            return said
+            return text
         where = located(self.op, self.module, self.module_type)
         if self.op:
-            return f"{said}, at {where}"
+            return f"{text}, at {where}"
+        text += f", in {where}"
         line = user_line(self.error)
-        return f"{said}, in {where}, {line}" if line else f"{said}, in {where}"
+        if line:
+            text += f", {line}"
+        return text
 
 
 class RunRaised(NumericsError):
     """A run raised; the message says what, where, and what to do about it."""
 
     def __init__(self, run: str, failure: Failure, device_type: str, has_low_weights: bool):
-        self.said = failure.text(run)  # without what to do about it
-        known = tips_for(failure.error, failure.op, device_type)
-        mixed = remedy_for_mixed(failure.error, failure.op, failure.operands, has_low_weights)
-        tips = dict.fromkeys([mixed, *known] if mixed else known)
-        super().__init__(self.said + "".join(f"; {tip}" for tip in tips))
-        is_of_dtypes = "type" in str(failure.error)
+        error = failure.error
+        self.description = failure.text(run)  # without what to do about it
+        known = tips_for(error, failure.op, device_type)
+        mixed = remedy_for_mixed(error, failure.op, failure.operands, has_low_weights)
+        tips = [mixed, *known] if mixed else known
+        super().__init__("; ".join([self.description, *dict.fromkeys(tips)]))
+        is_of_dtypes = "type" in str(error)
         is_mixed = not failure.op or low_operand(failure.operands) is not None
         self.may_be_of_inputs = is_of_dtypes and is_mixed and not known
         """Whether inputs of another dtype than the weights may be what raised."""
@@ -55,11 +59,13 @@ def failure_above_ops(error: Exception, names: Mapping[nn.Module, str]) -> Failu
 
     The innermost module whose code ran, and the function of `torch.nn.functional` that it called.
     """
-    op, module = "", None
+    module = None
+    op = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and owner in names:
-            op, module = "", owner
+            module = owner
+            op = ""
         elif frame.f_globals.get("__name__") == F.__name__:
             op = frame.f_code.co_name
     if module is None:

@@ -13,11 +13,12 @@ LARGE = 0.1
 
 def located(op: str | None, module: str, module_type: str) -> str:
     """An op and where it runs, in a sentence; the module alone if no op is known."""
+    if not module_type:
+        where = "outside of all modules"
+        return f"{op} {where}" if op else where
     name = repr(module) if module else "the model itself"
-    where = f"{name} ({module_type})" if module_type else "outside of all modules"
-    if not op:
-        return where
-    return f"{op} in {where}" if module_type else f"{op} {where}"
+    where = f"{name} ({module_type})"
+    return f"{op} in {where}" if op else where
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,17 +39,21 @@ class Difference(Printed):
     reason: str  # a sentence
 
     def _table(self) -> Table:
-        what = located(self.op, self.module, self.module_type)
-        what += f", call {self.call}" if self.call > 1 else ""
+        where = located(self.op, self.module, self.module_type)
+        if self.call > 1:
+            where += f", call {self.call}"
         size = f"{self.size:.3g} of the result"
+        if self.kind == "nonfinite":
+            size = "not finite"
+        op_a = self.op_a or "no such op"
+        op_b = self.op_b or "no such op"
         rows = [
-            ["difference", "not finite" if self.kind == "nonfinite" else size],
+            ["difference", size],
             ["predicted", f"at most {self.predicted:.3g}"],
-            ["in A", f"{self.op_a or 'no such op'}, {short_name(self.dtype_a)}"],
-            ["in B", f"{self.op_b or 'no such op'}, {short_name(self.dtype_b)}"],
+            ["in A", f"{op_a}, {short_name(self.dtype_a)}"],
+            ["in B", f"{op_b}, {short_name(self.dtype_b)}"],
         ]
-        facts = ["\n".join(textwrap.wrap(self.reason, 98))]
-        return Table(["kind", self.kind], rows, f"A and B part at {what}", facts)
+        return Table(["kind", self.kind], rows, f"A and B part at {where}", [_wrapped(self.reason)])
 
 
 @dataclass(frozen=True)
@@ -96,19 +101,28 @@ class RunComparison(Printed):
             f"A ({self.format_a}) and B ({self.format_b}): {self.matched} {self.unit} in both, "
             f"{self.only_a} in A alone, {self.only_b} in B alone"
         )
-        fact = self._unexplained() if self.first is None else str(self.first)
-        return Table(["", ""], [], caption, [fact, *self.remarks])
+        finding = str(self.first)
+        if self.first is None:
+            finding = self._error_growth()
+        return Table(["", ""], [], caption, [finding, *self.remarks])
 
-    def _unexplained(self) -> str:
+    def _error_growth(self) -> str:
         """What to say where rounding explains each op: of the end, and of how it came about."""
         ends = f"A is {self.end_a:.2g} from the run in fp64, and B {self.end_b:.2g}."
         if max(self.end_a, self.end_b) <= LARGE:
             return f"They part nowhere by more than rounding explains. At the end {ends}"
         unit = self.unit.removesuffix("s")
-        said = f"No {unit} by itself is off by more than rounding explains, but rounding errors "
-        said += f"grow on the way: at the end {ends}"
-        if self.jump is not None:
-            where = located(self.jump.op, self.jump.module, self.jump.module_type)
-            grown = f"from {self.jump.before:.2g} to {self.jump.after:.2g}"
-            said += f" The error of {self.jump.run} grows most at {where}, {grown}."
-        return "\n".join(textwrap.wrap(said, 98))
+        text = (
+            f"No {unit} by itself is off by more than rounding explains, but rounding errors "
+            f"grow on the way: at the end {ends}"
+        )
+        jump = self.jump
+        if jump is not None:
+            where = located(jump.op, jump.module, jump.module_type)
+            growth = f"from {jump.before:.2g} to {jump.after:.2g}"
+            text += f" The error of {jump.run} grows most at {where}, {growth}."
+        return _wrapped(text)
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, 98))

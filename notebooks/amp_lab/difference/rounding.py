@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils._pytree import tree_map, tree_map_only
 
 from amp_lab.report import short_name
@@ -42,73 +43,108 @@ _Failed = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
 _PERTURBATION = 2.0**-20
 _PROBES = 3
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "addbmm")
+_MODE_ROUNDOFF = {"tf32": 2.0**-11, "bf16": 2.0**-8}  # by torch's name of a mode
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
     """Half the distance from 1 to the next number; 0 of integers, which are not rounded."""
-    return torch.finfo(dtype).eps / 2 if dtype.is_floating_point or dtype.is_complex else 0.0
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.finfo(dtype).eps / 2
+    return 0.0
 
 
 def float32_roundoff(op: str, device_type: str) -> float:
     """Unit roundoff of float32 arithmetic in this op: TF32's or bf16's where torch's mode is so."""
-    library: Any = torch.backends.mkldnn if device_type == "cpu" else torch.backends.cudnn
-    product: Any = library if device_type == "cpu" else torch.backends.cuda
-    mode = product.matmul.fp32_precision if op in _PRODUCTS else ""
+    backends: Any = torch.backends
+    convolutions = backends.cudnn
+    matmuls = backends.cuda
+    if device_type == "cpu":
+        convolutions = backends.mkldnn
+        matmuls = backends.mkldnn
     if "convolution" in op:
-        mode = library.conv.fp32_precision
-    return {"tf32": 2.0**-11, "bf16": 2.0**-8}.get(mode, FLOAT32_ROUNDOFF)
+        mode = convolutions.conv.fp32_precision
+    elif op in _PRODUCTS:
+        mode = matmuls.matmul.fp32_precision
+    else:
+        return FLOAT32_ROUNDOFF
+    return _MODE_ROUNDOFF.get(mode, FLOAT32_ROUNDOFF)
 
 
-def allowance(op: str, inputs: object, result: torch.Tensor) -> float:
+def allowance(op: str, inputs: object, result: Tensor) -> float:
     """What the arithmetic of an op may add to its format's unit roundoff: the model's 2nd term."""
-    # About as many terms as a product's inner size, or as a sum has values.
-    given = tensors_in(inputs)
-    sizes = [t.numel() for t in given if t.is_floating_point()]
-    terms = max([1.0, *(size / max(result.numel(), 1) for size in sizes)])
-    if len(sizes) > 1:
-        terms = max(1, *given[0].shape[-1:], max(sizes) / max(sizes[0], 1))
+    terms = _terms(tensors_in(inputs), result)
     return (8 + 2 * math.log2(terms)) * float32_roundoff(op, result.device.type)
 
 
-def unmasked(left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _terms(inputs: list[Tensor], result: Tensor) -> float:
+    """About how many terms go into one value: a product's inner size, or a sum's values."""
+    sizes = [tensor.numel() for tensor in inputs if tensor.is_floating_point()]
+    largest = max(sizes, default=0)
+    if len(sizes) < 2:
+        return max(1.0, largest / max(result.numel(), 1))
+    first_size = max(sizes[0], 1)
+    inner_size = inputs[0].shape[-1:]  # empty of a single number
+    return max(1, *inner_size, largest / first_size)
+
+
+def unmasked(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Both in fp64, with 0 where they agree that the value is none: a mask, an inf or a NaN."""
-    left, right = (torch.view_as_real(t) if t.is_complex() else t for t in (left, right))
-    left, right = left.double(), right.to(left.device, torch.float64)
-    same = (left < _MASK) & (right < _MASK) & ((left < -_LARGEST) | (right < -_LARGEST))
-    same |= (left > _LARGEST) & (right > _LARGEST)
-    same |= left.isnan() & right.isnan()
-    if bool(same.any()):
-        left, right = left.masked_fill(same, 0.0), right.masked_fill(same, 0.0)
+    left = _real(left).double()
+    right = _real(right).to(left.device, torch.float64)
+    is_far_below = (left < -_LARGEST) | (right < -_LARGEST)
+    agree = (left < _MASK) & (right < _MASK) & is_far_below
+    agree |= (left > _LARGEST) & (right > _LARGEST)
+    agree |= left.isnan() & right.isnan()
+    if bool(agree.any()):
+        left = left.masked_fill(agree, 0.0)
+        right = right.masked_fill(agree, 0.0)
     return left, right
 
 
-def relative_error(result: torch.Tensor, exact: torch.Tensor) -> float:
+def _real(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor
+
+
+def relative_error(result: Tensor, exact: Tensor) -> float:
     """Root mean square of the error, relative to that of the exact result; inf of a NaN."""
     left, right = unmasked(result.to(exact.device), exact)
     error = rms(left - right)
-    return math.inf if math.isnan(error) else error / (rms(right) or 1.0)
+    if math.isnan(error):
+        return math.inf
+    return error / (rms(right) or 1.0)
 
 
-def nonfinite(result: torch.Tensor, exact: torch.Tensor) -> str:
+def nonfinite(result: Tensor, exact: Tensor) -> str:
     """What the result has where the exact one has numbers, in words; empty if it has numbers."""
     left, right = unmasked(result.to(exact.device), exact)
     if bool(left.isfinite().all()) or not bool(right.isfinite().all()):
         return ""
-    largest, end = float(right.abs().max()), torch.finfo(result.dtype).max
-    said = f"{'NaN' if left.isnan().any() else 'inf'} where fp64 has numbers up to {largest:.6g}"
-    beyond = f": it overflows {short_name(result.dtype)}, whose largest is {end:g}"
-    return said + (beyond if largest > end else "")
+    kind = "inf"
+    if left.isnan().any():
+        kind = "NaN"
+    largest = float(right.abs().max())
+    text = f"{kind} where fp64 has numbers up to {largest:.6g}"
+    limit = torch.finfo(result.dtype).max
+    if largest > limit:
+        text += f": it overflows {short_name(result.dtype)}, whose largest is {limit:g}"
+    return text
 
 
-def rms(tensor: torch.Tensor) -> float:
+def rms(tensor: Tensor) -> float:
     """Root mean square; 0 of no values."""
-    return float(torch.linalg.vector_norm(tensor)) / math.sqrt(tensor.numel() or 1)
+    norm = float(torch.linalg.vector_norm(tensor))
+    return norm / math.sqrt(tensor.numel() or 1)
 
 
-def widened(tensor: torch.Tensor) -> torch.Tensor:
+def widened(tensor: Tensor) -> Tensor:
     """A copy of the tensor, in fp64 if it is a floating-point one."""
-    device = "cpu" if tensor.device.type in _WITHOUT_DOUBLES else tensor.device
-    return tensor.detach().to(device, _WIDER.get(tensor.dtype, tensor.dtype), copy=True)
+    device = tensor.device
+    if device.type in _WITHOUT_DOUBLES:
+        device = "cpu"
+    dtype = _WIDER.get(tensor.dtype, tensor.dtype)
+    return tensor.detach().to(device, dtype, copy=True)
 
 
 def in_doubles(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -138,82 +174,100 @@ def _wider_setting(value: Any) -> Any:
     return value
 
 
-def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
+def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
     """The kernels' common meaning, since few of them take fp64; of the output alone."""
     names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    if given.get("dropout_p"):
+    arguments = dict(zip(names, args, strict=False)) | kwargs
+    if arguments.get("dropout_p"):
         return None
+    query, key, value = args[:3]
     return F.scaled_dot_product_attention(
-        *args[:3],
-        attn_mask=given.get("attn_mask", given.get("attn_bias")),
-        is_causal=given.get("is_causal", False),
-        scale=given.get("scale"),
-        enable_gqa=args[0].shape[-3] != args[1].shape[-3],
+        query,
+        key,
+        value,
+        attn_mask=arguments.get("attn_mask", arguments.get("attn_bias")),
+        is_causal=arguments.get("is_causal", False),
+        scale=arguments.get("scale"),
+        enable_gqa=query.shape[-3] != key.shape[-3],
     )
 
 
-def _lstm(inputs: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+def _lstm(inputs: Tensor, *args: Any) -> tuple[Tensor, ...]:
     """oneDNN's layer, whose kernel has no fp64: (T, B, C) to (T, B, H) and the two last states."""
-    weights, states, backwards, has_biases = args[:4], args[4:6], args[6], args[11]
-    inputs = inputs.flip(0) if backwards else inputs
-    weights = weights if has_biases else weights[:2]
-    states = [state.reshape(1, *state.shape[-2:]) for state in states]
+    weights = args[:4]
+    states = [state.reshape(1, *state.shape[-2:]) for state in args[4:6]]
+    is_backwards = args[6]
+    has_biases = args[11]
+    if not has_biases:
+        weights = weights[:2]
+    if is_backwards:
+        inputs = inputs.flip(0)
     out, *last = torch.lstm(inputs, states, weights, has_biases, 1, 0.0, False, False, False)
-    return (out.flip(0) if backwards else out, *last)
+    if is_backwards:
+        out = out.flip(0)
+    return (out, *last)
 
 
 def wide_inputs(name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
     """Copies in fp64 of what an op really gets, before it may write into it."""
     if name == "_fused_rms_norm" and args[3] is None:  # it takes its eps from the dtype
-        args = (*args[:3], torch.finfo(args[0].dtype).eps)
-    return tree_map_only(torch.Tensor, widened, (args, kwargs))
+        eps = torch.finfo(args[0].dtype).eps
+        args = (*args[:3], eps)
+    return tree_map_only(Tensor, widened, (args, kwargs))
 
 
-def effective_roundoff(func: Any, given: tuple, result: torch.Tensor) -> float:
+def effective_roundoff(func: Any, inputs: tuple, result: Tensor) -> float:
     """An op's error on its `wide_inputs`, per unit of what a relative change of them would do.
 
     0 if fp64 cannot tell.
     """
-    exact = _result_of(func, given)
+    exact = _result_of(func, inputs)
     if exact is None or exact.shape != result.shape:
         return 0.0
     left, right = unmasked(result.to(exact.device), exact)
-    error, size = rms(left - right), rms(right)
+    error = rms(left - right)
+    size = rms(right)
     if not math.isfinite(error):
         return math.inf
+    if error == 0:
+        return 0.0
     if error <= 2 * FLOAT32_ROUNDOFF * size:  # no more than a single rounding
-        return error / size if error else 0.0
-    moved = [_moved(func, given, exact, seed) for seed in range(_PROBES)]
-    whole = size + max(filter(math.isfinite, moved), default=0.0)
-    return error / whole if whole else math.inf
+        return error / size
+    changes = [_change_of_result(func, inputs, exact, seed) for seed in range(_PROBES)]
+    explained = size + max(filter(math.isfinite, changes), default=0.0)
+    if explained == 0:
+        return math.inf
+    return error / explained
 
 
-def _result_of(func: Any, given: tuple) -> torch.Tensor | None:
-    args, kwargs = tree_map_only(torch.Tensor, torch.clone, given)  # an op may write into them
-    return next(iter(tensors_in(in_doubles(func, args, kwargs))), None)
+def _result_of(func: Any, inputs: tuple) -> Tensor | None:
+    args, kwargs = tree_map_only(Tensor, torch.clone, inputs)  # an op may write into them
+    results = tensors_in(in_doubles(func, args, kwargs))
+    return results[0] if results else None
 
 
-def _moved(func: Any, given: tuple, exact: torch.Tensor, seed: int) -> float:
+def _change_of_result(func: Any, inputs: tuple, exact: Tensor, seed: int) -> float:
     """How far the exact result moves, per unit, if the inputs are changed at random."""
     source = torch.Generator().manual_seed(seed)
 
-    def change(tensor: torch.Tensor) -> torch.Tensor:
+    def perturbed(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        by = torch.rand(tensor.shape, generator=source, device="cpu").to(tensor.device) * 2 - 1
-        return tensor * (1 + by * _PERTURBATION)
+        uniform = torch.rand(tensor.shape, generator=source, device="cpu").to(tensor.device)
+        change = uniform * 2 - 1  # from -1 to 1
+        return tensor * (1 + change * _PERTURBATION)
 
-    moved = _result_of(func, tree_map_only(torch.Tensor, change, given))
+    moved = _result_of(func, tree_map_only(Tensor, perturbed, inputs))
     if moved is None or moved.shape != exact.shape:
         return 0.0
     left, right = unmasked(moved, exact)
     return rms(left - right) / _PERTURBATION
 
 
-def laid_out_as(tensor: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor:
+def laid_out_as(tensor: Tensor, shadow: Tensor) -> Tensor:
     """The shadow with the strides of its tensor, so that what is a view of one is one of both."""
+    strides = tensor.stride()
     shadow = shadow.to(_WIDER.get(tensor.dtype, tensor.dtype))
-    if shadow.stride() == tensor.stride() or 0 in tensor.stride():
+    if shadow.stride() == strides or 0 in strides:
         return shadow
-    return shadow.new_empty_strided(tensor.shape, tensor.stride()).copy_(shadow)
+    return shadow.new_empty_strided(tensor.shape, strides).copy_(shadow)
