@@ -2,24 +2,19 @@
 
 import contextlib
 import dataclasses
-import itertools
-import linecache
-import os
-import sys
 import threading
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import amp_lab
 from amp_lab.errors import NumericsError
+from amp_lab.numerics.call_stack import applied_loss_scale, is_in_scaler, user_line
 from amp_lab.numerics.error_notes import add_note
 from amp_lab.numerics.nonfinite_report import NonfiniteReport
 from amp_lab.numerics.op_constants import (
@@ -33,6 +28,8 @@ from amp_lab.numerics.op_constants import (
 from amp_lab.numerics.tensor_summary import TensorSummary, is_finite, summarise
 from amp_lab.numerics.watched_ops import REDUCTIONS, Call, Site, among, argument_summaries, outputs
 from amp_lab.tracing.ops_seen import storage_key, stored_values, tensors_in
+
+_OUTSIDE = Site()  # of all modules
 
 
 class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which follows `with` too
@@ -121,8 +118,8 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
 
     def _watch_parameters(self) -> None:
         for name, parameter in self._model.named_parameters():
-            ready = parameter.requires_grad and not nn.parameter.is_lazy(parameter)
-            if ready and name not in self._watched:
+            has_gradient = parameter.requires_grad and not nn.parameter.is_lazy(parameter)
+            if has_gradient and name not in self._watched:
                 self._watched.add(name)
                 self._watch_gradient(parameter, name)
 
@@ -143,9 +140,11 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Note an optimizer that steps by itself on gradients of a scaled loss."""
-        if self._loss_scale is None or _in_scaler("step", "_maybe_opt_step"):
+        if self._loss_scale is None or is_in_scaler("step", "_maybe_opt_step"):
             return
-        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        stepped: set[int] = set()
+        for group in optimizer.param_groups:
+            stepped.update(map(id, group["params"]))
         if stepped.isdisjoint(map(id, self._model.parameters())):
             return
         self._bypassed = True
@@ -155,18 +154,18 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
     # Modules
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        recomputed = _in_backward()  # activation checkpointing calls modules once more
-        outermost = not self._stack and not recomputed
-        if outermost:
+        is_recomputed = _in_backward()  # activation checkpointing calls modules once more
+        is_outermost = not self._stack and not is_recomputed
+        if is_outermost:
             self._calls.clear()
             self._loss_scale = None
-        if not recomputed:
+        if not is_recomputed:
             self._calls[module] += 1
         site = Site(self._names[module], type(module).__name__, self._calls[module])
         self._stack.append((module, site))
         if self._watching:
             with self._unwatched():
-                if outermost:
+                if is_outermost:
                     self._check_inputs(site, args, kwargs)
                 self._check_state(module, site)
 
@@ -178,43 +177,53 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
             for tensor in tensors_in(output):
                 self._check(tensor, "the output of the model", masks=True)
 
-    def _check(self, tensor: torch.Tensor, reached: str, *, masks: bool = False) -> None:
+    def _check(self, tensor: Tensor, reached: str, *, masks: bool = False) -> None:
         """Judge a tensor that matters, unless it is finite or, with `masks`, may be a mask."""
         if not self._watching or not self._origins:
             return
         with self._unwatched():
             if is_finite(tensor):
                 return
-            kinds, origin = summarise(reached, tensor).kinds, self._origin_of(tensor)
+            kinds = summarise(reached, tensor).kinds
+            origin = self._origin_of(tensor)
         # A -inf may be a mask, for a loss that can take it; a single number is no mask.
         is_mask = origin.placed or (kinds == {"-inf"} and tensor.numel() > 1)
-        if not (masks and is_mask):
-            self._judge(origin, reached)
+        if masks and is_mask:
+            return
+        self._judge(origin, reached)
 
     def _check_inputs(self, site: Site, args: tuple, kwargs: dict[str, Any]) -> None:
-        by_place = {f"argument {place}": given for place, given in enumerate(args)}
-        for name, given in (by_place | kwargs).items():
-            for tensor in tensors_in(given):
+        by_name = {f"argument {place}": argument for place, argument in enumerate(args)}
+        by_name |= kwargs
+        for name, argument in by_name.items():
+            for tensor in tensors_in(argument):
                 if tensor.requires_grad and tensor.is_leaf:
                     self._watch_gradient(tensor, name)
                 if not is_finite(tensor) and self._noted(tensor) is None:
                     self._before(tensor, "input", name, site)
 
     def _check_state(self, module: nn.Module, site: Site) -> None:
-        statistics = {n: b for n, b in module._buffers.items() if n.startswith("running_")}
+        statistics = {
+            name: buffer for name, buffer in module._buffers.items() if name.startswith("running_")
+        }
         for name, tensor in (module._parameters | statistics).items():
             if tensor is None or is_finite(tensor):
                 continue
-            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-            place = f"{site.module}.{name}".lstrip(".")
             # A batch norm that is called again may hold what an op of this block made.
-            origin = self._noted(tensor) or self._before(tensor, kind, place, site)
+            origin = self._noted(tensor)
+            if origin is None:
+                kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                place = f"{site.module}.{name}".lstrip(".")
+                origin = self._before(tensor, kind, place, site)
             if not origin.placed or tensor.requires_grad:  # else a mask that is a parameter
                 self._judge(origin, "the forward pass")
                 return
 
-    def _watch_gradient(self, tensor: torch.Tensor, name: str) -> None:
-        hook = tensor.register_hook(lambda grad: self._check(grad, f"the gradient of {name}"))
+    def _watch_gradient(self, tensor: Tensor, name: str) -> None:
+        def check(gradient: Tensor) -> None:
+            self._check(gradient, f"the gradient of {name}")
+
+        hook = tensor.register_hook(check)
         self._installed.callback(hook.remove)
 
     # Ops
@@ -222,36 +231,39 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if self._watching and func is not _DETACH:
-            self._see(func, args, kwargs or {}, out)
+            self._look_at(func, args, kwargs or {}, out)
         return out
 
-    def _see(self, func: Any, args: tuple, kwargs: dict[str, Any], out: object) -> None:
+    def _look_at(self, func: Any, args: tuple, kwargs: dict[str, Any], out: object) -> None:
         """Look at what an op returned; this runs below autograd and autocast, for every op."""
         node = torch._C._current_autograd_node()
         site = self._site_of(node)
         if node is None and not self._stack and func is torch.ops.aten.mul.Tensor:
-            self._loss_scale = _loss_scale(args) or self._loss_scale
+            self._loss_scale = applied_loss_scale(args) or self._loss_scale
         returned = outputs(func, out, all_finite=not self._origins)
         bad = [tensor for tensor in returned if not is_finite(tensor)]
-        call = Call(func, args, kwargs, node, site, bool(node and self._stack))
+        is_recomputed = bool(node and self._stack)
+        call = Call(func, args, kwargs, node, site, is_recomputed)
         if bad:
-            self._suspect(call, bad)
+            self._look_at_bad(call, bad)
         elif self._origins:
-            self._see_divisor(call)
+            self._look_at_divisor(call)
             self._forget(returned)
         self._follow_eps(call, returned)
 
-    def _see_divisor(self, call: Call) -> None:
+    def _look_at_divisor(self, call: Call) -> None:
         """Note the first inf that an op made, and that another op divides by."""
         by = divisor(call)
-        origin = None if by is None else self._noted(by)
-        if by is None or origin is None or origin.placed or origin.phase == "before":
+        if by is None:
+            return
+        origin = self._noted(by)
+        if origin is None or origin.placed or origin.phase == "before":
             return
         is_overwritten = by is call.args[0] and call.name.endswith("_")
         if self._divided_away is None and (is_overwritten or not is_finite(by)):
             self._divided_away = origin
 
-    def _follow_eps(self, call: Call, returned: list[torch.Tensor]) -> None:
+    def _follow_eps(self, call: Call, returned: list[Tensor]) -> None:
         """Note which tensors had an eps added that is 0 in their dtype."""
         for tensor in returned:
             eps = lost_eps(call, tensor.dtype)
@@ -261,10 +273,9 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 continue
             if len(self._lost_eps) > 10_000:
                 self._lost_eps = _living(self._lost_eps)
-            storage = StorageWeakRef(stored_values(tensor).untyped_storage())
-            self._lost_eps[storage_key(tensor)] = storage, eps
+            self._lost_eps[storage_key(tensor)] = (_storage(tensor), eps)
 
-    def _eps_of(self, tensors: list[torch.Tensor]) -> float | None:
+    def _eps_of(self, tensors: list[Tensor]) -> float | None:
         """The eps that was added to one of these tensors, and lost, so that it has zeros."""
         for tensor in tensors:
             found = self._lost_eps.get(storage_key(tensor))
@@ -274,9 +285,12 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
 
     def _site_of(self, node: Any) -> Site:
         """Where an op runs: in the module that is being called; in backward, its node's."""
-        site = self._stack[-1][1] if self._stack else Site()
-        if not self._stack and node is not None:
-            site = self._made.get(node._sequence_nr(), site)
+        if self._stack:
+            site = self._stack[-1][1]
+        elif node is not None:
+            site = self._made.get(node._sequence_nr(), _OUTSIDE)
+        else:
+            site = _OUTSIDE
         # Autograd numbers its nodes, and makes an op's node just before it runs the op; an op that
         # comes after without a node of its own finds the number taken.
         number = torch._C._autograd._get_sequence_nr() - 1
@@ -286,80 +300,104 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
                 del self._made[next(iter(self._made))]
         return site
 
-    def _suspect(self, call: Call, bad: list[torch.Tensor]) -> None:
+    def _look_at_bad(self, call: Call, bad: list[Tensor]) -> None:
         """Find the origin of what an op returned that is not finite, and whether it matters."""
         values = [summarise("output", tensor) for tensor in bad]
         kinds = frozenset().union(*(value.kinds for value in values))
-        source = origin = self._source(call, bad)
+        source = self._source(call, bad)
+        origin = source
         # An op passes on what was placed on purpose if it is the same kind; else it made it.
         if origin is None or (origin.placed and not kinds <= origin.value.kinds):
             origin = self._originate(call, bad, values[0], source)
-        for tensor in bad + [t for t in call.statistics_written if not is_finite(t)]:
+        for tensor in bad:
             self._note(tensor, origin)
-        if call.node is None:
+        for tensor in call.statistics_written:
+            if not is_finite(tensor):
+                self._note(tensor, origin)
+        if call.node is not None:
+            if call.node.name().endswith("AccumulateGrad"):
+                self._judge(origin, "a gradient that was accumulated")
+        elif call.site.module is None and any(tensor.numel() == 1 for tensor in bad):
             # A mask or another constant that was written on purpose counts once it is averaged.
-            averaged = origin is source and call.name.startswith(REDUCTIONS)
-            single = any(tensor.numel() == 1 for tensor in bad)
-            if single and call.site.module is None and (averaged or not origin.placed):
+            is_averaged = origin is source and call.name.startswith(REDUCTIONS)
+            if is_averaged or not origin.placed:
                 self._judge(origin, "a single number outside the model, such as the loss")
-        elif call.node.name().endswith("AccumulateGrad"):
-            self._judge(origin, "a gradient that was accumulated")
 
-    def _source(self, call: Call, bad: list[torch.Tensor]) -> NonfiniteReport | None:
+    def _source(self, call: Call, bad: list[Tensor]) -> NonfiniteReport | None:
         """The earliest origin of what the op was given; before those placed on purpose, any."""
         origins = []
         if call.name not in ("copy_", "fill_"):  # which keep nothing of what they write into
             origins = [self._noted(tensor) for tensor in bad if among(tensor, call.args)]
+        written = bad + call.statistics_written
         for tensor in tensors_in((call.args, call.kwargs)):
-            if not among(tensor, bad + call.statistics_written) and not is_finite(tensor):
+            if not among(tensor, written) and not is_finite(tensor):
                 origins.append(self._origin_of(tensor))
-        return min(filter(None, origins), key=lambda one: (one.placed, one.number), default=None)
+        known = [origin for origin in origins if origin is not None]
+        return min(known, key=lambda origin: (origin.placed, origin.number), default=None)
 
     def _originate(
-        self, call: Call, bad: list[torch.Tensor], value: TensorSummary, source: Any
+        self, call: Call, bad: list[Tensor], value: TensorSummary, source: Any
     ) -> NonfiniteReport:
-        if call.recomputed:  # then the forward pass may have seen it
-            here = "forward", call.site.module, call.name
+        """The origin that this op is; in a recomputation, the one that it was in forward."""
+        if call.recomputed:
+            here = ("forward", call.site.module, call.name)
             for origin in self._all:
                 if (origin.phase, origin.module, origin.op) == here:
                     return origin
+        facts: dict[str, Any] = {"phase": "forward", "op": call.name, "tensor": "output"}
+        if call.is_backward:
+            node = call.node.name().rpartition("::")[2]
+            facts = {"phase": "backward", "op": node, "tensor": "gradient"}
+        else:
+            facts["line"] = user_line()
+        if source is not None:
+            facts["placed_by"] = source.place
         placed = call.places_nonfinite(value.kinds)
+        if not placed:
+            written = bad + call.statistics_written
+            facts["inputs"] = tuple(argument_summaries(call, written))
         return self._new(
             call.site,
             value,
             placed=placed,
-            phase="backward" if call.is_backward else "forward",
-            op=call.node.name().rpartition("::")[2] if call.is_backward else call.name,
             kernel=call.name,
-            tensor="gradient" if call.is_backward else "output",
             name="output",
-            inputs=() if placed else tuple(argument_summaries(call, bad + call.statistics_written)),
-            line=None if call.is_backward else _user_line(),
-            placed_by=source.place if source else None,
             constant=constant_beyond(call, value.dtype),
             exponent=exponent(call),
             eps=self._eps_of(infinite_at_zero(call)),
+            **facts,
         )
 
     # Origins
 
-    def _new(self, site: Site, value: TensorSummary, **seen: Any) -> NonfiniteReport:
-        seen |= {"number": len(self._all), "loss_scale": self._loss_scale}
-        seen |= {"weights": self._weights_of(site.module), "half_weights": self._trains_half()}
-        self._all.append(NonfiniteReport(value=value, **dataclasses.asdict(site), **seen))
-        return self._all[-1]
+    def _new(self, site: Site, value: TensorSummary, **facts: Any) -> NonfiniteReport:
+        origin = NonfiniteReport(
+            module=site.module,
+            module_type=site.module_type,
+            call=site.call,
+            value=value,
+            number=len(self._all),
+            loss_scale=self._loss_scale,
+            weights=self._weights_of(site.module),
+            half_weights=self._trains_half(),
+            **facts,
+        )
+        self._all.append(origin)
+        return origin
 
     def _weights_of(self, name: str | None) -> torch.dtype | None:
         """The dtype of a module's own weights, or of the model's first if it has none."""
-        own = [] if name is None else self._model.get_submodule(name).parameters(recurse=False)
-        parameters = itertools.chain(own, self._model.parameters())
-        return next((p.dtype for p in parameters if p.is_floating_point()), None)
+        if name is not None:
+            own = _first_dtype(self._model.get_submodule(name).parameters(recurse=False))
+            if own is not None:
+                return own
+        return _first_dtype(self._model.parameters())
 
     def _trains_half(self) -> bool:
         parameters = self._model.parameters()
         return any(p.requires_grad and p.dtype is torch.float16 for p in parameters)
 
-    def _before(self, tensor: torch.Tensor, kind: str, name: str, site: Site) -> NonfiniteReport:
+    def _before(self, tensor: Tensor, kind: str, name: str, site: Site) -> NonfiniteReport:
         """Note the origin of a tensor that no op seen here has made."""
         value = summarise(name, tensor)
         placed = value.kinds == {"-inf"}
@@ -367,41 +405,47 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
         self._note(tensor, origin)
         return origin
 
-    def _origin_of(self, tensor: torch.Tensor) -> NonfiniteReport:
+    def _origin_of(self, tensor: Tensor) -> NonfiniteReport:
         noted = self._noted(tensor)
         if noted is not None:
             return noted
-        parameters = list(self._model.named_parameters())
-        known = [("parameter", name, parameter) for name, parameter in parameters]
-        known += [("buffer", name, buffer) for name, buffer in self._model.named_buffers()]
-        known += [("gradient", name, p.grad) for name, p in parameters if p.grad is not None]
-        for kind, name, held in known:
+        for kind, name, held in self._state():
             if storage_key(held) == storage_key(tensor):
                 owner = name.rpartition(".")[0]
                 module = self._model.get_submodule(owner)
                 site = Site(owner, type(module).__name__, self._calls[module])
                 return self._before(tensor, kind, name, site)
-        site = self._stack[-1][1] if self._stack else Site()
+        site = self._stack[-1][1] if self._stack else _OUTSIDE
         return self._before(tensor, "constant", "a tensor from elsewhere", site)
 
-    def _noted(self, tensor: torch.Tensor) -> NonfiniteReport | None:
+    def _state(self) -> Iterator[tuple[str, str, Tensor]]:
+        """The tensors that the model holds, each with its kind and its name."""
+        for name, parameter in self._model.named_parameters():
+            yield "parameter", name, parameter
+        for name, buffer in self._model.named_buffers():
+            yield "buffer", name, buffer
+        for name, parameter in self._model.named_parameters():
+            if parameter.grad is not None:
+                yield "gradient", name, parameter.grad
+
+    def _noted(self, tensor: Tensor) -> NonfiniteReport | None:
         return self._origins.get(storage_key(tensor), (None, None))[1]
 
-    def _note(self, tensor: torch.Tensor, origin: NonfiniteReport) -> None:
+    def _note(self, tensor: Tensor, origin: NonfiniteReport) -> None:
         key = storage_key(tensor)
         if key is None:
             return
         if len(self._origins) > 10_000:  # a long block, and masks in every step
             self._origins = _living(self._origins)
-        # The weak reference keeps the address from being used again for another storage.
-        self._origins[key] = StorageWeakRef(stored_values(tensor).untyped_storage()), origin
+        self._origins[key] = (_storage(tensor), origin)
 
-    def _forget(self, overwritten: list[torch.Tensor]) -> None:
+    def _forget(self, overwritten: list[Tensor]) -> None:
         """Drop what was known of memory that finite values have been written over."""
         for tensor in overwritten:
-            key, size = storage_key(tensor), tensor.numel() * tensor.itemsize
+            key = storage_key(tensor)
+            nbytes = tensor.numel() * tensor.itemsize
             # A part of it may leave a value that is not finite in the rest.
-            if key in self._origins and size == tensor.untyped_storage().nbytes():
+            if key in self._origins and nbytes == tensor.untyped_storage().nbytes():
                 del self._origins[key]
 
     def _judge(self, origin: NonfiniteReport, reached: str) -> None:
@@ -413,13 +457,24 @@ class find_nonfinite(TorchDispatchMode):  # lower case, as torch.no_grad, which 
 
     @contextlib.contextmanager
     def _unwatched(self) -> Iterator[None]:
-        """For checks in hooks, which are above autograd and the watch, unlike those of `_see`."""
-        self._watching, before = False, self._watching
+        """For checks in hooks, which are above autograd and the mode, unlike `_look_at`."""
+        was_watching = self._watching
+        self._watching = False
         try:
             with torch.no_grad():
                 yield
         finally:
-            self._watching = before and self.report is None
+            self._watching = was_watching and self.report is None
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    """A weak reference, which keeps the address from being used again for another storage."""
+    return StorageWeakRef(stored_values(tensor).untyped_storage())
+
+
+def _first_dtype(parameters: Iterator[nn.Parameter]) -> torch.dtype | None:
+    """The dtype of the first that is in a floating-point format."""
+    return next((p.dtype for p in parameters if p.is_floating_point()), None)
 
 
 def _living(by_storage: dict) -> dict:
@@ -431,36 +486,4 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _loss_scale(args: tuple) -> float | None:
-    """The scale, if this product is one that `GradScaler.scale` computes."""
-    scale = args[1]
-    if not isinstance(scale, torch.Tensor) or scale.dim():
-        return None
-    return scale.item() if _in_scaler("scale", "apply_scale") else None
-
-
-def _in_scaler(*methods: str) -> bool:
-    """Whether one of these methods of a `GradScaler` is running, a few calls up."""
-    for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe()), 10):
-        is_method = frame.f_code.co_name in methods
-        if is_method and isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
-            return True
-    return False
-
-
 _DETACH = torch.ops.aten.detach.default  # a third of all calls: it computes nothing, without a node
-_LIBRARIES = (
-    *(os.path.dirname(module.__file__) + os.sep for module in (torch, amp_lab)),
-    contextlib.__file__,
-    "<frozen",
-)
-
-
-def _user_line() -> str | None:
-    """The innermost line that is neither torch's nor ours."""
-    for frame, number in traceback.walk_stack(sys._getframe()):
-        code = frame.f_code
-        if not code.co_filename.startswith(_LIBRARIES):
-            text = linecache.getline(code.co_filename, number, frame.f_globals).strip()
-            return f"{os.path.basename(code.co_filename)}:{number}, {code.co_name}: {text}"
-    return None

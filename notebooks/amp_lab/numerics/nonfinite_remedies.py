@@ -327,42 +327,63 @@ _UNKNOWN = _remedy(
 def remedies_for(report: NonfiniteReport) -> list[Remedy]:
     """What to do about a finding, in the order in which to say it."""
     found = _on_cause(report)
-    return [_BYPASSED, *found] if report.bypassed else found
+    if report.bypassed:
+        return [_BYPASSED, *found]
+    return found
 
 
 def _on_cause(report: NonfiniteReport) -> list[Remedy]:
     if report.phase == "before":
-        running = report.tensor == "buffer" and "running_" in report.name
-        return [_BEFORE["statistics" if running else report.tensor]]
+        return [_on_state(report)]
     # A mask, or an empty input, is the reason whatever the op, and in backward too.
     if report.placed_by:
-        kernel = report.kernel or ""
-        is_softmax = "softmax" in kernel or "scaled_dot_product" in kernel
-        return [_MASKED_SOFTMAX if is_softmax else _MASKED]
+        return [_on_mask(report)]
     if report.value.kinds == {"NaN"} and any(not summary.values for summary in report.inputs):
         return [_NO_VALUES]
     if report.eps is not None:
         return [_EPS]
-    return _on_backward(report) if report.phase == "backward" else _on_forward(report)
+    if report.phase == "backward":
+        return _on_backward(report)
+    return _on_forward(report)
+
+
+def _on_state(report: NonfiniteReport) -> Remedy:
+    """What to do about a tensor that was not finite before any op."""
+    if report.tensor == "buffer" and "running_" in report.name:
+        return _BEFORE["statistics"]
+    return _BEFORE[report.tensor]
+
+
+def _on_mask(report: NonfiniteReport) -> Remedy:
+    kernel = report.kernel or ""
+    if "softmax" in kernel or "scaled_dot_product" in kernel:
+        return _MASKED_SOFTMAX
+    return _MASKED
 
 
 def _on_backward(report: NonfiniteReport) -> list[Remedy]:
     found = []
     if report.loss_scale is not None and _overflows(report):
         found.append(HALF_WEIGHTS if report.half_weights else _LOSS_SCALE)
-    own = _by_op(report, _BACKWARD) if _has_infinite_derivative(report) else None
-    if _begins(report, "div", "reciprocal", "pow") and divides_by_both_signs(report):
-        own = BOTH_SIGNS
-    if own is not None:
-        found.append(own)
+    for_op = _on_backward_op(report)
+    if for_op is not None:
+        found.append(for_op)
     # An infinite derivative is so in any format; fp16 makes one of a finite derivative too.
     if HALF_WEIGHTS in found:  # which says what to do about the range as well
         return found
     if _overflows_fp16(report):
         found.append(_fp16_overflow(report))
-    elif own is None:
+    elif for_op is None:
         found.append(_DERIVATIVE)
     return found
+
+
+def _on_backward_op(report: NonfiniteReport) -> Remedy | None:
+    if _begins(report, "div", "reciprocal", "pow") and divides_by_both_signs(report):
+        return BOTH_SIGNS
+    if not _has_infinite_derivative(report):
+        return None
+    return _by_op(report, _BACKWARD)
 
 
 def _has_infinite_derivative(report: NonfiniteReport) -> bool:
@@ -379,21 +400,27 @@ def _has_infinite_derivative(report: NonfiniteReport) -> bool:
 def _on_forward(report: NonfiniteReport) -> list[Remedy]:
     if report.constant is not None and _overflows(report):
         # Only a mask is -inf alone, or filled in; data that overflow may have either sign.
-        is_mask = report.value.kinds == {"-inf"} or _begins(report, *FILLING)
-        return [MASK_VALUE] if is_mask else [MASK_VALUE, *_on_overflow(report)]
+        if report.value.kinds == {"-inf"} or _begins(report, *FILLING):
+            return [MASK_VALUE]
+        return [MASK_VALUE, *_on_overflow(report)]
     return _on_overflow(report)
 
 
 def _on_overflow(report: NonfiniteReport) -> list[Remedy]:
+    for_op = _on_forward_op(report)
     if _overflows_fp16(report) and not _is_at_a_pole(report):
+        found = [_fp16_overflow(report)]
         # What these do about it needs no other format.
-        own = _on_forward_op(report) if _begins(report, "exp", "pow", "to_copy") else None
-        scores = _SCORES if _begins(report, "bmm", "baddbmm", "matmul") else None
-        return [found for found in (own, _fp16_overflow(report), scores) if found]
-    own = _on_forward_op(report)
-    if own is None and report.inputs and _overflows(report):
+        if for_op is not None and _begins(report, "exp", "pow", "to_copy"):
+            found.insert(0, for_op)
+        if _begins(report, "bmm", "baddbmm", "matmul"):
+            found.append(_SCORES)
+        return found
+    if for_op is not None:
+        return [for_op]
+    if report.inputs and _overflows(report):
         return [_RANGE]
-    return [own or _UNKNOWN]
+    return [_UNKNOWN]
 
 
 def _on_forward_op(report: NonfiniteReport) -> Remedy | None:
@@ -420,8 +447,10 @@ def _begins(report: NonfiniteReport, *starts: str) -> bool:
 
 
 def _by_op(report: NonfiniteReport, texts: dict[str, Remedy]) -> Remedy | None:
-    found = (entry for names, entry in texts.items() if _begins(report, *names.split(" ")))
-    return next(found, None)
+    for starts, entry in texts.items():
+        if _begins(report, *starts.split(" ")):
+            return entry
+    return None
 
 
 def _overflows(report: NonfiniteReport) -> bool:

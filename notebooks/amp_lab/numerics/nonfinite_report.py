@@ -1,6 +1,7 @@
 """What `find_nonfinite` found, in words, and what to do about it."""
 
 import textwrap
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -47,11 +48,16 @@ class NonfiniteReport:
     @property
     def advice(self) -> str:
         """The same in words."""
-        what = "The gradient" if self.phase == "backward" else "The result"
-        facts = {"what": what, "scale": self.loss_scale, "dtype": dtype_name(self.value.dtype)}
-        facts |= {"device": self.value.device_type, "op": self.op}
-        facts |= {"autocast": self._autocast_effect}
-        facts |= {"eps": self.eps, "constant": self.constant}
+        facts = {
+            "what": "The gradient" if self.phase == "backward" else "The result",
+            "scale": self.loss_scale,
+            "dtype": dtype_name(self.value.dtype),
+            "device": self.value.device_type,
+            "op": self.op,
+            "autocast": self._autocast_effect,
+            "eps": self.eps,
+            "constant": self.constant,
+        }
         return " ".join(remedy.said(**facts) for remedy in self.remedies)
 
     @property
@@ -68,7 +74,9 @@ class NonfiniteReport:
             return "outside the model"
         name = repr(self.module) if self.module else "the model itself"
         text = f"{name} ({self.module_type})"
-        return f"{text}, call {self.call}" if self.call > 1 else text
+        if self.call > 1:
+            text += f", call {self.call}"
+        return text
 
     @property
     def place(self) -> str:
@@ -82,24 +90,30 @@ class NonfiniteReport:
         head = f"{kinds} made in {self.phase} by {self.place}"
         if self.phase == "before":
             head = f"{kinds} in {self.place}, before any op: {self.where}"
-        backward = self.phase == "backward"
-        rows = [
-            ("kernel", self.kernel if backward else None),
-            (self.tensor, str(self.value)),
-            *((f"from {summary.name}", str(summary)) for summary in self.inputs[:6]),
-            ("-inf from", self.placed_by),
-            ("constant", None if self.constant is None else f"{self.constant:g}"),
-            ("line", self.line),
-            ("loss scale", f"{self.loss_scale:g}" if backward and self.loss_scale else None),
-            ("reached", self.reached),
-            ("what to do", self.advice),
-        ]
-        rows = [(label, text) for label, text in rows if text]
+        rows = [(label, text) for label, text in self._rows() if text]
         width = max(len(label) for label, _ in rows)
+        indent = " " * (width + 4)
         lines = [head]
         for label, text in rows:
-            start, rest = f"  {label:<{width}}  ", " " * (width + 4)
-            lines += textwrap.wrap(text, 98, initial_indent=start, subsequent_indent=rest)
+            start = f"  {label:<{width}}  "
+            lines += textwrap.wrap(text, 98, initial_indent=start, subsequent_indent=indent)
         return "\n".join(lines)
+
+    def _rows(self) -> Iterator[tuple[str, str | None]]:
+        """What there is to say, each with its label; empty or None if it is not known."""
+        is_backward = self.phase == "backward"
+        if is_backward:
+            yield "kernel", self.kernel
+        yield self.tensor, str(self.value)
+        for summary in self.inputs[:6]:
+            yield f"from {summary.name}", str(summary)
+        yield "-inf from", self.placed_by
+        if self.constant is not None:
+            yield "constant", f"{self.constant:g}"
+        yield "line", self.line
+        if is_backward and self.loss_scale:
+            yield "loss scale", f"{self.loss_scale:g}"
+        yield "reached", self.reached
+        yield "what to do", self.advice
 
     __repr__ = __str__

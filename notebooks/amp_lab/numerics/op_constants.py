@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
 
 from amp_lab.numerics.watched_ops import Call
 
@@ -33,9 +34,10 @@ def constant_beyond(call: Call, dtype: torch.dtype) -> float | None:
     if call.is_backward or not dtype.is_floating_point:
         return None
     largest = torch.finfo(dtype).max
-    numbers = [*_numbers(call), *_cast_mask(call, largest)]
-    beyond = (number for number in numbers if largest < abs(number) < math.inf)
-    return next(beyond, None)
+    for number in [*_numbers(call), *_cast_mask(call, largest)]:
+        if largest < abs(number) < math.inf:
+            return number
+    return None
 
 
 def exponent(call: Call) -> float | None:
@@ -49,8 +51,11 @@ def lost_eps(call: Call, dtype: torch.dtype) -> float | None:
     """The small number that an op adds, or clamps to, and that is 0 in `dtype`, if that is fp16."""
     if dtype is not torch.float16 or _name(call.func) not in _GUARDING or call.is_backward:
         return None
-    # The smallest number is 2^-24. Half of it lies between that and 0, and goes to the even one.
-    return next((number for number in _numbers(call) if 0 < number <= 2.0**-25), None)
+    for number in _numbers(call):
+        # The smallest number is 2^-24. Half of it is between that and 0, and goes to the even one.
+        if 0 < number <= 2.0**-25:
+            return number
+    return None
 
 
 def keeps_zero(call: Call) -> bool:
@@ -58,7 +63,7 @@ def keeps_zero(call: Call) -> bool:
     return _name(call.func) in _KEEPING_ZERO
 
 
-def divisor(call: Call) -> torch.Tensor | None:
+def divisor(call: Call) -> Tensor | None:
     """The tensor that an op divides by."""
     name = _name(call.func)
     place = _DIVISORS.get(name)
@@ -66,27 +71,31 @@ def divisor(call: Call) -> torch.Tensor | None:
         place = 0
     if place is None:
         return None
-    given = call.args[place]
-    return given if isinstance(given, torch.Tensor) else None
+    argument = call.args[place]
+    if not isinstance(argument, Tensor):
+        return None
+    return argument
 
 
-def infinite_at_zero(call: Call) -> list[torch.Tensor]:
+def infinite_at_zero(call: Call) -> list[Tensor]:
     """The tensors of which a 0 makes the op's result infinite or NaN."""
     by = divisor(call)
     if by is not None:
         return [by]
-    return [call.args[0]] if _name(call.func) in _LOGARITHMS else []
+    if _name(call.func) in _LOGARITHMS:
+        return [call.args[0]]
+    return []
 
 
 def _numbers(call: Call) -> Iterator[float]:
     """The numbers that an op was given; sizes and dimensions are none."""
-    fills = _name(call.func).startswith(FILLING)
-    for kind, given in _arguments(call):
-        is_flag_or_size = isinstance(given, bool) or kind == "int"
-        if isinstance(given, (float, int)) and not is_flag_or_size:
-            yield given
-        elif fills and _is_single_number(given):
-            yield given.item()
+    is_filling = _name(call.func).startswith(FILLING)
+    for kind, argument in _arguments(call):
+        is_flag_or_size = isinstance(argument, bool) or kind == "int"
+        if isinstance(argument, (float, int)) and not is_flag_or_size:
+            yield argument
+        elif is_filling and _is_single_number(argument):
+            yield argument.item()
 
 
 def _cast_mask(call: Call, largest: float) -> list[float]:
@@ -109,6 +118,6 @@ def _arguments(call: Call) -> Iterator[tuple[str, Any]]:
         yield kinds[name], given
 
 
-def _is_single_number(given: object) -> TypeGuard[torch.Tensor]:
+def _is_single_number(given: object) -> TypeGuard[Tensor]:
     """Whether it is a tensor without dimensions, as ``torch.tensor(-1e9)`` is."""
-    return isinstance(given, torch.Tensor) and not given.dim() and given.is_floating_point()
+    return isinstance(given, Tensor) and not given.dim() and given.is_floating_point()

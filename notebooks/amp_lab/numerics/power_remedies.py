@@ -80,8 +80,9 @@ def _divisor(report: NonfiniteReport) -> str:
     kernel = (report.kernel or "").strip("_")
     if kernel.startswith("div"):
         return "other"
-    is_power = kernel.startswith(("reciprocal", "pow")) and _smallest_exponent(report) < 0
-    return "self" if is_power else ""
+    if kernel.startswith(("reciprocal", "pow")) and _smallest_exponent(report) < 0:
+        return "self"
+    return ""
 
 
 def input_of(report: NonfiniteReport, name: str) -> TensorSummary | None:
@@ -95,14 +96,18 @@ def _smallest_exponent(report: NonfiniteReport) -> float:
         return -1.0
     if report.exponent is not None:
         return report.exponent
-    given = input_of(report, "exponent")
-    return 0.0 if given is None else given.low
+    exponents = input_of(report, "exponent")
+    if exponents is None:
+        return 0.0
+    return exponents.low
 
 
 def _fits_fp32(report: NonfiniteReport, base: TensorSummary | None) -> bool:
     """Whether the largest power fits fp32; one written over counts as fp16's largest."""
-    given = input_of(report, "exponent")
-    exponent = report.exponent if given is None else given.high
+    exponents = input_of(report, "exponent")
+    exponent = report.exponent
+    if exponents is not None:
+        exponent = exponents.high
     largest = torch.finfo(torch.float16).max
     if base is not None:
         largest = max(abs(base.low), abs(base.high))

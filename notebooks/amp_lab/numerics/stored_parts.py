@@ -24,7 +24,10 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
         _warn(type(tensor))
         return []
     names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in parts_of(getattr(tensor, name))]
+    parts = []
+    for name in names:
+        parts += parts_of(getattr(tensor, name))
+    return parts
 
 
 def _computes(tensor: torch.Tensor) -> bool:
@@ -43,5 +46,8 @@ def _computes(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _warn(kind: type) -> None:
-    said = f"the values of a {kind.__name__} are not looked at: it has neither sums nor "
-    warnings.warn(said + "__tensor_flatten__", AmpLabWarning, stacklevel=2)
+    message = (
+        f"the values of a {kind.__name__} are not looked at: it has neither sums nor "
+        "__tensor_flatten__"
+    )
+    warnings.warn(message, AmpLabWarning, stacklevel=2)

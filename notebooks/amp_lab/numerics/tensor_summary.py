@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from amp_lab.numerics.stored_parts import parts_of
 from amp_lab.report import dtype_name, percent
@@ -44,79 +44,100 @@ class TensorSummary:
             text += f" stored as {dtypes}, of which the floating-point values were read"
         if not self.values:
             return f"{text}, no values"
-        bad = sum(self._counts().values())
-        if bad:
-            kinds = ", ".join(f"{count:,} {kind}" for kind, count in self._counts().items())
-            text += f", {percent(bad, self.values)} % non-finite ({kinds})"
-        if bad < self.values:
-            text += f", {'the others ' if bad else ''}from {self.low:.4g} to {self.high:.4g}"
+        finite = f"from {self.low:.4g} to {self.high:.4g}"
+        counts = self._counts()
+        if not counts:
+            return f"{text}, {finite}"
+        nonfinite = sum(counts.values())
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.items())
+        text += f", {percent(nonfinite, self.values)} % non-finite ({kinds})"
+        if nonfinite < self.values:
+            text += f", the others {finite}"
         return text
 
 
-def summarise(name: str, tensor: torch.Tensor) -> TensorSummary:
+def summarise(name: str, tensor: Tensor) -> TensorSummary:
     """What a tensor holds; one without memory behind it counts as zeros."""
-    parts = [] if _without_values(tensor) else parts_of(tensor)
-    is_whole = _without_values(tensor) or any(part is tensor for part in parts)
-    values = torch.zeros(tensor.shape) if _without_values(tensor) else _numbers(parts)
+    stored_as: tuple[torch.dtype, ...] = ()
+    if _is_without_values(tensor):
+        values = torch.zeros(tensor.shape)
+    else:
+        parts = parts_of(tensor)
+        values = _numbers(parts)
+        if not any(part is tensor for part in parts):
+            stored_as = tuple(part.dtype for part in parts)
+    low = math.nan
+    high = math.nan
     finite = values[values.isfinite()]
-    low, high = torch.aminmax(finite) if finite.numel() else (math.nan, math.nan)
+    if finite.numel():
+        low, high = map(float, torch.aminmax(finite))
     return TensorSummary(
         name=name,
         dtype=tensor.dtype,
         device_type=tensor.device.type,
         shape=tuple(tensor.shape),
-        low=float(low),
-        high=float(high),
+        low=low,
+        high=high,
         values=values.numel(),
         nan=int(values.isnan().sum()),
         inf=int((values == math.inf).sum()),
         neg_inf=int((values == -math.inf).sum()),
-        stored_as=() if is_whole else tuple(part.dtype for part in parts),
+        stored_as=stored_as,
     )
 
 
-def _numbers(parts: list[torch.Tensor]) -> torch.Tensor:
+def _numbers(parts: list[Tensor]) -> Tensor:
     """The floating-point values of a tensor's parts, as real numbers; of one alone as it lies."""
     if len(parts) == 1:
         return _real(readable(parts[0]))
     found = [_real(readable(part)).flatten().double() for part in parts if _may_be_infinite(part)]
-    return torch.cat(found) if found else torch.zeros(0)
+    if not found:
+        return torch.zeros(0)
+    return torch.cat(found)
 
 
-def _real(values: torch.Tensor) -> torch.Tensor:
+def _real(values: Tensor) -> Tensor:
     if not values.is_complex():
         return values
-    # Below autograd a lazy conjugate cannot be resolved, but be made one of a conjugate.
-    return torch.view_as_real(values.conj() if values.is_conj() else values)
+    if values.is_conj():
+        # Below autograd a lazy conjugate cannot be resolved, but be made one of a conjugate.
+        values = values.conj()
+    return torch.view_as_real(values)
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     """Whether all values are finite. Other than floating-point and complex ones always are."""
-    if not _may_be_infinite(tensor) or _without_values(tensor):
+    if not _may_be_infinite(tensor) or _is_without_values(tensor):
         return True
     return all(_is_part_finite(part) for part in parts_of(tensor) if _may_be_infinite(part))
 
 
-def _may_be_infinite(tensor: torch.Tensor) -> bool:
+def _may_be_infinite(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _is_part_finite(tensor: torch.Tensor) -> bool:
-    values = tensor if tensor.layout is torch.strided and tensor.itemsize > 1 else readable(tensor)
+def _is_part_finite(tensor: Tensor) -> bool:
+    values = tensor
+    if tensor.layout is not torch.strided or tensor.itemsize == 1:
+        values = readable(tensor)
     # A sum passes every inf and NaN on, and is the cheapest look at every value there is. It may
     # also overflow by itself, so only a finite one is an answer.
     dtype = torch.float32 if values.dtype is torch.float16 else None
-    return cmath.isfinite(values.sum(dtype=dtype).item()) or bool(values.isfinite().all())
+    if cmath.isfinite(values.sum(dtype=dtype).item()):
+        return True
+    return bool(values.isfinite().all())
 
 
-def readable(tensor: torch.Tensor) -> torch.Tensor:
+def readable(tensor: Tensor) -> Tensor:
     """Its values in a form that has sums and comparisons."""
     values = stored_values(tensor.detach())
     if values.layout is not torch.strided:  # oneDNN's own
         values = values.to_dense()
-    return values.to(torch.float32) if values.dtype.itemsize == 1 else values  # the float8 formats
+    if values.dtype.itemsize == 1:  # the float8 formats
+        values = values.to(torch.float32)
+    return values
 
 
-def _without_values(tensor: torch.Tensor) -> bool:
+def _is_without_values(tensor: Tensor) -> bool:
     """Whether there is no memory behind it: reading the zeros of autograd's would be a crash."""
     return tensor.device.type == "meta" or nn.parameter.is_lazy(tensor) or tensor._is_zerotensor()

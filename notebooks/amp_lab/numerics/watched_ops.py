@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from amp_lab.numerics.tensor_summary import TensorSummary, summarise
@@ -45,20 +45,24 @@ class Call:
 
     def places_nonfinite(self, kinds: frozenset[str]) -> bool:
         """Whether it writes an inf or NaN that stands in the code, as masks do; given the kinds."""
-        given = () if self.is_backward else tree_leaves((self.args, self.kwargs))
-        placed = [x for x in given if isinstance(x, float) and not math.isfinite(x)]
-        # A product makes a mask of ones and -inf; any other one that is infinite is a fault.
-        is_mask = self.name not in ("mul", "mul_") or (placed == [-math.inf] and kinds == {"-inf"})
-        return bool(placed) and is_mask
+        if self.is_backward:
+            return False
+        arguments = tree_leaves((self.args, self.kwargs))
+        placed = [x for x in arguments if isinstance(x, float) and not math.isfinite(x)]
+        if self.name in ("mul", "mul_"):
+            # A product makes a mask of ones and -inf; any other one that is infinite is a fault.
+            return placed == [-math.inf] and kinds == {"-inf"}
+        return bool(placed)
 
     @property
-    def statistics_written(self) -> list[torch.Tensor]:
+    def statistics_written(self) -> list[Tensor]:
         """The running mean and variance of a batch norm in training, which it does not read."""
         names = [argument.name for argument in self.func._schema.arguments]
-        given = dict(zip(names, self.args, strict=False)) | self.kwargs
-        if not given.get("training", given.get("train", True)):
+        arguments = dict(zip(names, self.args, strict=False)) | self.kwargs
+        is_training = arguments.get("training", arguments.get("train", True))
+        if not is_training:
             return []
-        return tensors_in([x for name, x in given.items() if name.startswith("running_")])
+        return tensors_in([x for name, x in arguments.items() if name.startswith("running_")])
 
 
 # Ops that compute nothing (views, memory that is not written yet), and those on lists of tensors,
@@ -79,30 +83,42 @@ REDUCTIONS = ("sum", "mean", "dot", "mse_loss", "nll_loss", "smooth_l1", "huber"
 def _results(func: Any, all_finite: bool) -> int:
     """How many of the op's outputs are to be looked at."""
     name = func._schema.name.partition("::")[2]
-    if func.is_view or name.startswith(_UNSEEN) or (all_finite and name in _PASSING_ON):
+    if func.is_view or name.startswith(_UNSEEN):
         return 0
-    counts = [count for part, count in _RESULTS.items() if part in name and "backward" not in name]
-    return counts[0] if counts else len(func._schema.returns)
+    if all_finite and name in _PASSING_ON:
+        return 0
+    if "backward" not in name:
+        for part, count in _RESULTS.items():
+            if part in name:
+                return count
+    return len(func._schema.returns)
 
 
-def outputs(func: Any, out: object, *, all_finite: bool) -> list[torch.Tensor]:
+def outputs(func: Any, out: object, *, all_finite: bool) -> list[Tensor]:
     """The tensors an op returned that are results; and, if all before were finite, may not be."""
     count = _results(func, all_finite)
-    results = out[:count] if isinstance(out, (tuple, list)) else (out,)
-    return [tensor for one in results for tensor in tensors_in(one)] if count else []
+    if not count:
+        return []
+    if not isinstance(out, (tuple, list)):
+        return tensors_in(out)
+    found = []
+    for result in out[:count]:
+        found += tensors_in(result)
+    return found
 
 
-def argument_summaries(call: Call, bad: list[torch.Tensor]) -> Iterator[TensorSummary]:
-    """The floating-point tensors an op was given, by their names in its schema."""
+def argument_summaries(call: Call, bad: list[Tensor]) -> Iterator[TensorSummary]:
+    """The floating-point tensors an op was given, by their names in its schema, without `bad`."""
     names = [argument.name for argument in call.func._schema.arguments]
-    for name, given in [*zip(names, call.args, strict=False), *call.kwargs.items()]:
-        found = tensors_in(given)
-        for number, tensor in enumerate(found):
+    for name, argument in [*zip(names, call.args, strict=False), *call.kwargs.items()]:
+        tensors = tensors_in(argument)
+        for number, tensor in enumerate(tensors):
             if among(tensor, bad) or not (tensor.is_floating_point() or tensor.is_complex()):
                 continue
-            yield summarise(f"{name}[{number}]" if len(found) > 1 else name, tensor)
+            label = f"{name}[{number}]" if len(tensors) > 1 else name
+            yield summarise(label, tensor)
 
 
-def among(tensor: torch.Tensor, others: Iterable[object]) -> bool:
+def among(tensor: Tensor, others: Iterable[object]) -> bool:
     """Whether it is one of the others, not whether it equals one."""
     return any(tensor is other for other in others)

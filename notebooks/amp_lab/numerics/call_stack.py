@@ -1,0 +1,47 @@
+"""What an op runs for, as the calls above it show: a line of your code, or a `GradScaler`."""
+
+import contextlib
+import itertools
+import linecache
+import os
+import sys
+import traceback
+
+import torch
+
+import amp_lab
+
+_LIBRARIES = (
+    *(os.path.dirname(module.__file__) + os.sep for module in (torch, amp_lab)),
+    contextlib.__file__,
+    "<frozen",
+)
+
+
+def user_line() -> str | None:
+    """The innermost line that is neither torch's nor ours."""
+    for frame, number in traceback.walk_stack(sys._getframe()):
+        code = frame.f_code
+        if not code.co_filename.startswith(_LIBRARIES):
+            text = linecache.getline(code.co_filename, number, frame.f_globals).strip()
+            return f"{os.path.basename(code.co_filename)}:{number}, {code.co_name}: {text}"
+    return None
+
+
+def applied_loss_scale(args: tuple) -> float | None:
+    """The scale, if this product is one that `GradScaler.scale` computes."""
+    scale = args[1]
+    if not isinstance(scale, torch.Tensor) or scale.dim():
+        return None
+    if not is_in_scaler("scale", "apply_scale"):
+        return None
+    return scale.item()
+
+
+def is_in_scaler(*methods: str) -> bool:
+    """Whether one of these methods of a `GradScaler` is running, a few calls up."""
+    for frame, _ in itertools.islice(traceback.walk_stack(sys._getframe()), 10):
+        is_method = frame.f_code.co_name in methods
+        if is_method and isinstance(frame.f_locals.get("self"), torch.amp.GradScaler):
+            return True
+    return False
