@@ -1,11 +1,11 @@
 """How many gradient values lie where, exactly as fp16 would round them."""
 
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from amp_lab.errors import NumericsError
 
@@ -16,10 +16,12 @@ LARGEST_POWER = 64  # scales go from 2^-64 to 2^64, far from where fp32 itself u
 
 def log2_of(scale: float) -> int:
     """The exponent of a scale; raises `NumericsError` if it is no power of two."""
-    mantissa, exponent = math.frexp(scale) if scale > 0 and math.isfinite(scale) else (0.0, 0)
-    if mantissa != 0.5 or abs(exponent - 1) > LARGEST_POWER:
-        raise NumericsError(f"loss scale {scale:g}: give a power of two from 2^-64 to 2^64")
-    return exponent - 1
+    if scale > 0 and math.isfinite(scale):
+        mantissa, exponent = math.frexp(scale)
+        power = exponent - 1  # the mantissa of a power of two is 0.5
+        if mantissa == 0.5 and abs(power) <= LARGEST_POWER:
+            return power
+    raise NumericsError(f"loss scale {scale:g}: give a power of two from 2^-64 to 2^64")
 
 
 # fp32's own exponents make the bins: the bits of a magnitude, shifted right by 23 bits of mantissa.
@@ -28,12 +30,14 @@ def log2_of(scale: float) -> int:
 # smallest normal number; 2^12, since 65520 = 2^16 - 2^4 already rounds to infinity. The third is 1
 # more than the first only if the second is, so their sum, plus 1 for zero's -1, keys them all:
 _KEYS = 3 * 255 + 2
-_FIRST = torch.arange(-1, _KEYS - 1).div(3, rounding_mode="floor") - 127  # rounding to zero
-_MORE = torch.arange(-1, _KEYS - 1) % 3
-_NORMAL, _INFINITE = _FIRST + (_MORE > 0), _FIRST + (_MORE > 1)  # to normal numbers, to infinity
+_SUMS = torch.arange(-1, _KEYS - 1)
+# The three exponents of each key: for rounding to zero, to normal numbers and to infinity.
+_TO_ZERO = _SUMS.div(3, rounding_mode="floor") - 127
+_TO_NORMAL = _TO_ZERO + (_SUMS % 3 > 0)
+_TO_INFINITY = _TO_ZERO + (_SUMS % 3 > 1)
 
 
-def _bins(values: torch.Tensor) -> torch.Tensor:
+def _count_by_key(values: Tensor) -> Tensor:
     """Number of values by key, (765 + 2,), on the CPU; fp32's inf is too large for every scale."""
     bits = values.to(torch.float32).abs().view(torch.int32)
     key = (bits + (2**23 - 1)).bitwise_right_shift_(23)  # of 1 less, plus zero's 1
@@ -41,7 +45,8 @@ def _bins(values: torch.Tensor) -> torch.Tensor:
         key += bits.add_(2**12) >> 23
     bins = torch.bincount(key, minlength=_KEYS).cpu()
     if values.dtype is torch.float64:  # what is too small for fp32 is not zero
-        tiny = bins[0] - (values == 0).sum().cpu()
+        zeros = (values == 0).sum().cpu()
+        tiny = bins[0] - zeros
         bins[:2] += torch.stack((-tiny, tiny))
     return bins
 
@@ -59,18 +64,18 @@ class GradientCount:
     nonfinite: int = 0  # infinite or NaN before any cast; counted nowhere else
     half: bool = False  # some gradients of the pass were fp16: what it flushed counts as zero
     sample: int | None = None  # values counted of the gradient with the fewest; None: of each all
-    _bins: torch.Tensor = field(default_factory=lambda: torch.zeros(_KEYS).long(), repr=False)
+    _bins: Tensor = field(default_factory=lambda: torch.zeros(_KEYS).long(), repr=False)
 
     @torch.no_grad()
-    def add(self, gradients: Iterable[torch.Tensor | None]) -> None:
+    def add(self, gradients: Iterable[Tensor | None]) -> None:
         """Count the values of gradients of any layout and dtype as well."""
         for gradient in gradients:
             if gradient is not None:
-                values = _as_it_lies(gradient.detach())
+                values = _flattened(gradient.detach())
                 self.values += len(values)
                 self._bins += self._count(values)
 
-    def _count(self, values: torch.Tensor) -> torch.Tensor | int:
+    def _count(self, values: Tensor) -> Tensor | int:
         """Number of finite values by key, most of them estimated if there are many."""
         if not len(values):
             return 0
@@ -80,15 +85,13 @@ class GradientCount:
             self.nonfinite += len(values) - len(finite)
             return self._count(finite)
         if len(values) < 2 * SAMPLE:
-            return _bins(values)
-        # A stride without a divisor in common with any dimension, so that no pattern hides from it.
-        strides = itertools.count(len(values) // SAMPLE)
-        sample = values[:: next(k for k in strides if math.gcd(k, len(values)) == 1)]
+            return _count_by_key(values)
+        sample = values[:: _sampling_stride(len(values))]
         self.sample = min(self.sample or len(sample), len(sample))
         others = len(values) - len(extremes)  # these stand for themselves: they may overflow
-        bins = _bins(sample) * others // len(sample)
+        bins = _count_by_key(sample) * others // len(sample)
         bins[bins.argmax()] += others - bins.sum()  # what rounding has left
-        return bins + _bins(extremes)
+        return bins + _count_by_key(extremes)
 
     @property
     def zero(self) -> int:
@@ -100,7 +103,7 @@ class GradientCount:
         """Values that are finite and not zero: those that fp16 could lose."""
         return self.values - self.zero - self.nonfinite
 
-    def _below(self, exponents: torch.Tensor, end: int) -> int:
+    def _below(self, exponents: Tensor, end: int) -> int:
         """Number of values whose exponent of one of the three kinds is smaller than `end`."""
         return int(self._bins[1:][exponents[1:] < end].sum())
 
@@ -108,27 +111,31 @@ class GradientCount:
         """Number of values that are not zero, and would be in fp16 at this loss scale."""
         # fp16's smallest number is 2^-24. Half of it lies between that and zero and goes to the
         # even one of the two, which is zero; what is larger goes to 2^-24.
-        return self._below(_FIRST, -25 - log2_of(scale))
+        return self._below(_TO_ZERO, -25 - log2_of(scale))
 
     def subnormal_in_fp16(self, scale: float) -> int:
         """Number of values that would be kept with fewer than fp16's 11 significant bits."""
-        return self._below(_NORMAL, -14 - log2_of(scale)) - self.zero_in_fp16(scale)
+        below_normal = self._below(_TO_NORMAL, -14 - log2_of(scale))
+        return below_normal - self.zero_in_fp16(scale)
 
     def inf_in_fp16(self, scale: float) -> int:
         """Number of finite values that would be infinite."""
-        return self.nonzero - self._below(_INFINITE, 16 - log2_of(scale))
+        finite = self._below(_TO_INFINITY, 16 - log2_of(scale))
+        return self.nonzero - finite
 
     def lost(self, scale: float) -> float:
         """Share of the non-zero values, from 0 to 1, that would be zero; NaN if `half`."""
         if self.half:
             return math.nan
-        return self.zero_in_fp16(scale) / self.nonzero if self.nonzero else 0.0
+        if not self.nonzero:
+            return 0.0
+        return self.zero_in_fp16(scale) / self.nonzero
 
     @property
     def histogram(self) -> dict[int, int]:
         """Exponent k: number of values with a magnitude in (2^k, 2^(k+1)]; -127: all below, too."""
-        counts = torch.zeros(256).long().index_add_(0, _FIRST[1:] + 127, self._bins[1:])
-        return {exponent - 127: count for exponent, count in enumerate(counts.tolist()) if count}
+        counts = torch.zeros(256).long().index_add_(0, _TO_ZERO[1:] + 127, self._bins[1:])
+        return {exponent: count for exponent, count in enumerate(counts.tolist(), -127) if count}
 
     @property
     def smallest_scale(self) -> float | None:
@@ -136,17 +143,23 @@ class GradientCount:
 
         None without values, if there is none, and if `half`.
         """
-        if self.half:
+        if self.half or not self.nonzero:
             return None
         allowed = (1 - KEEP) * self.nonzero
-        scales = (2.0**p for p in range(LARGEST_POWER + 1))
-        return next((s for s in scales if self.nonzero and self.zero_in_fp16(s) <= allowed), None)
+        for power in range(LARGEST_POWER + 1):
+            if self.zero_in_fp16(2.0**power) <= allowed:
+                return 2.0**power
+        return None
 
     @property
     def largest_scale(self) -> float | None:
         """The largest power of two at which no value becomes infinite; None without values."""
-        scales = (2.0**p for p in range(LARGEST_POWER, -LARGEST_POWER - 1, -1))
-        return next((s for s in scales if self.nonzero and not self.inf_in_fp16(s)), None)
+        if not self.nonzero:
+            return None
+        for power in range(LARGEST_POWER, -LARGEST_POWER - 1, -1):
+            if not self.inf_in_fp16(2.0**power):
+                return 2.0**power
+        return None
 
 
 def together(what: str, rows: Sequence[GradientCount]) -> GradientCount:
@@ -160,11 +173,22 @@ def together(what: str, rows: Sequence[GradientCount]) -> GradientCount:
     return total
 
 
-def _as_it_lies(tensor: torch.Tensor) -> torch.Tensor:
+def _sampling_stride(count: int) -> int:
+    """A stride without a divisor in common with any dimension: no pattern hides from the sample."""
+    stride = count // SAMPLE
+    while math.gcd(stride, count) != 1:
+        stride += 1
+    return stride
+
+
+def _flattened(tensor: Tensor) -> Tensor:
     """The values in one dimension, without a copy if they are dense in memory in any order."""
+    if tensor.is_sparse:
+        tensor = tensor.coalesce()
     if tensor.layout is not torch.strided:
-        tensor = tensor.coalesce().values() if tensor.is_sparse else tensor.values()
+        tensor = tensor.values()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.size(d)))[::-1]
-    return tensor.permute(order).reshape(-1)
+    # The dimension with the largest stride first.
+    order = sorted(range(tensor.dim()), key=lambda d: (tensor.stride(d), tensor.size(d)))
+    return tensor.permute(order[::-1]).reshape(-1)

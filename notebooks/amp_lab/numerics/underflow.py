@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from amp_lab.errors import NumericsError, first_line
@@ -57,7 +57,10 @@ _ABOUT_HALF = (
     "subn. %: of the others, those that are subnormal in fp16, with fewer bits.",
 )
 _HALF = (torch.float16, torch.complex32)
-_Names: TypeAlias = dict[torch.Tensor, str]  # of the parameters that require a gradient
+_PLAIN_CELLS = (
+    "layer", "what", "values", "sample", "zero", "nonfinite", "smallest_scale", "largest_scale",
+)  # fmt: skip
+_Names: TypeAlias = dict[Tensor, str]  # of the parameters that require a gradient
 _RESHAPING = {"ToCopy", "T", "Transpose", "Permute", "View", "UnsafeView", "Expand", "Alias"}
 
 
@@ -95,45 +98,47 @@ class UnderflowReport(Printed):
         return self.total.largest_scale
 
     def __str__(self) -> str:
-        by_loss = sorted(range(len(self.rows)), key=lambda i: -self._share_lost(self.rows[i]))
-        return self._table([self.rows[i] for i in sorted(by_loss[:20])]).text()
+        numbers = range(len(self.rows))
+        by_loss = sorted(numbers, key=lambda i: self._share_lost(self.rows[i]), reverse=True)
+        shown = sorted(by_loss[:20])
+        return self._table([self.rows[i] for i in shown]).text()
 
     def _share_lost(self, row: GradientCount) -> float:
         """The share that the first scale loses; if that is not known, the share of zeros."""
-        if self.half:
-            return row.zero / row.values if row.values else 0.0
-        return row.lost(self.scales[0])
+        if not self.half:
+            return row.lost(self.scales[0])
+        if not row.values:
+            return 0.0
+        return row.zero / row.values
 
     def _table(self, rows: Sequence[GradientCount] | None = None) -> Table:
-        rows = self.rows if rows is None else rows
-        head, missing = self._header(), len(self.rows) - len(rows)
-        cut = [f"… and {missing} that lose no more; see .rows."] if missing else []
-        sample = self.total.sample
-        off = f"{100 / sample**0.5:.2f} percentage points (95 %)" if sample else ""
-        error = [f"A sample was counted of large gradients: shares may be off by {off}."]
+        if rows is None:
+            rows = self.rows
+        head = self._header()
         return Table(
             head,
             [self._cells(row) for row in rows],
-            foot=[self._cells(row) for row in (self.outputs, self.parameters)],
-            facts=cut + self._summary() + (error if sample else []),
+            foot=[self._cells(self.outputs), self._cells(self.parameters)],
+            facts=self._facts(len(self.rows) - len(rows)),
             caption=_FP16_ALREADY.text if self.half else "",
             right=range(2, len(head)),
         )
 
     def _contents(self) -> dict[str, Any]:
-        names = ("layer", "what", "values", "sample", "zero", "nonfinite")
-        names += ("smallest_scale", "largest_scale")
+        contents = dict(vars(self))
+        contents["outputs"] = self._plain(self.outputs)
+        contents["parameters"] = self._plain(self.parameters)
+        contents["rows"] = [self._plain(row) for row in self.rows]
+        contents["half"] = self.half
+        return contents
 
-        def plain(count: GradientCount) -> dict[str, Any]:
-            cells = {name: getattr(count, name) for name in names}
-            for scale in self.scales:
-                lost = None if self.half else count.zero_in_fp16(scale)
-                cells[f"lost at {scale:g}"] = lost
-            return cells
-
-        counts = {"outputs": plain(self.outputs), "parameters": plain(self.parameters)}
-        rows = {"rows": [*map(plain, self.rows)], "half": self.half}
-        return vars(self) | counts | rows
+    def _plain(self, count: GradientCount) -> dict[str, Any]:
+        cells = {name: getattr(count, name) for name in _PLAIN_CELLS}
+        for scale in self.scales:
+            cells[f"lost at {scale:g}"] = None
+            if not self.half:
+                cells[f"lost at {scale:g}"] = count.zero_in_fp16(scale)
+        return cells
 
     def plot(self):
         """The exponents of all gradient values against fp16's range, one panel for each scale.
@@ -142,7 +147,10 @@ class UnderflowReport(Printed):
         """
         from amp_lab import plots  # matplotlib only where a figure is drawn
 
-        histograms = {c.what: c.histogram for c in (self.outputs, self.parameters)}
+        histograms = {
+            self.outputs.what: self.outputs.histogram,
+            self.parameters.what: self.parameters.histogram,
+        }
         return plots.exponents_against_fp16(histograms, self.scales)
 
     def _header(self) -> list[str]:
@@ -151,7 +159,8 @@ class UnderflowReport(Printed):
             return [*cells, "subn. %"]
         for scale in self.scales:
             cells += [f"lost % at {_power(scale)}", "subn. %"]
-            cells += ["inf %"] if self.total.inf_in_fp16(scale) else []
+            if self.total.inf_in_fp16(scale):
+                cells.append("inf %")
         return [*cells, "keep at"]
 
     def _cells(self, row: GradientCount) -> list[str]:
@@ -159,18 +168,30 @@ class UnderflowReport(Printed):
         if self.half:
             return [*cells, percent(row.subnormal_in_fp16(1.0), row.nonzero)]
         for scale in self.scales:
-            counts = [row.zero_in_fp16(scale), row.subnormal_in_fp16(scale)]
-            counts += [row.inf_in_fp16(scale)] if self.total.inf_in_fp16(scale) else []
-            cells += [percent(count, row.nonzero) for count in counts]
+            cells.append(percent(row.zero_in_fp16(scale), row.nonzero))
+            cells.append(percent(row.subnormal_in_fp16(scale), row.nonzero))
+            if self.total.inf_in_fp16(scale):
+                cells.append(percent(row.inf_in_fp16(scale), row.nonzero))
         return [*cells, _power(row.smallest_scale)]
 
-    def _summary(self) -> list[str]:
+    def _facts(self, missing: int) -> list[str]:
+        """The lines below the table, from which so many rows are missing."""
         total = self.total
-        lines = [*_ABOUT_HALF] if self.half else [*_ABOUT, *self._on_scales()]
+        lines = []
+        if missing:
+            lines.append(f"… and {missing} that lose no more; see .rows.")
+        if self.half:
+            lines += _ABOUT_HALF
+        else:
+            lines += _ABOUT
+            lines += self._on_scales()
         if total.nonfinite:
             lines.append(_NONFINITE.said(count=total.nonfinite))
         if self.unused:
             lines.append(f"No gradient from this loss: {listed(self.unused)}.")
+        if total.sample:
+            off = f"{100 / total.sample**0.5:.2f} percentage points (95 %)"
+            lines.append(f"A sample was counted of large gradients: shares may be off by {off}.")
         return lines
 
     def _on_scales(self) -> list[str]:
@@ -181,12 +202,13 @@ class UnderflowReport(Printed):
             return []
         low = _power(smallest)
         high = _power(largest)
-        found = _SCALE if smallest <= largest else _NO_SCALE
-        return [found.said(low=low, high=high, lost=100 * self.total.lost(largest))]
+        if smallest <= largest:
+            return [_SCALE.said(low=low, high=high)]
+        return [_NO_SCALE.said(high=high, lost=100 * self.total.lost(largest))]
 
 
 def gradient_underflow(
-    model: nn.Module, loss: torch.Tensor, *, scales: Iterable[float] = (1.0, 2.0**8, 2.0**16)
+    model: nn.Module, loss: Tensor, *, scales: Iterable[float] = (1.0, 2.0**8, 2.0**16)
 ) -> UnderflowReport:
     """Count, layer by layer, the gradient values that fp16 would lose at each loss scale.
 
@@ -214,24 +236,22 @@ def gradient_underflow(
     """
     scales = tuple(float(scale) for scale in scales)
     parameters = _checked(model, loss, scales)
-    # Tied weights are multiplied by the head, though the embedding's name comes before.
-    linear = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)][::-1]
-    weights = ((name, m._parameters.get("weight")) for name, m in linear)  # None: it is computed
-    factors = parameters | {w: f"{name}.weight" for name, w in weights if w is not None}
-    arrivals = _low_precision_nodes(loss, parameters, factors)
+    arrivals = _low_precision_nodes(loss, parameters, _factors(model, parameters))
     gradients = _backward(loss, list(parameters), arrivals)
     outputs = [row for row in dict.fromkeys(arrivals.values()) if row.values]
     half = _has_fp16(loss)
     for output in outputs:
         output.half = half
-    rows, unused = [], []
+    rows = []
+    unused = []
     for name, gradient in zip(parameters.values(), gradients, strict=True):
         if gradient is None:
             unused.append(name)
             continue
         layer, _, what = name.rpartition(".")
-        rows.append(GradientCount(layer, what, half=half))
-        rows[-1].add((gradient,))
+        row = GradientCount(layer, what, half=half)
+        row.add((gradient,))
+        rows.append(row)
     if not rows:
         raise NumericsError("gradient_underflow: the loss does not depend on the model")
     return UnderflowReport(
@@ -255,26 +275,49 @@ def _checked(model: object, loss: object, scales: tuple[float, ...]) -> _Names:
     parameters: _Names = {p: name for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise NumericsError("gradient_underflow: no parameter of the model requires a gradient")
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise NumericsError(f"gradient_underflow: the loss must be one number, not {shape}")
+    _check_loss(loss)
+    return parameters
+
+
+def _check_loss(loss: object) -> None:
+    """Raise `NumericsError` for what is no single number with a graph."""
+    complaint = "gradient_underflow: the loss must be one number, not"
+    if not isinstance(loss, Tensor):
+        raise NumericsError(f"{complaint} {type(loss).__name__}")
+    if loss.numel() != 1:
+        raise NumericsError(f"{complaint} {tuple(loss.shape)}")
     if loss.grad_fn is None:
         raise NumericsError(
             "gradient_underflow: the loss has no graph; compute it with gradients enabled, and "
             "pass the tensor itself, not .item() or .detach()"
         )
-    return parameters
 
 
-def _has_fp16(loss: torch.Tensor) -> bool:
+def _factors(model: nn.Module, parameters: _Names) -> _Names:
+    """The names of the parameters where they are multiplied.
+
+    Tied weights are multiplied by the head, though the embedding's name comes before.
+    """
+    factors = dict(parameters)
+    for name, module in reversed(list(model.named_modules())):
+        if isinstance(module, nn.Linear):
+            weight = module._parameters.get("weight")
+            if weight is not None:  # else it is computed
+                factors[weight] = f"{name}.weight"
+    return factors
+
+
+def _has_fp16(loss: Tensor) -> bool:
     """Whether the gradient of anything that the loss was computed from is fp16."""
-    nodes = nodes_below([loss.grad_fn])
-    return any(given.dtype in _HALF for node in nodes for given in node._input_metadata)
+    for node in nodes_below([loss.grad_fn]):
+        if any(gradient.dtype in _HALF for gradient in node._input_metadata):
+            return True
+    return False
 
 
 def _backward(
-    loss: torch.Tensor, parameters: list[torch.Tensor], arrivals: dict[Node, GradientCount]
-) -> Sequence[torch.Tensor | None]:
+    loss: Tensor, parameters: list[Tensor], arrivals: dict[Node, GradientCount]
+) -> Sequence[Tensor | None]:
     """The gradients of the parameters, while those that arrive at nodes are counted."""
     hooks = [node.register_prehook(row.add) for node, row in arrivals.items()]
     try:
@@ -292,41 +335,59 @@ def _backward(
 
 
 def _low_precision_nodes(
-    loss: torch.Tensor, parameters: _Names, factors: _Names
+    loss: Tensor, parameters: _Names, factors: _Names
 ) -> dict[Node, GradientCount]:
     """The nodes that fp16 gradients arrive at, first op first, and where each is counted."""
-    low = [n for n in nodes_below([loss.grad_fn]) if n.name().startswith(_LOW_PRECISION_NODES)]
+    nodes = nodes_below([loss.grad_fn])
+    low = [node for node in nodes if node.name().startswith(_LOW_PRECISION_NODES)]
+    low.sort(key=lambda node: node._sequence_nr())  # as the forward pass ran them
     arrivals: dict[Node, GradientCount] = {}
     shared: dict[object, GradientCount] = {}  # as by the steps of a recurrent network
     products: Counter[tuple[str, str]] = Counter()
-    for node in sorted(low, key=lambda node: node._sequence_nr()):  # as the forward pass ran them
-        op = node.name().partition("Backward")[0].lower()
-        inputs = (_own(inner, factors) for inner, _ in node.next_functions)
-        own = tuple(name for name in inputs if name)
-        layer = (own[-1] if own else _nearest(node, parameters)).rpartition(".")[0]
-        if own:  # a layer's product
-            row = GradientCount(layer, f"output of {op}")
-            arrivals[node] = shared.setdefault((own, op), row)
+    for node in low:
+        op = _op_of(node).lower()
+        weights = _weights_of(node, factors)
+        if weights:  # a layer's product
+            row = GradientCount(_layer_of(weights[-1]), f"output of {op}")
+            arrivals[node] = shared.setdefault((weights, op), row)
         else:  # one of activations, as in attention
+            layer = _layer_of(_nearest(node, parameters))
             products[layer, op] += 1
             arrivals[node] = GradientCount(layer, f"output of {op} {products[layer, op]}")
     return arrivals
 
 
-def _own(node: Any, parameters: _Names) -> str | None:
+def _op_of(node: Any) -> str:
+    return node.name().partition("Backward")[0]
+
+
+def _layer_of(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _weights_of(node: Any, factors: _Names) -> tuple[str, ...]:
+    """The parameters among the inputs of an op, which are the layer's own."""
+    inputs = [_parameter_behind(inner, factors) for inner, _ in node.next_functions]
+    return tuple(name for name in inputs if name)
+
+
+def _parameter_behind(node: Any, factors: _Names) -> str | None:
     """The parameter that this input of an op is, behind casts and transpositions."""
     while node is not None:
         if hasattr(node, "variable"):  # AccumulateGrad
-            return parameters.get(node.variable)
-        reshapes = node.name().partition("Backward")[0] in _RESHAPING
-        node = node.next_functions[0][0] if reshapes else None
+            return factors.get(node.variable)
+        if _op_of(node) not in _RESHAPING:
+            return None
+        node = node.next_functions[0][0]
     return None
 
 
 def _nearest(node: Any, parameters: _Names) -> str:
     """The parameter that the fewest ops lie between and this node."""
-    leaves = (below for below in nodes_below([node]) if hasattr(below, "variable"))
-    return next((parameters[leaf.variable] for leaf in leaves if leaf.variable in parameters), "")
+    for below in nodes_below([node]):
+        if hasattr(below, "variable") and below.variable in parameters:
+            return parameters[below.variable]
+    return ""
 
 
 def _power(scale: float | None) -> str:
@@ -334,4 +395,6 @@ def _power(scale: float | None) -> str:
     if scale is None:
         return "none"
     power = log2_of(scale)
-    return f"2^{power}" if abs(power) > 3 else f"{scale:g}"
+    if abs(power) <= 3:
+        return f"{scale:g}"
+    return f"2^{power}"
