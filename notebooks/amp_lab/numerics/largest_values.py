@@ -1,8 +1,8 @@
 """Does a model's range fit into a narrower format? The largest value of each module."""
 
 import contextlib
-import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,39 +26,65 @@ def largest_values(model: nn.Module, *inputs: Any, **kwargs: Any) -> dict[str, f
     fp32 among 16-bit weights, as in many norms, do not count, since they stay in fp32; among fp32
     weights they do. What is inside a kernel, such as a fused attention's products, is not seen.
     """
-    found: dict[str, float] = {}
-    running = [0.0]  # the largest value of each module so far, the innermost last; outside, first
-    weights = [p.itemsize for p in model.parameters() if p.is_floating_point()]
-    width = max(2, min(weights, default=8))  # of ops that count, in bytes
+    maxima = _Maxima(model)
     mha = torch.backends.mha
-
-    def leave(name: str, module: nn.Module, given: Any, output: Any) -> None:
-        with _disable_current_modes():
-            values = [running.pop(), *map(_largest, tensors_in(output))]
-        inside = isinstance(module, nn.RMSNorm)  # which computes in fp32 in any model
-        found[name] = max([found.get(name, 0.0), *values[inside:]])
-
-    class Ops(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            made = [t for t in outputs(func, out, all_finite=True) if t.itemsize <= width]
-            running[-1] = max([running[-1], *map(_largest, made)])
-            return out
-
-    with contextlib.ExitStack() as stack:
-        for name, module in model.named_modules():
-            enter, after = lambda *_: running.append(0.0), functools.partial(leave, name)
-            stack.callback(module.register_forward_pre_hook(enter).remove)
-            stack.callback(module.register_forward_hook(after, always_call=True).remove)
-        stack.callback(mha.set_fastpath_enabled, mha.get_fastpath_enabled())
-        mha.set_fastpath_enabled(False)  # a whole layer as one op
-        with torch.no_grad(), Ops():
+    has_fastpath = mha.get_fastpath_enabled()
+    mha.set_fastpath_enabled(False)  # a whole layer as one op
+    try:
+        with torch.no_grad(), maxima.hooks(), maxima:
             model(*inputs, **kwargs)
-    return found
+    finally:
+        mha.set_fastpath_enabled(has_fastpath)
+    return maxima.by_module
+
+
+class _Maxima(TorchDispatchMode):
+    """Follows the ops of a model and the calls of its modules."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.by_module: dict[str, float] = {}
+        self._names = {module: name for name, module in model.named_modules()}
+        # The largest value of each module so far, the innermost last; outside of all, first.
+        self._running = [0.0]
+        weights = [p.itemsize for p in model.parameters() if p.is_floating_point()]
+        self._width = max(2, min(weights, default=8))  # of ops that count, in bytes
+
+    @contextlib.contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Follow the calls of the modules."""
+        with contextlib.ExitStack() as stack:
+            for module in self._names:
+                before = module.register_forward_pre_hook(self._enter)
+                stack.callback(before.remove)
+                after = module.register_forward_hook(self._leave, always_call=True)
+                stack.callback(after.remove)
+            yield
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._running.append(0.0)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        largest_inside = self._running.pop()
+        with _disable_current_modes():
+            values = list(map(_largest, tensors_in(output)))
+        if not isinstance(module, nn.RMSNorm):  # which computes in fp32 in any model
+            values.append(largest_inside)
+        name = self._names[module]
+        self.by_module[name] = max([self.by_module.get(name, 0.0), *values])
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in outputs(func, out, all_finite=True):
+            if tensor.itemsize <= self._width:
+                self._running[-1] = max(self._running[-1], _largest(tensor))
+        return out
 
 
 def _largest(tensor: Tensor) -> float:
+    """The largest magnitude; 0 of integers and of no values."""
     if not tensor.is_floating_point() or not tensor.numel():
         return 0.0
     values = readable(tensor)
-    return values.masked_fill(values < -1e30, 0).abs().nan_to_num(math.inf, math.inf).max().item()
+    unmasked = values.masked_fill(values < -1e30, 0)
+    return unmasked.abs().nan_to_num(math.inf, math.inf).max().item()

@@ -1,8 +1,11 @@
 """The loss scale over time."""
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from amp_lab.errors import NumericsError
 from amp_lab.numerics.error_notes import add_note
@@ -45,9 +48,12 @@ class ScaleLog:
         self._found: dict[torch.optim.Optimizer, tuple[list[int], _Values]] = {}
         self._stepped: list[torch.optim.Optimizer] = []  # since the last update
         self._open = True
+        # What the scaler has of its own under these names, beside those of its class.
         self._before = {name: vars(scaler).get(name) for name in ("step", "update")}
-        self._step, self._update = scaler.step, scaler.update
-        scaler.step, scaler.update = self._log_step, self._log_update
+        self._step = scaler.step
+        self._update = scaler.update
+        scaler.step = self._log_step
+        scaler.update = self._log_update
 
     def _log_step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         result = self._step(optimizer, *args, **kwargs)
@@ -60,44 +66,56 @@ class ScaleLog:
             return self._update(*args, **kwargs)
         # What there is to log is gone after the update, but counts only if that succeeds.
         scale = getattr(self._scaler, "_scale", None)  # a scaler that is disabled has none
-        scale = None if scale is None else scale.clone()
+        if scale is not None:
+            scale = scale.clone()
         found = {optimizer: self._found_inf(optimizer, scale) for optimizer in self._stepped}
         self._update(*args, **kwargs)
         if scale is not None:
             self._scales.append(scale)
         for optimizer, flag in found.items():
-            steps, flags = self._found.setdefault(optimizer, ([], _Values()))
-            if flag is not None:
-                steps.append(self._steps)
-                flags.append(flag)
+            self._log_found(optimizer, flag)
         self._stepped.clear()
         self._steps += 1
         return None
 
-    def _found_inf(self, optimizer: Any, scale: torch.Tensor | None) -> torch.Tensor | None:
+    def _found_inf(self, optimizer: Any, scale: Tensor | None) -> Tensor | None:
         """Above 0 if a gradient of the optimizer is not finite; None without gradient or scale."""
         if scale is None:
             return None
-        flags = self._scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+        state = self._scaler._per_optimizer_states[id(optimizer)]
+        by_device = state["found_inf_per_device"]
+        if not by_device:
+            return None
+        flags = [flag.to(scale.device, non_blocking=True) for flag in by_device.values()]
         # `stack` copies them, since update adds the flags of all optimizers to the first of them.
-        here = [flag.to(scale.device, non_blocking=True) for flag in flags]
-        return torch.stack(here).sum() if here else None
+        return torch.stack(flags).sum()
+
+    def _log_found(self, optimizer: torch.optim.Optimizer, flag: Tensor | None) -> None:
+        steps, flags = self._found.setdefault(optimizer, ([], _Values()))
+        if flag is not None:
+            steps.append(self._steps)
+            flags.append(flag)
 
     @property
     def scales(self) -> list[float]:
         """The scale in force at each step; the one to come after the last is not among them."""
-        return self._scales.tolist() if self._scaler.is_enabled() else [1.0] * self._steps
+        if not self._scaler.is_enabled():
+            return [1.0] * self._steps
+        return self._scales.tolist()
 
     @property
     def skipped(self) -> list[int]:
         """Numbers of the steps, from 0, at which at least one optimizer's step was skipped."""
-        return sorted({step for steps in self.skipped_by for step in steps})
+        return sorted(set().union(*self.skipped_by))
 
     @property
     def skipped_by(self) -> list[list[int]]:
         """The same for each optimizer, in the order in which they first stepped."""
-        pairs = [zip(steps, flags.tolist(), strict=True) for steps, flags in self._found.values()]
-        return [[step for step, found in zipped if found] for zipped in pairs]
+        skipped = []
+        for steps, flags in self._found.values():
+            found = flags.tolist()
+            skipped.append(list(itertools.compress(steps, found)))
+        return skipped
 
     def plot(self):
         """The scale at each step, with the skipped steps marked; `NumericsError` without steps."""
@@ -111,14 +129,19 @@ class ScaleLog:
 
     def close(self) -> None:
         """Stop logging and leave the scaler as it was; nothing happens the second time."""
-        own = vars(self._scaler)
-        for name, ours in (("step", self._log_step), ("update", self._log_update)):
-            if not self._open or own.get(name) != ours:
-                continue  # wrapped by someone else since; ours then only passes the call on
-            del own[name]
-            if self._before[name] is not None:
-                own[name] = self._before[name]
+        if self._open:
+            self._restore("step", self._log_step)
+            self._restore("update", self._log_update)
         self._open = False
+
+    def _restore(self, name: str, ours: Callable) -> None:
+        """Give the scaler the method back that it had."""
+        own = vars(self._scaler)
+        if own.get(name) != ours:
+            return  # wrapped by someone else since; ours then only passes the call on
+        del own[name]
+        if self._before[name] is not None:
+            own[name] = self._before[name]
 
     def __enter__(self) -> "ScaleLog":
         return self
@@ -147,12 +170,14 @@ class _Values:
     PIECE = 1024  # each single number takes 512 bytes of a GPU's memory
 
     def __init__(self):
-        self._pieces: list[torch.Tensor] = []
+        self._pieces: list[Tensor] = []
 
-    def append(self, value: torch.Tensor) -> None:
+    def append(self, value: Tensor) -> None:
         self._pieces.append(value.reshape(1))
         if len(self._pieces) == self.PIECE:
             self._pieces = [torch.cat(self._pieces)]
 
     def tolist(self) -> list[float]:
-        return torch.cat(self._pieces).tolist() if self._pieces else []
+        if not self._pieces:
+            return []
+        return torch.cat(self._pieces).tolist()
