@@ -301,7 +301,7 @@ def _reason(
 
 def _function_reason(alignment: Alignment, one: OpRecord | None, other: OpRecord | None) -> str:
     if one is None or other is None:
-        run = "A" if one else "B"
+        run = "B" if one is None else "A"
         return f"Only {run} has this op, and its result in fp64 is none of the other's."
     start = "In fp64, without rounding, the two ops differ"
     leaves_a = alignment.a.leaves

@@ -181,14 +181,16 @@ def _attention(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
     if arguments.get("dropout_p"):
         return None
     query, key, value = args[:3]
+    has_fewer_keys = query.shape[-3] != key.shape[-3]  # a head of keys for several of queries
+    mask = arguments.get("attn_mask", arguments.get("attn_bias"))
     return F.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=arguments.get("attn_mask", arguments.get("attn_bias")),
+        attn_mask=mask,
         is_causal=arguments.get("is_causal", False),
         scale=arguments.get("scale"),
-        enable_gqa=query.shape[-3] != key.shape[-3],
+        enable_gqa=has_fewer_keys,
     )
 
 
@@ -243,7 +245,9 @@ def effective_roundoff(func: Any, inputs: tuple, result: Tensor) -> float:
 def _result_of(func: Any, inputs: tuple) -> Tensor | None:
     args, kwargs = tree_map_only(Tensor, torch.clone, inputs)  # an op may write into them
     results = tensors_in(in_doubles(func, args, kwargs))
-    return results[0] if results else None
+    if not results:
+        return None
+    return results[0]
 
 
 def _change_of_result(func: Any, inputs: tuple, exact: Tensor, seed: int) -> float:

@@ -141,6 +141,11 @@ class _Recorder(TorchDispatchMode):
                     buffer.copy_(value)
                     module._buffers[name] = buffer
 
+    @property
+    def _place(self) -> Place:
+        """Where an op runs now."""
+        return self._stack[-1][1]
+
     def _enter(self, module: nn.Module, args: Any) -> None:
         if module not in self._names:
             self._learn(module)
@@ -239,10 +244,11 @@ class _Recorder(TorchDispatchMode):
     def _merged_input(self, inputs: tuple) -> Merged | None:
         """The first input of an op in which 16 bits make different values equal."""
         for tensor in tensors_in(inputs):
-            if tensor.dtype in LOWER_DTYPES:
-                found = merged(tensor, self._shadow(tensor))
-                if found is not None:
-                    return found
+            if tensor.dtype not in LOWER_DTYPES:
+                continue
+            found = merged(tensor, self._shadow(tensor))
+            if found is not None:
+                return found
         return None
 
     def _note_shadows(self, func: Any, outs: list[Tensor], exact: list[Tensor]) -> None:
@@ -290,13 +296,14 @@ class _Recorder(TorchDispatchMode):
 
     def _draw(self, func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> tuple:
         """The same for an op that draws random numbers: the same ones in each run, unrounded."""
-        place = self._stack[-1][1]
+        place = self._place
         self._draws[place, name] += 1
         key = (place, name, self._draws[place, name])
         torch.manual_seed(zlib.crc32(repr(key).encode()))
         out = func(*args, **kwargs)
         if name != "native_dropout":
-            return out, list(map(rounding.widened, tensors_in(out))), None
+            exact = [rounding.widened(tensor) for tensor in tensors_in(out)]
+            return out, exact, None
         inputs, probability, is_training = args
         mask = out[1]
         scale = _dropout_scale(probability, is_training)
@@ -345,7 +352,7 @@ class _Recorder(TorchDispatchMode):
         return RunRaised(self.log.name, failure, device_type, has_low_weights)
 
     def _failure_of(self, error: Exception, func: Any, inputs: tuple) -> Failure:
-        place = self._stack[-1][1]
+        place = self._place
         operands = []
         for tensor in tensors_in(inputs):
             if tensor.is_floating_point():
@@ -420,7 +427,7 @@ class _Recorder(TorchDispatchMode):
         settings = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, _SETTINGS)]
         return OpRecord(
             log=self.log,
-            place=self._stack[-1][1],
+            place=self._place,
             op=name,
             is_neutral=name in _NEUTRAL,
             dtype=result.dtype,
