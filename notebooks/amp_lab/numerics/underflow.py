@@ -175,7 +175,7 @@ class UnderflowReport(Printed):
         return [*cells, _power(row.smallest_scale)]
 
     def _facts(self, missing: int) -> list[str]:
-        """The lines below the table, from which so many rows are missing."""
+        """The lines below a table that leaves out so many rows."""
         total = self.total
         lines = []
         if missing:
