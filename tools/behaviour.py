@@ -168,7 +168,7 @@ def record(parts: list[str], libraries: bool) -> dict[str, dict[str, Any]]:
             found[part] = {}
             for name, outcome in PARTS[part]():
                 print(f"{part}: {name}", file=sys.stderr, flush=True)
-                found[part][name] = cleaned(outcome, folder)
+                found[part][cleaned(name, folder)] = cleaned(outcome, folder)
         if libraries:
             found["libraries"] = dict(of_libraries())
     return found
