@@ -34,16 +34,20 @@ class Rotation(nn.Module):
 
     def __init__(self, size: int):
         super().__init__()
-        rates = 10_000.0 ** (-torch.arange(0, size, 2) / size)
+        exponents = -torch.arange(0, size, 2) / size
+        rates = 10_000.0**exponents
         self.register_buffer("rates", rates, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Pairs turned by angles that grow with the place, in the dtype of `x`."""
-        places = torch.arange(x.shape[-2], device=x.device)
-        angles = places[:, None] * self.rates.float()  # (T, size / 2)
-        cos, sin = angles.cos(), angles.sin()
+        """Pairs turned by angles that grow with the position, in the dtype of `x`."""
+        length = x.shape[-2]
+        positions = torch.arange(length, device=x.device)
+        angles = positions[:, None] * self.rates.float()  # (T, size / 2)
+        cos = angles.cos()
+        sin = angles.sin()
         left, right = x.float().chunk(2, dim=-1)
-        return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1).to(x.dtype)
+        rotated = torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
+        return rotated.to(x.dtype)
 
 
 class Block(nn.Module):
@@ -51,8 +55,10 @@ class Block(nn.Module):
 
     def __init__(self, size: Size):
         super().__init__()
-        width, self.heads = size.width, size.heads
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        width = size.width
+        self.heads = size.heads
+        self.norm1 = nn.RMSNorm(width)
+        self.norm2 = nn.RMSNorm(width)
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
         self.up = nn.Linear(width, 4 * width, bias=False)
@@ -60,19 +66,32 @@ class Block(nn.Module):
         self.rotate = Rotation(width // size.heads)
         for layer in (self.qkv, self.up):
             nn.init.normal_(layer.weight, std=0.02)
+        residual_std = 0.02 / (2 * size.depth) ** 0.5
         for layer in (self.out, self.down):  # what is added to the stream; GPT-2's way
-            nn.init.normal_(layer.weight, std=0.02 / (2 * size.depth) ** 0.5)
+            nn.init.normal_(layer.weight, std=residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
         """The residual stream after the block."""
-        q, k, v = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B, heads, T, width / heads)
-            for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
-        )
-        q, k = self.rotate(q), self.rotate(k)
+        # One name for what follows another, so that each is freed where no gradient needs it.
+        hidden = self.norm1(x)
+        hidden = self.qkv(hidden)
+        q, k, v = hidden.chunk(3, dim=-1)  # each (B, T, width)
+        q = self._split_heads(q)
+        k = self._split_heads(k)
+        v = self._split_heads(v)
+        q = self.rotate(q)
+        k = self.rotate(k)
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(-2))
-        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+        hidden = self.norm2(x)
+        hidden = self.up(hidden)  # (B, T, 4 width)
+        hidden = functional.gelu(hidden)
+        hidden = self.down(hidden)
+        return x + hidden
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """(B, T, width) to (B, heads, T, width / heads)."""
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
 class Gpt(nn.Module):
@@ -81,13 +100,15 @@ class Gpt(nn.Module):
     def __init__(self, size: Size, vocabulary: int):
         super().__init__()
         self.token = nn.Embedding(vocabulary, size.width)
-        self.blocks = nn.Sequential(*(Block(size) for _ in range(size.depth)))
+        blocks = [Block(size) for _ in range(size.depth)]
+        self.blocks = nn.Sequential(*blocks)
         self.norm = nn.RMSNorm(size.width)
         nn.init.normal_(self.token.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The logits of what follows each token."""
-        return functional.linear(self.norm(self.blocks(self.token(tokens))), self.token.weight)
+        stream = self.blocks(self.token(tokens))
+        return functional.linear(self.norm(stream), self.token.weight)
 
 
 @torch.no_grad()
@@ -100,12 +121,15 @@ def write(
     """
     draws = torch.Generator().manual_seed(seed)
     for _ in range(count):
-        logits = model(tokens[None, -context:])[0, -1].float().cpu()
+        recent = tokens[None, -context:]
+        logits = model(recent)  # (1, T, vocabulary)
+        logits = logits[0, -1].float().cpu()
         if not logits.isfinite().all():
             return None
         if temperature < _COLD:
             following = logits.argmax(keepdim=True)
         else:
-            following = torch.multinomial((logits / temperature).softmax(0), 1, generator=draws)
+            probabilities = (logits / temperature).softmax(0)
+            following = torch.multinomial(probabilities, 1, generator=draws)
         tokens = torch.cat([tokens, following.to(tokens.device)])
     return tokens

@@ -1,6 +1,5 @@
 """One training loop and one evaluation for every precision."""
 
-import functools
 import itertools
 import math
 import time
@@ -18,7 +17,6 @@ from amp_lab.files import require_types
 from amp_lab.precision import Precision, require_backend
 from amp_lab.training.model_outputs import Batch, accuracy, cross_entropy, own_loss, split
 
-_bar = functools.partial(tqdm, unit="batch", leave=False, disable=None)  # None: but on a terminal
 Batches = Iterable[Any]
 """One pass over the data, batch by batch, on the CPU, each in a form that `Batch` has."""
 
@@ -53,22 +51,37 @@ class Progress:
 
     def state_dict(self) -> dict:
         """As plain values, for a checkpoint."""
-        sums = {"loss_sum": self.loss_sum.cpu(), "correct": self.correct.cpu()}
-        return vars(self) | sums | {"epochs": [vars(epoch) for epoch in self.epochs]}
+        state = dict(vars(self))
+        state["loss_sum"] = self.loss_sum.cpu()
+        state["correct"] = self.correct.cpu()
+        state["epochs"] = [vars(epoch) for epoch in self.epochs]
+        return state
 
     @classmethod
     def from_state_dict(cls, state: dict) -> "Progress":
         """What `state_dict` was made from. Raises `TypeError` or `ValueError` for others."""
-        progress = cls(**state | {"epochs": [EpochMetrics(**epoch) for epoch in state["epochs"]]})
-        for part in (progress, *progress.epochs):
-            require_types(part)
+        epochs = [EpochMetrics(**epoch) for epoch in state["epochs"]]
+        fields = state | {"epochs": epochs}
+        progress = cls(**fields)
+        require_types(progress)
+        for metrics in epochs:
+            require_types(metrics)
         for name in ("batch", "samples"):
-            if getattr(progress, name) < 0:
-                raise ValueError(f"{name} is {getattr(progress, name)}")
+            count = getattr(progress, name)
+            if count < 0:
+                raise ValueError(f"{name} is {count}")
         for name in ("loss_sum", "correct"):
             if getattr(progress, name).shape != ():
                 raise ValueError(f"{name} is no single number")
         return progress
+
+    def finish_epoch(self, metrics: EpochMetrics) -> None:
+        """Add the metrics of the current epoch, and begin the next one."""
+        self.epochs.append(metrics)
+        self.batch = 0
+        self.samples = 0
+        self.loss_sum.zero_()
+        self.correct = torch.zeros_like(self.correct, dtype=torch.int64)
 
 
 @dataclass
@@ -101,7 +114,8 @@ class Loop:
     after_epoch: Callable[[EpochMetrics], None] = lambda metrics: None
 
     def __post_init__(self):
-        self.precision, self.device = Precision(self.precision), torch.device(self.device)
+        self.precision = Precision(self.precision)
+        self.device = torch.device(self.device)
         require_backend(self.device.type)
         self._scaler = self.scaler or self.precision.grad_scaler(self.device.type)
         self.progress.loss_sum = self.progress.loss_sum.to(self.device)
@@ -111,9 +125,12 @@ class Loop:
         self, batches: Batches, test_batches: Callable[[], Batches] | None
     ) -> EpochMetrics | None:
         """Train on what is left of an epoch and evaluate; None if `after_step` stopped it."""
-        progress, ranks, samples_before = self.progress, self.ranks, self.progress.samples
+        progress = self.progress
+        ranks = self.ranks
+        samples_before = progress.samples
         self.model.train()
-        started, iterator = time.perf_counter(), iter(batches)
+        started = time.perf_counter()
+        iterator = iter(batches)
         while group := list(itertools.islice(iterator, self.accumulate)):  # the last may be shorter
             self._step(group)
             if self.after_step(progress):
@@ -121,34 +138,39 @@ class Loop:
         samples = progress.samples * ranks.size
         train_loss = (ranks.total(progress.loss_sum) / samples).item()  # waits for the device
         seconds = time.perf_counter() - started
-        test = (math.nan, math.nan) if test_batches is None else self.evaluate(test_batches())
+        test_loss = math.nan
+        test_accuracy = math.nan
+        if test_batches is not None:
+            test_loss, test_accuracy = self.evaluate(test_batches())
+        new_samples = (progress.samples - samples_before) * ranks.size
         metrics = EpochMetrics(
             epoch=len(progress.epochs) + 1,
             train_loss=train_loss,
             train_accuracy=ranks.total(progress.correct).item() / samples,
-            test_loss=test[0],
-            test_accuracy=test[1],
+            test_loss=test_loss,
+            test_accuracy=test_accuracy,
             lr=progress.lr,
             loss_scale=self._scaler.get_scale(),
             seconds=seconds,
-            images_per_s=(progress.samples - samples_before) * ranks.size / seconds,
+            images_per_s=new_samples / seconds,
         )
-        progress.epochs.append(metrics)
-        progress.batch = progress.samples = 0
-        progress.loss_sum.zero_()
-        progress.correct = torch.zeros_like(progress.correct, dtype=torch.int64)
+        progress.finish_epoch(metrics)
         return metrics
 
     def _step(self, group: list[Any]) -> None:
         """One step of the optimizer on the gradients of the batches in `group`."""
-        progress, optimizer, scaler = self.progress, self.optimizer, self._scaler
+        progress = self.progress
+        optimizer = self.optimizer
+        scaler = self._scaler
         assert optimizer is not None, "an optimizer is needed to train"
         batches = [split(batch, self.model) for batch in group]
         samples = sum(batch.samples for batch in batches)
         for number, batch in enumerate(batches, 1):
-            with self.ranks.gradient_sync(self.model, wanted=number == len(group)):
+            is_last = number == len(group)
+            with self.ranks.gradient_sync(self.model, wanted=is_last):
                 loss, score = self._forward(batch)
-                scaler.scale(loss * (batch.samples / samples)).backward()
+                weight = batch.samples / samples
+                scaler.scale(loss * weight).backward()
             progress.loss_sum += loss.detach() * batch.samples
             progress.correct = progress.correct + score
         if self.clip_norm is not None:
@@ -165,7 +187,9 @@ class Loop:
 
     def evaluate(self, batches: Batches) -> tuple[float, float]:
         """Mean loss and metric over `batches`: see the function `evaluate`."""
-        model, ranks, was_training = self.model, self.ranks, self.model.training
+        model = self.model
+        ranks = self.ranks
+        was_training = model.training
         loss_sum = torch.zeros((), device=self.device)
         correct = torch.zeros((), dtype=torch.int64, device=self.device)
         samples = 0
@@ -180,17 +204,25 @@ class Loop:
                 samples += batch.samples
         model.train(was_training)
         samples = ranks.total(torch.tensor(samples)).item()
-        return ranks.total(loss_sum).item() / samples, ranks.total(correct).item() / samples
+        mean_loss = ranks.total(loss_sum).item() / samples
+        mean_score = ranks.total(correct).item() / samples
+        return mean_loss, mean_score
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Mean loss of a batch from the CPU, and its metric, summed over the samples."""
         args, kwargs, targets = tree_map_only(Tensor, self._to_device, batch[:3])
         with self.ranks.autocast(self.precision, self.device.type):
             outputs = self.model(*args, **kwargs)  # (N, C) for one class of each sample
-            loss = own_loss(outputs) if self.loss_fn is None else None
-            if loss is None:
-                loss = (self.loss_fn or cross_entropy)(outputs, targets)
+            loss = self._loss(outputs, targets)
         return loss, self._score(outputs, targets, batch.samples)
+
+    def _loss(self, outputs: Any, targets: Any) -> Tensor:
+        if self.loss_fn is not None:
+            return self.loss_fn(outputs, targets)
+        loss = own_loss(outputs)
+        if loss is None:
+            return cross_entropy(outputs, targets)
+        return loss
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         is_image = self.channels_last and tensor.dim() == 4
@@ -201,9 +233,18 @@ class Loop:
     @torch.no_grad()
     def _score(self, outputs: Any, targets: Any, samples: int) -> Tensor:
         """The sum of the metric over the samples; NaN if there is none."""
-        score = torch.as_tensor(math.nan if self.metric is None else self.metric(outputs, targets))
-        # Of each sample, such as whether it was right, which a sum counts without rounding.
-        return score.sum() if score.dim() == 1 else score.float().mean() * samples
+        score: Tensor | float = math.nan
+        if self.metric is not None:
+            score = self.metric(outputs, targets)
+        score = torch.as_tensor(score)
+        if score.dim() == 1:  # of each sample, such as whether it was right: summed unrounded
+            return score.sum()
+        return score.float().mean() * samples
+
+
+def _bar(batches: Batches, description: str) -> tqdm:
+    """The batches, with a bar of how many there were, on a terminal alone."""
+    return tqdm(batches, description, unit="batch", leave=False, disable=None)
 
 
 def fit(
@@ -234,7 +275,8 @@ def fit(
         while len(progress.epochs) < epochs:
             epoch = len(progress.epochs)
             batches = train_batches(epoch, progress.batch)
-            metrics = loop.epoch(_bar(batches, f"epoch {epoch + 1}/{epochs}"), test_batches)
+            bar = _bar(batches, f"epoch {epoch + 1}/{epochs}")
+            metrics = loop.epoch(bar, test_batches)
             if metrics is None:
                 break
             loop.after_epoch(metrics)

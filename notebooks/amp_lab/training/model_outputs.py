@@ -31,39 +31,67 @@ class Batch(NamedTuple):
 def split(batch: Any, model: nn.Module) -> Batch:
     """A batch, taken apart; targets in a dict go to the model too if it takes such an argument."""
     if isinstance(batch, Mapping):
-        name = next((name for name in _TARGETS if name in batch), "")
-        passed = {key: value for key, value in batch.items() if key != name or _takes(model, name)}
-        return Batch((), passed, batch[name] if name else None, _samples(batch))
-    if not isinstance(batch, (tuple, list)):
-        batch = (batch,)
-    *args, targets = batch if len(batch) > 1 else (*batch, None)
-    samples = _samples(args[0] if targets is None else targets)
-    if len(args) == 1 and isinstance(args[0], Mapping):
-        return Batch((), dict(args[0]), targets, samples)
-    return Batch(args[0] if isinstance(args[0], tuple) else tuple(args), {}, targets, samples)
+        return _split_mapping(batch, model)
+    inputs = [batch]
+    if isinstance(batch, (tuple, list)):
+        inputs = list(batch)
+    targets = None
+    if len(inputs) > 1:
+        targets = inputs.pop()
+    first = inputs[0]
+    samples = _count_samples(first if targets is None else targets)
+    if len(inputs) == 1 and isinstance(first, Mapping):
+        return Batch((), dict(first), targets, samples)
+    if isinstance(first, tuple):
+        return Batch(first, {}, targets, samples)
+    return Batch(tuple(inputs), {}, targets, samples)
 
 
-def _samples(part: Any) -> int:
+def _split_mapping(batch: Mapping, model: nn.Module) -> Batch:
+    """A batch of arguments by name, the targets perhaps among them."""
+    kwargs = dict(batch.items())
+    samples = _count_samples(batch)
+    name = next((name for name in _TARGETS if name in batch), None)
+    if name is None:
+        return Batch((), kwargs, None, samples)
+    if not _takes_argument(model, name):
+        del kwargs[name]
+    return Batch((), kwargs, batch[name], samples)
+
+
+def _count_samples(values: Any) -> int:
     """How many samples there are: the first size of the first tensor, or the items of a list."""
-    if isinstance(part, (Mapping, tuple)) and part:
-        return _samples(next(iter(part.values() if isinstance(part, Mapping) else part)))
-    if isinstance(part, list) or (isinstance(part, Tensor) and part.dim()):
-        return len(part)
-    kind = type(part).__name__
+    if isinstance(values, Mapping) and values:
+        return _count_samples(next(iter(values.values())))
+    if isinstance(values, tuple) and values:
+        return _count_samples(values[0])
+    has_samples = isinstance(values, Tensor) and values.dim() > 0
+    if has_samples or isinstance(values, list):
+        return len(values)
+    kind = type(values).__name__
     raise OptionError(f"a batch begins with a {kind}, not with a tensor (N, …) or a list of N")
 
 
-def _takes(model: nn.Module, name: str) -> bool:
+def _takes_argument(model: nn.Module, name: str) -> bool:
     """Whether the model has an argument of this name, or takes any, as DDP does for its model."""
-    wrapped = isinstance(model, nn.parallel.DistributedDataParallel)
-    parameters = inspect.signature((model.module if wrapped else model).forward).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model = model.module
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return takes_any or name in parameters
 
 
-def _parts(outputs: Any) -> list[Any]:
+def _values(outputs: Any) -> list[Any]:
     """What a model returns, one by one."""
-    outputs = list(outputs.values()) if isinstance(outputs, Mapping) else outputs
-    return list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+    if isinstance(outputs, Mapping):
+        return list(outputs.values())
+    if isinstance(outputs, (tuple, list)):
+        return list(outputs)
+    return [outputs]
+
+
+def _tensors(values: list[Any]) -> list[Tensor]:
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def own_loss(outputs: Any) -> Tensor | None:
@@ -71,26 +99,44 @@ def own_loss(outputs: Any) -> Tensor | None:
 
     A dict of nothing but single numbers, as torchvision's detectors return it, is added up.
     """
-    is_dict, parts = isinstance(outputs, Mapping), _parts(outputs)
-    named = outputs.get("loss") if is_dict else getattr(outputs, "loss", None)
+    values = _values(outputs)
+    if isinstance(outputs, Mapping):
+        named = outputs.get("loss")
+        wanted = len(values)
+    else:
+        named = getattr(outputs, "loss", None)
+        wanted = 1
     if named is not None:
         return named
-    numbers = [part for part in parts if isinstance(part, Tensor) and not part.dim()]
-    wanted = len(parts) if is_dict else 1
-    return torch.stack(numbers).sum() if len(numbers) == wanted > 0 else None
+    numbers = [tensor for tensor in _tensors(values) if tensor.dim() == 0]
+    if not numbers or len(numbers) != wanted:
+        return None
+    return torch.stack(numbers).sum()
 
 
 def _logits(outputs: Any, targets: Any) -> tuple[Tensor | None, int | None]:
     """The first tensor of the outputs with a size, and the dimension of its classes, if any."""
-    logits = next((x for x in _parts(outputs) if isinstance(x, Tensor) and x.dim()), None)
+    tensors = _tensors(_values(outputs))
+    logits = next((tensor for tensor in tensors if tensor.dim() > 0), None)
     if logits is None or not isinstance(targets, Tensor) or targets.is_floating_point():
         return logits, None
-    sizes = logits.shape
-    dims = [d for d in (1, logits.dim() - 1) if sizes[:d] + sizes[d + 1 :] == targets.shape]
+    dims = _class_dimensions(logits.shape, targets.shape)
     if logits.dim() == 3 and len(dims) > 1:
-        shapes = f"logits {tuple(sizes)} for targets {tuple(targets.shape)}"
+        shapes = f"logits {tuple(logits.shape)} for targets {tuple(targets.shape)}"
         raise OptionError(f"{shapes}: the classes may be either dimension; give loss_fn and metric")
-    return logits, dims[0] if dims else None
+    if not dims:
+        return logits, None
+    return logits, dims[0]
+
+
+def _class_dimensions(logits: torch.Size, targets: torch.Size) -> list[int]:
+    """Which of the second and the last dimension leaves the targets' shape if it is taken out."""
+    dims = []
+    for dim in (1, len(logits) - 1):
+        others = logits[:dim] + logits[dim + 1 :]
+        if others == targets:
+            dims.append(dim)
+    return dims
 
 
 def cross_entropy(outputs: Any, targets: Any) -> Tensor:
@@ -99,7 +145,8 @@ def cross_entropy(outputs: Any, targets: Any) -> Tensor:
     if logits is None or not isinstance(targets, Tensor):
         raise OptionError("no loss is returned, and it takes logits and targets: give loss_fn")
     if dim is not None and dim > 1:
-        logits, targets = logits.flatten(0, -2), targets.flatten()
+        logits = logits.flatten(0, -2)
+        targets = targets.flatten()
     # Under autocast, logits arrive in fp16 or bf16, in which some backends would go on.
     return F.cross_entropy(logits.float(), targets)
 
@@ -112,8 +159,9 @@ def accuracy(outputs: Any, targets: Any) -> Tensor:
     logits, dim = _logits(outputs, targets)
     if logits is None or dim is None:
         return torch.tensor(math.nan)
-    right = logits.argmax(dim) == targets
-    if right.dim() == 1:
-        return right
+    is_right = logits.argmax(dim) == targets
+    if is_right.dim() == 1:
+        return is_right
     counted = (targets != -100).flatten(1).sum(1)
-    return right.flatten(1).sum(1) / counted.clamp_min(1)
+    right = is_right.flatten(1).sum(1)
+    return right / counted.clamp_min(1)

@@ -34,11 +34,11 @@ def build_model(
             raise RunError(f"{name}: there is no pretrained one, and no head to train alone")
         return Gpt(SIZES[name], classes)
     if name not in model_names():
-        near = difflib.get_close_matches(name, [*model_names(), *SIZES])
-        hint = f"; near: {', '.join(near)}" if near else ""
-        raise RunError(f"no classifier of torchvision {torchvision.__version__}: {name!r}{hint}")
+        raise RunError(_unknown_name(name))
     model = _build(name, classes)
-    head = _head(name, model, classes) if pretrained or freeze else set()
+    if not pretrained and not freeze:
+        return model
+    head = _head(name, model, classes)
     if pretrained:
         state = _fetch_weights(name)
         backbone = {key: state[key] for key in model.state_dict() if key not in head}
@@ -49,9 +49,18 @@ def build_model(
     return model
 
 
+def _unknown_name(name: str) -> str:
+    problem = f"no classifier of torchvision {torchvision.__version__}: {name!r}"
+    near = difflib.get_close_matches(name, [*model_names(), *SIZES])
+    if not near:
+        return problem
+    return f"{problem}; near: {', '.join(near)}"
+
+
 def _build(name: str, classes: int) -> nn.Module:
-    has_second_head = name in ("googlenet", "inception_v3")  # with which they return a tuple
-    options = {"aux_logits": False, "init_weights": True} if has_second_head else {}
+    options = {}
+    if name in ("googlenet", "inception_v3"):  # with a second head they return a tuple
+        options = {"aux_logits": False, "init_weights": True}
     return torchvision.models.get_model(name, weights=None, num_classes=classes, **options)
 
 
@@ -70,8 +79,8 @@ def _head(name: str, model: nn.Module, classes: int) -> set[str]:
 def _fetch_weights(name: str) -> dict[str, torch.Tensor]:
     weights = torchvision.models.get_model_weights(name)["DEFAULT"]
     try:
-        said = io.StringIO()  # by torch.hub, on one or the other
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        printed = io.StringIO()  # by torch.hub, on one or the other
+        with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(printed):
             return weights.get_state_dict(progress=False, check_hash=True)
     except (OSError, RuntimeError) as error:  # no network; the hash does not fit
         folder = torch.hub.get_dir()

@@ -5,8 +5,6 @@ import os
 import random
 import signal
 import sys
-import threading
-import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,16 +19,7 @@ from torch import nn
 from amp_lab.backends import backend
 from amp_lab.checkpoint import run_state
 from amp_lab.cpu import onednn_has_fp16
-from amp_lab.data import (
-    COME_WITH_LIBRARIES,
-    TEXTS,
-    USERS_OWN,
-    ImageData,
-    ImageSet,
-    batches,
-    load_dataset,
-    load_text,
-)
+from amp_lab.data import COME_WITH_LIBRARIES, ImageSet, batches
 from amp_lab.data.tokens import BPE
 from amp_lab.device import describe_device, pick_device
 from amp_lab.distributed.process_group import join
@@ -39,9 +28,10 @@ from amp_lab.errors import AmpLabWarning, RunError
 from amp_lab.precision import Precision
 from amp_lab.report import plural
 from amp_lab.training import run_folder
-from amp_lab.training.gpt import SIZES
 from amp_lab.training.loop import Batches, EpochMetrics, Progress, fit
 from amp_lab.training.models import build_model, require_images_that_fit
+from amp_lab.training.run_data import load_data, locate_data, require_match
+from amp_lab.training.stop_signals import StopSignals
 from amp_lab.training.train_options import RunConfig, RunOptions
 
 
@@ -69,14 +59,19 @@ def train(
     """
     given = RunOptions(os.fspath(out), **options)
     settings = config if isinstance(config, dict) else asdict(config)
-    how = {"reduce_dtype": given.reduce_dtype, "timeout_s": given.timeout}
-    with join(given.parallel, pick_device(given.device), **how) as ranks, ExitStack() as held:
+    group = join(
+        given.parallel,
+        pick_device(given.device),
+        reduce_dtype=given.reduce_dtype,
+        timeout_s=given.timeout,
+    )
+    with group as ranks, ExitStack() as held:
         return Run(settings, given, ranks, held, say).train()
 
 
-TEXT_SETTINGS = ("context", "tokenizer", "vocabulary")
-_USUAL_PLACE = "data"  # of data sets that are downloaded
-_OF_ALL_EPOCHS = ("total_steps", "_schedule_phases")  # what a `OneCycleLR` keeps of its length
+_SAME_ON_ALL_RANKS = ("parallel", "reduce_dtype", "resume", "checkpoint_every")
+_SCHEDULE_LENGTH = ("total_steps", "_schedule_phases")  # what a `OneCycleLR` keeps of it
+_EXP_ARGUMENT_LIMIT = 700  # e^700 is a float
 
 
 class Run:
@@ -94,15 +89,14 @@ class Run:
         held: ExitStack,
         say: Callable[[str], None] = lambda line: None,
     ):
-        self.options, self.ranks = options, ranks
-        self._say = say if ranks.rank == 0 else lambda line: None
-        self.out, self.progress = Path(options.out), Progress()
+        self.options = options
+        self.ranks = ranks
+        self.out = Path(options.out)
+        self.progress = Progress()
+        self._print = say
         self._steps = 0  # of the optimizer, in this process
         self._stopped_by = 0  # the number of a signal
-        alike = ("parallel", "reduce_dtype", "resume", "checkpoint_every")
-        command = settings | {name: getattr(options, name) for name in alike}
-        machine = {"device": ranks.device.type, "torch": torch.__version__}
-        commands = ranks.gather(command | machine)
+        commands = ranks.gather(self._command(settings))
         # `_saved` is the run in the folder, which goes on; None for a new one.
         self.config, self._saved = ranks.first(lambda: self._plan(settings, commands, held))
         ranks.each(self._build)
@@ -110,23 +104,34 @@ class Run:
         fingerprints = ranks.gather({"images": self.images.fingerprint})
         state = ranks.first(lambda: self._start(fingerprints))
         if state is not None:
-            given = self.out, state, ranks, self.parts, self._progress
-            scheduler = self.parts["scheduler"]
-            of_all_epochs = {name: vars(scheduler)[name] for name in _OF_ALL_EPOCHS}
-            self.progress = ranks.each(lambda: run_state.restore_run(*given))
-            vars(scheduler).update(of_all_epochs)  # of which there were fewer, maybe
+            self._restore(state)
+
+    def _say(self, line: str) -> None:
+        if self.ranks.rank == 0:
+            self._print(line)
+
+    def _command(self, settings: dict) -> dict:
+        """What this rank was started with, and on; it has to be the same on all ranks."""
+        command = dict(settings)
+        for name in _SAME_ON_ALL_RANKS:
+            command[name] = getattr(self.options, name)
+        command["device"] = self.ranks.device.type
+        command["torch"] = torch.__version__
+        return command
 
     def _plan(
         self, settings: dict, commands: list[dict], held: ExitStack
     ) -> tuple[RunConfig, run_folder.SavedRun | None]:
         """Check all that can be checked before anything is loaded, and take the folder."""
         require_same(commands)
-        if self.options.resume and not settings and not (self.out / run_folder.CONFIG).exists():
+        config_file = self.out / run_folder.CONFIG
+        if self.options.resume and not settings and not config_file.exists():
             raise RunError(f"{self.out}: no run to resume; to start one, give settings as well")
         tokenizer = settings.get("tokenizer")
         if tokenizer not in (None, BPE):  # a file, which is found from another folder too
             settings = settings | {"tokenizer": os.path.abspath(str(tokenizer))}
-        config, size = RunConfig(**settings), len(commands)
+        config = RunConfig(**settings)
+        size = len(commands)
         held.enter_context(run_folder.lock(self.out))
         saved = run_folder.read_saved(self.out, settings, self.options.resume)
         if saved is not None:
@@ -139,57 +144,45 @@ class Run:
     def _build(self) -> None:
         """Load the images and make the model, each rank for itself."""
         config = self.config
-        _require_a_match(config)
-        self._data = self._place_of_data()
+        require_match(config)
+        self._data = locate_data(config, self.options.data, self._saved, self.out)
         self.images = load_data(config, self._data)
         self._check_images()
         random.seed(config.seed)
         np.random.seed(config.seed % 2**32)
         torch.manual_seed(config.seed)
-        classes, pretrained = len(self.images.classes), config.pretrained
-        self.model = build_model(config.model, classes, pretrained=pretrained, freeze=config.freeze)
+        self.model = build_model(
+            config.model,
+            len(self.images.classes),
+            pretrained=config.pretrained,
+            freeze=config.freeze,
+        )
         if not self.images.is_text:
             count = min(2, config.batch_size // self.ranks.size)  # more make no difference
             require_images_that_fit(self.model, count, self.images.image_size)
         if config.precision == Precision.FP16 and backend(self.ranks.device).is_host:
             _warn_of_slow_fp16(self.ranks.device)
 
-    def _place_of_data(self) -> str:
-        """Where the data are; raises `RunError` if that is not known, or said without need."""
-        dataset, given, saved = self.config.dataset, self.options.data, self._saved
-        if dataset in COME_WITH_LIBRARIES and given is not None:
-            raise RunError(
-                f"--data {given}: {dataset} comes with a library and takes none; your own images "
-                "are --dataset folder, and your own text is --dataset text"
-            )
-        if given is not None:
-            return given
-        if saved is not None and saved.data is not None:
-            if not os.path.exists(saved.data):
-                moved = f"its data were at {saved.data}, and are not there now"
-                raise RunError(f"{self.out}: {moved}; give --data with where they are")
-            return saved.data
-        # A run that an older version began may have found them in the folder that is the default.
-        if saved is None or not os.path.exists(_USUAL_PLACE):
-            _require_no_place_of_yours(dataset)
-        return _USUAL_PLACE
-
     def _check_images(self) -> None:
-        images, size = self.images, self.config.batch_size
+        images = self.images
         if self._saved is not None and self._saved.images != images.fingerprint:
-            what = "text, or other tokens than" if images.is_text else "images"
+            kind = "text, or other tokens than" if images.is_text else "images"
             raise RunError(
-                f"{self._data}: not the {what} that the run in {self.out} was started with"
+                f"{self._data}: not the {kind} that the run in {self.out} was started with"
             )
+        size = self.config.batch_size
         if size > len(images.train):
             raise RunError(f"batch size {size} is larger than the {len(images.train)} images")
         if self.ranks.size > len(images.test):
-            tests = f"{len(images.test)} test images"
-            raise RunError(f"{tests} are too few for {self.ranks.size} processes")
+            raise RunError(
+                f"{len(images.test)} test images are too few for {self.ranks.size} processes"
+            )
 
     def _wrap(self) -> None:
         """Put the model on the device, for all ranks to train, and make its optimizer."""
-        config, ranks, precision = self.config, self.ranks, Precision(self.config.precision)
+        config = self.config
+        ranks = self.ranks
+        precision = Precision(config.precision)
         if ranks.rank > 0:  # the same weights everywhere, but dropout of one's own: far apart
             torch.manual_seed((config.seed + ranks.rank * 0x9E3779B97F4A7C15) % 2**63)
         if config.channels_last:
@@ -198,55 +191,86 @@ class Run:
         if config.compile:
             self.trained.compile()
         optimizer = make_optimizer(self.model, config)
-        steps = math.ceil(len(self.images.train) // config.batch_size / config.accumulate)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.lr, steps * config.epochs)
-        self.parts: dict[str, Any] = {"model": self.model, "optimizer": optimizer}
-        self.parts |= {"scheduler": scheduler, "scaler": precision.grad_scaler(ranks.device.type)}
+        steps = config.epochs * self._steps_for(self._batches_per_epoch)
+        self.parts: dict[str, Any] = {
+            "model": self.model,
+            "optimizer": optimizer,
+            "scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, config.lr, steps),
+            "scaler": precision.grad_scaler(ranks.device.type),
+        }
+
+    @property
+    def _batches_per_epoch(self) -> int:
+        return len(self.images.train) // self.config.batch_size
+
+    def _steps_for(self, batches: int) -> int:
+        """Steps of the optimizer for the first so many batches of an epoch."""
+        return math.ceil(batches / self.config.accumulate)
 
     def _start(self, fingerprints: list[dict]) -> dict | None:
         """Write the settings of a new run, or return the state of the one that goes on."""
         require_same(fingerprints)
         environment = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {self.ranks}"
         self._write_config(environment)
-        if self._saved is not None and self._saved.environment != environment:
-            self._say(f"Started with {self._saved.environment}; goes on with {environment}:")
+        saved = self._saved
+        if saved is not None and saved.environment != environment:
+            self._say(f"Started with {saved.environment}; goes on with {environment}:")
             self._say("the result may differ.")
-        if self._saved is not None and self._saved.config != self.config:
+        if saved is not None and saved.config != self.config:
             self._say(f"More epochs, {self.config.epochs} now: the learning rates are theirs.")
         state = run_state.load_run(self.out, asdict(self.config))
-        if state is None and (self.options.resume or self._saved is not None):
+        has_begun = self.options.resume or saved is not None
+        if state is None and has_begun:
             self._say(f"Nothing was saved in {self.out} yet: starting from the beginning.")
         return state
 
-    def _progress(self, saved: dict) -> Progress:
+    def _restore(self, state: dict) -> None:
+        """Go on from the state that was saved, on every rank."""
+
+        def restore() -> Progress:
+            return run_state.restore_run(
+                self.out, state, self.ranks, self.parts, self._restored_progress
+            )
+
+        scheduler = vars(self.parts["scheduler"])
+        length = {name: scheduler[name] for name in _SCHEDULE_LENGTH}
+        self.progress = self.ranks.each(restore)
+        scheduler.update(length)  # it was saved with that of fewer epochs, maybe
+
+    def _restored_progress(self, saved: dict) -> Progress:
         """The progress that was saved. Raises `TypeError` or `ValueError` if it cannot be."""
-        progress, config = Progress.from_state_dict(saved), self.config
-        batches = len(self.images.train) // config.batch_size  # of an epoch
-        done = f"{len(progress.epochs)} epochs and {progress.batch} batches"
-        if len(progress.epochs) > config.epochs or progress.batch > batches:
+        progress = Progress.from_state_dict(saved)
+        config = self.config
+        batches = self._batches_per_epoch
+        epochs = len(progress.epochs)
+        done = f"{epochs} epochs and {progress.batch} batches"
+        if epochs > config.epochs or progress.batch > batches:
             raise ValueError(f"{done}, of {config.epochs} epochs of {batches} batches")
         if (progress.samples > 0) != (progress.batch > 0):
             raise ValueError(f"{progress.samples} samples in {progress.batch} batches")
-        steps = len(progress.epochs) * math.ceil(batches / config.accumulate)
-        steps += math.ceil(progress.batch / config.accumulate)
+        steps = epochs * self._steps_for(batches) + self._steps_for(progress.batch)
         if steps != self.parts["scheduler"].last_epoch:
             raise ValueError(f"{done}, and another number of steps")
         return progress
 
     def _write_config(self, environment: str) -> None:
         """Write the settings of a new run, or what is another now of one that goes on."""
-        comes_along = self.config.dataset in COME_WITH_LIBRARIES
-        data = None if comes_along else os.path.abspath(self._data)
-        now = run_folder.SavedRun(self.config, self.images.fingerprint, environment, data)
-        if self._saved is not None:
-            now = replace(self._saved, config=self.config, data=data)
-        if now != self._saved:
-            run_folder.write_config(self.out, now)
+        data = None
+        if self.config.dataset not in COME_WITH_LIBRARIES:
+            data = os.path.abspath(self._data)
+        if self._saved is None:
+            run = run_folder.SavedRun(self.config, self.images.fingerprint, environment, data)
+        else:
+            run = replace(self._saved, config=self.config, data=data)
+        if run != self._saved:
+            run_folder.write_config(self.out, run)
 
     def save(self) -> None:
         """Save the state; all ranks must call it."""
-        description: dict[str, Any] = {"config": asdict(self.config)}
-        description["classes"] = len(self.images.classes)
+        description = {
+            "config": asdict(self.config),
+            "classes": len(self.images.classes),
+        }
         if self.images.tokens is not None:
             description |= self.images.tokens.saved
         progress = self.progress.state_dict()
@@ -254,90 +278,122 @@ class Run:
 
     def train(self) -> signal.Signals | None:
         """Train to the end, or until a signal, which is returned."""
-        config, progress, ranks = self.config, self.progress, self.ranks
         self._describe()
-        # A kill may have come between the last row and its checkpoint.
-        ranks.first(lambda: run_folder.write_metrics(self.out, progress.epochs))
-        with _StopSignals() as stop, warnings.catch_warnings():
+        self._write_metrics()  # a kill may have come between the last row and its checkpoint
+        with StopSignals() as stop, warnings.catch_warnings():
             # None of torchvision's models writes into what a block of it returns.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-            fit(
-                train_batches=lambda epoch, batch: self._batches(
-                    self.images.train, epoch=epoch, seed=config.seed, start=batch, drop_last=True
-                ),
-                epochs=config.epochs,
-                test_batches=lambda: self._batches(self.images.test),
-                precision=config.precision,
-                device=ranks.device,
-                accumulate=config.accumulate,
-                clip_norm=config.clip_norm,
-                channels_last=config.channels_last,
-                ranks=ranks,
-                progress=progress,
-                after_step=lambda _: self._after_step(stop.signal),
-                after_epoch=self._after_epoch,
-                **self.parts | {"model": self.trained},
-            )
-        if len(progress.epochs) < config.epochs:
-            self._say(f"Stopped in {self._place()}; saved: --resume goes on from there.")
+            self._fit(stop)
+        if len(self.progress.epochs) < self.config.epochs:
+            self._say(f"Stopped in {self._position()}; saved: --resume goes on from there.")
             return signal.Signals(self._stopped_by)
-        peak = max(ranks.gather(_peak_memory(ranks.device)))
-        ranks.first(lambda: self._summarise(peak))
+        peak = max(self.ranks.gather(_peak_memory(self.ranks.device)))
+        self.ranks.first(lambda: self._summarise(peak))
         return None
+
+    def _fit(self, stop: StopSignals) -> None:
+        """Train to the end, or until a signal has come to any rank."""
+        config = self.config
+
+        def train_batches(epoch: int, batch: int) -> Batches:
+            return self._batches(
+                self.images.train, epoch=epoch, seed=config.seed, start=batch, drop_last=True
+            )
+
+        def test_batches() -> Batches:
+            return self._batches(self.images.test)
+
+        def after_step(_: Progress) -> bool:
+            return self._after_step(stop.signal)
+
+        fit(
+            self.trained,
+            train_batches,
+            epochs=config.epochs,
+            test_batches=test_batches,
+            precision=config.precision,
+            device=self.ranks.device,
+            optimizer=self.parts["optimizer"],
+            scheduler=self.parts["scheduler"],
+            scaler=self.parts["scaler"],
+            accumulate=config.accumulate,
+            clip_norm=config.clip_norm,
+            channels_last=config.channels_last,
+            ranks=self.ranks,
+            progress=self.progress,
+            after_step=after_step,
+            after_epoch=self._after_epoch,
+        )
+
+    def _write_metrics(self) -> None:
+        self.ranks.first(lambda: run_folder.write_metrics(self.out, self.progress.epochs))
 
     def _after_step(self, signal_here: int) -> bool:
         self._steps += 1
         # A signal to one rank stops all, at the same step.
         self._stopped_by = self.ranks.largest_before(signal_here)
         every = self.options.checkpoint_every
-        if self._stopped_by or (every and self._steps % every == 0):
+        is_due = every is not None and self._steps % every == 0
+        if self._stopped_by or is_due:
             self.save()
         return bool(self._stopped_by)
 
     def _after_epoch(self, metrics: EpochMetrics) -> None:
-        # Before the checkpoint that counts the epoch as done.
-        self.ranks.first(lambda: run_folder.write_metrics(self.out, self.progress.epochs))
+        self._write_metrics()  # before the checkpoint that counts the epoch as done
         self.save()
         self._say(
             f"epoch {metrics.epoch:3d}  loss {metrics.train_loss:.4f}  "
             f"accuracy {metrics.train_accuracy:.2%}  test loss {metrics.test_loss:.4f}  "
             f"test accuracy {metrics.test_accuracy:.2%}  {self._rate(metrics.images_per_s)}"
         )
-        lost = [epoch for epoch in self.progress.epochs if not math.isfinite(epoch.train_loss)]
-        if len(lost) == 1:
+        is_nonfinite = [not math.isfinite(epoch.train_loss) for epoch in self.progress.epochs]
+        if sum(is_nonfinite) == 1:  # so that it is said once
             self._say("The loss is not finite: try a lower --lr, or find the op (find_nonfinite).")
 
     def _rate(self, per_second: float) -> str:
         """Images a second, or the tokens of passages; with the perplexity of the last test."""
         if not self.images.is_text:
             return f"{per_second:.0f} images/s"
-        perplexity = math.exp(min(self.progress.epochs[-1].test_loss, 700))  # e^700 is a float
+        test_loss = self.progress.epochs[-1].test_loss
+        perplexity = math.exp(min(test_loss, _EXP_ARGUMENT_LIMIT))
         tokens = per_second * self.images.image_size
         return f"perplexity {perplexity:.4g}  {tokens:.0f} tokens/s"
 
     def _batches(self, images: ImageSet, **order: Any) -> Batches:
-        workers, ranks = self.options.workers, self.ranks
-        if workers is None:  # none for images that wait in memory, else one per core up to 8
-            workers = min(8, os.cpu_count() or 1) if images.reads_files else 0
-        order |= {"share": (ranks.rank, ranks.size), "workers": workers, "device": ranks.device}
-        return batches(images, self.config.batch_size, **order)
+        ranks = self.ranks
+        return batches(
+            images,
+            self.config.batch_size,
+            share=(ranks.rank, ranks.size),
+            workers=self._workers_for(images),
+            device=ranks.device,
+            **order,
+        )
+
+    def _workers_for(self, images: ImageSet) -> int:
+        if self.options.workers is not None:
+            return self.options.workers
+        if not images.reads_files:  # they wait in memory
+            return 0
+        return min(8, os.cpu_count() or 1)
 
     def _describe(self) -> None:
-        config, images, progress = self.config, self.images, self.progress
+        config = self.config
+        images = self.images
         self._say(images.described)
         if images.name == "stdlib":
             self._say("The text is Python's standard library, under the PSF licence.")
         if images.skipped:
             self._say(f"left out as damaged: {len(images.skipped)} ({', '.join(images.skipped)})")
-        every = sum(p.numel() for p in self.model.parameters())
-        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        where = f"{self.ranks.device}, {self.ranks}" if self.ranks.kind else self.ranks.device
-        size = f"{every:,} parameters, {trained:,} trained"
+        size = _count_parameters(self.model)
+        where = str(self.ranks.device)
+        if self.ranks.kind is not None:
+            where += f", {self.ranks}"
         self._say(f"{config.model}: {size}; {config.precision} on {where}")
-        if progress.epochs or progress.batch:
-            self._say(f"Resuming in {self._place()}.")
+        if self.progress.epochs or self.progress.batch:
+            self._say(f"Resuming in {self._position()}.")
 
-    def _place(self) -> str:
+    def _position(self) -> str:
         return f"epoch {len(self.progress.epochs) + 1} after {self.progress.batch} batches"
 
     def _summarise(self, peak_bytes: int) -> None:
@@ -345,11 +401,11 @@ class Run:
         run_folder.draw_curves(self.out, epochs)
         seconds = sum(epoch.seconds for epoch in epochs)  # before and after a stop
         rate = sum(epoch.images_per_s * epoch.seconds for epoch in epochs) / seconds
-        of_one = " of a process" if self.ranks.size > 1 else ""
-        self._say(
-            f"Trained {plural(len(epochs), 'epoch')} in {seconds:.1f} s, {self._rate(rate)}, "
-            f"peak memory {peak_bytes / 2**20:.0f} MiB{of_one}"
-        )
+        memory = f"peak memory {peak_bytes / 2**20:.0f} MiB"
+        if self.ranks.size > 1:
+            memory += " of a process"
+        trained = f"Trained {plural(len(epochs), 'epoch')} in {seconds:.1f} s"
+        self._say(f"{trained}, {self._rate(rate)}, {memory}")
 
 
 def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
@@ -358,79 +414,26 @@ def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(trained, lr=config.lr, fused=True)  # which waits for no scaler's flag
 
 
-def _require_a_match(config: RunConfig) -> None:
-    """Raise `RunError` for images with a language model, a text with a classifier, and the like."""
-    is_text, is_gpt = config.dataset in TEXTS, config.model in SIZES
-    if is_text != is_gpt:
-        fits = ", ".join(SIZES) if is_text else "a classifier of torchvision"
-        what = "a text" if is_text else "images"
-        raise RunError(f"{config.dataset} is {what}, and the model {config.model}: give {fits}")
-    of_images, of_text = ("channels_last", "image_size", "skip_damaged"), TEXT_SETTINGS
-    for name in of_images if is_text else of_text:
-        if getattr(config, name):
-            other = "images" if is_text else "text"
-            raise RunError(f"{name.replace('_', ' ')} is for {other}, not for {config.dataset}")
-
-
-def _require_no_place_of_yours(dataset: str) -> None:
-    """Raise `RunError` for a data set that is nowhere unless `--data` says where."""
-    if dataset in USERS_OWN:
-        what = "text" if dataset in TEXTS else "folder of images"
-        raise RunError(f"--dataset {dataset}: give your {what} with --data")
-
-
-def load_data(
-    config: RunConfig, folder: str | os.PathLike, *, augment: bool = True, download: bool = True
-) -> ImageData:
-    """The images or the text of a run; raises `DataError` as `load_dataset` and `load_text` do."""
-    place, seed, limit = Path(folder), config.seed, config.limit
-    if config.dataset in TEXTS:
-        given = {name: getattr(config, name) for name in TEXT_SETTINGS}
-        seeds = seed if augment else None
-        return load_text(config.dataset, place, limit=limit, seed=seeds, **given)
-    size = {"image_size": config.image_size, "limit": limit}
-    how = {"skip_damaged": config.skip_damaged, "augment": augment, "download": download}
-    return load_dataset(config.dataset, place, seed=seed, **size, **how)
+def _count_parameters(model: nn.Module) -> str:
+    total = 0
+    trained = 0
+    for parameter in model.parameters():
+        total += parameter.numel()
+        if parameter.requires_grad:
+            trained += parameter.numel()
+    return f"{total:,} parameters, {trained:,} trained"
 
 
 def _warn_of_slow_fp16(device: torch.device) -> None:
     report = describe_device(device)
     speedup = report.speedup(Precision.FP16)
     if report.trusted and speedup < 0.5:
-        slow = f"a matrix product takes {1 / speedup:.0f} times as long as in fp32 on this CPU"
+        reason = f"a matrix product takes {1 / speedup:.0f} times as long as in fp32 on this CPU"
     elif not report.trusted and not onednn_has_fp16():
-        slow = "this CPU has no instructions for it, so that it is slow"
+        reason = "this CPU has no instructions for it, so that it is slow"
     else:
         return
-    warnings.warn(f"fp16: {slow}; bf16 needs no more memory", AmpLabWarning, stacklevel=4)
-
-
-class _StopSignals:
-    """Notes the first SIGINT or SIGTERM within the block; the next ends the program as ever."""
-
-    def __init__(self):
-        self.signal = 0  # the number of the one that came
-        self._noted_s = 0.0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "_StopSignals":
-        if threading.current_thread() is threading.main_thread():  # others cannot be asked to
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *error) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: object) -> None:
-        if not self.signal:
-            self.signal, self._noted_s = number, time.monotonic()
-        # Within a second it is the same one: a batch system sends it to torchrun and to all
-        # processes, and torchrun passes it on.
-        elif time.monotonic() - self._noted_s > 1:
-            signal.signal(number, self._before[number])
-            signal.raise_signal(number)
+    warnings.warn(f"fp16: {reason}; bf16 needs no more memory", AmpLabWarning, stacklevel=4)
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -18,7 +18,8 @@ from amp_lab.files import read_json, require_types, save
 from amp_lab.training.loop import EpochMetrics
 from amp_lab.training.train_options import RunConfig
 
-CONFIG, METRICS = "config.json", "metrics.csv"
+CONFIG = "config.json"
+METRICS = "metrics.csv"
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ def read_saved(out: Path, settings: dict, resume: bool) -> SavedRun | None:
         return None
     saved, started_by = _read_config(path)
     # A torchrun that has lost a process starts the same command again.
-    if not resume and (_starter() is None or started_by != _starter()):
+    starter = _starter()
+    is_restarted = starter is not None and started_by == starter
+    if not resume and not is_restarted:
         raise RunError(f"{out}: holds a run already; --resume goes on with it, or choose another")
     _require_same_settings(out, settings, saved.config)
     return saved
@@ -69,8 +72,12 @@ def _read_config(path: Path) -> tuple[SavedRun, object]:
     """What config.json holds, and which torchrun has started the run."""
     try:
         content = read_json(path)
-        config = RunConfig(**content["config"])  # what is not there has its default
-        saved = SavedRun(config, content["images"], content["environment"], content.get("data"))
+        saved = SavedRun(
+            config=RunConfig(**content["config"]),  # what is not there has its default
+            images=content["images"],
+            environment=content["environment"],
+            data=content.get("data"),
+        )
         require_types(saved)
         return saved, content.get("started_by")
     except (OSError, ValueError, TypeError, KeyError) as error:  # a RunError is a ValueError
@@ -80,35 +87,44 @@ def _read_config(path: Path) -> tuple[SavedRun, object]:
 def _require_same_settings(out: Path, settings: dict, config: RunConfig) -> None:
     """Raise `RunError` for a setting that the run was not started with."""
     for name, value in settings.items():
+        saved_value = getattr(config, name)
         is_more = name == "epochs" and value > config.epochs  # with which it can go on
-        is_same = value == getattr(config, name) or _is_same_file(name, value, config)
+        is_same = value == saved_value or _is_same_file(name, value, config)
         if not is_same and not is_more:
-            start = f"the run was started with {name.replace('_', ' ')} {getattr(config, name)}"
+            start = f"the run was started with {name.replace('_', ' ')} {saved_value}"
             raise RunError(f"{out}: {start}, and cannot go on with {value}")
 
 
 def _is_same_file(name: str, value: object, config: RunConfig) -> bool:
     """Whether the tokenizer of an older run, whose path may be relative, is the one given."""
-    stored = config.tokenizer
-    return name == "tokenizer" and stored is not None and os.path.abspath(stored) == value
+    if name != "tokenizer" or config.tokenizer is None:
+        return False
+    return os.path.abspath(config.tokenizer) == value
 
 
 def place_of_data(out: Path) -> str | None:
     """Where the data of the run in this folder are, if that is known; `RunError` if damaged."""
     path = out / CONFIG
-    return _read_config(path)[0].data if path.exists() else None
+    if not path.exists():
+        return None
+    saved, _ = _read_config(path)
+    return saved.data
 
 
 def write_config(out: Path, run: SavedRun) -> None:
     """Write the settings of a new run; raises `RunError` if that fails."""
-    content = dataclasses.asdict(run) | {"started_by": _starter()}
-    save(out / CONFIG, [json.dumps(content, indent=2).encode() + b"\n"], RunError)
+    content = dataclasses.asdict(run)
+    content["started_by"] = _starter()
+    text = json.dumps(content, indent=2) + "\n"
+    save(out / CONFIG, [text.encode()], RunError)
 
 
 def _starter() -> str | None:
-    # What tells one torchrun, on the machine of rank 0, from another; None without.
-    run = os.environ.get("TORCHELASTIC_RUN_ID")
-    return run and f"{run} {socket.gethostname()} {os.getppid()}"
+    """What tells one torchrun, on the machine of rank 0, from another; None without."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if not run_id:
+        return run_id
+    return f"{run_id} {socket.gethostname()} {os.getppid()}"
 
 
 def write_metrics(out: Path, epochs: list[EpochMetrics]) -> None:
@@ -124,7 +140,8 @@ def draw_curves(out: Path, epochs: list[EpochMetrics]) -> None:
     """Draw loss.png and accuracy.png."""
     from amp_lab import plots  # matplotlib takes a second to load
 
-    for what in ("loss", "accuracy"):
-        train = [getattr(epoch, f"train_{what}") for epoch in epochs]
-        curves = {"train": train, "test": [getattr(epoch, f"test_{what}") for epoch in epochs]}
-        plots.save(out / f"{what}.png", plots.training_curves, curves, what)
+    for metric in ("loss", "accuracy"):
+        train = [getattr(epoch, f"train_{metric}") for epoch in epochs]
+        test = [getattr(epoch, f"test_{metric}") for epoch in epochs]
+        curves = {"train": train, "test": test}
+        plots.save(out / f"{metric}.png", plots.training_curves, curves, metric)

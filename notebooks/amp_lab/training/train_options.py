@@ -4,7 +4,6 @@ To add a setting, add a field here, and use it in `run`.
 """
 
 import dataclasses
-import functools
 import math
 import os
 from collections.abc import Callable
@@ -29,17 +28,19 @@ def setting(
     return dataclasses.field(default=default, metadata=about)
 
 
-_MOST = 10**9  # of anything that is counted; one beyond it is a typing error, or no number at all
+_MAX_COUNT = 10**9  # one beyond it is a typing error, or no number at all
 
 
 def _at_least(
-    least: int, message: str = "{name} must be at least {least}, not {value}", most: int = _MOST
-):
+    minimum: int,
+    message: str = "{name} must be at least {minimum}, not {value}",
+    maximum: int = _MAX_COUNT,
+) -> _Check:
     def check(name: str, value: int) -> None:
-        if value < least:
-            raise RunError(message.format(name=name, least=least, value=value))
-        if value > most:
-            raise RunError(f"{name} must be at most {most:,}")
+        if value < minimum:
+            raise RunError(message.format(name=name, minimum=minimum, value=value))
+        if value > maximum:
+            raise RunError(f"{name} must be at most {maximum:,}")
 
     return check
 
@@ -59,12 +60,19 @@ def _known(name: str, value: str) -> None:
     from amp_lab.data import DATASETS
     from amp_lab.precision import Precision
 
-    what, names = ("data set", DATASETS) if name == "dataset" else (name, Precision)
-    if value not in list(names):
-        raise RunError(f"no {what} {value!r}; there are {', '.join(names)}")
+    if name == "dataset":
+        _require_one_of(list(DATASETS), "data set", value)
+    else:
+        _require_one_of(list(Precision), name, value)
 
 
-_count, _side = _at_least(1), _at_least(1, most=8192)
+def _require_one_of(names: list[str], kind: str, value: str) -> None:
+    if value not in names:
+        raise RunError(f"no {kind} {value!r}; there are {', '.join(names)}")
+
+
+_count = _at_least(1)
+_side = _at_least(1, maximum=8192)
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,8 @@ class _Checked:
         except TypeError as error:
             raise RunError(str(error)) from None
         for field in dataclasses.fields(self):
-            value, check = getattr(self, field.name), field.metadata["check"]
+            value = getattr(self, field.name)
+            check = field.metadata["check"]
             if check is not None and value is not None:
                 check(field.name.replace("_", " "), value)
 
@@ -122,7 +131,10 @@ class RunConfig(_Checked):
 
 
 TOGETHER = "several processes"
-_many = functools.partial(setting, group=TOGETHER)
+
+
+def _parallel_setting(default: object, help: str, metavar: str) -> Any:
+    return setting(default, help, metavar, group=TOGETHER)
 
 
 @dataclass(frozen=True)
@@ -144,13 +156,17 @@ class RunOptions(_Checked):
         None,
         "save also after so many steps (default: after each epoch)",
         "STEPS",
-        _at_least(1, "checkpoint every {value} steps: must be at least {least}"),
+        _at_least(1, "checkpoint every {value} steps: must be at least {minimum}"),
     )
-    parallel: str | None = _many(None, "ddp: gradients averaged; fsdp: all sharded (FSDP2)", "NAME")
-    reduce_dtype: str = _many(
+    parallel: str | None = _parallel_setting(
+        None, "ddp: gradients averaged; fsdp: all sharded (FSDP2)", "NAME"
+    )
+    reduce_dtype: str = _parallel_setting(
         "fp32", "in which gradients are summed: {} (default), bf16, fp16", "NAME"
     )
-    timeout: float = _many(300, "how long to wait for another process (default: {})", "SECONDS")
+    timeout: float = _parallel_setting(
+        300, "how long to wait for another process (default: {})", "SECONDS"
+    )
 
     def __post_init__(self):
         for name in ("out", "data"):  # from Python they may be paths of `pathlib`
