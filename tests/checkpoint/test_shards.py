@@ -66,7 +66,7 @@ def test_what_was_saved_is_loaded(tmp_path):
 @pytest.mark.parametrize("name", ["os.system", "subprocess.Popen", "torch.load", "torch.os.system"])
 def test_no_name_but_those_of_a_description_is_looked_up(name):
     module, _, thing = name.rpartition(".")
-    for place, what in ((module, thing), *((m, name) for m, _ in shards._OF_A_DESCRIPTION)):
+    for place, what in ((module, thing), *((m, name) for m, _ in shards._DESCRIPTION_GLOBALS)):
         with pytest.raises(pickle.UnpicklingError, match="it asks for"):
             shards._DataUnpickler(io.BytesIO()).find_class(place, what)
 

@@ -12,14 +12,16 @@ def random_states(device: torch.device | str = "cpu") -> dict:
     """The states of Python's, NumPy's, torch's and the device's generator, for a checkpoint."""
     device = torch.device(device)
     algorithm, keys, *others = np.random.get_state()
+    key_list = np.asarray(keys).tolist()  # the restricted unpickler would refuse an array
     states = {
         "python": random.getstate(),
-        # As a list: the restricted unpickler would refuse an array.
-        "numpy": (algorithm, np.asarray(keys).tolist(), *others),
+        "numpy": (algorithm, key_list, *others),
         "torch": torch.get_rng_state(),
     }
-    if not backend(device).is_host:  # whose generator is torch's own
-        states[device.type] = torch.get_device_module(device).get_rng_state(*_index(device))
+    if backend(device).is_host:  # whose generator is torch's own
+        return states
+    module = torch.get_device_module(device)
+    states[device.type] = module.get_rng_state(*_index(device))
     return states
 
 
@@ -30,9 +32,12 @@ def restore_random_states(states: dict, device: torch.device | str = "cpu") -> N
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if device.type in states:
-        torch.get_device_module(device).set_rng_state(states[device.type], *_index(device))
+        module = torch.get_device_module(device)
+        module.set_rng_state(states[device.type], *_index(device))
 
 
 def _index(device: torch.device) -> tuple[torch.device, ...]:
     """The argument that says which of several devices, for those that take one."""
-    return (device,) if backend(device).rng_takes_index else ()
+    if not backend(device).rng_takes_index:
+        return ()
+    return (device,)

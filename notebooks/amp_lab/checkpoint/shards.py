@@ -46,13 +46,19 @@ def save_shards(
             dcp.save(_states(model, optimizer), checkpoint_id=folder)
             sync_folder(folder)
 
+    def names_of_files() -> list[str]:
+        return sorted(path.name for path in folder.iterdir())
+
+    def digests_of_own() -> dict[str, str]:
+        own = names[ranks.rank :: ranks.size]  # each reads some
+        return {name: _digest(folder / name) for name in own}
+
     ranks.first(make)
     ranks.each(look)  # before the ranks meet in `dcp.save`, where one that fails would be missed
     ranks.each(save)
-    names = ranks.first(lambda: sorted(path.name for path in folder.iterdir()))
-    own = names[ranks.rank :: ranks.size]  # each reads some
-    found = ranks.gather(ranks.each(lambda: {name: _digest(folder / name) for name in own}))
-    return {"folder": folder.name, "files": dict(ChainMap(*found))}
+    names = ranks.first(names_of_files)
+    digests = ranks.gather(ranks.each(digests_of_own))
+    return {"folder": folder.name, "files": dict(ChainMap(*digests))}
 
 
 def load_shards(
@@ -66,19 +72,25 @@ def load_shards(
     """
 
     def compare() -> None:
-        for name in sorted(shards["files"])[ranks.rank :: ranks.size]:
-            if not (folder / name).exists():
-                raise CheckpointError(f"{folder / name}: missing")
-            if _digest(folder / name) != shards["files"][name]:
-                raise CheckpointError(f"{folder / name}: altered since it was saved")
+        own = sorted(shards["files"])[ranks.rank :: ranks.size]
+        for name in own:
+            path = folder / name
+            if not path.exists():
+                raise CheckpointError(f"{path}: missing")
+            if _digest(path) != shards["files"][name]:
+                raise CheckpointError(f"{path}: altered since it was saved")
 
     def load() -> None:
         states = _states(model, optimizer)
         with _reported(folder, "does not fit this run"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process: right
             dcp.load(states, storage_reader=_DataReader(folder), planner=_DataPlanner())
-            parts = {"model_state_dict": states["model"], "optim_state_dict": states["optimizer"]}
-            state_dict.set_state_dict(model, optimizer, **parts)
+            state_dict.set_state_dict(
+                model,
+                optimizer,
+                model_state_dict=states["model"],
+                optim_state_dict=states["optimizer"],
+            )
 
     for name in (shards["folder"], *shards["files"]):
         if name in (".", "..") or Path(name).name != name:
@@ -96,20 +108,22 @@ def load_whole(
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     state = {names[number]: value for number, value in optimizer_state["state"].items()}
     (group,) = optimizer_state["param_groups"]  # a run has one
-    by_name = {"state": state, "param_groups": [group | {"params": names}]}
-    parts = {"model_state_dict": model_state, "optim_state_dict": by_name}
-    whole = state_dict.StateDictOptions(full_state_dict=True)
-    state_dict.set_state_dict(model, optimizer, **parts, options=whole)
-
-
-# What torch writes into the description of the shards, besides dtypes.
-_OF_A_DESCRIPTION = {
-    (metadata.__name__, name)
-    for name in (
-        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    group_by_name = group | {"params": names}
+    state_dict.set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=model_state,
+        optim_state_dict={"state": state, "param_groups": [group_by_name]},
+        options=state_dict.StateDictOptions(full_state_dict=True),
     )
-} | {
+
+
+_METADATA_NAMES = (
+    "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+    "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+)  # fmt: skip
+# What torch writes into the description of the shards, besides dtypes.
+_DESCRIPTION_GLOBALS = {(metadata.__name__, name) for name in _METADATA_NAMES} | {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("torch", "Size"),
@@ -118,7 +132,7 @@ _OF_A_DESCRIPTION = {
     ("pathlib._local", "PosixPath"),  # from Python 3.13 on
     ("pathlib", "WindowsPath"),
     ("pathlib._local", "WindowsPath"),
-}  # fmt: skip
+}
 
 
 def _memory_format(kind: type, name: str) -> metadata._MEM_FORMAT_ENCODING:
@@ -133,14 +147,15 @@ class _DataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """What a pickle names, if it is on the list or a dtype."""
-        if (module, name) in _OF_A_DESCRIPTION:
+        if (module, name) in _DESCRIPTION_GLOBALS:
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
             return _memory_format
-        dtype = vars(torch).get(name) if module == "torch" else None
-        if not isinstance(dtype, torch.dtype):
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return dtype
+        if module == "torch":
+            dtype = vars(torch).get(name)
+            if isinstance(dtype, torch.dtype):
+                return dtype
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
 
 class _DataReader(dcp.FileSystemReader):
@@ -149,11 +164,11 @@ class _DataReader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         """The description of the shards."""
         with open(Path(self.path) / ".metadata", "rb") as file:
-            found = _DataUnpickler(file).load()
-        if getattr(found, "storage_meta", None) is None:
-            found.storage_meta = metadata.StorageMeta()
-        found.storage_meta.load_id = self.load_id
-        return found
+            description = _DataUnpickler(file).load()
+        if getattr(description, "storage_meta", None) is None:
+            description.storage_meta = metadata.StorageMeta()
+        description.storage_meta.load_id = self.load_id
+        return description
 
 
 class _DataPlanner(dcp.DefaultLoadPlanner):
@@ -161,15 +176,16 @@ class _DataPlanner(dcp.DefaultLoadPlanner):
 
     def load_bytes(self, read_item: dcp.ReadItem, value: io.BytesIO) -> None:
         """Put what a shard has of one thing that is not a tensor into its place."""
-        content, clean = torch.load(value, weights_only=True), io.BytesIO()
+        content = torch.load(value, weights_only=True)
+        clean = io.BytesIO()
         torch.save(content, clean)  # which the planner of torch may unpickle
         clean.seek(0)
         super().load_bytes(read_item, clean)
 
 
 def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    states = state_dict.get_state_dict(model, optimizer)
-    return dict(zip(("model", "optimizer"), states, strict=True))
+    model_state, optimizer_state = state_dict.get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": optimizer_state}
 
 
 def _digest(path: Path) -> str:
@@ -178,18 +194,18 @@ def _digest(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _reported(path: Path, what: str) -> Iterator[None]:
+def _reported(path: Path, problem: str) -> Iterator[None]:
     """Turn what goes wrong with a file, or inside torch on any rank, into a `CheckpointError`."""
-    where = ""
+    prefix = ""
     try:
         yield
         return
     except CheckpointException as failed:  # is no Exception; holds those of the ranks
         rank, (error, _) = min(failed.failures.items())
-        where = f"rank {rank}: "
+        prefix = f"rank {rank}: "
     except Exception as failed:  # a damaged pickle may raise anything
         error = failed
     if is_lost(error):  # which `join` reports better
         raise error
     reason = getattr(error, "strerror", None) or first_line(error)
-    raise CheckpointError(f"{path}: {what} ({where}{reason})") from error
+    raise CheckpointError(f"{path}: {problem} ({prefix}{reason})") from error
