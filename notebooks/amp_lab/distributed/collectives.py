@@ -1,6 +1,6 @@
 """What this process sends to the others: every collective with its dtype and its bytes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -38,22 +38,34 @@ _FUNCTIONAL = (
     ("all_to_all", 0, "all_to_all_single"),
     ("broadcast", 0, "broadcast"),
 )
-_ROWS = {"c10d": _C10D, "_c10d_functional": _FUNCTIONAL, "_c10d_functional_autograd": _FUNCTIONAL}
+
+
+def _by_name(rows: tuple[tuple[str, int, str], ...]) -> dict[str, tuple[str, int]]:
+    """For the name of each op its kind, and the place of its payload."""
+    ops = {}
+    for kind, place, names in rows:
+        for name in names.split():
+            ops[name] = (kind, place)
+    return ops
+
+
 _OPS = {
-    space: {name: (kind, place) for kind, place, names in rows for name in names.split()}
-    for space, rows in _ROWS.items()
+    "c10d": _by_name(_C10D),
+    "_c10d_functional": _by_name(_FUNCTIONAL),
+    "_c10d_functional_autograd": _by_name(_FUNCTIONAL),
 }
 _NO_PAYLOAD = {"barrier", "monitored_barrier"}
 
-# What a rank has to send of the whole tensor, if n take part: NCCL's bus bandwidth factors.
-_SHARES: dict[str, Callable[[int], float]] = {
-    "all_reduce": lambda n: 2 * (n - 1) / n,  # a reduce_scatter, then an all_gather
-    **dict.fromkeys(["all_gather", "reduce_scatter", "all_to_all"], lambda n: (n - 1) / n),
-    "scatter": lambda n: (n - 1) / n,  # the root keeps its own part
-    **dict.fromkeys(["broadcast", "reduce", "gather"], lambda n: min(1, n - 1)),
-    "send": lambda n: 1,
-    "recv": lambda n: 0,
-}
+
+def _sent_share(kind: str, ranks: int) -> float:
+    """What a rank has to send of the whole tensor: NCCL's bus bandwidth factors."""
+    if kind == "all_reduce":  # a reduce_scatter, then an all_gather
+        return 2 * (ranks - 1) / ranks
+    if kind in ("all_gather", "reduce_scatter", "all_to_all", "scatter"):  # all but its own part
+        return (ranks - 1) / ranks
+    if kind in ("broadcast", "reduce", "gather"):
+        return min(1, ranks - 1)
+    return {"send": 1, "recv": 0}[kind]
 
 
 @dataclass(frozen=True)
@@ -78,7 +90,7 @@ class Collective:
         of workstations", 2009, https://doi.org/10.1016/j.jpdc.2008.09.002). A library may send
         more: gloo sends twice as much, where it makes a `reduce_scatter` from an `all_reduce`.
         """
-        return round(_SHARES[self.kind](self.ranks) * self.payload_bytes)
+        return round(_sent_share(self.kind, self.ranks) * self.payload_bytes)
 
 
 @dataclass(repr=False)
@@ -89,7 +101,11 @@ class Communication(Printed):
 
     def of(self, kind: str | None = None, dtype: torch.dtype | None = None) -> "Communication":
         """Those of a kind, of a dtype, or of both."""
-        calls = [c for c in self.calls if kind in (None, c.kind) and dtype in (None, c.dtype)]
+        calls = list(self.calls)
+        if kind is not None:
+            calls = [call for call in calls if call.kind == kind]
+        if dtype is not None:
+            calls = [call for call in calls if call.dtype == dtype]
         return Communication(calls)
 
     @property
@@ -116,11 +132,16 @@ class Communication(Printed):
         head = ["collective", "dtype", "calls", "elements", "payload bytes", "sent by a rank"]
         caption = f"{plural(len(self.calls), 'collective')} of this process"
         rows = []
-        for name, part in [*self.totals().items(), (("all", None), self)]:
-            numbers = (len(part.calls), part.elements, part.payload_bytes, part.sent_bytes)
-            labels = [name[0], short_name(name[1]) if name[1] else ""]
-            rows.append([*labels, *(f"{number:,}" for number in numbers)])
-        return Table(head, rows[:-1], caption, foot=rows[1:] and rows[-1:], right=range(2, 6))
+        for (kind, dtype), part in self.totals().items():
+            rows.append([kind, short_name(dtype), *part._numbers()])
+        foot = []
+        if rows:
+            foot.append(["all", "", *self._numbers()])
+        return Table(head, rows, caption, foot=foot, right=range(2, 6))
+
+    def _numbers(self) -> list[str]:
+        numbers = (len(self.calls), self.elements, self.payload_bytes, self.sent_bytes)
+        return [f"{number:,}" for number in numbers]
 
 
 _counting: list[Communication] = []  # of the blocks that this process is in
@@ -163,12 +184,14 @@ class _Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it will call collectives on its local tensors
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         # A higher-order op has no packet, and is no collective.
-        space, _, name = str(getattr(func, "_overloadpacket", "")).partition(".")
+        packet = getattr(func, "_overloadpacket", "")
+        space, _, name = str(packet).partition(".")
         if space in _OPS:
             name = name.strip("_").removesuffix("_coalesced").removesuffix("_out")
-            self._note(space, name, [*args, *(kwargs or {}).values()], result)
+            self._note(space, name, [*args, *kwargs.values()], result)
         return result
 
     def _note(self, space: str, name: str, args: list, result: object) -> None:
@@ -179,8 +202,9 @@ class _Counter(TorchDispatchMode):
             raise ParallelError(f"{space}::{name}: it is not known what it sends; count without it")
         kind, place = _OPS[space][name]
         payload = _tensors(result if place == _RESULT else args[place])
-        # FSDP2 and DDP send one dtype at a time.
-        for dtype in {tensor.dtype for tensor in payload or _tensors([args, result])}:
+        # Those that do not send, such as the ranks that a scatter is not from, have no payload.
+        dtypes = {tensor.dtype for tensor in payload or _tensors([args, result])}
+        for dtype in dtypes:  # one, since FSDP2 and DDP send one dtype at a time
             elements = sum(tensor.numel() for tensor in payload if tensor.dtype is dtype)
             self.found.calls.append(Collective(kind, dtype, elements, group.size()))
 

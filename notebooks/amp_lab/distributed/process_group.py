@@ -32,7 +32,8 @@ def join(
     Raises `ParallelError` if there is no torchrun, too few devices, or no connection to the others,
     and from within the block if gloo finds one of them lost; NCCL ends the process then.
     """
-    for problem in _problems(kind, reduce_dtype, timeout_s):
+    problem = next(_problems(kind, reduce_dtype, timeout_s), None)
+    if problem is not None:
         raise ParallelError(problem)
     if kind is None:
         yield Ranks(device=device)
@@ -44,8 +45,8 @@ def join(
         yield Ranks(Parallel(kind), device, reduce_dtype)
         is_agreed = True
     except AmpLabError as error:
-        # Every rank has raised the other one, so none is in a collective any more.
-        is_agreed |= isinstance(error, OtherRankError)
+        if isinstance(error, OtherRankError):  # every rank has: none is in a collective any more
+            is_agreed = True
         error.is_of_one_rank = True
         raise
     except RuntimeError as error:
@@ -64,7 +65,7 @@ def join(
 
 def is_lost(error: BaseException) -> bool:
     """Whether an error says that another process does not answer."""
-    if not (isinstance(error, RuntimeError) and dist.is_available()):
+    if not isinstance(error, RuntimeError) or not dist.is_available():
         return False
     return isinstance(error, dist.DistError) or "gloo" in str(error)  # which has no type of its own
 
@@ -100,9 +101,12 @@ def _own_device(device: torch.device) -> torch.device:
         return device
     if device.type not in dist.Backend.default_device_backend_map:
         raise ParallelError(f"torch.distributed has no backend for {device.type}; use the cpu")
-    if device.index is not None and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1:
+    processes_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if device.index is not None and processes_here > 1:
         raise ParallelError(f"device {device}: each process takes one; give {device.type} alone")
-    index = int(os.environ["LOCAL_RANK"]) if device.index is None else device.index
+    index = device.index
+    if index is None:
+        index = int(os.environ["LOCAL_RANK"])
     count = torch.get_device_module(device.type).device_count()
     if index >= count:
         problem = f"more processes on this machine than its {count} {device.type} devices"
@@ -115,7 +119,8 @@ def _connect(device: torch.device, timeout_s: float) -> None:
     """Make the process group: gloo for the CPU's tensors, and for the device's what it has."""
     backends = "gloo"
     if not backend(device).is_host:  # nccl also stands for rccl
-        backends = f"cpu:gloo,{device.type}:{dist.Backend.default_device_backend_map[device.type]}"
+        device_backend = dist.Backend.default_device_backend_map[device.type]
+        backends = f"cpu:gloo,{device.type}:{device_backend}"
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
@@ -125,8 +130,10 @@ def _connect(device: torch.device, timeout_s: float) -> None:
     except ParallelError:  # which is a RuntimeError, and says more
         raise
     except (RuntimeError, ValueError) as error:  # no such host, nobody there, a wrong number
-        problem = "no connection to the other processes at {MASTER_ADDR}:{MASTER_PORT}"
-        raise ParallelError(f"{problem.format(**os.environ)} ({first_line(error)})") from error
+        host = os.environ["MASTER_ADDR"]
+        port = os.environ["MASTER_PORT"]
+        problem = f"no connection to the other processes at {host}:{port}"
+        raise ParallelError(f"{problem} ({first_line(error)})") from error
 
 
 def _unused_part(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
@@ -137,32 +144,50 @@ def _unused_part(store: dist.Store, rank: int, size: int, timeout_s: float) -> d
     nodes. So rank 0 draws a name, and gives it to each of the others together with what that one
     has drawn, by which it sees that the name is of this time.
     """
+    if rank == 0:
+        name = _offer_name(store, size, timeout_s)
+    else:
+        name = _receive_name(store, rank, timeout_s)
+    return dist.PrefixStore(name, store)
+
+
+def _offer_name(store: dist.Store, size: int, timeout_s: float) -> str:
+    """A new name, once every other rank has it."""
     end = time.monotonic() + timeout_s
-    drawn = uuid.uuid4().hex
-    if rank > 0:
-        store.set(f"amp_lab/{rank}", drawn)
-        name = None
-        while name is None:
-            if store.check([f"amp_lab/to/{rank}"]):
-                whose, offered = store.get(f"amp_lab/to/{rank}").decode().split()
-                name = offered if whose == drawn else None  # another: left from an earlier start
-            _wait_until(end, "rank 0 does not answer", timeout_s)
-        store.set(f"amp_lab/{name}/{rank}", "here")
-        return dist.PrefixStore(name, store)
+    name = uuid.uuid4().hex
     missing = set(range(1, size))
     while missing:
-        for other in sorted(missing):
-            if store.check([f"amp_lab/{other}"]):
+        for rank in sorted(missing):
+            request = f"amp_lab/{rank}"
+            if store.check([request]):
                 # Offered in every turn, since what was read may be an earlier start's as well.
-                whose = store.get(f"amp_lab/{other}").decode()
-                store.set(f"amp_lab/to/{other}", f"{whose} {drawn}")
-            if store.check([f"amp_lab/{drawn}/{other}"]):
-                missing.remove(other)
-        _wait_until(end, f"rank {', '.join(map(str, sorted(missing)))} did not come", timeout_s)
-    return dist.PrefixStore(drawn, store)
+                receiver = store.get(request).decode()
+                store.set(f"amp_lab/to/{rank}", f"{receiver} {name}")
+            if store.check([f"amp_lab/{name}/{rank}"]):
+                missing.remove(rank)
+        ranks = ", ".join(map(str, sorted(missing)))
+        _wait_until(end, f"rank {ranks} did not come", timeout_s)
+    return name
 
 
-def _wait_until(end: float, complaint: str, timeout_s: float) -> None:
+def _receive_name(store: dist.Store, rank: int, timeout_s: float) -> str:
+    """The name that rank 0 offers to this rank."""
+    end = time.monotonic() + timeout_s
+    drawn = uuid.uuid4().hex
+    store.set(f"amp_lab/{rank}", drawn)
+    offer = f"amp_lab/to/{rank}"
+    name = None
+    while name is None:
+        if store.check([offer]):
+            receiver, offered = store.get(offer).decode().split()
+            if receiver == drawn:  # else it is left from an earlier start
+                name = offered
+        _wait_until(end, "rank 0 does not answer", timeout_s)
+    store.set(f"amp_lab/{name}/{rank}", "here")
+    return name
+
+
+def _wait_until(end: float, problem: str, timeout_s: float) -> None:
     if time.monotonic() > end:
-        raise ParallelError(f"{complaint} within {timeout_s:g} s")
+        raise ParallelError(f"{problem} within {timeout_s:g} s")
     time.sleep(0.01)

@@ -40,10 +40,15 @@ class Ranks:
     def __init__(
         self, kind: Parallel | None = None, device: torch.device = _CPU, reduce_dtype: str = "fp32"
     ):
-        self.kind, self.device, self.reduce_dtype = kind, device, reduce_dtype
-        self.rank = dist.get_rank() if kind else 0
-        self.size = dist.get_world_size() if kind else 1
-        self._under_way: tuple[dist.Work, Tensor] | None = None
+        self.kind = kind
+        self.device = device
+        self.reduce_dtype = reduce_dtype
+        self.rank = 0
+        self.size = 1
+        if kind is not None:
+            self.rank = dist.get_rank()
+            self.size = dist.get_world_size()
+        self._pending: tuple[dist.Work, Tensor] | None = None  # of `largest_before`
 
     def __str__(self) -> str:
         if self.kind is None:
@@ -65,17 +70,23 @@ class Ranks:
             value = call()
         except Exception as caught:  # any: the others wait for this rank, whatever went wrong
             error = caught
-        is_reported_here = error is not None and not isinstance(error, OtherRankError)
-        self._raise_first(self.gather(str(error) if is_reported_here else None), error)
+        own_error = None
+        if error is not None and not isinstance(error, OtherRankError):
+            own_error = str(error)
+        self._raise_first(self.gather(own_error), error)
         return value
 
     def first(self, call: Callable[[], _T]) -> _T:
         """What `call` returns on rank 0, given to every rank; its error is raised as in `each`."""
         if self.kind is None:
             return call()
-        box: list[Any] = [self.each(call if self.rank == 0 else lambda: None)]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+
+        def call_on_rank_0() -> _T | None:
+            return call() if self.rank == 0 else None
+
+        objects: list[Any] = [self.each(call_on_rank_0)]
+        dist.broadcast_object_list(objects, src=0)
+        return objects[0]
 
     def gather(self, value: _T) -> list[_T]:
         """The values of all ranks, in their order. They must be picklable."""
@@ -99,12 +110,15 @@ class Ranks:
         """
         if self.kind is None:
             return number
-        before, here = self._under_way, torch.tensor(number)
-        self._under_way = dist.all_reduce(here, dist.ReduceOp.MAX, async_op=True), here
-        if before is None:
+        pending = self._pending
+        largest = torch.tensor(number)
+        work = dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True)
+        self._pending = (work, largest)
+        if pending is None:
             return 0
-        before[0].wait()
-        return int(before[1])
+        work_before, largest_before = pending
+        work_before.wait()
+        return int(largest_before)
 
     def _raise_first(self, errors: list[str | None], own: Exception | None) -> None:
         failed = [rank for rank, error in enumerate(errors) if error is not None]
@@ -133,21 +147,28 @@ class Ranks:
         model.to(self.device)
         if self.kind is None:
             return model
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
-
         options: dict[str, Any] = no_buffer_broadcast()  # all take rank 0's wherever it matters
         options["device_ids"] = None if backend(self.device).is_host else [self.device]
         options["gradient_as_bucket_view"] = True  # or the gradients are kept twice
         wrapped = nn.parallel.DistributedDataParallel(model, **options)
+        hook = self._gradient_hook()
+        if hook is not None:
+            wrapped.register_comm_hook(None, hook)
+        return wrapped
+
+    def _gradient_hook(self) -> Callable | None:
+        """What sums DDP's gradients in place of torch's own way, if anything does."""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
         memory = share_memory(self.device)
         if memory is not None:
             dtype = REDUCE_DTYPES[self.reduce_dtype]
-            wrapped.register_comm_hook(None, lambda group, bucket: memory.average(bucket, dtype))
-        elif self.reduce_dtype != "fp32":
-            compress = getattr(hooks, f"{self.reduce_dtype}_compress_hook")
+            return lambda group, bucket: memory.average(bucket, dtype)
+        if self.reduce_dtype != "fp32":
+            compress = getattr(default_hooks, f"{self.reduce_dtype}_compress_hook")
             # Not itself: where torch was built without CUDA, DDP refuses the one for bf16 by name.
-            wrapped.register_comm_hook(None, lambda group, bucket: compress(group, bucket))
-        return wrapped
+            return lambda group, bucket: compress(group, bucket)
+        return None
 
     @functools.cached_property
     def mesh(self) -> Any:
@@ -165,18 +186,25 @@ class Ranks:
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
         mesh = self.mesh
-        low = precision.dtype if precision in (Precision.FP16, Precision.BF16) else None
+        low = precision.dtype if _is_16_bit(precision) else None
         reduce = REDUCE_DTYPES[self.reduce_dtype]
-        inside = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce)
-        whole = MixedPrecisionPolicy(low, reduce, output_dtype=torch.float32)  # for the loss
-        # Its kernel takes low-precision activations beside fp32 weights, as under autocast.
-        norms = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
-        for block in [*_blocks(model), model]:  # the model last: it takes what no block holds
-            inner: list[nn.Module] = [m for m in block.modules() if isinstance(m, _BatchNorm)]
-            inner = [norm for norm in inner if not isinstance(norm, FSDPModule)]  # a block's
-            if low is not None and inner:
-                fully_shard(inner, mesh=mesh, mp_policy=norms)
-            fully_shard(block, mesh=mesh, mp_policy=whole if block is model else inside)
+        block_policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduce)
+        # The model's outputs go into the loss.
+        model_policy = MixedPrecisionPolicy(low, reduce, output_dtype=torch.float32)
+        # Batch norm's kernel takes 16-bit activations beside fp32 weights, as under autocast.
+        norm_policy = MixedPrecisionPolicy(reduce_dtype=reduce, cast_forward_inputs=False)
+
+        def shard(block: nn.Module, policy: MixedPrecisionPolicy) -> None:
+            norms: list[nn.Module] = [m for m in block.modules() if isinstance(m, _BatchNorm)]
+            # Without those of a block that is sharded already.
+            norms = [norm for norm in norms if not isinstance(norm, FSDPModule)]
+            if low is not None and norms:
+                fully_shard(norms, mesh=mesh, mp_policy=norm_policy)
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+
+        for block in list(_blocks(model)):
+            shard(block, block_policy)
+        shard(model, model_policy)  # last: it takes what no block holds
         memory = share_memory(self.device)
         if memory is not None:
             # Without their type, which asks for torch's own classes, and not for what they do.
@@ -192,15 +220,17 @@ class Ranks:
 
     def autocast(self, precision: Precision, device_type: str) -> torch.autocast:
         """Autocast for a forward pass: it does nothing in fp32 and tf32, and under FSDP2."""
-        is_low = precision in (Precision.FP16, Precision.BF16)
-        enabled = is_low and self.kind is not Parallel.FSDP  # whose policy casts instead
+        is_sharded = self.kind is Parallel.FSDP  # whose policy casts instead
+        enabled = _is_16_bit(precision) and not is_sharded
         return torch.autocast(device_type, dtype=precision.dtype, enabled=enabled)
 
     def no_gradients(self) -> contextlib.AbstractContextManager:
         """The block of an evaluation."""
-        # FSDP2 makes the memory that it gathers weights into once, and trains with it afterwards,
-        # which autograd refuses for tensors that were made in inference mode.
-        return torch.no_grad() if self.kind is Parallel.FSDP else torch.inference_mode()
+        if self.kind is Parallel.FSDP:
+            # It makes the memory that it gathers weights into once, and trains with it afterwards,
+            # which autograd refuses for tensors that were made in inference mode.
+            return torch.no_grad()
+        return torch.inference_mode()
 
     @contextlib.contextmanager
     def gradient_sync(self, model: nn.Module, wanted: bool) -> Iterator[None]:
@@ -208,8 +238,10 @@ class Ranks:
         wrapped: Any = model  # by DDP or FSDP2, whose methods `nn.Module` does not have
         if self.kind is Parallel.FSDP:
             wrapped.set_requires_gradient_sync(wanted)
-        is_kept = self.kind is Parallel.DDP and not wanted
-        with wrapped.no_sync() if is_kept else contextlib.nullcontext():
+        if self.kind is Parallel.DDP and not wanted:
+            with wrapped.no_sync():
+                yield
+        else:
             yield
 
     def share_buffers(self, model: nn.Module) -> None:
@@ -224,12 +256,18 @@ ALONE = Ranks()
 
 def require_same(settings: list[dict]) -> None:
     """Raise `ParallelError` if a rank has other settings than rank 0; given those of each rank."""
+    first = settings[0]
     for rank, others in enumerate(settings):
-        for name in sorted(settings[0].keys() | others.keys()):
-            here, there = (str(side.get(name)) for side in (settings[0], others))
-            if here != there:
-                what = f"{name.replace('_', ' ')} {there}, rank 0 with {here}"
-                raise ParallelError(f"rank {rank} was started with {what}: give all the same")
+        for name in sorted(first.keys() | others.keys()):
+            on_rank_0 = str(first.get(name))
+            on_rank = str(others.get(name))
+            if on_rank != on_rank_0:
+                difference = f"{name.replace('_', ' ')} {on_rank}, rank 0 with {on_rank_0}"
+                raise ParallelError(f"rank {rank} was started with {difference}: give all the same")
+
+
+def _is_16_bit(precision: Precision) -> bool:
+    return precision in (Precision.FP16, Precision.BF16)
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:

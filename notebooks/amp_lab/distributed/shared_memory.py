@@ -21,6 +21,7 @@ from amp_lab.backends import backend
 from amp_lab.distributed.collectives import note_shared
 
 _CHUNK = 2**16  # numbers at a time, so that they are still in the cache for the next operation
+_FILES = 2
 
 
 def share_memory(device: torch.device) -> SharedMemory | None:
@@ -28,27 +29,36 @@ def share_memory(device: torch.device) -> SharedMemory | None:
 
     Its files have no name in any folder: they are gone with the last process that has them open.
     """
-    rank, size = dist.get_rank(), dist.get_world_size()
-    is_one_machine = backend(device).is_host and os.environ.get("LOCAL_WORLD_SIZE") == str(size)
-    if size == 1 or not is_one_machine or not hasattr(os, "memfd_create"):
+    size = dist.get_world_size()
+    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(size)
+    if size == 1 or not is_one_machine or not backend(device).is_host:
+        return None
+    if not hasattr(os, "memfd_create"):
         return None
     name = f"amp-lab-{uuid.uuid4().hex}"
-    created = [os.memfd_create(name) for _ in range(2)] if rank == 0 else []
-    offered: list[Any] = [(name, [f"/proc/{os.getpid()}/fd/{number}" for number in created])]
+    created = []
+    if dist.get_rank() == 0:
+        created = [os.memfd_create(name) for _ in range(_FILES)]
+    paths = [f"/proc/{os.getpid()}/fd/{number}" for number in created]
+    offered: list[Any] = [name, paths]
     dist.broadcast_object_list(offered, src=0)
-    memory = SharedMemory(_open(*offered[0]))
+    memory = SharedMemory(_open(*offered))
     opened: list[Any] = [None] * size
     dist.all_gather_object(opened, len(memory.turns))
     for number in created:
         os.close(number)
-    return memory if min(opened) == 2 else None
+    if min(opened) < _FILES:
+        return None
+    return memory
 
 
 def _open(name: str, paths: list[str]) -> list[BinaryIO]:
+    """The files at these paths; none if one has another name, or cannot be opened."""
     try:
         # In another container than rank 0's, the path may be of another file.
-        is_same = all(name in os.readlink(path) for path in paths)
-        return [open(path, "r+b", buffering=0) for path in paths] if is_same else []
+        if not all(name in os.readlink(path) for path in paths):
+            return []
+        return [open(path, "r+b", buffering=0) for path in paths]
     except OSError:  # no such file there, or not for this user
         return []
 
@@ -57,7 +67,8 @@ class SharedMemory:
     """Two files that take turns: while some still read from one, others may write the other."""
 
     def __init__(self, files: Sequence[BinaryIO]):
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
         self.turns = [(file, mmap.mmap(-1, 1)) for file in files]
         for file in files:
             weakref.finalize(self, file.close)
@@ -70,13 +81,17 @@ class SharedMemory:
         """
         file, memory = self.turns.pop(0)
         count = self.size * part.numel()
-        if count * dtype.itemsize > len(memory):
-            os.ftruncate(file.fileno(), count * dtype.itemsize)
-            memory = mmap.mmap(file.fileno(), count * dtype.itemsize)
+        needed_bytes = count * dtype.itemsize
+        if needed_bytes > len(memory):
+            os.ftruncate(file.fileno(), needed_bytes)
+            memory = mmap.mmap(file.fileno(), needed_bytes)
         self.turns.append((file, memory))
         rows = torch.frombuffer(memory, dtype=dtype, count=count).view(self.size, -1)
-        for to, numbers in zip(rows[self.rank].split(_CHUNK), part.split(_CHUNK), strict=True):
-            to.copy_(numbers / divisor if divisor > 1 else numbers)
+        own_row = rows[self.rank]
+        for to, numbers in zip(own_row.split(_CHUNK), part.split(_CHUNK), strict=True):
+            if divisor > 1:
+                numbers = numbers / divisor
+            to.copy_(numbers)
         dist.barrier()
         return rows
 
@@ -85,7 +100,8 @@ class SharedMemory:
         gradients = bucket.buffer()
         note_shared("all_reduce", dtype, gradients.numel(), self.size)
         # Divided first, as torch's hooks do it: a sum may be too large for fp16.
-        _add_up(self.exchange(gradients, dtype, divisor=self.size), out=gradients)
+        parts = self.exchange(gradients, dtype, divisor=self.size)
+        _add_up(parts, out=gradients)
         future = torch.futures.Future()
         future.set_result(gradients)
         return future
@@ -104,7 +120,8 @@ class SharedMemory:
         """For FSDP2: this rank's part of the sum over the ranks, or of their mean."""
         note_shared("reduce_scatter", input_tensor.dtype, input_tensor.numel(), self.size)
         parts = self.exchange(input_tensor, input_tensor.dtype)
-        _add_up(parts.view(self.size, self.size, -1)[:, self.rank], out=output_tensor)
+        to_this_rank = parts.view(self.size, self.size, -1)[:, self.rank]
+        _add_up(to_this_rank, out=output_tensor)
         if op == dist.ReduceOp.AVG:
             output_tensor /= self.size
 
@@ -124,7 +141,8 @@ class FsdpCollective:
 
 def _add_up(parts: Tensor, out: Tensor) -> None:
     """The sum of the rows, in their dtype and order: bit for bit the same on every rank."""
-    for (total, *others), to in zip(parts.split(_CHUNK, dim=1), out.split(_CHUNK), strict=True):
+    for chunk, to in zip(parts.split(_CHUNK, dim=1), out.split(_CHUNK), strict=True):
+        total, *others = chunk
         for numbers in others:
             total = total + numbers
         to.copy_(total)
