@@ -55,25 +55,29 @@ class Batches:
         if self.batch_size < 1:
             raise DataError(f"batch_size={self.batch_size} must be at least 1")
         for name in ("epoch", "seed", "start", "workers"):
-            if (getattr(self, name) or 0) < 0:
-                raise DataError(f"{name}={getattr(self, name)} must not be negative")
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise DataError(f"{name}={value} must not be negative")
         _require_files_for(self.workers)
         self._keys = self._keys_of_this_rank()
 
     def _keys_of_this_rank(self) -> list[list[int]]:
         """The keys of each batch; a key names the epoch too, see `ImageSet`."""
-        length, (rank, ranks) = len(self.dataset), self.share
+        length = len(self.dataset)
+        rank, ranks = self.share
         order = torch.arange(length)
         if self.seed is not None:
             order = torch.randperm(length, generator=generator(self.seed, self.epoch, SHUFFLE))
         if self.drop_last:
-            order = order[: length // self.batch_size * self.batch_size]
+            whole_batches = length // self.batch_size
+            order = order[: whole_batches * self.batch_size]
         if len(order) < ranks and ranks > 1:
             raise DataError(f"{len(order)} images are too few for {ranks} processes")
-        keys = self.epoch * length + order[self.start * self.batch_size :]
-        parts = keys.split(max(self.batch_size, ranks))
+        rest = order[self.start * self.batch_size :]
+        keys = self.epoch * length + rest
+        parts = list(keys.split(max(self.batch_size, ranks)))
         if len(parts) > 1 and len(parts[-1]) < ranks:
-            parts = (*parts[:-2], torch.cat(parts[-2:]))
+            parts[-2:] = [torch.cat(parts[-2:])]
         return [part[rank::ranks].tolist() for part in parts if len(part)]
 
     def __len__(self) -> int:
@@ -91,7 +95,7 @@ class Batches:
             worker_init_fn=_ignore_signals,
             generator=torch.Generator(),  # else each pass draws a number from the global state
         )
-        with _signals_held(), _all_or_none():
+        with _signals_blocked(), _all_or_none():
             iterator: Any = iter(loader)  # torch gives its ends no public name
         with ExitStack() as at_end:
             if self.workers:
@@ -122,8 +126,8 @@ def _next(iterator: Iterator) -> Any:
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
-        told = f"a process that loads images was killed ({first_line(error)})"
-        raise DataError(f"{told}; with fewer --workers they need less memory") from error
+        problem = f"a process that loads images was killed ({first_line(error)})"
+        raise DataError(f"{problem}; with fewer --workers they need less memory") from error
     if isinstance(item, AmpLabError):
         raise item
     return item
@@ -131,12 +135,14 @@ def _next(iterator: Iterator) -> Any:
 
 def _require_files_for(workers: int) -> None:
     """Raise `DataError` for workers who would wait for ever, since no more files can be opened."""
-    if workers and sys.platform != "win32":
-        import resource
+    if not workers or sys.platform == "win32":
+        return
+    import resource
 
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _FILES_OF_A_WORKER
-        if workers > most:
-            raise DataError(f"{workers:,} workers open more files than may be here: at most {most}")
+    max_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = max_files // _FILES_OF_A_WORKER
+    if workers > limit:
+        raise DataError(f"{workers:,} workers open more files than may be here: at most {limit}")
 
 
 @contextmanager
@@ -150,12 +156,12 @@ def _all_or_none() -> Iterator[None]:
             if worker not in before:
                 worker.kill()
                 worker.join()
-        told = f"a process that loads images cannot be started ({error.strerror})"
-        raise DataError(f"{told}; give fewer --workers") from error
+        problem = f"a process that loads images cannot be started ({error.strerror})"
+        raise DataError(f"{problem}; give fewer --workers") from error
 
 
 @contextmanager
-def _signals_held() -> Iterator[None]:
+def _signals_blocked() -> Iterator[None]:
     """Hold SIGINT and SIGTERM back while workers start, until each has set what it does on one."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
