@@ -38,6 +38,7 @@ _CALL = "processes.run_here({}, {!r})\nprocesses.leave()\n"
 _LOOPBACK = {"linux": "lo", "darwin": "lo0"}
 _GRACE_S = 40  # torchrun gives its workers 30 s to end before it kills them
 _LAST_LINES = 12  # of what a process printed, in an error
+_EXIT_CODE = r"rank +: (\d+) .*\n +exitcode +: (-?\d+)"  # as torchrun reports it
 
 
 def run_workers(
@@ -61,22 +62,31 @@ def run_workers(
     if processes < 1:
         raise ParallelError(f"processes={processes} must be at least 1")
     name = function.__name__
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr", "127.0.0.1"]  # the machine's own name may not be known to itself
-    command += ["--nproc-per-node", str(processes), "--redirects", "3", "--log-dir"]
     settings = _settings(threads=1)
     if sys.platform in _LOOPBACK:  # gloo would look up the machine's name too
         settings["GLOO_SOCKET_IFNAME"] = _LOOPBACK[sys.platform]
     with _folder_for(function, needed, arguments, "RANK") as folder:
-        command += [str(folder / "logs"), str(folder / "script.py"), str(folder)]
+        command = _torchrun(folder, processes)
         with _started(command, settings, folder / "torchrun.log") as launcher:
             code = _exit_code(launcher, timeout_s)
         if code is None:
-            late = f"{name}: {processes} processes did not end within {timeout_s:g} s"
-            raise ParallelError(late + _where_each_was(folder, processes))
+            problem = f"{name}: {processes} processes did not end within {timeout_s:g} s"
+            raise ParallelError(problem + _where_each_was(folder, processes))
         if code != 0:
-            raise ParallelError(f"{name}: {_what_went_wrong(folder, processes)}")
+            raise ParallelError(f"{name}: {_first_failure(folder, processes)}")
         return [_load_plain(folder / f"result-{rank}.pt") for rank in range(processes)]
+
+
+def _torchrun(folder: Path, processes: int) -> list[str]:
+    """The command that runs the script in the folder in so many processes."""
+    return [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        "--local-addr", "127.0.0.1",  # the machine's own name may not be known to itself
+        "--nproc-per-node", str(processes),
+        "--redirects", "3",
+        "--log-dir", str(folder / "logs"),
+        str(folder / "script.py"), str(folder),
+    ]  # fmt: skip
 
 
 def run_on_backends(
@@ -101,30 +111,47 @@ def run_on_backends(
     Raises `ParallelError` for anything else; for a process that fails, with its last lines; and for
     one that has not ended after `timeout_s` seconds.
     """
-    backends = _installed_backends() if backends is None else tuple(backends)
+    if backends is None:
+        backends = _installed_backends()
+    backends = tuple(backends)
     device = torch.device(device)
-    groups = [backends] if device.type == "cpu" else [[backend] for backend in backends]
-    threads = max(1, torch.get_num_threads() // max(map(len, groups), default=1))
+    groups = [backends]
+    if device.type != "cpu":
+        groups = [(backend,) for backend in backends]
+    at_once = max(map(len, groups), default=1)
+    threads = max(1, torch.get_num_threads() // at_once)
     with _folder_for(function, needed, arguments, "KERAS_BACKEND") as folder:
-        command = [sys.executable, str(folder / "script.py"), str(folder)]
+        settings = {
+            backend: _keras_settings(backend, device, folder, threads) for backend in backends
+        }
         for group in groups:
-            deadline = time.monotonic() + timeout_s
-            with ExitStack() as running:
-                started = {}
-                for backend in group:
-                    settings = _keras_settings(backend, device, folder, threads)
-                    process = _started(command, settings, folder / f"{backend}.log")
-                    started[backend] = running.enter_context(process)
-                for backend, process in started.items():
-                    code = _exit_code(process, deadline - time.monotonic())
-                    name = f"{function.__name__} on {backend}"
-                    if code is None:
-                        raise ParallelError(f"{name}: did not end within {timeout_s:g} s")
-                    if code != 0:
-                        how = f"ended by signal {-code}" if code < 0 else "failed"
-                        last = _end_of(folder / f"error-{backend}.txt", folder / f"{backend}.log")
-                        raise ParallelError(f"{name}: {how}\n{last}".rstrip())
+            _run_group(function.__name__, group, settings, folder, timeout_s)
         return {backend: _load_plain(folder / f"result-{backend}.pt") for backend in backends}
+
+
+def _run_group(
+    name: str,
+    backends: tuple[str, ...],
+    settings: dict[str, dict[str, str]],
+    folder: Path,
+    timeout_s: float,
+) -> None:
+    """Run the script in the folder on these backends, all at the same time."""
+    command = [sys.executable, str(folder / "script.py"), str(folder)]
+    deadline = time.monotonic() + timeout_s
+    with ExitStack() as running:
+        processes = {}
+        for backend in backends:
+            process = _started(command, settings[backend], folder / f"{backend}.log")
+            processes[backend] = running.enter_context(process)
+        for backend, process in processes.items():
+            code = _exit_code(process, deadline - time.monotonic())
+            if code is None:
+                raise ParallelError(f"{name} on {backend}: did not end within {timeout_s:g} s")
+            if code != 0:
+                problem = f"ended by signal {-code}" if code < 0 else "failed"
+                last = _last_lines(folder / f"error-{backend}.txt", folder / f"{backend}.log")
+                raise ParallelError(f"{name} on {backend}: {problem}\n{last}".rstrip())
 
 
 def _installed_backends() -> tuple[str, ...]:
@@ -136,9 +163,15 @@ def _installed_backends() -> tuple[str, ...]:
 
 def _settings(threads: int) -> dict[str, str]:
     """Environment of a process that finds this package, and computes with so many threads."""
-    paths = filter(None, [_PACKAGES, os.environ.get("PYTHONPATH")])
-    settings = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    return settings | {"PYTHONPATH": os.pathsep.join(paths)}
+    paths = _PACKAGES
+    paths_here = os.environ.get("PYTHONPATH")
+    if paths_here:
+        paths += os.pathsep + paths_here
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "PYTHONPATH": paths,
+    }
 
 
 def _keras_settings(
@@ -156,7 +189,9 @@ def _keras_settings(
     if backend == "tensorflow":
         # Its oneDNN would follow a limit to other instructions, and its choice of kernels not.
         settings["ONEDNN_MAX_CPU_ISA"] = ""
-    return settings | ({"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {})
+    if device.type == "cpu":
+        settings["CUDA_VISIBLE_DEVICES"] = ""
+    return settings
 
 
 @contextmanager
@@ -165,19 +200,28 @@ def _started(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process that prints into `log`, and that is ended if it still runs afterwards."""
     with log.open("wb") as file:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": file, "stderr": file}
-        # In a session of its own, so that all that it starts can be killed with it.
         process = subprocess.Popen(
-            command, env=os.environ | settings, start_new_session=True, **streams
+            command,
+            env=os.environ | settings,
+            start_new_session=True,  # so that all that it starts can be killed with it
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
         )
         try:
             yield process
         finally:  # a reader may interrupt the cell
-            if process.poll() is None:
-                process.terminate()  # torchrun then ends its workers
-                if _exit_code(process, _GRACE_S) is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+            _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that may still run, and all that it has started."""
+    if process.poll() is not None:
+        return
+    process.terminate()  # torchrun then ends its workers
+    if _exit_code(process, _GRACE_S) is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _exit_code(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
@@ -188,14 +232,18 @@ def _exit_code(process: subprocess.Popen[bytes], timeout_s: float) -> int | None
         return None
 
 
-def _text(*paths: Path) -> str:
+def _read_first(*paths: Path) -> str:
     """What is in the first of these files that is there."""
-    return next((p.read_text("utf-8", errors="replace") for p in paths if p.exists()), "")
+    for path in paths:
+        if path.exists():
+            return path.read_text("utf-8", errors="replace")
+    return ""
 
 
-def _end_of(*paths: Path) -> str:
+def _last_lines(*paths: Path) -> str:
     """The last lines of that, indented, for an error."""
-    return textwrap.indent("\n".join(_text(*paths).strip().splitlines()[-_LAST_LINES:]), "  ")
+    lines = _read_first(*paths).strip().splitlines()
+    return textwrap.indent("\n".join(lines[-_LAST_LINES:]), "  ")
 
 
 def _where_each_was(folder: Path, processes: int) -> str:
@@ -203,28 +251,41 @@ def _where_each_was(folder: Path, processes: int) -> str:
     script = folder / "script.py"
     lines = script.read_text(encoding="utf-8").splitlines()
     frame = re.compile(re.escape(f'File "{script}", line ') + r"(\d+) in (\w+)")
-    found = ""
+    places = ""
     for rank in range(processes):
-        log = folder.glob(f"logs/*/attempt_0/{rank}/stderr.log")
-        call = frame.search(_text(*log))  # the innermost comes first
-        place = f"{call[2]}: {lines[int(call[1]) - 1].strip()}" if call else "unknown"
-        found += f"\n  rank {rank} was in {place}"
-    return found
+        innermost = frame.search(_read_first(*_logs(folder, rank)))  # it comes first
+        place = "unknown"
+        if innermost is not None:
+            number, called = innermost.groups()
+            place = f"{called}: {lines[int(number) - 1].strip()}"
+        places += f"\n  rank {rank} was in {place}"
+    return places
 
 
-def _what_went_wrong(folder: Path, processes: int) -> str:
+def _logs(folder: Path, rank: int | str) -> Iterator[Path]:
+    """The file of what a rank printed on stderr, if it is there."""
+    return folder.glob(f"logs/*/attempt_0/{rank}/stderr.log")
+
+
+def _first_failure(folder: Path, processes: int) -> str:
     """Which rank failed first, and its last lines."""
     log = folder / "torchrun.log"
-    for rank, code in re.findall(r"rank +: (\d+) .*\n +exitcode +: (-?\d+)", _text(log)):
+    for rank, exit_code in re.findall(_EXIT_CODE, _read_first(log)):
+        code = int(exit_code)
         # Killed, and not by torchrun, which ends those that are left with SIGTERM.
-        if int(code) < 0 and int(code) != -signal.SIGTERM:
-            last = _end_of(*folder.glob(f"logs/*/attempt_0/{rank}/stderr.log"))
-            return f"rank {rank} of {processes} was ended by signal {-int(code)}\n{last}".rstrip()
-    errors = sorted(folder.glob("error-*.txt"), key=lambda path: path.stat().st_mtime_ns)
-    if errors:  # the first; others fail because of it
-        rank = errors[0].stem.removeprefix("error-")
-        return f"rank {rank} of {processes} failed\n{_end_of(errors[0])}"
-    return f"torchrun failed\n{_end_of(log)}"
+        if code < 0 and code != -signal.SIGTERM:
+            last = _last_lines(*_logs(folder, rank))
+            return f"rank {rank} of {processes} was ended by signal {-code}\n{last}".rstrip()
+    errors = sorted(folder.glob("error-*.txt"), key=_modified_ns)
+    if not errors:
+        return f"torchrun failed\n{_last_lines(log)}"
+    first = errors[0]  # others fail because of it
+    rank = first.stem.removeprefix("error-")
+    return f"rank {rank} of {processes} failed\n{_last_lines(first)}"
+
+
+def _modified_ns(path: Path) -> int:
+    return path.stat().st_mtime_ns
 
 
 def run_here(function: Callable[..., object], variable: str) -> None:
@@ -235,12 +296,16 @@ def run_here(function: Callable[..., object], variable: str) -> None:
     """
     if hasattr(faulthandler, "register"):  # not on Windows
         faulthandler.register(signal.SIGTERM, chain=True)  # where it was, if it is told to end
-    folder, suffix = Path(sys.argv[1]), os.environ[variable]
+    folder = Path(sys.argv[1])
+    suffix = os.environ[variable]
     try:
         arguments = _load_plain(folder / "arguments.pt")
-        _save_plain(function(**arguments), folder / f"result-{suffix}.pt", "the result")
+        result = function(**arguments)
+        _save_plain(result, folder / f"result-{suffix}.pt", "the result")
     except BaseException as error:
-        frames = error.__traceback__.tb_next if error.__traceback__ else None  # without this one
+        frames = error.__traceback__
+        if frames is not None:
+            frames = frames.tb_next  # without this function
         text = "".join(traceback.format_exception(error.with_traceback(frames)))
         (folder / f"error-{suffix}.txt").write_text(text, encoding="utf-8")
         raise
@@ -276,21 +341,26 @@ def script_of(function: Callable, needed: tuple[Callable, ...], call: str) -> st
     functions = [*needed, function]
     # Builtins too, although a notebook may have another `open`: IPython has its own.
     known = {each.__name__ for each in functions} | vars(builtins).keys()
-    sources, imports = [], {}
+    sources = []
+    imports = {}
     for each in functions:
-        sources.append(_source(each))
+        source = _source(each)
+        sources.append(source)
         namespace = inspect.unwrap(each).__globals__
-        names = set(_global_names(compile(sources[-1], each.__name__, "exec"))) - known
-        for name in sorted(names & namespace.keys()):
+        code = compile(source, each.__name__, "exec")
+        unknown = set(_global_names(code)) - known
+        for name in sorted(unknown & namespace.keys()):
             imports[name] = _import_line(name, namespace[name], each)
-    return "\n\n".join(["\n".join([_IMPORT, *imports.values()]), *sources, call])
+    import_lines = "\n".join([_IMPORT, *imports.values()])
+    return "\n\n".join([import_lines, *sources, call])
 
 
 def _source(function: Callable) -> str:
     plain = inspect.unwrap(function)
     if not isinstance(plain, types.FunctionType) or plain.__name__ == "<lambda>":
         raise ParallelError(f"{function!r}: give a function that is defined with def")
-    name, outer = plain.__name__, ", ".join(plain.__code__.co_freevars)
+    name = plain.__name__
+    outer = ", ".join(plain.__code__.co_freevars)
     if outer:
         raise ParallelError(f"{name} uses {outer} of the function around it; make it an argument")
     try:
@@ -314,7 +384,8 @@ def _import_line(name: str, value: object, user: Callable) -> str:
     """The statement that gives another process what `name` is for the function `user`."""
     if isinstance(value, types.ModuleType):
         return f"import {value.__name__} as {name}"
-    module, qualified = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+    module = getattr(value, "__module__", None)
+    qualified = getattr(value, "__qualname__", None)
     if qualified is None or module is None:
         problem = "is data; make it an argument"
     elif module in ("__main__", user.__module__):

@@ -32,7 +32,8 @@ def pick_scale(device: torch.device) -> Scale:
     """
     name = os.environ.get("AMP_LAB_SCALE")
     if not name:
-        return Scale.QUICK if device.type == "cpu" else Scale.FULL
+        is_cpu = device.type == "cpu"
+        return Scale.QUICK if is_cpu else Scale.FULL
     if name not in list(Scale):
         raise OptionError(f"AMP_LAB_SCALE={name!r} is not a scale; use 'quick' or 'full'")
     return Scale(name)
@@ -83,14 +84,21 @@ def start(*packages: str) -> tuple[torch.device, Scale]:
 
 def _commit() -> list[str]:
     """The commit of this code, with a plus if it was changed since; nothing where git has none."""
-    folder, found = Path(__file__).parent, []
-    # The pairs change while they are made, and are no part of what makes them.
-    for command in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "-uno", ":/*.py")):
-        try:
-            asked = subprocess.run(
-                ["git", *command], cwd=folder, capture_output=True, text=True, check=True
-            )
-        except (OSError, subprocess.CalledProcessError):  # no git, as in a container; no repository
-            return []
-        found.append(asked.stdout.strip())
-    return [f"commit {found[0]}{'+' * bool(found[1])}"]
+    try:
+        commit = _git("rev-parse", "--short", "HEAD")
+        # The pairs change while they are made, and are no part of what makes them.
+        changes = _git("status", "--porcelain", "-uno", ":/*.py")
+    except (OSError, subprocess.CalledProcessError):  # no git, as in a container; no repository
+        return []
+    if changes:
+        commit += "+"
+    return [f"commit {commit}"]
+
+
+def _git(*arguments: str) -> str:
+    """What a git command prints of the repository of this file."""
+    folder = Path(__file__).parent
+    done = subprocess.run(
+        ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
