@@ -40,25 +40,27 @@ class Table:
         With a `width`, in characters, what is longer goes on in the next line. Numbers and words of
         the head are never broken, so a table of very many columns may still be wider.
         """
-        parts = [[self.caption], self._in_columns(width), list(self.facts)]
-        if width is not None:
-            parts[0] = _wrapped(self.caption, width)
-            parts[2] = [line for fact in self.facts for line in _wrapped(fact, width)]
+        advice = _wrapped_all(self.advice, width, bullet="- ")
         if self.advice:
-            parts.append(["Look at:"])
-            for sentence in self.advice:
-                parts[-1] += _wrapped(sentence, width, bullet="- ")
-        return "\n\n".join("\n".join(part) for part in parts if any(part))
+            advice = ["Look at:", *advice]
+        parts = [
+            _wrapped(self.caption, width),
+            self._in_columns(width),
+            _wrapped_all(self.facts, width),
+            advice,
+        ]
+        return "\n\n".join("\n".join(lines) for lines in parts if any(lines))
 
     def _in_columns(self, width: int | None) -> list[str]:
         """The lines of the head, the rows and the foot; none if there is nothing below the head."""
         if not self.rows and not self.foot:
             return []
         widths = self._widths(width)
-        head = list(self._row_in_columns(self.head, widths))
-        rows = [line for row in self.rows for line in self._row_in_columns(row, widths)]
-        foot = [line for row in self.foot for line in self._row_in_columns(row, widths)]
-        rule = "-" * max(map(len, [*head, *rows, *foot]))
+        head = list(self._rows_in_columns([self.head], widths))
+        rows = list(self._rows_in_columns(self.rows, widths))
+        foot = list(self._rows_in_columns(self.foot, widths))
+        longest = max(map(len, [*head, *rows, *foot]))
+        rule = "-" * longest
         lines = [*head, rule, *rows]
         if foot:
             lines += [rule, *foot]
@@ -87,54 +89,93 @@ class Table:
             return max(longest_word, longest_cell)
         return max(longest_word, min(longest_cell, _NARROWEST))
 
-    def _row_in_columns(self, row: list[str], widths: list[int]) -> Iterator[str]:
-        """The lines of a row: more than one where a cell is longer than its column is wide."""
-        columns = []
-        for number, (cell, width) in enumerate(zip(row, widths, strict=True)):
-            pieces = [cell]
-            if len(cell) > width:
-                pieces = textwrap.wrap(cell, width, break_on_hyphens=False)
-            is_number = number in self.right
-            columns.append([p.rjust(width) if is_number else p.ljust(width) for p in pieces])
-        height = max(map(len, columns))
-        for pieces, width in zip(columns, widths, strict=True):
-            pieces += [" " * width] * (height - len(pieces))
-        for line in zip(*columns, strict=True):
-            yield _GAP.join(line).rstrip()
+    def _rows_in_columns(self, rows: list[list[str]], widths: list[int]) -> Iterator[str]:
+        """The lines of rows: more than one where a cell is longer than its column is wide."""
+        for row in rows:
+            columns = [
+                self._cell_in_column(number, cell, width)
+                for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ]
+            height = max(map(len, columns))
+            for lines, width in zip(columns, widths, strict=True):
+                lines += [" " * width] * (height - len(lines))
+            for line in zip(*columns, strict=True):
+                yield _GAP.join(line).rstrip()
+
+    def _cell_in_column(self, number: int, cell: str, width: int) -> list[str]:
+        """The lines of a cell, each as wide as its column."""
+        pieces = [cell]
+        if len(cell) > width:
+            pieces = textwrap.wrap(cell, width, break_on_hyphens=False)
+        if number in self.right:
+            return [piece.rjust(width) for piece in pieces]
+        return [piece.ljust(width) for piece in pieces]
 
     def markdown(self) -> str:
         """The same in Markdown; the foot is bold."""
-        rules = ["---:" if i in self.right else "---" for i in range(len(self.head))]
-        foot = [[f"**{cell}**" for cell in row] for row in self.foot]
-        rows = [[c.replace("|", r"\|") for c in row] for row in [self.head, *self.rows, *foot]]
-        lines = ["| " + " | ".join(row) + " |" for row in [rows[0], rules, *rows[1:]]]
-        parts = [f"**{self.caption}**"] if self.caption else []
-        parts += ["\n".join(lines)] if len(rows) > 1 else []
+        parts = []
+        if self.caption:
+            parts.append(f"**{self.caption}**")
+        if self.rows or self.foot:
+            parts.append("\n".join(self._markdown_lines()))
         parts += self.facts
-        parts += ["\n".join(f"- {sentence}" for sentence in self.advice)] if self.advice else []
+        if self.advice:
+            parts.append("\n".join(f"- {sentence}" for sentence in self.advice))
         return "\n\n".join(parts)
+
+    def _markdown_lines(self) -> Iterator[str]:
+        yield _markdown_line(self.head)
+        yield _markdown_line([self._markdown_rule(number) for number in range(len(self.head))])
+        for row in self.rows:
+            yield _markdown_line(row)
+        for row in self.foot:
+            yield _markdown_line([f"**{cell}**" for cell in row])
+
+    def _markdown_rule(self, number: int) -> str:
+        """What stands under the head of a column, and says to which side its text is set."""
+        if number in self.right:
+            return "---:"
+        return "---"
 
     def html(self) -> str:
         """The same in HTML."""
-
-        def tr(row: list[str], tag: str) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in row) + "</tr>"
-
-        def part(tag: str, rows: list[list[str]], cell: str) -> str:
-            return f"<{tag}>{''.join(tr(row, cell) for row in rows)}</{tag}>" if rows else ""
-
-        caption = f"<caption>{html.escape(self.caption)}</caption>" if self.caption else ""
+        parts = []
+        if self.rows or self.foot:
+            parts.append(self._html_table())
+        else:
+            parts.append(f"<p>{html.escape(self.caption)}</p>")
         facts = "<br>".join(map(html.escape, self.facts))
+        if facts:
+            parts.append(f"<p>{facts}</p>")
         advice = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in self.advice)
-        table = (
-            f"<table>{caption}{part('thead', [self.head], 'th')}{part('tbody', self.rows, 'td')}"
-            f"{part('tfoot', self.foot, 'th')}</table>"
-        )
-        return (
-            (table if self.rows or self.foot else f"<p>{html.escape(self.caption)}</p>")
-            + (f"<p>{facts}</p>" if facts else "")
-            + (f"<p>Look at:</p><ul>{advice}</ul>" if advice else "")
-        )
+        if advice:
+            parts.append(f"<p>Look at:</p><ul>{advice}</ul>")
+        return "".join(parts)
+
+    def _html_table(self) -> str:
+        caption = ""
+        if self.caption:
+            caption = f"<caption>{html.escape(self.caption)}</caption>"
+        head = _html_rows("thead", [self.head], "th")
+        body = _html_rows("tbody", self.rows, "td")
+        foot = _html_rows("tfoot", self.foot, "th")
+        return f"<table>{caption}{head}{body}{foot}</table>"
+
+
+def _markdown_line(row: list[str]) -> str:
+    cells = [cell.replace("|", r"\|") for cell in row]
+    return f"| {' | '.join(cells)} |"
+
+
+def _html_rows(section: str, rows: list[list[str]], cell_tag: str) -> str:
+    """A section of a table, such as ``tbody``; empty if it has no rows."""
+    if not rows:
+        return ""
+    lines = ""
+    for row in rows:
+        cells = [f"<{cell_tag}>{html.escape(cell)}</{cell_tag}>" for cell in row]
+        lines += f"<tr>{''.join(cells)}</tr>"
+    return f"<{section}>{lines}</{section}>"
 
 
 class Printed:
@@ -183,6 +224,13 @@ def _wrapped(sentence: str, width: int | None, bullet: str = "") -> list[str]:
     )
 
 
+def _wrapped_all(sentences: Sequence[str], width: int | None, bullet: str = "") -> list[str]:
+    lines = []
+    for sentence in sentences:
+        lines += _wrapped(sentence, width, bullet)
+    return lines
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """``float16`` for torch.float16."""
     return str(dtype).removeprefix("torch.")
@@ -190,7 +238,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def short_name(dtype: torch.dtype | None) -> str:
     """``fp16`` for torch.float16, and so on; ``-`` for None. Integers' names are short already."""
-    return _SHORT.get(dtype, dtype_name(dtype)) if dtype else "-"
+    if dtype is None:
+        return "-"
+    return _SHORT.get(dtype, dtype_name(dtype))
 
 
 def to_plain(value: Any) -> Any:
@@ -201,9 +251,11 @@ def to_plain(value: Any) -> Any:
         return {f.name: to_plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
         return {str(key): to_plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None  # JSON has no such number
-    return [to_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+    return value
 
 
 def percent(part: float, whole: float) -> str:
@@ -222,12 +274,16 @@ def share_text(part: float, whole: float) -> str:
     """A share with one decimal and its sign, ``12.5 %``; ``-`` for none."""
     if not part:
         return "-"
-    return f"{100 * part / whole:.1f} %" if part >= 0.0005 * whole else "<0.1 %"
+    if part >= 0.0005 * whole:
+        return f"{100 * part / whole:.1f} %"
+    return "<0.1 %"
 
 
 def bytes_text(count: float) -> str:
     """A size with one decimal in KiB or MiB: ``1.5 MiB``."""
-    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"
+    if count >= 2**20:
+        return f"{count / 2**20:.1f} MiB"
+    return f"{count / 2**10:.1f} KiB"
 
 
 def rate_text(per_second: float | None, unit: str) -> str:
@@ -242,10 +298,15 @@ def rate_text(per_second: float | None, unit: str) -> str:
 
 def plural(count: int, noun: str) -> str:
     """A count and what is counted: ``1 cast``, ``1,000 casts``."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+    if count != 1:
+        noun = f"{noun}s"
+    return f"{count:,} {noun}"
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
     """The first names, and how many there are besides."""
     shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+    more = len(names) - most
+    if more <= 0:
+        return shown
+    return f"{shown} and {more} more"
