@@ -20,7 +20,7 @@ PACKAGE = ROOT / "notebooks" / "amp_lab"
 
 GROUND = (
     "__init__", "errors", "files", "requirements", "report", "precision", "backends", "allocator",
-    "cpu", "remedies", "torch_versions", "timing", "device",
+    "cpu", "remedies", "torch_versions", "estimates", "timing", "device",
 )  # fmt: skip
 """Modules that lie beside the rooms, and that every room may import."""
 

@@ -23,7 +23,9 @@ ACCELERATED = 1.25
 _SMALL = 256  # the edge of the matrices that are tried first
 
 # What readers type who know their card but not torch's name for it.
-_ALSO_KNOWN_AS = {name: row.type for row in BACKENDS.values() for name in row.also_called}
+_ALSO_KNOWN_AS: dict[str, str] = {}
+for _row in BACKENDS.values():
+    _ALSO_KNOWN_AS.update(dict.fromkeys(_row.also_called, _row.type))
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,12 @@ class DeviceReport:
 
         Where the rates are not `trusted`, what is `recommended` by what is known of the device.
         """
-        if not self.trusted:
-            return () if self.recommended is Precision.FP32 else (self.recommended,)
-        faster = [precision for precision in Precision if self.speedup(precision) >= ACCELERATED]
-        return tuple(sorted(faster, key=self.speedup, reverse=True))
+        if self.trusted:
+            faster = [p for p in Precision if self.speedup(p) >= ACCELERATED]
+            return tuple(sorted(faster, key=self.speedup, reverse=True))
+        if self.recommended is Precision.FP32:
+            return ()
+        return (self.recommended,)
 
     def speedup(self, precision: Precision) -> float:
         """Rate of `precision` as a multiple of fp32's; 0 if the device does not have it."""
@@ -87,12 +91,16 @@ def pick_device(name: str | None = None) -> torch.device:
     machine; else the CPU. Raises `DeviceError` if the name is no device or the device is not there;
     another one is never taken in its place.
     """
-    origin = ""
-    if name is None:
-        name, origin = os.environ.get("AMP_LAB_DEVICE") or None, "AMP_LAB_DEVICE="
-    if name is None:
-        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    asked = f"{origin}{name!r}"
+    if name is not None:
+        return _checked_device(name, asked=repr(name))
+    name = os.environ.get("AMP_LAB_DEVICE")
+    if name:
+        return _checked_device(name, asked=f"AMP_LAB_DEVICE={name!r}")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def _checked_device(name: str, asked: str) -> torch.device:
+    """The device of this name; `DeviceError`, which begins with what was `asked`, for any other."""
     if name in _ALSO_KNOWN_AS:
         raise DeviceError(
             f"{asked}: torch calls this device {_ALSO_KNOWN_AS[name]!r}; use that name"
@@ -107,16 +115,23 @@ def pick_device(name: str | None = None) -> torch.device:
         require_backend(device.type)
     except DeviceError:
         raise DeviceError(f"{asked} is not there; {_devices_here()}") from None
-    is_host = backend(device).is_host
-    count = 1 if is_host else torch.get_device_module(device.type).device_count()
+    count = _device_count(device.type)
     if device.index is not None and device.index >= count:
         raise DeviceError(f"{asked}: there is no such number, the highest is {count - 1}")
     return device
 
 
+def _device_count(device_type: str) -> int:
+    if backend(device_type).is_host:
+        return 1
+    return torch.get_device_module(device_type).device_count()
+
+
 def _devices_here() -> str:
+    names = "'cpu'"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    names = "'cpu'" if accelerator is None else f"'{accelerator.type}' and 'cpu'"
+    if accelerator is not None:
+        names = f"'{accelerator.type}' and 'cpu'"
     return f"this machine has {names} (with torch {torch.__version__})"
 
 
@@ -128,14 +143,20 @@ def _describe(device: torch.device, driven_by: str) -> DeviceReport:
         reason = str(error).splitlines()[0]
         raise DeviceError(f"{str(device)!r} is there, but torch cannot use it: {reason}") from error
     rates, trusted = _matmul_rates(device)
-    recommended, why = _recommend(rates) if trusted else _recommend_unmeasured(device)
+    if trusted:
+        recommended, why = _recommend(rates)
+    else:
+        recommended, why = _recommend_unmeasured(device)
+    values = dict.fromkeys(Precision)
+    for precision in _precisions_here(device):
+        values[precision] = product_values(device, precision)
     return DeviceReport(
         device=device,
         name=device_name(device),
         backend=driven_by,
         memory_bytes=memory_bytes(device),
         rates=rates,
-        values=dict.fromkeys(Precision) | {p: product_values(device, p) for p in _here(device)},
+        values=values,
         fp32_bits_as_set=(
             _bits_left(device, torch.float32, torch.matmul),
             _bits_left(device, torch.float32, _convolve),
@@ -169,19 +190,28 @@ def _matmul_rates(device: torch.device) -> tuple[dict[Precision, float | None], 
     1024. A precision that is hopeless, since it is emulated, is timed at the first, small size
     alone: at 1024 one call of fp16 takes seconds on many CPUs.
     """
-    here = _here(device)
-    small = {p: measure(matrix_product(device, p, _SMALL), device=device, repeats=2) for p in here}
-    slow = {p for p in here if small[p].median_s > 10 * small[Precision.FP32].median_s}
-    n = filling_size(device, 1024 if backend(device).is_host else 8192, seconds=10e-3)
-    products: dict[str, Callable] = {p: matrix_product(device, p, n) for p in here if p not in slow}
+    here = _precisions_here(device)
+    small_s = {}
+    for precision in here:
+        product = matrix_product(device, precision, _SMALL)
+        small_s[precision] = measure(product, device=device, repeats=2).median_s
+    slowest_s = 10 * small_s[Precision.FP32]
+    fast = [precision for precision in here if small_s[precision] <= slowest_s]
+    largest = 1024 if backend(device).is_host else 8192
+    n = filling_size(device, largest, seconds=10e-3)
+    products: dict[str, Callable] = {p: matrix_product(device, p, n) for p in fast}
     compared = compare(products, device=device, budget_s=3)
     rates = dict.fromkeys(Precision)
-    rates |= {p: 2 * _SMALL**3 / small[p].median_s for p in slow}
-    rates |= {Precision(p): 2 * n**3 / compared.median_s(p) for p in products}
+    for precision in here:
+        if precision in fast:
+            rates[precision] = 2 * n**3 / compared.median_s(precision)
+        else:
+            rates[precision] = 2 * _SMALL**3 / small_s[precision]
     return rates, compared.trusted
 
 
-def _here(device: torch.device) -> list[Precision]:
+def _precisions_here(device: torch.device) -> list[Precision]:
+    """All, or all but TF32 on a device without it."""
     return [p for p in Precision if p is not Precision.TF32 or has_tf32(device.type)]
 
 
@@ -204,10 +234,9 @@ def matrix_product(
     It takes 2 n^3 FLOPs: n^3 multiplications and about as many additions.
     """
     generator = torch.Generator(device).manual_seed(0)
-    left, right = (
-        torch.randn(n, n, device=device, generator=generator).to(precision.dtype) for _ in range(2)
-    )
-    mode = Precision.TF32 if precision is Precision.TF32 else Precision.FP32
+    left = torch.randn(n, n, device=device, generator=generator).to(precision.dtype)
+    right = torch.randn(n, n, device=device, generator=generator).to(precision.dtype)
+    mode = _without_autocast(precision)
 
     def multiply() -> torch.Tensor:
         with mode.autocast(device.type):
@@ -216,35 +245,51 @@ def matrix_product(
     return multiply
 
 
+def _without_autocast(precision: Precision) -> Precision:
+    """The precision to set for operands that have its dtype already."""
+    if precision is Precision.TF32:
+        return Precision.TF32
+    return Precision.FP32
+
+
 def product_values(device: torch.device, precision: Precision) -> ProductValues:
     """What a matrix product in a precision does to values on a device."""
-    mode = Precision.TF32 if precision is Precision.TF32 else Precision.FP32
-    dtype, generator = precision.dtype, torch.Generator().manual_seed(0)
-    left, right = (torch.rand(32, 4096, generator=generator).to(dtype) for _ in range(2))
-    tiny = torch.tensor(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
-    tinies, one = tiny.to(dtype).expand(16, 16), torch.eye(16, dtype=dtype)
-    with mode.autocast(device.type):
-        found = (left.to(device) @ right.T.to(device)).cpu().double()
-        kept = (tinies.to(device) @ one.to(device)).cpu()
+    dtype = precision.dtype
+    eps = torch.finfo(dtype).eps
+    generator = torch.Generator().manual_seed(0)
+    left = torch.rand(32, 4096, generator=generator).to(dtype)
+    right = torch.rand(32, 4096, generator=generator).to(dtype)
+    smallest_subnormal = torch.tensor(torch.finfo(dtype).smallest_normal * eps)
+    subnormals = smallest_subnormal.to(dtype).expand(16, 16)
+    identity = torch.eye(16, dtype=dtype)
+    with _without_autocast(precision).autocast(device.type):
+        sums = (left.to(device) @ right.T.to(device)).cpu().double()
+        kept = (subnormals.to(device) @ identity.to(device)).cpu()
         bits = _bits_left(device, dtype, torch.matmul)
     # All are positive, so that no sum is small, and fp64 sums them exactly enough.
     exact = left.double() @ right.T.double()
-    unit = torch.exp2(torch.frexp(exact).exponent.double() - 1) * torch.finfo(dtype).eps
-    error = ((found - exact).abs() / unit).max().item()
-    return ProductValues(error=error, input_bits=bits, subnormals=bool((kept == tinies).all()))
+    exponents = torch.frexp(exact).exponent.double() - 1
+    unit = torch.exp2(exponents) * eps
+    error = ((sums - exact).abs() / unit).max().item()
+    keeps_subnormals = bool((kept == subnormals).all())
+    return ProductValues(error=error, input_bits=bits, subnormals=keeps_subnormals)
 
 
 def _bits_left(device: torch.device, dtype: torch.dtype, multiply: Callable) -> int:
     """How many bits of significand an input keeps in a product: of 1 + 2^-k it is that 2^-k."""
     size = 32
     steps = (1 + torch.exp2(-torch.arange(1.0, 1 + size))).to(dtype)
-    found = multiply(torch.diag(steps).to(device), torch.eye(size, dtype=dtype, device=device))
-    return 1 + int((found.cpu().diagonal() > 1).sum())
+    identity = torch.eye(size, dtype=dtype, device=device)
+    found = multiply(torch.diag(steps).to(device), identity)
+    is_kept = found.cpu().diagonal() > 1
+    return 1 + int(is_kept.sum())
 
 
 def _convolve(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """The product (n, k) @ (k, m) as a convolution of 1 x 1."""
-    return torch.nn.functional.conv2d(left[:, :, None, None], right.T[:, :, None, None])[:, :, 0, 0]
+    images = left[:, :, None, None]
+    weight = right.T[:, :, None, None]
+    return torch.nn.functional.conv2d(images, weight)[:, :, 0, 0]
 
 
 def _speedup(rates: dict[Precision, float | None], precision: Precision) -> float:
@@ -255,9 +300,9 @@ def _speedup(rates: dict[Precision, float | None], precision: Precision) -> floa
 
 def _recommend(rates: dict[Precision, float | None]) -> tuple[Precision, str]:
     """The precision to use, given the rate of each, and the sentence that says why."""
-    bf16, fp16, tf32 = (
-        _speedup(rates, p) for p in (Precision.BF16, Precision.FP16, Precision.TF32)
-    )
+    bf16 = _speedup(rates, Precision.BF16)
+    fp16 = _speedup(rates, Precision.FP16)
+    tf32 = _speedup(rates, Precision.TF32)
     rate = "its matrix product runs at {:.2f}x the rate of fp32"
     if bf16 >= ACCELERATED and bf16 >= 0.75 * fp16:
         why = f"{rate.format(bf16)}, and it has the range of fp32"
@@ -304,7 +349,9 @@ def device_name(device: torch.device) -> str:
     except OSError:  # not Linux
         return platform.processor() or platform.machine()
     found = re.search(r"^model name.*?:(.*)", cpuinfo, re.MULTILINE)
-    return found[1].strip() if found else platform.machine()
+    if found is None:
+        return platform.machine()
+    return found[1].strip()
 
 
 def backend_name(device: torch.device) -> str:
@@ -336,7 +383,9 @@ def memory_bytes(device: torch.device) -> int | None:
         allowed = Path("/sys/fs/cgroup/memory.max").read_text().strip()
     except OSError:
         return total
-    return total if allowed == "max" else min(total, int(allowed))
+    if allowed == "max":
+        return total
+    return min(total, int(allowed))
 
 
 def free_bytes() -> int | None:
@@ -346,12 +395,16 @@ def free_bytes() -> int | None:
         lines = Path("/proc/meminfo").read_text()
     except OSError:  # not Linux
         return total
+    free = total
     available = re.search(r"^MemAvailable:\s+(\d+) kB", lines, re.MULTILINE)
-    free = int(available[1]) * 1024 if available else total
+    if available:
+        free = int(available[1]) * 1024
     try:  # a container may be allowed less than the machine has
         taken = int(Path("/sys/fs/cgroup/memory.current").read_text())
         allowed = int(Path("/sys/fs/cgroup/memory.max").read_text())
     except (OSError, ValueError):  # there is no limit, or it is "max"
         return free
     left = max(0, allowed - taken)
-    return left if free is None else min(free, left)
+    if free is None:
+        return left
+    return min(free, left)

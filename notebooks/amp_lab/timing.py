@@ -8,14 +8,23 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import numpy as np
 import torch
 
 from amp_lab.backends import backend
+from amp_lab.estimates import Estimate, Ratio, bootstrap, estimate_median
+
+_FEWEST_ROUNDS = 12
+_LEAST_S = 0.7  # a neighbour on the host comes and goes in tenths of a second
+_TURN_S = 5e-3
+_REST_S = 3e-3  # in which the threads of a library end to spin, and leave the cores to another's
+_SLOWER = 1.5  # the calibration product against its usual time: more is another program
+_APART = 3.0  # an exchange between threads against the fastest: the host has moved the cores
+_WAITED = 0.03  # of a round's time, in which a thread was ready and another program had its core
 
 
 @dataclass(frozen=True)
@@ -44,9 +53,12 @@ class Measurement:
         return third - first
 
     def __str__(self) -> str:
-        peak = "" if self.peak_bytes is None else f", peak {self.peak_bytes / 2**20:.0f} MiB"
-        text = f"{time_text(self.median_s)} (IQR {time_text(self.iqr_s)}"
-        return f"{text}, {len(self.samples_s)} repeats){peak}"
+        median = time_text(self.median_s)
+        spread = time_text(self.iqr_s)
+        text = f"{median} (IQR {spread}, {len(self.samples_s)} repeats)"
+        if self.peak_bytes is None:
+            return text
+        return f"{text}, peak {self.peak_bytes / 2**20:.0f} MiB"
 
 
 def measure(
@@ -71,7 +83,7 @@ def measure(
     for _ in range(warmup):
         fn()
     _synchronize(device)
-    counted = _resets_peak(device)
+    keeps_peak = _resets_peak(device)
     samples = []
     for _ in range(repeats):
         _synchronize(device)
@@ -79,16 +91,20 @@ def measure(
         fn()
         _synchronize(device)
         samples.append(time.perf_counter() - start)
+    if not keeps_peak:
+        return Measurement(tuple(samples), peak_bytes=None, reserved_bytes=None)
     return Measurement(
         samples_s=tuple(samples),
-        peak_bytes=torch.accelerator.max_memory_allocated(device) if counted else None,
-        reserved_bytes=torch.accelerator.max_memory_reserved(device) if counted else None,
+        peak_bytes=torch.accelerator.max_memory_allocated(device),
+        reserved_bytes=torch.accelerator.max_memory_reserved(device),
     )
 
 
 def allocated_bytes(device: torch.device) -> int:
     """Bytes in tensors on a device now; 0 where the backend keeps no count, as on a CPU."""
-    return torch.accelerator.memory_allocated(device) if _resets_peak(device) else 0
+    if not _resets_peak(device):
+        return 0
+    return torch.accelerator.memory_allocated(device)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -110,48 +126,6 @@ def _resets_peak(device: torch.device) -> bool:
     except (RuntimeError, NotImplementedError):  # an allocator without statistics
         return False
     return True
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A measured value, and how sure it is."""
-
-    median: float
-    interval: tuple[float, float]
-    """95 % interval of the median; at least 2 % to either side: by so much two measurements of the
-    same differ on a machine that shares its cores (`tools/measure/timing.py`)."""
-    trusted: bool = True
-    """Whether the machine was quiet enough to tell."""
-
-    def is_above(self, value: float) -> bool:
-        """Whether it is larger than `value`, as far as this measurement can tell."""
-        return self.trusted and self.interval[0] > value
-
-    def is_below(self, value: float) -> bool:
-        """Whether it is smaller than `value`, as far as this measurement can tell."""
-        return self.trusted and self.interval[1] < value
-
-    def times(self, factor: float) -> Self:
-        """It in another unit: 1000 makes milliseconds of seconds."""
-        low, high = self.interval
-        return replace(self, median=factor * self.median, interval=(factor * low, factor * high))
-
-    def rate(self, amount: float) -> Self:
-        """The rate at which `amount` was done in this time, such as FLOPs in seconds."""
-        low, high = self.interval
-        return replace(self, median=amount / self.median, interval=(amount / high, amount / low))
-
-
-@dataclass(frozen=True)
-class Ratio(Estimate):
-    """How long one function takes as a multiple of another, measured side by side."""
-
-    def __str__(self) -> str:
-        low, high = self.interval
-        spread = f"{low:.2f}x to {high:.2f}x"
-        if not self.trusted:  # in this order, so that it can stand before "as fast"
-            return f"{spread} (too busy to tell)"
-        return f"{self.median:.2f}x ({spread})"
 
 
 @dataclass(frozen=True)
@@ -185,7 +159,8 @@ class Comparison:
 
     def time_s(self, name: str) -> Estimate:
         """That median with its interval, by the same bootstrap as a ratio's."""
-        return Estimate(*_estimate(np.array(self.samples_s[name])), self.trusted)
+        median, interval = estimate_median(np.array(self.samples_s[name]))
+        return Estimate(median, interval, self.trusted)
 
     def ratio(self, name: str, to: str) -> Ratio:
         """Time of `name` over time of `to`: above 1, `to` is as many times as fast.
@@ -194,7 +169,8 @@ class Comparison:
         1993, percentile method, seeded). Raises `KeyError` for a name that was not compared.
         """
         ratios = np.array(self.samples_s[name]) / np.array(self.samples_s[to])
-        return Ratio(*_estimate(ratios), self.trusted)
+        median, interval = estimate_median(ratios)
+        return Ratio(median, interval, self.trusted)
 
     def to_json(self) -> dict:
         """The samples in seconds, and whether they are to be trusted, for a JSON file."""
@@ -209,17 +185,27 @@ class Comparison:
 
     def __str__(self) -> str:
         """A line for each function, with the first one's time over its own: its speed-up."""
-        first, width = next(iter(self.samples_s)), max(map(len, self.samples_s))
+        names = list(self.samples_s)
+        first = names[0]
+        width = max(map(len, names))
         lines = []
-        for name in self.samples_s:
-            beside = "" if name == first else f"  {self.ratio(first, name)}"
-            lines.append(f"{name:<{width}}  {time_text(self.median_s(name)):>8}{beside}")
+        for name in names:
+            line = f"{name:<{width}}  {time_text(self.median_s(name)):>8}"
+            if name != first:
+                line += f"  {self.ratio(first, name)}"
+            lines.append(line)
         return "\n".join([*lines, *self.remarks()])
 
     def remarks(self) -> list[str]:
         """What has to be said beside the figures: nothing, if all went well."""
-        apart = "cores apart: the host of this machine moves them, and some ratios depend on it"
-        return [f"not trusted: {self.reason}"] * bool(self.reason) + [apart] * self.apart
+        found = []
+        if self.reason:
+            found.append(f"not trusted: {self.reason}")
+        if self.apart:
+            found.append(
+                "cores apart: the host of this machine moves them, and some ratios depend on it"
+            )
+        return found
 
 
 def compare(
@@ -259,21 +245,26 @@ def compare(
             fn()
     calls = {name: _calls_for_a_turn(fn, device) for name, fn in functions.items()}
     rounds = Rounds(device)
+    order = list(functions)
     checked_at = _FEWEST_ROUNDS
+    least_s = min(_LEAST_S, budget_s / 4)
     start = time.perf_counter()
-    while (spent_s := time.perf_counter() - start) < budget_s or not rounds.all:
-        if spent_s > budget_s / 2 and 4 * len(rounds.quiet) < len(rounds.all):
+    spent_s = 0.0
+    while spent_s < budget_s or not rounds.all:
+        is_mostly_busy = 4 * len(rounds.quiet) < len(rounds.all)
+        if is_mostly_busy and spent_s > budget_s / 2:
             break
         with rounds.next() as seconds:
-            # Every other round goes backwards, so that none is always first.
-            for name in list(functions)[:: 1 if len(rounds.all) % 2 == 0 else -1]:
+            for name in order:
                 time.sleep(_REST_S)
                 seconds[name] = _turn(functions[name], calls[name], device) / calls[name]
-        if len(rounds.still) >= checked_at and spent_s > min(_LEAST_S, budget_s / 4):
+        order.reverse()  # so that none is always first
+        if len(rounds.still) >= checked_at and spent_s > least_s:
             # An interval takes a thousand draws, so it is not computed after every round.
             checked_at += max(1, len(rounds.still) // 4)
-            if _narrow_enough(rounds.still, precision):
+            if _is_narrow_enough(rounds.still, precision):
                 break
+        spent_s = time.perf_counter() - start
     return rounds.comparison(list(functions))
 
 
@@ -306,25 +297,23 @@ class Rounds:
 
     def comparison(self, names: list[str]) -> Comparison:
         """What the rounds say of these functions, each of which was timed in every round."""
-        reason = _why_not(len(self.quiet), len(self.all))
-        is_still = len(self.still) >= _FEWEST_ROUNDS  # if not, the interval has to be wider
-        samples = self.all if reason else self.still if is_still else self.quiet
+        kept = self.still
+        is_still = len(self.still) >= _FEWEST_ROUNDS
+        if not is_still:  # so the interval has to be wider
+            kept = self.quiet
+        samples = kept
+        reason = _untrusted_reason(len(self.quiet), len(self.all))
+        if reason:
+            samples = self.all
+        samples_s = {}
+        for name in names:
+            samples_s[name] = tuple(seconds[name] for seconds in samples)
         return Comparison(
-            {name: tuple(one[name] for one in samples) for name in names},
-            len(self.all) - len(self.still if is_still else self.quiet),
-            reason,
-            self.watch.lay_apart() or not is_still,
+            samples_s=samples_s,
+            disturbed=len(self.all) - len(kept),
+            reason=reason,
+            apart=self.watch.lay_apart() or not is_still,
         )
-
-
-_FEWEST_ROUNDS = 12
-_LEAST_S = 0.7  # a neighbour on the host comes and goes in tenths of a second
-_TURN_S = 5e-3
-_FLOOR = 0.02
-_REST_S = 3e-3  # in which the threads of a library end to spin, and leave the cores to another's
-_SLOWER = 1.5  # the calibration product against its usual time: more is another program
-_APART = 3.0  # an exchange between threads against the fastest: the host has moved the cores
-_WAITED = 0.03  # of a round's time, in which a thread was ready and another program had its core
 
 
 def _turn(fn: Callable[[], object], calls: int, device: torch.device) -> float:
@@ -338,37 +327,26 @@ def _turn(fn: Callable[[], object], calls: int, device: torch.device) -> float:
 
 
 def _calls_for_a_turn(fn: Callable[[], object], device: torch.device) -> int:
+    """So many calls that a turn is long enough for the clock."""
     calls = 1
-    while (seconds := _turn(fn, calls, device)) < _TURN_S and calls < 2**20:
+    seconds = _turn(fn, calls, device)
+    while seconds < _TURN_S and calls < 2**20:
         # Towards the goal in few steps, but no further than tenfold on one short reading.
-        calls = math.ceil(calls * min(10.0, 1.2 * _TURN_S / max(seconds, 1e-9)))
+        growth = 1.2 * _TURN_S / max(seconds, 1e-9)
+        calls = math.ceil(calls * min(10.0, growth))
+        seconds = _turn(fn, calls, device)
     return calls
 
 
-def _narrow_enough(rounds: list[dict[str, float]], precision: float) -> bool:
+def _is_narrow_enough(rounds: list[dict[str, float]], precision: float) -> bool:
+    """Whether every ratio to the first function is known to within `precision`."""
     first, *others = rounds[0]
     for name in others:
-        median, low, high = _bootstrap(np.array([one[name] / one[first] for one in rounds]))
+        ratios = np.array([seconds[name] / seconds[first] for seconds in rounds])
+        median, low, high = bootstrap(ratios)
         if high - low > 2 * precision * median:
             return False
     return True
-
-
-def _bootstrap(values: np.ndarray) -> tuple[float, float, float]:
-    """Median of `values` (n,), and the ends of its 95 % interval.
-
-    The ends are those of the bootstrap's middle 99 %: neighbouring rounds are alike, and the rounds
-    end when the interval looks narrow, so its middle 95 % holds the truth less often than that.
-    """
-    draws = np.random.default_rng(0).integers(len(values), size=(1000, len(values)))
-    low, high = np.quantile(np.median(values[draws], axis=1), [0.005, 0.995])
-    return float(np.median(values)), float(low), float(high)
-
-
-def _estimate(values: np.ndarray) -> tuple[float, tuple[float, float]]:
-    """Median of `values` (n,), and an interval that is no narrower than can be told."""
-    median, low, high = _bootstrap(values)
-    return median, (min(low, median * (1 - _FLOOR)), max(high, median * (1 + _FLOOR)))
 
 
 def turn_s(call_s: float) -> float:
@@ -376,7 +354,7 @@ def turn_s(call_s: float) -> float:
     return max(call_s, 1.2 * _TURN_S) + _REST_S
 
 
-def _why_not(quiet: int, rounds: int) -> str:
+def _untrusted_reason(quiet: int, rounds: int) -> str:
     """Why so many undisturbed rounds, among so many, are not enough; empty if they are."""
     if 2 * quiet < rounds:
         return f"the machine was busy in {rounds - quiet} of {rounds} rounds"
@@ -399,19 +377,29 @@ class _Watch:
         self.start_round()
 
     def start_round(self) -> None:
-        self.first = len(self.calibrations_s)
-        self.started = time.perf_counter()
-        self.waited_s, self.stolen_s = _waited_s(), _stolen_s()
+        self.first_of_round = len(self.calibrations_s)
+        self.round_start = time.perf_counter()
+        self.waited_before_s = _waited_s()
+        self.stolen_before_s = _stolen_s()
         self.calibrate()
 
     def calibrate(self) -> None:
         """Time a product that uses all threads, as the functions do: about a millisecond."""
-        seconds = min(_turn(lambda: self.factor @ self.factor, 4, self.device) for _ in range(2))
-        self.calibrations_s.append(seconds)
-        if backend(self.device).is_host:
-            self.exchanges_s.append(min(_turn(self.exchange, 1, self.device) for _ in range(2)))
-            threads, best = torch.get_num_threads(), self.exchanges_s[-1]
-            self.nearest_s[threads] = min(self.nearest_s.get(threads, best), best)
+        self.calibrations_s.append(self._faster_of_two(self.multiply, 4))
+        if not backend(self.device).is_host:
+            return
+        exchange_s = self._faster_of_two(self.exchange, 1)
+        self.exchanges_s.append(exchange_s)
+        threads = torch.get_num_threads()
+        nearest_s = self.nearest_s.get(threads, exchange_s)
+        self.nearest_s[threads] = min(nearest_s, exchange_s)
+
+    def _faster_of_two(self, fn: Callable[[], object], calls: int) -> float:
+        """Seconds of the faster of two turns."""
+        return min(_turn(fn, calls, self.device), _turn(fn, calls, self.device))
+
+    def multiply(self) -> torch.Tensor:
+        return self.factor @ self.factor
 
     def exchange(self) -> None:
         """Let threads read what others wrote: slow, as some ops are then, where caches differ."""
@@ -425,24 +413,31 @@ class _Watch:
         a hundred rounds, when a neighbour on the same core of the host sleeps; and what slows all
         rounds alike leaves the ratios as they are.
         """
-        slowest_s = max(self.calibrations_s[self.first :])
-        allowed_s = _WAITED * (time.perf_counter() - self.started)
-        return (
-            slowest_s > _SLOWER * statistics.median(self.calibrations_s)
-            or _waited_s() - self.waited_s > allowed_s
-            or _stolen_s() - self.stolen_s > max(allowed_s, 0.02)  # counted in steps of 10 ms
-        )
+        slowest_s = max(self.calibrations_s[self.first_of_round :])
+        allowed_s = _WAITED * (time.perf_counter() - self.round_start)
+        if slowest_s > _SLOWER * statistics.median(self.calibrations_s):
+            return True
+        if _waited_s() - self.waited_before_s > allowed_s:
+            return True
+        # What was stolen is counted in steps of 10 ms.
+        return _stolen_s() - self.stolen_before_s > max(allowed_s, 0.02)
 
     def was_moved(self) -> bool:
         """Whether the cores lay elsewhere in this round than in most."""
-        usual_s = statistics.median(self.exchanges_s or [0.0])
-        latest = self.exchanges_s[self.first :] or [usual_s]
-        return max(latest) > _APART * usual_s or usual_s > _APART * min(latest)
+        usual_s = self._usual_exchange_s()
+        latest = self.exchanges_s[self.first_of_round :] or [usual_s]
+        is_farther = max(latest) > _APART * usual_s
+        is_nearer = usual_s > _APART * min(latest)
+        return is_farther or is_nearer
 
     def lay_apart(self) -> bool:
         """Whether the cores mostly lay farther apart than at other times in this process."""
-        usual_s = statistics.median(self.exchanges_s or [0.0])
-        return usual_s > _APART * self.nearest_s.get(torch.get_num_threads(), math.inf)
+        nearest_s = self.nearest_s.get(torch.get_num_threads(), math.inf)
+        return self._usual_exchange_s() > _APART * nearest_s
+
+    def _usual_exchange_s(self) -> float:
+        """Seconds of an exchange in most rounds; 0 where none is timed."""
+        return statistics.median(self.exchanges_s or [0.0])
 
 
 def _waited_s() -> float:
@@ -461,10 +456,13 @@ def _stolen_s() -> float:
             fields = file.readline().split()
     except OSError:
         return 0.0
-    return int(fields[8]) / os.sysconf("SC_CLK_TCK") if len(fields) > 8 else 0.0
+    if len(fields) <= 8:
+        return 0.0
+    return int(fields[8]) / os.sysconf("SC_CLK_TCK")
 
 
 def time_text(seconds: float) -> str:
     """Seconds with three digits, in s or ms."""
-    unit, factor = ("s", 1.0) if seconds >= 1 else ("ms", 1e3)
-    return f"{seconds * factor:.3g} {unit}"
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms"

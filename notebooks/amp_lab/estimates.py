@@ -1,0 +1,70 @@
+"""A measured value, and how sure it is: medians with their intervals, and ratios of times."""
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+import numpy as np
+
+_FLOOR = 0.02  # of a median: no interval ends nearer to it
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A measured value, and how sure it is."""
+
+    median: float
+    interval: tuple[float, float]
+    """95 % interval of the median; at least 2 % to either side: by so much two measurements of the
+    same differ on a machine that shares its cores (`tools/measure/timing.py`)."""
+    trusted: bool = True
+    """Whether the machine was quiet enough to tell."""
+
+    def is_above(self, value: float) -> bool:
+        """Whether it is larger than `value`, as far as this measurement can tell."""
+        return self.trusted and self.interval[0] > value
+
+    def is_below(self, value: float) -> bool:
+        """Whether it is smaller than `value`, as far as this measurement can tell."""
+        return self.trusted and self.interval[1] < value
+
+    def times(self, factor: float) -> Self:
+        """It in another unit: 1000 makes milliseconds of seconds."""
+        low, high = self.interval
+        return replace(self, median=factor * self.median, interval=(factor * low, factor * high))
+
+    def rate(self, amount: float) -> Self:
+        """The rate at which `amount` was done in this time, such as FLOPs in seconds."""
+        low, high = self.interval
+        return replace(self, median=amount / self.median, interval=(amount / high, amount / low))
+
+
+@dataclass(frozen=True)
+class Ratio(Estimate):
+    """How long one function takes as a multiple of another, measured side by side."""
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        spread = f"{low:.2f}x to {high:.2f}x"
+        if not self.trusted:  # in this order, so that it can stand before "as fast"
+            return f"{spread} (too busy to tell)"
+        return f"{self.median:.2f}x ({spread})"
+
+
+def bootstrap(values: np.ndarray) -> tuple[float, float, float]:
+    """Median of `values` (n,), and the ends of its 95 % interval.
+
+    The ends are those of the bootstrap's middle 99 %: neighbouring rounds are alike, and the rounds
+    end when the interval looks narrow, so its middle 95 % holds the truth less often than that.
+    """
+    draws = np.random.default_rng(0).integers(len(values), size=(1000, len(values)))
+    medians = np.median(values[draws], axis=1)
+    low, high = np.quantile(medians, [0.005, 0.995])
+    return float(np.median(values)), float(low), float(high)
+
+
+def estimate_median(values: np.ndarray) -> tuple[float, tuple[float, float]]:
+    """Median of `values` (n,), and an interval that is no narrower than can be told."""
+    median, low, high = bootstrap(values)
+    low = min(low, median * (1 - _FLOOR))
+    high = max(high, median * (1 + _FLOOR))
+    return median, (low, high)
