@@ -5,7 +5,8 @@ import sys
 from collections.abc import Callable
 
 # Names of glibc's malloc.h, and what keeps memory.
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
 _KEPT = {_M_MMAP_MAX: 0, _M_TRIM_THRESHOLD: -1}
 ENVIRONMENT = "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1000000000000"  # the same, for a program
 
@@ -21,7 +22,9 @@ def keep_memory() -> bool:
 
     Returns whether it could be set: it takes Linux and glibc. `ENVIRONMENT` does it from outside.
     """
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if sys.platform != "linux":
+        return False
+    libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return False
     return all(libc.mallopt(name, value) for name, value in _KEPT.items())

@@ -47,15 +47,23 @@ def matrix_instructions() -> str:
     A limit that is set in the environment is named behind them. Raises what `check_limits` raises.
     """
     check_limits()
-    found = [torch.backends.cpu.get_cpu_capability()]
-    if found[0] == "AVX512":
-        found = ["AVX-512 BF16" if has_bf16_instructions() else "AVX-512"]
-        if onednn_has_fp16():
-            found.append("AVX-512 FP16")
-        if torch.cpu._is_amx_tile_supported() and (_limit() == "default" or "amx" in _limit()):
-            found.append("AMX")
+    instructions = torch.backends.cpu.get_cpu_capability()
+    if instructions == "AVX512":
+        instructions = ", ".join(_avx512_instructions())
     limits = [f"{name}={os.environ[name]}" for name in LIMITS if os.environ.get(name)]
-    return ", ".join(found) + (f" (limited by {' '.join(limits)})" if limits else "")
+    if not limits:
+        return instructions
+    return f"{instructions} (limited by {' '.join(limits)})"
+
+
+def _avx512_instructions() -> list[str]:
+    found = ["AVX-512 BF16" if has_bf16_instructions() else "AVX-512"]
+    if onednn_has_fp16():
+        found.append("AVX-512 FP16")
+    is_amx_allowed = _limit() == "default" or "amx" in _limit()
+    if is_amx_allowed and torch.cpu._is_amx_tile_supported():
+        found.append("AMX")
+    return found
 
 
 def has_bf16_instructions() -> bool:

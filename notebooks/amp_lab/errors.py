@@ -67,10 +67,16 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")
+    line = lines[0]
+    if line.endswith(":"):
+        line = " ".join(lines[:2])
+    return line.rstrip(".")
 
 
 def with_type(error: BaseException) -> str:
     """The same after the type of the error, as at the end of a traceback."""
-    kind, line = type(error).__name__, first_line(error)
-    return kind if line == kind else f"{kind}: {line}"
+    kind = type(error).__name__
+    line = first_line(error)
+    if line == kind:
+        return kind
+    return f"{kind}: {line}"

@@ -33,11 +33,15 @@ def open_regular(path: Path) -> Iterator[io.BufferedReader]:
     Raises `OSError` if it cannot be opened, or is a pipe, a device or the like, from which one may
     read for ever.
     """
-    at_once = getattr(os, "O_NONBLOCK", 0)  # without waiting until somebody writes into a pipe
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | at_once)) as file:
+    with open(path, "rb", opener=_open_without_waiting) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "no regular file", str(path))
         yield file
+
+
+def _open_without_waiting(name: str, flags: int) -> int:
+    """The descriptor of a file, at once: of a pipe too, into which nobody may ever write."""
+    return os.open(name, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def read_regular(path: Path, most: int | None = None) -> bytes:
@@ -57,9 +61,9 @@ def read_regular(path: Path, most: int | None = None) -> bytes:
 
 def read_json(path: Path) -> Any:
     """What a JSON file holds. Raises `OSError` as `read_regular`, and `ValueError` for no JSON."""
-    numbers = {"parse_constant": _number, "parse_int": _number, "parse_float": _number}
+    text = read_regular(path, _MOST_JSON)
     try:
-        return json.loads(read_regular(path, _MOST_JSON), **numbers)
+        return json.loads(text, parse_constant=_number, parse_int=_number, parse_float=_number)
     except RecursionError:
         raise ValueError("its brackets are nested too deeply") from None
 
@@ -69,7 +73,10 @@ def _number(text: str) -> int | float:
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"{text[:20]} is no number of 64 bits")
-    return int(text) if text.lstrip("-").isdigit() and abs(value) < 2**63 else value
+    is_whole = text.lstrip("-").isdigit()
+    if is_whole and abs(value) < 2**63:
+        return int(text)
+    return value
 
 
 def require_types(record: Any) -> None:
@@ -86,17 +93,22 @@ def require_types(record: Any) -> None:
 
 def _fits(value: object, kind: Any) -> bool:
     """Whether a value is of a type such as ``list[float]`` or ``int | None``."""
-    arguments, container = typing.get_args(kind), typing.get_origin(kind)
+    container = typing.get_origin(kind)
+    arguments = typing.get_args(kind)
     if container is types.UnionType:
         return any(_fits(value, one) for one in arguments)
     if isinstance(value, (list, dict)):
+        if type(value) is not container:
+            return False
         items = value.values() if isinstance(value, dict) else value
-        return type(value) is container and all(_fits(item, arguments[-1]) for item in items)
+        return all(_fits(item, arguments[-1]) for item in items)
     if container is not None:
         return False
     if isinstance(value, bool):
         return kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)
+    if kind is float:
+        return isinstance(value, (int, float))
+    return isinstance(value, kind)
 
 
 def write_whole(
@@ -120,7 +132,7 @@ def write_whole(
             file.flush()
             os.fsync(file.fileno())
         if like is not None:
-            _give(partial, like)
+            _copy_owner_and_mode(partial, like)
         os.replace(partial, path)
     except OSError:
         with contextlib.suppress(OSError):  # the first error is the one to tell
@@ -169,7 +181,7 @@ def try_to_write(path: Path) -> None:
         return
 
 
-def _give(path: Path, like: os.stat_result) -> None:
+def _copy_owner_and_mode(path: Path, like: os.stat_result) -> None:
     """Give a file the owner and the mode of another; the owner first, since that clears bits."""
     if os.name == "posix" and (os.geteuid(), os.getegid()) != (like.st_uid, like.st_gid):
         os.chown(path, like.st_uid, like.st_gid)
@@ -178,9 +190,10 @@ def _give(path: Path, like: os.stat_result) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Put a folder's entries, such as a new name, safely on the disk."""
-    if os.name == "posix":  # elsewhere a folder cannot be opened
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    if os.name != "posix":  # where a folder cannot be opened
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -17,6 +17,8 @@ from amp_lab.errors import AmpLabWarning, DeviceError
 _NAMES = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 # By name, since most of them are made when torch.backends is imported, unseen by a type checker.
 _FLOAT32_MODES = tuple(operator.attrgetter(name)(torch.backends) for name in _NAMES)
+# What the older names are set to in a mode: float32_matmul_precision, cudnn.allow_tf32.
+_OLD_SETTINGS = {"ieee": ("highest", False), "tf32": ("high", True)}
 
 
 class Precision(enum.StrEnum):
@@ -36,7 +38,11 @@ class Precision(enum.StrEnum):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the tensors that enter a matrix product in this precision."""
-        return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.value, torch.float32)
+        if self is Precision.FP16:
+            return torch.float16
+        if self is Precision.BF16:
+            return torch.bfloat16
+        return torch.float32
 
     def autocast(self, device_type: str) -> AbstractContextManager:
         """A context in which the forward pass runs in this precision.
@@ -52,13 +58,15 @@ class Precision(enum.StrEnum):
         require_backend(device_type)
         if self in (Precision.FP16, Precision.BF16):
             return torch.autocast(device_type, dtype=self.dtype)
-        if self is Precision.TF32 and not has_tf32(device_type):
+        if self is Precision.FP32:
+            return _Float32Mode(device_type, "ieee")
+        if not has_tf32(device_type):
             warnings.warn(
                 f"tf32: device {device_type!r} has none here and computes in fp32",
                 AmpLabWarning,
                 stacklevel=2,
             )
-        return _Float32Mode(device_type, "tf32" if self is Precision.TF32 else "ieee")
+        return _Float32Mode(device_type, "tf32")
 
     def float32_mode(self, device_type: str) -> AbstractContextManager:
         """A context for a whole step, backward pass included: fp32 without TF32, tf32 with it.
@@ -109,18 +117,20 @@ class _Modes(NamedTuple):
 
     @classmethod
     def read(cls) -> "_Modes":
+        new = tuple(place.fp32_precision for place in _FLOAT32_MODES)
         try:
-            old = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+            old = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
         except RuntimeError:  # new and old names were mixed before, so torch refuses the old
             old = None
-        return cls(tuple(backend.fp32_precision for backend in _FLOAT32_MODES), old)
+        return cls(new, old)
 
     def write(self) -> None:
         # The old names first, since setting them also sets some of the new. They are set at all
         # because torch refuses to read them out of step, and torch.compile does read them.
         if self.old is not None:
-            torch.set_float32_matmul_precision(self.old[0])
-            torch.backends.cudnn.allow_tf32 = self.old[1]
+            matmul_precision, allow_tf32 = self.old
+            torch.set_float32_matmul_precision(matmul_precision)
+            torch.backends.cudnn.allow_tf32 = allow_tf32
         for place, mode in zip(_FLOAT32_MODES, self.new, strict=True):
             place.fp32_precision = mode
 
@@ -129,14 +139,18 @@ class _Float32Mode(AbstractContextManager):
     """Autocast off, and one float32 mode everywhere, until the block ends."""
 
     def __init__(self, device_type: str, mode: str):
-        self._device_type, self._mode = device_type, mode
+        self._device_type = device_type
+        self._mode = mode
         self._saved: list[tuple[_Modes, torch.autocast]] = []  # one for each nested use
 
     def __enter__(self) -> None:
-        before, autocast = _Modes.read(), torch.autocast(self._device_type, enabled=False)
-        tf32 = self._mode == "tf32"
-        old = None if before.old is None else ("high" if tf32 else "highest", tf32)
-        _Modes((self._mode,) * len(_FLOAT32_MODES), old).write()
+        before = _Modes.read()
+        new = (self._mode,) * len(_FLOAT32_MODES)
+        old = _OLD_SETTINGS[self._mode]
+        if before.old is None:
+            old = None
+        autocast = torch.autocast(self._device_type, enabled=False)
+        _Modes(new, old).write()
         autocast.__enter__()
         self._saved.append((before, autocast))
 

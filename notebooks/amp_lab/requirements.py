@@ -13,16 +13,22 @@ from amp_lab.errors import RequirementError, with_type
 
 OLDEST_TORCH = (2, 11)
 
-_MODULES = {  # an extra in pyproject.toml: the modules that it brings
-    "export": "onnxruntime onnxscript safetensors",
-    "migrate": "libcst",
-    "plots": "matplotlib",
-    "train": "PIL filelock sklearn tokenizers torchvision",
+_EXTRAS = {  # a module: the extra in pyproject.toml that brings it
+    "onnxruntime": "export",
+    "onnxscript": "export",
+    "safetensors": "export",
+    "libcst": "migrate",
+    "matplotlib": "plots",
+    "PIL": "train",
+    "filelock": "train",
+    "sklearn": "train",
+    "tokenizers": "train",
+    "torchvision": "train",
 }
-_EXTRAS = {module: extra for extra, modules in _MODULES.items() for module in modules.split()}
 _NAMES = {"PIL": "pillow", "sklearn": "scikit-learn"}  # where a package is not called as its module
+_OLDEST_NAME = ".".join(map(str, OLDEST_TORCH))
 _WANTED = (
-    f"amp_lab needs {'.'.join(map(str, OLDEST_TORCH))} or later, from "
+    f"amp_lab needs {_OLDEST_NAME} or later, from "
     "https://pytorch.org/get-started/locally (in a checkout: pdm run sync)"
 )
 
@@ -58,7 +64,8 @@ def needed_for(what: str) -> Iterator[None]:
             raise RequirementError(f"torch is not installed: {_WANTED}") from None
         if module not in _EXTRAS:  # the user's own module, or a mistake of this package
             raise
-        package, install = _NAMES.get(module, module), f"pip install 'amp-lab[{_EXTRAS[module]}]'"
+        package = _NAMES.get(module, module)
+        install = f"pip install 'amp-lab[{_EXTRAS[module]}]'"
         raise RequirementError(f"{what} needs {package}: {install}") from None
 
 

@@ -56,8 +56,9 @@ def no_buffer_broadcast() -> dict[str, bool]:
     Delete when torch >= 2.15 is required: ``forward_sync_buffers=False``.
     """
     accepted = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
-    name = "forward_sync_buffers" if "forward_sync_buffers" in accepted else "broadcast_buffers"
-    return {name: False}
+    if "forward_sync_buffers" in accepted:
+        return {"forward_sync_buffers": False}
+    return {"broadcast_buffers": False}
 
 
 def fsdp_groups(state: Any) -> list[Any]:
@@ -67,7 +68,9 @@ def fsdp_groups(state: Any) -> list[Any]:
     """
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    if state._fsdp_param_group is None:
+        return []
+    return [state._fsdp_param_group]
 
 
 def fsdp_reduced_dtype(parameter: Any) -> torch.dtype:
@@ -86,8 +89,10 @@ def dimension_by_name(kind: str) -> str | list[str]:
 
     Delete when torch >= 2.15 is required, which has no such overloads.
     """
-    # The dispatcher takes a plain string for the name of something else.
-    return "dimname::x" if kind == "str" else ["dimname::x"]
+    name = "dimname::x"  # the dispatcher takes a plain string for the name of something else
+    if kind == "str":
+        return name
+    return [name]
 
 
 @contextmanager
@@ -108,7 +113,9 @@ def fused_gru_on_fakes() -> Iterator[None]:
     def backward(gradient, workspace, has_bias):
         rows, width = gradient.shape
         gates = [workspace.new_empty(rows, 3 * width) for _ in range(2)]
-        biases = [workspace.new_empty(3 * width) if has_bias else None for _ in range(2)]
+        biases = [None, None]
+        if has_bias:
+            biases = [workspace.new_empty(3 * width) for _ in range(2)]
         return *gates, gradient.new_empty(rows, width), *biases
 
     with torch.library._scoped_library("aten", "IMPL") as library:
