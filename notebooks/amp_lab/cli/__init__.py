@@ -5,12 +5,26 @@ Each command is a file: `add` tells the parser of its options, `run` does it.
 
 import argparse
 import difflib
-import functools
-import importlib
 import re
 import warnings
 
 from amp_lab import __version__
+
+# torch takes seconds to load, so each `run` imports it, not these modules: --help answers at once.
+from amp_lab.cli import (
+    advise,
+    bench,
+    diff,
+    doctor,
+    export,
+    memory,
+    migrate,
+    ops,
+    rehearse,
+    sample,
+    train,
+    xray,
+)
 from amp_lab.cli.printing import (
     drop_unprintable,
     flush,
@@ -22,9 +36,21 @@ from amp_lab.cli.printing import (
 from amp_lab.errors import AmpLabError, AmpLabWarning, OptionError, OtherRankError
 from amp_lab.requirements import needed_for, require_torch
 
-# torch takes seconds to load, so each `run` imports it, not these modules: --help answers at once.
-_NAMES = "doctor train sample export bench ops advise xray memory diff rehearse migrate"
-COMMANDS = [importlib.import_module(f"amp_lab.cli.{name}") for name in _NAMES.split()]
+COMMANDS = [
+    doctor,
+    train,
+    sample,
+    export,
+    bench,
+    ops,
+    advise,
+    xray,
+    memory,
+    diff,
+    rehearse,
+    migrate,
+]
+"""The modules of the commands, in the order in which --help lists them."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -35,7 +61,7 @@ class _Parser(argparse.ArgumentParser):
         """As argparse does, but with the option that was meant by one that there is not."""
         options, rest = self.parse_known_args(args, namespace)
         if rest:
-            hint = _meant(rest[0], self.commands[options.command])
+            hint = _did_you_mean(rest[0], self.commands[options.command])
             self.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
         return options
 
@@ -44,21 +70,23 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2)
 
 
-def _meant(given: str, parser: argparse.ArgumentParser) -> str:
+def _did_you_mean(given: str, parser: argparse.ArgumentParser) -> str:
     """Which option of a command may have been meant: by its name, or by a word in its help."""
     name = given.partition("=")[0]
     if not name.startswith("--"):
         return ""
-    about = {
-        option: str(action.help)
-        for action in parser._actions
-        for option in action.option_strings
-        if option.startswith("--")
-    }
+    help_of: dict[str, str] = {}
+    for action in parser._actions:
+        names = [option for option in action.option_strings if option.startswith("--")]
+        help_of.update(dict.fromkeys(names, str(action.help)))
+    near = difflib.get_close_matches(name, help_of, n=1)
     word = name.strip("-").lower()
-    near = difflib.get_close_matches(name, about, n=1)
-    near += [option for option, text in about.items() if word in re.findall(r"\w+", text.lower())]
-    return f"; did you mean {near[0]}?" if near else ""
+    for option, text in help_of.items():
+        if word in re.findall(r"\w+", text.lower()):
+            near.append(option)
+    if not near:
+        return ""
+    return f"; did you mean {near[0]}?"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,14 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     print_what_can_be()
     options = _parser().parse_args(argv)
     try:
-        _refuse_empty(options)
-        with warnings.catch_warnings(action="default", category=AmpLabWarning):  # whatever -W says
-            warnings.showwarning = functools.partial(show_warning, options.command)
-            with needed_for(options.command):
-                if options.needs_torch:
-                    require_torch()
-                code = options.run(options) or 0
-        flush()
+        return _run(options)
     except OtherRankError:  # the rank that raised it has printed it
         return 2
     except AmpLabError as error:
@@ -92,7 +113,23 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    return code
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Run the command; return its exit code. Its warnings are printed in a line each."""
+
+    def print_warning(message: Warning | str, *where: object, **more: object) -> None:
+        show_warning(options.command, message)
+
+    _refuse_empty(options)
+    with warnings.catch_warnings(action="default", category=AmpLabWarning):  # whatever -W says
+        warnings.showwarning = print_warning
+        with needed_for(options.command):
+            if options.needs_torch:
+                require_torch()
+            code = options.run(options)
+    flush()
+    return code or 0
 
 
 def _refuse_empty(options: argparse.Namespace) -> None:
@@ -101,7 +138,8 @@ def _refuse_empty(options: argparse.Namespace) -> None:
     As a path it would be the working folder.
     """
     for name, value in vars(options).items():
-        if "" in (value if isinstance(value, list) else [value]):
+        values = value if isinstance(value, list) else [value]
+        if "" in values:
             raise OptionError(f"an empty text was given for {name.replace('_', ' ')}")
 
 

@@ -34,18 +34,20 @@ def imports_and_call(target: str, changes: dict[str, Any]) -> tuple[list[str], s
     """The line that imports what a program needs, and the expression that makes the model."""
     with nothing_logged():  # of packages that transformers finds, or does not
         _, architecture = _read(target, changes)
-    path = Path(target)
-    place = str(path.resolve()) if path.exists() else target
-    given = [repr(place), *(f"{name}={value!r}" for name, value in changes.items())]
-    config = f"AutoConfig.from_pretrained({', '.join(given)})"
+    place = target
+    if Path(target).exists():
+        place = str(Path(target).resolve())
+    arguments = [repr(place)]
+    for name, value in changes.items():
+        arguments.append(f"{name}={value!r}")
+    config = f"AutoConfig.from_pretrained({', '.join(arguments)})"
     name = architecture.__name__
     return [f"from transformers import AutoConfig, {name}"], f"{name}({config})"
 
 
 def _read(target: str, changes: dict[str, Any]) -> tuple[Any, Any]:
     """The config, and the class of models that it is of."""
-    path = Path(target)
-    if target.endswith(".json") and not path.is_file():
+    if target.endswith(".json") and not Path(target).is_file():
         raise OptionError(f"{target!r}: there is no such file")
     config, unknown = _config(target, changes)
     if unknown:
@@ -78,9 +80,9 @@ def _config(target: str, changes: dict[str, Any]) -> tuple[Any, list[str]]:
         message = f"{target!r} needs transformers: pip install transformers"
         raise RequirementError(message) from None
     except (OSError, ValueError, TypeError, AttributeError) as error:
+        problem = f"transformers cannot read it ({first_line(error)})"
         if not Path(target).exists():
             problem = "it is not on this disk; give the path of its config.json"
-        else:
-            problem = f"transformers cannot read it ({first_line(error)})"
         raise OptionError(f"{target!r}: {problem}") from error
-    return config, [name for name in changes if name in unused]
+    unknown = [name for name in changes if name in unused]
+    return config, unknown

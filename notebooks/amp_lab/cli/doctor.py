@@ -3,6 +3,10 @@
 import argparse
 import sys
 import textwrap
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # it loads torch, which takes seconds
+    from amp_lab.device import DeviceReport
 
 
 def add(commands) -> None:
@@ -23,43 +27,58 @@ def run(options: argparse.Namespace) -> None:
 
     from amp_lab.cpu import NO_PRIMITIVE_REMEDY, lstm_remarks
     from amp_lab.device import describe_device, pick_device
-    from amp_lab.precision import Precision
-    from amp_lab.report import rate_text
 
     report = describe_device(pick_device(options.device))
-    size = report.memory_bytes
-    memory = "" if size is None else f", {size / 2**30:.1f} GiB of memory"
+    memory = ""
+    if report.memory_bytes is not None:
+        memory = f", {report.memory_bytes / 2**30:.1f} GiB of memory"
     print(f"{report.name} ({report.device}: {report.backend}){memory}")
     print(f"torch {torch.__version__}, Python {sys.version.split()[0]}\n")
-
-    print(f"{'precision':<11}{'matrix product':>16}{'against fp32':>15}")
-    for precision in Precision:
-        rate, speedup = report.rates[precision], report.speedup(precision)
-        if rate is None:
-            print(f"{precision:<11}{'not available':>16}")  # TF32, where there are no tensor cores
-            continue
-        remark = "  accelerated" if precision in report.accelerated else ""
-        if speedup < 0.5:  # emulated: a product then takes minutes in a real model
-            remark = f"  {1 / speedup:.0f} times slower: avoid it here"
-        print(f"{precision:<11}{rate_text(rate, 'FLOP/s'):>16}{speedup:>14.3g}x{remark}")
-
-    print(f"\n{'precision':<11}{'bits of inputs':>16}{'error of a sum':>18}{'subnormals':>12}")
-    for precision, values in report.values.items():
-        if values is not None:  # what its products do to values
-            kept = "kept" if values.subnormals else "become 0"
-            error = f"{values.error:.1f} ulp"
-            print(f"{precision:<11}{values.input_bits:>16}{error:>18}{kept:>12}")
-    product, convolution = report.fp32_bits_as_set
-    print(f"As torch is set, fp32 keeps {product} bits in products, {convolution} in convolutions.")
-
-    for remark in lstm_remarks() if report.device.type == "cpu" else ():
-        print(f"{remark}: {NO_PRIMITIVE_REMEDY}.")
+    _print_rates(report)
+    _print_values(report)
+    if report.device.type == "cpu":
+        for remark in lstm_remarks():
+            print(f"{remark}: {NO_PRIMITIVE_REMEDY}.")
 
     if not report.trusted:  # a figure of a busy machine is shown as that
         print("\nThis machine is busy: the same product took 1.5 times as long in a second try.")
         print("Measure again when it is idle.")
     print(f"\nUse {report.recommended}: {report.why}.")
-    print(textwrap.indent("\n".join(_recipe(report.recommended, report.device.type)), "    "))
+    recipe = "\n".join(_recipe(report.recommended, report.device.type))
+    print(textwrap.indent(recipe, "    "))
+
+
+def _print_rates(report: "DeviceReport") -> None:
+    """A line for each precision: how fast its product is."""
+    from amp_lab.precision import Precision
+    from amp_lab.report import rate_text
+
+    print(f"{'precision':<11}{'matrix product':>16}{'against fp32':>15}")
+    for precision in Precision:
+        rate = report.rates[precision]
+        if rate is None:
+            print(f"{precision:<11}{'not available':>16}")  # TF32, where there are no tensor cores
+            continue
+        speedup = report.speedup(precision)
+        remark = ""
+        if speedup < 0.5:  # emulated: a product then takes minutes in a real model
+            remark = f"  {1 / speedup:.0f} times slower: avoid it here"
+        elif precision in report.accelerated:
+            remark = "  accelerated"
+        print(f"{precision:<11}{rate_text(rate, 'FLOP/s'):>16}{speedup:>14.3g}x{remark}")
+
+
+def _print_values(report: "DeviceReport") -> None:
+    """A line for each precision: what its products do to values."""
+    print(f"\n{'precision':<11}{'bits of inputs':>16}{'error of a sum':>18}{'subnormals':>12}")
+    for precision, values in report.values.items():
+        if values is None:
+            continue
+        subnormals = "kept" if values.subnormals else "become 0"
+        error = f"{values.error:.1f} ulp"
+        print(f"{precision:<11}{values.input_bits:>16}{error:>18}{subnormals:>12}")
+    product, convolution = report.fp32_bits_as_set
+    print(f"As torch is set, fp32 keeps {product} bits in products, {convolution} in convolutions.")
 
 
 def _recipe(precision: str, device_type: str) -> list[str]:

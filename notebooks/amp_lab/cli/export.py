@@ -17,7 +17,8 @@ def add(commands) -> None:
         "weights (.safetensors), for ONNX Runtime (.onnx) or as a program of torch.export (.pt2). "
         "Such a file is read again and run before it takes its name.",
     )
-    option, forms = export.add_argument, ["checkpoint", *_FORMATS.values()]
+    option = export.add_argument
+    forms = ["checkpoint", *_FORMATS.values()]
     option("run_folder", metavar="DIR", help="the folder of the run")
     option("file", metavar="FILE", help="the file to write")
     option("--format", choices=forms, help="default: by FILE's ending, else checkpoint")
@@ -33,13 +34,18 @@ def run(options: argparse.Namespace) -> None:
     from amp_lab.training import export  # here, since it loads torch
 
     form = options.format or _FORMATS.get(Path(options.file).suffix.lower(), "checkpoint")
-    folder, file = options.run_folder, options.file
     if form != "checkpoint":
-        how = {"data": options.data, "force": options.force}
-        export.export_model(folder, file, form, options.dtype or "fp32", **how)
+        export.export_model(
+            options.run_folder,
+            options.file,
+            form,
+            options.dtype or "fp32",
+            data=options.data,
+            force=options.force,
+        )
         return
     if options.dtype or options.data:
         given = "--dtype" if options.dtype else "--data"
         raise OptionError(f"{given}: a checkpoint is written as it is; give --format as well")
-    export.export_checkpoint(folder, file, force=options.force)
-    print(f"Written: {file}")
+    export.export_checkpoint(options.run_folder, options.file, force=options.force)
+    print(f"Written: {options.file}")

@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 
-from amp_lab.cli.model_argument import DEVICE, GivenModel, add_model, traced
+from amp_lab.cli.model_argument import GivenModel, add_absent_device, add_model, traced
 from amp_lab.cli.printing import show
 from amp_lab.errors import OptionError
 
@@ -22,18 +22,15 @@ def add(commands) -> None:
         "the KV cache, if the model returns one.",
     )
     add_model(memory)
-    option, named = memory.add_argument, {"metavar": "NAME"}
+    option = memory.add_argument
     precisions = "fp32, tf32, fp16, bf16; may be repeated (default: fp32, fp16, bf16)"
     reserve = "percent of it left to the driver and to fragmentation (default: 10)"
-    option("--device", default="cuda", **DEVICE)
+    add_absent_device(memory)
     option("--memory", metavar="SIZE", help="the budget: that of the card, such as 24GiB")
     option("--reserve", type=_share, default=0.1, metavar="PERCENT", help=reserve)
-    option("--precision", action="append", **named, help=precisions)
-    option(
-        "--optimizer",
-        **named,
-        help="default: adam; also sgd, adamw, muon, adafactor, adamw-8bit, …",
-    )
+    option("--precision", action="append", metavar="NAME", help=precisions)
+    optimizers = "default: adam; also sgd, adamw, muon, adafactor, adamw-8bit, …"
+    option("--optimizer", metavar="NAME", help=optimizers)
     ranks = "of FSDP2 among which weights, gradients and state are divided (default: 1)"
     option("--fsdp-ranks", type=int, metavar="N", help=ranks)
     tokens = "with --eval: of each sequence, for whose KV cache the memory is forecast"
@@ -57,14 +54,17 @@ def _run_inference(options: argparse.Namespace) -> None:
         if getattr(options, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise OptionError(f"{option} is for a training step: leave it out, or leave out --eval")
-    asked = {"memory_bytes": options.memory, "device_type": options.device}
-    if options.precision:
-        asked["precisions"] = options.precision
-    asked["tokens"] = options.tokens
 
     def trace(given: GivenModel) -> InferenceTable:
-        inputs = BatchedInputs(given.args, given.kwargs)
-        return inference_table(given.model, inputs, reserve=options.reserve, **asked)
+        return inference_table(
+            given.model,
+            BatchedInputs(given.args, given.kwargs),
+            memory_bytes=options.memory,
+            reserve=options.reserve,
+            device_type=options.device,
+            tokens=options.tokens,
+            **_precisions(options),
+        )
 
     show(traced(options, trace), options.format)
 
@@ -74,20 +74,31 @@ def _run_training(options: argparse.Namespace) -> None:
 
     if options.tokens is not None:
         raise OptionError("--tokens is for the KV cache of inference: add --eval, or leave it out")
-    asked = {"memory_bytes": options.memory, "device_type": options.device}
-    asked |= {"reserve": options.reserve, "optimizer": options.optimizer or "adam"}
-    asked["fsdp_ranks"] = 1 if options.fsdp_ranks is None else options.fsdp_ranks
-    if options.precision:  # else they are left to the function's own default
-        asked["precisions"] = options.precision
 
     def trace(given: GivenModel) -> MemoryTable:
-        inputs = BatchedInputs(given.args, given.kwargs)
-        table = memory_table(given.model, inputs, loss_fn=given.loss_fn, **asked)
+        table = memory_table(
+            given.model,
+            BatchedInputs(given.args, given.kwargs),
+            loss_fn=given.loss_fn,
+            memory_bytes=options.memory,
+            reserve=options.reserve,
+            device_type=options.device,
+            optimizer=options.optimizer or "adam",
+            fsdp_ranks=1 if options.fsdp_ranks is None else options.fsdp_ranks,
+            **_precisions(options),
+        )
         if given.loss_fn is not None:
             return table
         return dataclasses.replace(table, loss_left_out=given.observer.loss_left_out)
 
     show(traced(options, trace), options.format)
+
+
+def _precisions(options: argparse.Namespace) -> dict[str, list[str]]:
+    """The precisions as an argument, if any are given; else a function has its own default."""
+    if not options.precision:
+        return {}
+    return {"precisions": options.precision}
 
 
 def _share(text: str) -> float:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from amp_lab.cli.config_target import is_config, model_of
 from amp_lab.cli.input_argument import arguments_in, batch_of, drawn, parse_input
-from amp_lab.cli.printing import FORMAT
+from amp_lab.cli.printing import add_format
 from amp_lab.cli.user_code import FORM, called, find, kept_in_bounds
 from amp_lab.errors import AmpLabError, OptionError, TraceError
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from amp_lab.cli.model_checks import Observer
 
-DEVICE = {"metavar": "NAME", "help": "cuda (also for ROCm; the default), xpu, mps, cpu"}
-"""Settings of the option ``--device`` of what need not be here."""
 
 _TIMEOUT_S = 600
 
@@ -50,7 +48,7 @@ class GivenModel:
 
 def add_model(command: argparse.ArgumentParser) -> None:
     """Add the options that name a model, its inputs, its loss and the format."""
-    option, several = command.add_argument, {"action": "append"}
+    option = command.add_argument
     target = (
         "returns the model when it is called; or FILE.py:CALLABLE; or a config.json of transformers"
     )
@@ -63,13 +61,19 @@ def add_model(command: argparse.ArgumentParser) -> None:
     loss = "makes a loss of the output; or .NAME, which is an attribute of the output"
     limit = f"of the whole command, in case the model hangs (default: {_TIMEOUT_S})"
     option("target", metavar=FORM, help=target)
-    option("--with", **several, dest="arguments", metavar="NAME=VALUE", help=argument)
-    option("--input", **several, metavar="[NAME=][DTYPE:]SIZES", help=shapes)
+    option("--with", action="append", dest="arguments", metavar="NAME=VALUE", help=argument)
+    option("--input", action="append", metavar="[NAME=][DTYPE:]SIZES", help=shapes)
     option("--batch", metavar=FORM, help=batch)
     option("--loss", metavar=FORM, help=loss)
     option("--eval", action="store_true", help="put the model into evaluation mode")
     option("--timeout", type=_seconds, default=_TIMEOUT_S, metavar="SECONDS", help=limit)
-    option("--format", **FORMAT)
+    add_format(command)
+
+
+def add_absent_device(command: argparse.ArgumentParser) -> None:
+    """Add the option ``--device`` of what need not be here."""
+    names = "cuda (also for ROCm; the default), xpu, mps, cpu"
+    command.add_argument("--device", default="cuda", metavar="NAME", help=names)
 
 
 @contextlib.contextmanager

@@ -2,8 +2,8 @@
 
 import argparse
 
-from amp_lab.cli.model_argument import DEVICE, dtype_of
-from amp_lab.cli.printing import FORMAT, show
+from amp_lab.cli.model_argument import add_absent_device, dtype_of
+from amp_lab.cli.printing import add_format, show
 
 
 def add(commands) -> None:
@@ -13,10 +13,10 @@ def add(commands) -> None:
         help="what autocast does to each op, on a device that need not be here",
         description="Print the autocast rule of every op on a backend, each checked by a call.",
     )
-    ops.add_argument("--device", default="cuda", **DEVICE)
+    add_absent_device(ops)
     ops.add_argument("--dtype", choices=("fp16", "bf16"), help="default: the backend's own")
     ops.add_argument("--against", metavar="NAME", help="print how another backend differs")
-    ops.add_argument("--format", **FORMAT)
+    add_format(ops)
     ops.set_defaults(run=run)
 
 

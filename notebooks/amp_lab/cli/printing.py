@@ -1,5 +1,6 @@
 """How the commands print: results in the format asked for, and errors in a line."""
 
+import argparse
 import contextlib
 import io
 import os
@@ -12,8 +13,11 @@ from amp_lab.errors import OptionError
 from amp_lab.files import MADE_BY, read_regular, try_to_write
 from amp_lab.requirements import require_matplotlib
 
-FORMAT = {"choices": ("table", "markdown", "json"), "default": "table", "help": "default: table"}
-"""Settings of the option ``--format``."""
+
+def add_format(command: argparse.ArgumentParser) -> None:
+    """Add the option ``--format``."""
+    forms = ("table", "markdown", "json")
+    command.add_argument("--format", choices=forms, default="table", help="default: table")
 
 
 def show(result, form: str) -> None:
@@ -53,7 +57,8 @@ def say_aside(line: str) -> None:
 
 def _in_one_line(text: str) -> str:
     """The text with signs such as a line's end written out: a path may hold them."""
-    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
+    signs = [sign if sign.isprintable() else repr(sign)[1:-1] for sign in text]
+    return "".join(signs)
 
 
 def open_closed_streams() -> None:
@@ -99,8 +104,8 @@ def drop_unprintable() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def show_warning(command: str, message: Warning, *where: object) -> None:
-    """Print a warning in a line, as `warnings.showwarning` would in two."""
+def show_warning(command: str, message: Warning | str) -> None:
+    """Print a warning in a line, where Python would print two."""
     if os.environ.get("LOCAL_RANK", "0") == "0":  # the others have the same to say
         say_aside(_in_one_line(f"amp-lab {command}: {message}"))
 
@@ -118,10 +123,12 @@ def require_output(path: str | os.PathLike, ours: bool = False) -> None:
 
     One that is there should not, unless it is empty, or `ours`, or says so.
     """
+    beginning = b""
     try:
         try_to_write(Path(path))
-        first = b"" if ours or not os.path.exists(path) else read_regular(Path(path))[:4096]
+        if not ours and os.path.exists(path):
+            beginning = read_regular(Path(path))[:4096]
     except OSError as error:
         raise OptionError(f"{path}: cannot be written ({error.strerror})") from error
-    if first and MADE_BY.encode() not in first:
+    if beginning and MADE_BY.encode() not in beginning:
         raise OptionError(f"{path}: is there, and not made by amp-lab: give another name")

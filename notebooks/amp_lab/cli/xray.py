@@ -4,7 +4,14 @@ import argparse
 from typing import TYPE_CHECKING
 
 from amp_lab.cli.memory_check import require_memory
-from amp_lab.cli.model_argument import DEVICE, GivenModel, add_model, dtype_of, given_model, traced
+from amp_lab.cli.model_argument import (
+    GivenModel,
+    add_absent_device,
+    add_model,
+    dtype_of,
+    given_model,
+    traced,
+)
 from amp_lab.cli.printing import show
 from amp_lab.errors import OptionError
 
@@ -23,19 +30,20 @@ def add(commands) -> None:
         "of them. Nothing is computed, so no such device is needed.",
     )
     add_model(xray)
-    xray.add_argument("--device", default="cuda", **DEVICE)
+    add_absent_device(xray)
+    option = xray.add_argument
+    option("--dtype", choices=_DTYPES, help="default: the backend's own; fp32: off")
     other = "print how it differs on another device (mps), in another dtype (bf16), or both"
-    xray.add_argument("--dtype", choices=_DTYPES, help="default: the backend's own; fp32: off")
-    xray.add_argument("--against", metavar="OTHER", help=f"{other} (cpu:bf16)")
-    xray.add_argument("--real", action="store_true", help="run it on the device itself")
+    option("--against", metavar="OTHER", help=f"{other} (cpu:bf16)")
+    option("--real", action="store_true", help="run it on the device itself")
     depth = "instead a row for each module N levels down: its output and its parameters"
-    xray.add_argument("--depth", type=_depth, metavar="N", help=depth)
+    option("--depth", type=_depth, metavar="N", help=depth)
     sharded = "the dtypes of each parameter under DDP or FSDP2 instead, as `train` or TARGET shards"
-    xray.add_argument("--parallel", choices=("ddp", "fsdp"), help=sharded)
+    option("--parallel", choices=("ddp", "fsdp"), help=sharded)
     low = "with --parallel: default bf16; of a TARGET that calls fully_shard, its policy's"
-    xray.add_argument("--precision", choices=_DTYPES, help=low)
+    option("--precision", choices=_DTYPES, help=low)
     reduce = "with --parallel: in which gradients are summed (default: fp32)"
-    xray.add_argument("--reduce-dtype", choices=_DTYPES, help=reduce)
+    option("--reduce-dtype", choices=_DTYPES, help=reduce)
     xray.set_defaults(run=run)
 
 
@@ -58,18 +66,24 @@ def run(options: argparse.Namespace) -> None:
         require_memory(options, options.device, "--real")
 
     def trace(given: GivenModel) -> "list[Xray]":
-        how = {"loss_fn": given.loss_fn, "real": options.real}
         return [
-            given.passed_to(xray, device_type=device, dtype=dtype_of(name), **how)
+            given.passed_to(
+                xray,
+                device_type=device,
+                dtype=dtype_of(name),
+                loss_fn=given.loss_fn,
+                real=options.real,
+            )
             for device, name in sides
         ]
 
-    found, *other = traced(options, trace, with_values=options.real)
-    if other:
-        if found.title == other[0].title:
+    found, *others = traced(options, trace, with_values=options.real)
+    if others:
+        (other,) = others
+        if found.title == other.title:
             same = f"--against {options.against!r} is the same again"
             raise OptionError(f"{same}: give another device or dtype")
-        show(compare(found, other[0]), options.format)
+        show(compare(found, other), options.format)
     elif options.depth is not None:
         show(found.by_module(options.depth), options.format)
     else:
@@ -82,12 +96,12 @@ def _sides(options: argparse.Namespace) -> list[tuple[str, str | None]]:
         raise OptionError(
             "--precision and --reduce-dtype are for --parallel: --dtype is autocast's"
         )
-    sides = [(options.device, options.dtype)]
+    side = (options.device, options.dtype)
     if options.against is None:
-        return sides
+        return [side]
     if options.depth is not None:
         raise OptionError("--depth shows one X-ray: leave out --against")
-    return [*sides, _other_side(options.against, *sides[0])]
+    return [side, _other_side(options.against, *side)]
 
 
 def _run_sharded(options: argparse.Namespace) -> None:
@@ -100,17 +114,26 @@ def _run_sharded(options: argparse.Namespace) -> None:
 
     # A group for a TARGET that calls fully_shard itself; no other process is needed.
     with group_of(ranks=2), given_model(options, with_values=False) as given:
-        how = {"precision": options.precision, "reduce_dtype": options.reduce_dtype}
-        parallel = None if parallel_of(given.model) == options.parallel else options.parallel
-        found = given.passed_to(xray_sharding, parallel=parallel, device_type=options.device, **how)
+        parallel = options.parallel
+        if parallel_of(given.model) == parallel:  # which it has done itself
+            parallel = None
+        found = given.passed_to(
+            xray_sharding,
+            parallel=parallel,
+            device_type=options.device,
+            precision=options.precision,
+            reduce_dtype=options.reduce_dtype,
+        )
     show(found, options.format)
 
 
 def _other_side(text: str, device: str, dtype: str | None) -> tuple[str, str | None]:
     """The device and dtype that `--against` names: ``mps``, ``bf16`` or ``cpu:bf16``."""
     first, colon, second = text.partition(":")
+    if not colon and first in _DTYPES:
+        return device, first
     if not colon:
-        return (device, first) if first in _DTYPES else (first, dtype)
+        return first, dtype
     if second not in _DTYPES:
         known = f"a device (cuda, xpu, mps, cpu), a dtype ({', '.join(_DTYPES)})"
         raise OptionError(f"--against {text!r}: give {known}, or both, as cpu:bf16")
