@@ -6,7 +6,7 @@ the user's own function.
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,28 +50,47 @@ class InputSpec:
             raise OptionError(f"an input of {self.shape} does not fit into memory here")
         if dtype.is_floating_point or dtype.is_complex:
             return torch.randn(self.shape, dtype=dtype, generator=generator)
-        high = 2 if dtype is torch.bool else self.below or 1
+        high = self.below or 1
+        if dtype is torch.bool:
+            high = 2
         return torch.randint(high, self.shape, dtype=dtype, generator=generator)
 
 
 def parse_input(text: str) -> InputSpec:
     """The input that a text describes. Raises `OptionError`, in one line, for any other text."""
-    rest, name = text.strip(), None
-    if "=" in rest:
-        name, _, rest = rest.partition("=")
-        if not name.isidentifier():
-            raise OptionError(f"--input {_shown(text)}: {_shown(name)} is no name of an argument")
+    name, rest = _name_and_rest(text)
     kind, _, rest = rest.rpartition(":")
     dtype = kind.strip() or "float32"
     if dtype not in _DTYPES:
-        near = difflib.get_close_matches(dtype, _DTYPES, 1)
-        known = f"did you mean {near[0]}?" if near else f"give one of {', '.join(_DTYPES)}"
-        raise OptionError(f"--input {_shown(text)}: {_shown(dtype)} is no dtype here: {known}")
-    sizes, less, below = rest.partition("<")
+        problem = f"{_shown(dtype)} is no dtype here: {_known_dtypes(dtype)}"
+        raise OptionError(f"--input {_shown(text)}: {problem}")
+    sizes, less, limit = rest.partition("<")
     shape = parse_shape(sizes)
     if math.prod(shape) >= 2**57:  # torch counts bytes in 63 bits
         raise OptionError(f"--input {_shown(text)}: no memory holds a tensor of that shape")
-    return InputSpec(name, dtype, shape, _bound(text, below, dtype) if less else None)
+    below = None
+    if less:
+        below = _bound(text, limit, dtype)
+    return InputSpec(name, dtype, shape, below)
+
+
+def _name_and_rest(text: str) -> tuple[str | None, str]:
+    """The name of the argument, if one stands before ``=``, and what comes after it."""
+    stripped = text.strip()
+    if "=" not in stripped:
+        return None, stripped
+    name, _, rest = stripped.partition("=")
+    if not name.isidentifier():
+        raise OptionError(f"--input {_shown(text)}: {_shown(name)} is no name of an argument")
+    return name, rest
+
+
+def _known_dtypes(dtype: str) -> str:
+    """What to give instead of a dtype that there is not."""
+    near = difflib.get_close_matches(dtype, _DTYPES, 1)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"give one of {', '.join(_DTYPES)}"
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -93,7 +112,8 @@ def drawn(specs: Iterable[InputSpec], with_values: bool) -> tuple[tuple, dict[st
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    args, kwargs = [], {}
+    args: list[torch.Tensor] = []
+    kwargs: dict[str, torch.Tensor] = {}
     for spec in specs:
         tensor = spec.tensor(with_values=with_values, generator=generator)
         if spec.name is None:
@@ -107,12 +127,14 @@ def drawn(specs: Iterable[InputSpec], with_values: bool) -> tuple[tuple, dict[st
 
 def batch_of(target: str) -> tuple[tuple, dict[str, Any], str]:
     """The arguments that ``--batch`` returns, and its form. Raises `OptionError` if it does not."""
-    found = find(target)
-    made = called(f"--batch {target!r}", found, {}) if callable(found) else found
-    args, kwargs = arguments_in(made, f"--batch {target!r}")
+    what = f"--batch {target!r}"
+    batch = find(target)
+    if callable(batch):
+        batch = called(what, batch, {})
+    args, kwargs = arguments_in(batch, what)
     if not args and not kwargs:
-        raise OptionError(f"--batch {target!r} returns no arguments")
-    return args, kwargs, form_of(made)
+        raise OptionError(f"{what} returns no arguments")
+    return args, kwargs, form_of(batch)
 
 
 def arguments_in(made: Any, what: str) -> tuple[tuple, dict[str, Any]]:
@@ -121,12 +143,16 @@ def arguments_in(made: Any, what: str) -> tuple[tuple, dict[str, Any]]:
 
     if isinstance(made, torch.Tensor):
         return (made,), {}
+    args: Any = made
+    kwargs: Any = {}
     if isinstance(made, Mapping):
-        made = ((), made)
-    if not isinstance(made, (tuple, list)):
+        args = ()
+        kwargs = made
+    elif not isinstance(made, (tuple, list)):
         kinds = "a tensor, a tuple, a dict or (args, kwargs)"
         raise OptionError(f"{what} returns a {type(made).__name__} as the inputs: give {kinds}")
-    args, kwargs = made if form_of(made) == "{}" else (made, {})
+    elif _has_both(made):
+        args, kwargs = made
     if not all(isinstance(name, str) for name in kwargs):
         raise OptionError(f"{what}: the names of arguments are strings: {list(kwargs)[:3]}")
     return tuple(args), dict(kwargs)
@@ -134,10 +160,21 @@ def arguments_in(made: Any, what: str) -> tuple[tuple, dict[str, Any]]:
 
 def form_of(made: Any) -> str:
     """How Python makes args and kwargs of such inputs, whose name is to stand at ``{}``."""
+    if isinstance(made, Mapping):
+        return "(), dict({})"
     if not isinstance(made, (tuple, list)):
-        return "(), dict({})" if isinstance(made, Mapping) else "({},), {{}}"
-    both = len(made) == 2 and isinstance(made[0], (tuple, list)) and isinstance(made[1], Mapping)
-    return "{}" if both else "tuple({}), {{}}"
+        return "({},), {{}}"
+    if _has_both(made):
+        return "{}"
+    return "tuple({}), {{}}"
+
+
+def _has_both(made: Sequence) -> bool:
+    """Whether it is ``(args, kwargs)``, and not a tuple of arguments."""
+    if len(made) != 2:
+        return False
+    args, kwargs = made
+    return isinstance(args, (tuple, list)) and isinstance(kwargs, Mapping)
 
 
 def _bound(text: str, below: str, dtype: str) -> int:
@@ -145,7 +182,9 @@ def _bound(text: str, below: str, dtype: str) -> int:
     if dtype not in _INTEGERS:
         raise OptionError(f"--input {_shown(text)}: <{below} is for integers: give int64:{text}")
     digits = below.strip()
-    bound = int(digits) if digits.isdecimal() and len(digits) < 20 else 0
+    bound = 0
+    if digits.isdecimal() and len(digits) < 20:
+        bound = int(digits)
     if not 1 <= bound <= 2 ** _INTEGERS[dtype]:
         what = f"a whole number from 1 on that {dtype} holds"
         raise OptionError(f"--input {_shown(text)}: <{_shown(below)}: give {what}")
@@ -154,4 +193,6 @@ def _bound(text: str, below: str, dtype: str) -> int:
 
 def _shown(text: str) -> str:
     """A text in quotes, shortened so that a message stays a line."""
-    return repr(text if len(text) <= 60 else f"{text[:57]}...")
+    if len(text) > 60:
+        text = f"{text[:57]}..."
+    return repr(text)

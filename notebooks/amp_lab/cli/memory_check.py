@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 
-from amp_lab.cli.model_argument import given_model
+from amp_lab.cli.model_argument import GivenModel, given_model
 from amp_lab.errors import OptionError, TraceError
 
 
@@ -21,24 +21,38 @@ def require_memory(
     """
     from amp_lab.device import memory_bytes, pick_device
     from amp_lab.report import bytes_text
-    from amp_lab.tracing.inference_memory import forecast_inference
-    from amp_lab.tracing.memory import BatchedInputs, forecast_memory
+    from amp_lab.tracing.memory import BatchedInputs
 
     device = pick_device(name)
-    there, needed = memory_bytes(device), 0
+    there = memory_bytes(device)
+    needed = 0
     with (
         contextlib.suppress(TraceError),  # what can only be run for real is run
         given_model(options, with_values=False) as given,
     ):
-        how = {"device_type": device.type, "precision": "fp32"}
-        if inference:
-            needed = given.passed_to(forecast_inference, **how).peak
-        else:
-            how["optimizer"] = "sgd"
-            needed = given.passed_to(forecast_memory, loss_fn=given.loss_fn, **how).peak
+        needed = _peak_bytes(given, device.type, inference)
         if size is not None:
             needed = needed * size // BatchedInputs(given.args, given.kwargs).batch
-    if there is not None and needed > there:
-        sizes = f"{bytes_text(needed)}, and {device} has {bytes_text(there)}"
-        run = "forward pass" if inference else "step"
-        raise OptionError(f"{what}: a {run} needs about {sizes}")
+    if there is None or needed <= there:
+        return
+    sizes = f"{bytes_text(needed)}, and {device} has {bytes_text(there)}"
+    run = "forward pass" if inference else "step"
+    raise OptionError(f"{what}: a {run} needs about {sizes}")
+
+
+def _peak_bytes(given: GivenModel, device_type: str, inference: bool) -> int:
+    """What a step with SGD, or a forward pass for inference, is forecast to need in fp32."""
+    from amp_lab.tracing.inference_memory import forecast_inference
+    from amp_lab.tracing.memory import forecast_memory
+
+    if inference:
+        forecast = given.passed_to(forecast_inference, device_type=device_type, precision="fp32")
+        return forecast.peak
+    forecast = given.passed_to(
+        forecast_memory,
+        loss_fn=given.loss_fn,
+        device_type=device_type,
+        precision="fp32",
+        optimizer="sgd",
+    )
+    return forecast.peak
