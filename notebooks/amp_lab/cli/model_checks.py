@@ -26,7 +26,10 @@ def named_inputs(model: nn.Module, args: tuple, kwargs: dict) -> list[tuple[str,
     names = [parameter.name for parameter in parameters_of(model)]
     names += [f"input {i}" for i in range(len(names), len(args))]
     inputs = [*zip(names, args, strict=False), *kwargs.items()]
-    return [(name, tensor) for name, value in inputs for _, tensor in named_tensors(value)]
+    found = []
+    for name, value in inputs:
+        found += [(name, tensor) for _, tensor in named_tensors(value)]
+    return found
 
 
 def _highest(ids: torch.Tensor) -> int | None:
@@ -43,7 +46,9 @@ class Observer:
         """`below` has, for each input, what its values stay below; nothing if they are there."""
         self._model = model
         self._inputs = named_inputs(model, args, kwargs)
-        self._below = [*below] or [_highest(tensor) for _, tensor in self._inputs]
+        self._below = list(below)
+        if not self._below:
+            self._below = [_highest(tensor) for _, tensor in self._inputs]
         self._by_storage: dict[int | None, int] = {}  # and which of the inputs it is
         self.problem: str | None = None
         """The mistake in a line, which tells more than what torch says of it."""
@@ -58,8 +63,8 @@ class Observer:
             hooks.enter_context(self._model.register_forward_hook(self._end))
             for name, module in self._model.named_modules():
                 if isinstance(module, nn.Embedding):
-                    look_up = self._look_up(name, module.num_embeddings)
-                    hooks.enter_context(module.register_forward_pre_hook(look_up))
+                    check = self._embedding_check(name, module.num_embeddings)
+                    hooks.enter_context(module.register_forward_pre_hook(check))
             yield
 
     def watched_loss(self, loss_fn: Callable[[Any], Any], text: str) -> Callable[[Any], Any]:
@@ -74,12 +79,14 @@ class Observer:
             except (TypeError, AttributeError, LookupError, ValueError) as error:
                 self.problem = f"{text}, which gets the model's output: {with_type(error)}"
                 raise
-            if not isinstance(value, torch.Tensor) or value.numel() != 1:
-                shape = getattr(value, "shape", None)
-                found = type(value).__name__ if shape is None else f"shape {tuple(shape)}"
-                self.problem = f"{text} must return one number, not {found}"
-                raise OptionError(self.problem)
-            return value
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                return value
+            found = type(value).__name__
+            shape = getattr(value, "shape", None)
+            if shape is not None:
+                found = f"shape {tuple(shape)}"
+            self.problem = f"{text} must return one number, not {found}"
+            raise OptionError(self.problem)
 
         return loss
 
@@ -90,9 +97,10 @@ class Observer:
             if not shape and name:
                 has = f"the output has {name!r}"
                 return f"{has}: add --loss .{name}, or all of it is differentiated"
-        rows = {m.num_embeddings for m in self._model.modules() if isinstance(m, nn.Embedding)}
+        embeddings = [m for m in self._model.modules() if isinstance(m, nn.Embedding)]
+        vocabulary_sizes = {embedding.num_embeddings for embedding in embeddings}
         for _, shape in self._outputs:
-            if len(shape) > 2 and shape[-1] in rows:
+            if len(shape) > 2 and shape[-1] in vocabulary_sizes:
                 return (
                     f"the output has logits of {shape[-1]:,} tokens and no loss is given, which "
                     "takes as much again or more, so that fewer items fit than it says here; add "
@@ -102,30 +110,40 @@ class Observer:
 
     def _begin(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         self.problem = None  # that of another run, such as one with another batch, is no more
-        running = named_inputs(model, args, kwargs)
-        self._by_storage = {storage_key(now): i for i, (_, now) in enumerate(running)}
+        self._by_storage = {}
+        for index, (_, tensor) in enumerate(named_inputs(model, args, kwargs)):
+            self._by_storage[storage_key(tensor)] = index
 
-    def _look_up(self, embedding: str, rows: int) -> Callable[[nn.Module, tuple], None]:
+    def _embedding_check(self, name: str, rows: int) -> Callable[[nn.Module, tuple], None]:
+        """A hook before an embedding with so many rows, which checks an input that is given it."""
+        place = f"embedding {name!r}" if name else "embedding"
+
         def check(module: nn.Module, args: tuple) -> None:
-            key = storage_key(args[0]) if args and isinstance(args[0], torch.Tensor) else None
-            if key not in self._by_storage:  # computed, or not a tensor of the user's
-                return
-            which = self._by_storage[key]
-            (name, given), below = self._inputs[which], self._below[which]
-            place = f"embedding {embedding!r}" if embedding else "embedding"
-            if given.is_floating_point() or given.dtype is torch.bool:
-                sizes = ",".join(map(str, given.shape))
-                self.problem = (
-                    f"{name!r} is {dtype_name(given.dtype)}, but the {place} looks ids up: add "
-                    f"--input int64:{sizes} ('int64:{sizes}<{rows}' draws them)"
-                )
-            elif below is not None and below > rows:
-                most = f"{name!r} has ids up to {below - 1:,}"
-                self.problem = f"{most}, but the {place} has {rows:,} rows: give int64:…<{rows}"
+            key = None
+            if args and isinstance(args[0], torch.Tensor):
+                key = storage_key(args[0])
+            if key in self._by_storage:  # not computed, and a tensor of the user's
+                self._check_ids(self._by_storage[key], place, rows)
 
         return check
 
+    def _check_ids(self, index: int, place: str, rows: int) -> None:
+        """Note the problem if the input with this index has no ids, or ids beyond the rows."""
+        name, ids = self._inputs[index]
+        below = self._below[index]
+        if ids.is_floating_point() or ids.dtype is torch.bool:
+            sizes = ",".join(map(str, ids.shape))
+            self.problem = (
+                f"{name!r} is {dtype_name(ids.dtype)}, but the {place} looks ids up: add "
+                f"--input int64:{sizes} ('int64:{sizes}<{rows}' draws them)"
+            )
+        elif below is not None and below > rows:
+            most = f"{name!r} has ids up to {below - 1:,}"
+            self.problem = f"{most}, but the {place} has {rows:,} rows: give int64:…<{rows}"
+
     def _end(self, model: nn.Module, args: tuple, output: Any) -> None:
-        tensors = named_tensors(output)
-        self._outputs = [(name[1:], t.shape) for name, t in tensors if t.is_floating_point()]
+        self._outputs = []
+        for name, tensor in named_tensors(output):
+            if tensor.is_floating_point():
+                self._outputs.append((name[1:], tensor.shape))
         self._by_storage = {}

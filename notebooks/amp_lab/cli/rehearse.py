@@ -40,20 +40,30 @@ def run(options: argparse.Namespace) -> None:
         format_of(name)
     if options.card:
         card(options.card)
-    for what, value, least in (("--steps", options.steps, 0), ("--seeds", options.seeds, 1)):
-        if not least <= value <= 10**6:
-            raise OptionError(f"{what} {value}: give a number from {least} to {10**6:,}")
+    _require_count("--steps", options.steps, least=0)
+    _require_count("--seeds", options.seeds, least=1)
     if options.eval and options.steps:
         raise OptionError("--steps is for training: leave it out, or leave out --eval")
     if options.figure:
         require_figure(options.figure, "rehearse --figure")
     require_memory(options, "cpu", "rehearse", inference=options.eval)
     with given_model(options, with_values=True) as given:
-        how = {"steps": options.steps, "seeds": options.seeds, "card": options.card}
-        how["use"] = INFERENCE if options.eval else TRAINING
-        found = given.passed_to(rehearse, formats=names, loss_fn=given.loss_fn, **how)
+        found = given.passed_to(
+            rehearse,
+            formats=names,
+            loss_fn=given.loss_fn,
+            steps=options.steps,
+            seeds=options.seeds,
+            card=options.card,
+            use=INFERENCE if options.eval else TRAINING,
+        )
     if options.figure:
         from amp_lab import plots
 
         plots.save(options.figure, plots.errors_by_layer, found.layers)
     show(found, options.format)
+
+
+def _require_count(option: str, value: int, least: int) -> None:
+    if not least <= value <= 10**6:
+        raise OptionError(f"{option} {value}: give a number from {least} to {10**6:,}")

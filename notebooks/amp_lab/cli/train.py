@@ -5,7 +5,7 @@ Its options are the fields in `training/train_options.py`: to add one, add a fie
 
 import argparse
 import dataclasses
-from typing import get_args
+from typing import Any, get_args
 
 from amp_lab.cli.printing import drop_unprintable
 from amp_lab.requirements import require_matplotlib
@@ -30,20 +30,24 @@ def add(commands) -> None:
     started = "started by: torchrun --nproc-per-node N -m amp_lab train … --parallel ddp"
     groups = {"": parser, TOGETHER: parser.add_argument_group(TOGETHER, started)}
     for field in dataclasses.fields(RunOptions):
-        required = field.default is dataclasses.MISSING
-        default = {"required": True} if required else {"default": field.default}
-        _add_option(groups[field.metadata["group"]], field, **default)
+        group = groups[field.metadata["group"]]
+        if field.default is dataclasses.MISSING:
+            _add_option(group, field, required=True)
+        else:
+            _add_option(group, field, default=field.default)
     parser.set_defaults(run=run)
 
 
 def _add_option(group, field: dataclasses.Field, **default: object) -> None:
-    about = {"help": field.metadata["help"]} | default
+    name = "--" + field.name.replace("_", "-")
+    text = field.metadata["help"]
     if field.type is bool:
-        about["action"] = "store_true"
-    else:
-        about["metavar"] = field.metadata["metavar"]
-        about["type"] = (*get_args(field.type), field.type)[0]  # int of `int | None`
-    group.add_argument("--" + field.name.replace("_", "-"), **about)
+        group.add_argument(name, action="store_true", help=text, **default)
+        return
+    kind = field.type
+    if get_args(kind):
+        kind = get_args(kind)[0]  # int of `int | None`
+    group.add_argument(name, metavar=field.metadata["metavar"], type=kind, help=text, **default)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -60,10 +64,15 @@ def run(options: argparse.Namespace) -> int:
         except OSError:  # whoever read along has seen enough, or a disk is full: the run goes on
             drop_unprintable()
 
+    settings = _values(options, RunConfig)
+    stopped_by = runs.train(settings, say=say, **_values(options, RunOptions))
+    if stopped_by is None:
+        return 0
+    return 128 + stopped_by  # as a shell counts it
+
+
+def _values(options: argparse.Namespace, kind: type) -> dict[str, Any]:
+    """The values that were given for the fields of a dataclass, by name."""
     given = vars(options)
-    settings, others = (
-        {field.name: given[field.name] for field in dataclasses.fields(kind) if field.name in given}
-        for kind in (RunConfig, RunOptions)
-    )
-    stopped_by = runs.train(settings, say=say, **others)
-    return 0 if stopped_by is None else 128 + stopped_by  # as a shell counts it
+    names = [field.name for field in dataclasses.fields(kind)]
+    return {name: given[name] for name in names if name in given}
