@@ -9,7 +9,7 @@ from amp_lab.cli.config_target import imports_and_call, is_config
 from amp_lab.cli.memory_check import require_memory
 from amp_lab.cli.model_argument import GivenModel, add_model, parse_arguments, traced
 from amp_lab.cli.printing import require_output, show
-from amp_lab.cli.user_code import find, kept_in_bounds
+from amp_lab.cli.user_code import find, user_code_guard
 from amp_lab.errors import OptionError
 from amp_lab.requirements import require_matplotlib
 
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
     if advice is None:  # outside of that block, whose hooks would be timed and compiled
         seconds = end - time.perf_counter()
         timeout = max(options.timeout, 180 * options.minutes)
-        with kept_in_bounds(repr(options.target), timeout):
+        with user_code_guard(repr(options.target), timeout):
             advice = measured(case, outlook, seconds, _beginning(options, given))
     if options.html:
         advice.to_html(options.html)

@@ -84,5 +84,4 @@ def _config(target: str, changes: dict[str, Any]) -> tuple[Any, list[str]]:
         if not Path(target).exists():
             problem = "it is not on this disk; give the path of its config.json"
         raise OptionError(f"{target!r}: {problem}") from error
-    unknown = [name for name in changes if name in unused]
-    return config, unknown
+    return config, [name for name in changes if name in unused]

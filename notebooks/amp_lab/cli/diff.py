@@ -12,7 +12,7 @@ from amp_lab.cli.input_argument import parse_shape
 from amp_lab.cli.memory_check import require_memory
 from amp_lab.cli.model_argument import GivenModel, add_model, given_model
 from amp_lab.cli.printing import require_figure, show
-from amp_lab.cli.user_code import FORM, kept_in_bounds
+from amp_lab.cli.user_code import FORM, user_code_guard
 from amp_lab.errors import OptionError
 
 _FP32_MODES = ("fp32", "tf32")
@@ -102,7 +102,7 @@ def _difference(options: argparse.Namespace, sizes: tuple[int, ...] | None) -> A
         if not options.compile:
             return _compare(options, given, copied(given.model), sizes)
     # Outside of that block, whose hooks the compiler would have to follow.
-    with kept_in_bounds(repr(options.target), options.timeout):
+    with user_code_guard(repr(options.target), options.timeout):
         return _compare_compiled(options, given)
 
 

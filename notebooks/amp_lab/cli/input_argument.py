@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from amp_lab.cli.user_code import called, find
+from amp_lab.cli.user_code import call_user_function, find
 from amp_lab.errors import OptionError
 
 if TYPE_CHECKING:
@@ -112,8 +112,8 @@ def drawn(specs: Iterable[InputSpec], with_values: bool) -> tuple[tuple, dict[st
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    args: list[torch.Tensor] = []
-    kwargs: dict[str, torch.Tensor] = {}
+    args = []
+    kwargs = {}
     for spec in specs:
         tensor = spec.tensor(with_values=with_values, generator=generator)
         if spec.name is None:
@@ -130,7 +130,7 @@ def batch_of(target: str) -> tuple[tuple, dict[str, Any], str]:
     what = f"--batch {target!r}"
     batch = find(target)
     if callable(batch):
-        batch = called(what, batch, {})
+        batch = call_user_function(what, batch, {})
     args, kwargs = arguments_in(batch, what)
     if not args and not kwargs:
         raise OptionError(f"{what} returns no arguments")

@@ -121,12 +121,12 @@ def _format_summary(results: "list[Result]", is_written: bool) -> str:
     if kinds["note"]:
         counts.append(_count(kinds["note"], "note"))
     if is_written:
-        changed = sum(result.written for result in results)
-        files = f"{_count(changed, 'file')} changed"
+        count = sum(result.written for result in results)
+        change = "changed"
     else:
-        changed = sum(bool(result.diff) for result in results)
-        files = f"{_count(changed, 'file')} to change with --write"
-    return f"{', '.join(counts)}; {files}\n"
+        count = sum(bool(result.diff) for result in results)
+        change = "to change with --write"
+    return f"{', '.join(counts)}; {_count(count, 'file')} {change}\n"
 
 
 def _count(number: int, noun: str) -> str:

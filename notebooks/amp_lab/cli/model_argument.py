@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from amp_lab.cli.config_target import is_config, model_of
-from amp_lab.cli.input_argument import arguments_in, batch_of, drawn, parse_input
+from amp_lab.cli.input_argument import InputSpec, arguments_in, batch_of, drawn, parse_input
 from amp_lab.cli.printing import add_format
-from amp_lab.cli.user_code import FORM, called, find, kept_in_bounds
+from amp_lab.cli.user_code import FORM, call_user_function, find, user_code_guard
 from amp_lab.errors import AmpLabError, OptionError, TraceError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def given_model(
     block too, so run the model there. Raises `AmpLabError`.
     """
     target = target or options.target
-    with kept_in_bounds(repr(target), options.timeout):
+    with user_code_guard(repr(target), options.timeout):
         given = _loaded(options, target, with_values)
         observer = given.observer
         try:
@@ -146,16 +146,22 @@ def _loaded(options: argparse.Namespace, target: str, with_values: bool) -> Give
     elif options.batch:
         given.args, given.kwargs, given.form = batch_of(options.batch)
     _check_there_are_inputs(given)
-    # In the order of the tensors: those by position, then the keywords.
-    below = [spec.below for spec in sorted(specs, key=lambda spec: spec.name is not None)]
-    observer = given.observer = Observer(given.model, given.args, given.kwargs, below)
-    loss_fn = _loss(options.loss) if options.loss else given.loss_fn
-    if loss_fn is not None:
-        text = f"--loss {options.loss}" if options.loss else f"the loss of {target}"
-        given.loss_fn = observer.watched_loss(loss_fn, text)
+    observer = Observer(given.model, given.args, given.kwargs, _bounds(specs))
+    given.observer = observer
+    if options.loss:
+        given.loss_fn = observer.watched_loss(_loss(options.loss), f"--loss {options.loss}")
+    elif given.loss_fn is not None:
+        given.loss_fn = observer.watched_loss(given.loss_fn, f"the loss of {target}")
     if options.eval:
         given.model.eval()
     return given
+
+
+def _bounds(specs: list[InputSpec]) -> list[int | None]:
+    """What the values of each input stay below, those given by position first."""
+    by_position = [spec.below for spec in specs if spec.name is None]
+    by_name = [spec.below for spec in specs if spec.name is not None]
+    return [*by_position, *by_name]
 
 
 def parse_arguments(texts: Iterable[str]) -> dict[str, Any]:
@@ -182,22 +188,20 @@ def _value(text: str, value: str) -> Any:
         raise OptionError(f"--with {text!r}: write {meant}")
     if re.fullmatch(r"[A-Za-z_][\w./-]*", value):
         return value
-    quoted = f'''--with "{text.partition("=")[0]}='{value}'"'''
-    no = f"--with {text!r}: the value is no number, True, None, list, word or string of Python"
-    raise OptionError(f"{no}; a string has quotes, as {quoted}")
+    name = text.partition("=")[0]
+    quoted = f'''--with "{name}='{value}'"'''
+    problem = "the value is no number, True, None, list, word or string of Python"
+    raise OptionError(f"--with {text!r}: {problem}; a string has quotes, as {quoted}")
 
 
 def _built(target: str, arguments: dict[str, Any], with_values: bool) -> GivenModel:
-    import torch
+    """The model that a target is or returns, with the inputs and the loss that it returns."""
     from torch import nn
 
-    from amp_lab.tracing.meta_build import build_on_meta
-
     if is_config(target):
-        found = functools.partial(model_of, target, arguments)
-        arguments = {}
-    else:
-        found = find(target)
+        built = _call(target, functools.partial(model_of, target, arguments), {}, with_values)
+        return _returned(target, built)
+    found = find(target)
     if isinstance(found, nn.Module):  # a finished model is callable too, but with inputs
         if arguments:
             raise OptionError(f"{target!r} is a finished model: --with is for what builds one")
@@ -205,11 +209,29 @@ def _built(target: str, arguments: dict[str, Any], with_values: bool) -> GivenMo
     if not callable(found):
         kind = f"{target!r} is of type {type(found).__name__}"
         raise OptionError(f"{kind}: give a callable that returns an nn.Module")
-    factory = functools.partial(found, **arguments)
+    return _returned(target, _call(target, found, arguments, with_values))
+
+
+def _call(
+    target: str, build: Callable[..., Any], arguments: dict[str, Any], with_values: bool
+) -> Any:
+    """What the callable returns, built on ``meta`` if that is possible and no values are asked."""
+    import torch
+
+    from amp_lab.tracing.meta_build import build_on_meta
+
     torch.manual_seed(0)  # so that two builds have the same weights
-    built = None if with_values else build_on_meta(factory, lambda made: _parts(made)[:2])
-    if built is None:
-        built = called(f"{target!r}", found, arguments)
+    if not with_values:
+        built = build_on_meta(functools.partial(build, **arguments), _model_and_inputs)
+        if built is not None:
+            return built
+    return call_user_function(repr(target), build, arguments)
+
+
+def _returned(target: str, built: Any) -> GivenModel:
+    """The model, the inputs and the loss that a callable has returned. Raises `OptionError`."""
+    from torch import nn
+
     model, inputs, loss_fn = _parts(built)
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
@@ -222,38 +244,57 @@ def _built(target: str, arguments: dict[str, Any], with_values: bool) -> GivenMo
     return GivenModel(model, args, kwargs, loss_fn, returned)
 
 
+def _model_and_inputs(built: Any) -> tuple[Any, Any]:
+    model, inputs, _ = _parts(built)
+    return model, inputs
+
+
 def _parts(built: Any) -> tuple[Any, Any, Any]:
     """Model, inputs and loss of ``model`` and of ``(model, args, kwargs, loss)``, or the first."""
     if not isinstance(built, tuple) or not 1 <= len(built) <= 4:
         return built, (), None
-    model, args, kwargs, loss_fn = (*built, *[None] * 3)[:4]
-    args = () if args is None else args
-    if kwargs is not None:
-        args = (args if isinstance(args, (tuple, list)) else (args,)), kwargs
-    return model, args, loss_fn
+    padded = [*built, None, None, None]
+    model, args, kwargs, loss_fn = padded[:4]
+    if args is None:
+        args = ()
+    if kwargs is None:
+        return model, args, loss_fn
+    if not isinstance(args, (tuple, list)):
+        args = (args,)
+    return model, (args, kwargs), loss_fn
 
 
 def _loss(text: str) -> Callable[[Any], Any]:
     """The loss that ``--loss`` names: ``.loss`` of the output, or the user's function."""
     if text.startswith("."):
-        name = text[1:]
 
-        def part(output: Any) -> Any:
-            value = output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
-            if value is None:
-                kind = "Tensor" if hasattr(output, "is_meta") else type(output).__name__
-                has = f"the model returns a {kind}, which has no {name!r}"
-                raise OptionError(f"--loss {text}: {has}; some have it only if labels are given")
-            return value
+        def loss(output: Any) -> Any:
+            return _loss_in(output, text)
 
-        return part
+        return loss
     found = find(text)
     if isinstance(found, type):  # a class such as nn.MSELoss: one of it is the loss
-        found = called(f"--loss {text!r}", found, {})
+        found = call_user_function(f"--loss {text!r}", found, {})
     if not callable(found):
         kind = type(found).__name__
         raise OptionError(f"--loss {text!r} is of type {kind}: give a callable, or .NAME")
     return found
+
+
+def _loss_in(output: Any, text: str) -> Any:
+    """The part of the output that is its loss, as ``.loss``. Raises `OptionError` without it."""
+    name = text[1:]
+    if isinstance(output, Mapping):
+        value = output.get(name)
+    else:
+        value = getattr(output, name, None)
+    if value is not None:
+        return value
+    kind = type(output).__name__
+    if hasattr(output, "is_meta"):
+        kind = "Tensor"
+    has = f"the model returns a {kind}, which has no {name!r}"
+    raise OptionError(f"--loss {text}: {has}; some have it only if labels are given")
 
 
 def _check_there_are_inputs(given: GivenModel) -> None:
@@ -272,8 +313,10 @@ def _ids(model: "nn.Module") -> str:
     """How token ids of this model are written."""
     from torch import nn
 
-    rows = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
-    return f"'int64:2,128<{rows[0] if rows else 32000}'"
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            return f"'int64:2,128<{module.num_embeddings}'"
+    return "'int64:2,128<32000'"
 
 
 def _remedy(given: GivenModel, error: str) -> str:
@@ -300,4 +343,6 @@ def dtype_of(name: str | None):
     """The dtype that a precision is named for; None for None."""
     from amp_lab.precision import Precision
 
-    return None if name is None else Precision(name).dtype
+    if name is None:
+        return None
+    return Precision(name).dtype

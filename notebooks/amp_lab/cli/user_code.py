@@ -37,33 +37,41 @@ def find(target: str) -> Any:
     Modules in the current folder are found too. Raises `OptionError` for whatever goes wrong.
     """
     module_name, colon, path = target.rpartition(":")
-    names = path.split(".")
     is_file = module_name.endswith(".py")
-    parts = names if is_file else [*module_name.split("."), *names]
-    if not colon or not all(part.isidentifier() for part in parts):
+    names = path if is_file else f"{module_name}.{path}"
+    if not colon or not _are_identifiers(names):
         hint = _did_you_mean(target) or ", such as torchvision.models:resnet50"
         raise OptionError(f"{target!r}: write {FORM}, or FILE.py:CALLABLE{hint}")
-    module = _from_file(target, module_name) if is_file else _imported(target, module_name)
+    if is_file:
+        module = _from_file(target, module_name)
+    else:
+        module = _imported(target, module_name)
     found: Any = module
-    for name in names:
+    for name in path.split("."):  # so that methods of a class can be named
         try:
-            found = getattr(found, name)  # a path, so that methods of a class can be named
+            found = getattr(found, name)
         except AttributeError:
             hint = _near_name(module_name, module, path)
             raise OptionError(f"{target!r}: {module_name} has no {path!r}{hint}") from None
     return found
 
 
+def _are_identifiers(path: str) -> bool:
+    """Whether each part of a path with dots is a name of Python."""
+    return all(name.isidentifier() for name in path.split("."))
+
+
 @contextlib.contextmanager
-def kept_in_bounds(what: str, timeout: float) -> Iterator[None]:
+def user_code_guard(what: str, timeout: float) -> Iterator[None]:
     """The block in which the user's code runs.
 
     What it prints goes nowhere, since it is no part of the table or the JSON; the current folder is
     on the path; ``sys.argv`` has no options of ours. Whatever it raises is an `OptionError` that
     begins with `what`, and after `timeout` seconds the whole process ends with 2.
     """
-    before = sys.argv, list(sys.path)
-    with _time_limit(what, timeout), _nothing_printed(), _exits_told():
+    arguments = sys.argv
+    path = list(sys.path)
+    with _time_limit(what, timeout), _silence_output(), _trap_exit():
         sys.argv = sys.argv[:1]
         sys.path.append(os.getcwd())  # at the end, so that no file here hides a package
         try:
@@ -71,25 +79,34 @@ def kept_in_bounds(what: str, timeout: float) -> Iterator[None]:
         except (AmpLabError, KeyboardInterrupt):
             raise
         except BaseException as error:  # SystemExit, and whatever else user's code raises
-            raise OptionError(f"{what}: {_said(error)}") from error
+            raise OptionError(f"{what}: {_format_error(error)}") from error
         finally:
-            sys.argv, sys.path[:] = before
+            sys.argv = arguments
+            sys.path[:] = path
 
 
-def called(what: str, function: Any, arguments: dict[str, Any]) -> Any:
+def call_user_function(what: str, function: Any, arguments: dict[str, Any]) -> Any:
     """What the user's function returns; `OptionError` for what it raises."""
     try:
         return function(**arguments)
     except (KeyboardInterrupt, AmpLabError):
         raise
     except BaseException as error:
-        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        # An error of the call itself has no frame of the function.
-        is_of_call = error.__traceback__ is not None and error.__traceback__.tb_next is None
-        how = f"cannot be called {f'with {given}' if given else 'without arguments'}"
-        remedy = _missing(function, arguments) if is_of_call else ""
-        said = f"{how if is_of_call else 'fails when it is called'}: {with_type(error)}{remedy}"
-        raise OptionError(f"{what} {said}") from error
+        raise OptionError(f"{what} {_call_problem(function, arguments, error)}") from error
+
+
+def _call_problem(function: Any, arguments: dict[str, Any], error: BaseException) -> str:
+    """What went wrong in `call_user_function`, as the end of a sentence."""
+    frames = error.__traceback__
+    # An error of the call itself has no frame of the function.
+    is_of_call = frames is not None and frames.tb_next is None
+    if not is_of_call:
+        return f"fails when it is called: {with_type(error)}"
+    how = "without arguments"
+    if arguments:
+        values = [f"{name}={value!r}" for name, value in arguments.items()]
+        how = f"with {', '.join(values)}"
+    return f"cannot be called {how}: {with_type(error)}{_missing(function, arguments)}"
 
 
 def _missing(function: Any, arguments: dict[str, Any]) -> str:
@@ -98,17 +115,19 @@ def _missing(function: Any, arguments: dict[str, Any]) -> str:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # some in C have none
         return "; write a function without parameters that calls it"
-    needed = [
-        f"--with {p.name}=…"
-        for p in parameters
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        if p.name not in arguments
-    ]
-    wanted = f"add {' '.join(needed)}, or write a function without parameters that calls it"
-    return f"; {wanted}" if needed else ""
+    missing = [p.name for p in parameters if _is_required(p) and p.name not in arguments]
+    if not missing:
+        return ""
+    options = " ".join(f"--with {name}=…" for name in missing)
+    return f"; add {options}, or write a function without parameters that calls it"
 
 
-def _said(error: BaseException) -> str:
+def _is_required(parameter: inspect.Parameter) -> bool:
+    takes_any_number = (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and parameter.kind not in takes_any_number
+
+
+def _format_error(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"exits by itself ({with_type(error)}): give code that returns"
     return with_type(error)
@@ -130,7 +149,7 @@ def _time_limit(what: str, timeout: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _exits_told() -> Iterator[None]:
+def _trap_exit() -> Iterator[None]:
     """The block in which `os._exit` raises `SystemExit`, except in processes forked there."""
     here = os.getpid()
 
@@ -147,7 +166,7 @@ def _exits_told() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _nothing_printed() -> Iterator[None]:
+def _silence_output() -> Iterator[None]:
     """The block in which nothing reaches standard output, from Python or below it."""
     sys.stdout.flush()
     real = os.dup(1)
@@ -165,18 +184,28 @@ def _imported(target: str, module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
     except BaseException as error:  # whatever the user's code raises
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if module_name.endswith(".ipynb"):
-            what = "a notebook cannot be imported: put the model into a file FILE.py"
-            raise OptionError(f"{target!r}: {what}") from None
+            problem = "a notebook cannot be imported: put the model into a file FILE.py"
+            raise OptionError(f"{target!r}: {problem}") from None
+        missing = ""
+        if isinstance(error, ModuleNotFoundError):
+            missing = error.name or ""
         # A module that the user's own imports is another matter: there the whole error is of use.
         if missing and f"{module_name}.".startswith(f"{missing}."):
-            here = [path.stem for path in Path().glob("*.py")]
-            near = difflib.get_close_matches(module_name, here, 1)
-            hint = f"; did you mean {near[0]}:{target.rpartition(':')[2]}?" if near else ""
-            what = f"{target!r}: no module {missing!r} is installed, or in this folder{hint}"
-            raise OptionError(what) from None
+            problem = f"no module {missing!r} is installed, or in this folder"
+            hint = _near_file(target, module_name)
+            raise OptionError(f"{target!r}: {problem}{hint}") from None
         raise _not_imported(target, error) from error
+
+
+def _near_file(target: str, module_name: str) -> str:
+    """The file in this folder that was meant by the name of a module, as the end of a sentence."""
+    files = [path.stem for path in Path().glob("*.py")]
+    near = difflib.get_close_matches(module_name, files, 1)
+    if not near:
+        return ""
+    name = target.rpartition(":")[2]
+    return f"; did you mean {near[0]}:{name}?"
 
 
 def _from_file(target: str, file: str) -> ModuleType:
@@ -188,7 +217,9 @@ def _from_file(target: str, file: str) -> ModuleType:
     known = sys.modules.get(name)
     if known is not None and getattr(known, "__file__", None) == str(path):
         return known
-    spec = importlib.util.spec_from_file_location(f"_{name}" if known else name, path)
+    if known is not None:
+        name = f"_{name}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -210,7 +241,7 @@ def _not_imported(target: str, error: BaseException) -> BaseException:
         hint = "; give it as a module of its package, as PACKAGE.MODULE:CALLABLE"
     else:
         hint = _guard(target.rpartition(":")[2], error)
-    return OptionError(f"{target!r} cannot be imported: {_said(error)}{hint}")
+    return OptionError(f"{target!r} cannot be imported: {_format_error(error)}{hint}")
 
 
 def _guard(path: str, error: BaseException) -> str:
@@ -227,44 +258,59 @@ def _guard(path: str, error: BaseException) -> str:
 
 def _is_definition(file: Path, line: int) -> bool:
     """Whether the statement of a module at a line defines or imports something."""
-    statements = ast.parse(file.read_bytes()).body
-    around = [one for one in statements if one.lineno <= line <= (one.end_lineno or one.lineno)]
-    return any(isinstance(one, _DEFINITIONS) for one in around)
+    for statement in ast.parse(file.read_bytes()).body:
+        last_line = statement.end_lineno or statement.lineno
+        if statement.lineno <= line <= last_line and isinstance(statement, _DEFINITIONS):
+            return True
+    return False
 
 
 def _near_name(module_name: str, module: ModuleType, path: str) -> str:
     """The name that was meant, as the end of a sentence."""
     names = [name for name in vars(module) if not name.startswith("_")]
-    near = difflib.get_close_matches(path, names, 1) or _models_of(module)[:1]
-    return f"; did you mean {module_name}:{near[0]}?" if near else ""
+    near = difflib.get_close_matches(path, names, 1) or _models_of(module)
+    if not near:
+        return ""
+    return f"; did you mean {module_name}:{near[0]}?"
 
 
 def _models_of(module: ModuleType) -> list[str]:
     """The classes of models that a module defines itself, the last first: it holds the others."""
     from torch import nn
 
-    return [
-        name
-        for name, value in reversed(vars(module).items())
-        if isinstance(value, type)
-        and issubclass(value, nn.Module)
-        and value.__module__ == module.__name__
-    ]
+    models = []
+    for name, value in reversed(vars(module).items()):
+        is_model = isinstance(value, type) and issubclass(value, nn.Module)
+        if is_model and value.__module__ == module.__name__:
+            models.append(name)
+    return models
 
 
 def _did_you_mean(target: str) -> str:
     """The same for a target without a colon: a file, a module, or a name with a dot before it."""
-    bare = target.rstrip(":")
-    before, _, name = bare.rpartition(".")
+    module_name = target.rstrip(":")
     names: list[str] = []
     with contextlib.suppress(OptionError):
-        if bare.endswith(".py"):
-            names = _models_of(_from_file(target, bare))
-        elif all(part.isidentifier() for part in bare.split(".")):
-            try:
-                names = _models_of(_imported(target, bare))
-            except OptionError:
-                if before and hasattr(_imported(target, before), name):
-                    bare, names = before, [name]
-    meant = " or ".join(f"{bare}:{name}" for name in names[:3])
-    return f"; did you mean {meant}?" if meant else ""
+        module_name, names = _models_meant(target, module_name)
+    if not names:
+        return ""
+    meant = " or ".join(f"{module_name}:{name}" for name in names[:3])
+    return f"; did you mean {meant}?"
+
+
+def _models_meant(target: str, path: str) -> tuple[str, list[str]]:
+    """The module or file in a path without a colon, and the models in it that it may mean.
+
+    Raises `OptionError` if there is none.
+    """
+    if path.endswith(".py"):
+        return path, _models_of(_from_file(target, path))
+    if not _are_identifiers(path):
+        return path, []
+    try:
+        return path, _models_of(_imported(target, path))
+    except OptionError:
+        module_name, _, name = path.rpartition(".")
+        if module_name and hasattr(_imported(target, module_name), name):
+            return module_name, [name]
+        raise
