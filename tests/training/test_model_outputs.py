@@ -197,3 +197,11 @@ def test_an_auxiliary_loss_alone_is_not_the_loss():
     assert own_loss({"aux_loss": torch.tensor(1.0), "logits": torch.zeros(2, 2)}) is None
     assert own_loss((torch.zeros(2, 2), torch.zeros(2))) is None
     assert own_loss(torch.zeros(2, 2)) is None
+
+
+def test_a_tuple_among_several_inputs_is_one_argument_of_the_model():
+    pair, other, targets = (torch.ones(2, 1), torch.ones(2, 3)), torch.ones(2, 2), torch.zeros(2)
+    found = split((pair, other, targets), nn.Linear(1, 1))
+    assert found.args == (pair, other)
+    assert found.targets is targets
+    assert split((pair, targets), nn.Linear(1, 1)).args == pair

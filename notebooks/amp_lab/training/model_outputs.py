@@ -42,7 +42,7 @@ def split(batch: Any, model: nn.Module) -> Batch:
     samples = _count_samples(first if targets is None else targets)
     if len(inputs) == 1 and isinstance(first, Mapping):
         return Batch((), dict(first), targets, samples)
-    if isinstance(first, tuple):
+    if len(inputs) == 1 and isinstance(first, tuple):
         return Batch(first, {}, targets, samples)
     return Batch(tuple(inputs), {}, targets, samples)
 
