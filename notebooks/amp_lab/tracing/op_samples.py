@@ -24,7 +24,7 @@ class _Pivots(tuple):  # of a tensor of LAPACK's indices, which start at 1
     pass
 
 
-# What the name of an argument says about its value. Other numbers are 1, and truth values False.
+# What the name of an argument says about its value.
 _BY_NAME = {
     "dim": [0],
     "dims_self": [0],
@@ -38,27 +38,39 @@ _BY_NAME = {
     "training": True,
 }
 
+# What an argument of some type gets of which nothing else is known; numbers are 1.
+_BY_KIND = {"bool": False, "str": "nuc"}
+
 # Tensors that some ops take as floating-point numbers, and others as indices.
 _MAYBE_INDICES = ("index", "target", "targets")
 
 # Arguments of ops that do not take tensors of equal sizes. All else is found by trying.
-_VECTOR, _SQUARE, _CUBE, _IMAGE, _VOLUME = (_Shape((_N,) * dims) for dims in range(1, 6))
-_IN_3, _IN_4 = (_Shape((_N, gates * _N)) for gates in (3, 4))  # of GRU and LSTM: gates side by side
-_WEIGHT_3, _WEIGHT_4 = (_Shape((gates * _N, _N)) for gates in (3, 4))
-_BIAS_3, _BIAS_4 = (_Shape((gates * _N,)) for gates in (3, 4))
+_VECTOR = _Shape((_N,))
+_CUBE = _Shape((_N, _N, _N))
+_IMAGE = _Shape((_N, _N, _N, _N))
+_VOLUME = _Shape((_N, _N, _N, _N, _N))
+# Of GRU with three gates and of LSTM with four, which lie side by side.
+_IN_3 = _Shape((_N, 3 * _N))
+_IN_4 = _Shape((_N, 4 * _N))
+_WEIGHT_3 = _Shape((3 * _N, _N))
+_WEIGHT_4 = _Shape((4 * _N, _N))
+_BIAS_3 = _Shape((3 * _N,))
+_BIAS_4 = _Shape((4 * _N,))
+_STATE = _Shape((1, _N, _N))
+_HEADS = _Shape((1, 1, 8, 8))
 _LSTM = {"input": _CUBE, "batch_sizes": [], "mode": 2, "hidden_size": _N}
 _BY_OPS: dict[str, dict[str, Any]] = {
     "_convolution _mps_convolution convolution cudnn_convolution cudnn_convolution_transpose":
         {"input": _IMAGE, "self": _IMAGE, "weight": _IMAGE},
     "_cudnn_rnn": _LSTM | {
         "weight": [_WEIGHT_4, _WEIGHT_4, _BIAS_4, _BIAS_4], "weight_stride0": 4,
-        "hx": _Shape((1, _N, _N)), "cx": _Shape((1, _N, _N)), "proj_size": 0,
+        "hx": _STATE, "cx": _STATE, "proj_size": 0,
     },
     "_native_multi_head_attention": dict.fromkeys(("query", "key", "value"), _CUBE) | {
         "embed_dim": _N, "qkv_weight": _WEIGHT_3, "qkv_bias": _BIAS_3, "proj_bias": _VECTOR
     },
     "_scaled_dot_product_flash_attention":
-        dict.fromkeys(("query", "key", "value"), _Shape((1, 1, 8, 8))),
+        dict.fromkeys(("query", "key", "value"), _HEADS),
     "_thnn_fused_gru_cell": {"input_gates": _IN_3, "hidden_gates": _IN_3},
     "_thnn_fused_lstm_cell": {"input_gates": _IN_4, "hidden_gates": _IN_4},
     "cross": dict.fromkeys(("self", "other"), _Shape((_N, 3))),
@@ -80,7 +92,16 @@ _BY_OPS: dict[str, dict[str, Any]] = {
     "stft": {"return_complex": True},
     "view_as_complex": {"self": _Shape((_N, 2))},
 }  # fmt: skip
-_BY_OP = {op: arguments for ops, arguments in _BY_OPS.items() for op in ops.split()}
+
+
+def _row_for_each_op() -> dict[str, dict[str, Any]]:
+    rows = {}
+    for ops, arguments in _BY_OPS.items():
+        rows |= dict.fromkeys(ops.split(), arguments)
+    return rows
+
+
+_BY_OP = _row_for_each_op()
 
 
 class Sizes(NamedTuple):
@@ -92,13 +113,21 @@ class Sizes(NamedTuple):
 
 def sizes_to_try(op: OpOverload) -> Iterator[Sizes]:
     """Shapes that the op may take: all of as many dimensions first, then each with its own."""
-    free = [a.name for a in op._schema.arguments if _is_free(op, a)]
-    dims = itertools.product((2, 1, 3, 4, 5), repeat=min(len(free), 3))
-    ordered = sorted(dims, key=lambda dims: len(set(dims)))
-    for indices in (False, True) if set(free) & set(_MAYBE_INDICES) else (False,):
-        for dims in ordered:
-            last = dims[-1:] * (len(free) - len(dims))
-            yield Sizes([(_N,) * d for d in (*dims, *last)], indices)
+    free = [argument.name for argument in op._schema.arguments if _is_free(op, argument)]
+    combinations = itertools.product((2, 1, 3, 4, 5), repeat=min(len(free), 3))
+    ordered = sorted(combinations, key=lambda dims: len(set(dims)))
+    for dims in ordered:
+        yield Sizes(_cubes(dims, len(free)))
+    if set(free).isdisjoint(_MAYBE_INDICES):
+        return
+    for dims in ordered:
+        yield Sizes(_cubes(dims, len(free)), indices=True)
+
+
+def _cubes(dims: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
+    """So many shapes with these numbers of dimensions, of which the last one is repeated."""
+    missing = count - len(dims)
+    return [(_N,) * dim for dim in (*dims, *dims[-1:] * missing)]
 
 
 class Sample:
@@ -108,29 +137,40 @@ class Sample:
         self, op: OpOverload, device_type: str, first: torch.dtype, rest: torch.dtype, sizes: Sizes
     ):
         self.given: list[torch.dtype] = []  # of its tensors in floating point
-        self._op, self._device = op, torch.device(device_type)
+        self._op = op
+        self._device = torch.device(device_type)
         self._dtypes = itertools.chain([first], itertools.repeat(rest))
-        self._shapes, self._indices = iter(sizes.shapes), sizes.indices
+        self._shapes = iter(sizes.shapes)
+        self._has_indices = sizes.indices
         self.arguments = {argument.name: self._value(argument) for argument in op._schema.arguments}
 
     def _value(self, argument: torch.Argument) -> Any:
+        name = argument.name
         # The op's own table comes before a default: some defaults fit no shape of ours.
-        if argument.name in _by_op(self._op):
-            return self._named(_by_op(self._op)[argument.name], argument)
+        by_op = _by_op(self._op)
+        if name in by_op:
+            return self._named(by_op[name], argument)
         if argument.has_default_value():
             return argument.default_value
-        if argument.name in _BY_NAME:
-            return self._named(_BY_NAME[argument.name], argument)
-        kind = str(argument.type)
+        if name in _BY_NAME:
+            return self._named(_BY_NAME[name], argument)
         if _is_free(self._op, argument):
-            shape = next(self._shapes)
-            if self._indices and argument.name in _MAYBE_INDICES:
-                shape = _Index(shape)
-            is_list = "List" in kind
-            return [self._tensor(shape) for _ in range(2)] if is_list else self._tensor(shape)
+            return self._free(argument)
+        kind = str(argument.type)
         if kind.startswith("List"):
             return [1] * (argument.N or 2)  # pyrefly: ignore[missing-attribute]: not in the stub
-        return None if kind.startswith("Optional") else {"bool": False, "str": "nuc"}.get(kind, 1)
+        if kind.startswith("Optional"):
+            return None
+        return _BY_KIND.get(kind, 1)
+
+    def _free(self, argument: torch.Argument) -> Any:
+        """A tensor of the next shape, or two for an argument that takes a list."""
+        shape = next(self._shapes)
+        if self._has_indices and argument.name in _MAYBE_INDICES:
+            shape = _Index(shape)
+        if "List" in str(argument.type):
+            return [self._tensor(shape), self._tensor(shape)]
+        return self._tensor(shape)
 
     def _named(self, value: Any, argument: torch.Argument) -> Any:
         """The value that a name stands for: a tensor of a shape, a list, or its first element."""
@@ -141,8 +181,10 @@ class Sample:
             return dimension_by_name(kind)
         if not isinstance(value, list) or not value:
             return value
+        if kind == "Tensor":
+            return self._tensor(_Index((len(value),)))
         if "List" not in kind:  # one, where other ops take several
-            return self._tensor(_Index((len(value),))) if kind == "Tensor" else value[0]
+            return value[0]
         if isinstance(value[0], tuple):
             return [self._tensor(shape) for shape in value]
         # An op for images has two where this has one.
@@ -158,15 +200,17 @@ class Sample:
         if len(shape) < 2:
             return torch.full(shape, 0.5, dtype=dtype, device=self._device)
         # Half the identity has an inverse, a Cholesky factor, and values in [0, 1].
-        matrix = torch.eye(*shape[-2:], dtype=dtype, device=self._device) / 2
-        return matrix.expand(shape).contiguous()
+        identity = torch.eye(*shape[-2:], dtype=dtype, device=self._device)
+        return (identity / 2).expand(shape).contiguous()
 
 
 def _by_op(op: OpOverload) -> dict[str, Any]:
-    return _BY_OP.get(op._schema.name.removeprefix("aten::"), {})
+    name = op._schema.name.removeprefix("aten::")
+    return _BY_OP.get(name, {})
 
 
 def _is_free(op: OpOverload, argument: torch.Argument) -> bool:
     """Whether an argument is a tensor of which nothing is known by name."""
-    required = str(argument.type) in ("Tensor", "List[Tensor]")
-    return required and argument.name not in (_by_op(op) | _BY_NAME)
+    if str(argument.type) not in ("Tensor", "List[Tensor]"):
+        return False
+    return argument.name not in _BY_NAME and argument.name not in _by_op(op)

@@ -9,9 +9,12 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, shape_wrapper
 
+from amp_lab.backends import backend
+
 LOWER_DTYPES = (torch.float16, torch.bfloat16)  # what autocast takes, on every backend
 
 _MEMORY_ONLY = {"_unsafe_view", "empty", "empty_like", "new_empty", "empty_strided"}
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 def largest_whole_number(dtype: torch.dtype) -> int:
@@ -21,15 +24,17 @@ def largest_whole_number(dtype: torch.dtype) -> int:
 
 def tensors_in(structure: Any) -> list[torch.Tensor]:
     """The tensors among the leaves of tuples, lists and dicts."""
-    leaves = (structure,) if isinstance(structure, torch.Tensor) else tree_leaves(structure)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if isinstance(structure, torch.Tensor):
+        return [structure]
+    return [leaf for leaf in tree_leaves(structure) if isinstance(leaf, torch.Tensor)]
 
 
 def stored_values(tensor: torch.Tensor) -> torch.Tensor:
     """The stored values of a sparse tensor; any other as it is."""
-    if tensor.layout is torch.sparse_coo:
+    layout = tensor.layout
+    if layout is torch.sparse_coo:
         return tensor._values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+    if layout in _COMPRESSED:
         return tensor.values()
     return tensor
 
@@ -44,12 +49,20 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         values = stored_values(tensor)
-        return None if values is tensor else storage_key(values)
+        if values is tensor:
+            return None
+        return storage_key(values)
 
 
 def computes_nothing(func: OpOverload) -> bool:
     """Whether an op returns a view, or memory that is not written yet."""
     return func.is_view or func._schema.name.removeprefix("aten::") in _MEMORY_ONLY
+
+
+def has_autocast_rule(name: str, device_type: str) -> bool:
+    """Whether autocast on a backend has a rule for an op, which is named with its namespace."""
+    key = f"Autocast{backend(device_type).key}"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
 def flops(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
@@ -58,10 +71,13 @@ def flops(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> in
     Attention counts in full, although a causal kernel may leave out up to half of it.
     """
     packet = func._overloadpacket
-    own = FLOP_FORMULAS.get(packet) or _FLOPS_BY_NAME.get(func._schema.name)
-    # Those of torch's registry are wrapped already.
-    formula = shape_wrapper(own) if own is not None else flop_registry.get(packet)
-    return formula(*args, **kwargs, out_val=out) if formula else 0
+    own_formula = FLOP_FORMULAS.get(packet) or _FLOPS_BY_NAME.get(func._schema.name)
+    if own_formula is not None:
+        return shape_wrapper(own_formula)(*args, **kwargs, out_val=out)
+    formula = flop_registry.get(packet)  # which torch has wrapped already
+    if formula is None:
+        return 0
+    return formula(*args, **kwargs, out_val=out)
 
 
 # Each formula gets the op's arguments as its schema has them, with shapes in place of tensors.
@@ -69,32 +85,41 @@ def flops(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> in
 
 def _product_flops(*shapes, out_shape=None, **scales) -> int:
     left, right = shapes[-2:]  # before them, what the product is added to
-    return 2 * math.prod(left) * math.prod(right[2:])
+    columns = math.prod(right[2:])
+    return 2 * math.prod(left) * columns
 
 
 def _convolution_backward_flops(gradient, inputs, weight, *more, out_shape=None, **settings) -> int:
     """FLOPs for the gradients that are wanted, of which torch's own count leaves out the groups."""
-    transposed, wanted = more[4], more[7]  # after bias sizes, stride, padding and dilation
+    transposed = more[4]  # after bias sizes, stride, padding and dilation
+    of_input, of_weight, _ = more[7]
     # Each takes what the forward pass does: every weight meets every pixel of the output, or of the
     # input if transposed.
-    pixels = inputs if transposed else gradient  # (N, C, …)
-    forward = 2 * pixels[0] * math.prod(pixels[2:]) * math.prod(weight)
-    return forward * (wanted[0] + wanted[1])
+    met = inputs if transposed else gradient  # (N, C, …)
+    pixels = met[0] * math.prod(met[2:])
+    forward = 2 * pixels * math.prod(weight)
+    return forward * (of_input + of_weight)
 
 
 def _grouped_product_flops(left, right, offsets=None, *more, out_shape=None, **settings) -> int:
     """Groups of rows, each with a matrix of its own: each of (M, K) meets one of (G, K, N)."""
-    per_group = left[0] if len(left) == 3 == len(right) else 1  # else the groups divide a dimension
-    return 2 * per_group * left[-2] * left[-1] * right[-1]
+    rows, inner = left[-2:]
+    columns = right[-1]
+    is_batched = len(left) == 3 and len(right) == 3  # else the groups divide a dimension
+    groups = left[0] if is_batched else 1
+    return 2 * groups * rows * inner * columns
 
 
 def _bilinear_flops(left, weight, right, *more, out_shape=None, **settings) -> int:
     """(B, I), (O, I, J) and (B, J): every weight meets every item of the batch once."""
-    return 2 * math.prod(left[:-1]) * math.prod(weight)
+    batch = math.prod(left[:-1])
+    return 2 * batch * math.prod(weight)
 
 
 def _deform_convolution_flops(image, weight, *more, out_shape: Any = None, **settings) -> int:
-    return 2 * math.prod(out_shape) * math.prod(weight[1:])
+    outputs = math.prod(out_shape)
+    per_output = math.prod(weight[1:])
+    return 2 * outputs * per_output
 
 
 # What torch's `flop_registry` lacks or counts wrongly, for `FlopCounterMode(custom_mapping=…)` too.

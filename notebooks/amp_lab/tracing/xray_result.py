@@ -46,16 +46,21 @@ class Xray(Printed):
     @property
     def title(self) -> str:
         """What was X-rayed, in a line."""
-        off = self.dtype is torch.float32
-        how = "autocast off" if off else f"autocast {short_name(self.dtype)}"
+        autocast = "off" if self._has_autocast_off else short_name(self.dtype)
         seen = "a real run" if self.real else "fake tensors, no such device needed"
-        return f"{self.model} on {self.device_type}, {how} ({seen})"
+        return f"{self.model} on {self.device_type}, autocast {autocast} ({seen})"
+
+    @property
+    def _has_autocast_off(self) -> bool:
+        return self.dtype is torch.float32
 
     @property
     def low_share(self) -> float:
         """Share of the arithmetic of matrix products and convolutions in low precision, 0 to 1."""
         low = work_of(row for row in self.rows if row.dtype in LOWER_DTYPES)
-        return low / work_of(self.rows) if low else 0.0
+        if not low:
+            return 0.0
+        return low / work_of(self.rows)
 
     def by_module(self, depth: int | None = None) -> ModuleTable:
         """What each module returns and the parameters in it, as torchinfo shows a model.
@@ -69,16 +74,18 @@ class Xray(Printed):
         return ModuleTable.of(self.modules, depth, self.title, work_of(self.rows), facts)
 
     def _contents(self) -> dict[str, Any]:
-        contents = vars(self) | {"outputs": named_outputs(self.outputs)}
+        contents = dict(vars(self))
+        contents["outputs"] = named_outputs(self.outputs)
         del contents["classes"]
         del contents["modules"]  # `by_module` has them
         return contents
 
     def _table(self) -> Table:
         total = work_of(self.rows)
+        lines = _Outline(self).fitting_lines()
         return Table(
             ["module", "class", "ops", "work", "work in", "other ops in", "casts", "output"],
-            [line.cells(total) for line in _Outline(self).fitting_lines()],
+            [line.cells(total) for line in lines],
             caption=self.title,
             facts=list(self._facts()),
             advice=self.advice,
@@ -87,31 +94,36 @@ class Xray(Printed):
 
     def _facts(self) -> Iterator[str]:
         yield from self._remarks()
-        if self.dtype is not torch.float32:
-            share, low = f"{100 * self.low_share:.1f} %", short_name(self.dtype)
-            yield f"{share} of the work of matrix products and convolutions is done in {low}."
-            weights = [cast for cast in self.casts if cast.is_of_parameter]
-            cached, others = sum(cast.cached for cast in weights), len(self.casts) - len(weights)
-            yield (
-                f"Autocast inserted {plural(len(self.casts), 'cast')}: {len(weights):,} of "
-                f"parameters ({cached:,} kept in its cache), {others:,} of other values; they "
-                f"write {bytes_text(sum(cast.nbytes for cast in self.casts))}."
-            )
-            if cached and not self.training:
-                kept = bytes_text(sum(cast.nbytes for cast in weights if cast.cached))
-                yield (
-                    f"In evaluation mode: under no_grad the cache keeps {kept} of casts until the "
-                    "autocast block ends; under inference_mode it keeps none, and each use of a "
-                    "weight casts it anew."
-                )
-        outputs = [
-            f"{place} {short_name(dtype)} {shape}".lstrip()
-            for place, (dtype, shape) in self.outputs.items()
-        ]
+        if not self._has_autocast_off:
+            yield from self._autocast_facts()
+        outputs = []
+        for place, (dtype, shape) in self.outputs.items():
+            output = f"{place} {short_name(dtype)} {shape}"
+            outputs.append(output.lstrip())
         if outputs:
             yield f"Output: {listed(outputs, 6)}."
         if self.loss_dtype is not None:
-            yield self._loss_fact()
+            yield self._loss_fact(self.loss_dtype)
+
+    def _autocast_facts(self) -> Iterator[str]:
+        """What autocast changed: the share of the work in low precision, and its casts."""
+        share = 100 * self.low_share
+        low = short_name(self.dtype)
+        yield f"{share:.1f} % of the work of matrix products and convolutions is done in {low}."
+        of_parameters = [cast for cast in self.casts if cast.is_of_parameter]
+        cached = [cast for cast in of_parameters if cast.cached]
+        others = len(self.casts) - len(of_parameters)
+        yield (
+            f"Autocast inserted {plural(len(self.casts), 'cast')}: {len(of_parameters):,} of "
+            f"parameters ({len(cached):,} kept in its cache), {others:,} of other values; they "
+            f"write {_bytes_of(self.casts)}."
+        )
+        if cached and not self.training:
+            yield (
+                f"In evaluation mode: under no_grad the cache keeps {_bytes_of(cached)} of casts "
+                "until the autocast block ends; under inference_mode it keeps none, and each use "
+                "of a weight casts it anew."
+            )
 
     def _remarks(self) -> Iterator[str]:
         """How the model was run, if not in the usual way."""
@@ -122,13 +134,22 @@ class Xray(Printed):
         if self.decisions:
             yield self.decisions
 
-    def _loss_fact(self) -> str:
+    def _loss_fact(self, dtype: torch.dtype) -> str:
         """The dtype of the loss, and that of an op of it which was in low precision before."""
-        said = f"Loss: {short_name(self.loss_dtype)}"
+        fact = f"Loss: {short_name(dtype)}"
+        if dtype in LOWER_DTYPES:
+            return f"{fact}."
         low = [row for row in self.rows if is_of_loss(row) and row.dtype in LOWER_DTYPES]
-        if low and self.loss_dtype not in LOWER_DTYPES:
-            said += f", computed from the {low[0].op.strip('_')} in {short_name(low[0].dtype)}"
-        return f"{said}."
+        if not low:
+            return f"{fact}."
+        first = low[0]
+        op = first.op.strip("_")
+        return f"{fact}, computed from the {op} in {short_name(first.dtype)}."
+
+
+def _bytes_of(casts: list[Cast]) -> str:
+    """What some casts write, together."""
+    return bytes_text(sum(cast.nbytes for cast in casts))
 
 
 @dataclass(frozen=True)
@@ -143,23 +164,43 @@ class _Line:
 
     def cells(self, total: int) -> list[str]:
         """The cells of the table; `total` is the work of the whole model."""
-        outputs = self.rows[-1].out_dtypes if self.rows else ()
+        work_dtypes = [row.dtype for row in self.rows if row.flops]
+        other_dtypes = [row.dtype for row in self.rows if not row.flops]
+        casts = self.times * len(self.casts)
         return [
             self.label,
             self.kind,
             f"{self.times * len(self.rows):,}",
             share_text(self.times * work_of(self.rows), total),
-            self._mix([row.dtype for row in self.rows if row.flops]),
-            self._mix([row.dtype for row in self.rows if not row.flops]),
-            f"{self.times * len(self.casts):,}" if self.casts else "-",
-            short_name(next(iter(outputs), None)),
+            self._mix(work_dtypes),
+            self._mix(other_dtypes),
+            f"{casts:,}" if casts else "-",
+            short_name(self._output_dtype()),
         ]
 
+    def _output_dtype(self) -> torch.dtype | None:
+        """The dtype of the first output of the last op; None if there is none."""
+        if not self.rows or not self.rows[-1].out_dtypes:
+            return None
+        return self.rows[-1].out_dtypes[0]
+
     def _mix(self, dtypes: list[torch.dtype | None]) -> str:
-        counts = Counter(short_name(dtype) for dtype in dtypes if dtype).most_common()
+        counts = Counter(short_name(dtype) for dtype in dtypes if dtype)
+        if not counts:
+            return "-"
         if len(counts) == 1:
-            return counts[0][0]
-        return ", ".join(f"{name} {self.times * count:,}" for name, count in counts) or "-"
+            (name,) = counts
+            return name
+        parts = [f"{name} {self.times * count:,}" for name, count in counts.most_common()]
+        return ", ".join(parts)
+
+
+@dataclass
+class _OwnRecords:
+    """The ops and casts in a module's own code, without those in its parts."""
+
+    rows: list[OpRecord] = field(default_factory=list)
+    casts: list[Cast] = field(default_factory=list)
 
 
 class _Outline:
@@ -167,20 +208,27 @@ class _Outline:
 
     def __init__(self, result: Xray):
         self._classes = result.classes
-        self._own: dict[str, tuple[list[Any], list[Any]]] = {}  # ops and casts in a module's code
-        for record in (*result.rows, *result.casts):
-            own = self._own.setdefault(record.module, ([], []))
-            own[isinstance(record, Cast)].append(record)
-        inside: dict[str, set[str]] = defaultdict(set)  # module: its parts that ran
+        self._own: dict[str, _OwnRecords] = defaultdict(_OwnRecords)
+        for row in result.rows:
+            self._own[row.module].rows.append(row)
+        for cast in result.casts:
+            self._own[cast.module].casts.append(cast)
+        self._parts = self._parts_that_ran()
+        # To find modules alike, it is asked for the same ones again and again.
+        self._below = functools.cache(self._lines_below)
+
+    def _parts_that_ran(self) -> dict[str, list[str]]:
+        """For each module the parts of it that ran, in the model's order."""
+        found: dict[str, set[str]] = defaultdict(set)
         for module in self._own:
             while module and module != LOSS:
                 parent = module.rpartition(".")[0]
-                inside[parent].add(module)
+                found[parent].add(module)
                 module = parent
-        # In the model's order.
-        self._parts = {m: [n for n in result.classes if n in parts] for m, parts in inside.items()}
-        # To find modules alike, it is asked for the same ones again and again.
-        self._below = functools.cache(self._lines_below)
+        ordered = {}
+        for module, parts in found.items():
+            ordered[module] = [name for name in self._classes if name in parts]
+        return ordered
 
     def fitting_lines(self) -> list[_Line]:
         """The lines of as many levels as the table may be long."""
@@ -195,36 +243,56 @@ class _Outline:
     def _lines(self, depth: int) -> list[_Line]:
         lines = []
         for line in self._below("", depth):
-            at_top = line.label in ("", " itself")
-            label = f"the model{line.label}" if at_top else line.label
-            lines.append(dataclasses.replace(line, label=label))
+            if line.label in ("", " itself"):
+                line = dataclasses.replace(line, label=f"the model{line.label}")
+            lines.append(line)
         if LOSS in self._own:
-            lines.append(_Line(LOSS, "loss_fn", *self._own[LOSS]))
+            own = self._own[LOSS]
+            lines.append(_Line(LOSS, "loss_fn", own.rows, own.casts))
         return lines
 
     def _lines_below(self, module: str, depth: int) -> tuple[_Line, ...]:
         """The lines of a module, without its name: its own, and its parts' down to a depth."""
-        kind, parts = self._classes.get(module, ""), self._parts.get(module, [])
+        parts = self._parts.get(module, [])
         if not depth or not parts:
-            inside = [m for m in self._own if m == module or m.startswith(f"{module}.")]
-            rows = [row for m in inside for row in self._own[m][0]]
-            casts = [cast for m in inside for cast in self._own[m][1]]
-            return (_Line("", kind, rows, casts),)
-        lines = [_Line(" itself", kind, *self._own[module])] if module in self._own else []
-
-        def form(part: str) -> tuple[str, list[list[str]]]:
-            """``blocks.`` of ``blocks.3``, and what its lines say."""
-            lines = [line.cells(total=1) for line in self._below(part, _DEEPEST)]
-            return part.rstrip("0123456789"), lines
-
+            return (self._sum_of(module),)
+        lines = []
+        if module in self._own:
+            own = self._own[module]
+            lines.append(_Line(" itself", self._class_of(module), own.rows, own.casts))
         # Numbered neighbours that did the same, such as the blocks of a transformer, are one line.
-        for (stem, _), (first, *others) in itertools.groupby(parts, form):
-            to_last = f" … {others[-1].removeprefix(stem)}" if others else ""
-            for line in self._below(first, depth - 1):
-                label = first[len(module) :] + to_last + line.label
-                times = line.times * (1 + len(others))
-                lines.append(dataclasses.replace(line, label=label, times=times))
+        for _, group in itertools.groupby(parts, self._form):
+            alike = list(group)
+            name = alike[0].removeprefix(module)
+            if len(alike) > 1:
+                name += f" … {alike[-1].removeprefix(_stem(alike[0]))}"
+            for line in self._below(alike[0], depth - 1):
+                times = line.times * len(alike)
+                lines.append(dataclasses.replace(line, label=name + line.label, times=times))
         return tuple(lines)
+
+    def _sum_of(self, module: str) -> _Line:
+        """A line for a module with all that is in it."""
+        rows: list[OpRecord] = []
+        casts: list[Cast] = []
+        for name, own in self._own.items():
+            if name == module or name.startswith(f"{module}."):
+                rows += own.rows
+                casts += own.casts
+        return _Line("", self._class_of(module), rows, casts)
+
+    def _class_of(self, module: str) -> str:
+        return self._classes.get(module, "")
+
+    def _form(self, part: str) -> tuple[str, list[list[str]]]:
+        """What modules alike have in common: ``blocks.`` of ``blocks.3``, and their lines."""
+        cells = [line.cells(total=1) for line in self._below(part, _DEEPEST)]
+        return _stem(part), cells
+
+
+def _stem(module: str) -> str:
+    """``blocks.`` of ``blocks.3``."""
+    return module.rstrip("0123456789")
 
 
 @dataclass(frozen=True, repr=False)
@@ -239,59 +307,79 @@ class Comparison(Printed):
     @property
     def names(self) -> tuple[str, str]:
         """A short name for each."""
-        a, b = (f"{x.device_type} {short_name(x.dtype)}" for x in (self.a, self.b))
-        return (a, b) if a != b else (f"{a} (a)", f"{b} (b)")
+        a = _short_title(self.a)
+        b = _short_title(self.b)
+        if a == b:
+            return f"{a} (a)", f"{b} (b)"
+        return a, b
 
     def _contents(self) -> dict[str, Any]:
         return {"names": self.names, "different": self.different}
 
     def _table(self) -> Table:
-        groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+        modules_of: dict[tuple[str, str, str], list[str]] = defaultdict(list)
         for left, right in self.different:
             row = left or right
             assert row is not None, "of each pair one did run"
-            groups[row.called, _flow(left), _flow(right)].append(row.module or "the model")
+            modules_of[row.called, _flow(left), _flow(right)].append(row.module or "the model")
+        rows = []
+        for (called, flow_a, flow_b), modules in modules_of.items():
+            places = list(dict.fromkeys(modules))
+            rows.append([called, f"{len(modules):,}", flow_a, flow_b, listed(places, 3)])
+        name_a, name_b = self.names
         return Table(
-            ["called", "ops", *self.names, "where"],
-            [
-                [called, f"{len(modules):,}", a, b, listed(list(dict.fromkeys(modules)), 3)]
-                for (called, a, b), modules in groups.items()
-            ],
-            caption=f"{self.a.model}: {self.names[0]} against {self.names[1]}",
+            ["called", "ops", name_a, name_b, "where"],
+            rows,
+            caption=f"{self.a.model}: {name_a} against {name_b}",
             facts=list(self._facts()),
             right=(1,),
         )
 
     def _facts(self) -> Iterator[str]:
-        total = len(self.a.rows) + sum(left is None for left, _ in self.different)
+        only_in_b = [pair for pair in self.different if pair[0] is None]
+        total = len(self.a.rows) + len(only_in_b)
         yield f"{len(self.different):,} of {total:,} ops differ."
-        for name, x in zip(self.names, (self.a, self.b), strict=True):
-            outputs = ", ".join(dict.fromkeys(map(short_name, x.output_dtypes))) or "none"
-            low = f"{100 * x.low_share:.1f} % of the work in low precision"
-            yield f"{name}: {low}, {plural(len(x.casts), 'cast')}, output {outputs}."
+        for name, result in zip(self.names, (self.a, self.b), strict=True):
+            dtypes = dict.fromkeys(map(short_name, result.output_dtypes))
+            outputs = ", ".join(dtypes) or "none"
+            low = f"{100 * result.low_share:.1f} % of the work in low precision"
+            yield f"{name}: {low}, {plural(len(result.casts), 'cast')}, output {outputs}."
+
+
+def _short_title(result: Xray) -> str:
+    return f"{result.device_type} {short_name(result.dtype)}"
 
 
 def _flow(row: OpRecord | None) -> str:
     """The dtype that an op computed in, and what it returned if that is another."""
     if row is None:
         return "not run"
-    dtypes = dict.fromkeys(dtype for dtype in (row.dtype, *row.out_dtypes[:1]) if dtype)
-    return " → ".join(map(short_name, dtypes)) or "-"
+    dtypes = dict.fromkeys((row.dtype, *row.out_dtypes[:1]))
+    names = [short_name(dtype) for dtype in dtypes if dtype]
+    return " → ".join(names) or "-"
 
 
 def compare(a: Xray, b: Xray) -> Comparison:
     """Two X-rays of one model side by side: another device type, dtype or version of the model."""
-    different: list[tuple[OpRecord | None, OpRecord | None]] = []
-    keys = [[(row.module, row.op) for row in x.rows] for x in (a, b)]
     # Without autojunk, ops that occur in hundreds of places would be matched by guessing no more.
-    for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, *keys, autojunk=False).get_opcodes():
-        left, right = a.rows[i1:i2], b.rows[j1:j2]
-        if tag == "equal":
-            pairs = zip(left, right, strict=True)
-            different += [(x, y) for x, y in pairs if _dtypes(x) != _dtypes(y)]
-        else:
-            different += [(row, None) for row in left] + [(None, row) for row in right]
+    matcher = difflib.SequenceMatcher(None, _places(a), _places(b), autojunk=False)
+    different: list[tuple[OpRecord | None, OpRecord | None]] = []
+    for tag, start_a, end_a, start_b, end_b in matcher.get_opcodes():
+        rows_a = a.rows[start_a:end_a]
+        rows_b = b.rows[start_b:end_b]
+        if tag != "equal":
+            different += [(row, None) for row in rows_a]
+            different += [(None, row) for row in rows_b]
+            continue
+        for row_a, row_b in zip(rows_a, rows_b, strict=True):
+            if _dtypes(row_a) != _dtypes(row_b):
+                different.append((row_a, row_b))
     return Comparison(a, b, different)
+
+
+def _places(result: Xray) -> list[tuple[str, str]]:
+    """Module and name of each op."""
+    return [(row.module, row.op) for row in result.rows]
 
 
 def _dtypes(row: OpRecord) -> tuple:
