@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,12 +17,25 @@ from amp_lab.torch_versions import fsdp_groups, fsdp_reduced_dtype
 from amp_lab.tracing.fake_device import checked_backend, on_fake_device, require_model
 from amp_lab.tracing.ops_seen import LOWER_DTYPES
 from amp_lab.tracing.sharded_step import group_of, sharded
-from amp_lab.tracing.sharding_result import ShardedBuffer, ShardedParameter, ShardingXray, Unit
+from amp_lab.tracing.sharding_result import (
+    ShardedBuffer,
+    ShardedParameter,
+    ShardingXray,
+    Unit,
+    unit_named,
+)
 from amp_lab.tracing.structures import named_tensors
 from amp_lab.tracing.xray import xray
 
 _HOOKS = {"bf16_compress_hook": torch.bfloat16, "fp16_compress_hook": torch.float16}
 _RANKS = 2  # more make no difference to a dtype
+
+
+class _Call(NamedTuple):
+    """What a call of the model gets."""
+
+    inputs: tuple
+    kwargs: dict[str, Any]
 
 
 def xray_sharding(
@@ -50,70 +63,99 @@ def xray_sharding(
     sharded already, and autocast without inputs; `DeviceError` for a device type that torch lacks.
     """
     checked_backend(device_type)
-    given = inputs, kwargs
+    call = _Call(inputs, kwargs)
     kind = parallel_of(model)
     settings = {"parallel": parallel, "reduce_dtype": reduce_dtype}
-    settings |= {"precision": precision} if kind is Parallel.FSDP else {}
-    if kind is not None and any(settings.values()):
-        named = next(name for name, value in settings.items() if value is not None)
-        how = "sharded" if kind is Parallel.FSDP else "in DDP"
-        raise TraceError(f"the model is {how} already: leave out {named}")
     if kind is Parallel.FSDP:
-        return _read_fsdp(model, given)
-    wanted = None if precision is None else Precision(precision)
+        settings["precision"] = precision
+    if kind is not None and any(settings.values()):
+        raise _superfluous(settings, kind)
+    if kind is Parallel.FSDP:
+        return _read_fsdp(model, call)
     if isinstance(model, DistributedDataParallel):
-        return _read_ddp(model, given, wanted or Precision.FP32, device_type)
+        return _read_ddp(model, call, _chosen(precision, Precision.FP32), device_type)
+    chosen = _chosen(precision, Precision.BF16)
     require_model(model)
-    wanted, reduce_dtype = wanted or Precision.BF16, reduce_dtype or "fp32"
+    reduce_dtype = reduce_dtype or "fp32"
     if reduce_dtype not in REDUCE_DTYPES:
         raise TraceError(f"reduce_dtype {reduce_dtype!r}: give one of {', '.join(REDUCE_DTYPES)}")
     if parallel == Parallel.DDP:
         reduced = None if reduce_dtype == "fp32" else REDUCE_DTYPES[reduce_dtype]
-        return _ddp(model, given, _computed_in(model, given, wanted, device_type), reduced)
+        return _ddp(model, call, _computed_in(model, call, chosen, device_type), reduced)
     if parallel != Parallel.FSDP:
         name = type(model).__name__
         raise TraceError(f"{name} is neither sharded nor in DDP: give parallel='fsdp' or 'ddp'")
     # In a group that there is, such as the command's, it is sharded over that.
-    alone = nullcontext() if dist.is_initialized() else group_of(_RANKS)
-    with alone, on_fake_device(model, (), {}, "cpu") as run:
+    group = nullcontext() if dist.is_initialized() else group_of(_RANKS)
+    with group, on_fake_device(model, (), {}, "cpu") as run:
         tensors = run.parameters | run.buffers
-        return _read_fsdp(sharded(model, tensors, wanted, reduce_dtype), given)
+        return _read_fsdp(sharded(model, tensors, chosen, reduce_dtype), call)
+
+
+def _superfluous(settings: dict[str, str | None], kind: Parallel) -> TraceError:
+    """The error of settings beside a model that has its own."""
+    names = [name for name, value in settings.items() if value is not None]
+    state = "sharded" if kind is Parallel.FSDP else "in DDP"
+    return TraceError(f"the model is {state} already: leave out {names[0]}")
+
+
+def _chosen(precision: str | None, default: Precision) -> Precision:
+    if precision is None:
+        return default
+    return Precision(precision)
 
 
 def parallel_of(model: nn.Module) -> Parallel | None:
     """How a model is shared among processes already; None: it is not."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # take a second to load
 
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    if not isinstance(model, nn.Module):
+        return None
+    modules = list(model.modules())
     if any(isinstance(module, FullyShardedDataParallel) for module in modules):
         raise TraceError("FullyShardedDataParallel is FSDP1: shard the model with fully_shard")
     if any(isinstance(module, FSDPModule) for module in modules):
         return Parallel.FSDP
-    return Parallel.DDP if isinstance(model, DistributedDataParallel) else None
+    if isinstance(model, DistributedDataParallel):
+        return Parallel.DDP
+    return None
 
 
-def _read_fsdp(model: nn.Module, given: tuple) -> ShardingXray:
+def _read_fsdp(model: nn.Module, call: _Call) -> ShardingXray:
     names = {module: name for name, module in model.named_modules()}
-    units, parameters, unit_of, managed = [], [], {}, set()
+    units: list[Unit] = []
+    unit_of: dict[str, str] = {}  # by the name of a module
+    parameters: list[ShardedParameter] = []
+    managed: set[int] = set()
     for state, modules in _states(model).items():
-        unit = _unit(", ".join(names[module] for module in modules), state)
+        module_names = [names[module] for module in modules]
+        unit = _unit(", ".join(module_names), state)
         units.append(unit)
-        unit_of |= dict.fromkeys([names[module] for module in modules], unit.name)
+        unit_of |= dict.fromkeys(module_names, unit.name)
         for group in fsdp_groups(state):
             parameters += _of_group(group, unit.name, names)
-            for own in group.fsdp_params:  # while it is gathered, the whole one is the module's
-                managed |= {id(own.sharded_param), id(getattr(own, "_unsharded_param", None))}
-    alone = [(name, own) for name, own in model.named_parameters() if id(own) not in managed]
-    parameters += [_parameter(model, name, own, own.dtype, None) for name, own in alone]
-    whole = next((unit for unit in units if not unit.name), Unit(""))
+            managed |= _managed_by(group)
+    for name, own in model.named_parameters():
+        if id(own) not in managed:
+            parameters.append(_parameter(model, name, own, computed=own.dtype, unit=None))
+    root = unit_named("", units)
     return ShardingXray(
         model=_class_of(model),
         kind="FSDP2",
         units=units,
         parameters=parameters,
         buffers=_buffers(model, unit_of),
-        inputs=_inputs(given, whole.inputs),
+        inputs=_inputs(call, root.inputs if root else None),
     )
+
+
+def _managed_by(group: Any) -> set[int]:
+    """The ids of a group's parameters; while one is gathered, the whole one is the module's."""
+    found = set()
+    for own in group.fsdp_params:
+        found.add(id(own.sharded_param))
+        found.add(id(getattr(own, "_unsharded_param", None)))
+    return found
 
 
 def _states(model: nn.Module) -> dict[Any, list[nn.Module]]:
@@ -128,31 +170,37 @@ def _states(model: nn.Module) -> dict[Any, list[nn.Module]]:
 
 
 def _unit(name: str, state: Any) -> Unit:
-    policy, refusal = state._mp_policy, None
+    refusal = None
     for group in fsdp_groups(state):
         try:
             group._init_mp_dtypes()  # as the first step does: it sets dtypes, the same every time
         except AssertionError as error:
             refusal = str(error)
-    dtypes = policy.param_dtype, policy.reduce_dtype, policy.output_dtype
-    return Unit(name, *dtypes, policy.cast_forward_inputs, refusal)
+    policy = state._mp_policy
+    return Unit(
+        name,
+        param_dtype=policy.param_dtype,
+        reduce_dtype=policy.reduce_dtype,
+        output_dtype=policy.output_dtype,
+        cast_forward_inputs=policy.cast_forward_inputs,
+        refusal=refusal,
+    )
 
 
 def _of_group(group: Any, unit: str, names: dict[nn.Module, str]) -> Iterator[ShardedParameter]:
-    trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-    dtypes = [fsdp_reduced_dtype(p) for p in trained]
-    # Of several, which only newer versions take, the one that holds them all.
-    reduced = functools.reduce(torch.promote_types, dtypes) if dtypes else None
+    reduced = _reduced_in(group)
     for own in group.fsdp_params:
-        info, low = own._module_info, own.param_dtype or own.orig_dtype
+        info = own._module_info
+        computed = own.param_dtype or own.orig_dtype
+        # A weight of torchao in FP8 or MX gathers itself, in a dtype of its own.
+        gathers_itself = hasattr(own._sharded_local_tensor, "fsdp_pre_all_gather")
         is_trained = own.sharded_param.requires_grad
         yield ShardedParameter(
             name=f"{names[info.module]}.{info.param_name}".removeprefix("."),
             unit=unit,
             stored=own.orig_dtype,
-            # A weight of torchao in FP8 or MX gathers itself, in a dtype of its own.
-            gathered=None if hasattr(own._sharded_local_tensor, "fsdp_pre_all_gather") else low,
-            computed=low,
+            gathered=None if gathers_itself else computed,
+            computed=computed,
             reduced=reduced if is_trained else None,
             trained=is_trained,
             elements=own.sharded_param.numel(),
@@ -160,22 +208,30 @@ def _of_group(group: Any, unit: str, names: dict[nn.Module, str]) -> Iterator[Sh
         )
 
 
+def _reduced_in(group: Any) -> torch.dtype | None:
+    """The dtype in which a group's gradients are summed; None if nothing in it is trained."""
+    trained = [own for own in group.fsdp_params if own.sharded_param.requires_grad]
+    if not trained:
+        return None
+    # Of several, which only newer versions take, the one that holds them all.
+    return functools.reduce(torch.promote_types, map(fsdp_reduced_dtype, trained))
+
+
 def _read_ddp(
-    ddp: DistributedDataParallel, given: tuple, precision: Precision, device_type: str
+    ddp: DistributedDataParallel, call: _Call, precision: Precision, device_type: str
 ) -> ShardingXray:
     if ddp.mixed_precision is not None:
         raise TraceError("DDP's own mixed_precision is not read: use autocast instead")
     hooks = [getattr(hook, "__name__", type(hook).__name__) for hook, _ in ddp._comm_hooks]
-    known = [_HOOKS.get(name) for name in hooks]
-    unknown = next((name for name in hooks if name not in _HOOKS), None)
-    computed = _computed_in(ddp.module, given, precision, device_type)
-    ignored = ddp.parameters_to_ignore
-    return _ddp(ddp.module, given, computed, known[0] if known else None, unknown, ignored)
+    reduced = _HOOKS.get(hooks[0]) if hooks else None
+    unknown_hook = next((name for name in hooks if name not in _HOOKS), None)
+    computed = _computed_in(ddp.module, call, precision, device_type)
+    return _ddp(ddp.module, call, computed, reduced, unknown_hook, ddp.parameters_to_ignore)
 
 
 def _ddp(
     model: nn.Module,
-    given: tuple,
+    call: _Call,
     computed: dict[str, torch.dtype],
     reduced: torch.dtype | None,
     hook: str | None = None,
@@ -184,33 +240,36 @@ def _ddp(
     """The table of a model in DDP; gradients are summed in their own dtype without `reduced`."""
     parameters = []
     for name, own in model.named_parameters():
+        computed_dtype = computed.get(name, own.dtype)
         unit = None if name in ignored else ""
-        dtype = None if hook is not None or unit is None else reduced or own.dtype
-        parameters.append(_parameter(model, name, own, computed.get(name, own.dtype), unit, dtype))
+        reduced_dtype = reduced or own.dtype
+        if unit is None or hook is not None:
+            reduced_dtype = None
+        parameters.append(_parameter(model, name, own, computed_dtype, unit, reduced_dtype))
     return ShardingXray(
         model=_class_of(model),
         kind="DDP",
         units=[Unit("")],
         parameters=parameters,
         buffers=_buffers(model, {"": ""}),
-        inputs=_inputs(given, None),
+        inputs=_inputs(call, None),
         hook=hook,
     )
 
 
 def _computed_in(
-    model: nn.Module, given: tuple, precision: Precision, device_type: str
+    model: nn.Module, call: _Call, precision: Precision, device_type: str
 ) -> dict[str, torch.dtype]:
     """What autocast casts parameters to."""
-    if precision.dtype not in LOWER_DTYPES:
+    dtype = precision.dtype
+    if dtype not in LOWER_DTYPES:
         return {}
-    inputs, kwargs = given
-    if not inputs and not kwargs:
+    if not call.inputs and not call.kwargs:
         raise TraceError("what autocast casts depends on the ops: give the inputs of a call")
-    seen = xray(model, *inputs, device_type=device_type, dtype=precision.dtype, **kwargs)
-    if seen.raised is not None:
-        raise TraceError(seen.raised)
-    casts = [cast for cast in seen.casts if cast.is_of_parameter]
+    found = xray(model, *call.inputs, device_type=device_type, dtype=dtype, **call.kwargs)
+    if found.raised is not None:
+        raise TraceError(found.raised)
+    casts = [cast for cast in found.casts if cast.is_of_parameter]
     return {cast.what.removeprefix("parameter "): cast.to_dtype for cast in casts}
 
 
@@ -223,31 +282,42 @@ def _parameter(
     reduced: torch.dtype | None = None,
 ) -> ShardedParameter:
     """One that each rank has as a whole."""
-    norm = _is_norm(model.get_submodule(name.rpartition(".")[0]))
-    dtypes = own.dtype, None, computed, reduced if own.requires_grad else None
-    return ShardedParameter(name, unit, *dtypes, own.requires_grad, own.numel(), norm)
+    module = model.get_submodule(name.rpartition(".")[0])
+    return ShardedParameter(
+        name=name,
+        unit=unit,
+        stored=own.dtype,
+        gathered=None,
+        computed=computed,
+        reduced=reduced if own.requires_grad else None,
+        trained=own.requires_grad,
+        elements=own.numel(),
+        of_norm=_is_norm(module),
+    )
 
 
 def _buffers(model: nn.Module, unit_of: dict[str, str]) -> list[ShardedBuffer]:
     """The buffers, each with the unit of the innermost module around it that is of one."""
     found = []
     for name, buffer in model.named_buffers():
-        owner = around = name.rpartition(".")[0]
+        owner = name.rpartition(".")[0]
+        around = owner
         while around and around not in unit_of:
             around = around.rpartition(".")[0]
-        norm = _is_norm(model.get_submodule(owner))
-        found.append(ShardedBuffer(name, unit_of.get(around), buffer.dtype, norm))
+        is_of_norm = _is_norm(model.get_submodule(owner))
+        found.append(ShardedBuffer(name, unit_of.get(around), buffer.dtype, is_of_norm))
     return found
 
 
-def _inputs(given: tuple, cast: torch.dtype | None) -> dict[str, tuple[torch.dtype, torch.dtype]]:
+def _inputs(call: _Call, cast: torch.dtype | None) -> dict[str, tuple[torch.dtype, torch.dtype]]:
     """The dtype of each input, and the one in which the model gets it."""
-    inputs, kwargs = given
-    tensors = named_tensors([*inputs]) + named_tensors(kwargs)
-    return {
-        name.lstrip("."): (t.dtype, cast if cast and t.dtype.is_floating_point else t.dtype)
-        for name, t in tensors
-    }
+    found = {}
+    for place, tensor in named_tensors([*call.inputs]) + named_tensors(call.kwargs):
+        arrives = tensor.dtype
+        if cast and tensor.is_floating_point():
+            arrives = cast
+        found[place.lstrip(".")] = tensor.dtype, arrives
+    return found
 
 
 def _is_norm(module: nn.Module) -> bool:

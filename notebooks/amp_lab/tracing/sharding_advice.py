@@ -115,44 +115,49 @@ def _refused_units(found: ShardingXray) -> Iterator[str]:
     for unit in found.units:
         if unit.refusal is None:
             continue
-        trained = [p for p in found.of(unit.name) if p.trained]
-        by_dtype = [f"{short_name(d)} ({_names(own)})" for d, own in _by(trained, "stored")]
         place = _place(unit.name)
-        if len(by_dtype) > 1:
-            yield _TWO_DTYPES.said(place=place, dtypes=" and ".join(by_dtype))
-        else:
+        trained = [p for p in found.of(unit.name) if p.trained]
+        groups = _by(trained, "stored")
+        if len(groups) < 2:
             yield f"{place} fails at the first step: {unit.refusal}."
+            continue
+        dtypes = [f"{short_name(dtype)} ({_names(members)})" for dtype, members in groups]
+        yield _TWO_DTYPES.said(place=place, dtypes=" and ".join(dtypes))
 
 
 def _left_out(found: ShardingXray) -> Iterator[str]:
-    alone = [p for p in found.of(None) if p.trained]
-    if alone:
-        cure = _IN_NO_UNIT if found.kind == "FSDP2" else _IGNORED
-        yield cure.said(names=_names(alone))
+    left_out = [p for p in found.of(None) if p.trained]
+    if left_out:
+        cure = _IN_NO_UNIT if _is_fsdp(found) else _IGNORED
+        yield cure.said(names=_names(left_out))
 
 
 def _no_master_weights(found: ShardingXray) -> Iterator[str]:
     low = [p for p in found.parameters if p.trained and p.stored in LOWER_DTYPES]
-    for dtype, own in _by(low, "stored"):
-        name = short_name(dtype)
-        casts = any(u.param_dtype is dtype for u in found.units)
-        more = f" and the policy's param_dtype={dtype} has nothing to cast," if casts else ""
-        to = "param_dtype" if found.kind == "FSDP2" else "autocast"
-        yield _NO_MASTER_WEIGHTS.said(names=_names(own), dtype=name, more=more, to=to)
+    for dtype, members in _by(low, "stored"):
+        more = ""
+        if any(unit.param_dtype is dtype for unit in found.units):
+            more = f" and the policy's param_dtype={dtype} has nothing to cast,"
+        yield _NO_MASTER_WEIGHTS.said(
+            names=_names(members),
+            dtype=short_name(dtype),
+            more=more,
+            to="param_dtype" if _is_fsdp(found) else "autocast",
+        )
 
 
 def _upcast_of_low(found: ShardingXray) -> Iterator[str]:
     wider = [p for p in found.parameters if p.computed.itemsize > p.stored.itemsize]
-    for dtype, own in _by(wider, "computed"):
-        stored = short_name(own[0].stored)
-        yield _UPCAST.said(names=_names(own), wide=short_name(dtype), stored=stored)
+    for dtype, members in _by(wider, "computed"):
+        stored = short_name(members[0].stored)
+        yield _UPCAST.said(names=_names(members), wide=short_name(dtype), stored=stored)
 
 
 def _undone_upcast(found: ShardingXray) -> Iterator[str]:
-    own = _undone(found)
-    if own:
-        low = short_name(own[0].computed)
-        yield _UNDONE_UPCAST.said(names=_names(own), low=low, keep=_keep_in_fp32())
+    undone = _undone(found)
+    if undone:
+        low = short_name(undone[0].computed)
+        yield _UNDONE_UPCAST.said(names=_names(undone), low=low, keep=_keep_in_fp32())
 
 
 def _undone(found: ShardingXray) -> list[ShardedParameter]:
@@ -160,74 +165,87 @@ def _undone(found: ShardingXray) -> list[ShardedParameter]:
 
     Those trained on a frozen base, such as LoRA's, are in fp32 for the optimizer, as they should.
     """
-    low = [p for p in found.parameters if p.stored in LOWER_DTYPES]
-    total = sum(p.elements for p in found.parameters)
-    if found.kind != "FSDP2" or 2 * sum(p.elements for p in low) < total:
+    if not _is_fsdp(found):
         return []
-    is_frozen_base = not any(p.trained for p in low)
-    cast_back = [p for p in found.parameters if p.stored is FP32 and p.computed in LOWER_DTYPES]
-    return [p for p in cast_back if p.of_norm or not (p.trained and is_frozen_base)]
+    low = [p for p in found.parameters if p.stored in LOWER_DTYPES]
+    low_elements = sum(p.elements for p in low)
+    if 2 * low_elements < sum(p.elements for p in found.parameters):
+        return []
+    narrowed = _narrowed(found)
+    if any(p.trained for p in low):
+        return narrowed
+    return [p for p in narrowed if p.of_norm or not p.trained]
+
+
+def _narrowed(found: ShardingXray) -> list[ShardedParameter]:
+    """Parameters that are stored in fp32 and computed in 16 bits."""
+    return [p for p in found.parameters if p.stored is FP32 and p.computed in LOWER_DTYPES]
 
 
 def _norms_in_low_precision(found: ShardingXray) -> Iterator[str]:
-    known = _undone(found)
-    norms = [p for p in found.parameters if p.of_norm and p.stored is FP32 and p not in known]
-    for dtype, own in _by([p for p in norms if p.computed in LOWER_DTYPES], "computed"):
-        if found.kind == "FSDP2":
-            low, keep = short_name(dtype), _keep_in_fp32()
-            yield _LOW_NORMS.said(names=_names(own), low=low, keep=keep)
+    if not _is_fsdp(found):
+        return
+    undone = _undone(found)
+    norms = [p for p in _narrowed(found) if p.of_norm and p not in undone]
+    for dtype, members in _by(norms, "computed"):
+        low = short_name(dtype)
+        yield _LOW_NORMS.said(names=_names(members), low=low, keep=_keep_in_fp32())
 
 
 def _keep_in_fp32() -> str:
     from torch.distributed.fsdp import MixedPrecisionPolicy  # takes a second to load
 
     policy = "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
-    own = f"give them a fully_shard of their own, with {policy}"
+    own_unit = f"give them a fully_shard of their own, with {policy}"
     if not hasattr(MixedPrecisionPolicy, "param_dtype_override_fn"):
-        return own
-    return f"name them in param_dtype_override_fn, or {own}"
+        return own_unit
+    return f"name them in param_dtype_override_fn, or {own_unit}"
 
 
 def _summed_in_low_precision(found: ShardingXray) -> Iterator[str]:
+    cure = _LOW_SUM_FSDP if _is_fsdp(found) else _LOW_SUM_DDP
     low = [p for p in found.parameters if p.reduced in LOWER_DTYPES]
-    for dtype, own in _by(low, "reduced"):
-        cure = _LOW_SUM_FSDP if found.kind == "FSDP2" else _LOW_SUM_DDP
-        yield cure.said(names=_names(own), low=short_name(dtype))
+    for dtype, members in _by(low, "reduced"):
+        yield cure.said(names=_names(members), low=short_name(dtype))
 
 
 def _reduce_dtype_left_out(found: ShardingXray) -> Iterator[str]:
     for unit in found.units:
-        trained = [p for p in found.of(unit.name) if p.trained and p.reduced is FP32]
-        if trained and unit.param_dtype in LOWER_DTYPES and unit.reduce_dtype is None:
+        if unit.param_dtype not in LOWER_DTYPES or unit.reduce_dtype is not None:
+            continue
+        if any(p.trained and p.reduced is FP32 for p in found.of(unit.name)):
             low = short_name(unit.param_dtype)
             yield _NO_REDUCE_DTYPE.said(place=_place(unit.name), low=low)
             return  # the same policy is mostly that of all
 
 
 def _frozen_in_fp32(found: ShardingXray) -> Iterator[str]:
-    frozen = [p for p in found.parameters if not p.trained and p.stored is FP32]
-    for dtype, own in _by([p for p in frozen if p.computed in LOWER_DTYPES], "computed"):
-        if found.kind == "FSDP2":
-            yield _FROZEN.said(names=_names(own), low=short_name(dtype))
+    if not _is_fsdp(found):
+        return
+    frozen = [p for p in _narrowed(found) if not p.trained]
+    for dtype, members in _by(frozen, "computed"):
+        yield _FROZEN.said(names=_names(members), low=short_name(dtype))
 
 
 def _buffers(found: ShardingXray) -> Iterator[str]:
-    low_units = {u.name: u.param_dtype for u in found.units if u.param_dtype in LOWER_DTYPES}
-    wide = [b for b in found.buffers if b.dtype is FP32 and b.unit in low_units and not b.of_norm]
+    low_units = {unit.name for unit in found.units if unit.param_dtype in LOWER_DTYPES}
+    others = [buffer for buffer in found.buffers if not buffer.of_norm]
+    wide = [buffer for buffer in others if buffer.dtype is FP32 and buffer.unit in low_units]
     if wide:
         yield _BUFFERS.said(names=_names(wide))
-    rounded = [b for b in found.buffers if b.of_norm and b.dtype in LOWER_DTYPES]
+    statistics = [buffer for buffer in found.buffers if buffer.of_norm]
+    rounded = [buffer for buffer in statistics if buffer.dtype in LOWER_DTYPES]
     if rounded:
         yield _LOW_STATISTICS.said(names=_names(rounded))
 
 
 def _inputs_not_cast(found: ShardingXray) -> Iterator[str]:
-    whole = next((unit for unit in found.units if not unit.name), None)
-    if whole is None or whole.cast_forward_inputs or whole.param_dtype not in LOWER_DTYPES:
+    root = next((unit for unit in found.units if not unit.name), None)
+    if root is None or root.cast_forward_inputs or root.param_dtype not in LOWER_DTYPES:
         return
-    wide = [name for name, (_, got) in found.inputs.items() if got is FP32]
+    wide = [name for name, (_, arrives) in found.inputs.items() if arrives is FP32]
     if wide:
-        yield _INPUTS.said(names=listed(wide, 3), low=short_name(whole.param_dtype))
+        yield _INPUTS.said(names=listed(wide, 3), low=short_name(root.param_dtype))
 
 
 # Each yields sentences, or none if it has nothing to say.
@@ -262,4 +280,10 @@ def _names(tensors: Iterable[ShardedParameter | ShardedBuffer]) -> str:
 
 
 def _place(unit: str) -> str:
-    return f"Unit {unit!r}" if unit else "The model's own unit"
+    if not unit:
+        return "The model's own unit"
+    return f"Unit {unit!r}"
+
+
+def _is_fsdp(found: ShardingXray) -> bool:
+    return found.kind == "FSDP2"

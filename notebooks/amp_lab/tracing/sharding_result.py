@@ -1,8 +1,7 @@
 """What `xray_sharding` returns, as text, Markdown, HTML and JSON."""
 
-import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -74,7 +73,10 @@ class ShardingXray(Printed):
     advice: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "advice", [line for rule in RULES for line in rule(self)])
+        advice: list[str] = []
+        for rule in RULES:
+            advice += rule(self)
+        object.__setattr__(self, "advice", advice)
 
     def of(self, unit: str | None) -> list[ShardedParameter]:
         """The parameters of a unit."""
@@ -92,65 +94,108 @@ class ShardingXray(Printed):
 
     def _rows(self) -> Iterator[list[str]]:
         """A row for each unit and dtypes; units alike, such as numbered blocks, share theirs."""
-        forms: dict[str, list[str | None]] = {}
-        for name in [*[unit.name for unit in self.units], None]:
-            rows = self._described(name)
-            if rows:
-                forms.setdefault(f"{name and _without_numbers(name)} {rows}", []).append(name)
-        for first, *others in forms.values():
-            count = 1 + len(others)
-            label = "no unit" if first is None else first or "the model"
-            label = f"{_without_numbers(label)}, {count} units" if others else label
-            for i, (parameters, values, *cells) in enumerate(self._described(first)):
-                total = f"{count * int(values):,}"
-                yield [label if i == 0 else "", parameters, total, *cells]
+        for names in self._units_alike():
+            label = _label(names)
+            for parameters, values, *cells in self._rows_of_unit(names[0]):
+                total = len(names) * int(values)
+                yield [label, parameters, f"{total:,}", *cells]
+                label = ""  # of the unit's other rows
 
-    def _described(self, name: str | None) -> list[list[str]]:
+    def _units_alike(self) -> Iterable[list[str | None]]:
+        """The names of units that have rows, together where they differ in numbers alone.
+
+        The last name is None, for the parameters that are in no unit.
+        """
+        groups: dict[tuple[str | None, str], list[str | None]] = {}
+        for name in [*[unit.name for unit in self.units], None]:
+            rows = self._rows_of_unit(name)
+            if rows:
+                pattern = None if name is None else _without_numbers(name)
+                groups.setdefault((pattern, str(rows)), []).append(name)
+        return groups.values()
+
+    def _rows_of_unit(self, name: str | None) -> list[list[str]]:
         """The cells of a unit's rows, all but its name."""
-        unit = next((unit for unit in self.units if unit.name == name), None)
         groups: dict[tuple, list[ShardedParameter]] = {}
         for parameter in self.of(name):
             groups.setdefault((parameter.dtypes, parameter.trained), []).append(parameter)
-        taken = short_name(unit.inputs) if unit and unit.inputs else "as they come"
-        around = _around(name or "")
+        unit = unit_named(name, self.units)
+        inputs = "as they come"
+        if unit is not None and unit.inputs is not None:
+            inputs = short_name(unit.inputs)
+        if unit is not None and not groups:
+            return [["none of its own", "0", "-", "-", "-", "-", inputs]]
+        prefix = _common_prefix(name or "")
         rows = []
         for (dtypes, trained), members in groups.items():
-            local = [parameter.name[len(around) :] for parameter in members]
-            cells = [*map(short_name, dtypes[:3]), short_name(dtypes[3]) if trained else "frozen"]
-            values = str(sum(p.elements for p in members))
-            rows.append([listed(local, 2), values, *cells, taken])
-        if unit and not rows:
-            rows.append(["none of its own", "0", "-", "-", "-", "-", taken])
+            local_names = [parameter.name[len(prefix) :] for parameter in members]
+            values = sum(parameter.elements for parameter in members)
+            stored, gathered, computed, reduced = map(short_name, dtypes)
+            if not trained:
+                reduced = "frozen"
+            dtype_cells = [stored, gathered, computed, reduced]
+            rows.append([listed(local_names, 2), str(values), *dtype_cells, inputs])
         return rows
 
     def _facts(self) -> Iterator[str]:
-        named = [
-            f"{'argument ' * name.isdigit()}{name} {short_name(given)}"
-            + ("" if given is got else f" → {short_name(got)}")
-            for name, (given, got) in self.inputs.items()
-        ]
-        if named:
-            yield f"Inputs: {listed(named, 6)}."
-        kinds = Counter(short_name(buffer.dtype) for buffer in self.buffers)
-        if kinds:
-            told = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
-            yield f"Buffers, which stay as they are: {told}."
-        whole = next((unit for unit in self.units if not unit.name), None)
-        if whole is not None and whole.output_dtype is not None:
-            yield f"Output: cast to {short_name(whole.output_dtype)}."
+        inputs = [_input_text(name, *dtypes) for name, dtypes in self.inputs.items()]
+        if inputs:
+            yield f"Inputs: {listed(inputs, 6)}."
+        counts = Counter(short_name(buffer.dtype) for buffer in self.buffers)
+        if counts:
+            buffers = ", ".join(f"{count:,} {dtype}" for dtype, count in counts.items())
+            yield f"Buffers, which stay as they are: {buffers}."
+        root = unit_named("", self.units)
+        if root is not None and root.output_dtype is not None:
+            yield f"Output: cast to {short_name(root.output_dtype)}."
         if self.hook is not None:
             yield f"Gradients are summed by {self.hook!r}, in a dtype that only a step shows."
 
 
+def unit_named(name: str | None, units: Iterable[Unit]) -> Unit | None:
+    """The unit of a name; None if there is none."""
+    for unit in units:
+        if unit.name == name:
+            return unit
+    return None
+
+
+def _input_text(name: str, given: torch.dtype, arrives: torch.dtype) -> str:
+    """``argument 0 fp32 → bf16``: an input with its dtype, and the one that the model gets."""
+    label = f"argument {name}" if name.isdigit() else name
+    if given is arrives:
+        return f"{label} {short_name(given)}"
+    return f"{label} {short_name(given)} → {short_name(arrives)}"
+
+
+def _label(names: list[str | None]) -> str:
+    """What the table calls units alike."""
+    first = names[0]
+    label = first or "the model"
+    if first is None:
+        label = "no unit"
+    if len(names) == 1:
+        return label
+    return f"{_without_numbers(label)}, {len(names)} units"
+
+
 def _without_numbers(name: str) -> str:
     """``blocks.*.norm`` of ``blocks.3.norm``; of several modules, of each."""
-    modules = [module.split(".") for module in name.split(_AND)]
-    return _AND.join(".".join("*" if p.isdigit() else p for p in parts) for parts in modules)
+    return _AND.join(_module_without_numbers(module) for module in name.split(_AND))
 
 
-def _around(unit: str) -> str:
+def _module_without_numbers(module: str) -> str:
+    return ".".join("*" if step.isdigit() else step for step in module.split("."))
+
+
+def _common_prefix(unit: str) -> str:
     """What the names of a unit's modules begin with, up to and with a dot."""
+    if not unit:
+        return ""
     paths = [module.split(".") for module in unit.split(_AND)]
-    alike = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
-    common = ".".join(parts[0] for parts in alike)
-    return f"{common}." if common else ""
+    prefix = ""
+    for steps in zip(*paths, strict=False):
+        if len(set(steps)) > 1:
+            break
+        prefix += f"{steps[0]}."
+    return prefix
