@@ -12,10 +12,9 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 
-from amp_lab.backends import backend
 from amp_lab.remedies import remedy
 from amp_lab.report import dtype_name
-from amp_lab.tracing.ops_seen import LOWER_DTYPES, storage_key, tensors_in
+from amp_lab.tracing.ops_seen import LOWER_DTYPES, has_autocast_rule, tensor_key, tensors_in
 
 _INPUT = remedy(
     "dtype.inputs_of_a_cast_model",
@@ -73,12 +72,18 @@ class Kind(Enum):
     COMPUTED = "computed"
 
 
+_REMEDIES = {Kind.INPUT: _INPUT, Kind.OWN: _OWN, Kind.COMPUTED: _COMPUTED}
+
+
 @dataclass(frozen=True)
 class Source:
     """Where the values of a tensor come from."""
 
     kind: Kind
     text: str  # ``input 0``, ``buffer table``, ``the output of float in 'up'``
+
+
+_MADE_BY_THE_MODEL = Source(Kind.COMPUTED, "a tensor that the model makes")
 
 
 @dataclass(frozen=True)
@@ -98,7 +103,7 @@ class Sources:
 
     def name(self, tensor: torch.Tensor, kind: Kind, text: str) -> None:
         """Name a tensor that is there before the model runs."""
-        self._named.setdefault(_key(tensor), Source(kind, text))
+        self._named.setdefault(tensor_key(tensor), Source(kind, text))
 
     def name_attributes(self, model: nn.Module) -> None:
         """Name the tensors that are plain attributes of modules, which casts of a model pass by."""
@@ -110,9 +115,12 @@ class Sources:
     def note(self, ins: list[torch.Tensor], outs: list[torch.Tensor], text: str) -> None:
         """Note an op, of which `text` says what its output is."""
         wide = [tensor for tensor in ins if tensor.dtype is torch.float32]
-        source = self.of(wide[0]) if wide else Source(Kind.COMPUTED, f"the {text}")
+        if wide:
+            source = self.of(wide[0])
+        else:
+            source = Source(Kind.COMPUTED, f"the {text}")
         for tensor in outs:
-            key = _key(tensor)
+            key = tensor_key(tensor)
             if key in self._named:  # an op that writes in place
                 continue
             if tensor.dtype is torch.float32:
@@ -122,9 +130,8 @@ class Sources:
 
     def of(self, tensor: torch.Tensor) -> Source:
         """Where a tensor comes from; of what no op made, that the model's code made it."""
-        key = _key(tensor)
-        made = Source(Kind.COMPUTED, "a tensor that the model makes")
-        return self._named.get(key) or self._computed.get(key) or made
+        key = tensor_key(tensor)
+        return self._named.get(key) or self._computed.get(key) or _MADE_BY_THE_MODEL
 
     def operands(self, tensors: Iterable[torch.Tensor]) -> tuple[Operand, ...]:
         """The operands among what an op got."""
@@ -132,15 +139,16 @@ class Sources:
         return tuple(Operand(tensor.dtype, self.of(tensor)) for tensor in floats)
 
 
-def _key(tensor: torch.Tensor) -> int:
-    return storage_key(tensor) or id(tensor)
-
-
 def low_operand(operands: Iterable[Operand]) -> Operand | None:
     """The first operand in 16 bits, if another is in fp32; None if dtypes are not mixed so."""
-    low = [operand for operand in operands if operand.dtype in LOWER_DTYPES]
-    wide = [operand for operand in operands if operand.dtype is torch.float32]
-    return low[0] if low and wide else None
+    low = None
+    has_wide = False
+    for operand in operands:
+        if operand.dtype is torch.float32:
+            has_wide = True
+        elif low is None and operand.dtype in LOWER_DTYPES:
+            low = operand
+    return low if has_wide else None
 
 
 def remedy_for_mixed(
@@ -154,21 +162,19 @@ def remedy_for_mixed(
     low = low_operand(operands)
     if low is None or "type" not in str(error) or is_write(error):
         return ""
-    wide = next(operand for operand in operands if operand.dtype is torch.float32)
-    kind, text = wide.source.kind, wide.source.text
-    if kind is not Kind.INPUT and _matmul_in_place(error, op) is not None:
+    wide = next(operand.source for operand in operands if operand.dtype is torch.float32)
+    if wide.kind is not Kind.INPUT and _matmul_in_place(error, op) is not None:
         return ""  # the tensor in fp32 may be the one that is written
-    if not has_low_weights and (kind is not Kind.OWN or text.startswith("parameter ")):
+    is_own_constant = wide.kind is Kind.OWN and not wide.text.startswith("parameter ")
+    if not has_low_weights and not is_own_constant:
         return ""
-    found = {Kind.INPUT: _INPUT, Kind.OWN: _OWN, Kind.COMPUTED: _COMPUTED}[kind]
     place = user_line(error)
-    where = f"{op} ({place})" if place else op
-    return found.said(
-        op=where,
-        wide=text,
+    return _REMEDIES[wide.kind].said(
+        op=f"{op} ({place})" if place else op,
+        wide=wide.text,
         low=low.source.text,
         dtype=dtype_name(low.dtype),
-        name=text.rpartition(" ")[2],
+        name=wide.text.rpartition(" ")[2],
     )
 
 
@@ -185,24 +191,24 @@ def mixed_call(func: OpOverload, args: tuple, kwargs: dict[str, Any]) -> MixedCa
 
     Tensors without a dimension, such as a scale, do not count.
     """
-    names = [argument.name for argument in func._schema.arguments]
-    found: dict[torch.dtype, list[str]] = {}
-    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+    parameters = [argument.name for argument in func._schema.arguments]
+    names_of: dict[torch.dtype, dict[str, None]] = {}  # each name once, in order
+    for name, value in [*zip(parameters, args, strict=False), *kwargs.items()]:
         for tensor in tensors_in(value):
             if tensor.dim() and tensor.dtype in (torch.float32, *LOWER_DTYPES):
-                found.setdefault(tensor.dtype, []).append(name)
-    if len(found) < 2:
+                names_of.setdefault(tensor.dtype, {})[name] = None
+    if len(names_of) < 2:
         return None
-    arguments = tuple((dtype, tuple(dict.fromkeys(names))) for dtype, names in found.items())
+    arguments = tuple((dtype, tuple(names)) for dtype, names in names_of.items())
     return MixedCall(func._schema.name, arguments)
 
 
 def is_write(error: Exception) -> bool:
     """Whether an op refused to write values into a tensor of another dtype."""
-    said = str(error)
-    if "type" not in said or not _WRITES.match(said):
+    message = str(error)
+    if "type" not in message or not _WRITES.match(message):
         return False
-    return any(word in said for word in _WRITES_SAY)
+    return any(word in message for word in _WRITES_SAY)
 
 
 def remedies_for_writes(error: Exception, op: str, device_type: str) -> list[str]:
@@ -218,25 +224,23 @@ def remedies_for_writes(error: Exception, op: str, device_type: str) -> list[str
     if name is None:
         return []
     remedies = [_IN_PLACE.said(place=where)]
-    plain = name.rstrip("_")
-    if plain in _MATMULS and _has_autocast_rule(plain, device_type):
-        arguments = "target, a, b" if plain in _ADDING else "a, b"
-        remedies.append(_OUT_OF_PLACE.said(op=plain, arguments=arguments))
+    matmul = name.rstrip("_")
+    if matmul in _MATMULS and has_autocast_rule(f"aten::{matmul}", device_type):
+        arguments = "target, a, b" if matmul in _ADDING else "a, b"
+        remedies.append(_OUT_OF_PLACE.said(op=matmul, arguments=arguments))
     return remedies
-
-
-def _has_autocast_rule(op: str, device_type: str) -> bool:
-    key = f"Autocast{backend(device_type).key}"
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", key)
 
 
 def _matmul_in_place(error: Exception, op: str) -> str | None:
     """The name of the matmul that does not write where it was to, as far as known; or None."""
-    said = str(error)
-    if op.endswith("_") and op.rstrip("_") in _ADDING and _ONE_DTYPE.search(said):
+    message = str(error)
+    is_in_place = op.endswith("_") and op.rstrip("_") in _ADDING
+    if is_in_place and _ONE_DTYPE.search(message):
         return op
-    found = _IN_PLACE_SAYS.match(said) or _OUT_SAYS.match(said)
-    return None if found is None else found[1] or op
+    match = _IN_PLACE_SAYS.match(message) or _OUT_SAYS.match(message)
+    if match is None:
+        return None
+    return match[1] or op
 
 
 def user_line(error: Exception) -> str:
@@ -244,6 +248,7 @@ def user_line(error: Exception) -> str:
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         path = Path(frame.f_code.co_filename)
-        if not path.is_relative_to(_TORCH) and not path.is_relative_to(_OURS) and path.suffix:
-            place = f"{path.name}:{line}"
+        if path.is_relative_to(_TORCH) or path.is_relative_to(_OURS) or not path.suffix:
+            continue
+        place = f"{path.name}:{line}"
     return place

@@ -54,6 +54,11 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return storage_key(values)
 
 
+def tensor_key(tensor: torch.Tensor) -> int:
+    """The key of a tensor's storage; of oneDNN's tensors, which have none, their own."""
+    return storage_key(tensor) or id(tensor)
+
+
 def computes_nothing(func: OpOverload) -> bool:
     """Whether an op returns a view, or memory that is not written yet."""
     return func.is_view or func._schema.name.removeprefix("aten::") in _MEMORY_ONLY

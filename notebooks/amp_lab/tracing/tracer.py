@@ -6,7 +6,6 @@ Two modes look on. `Tracer` sits above autocast and sees which function of torch
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,20 +38,21 @@ from amp_lab.tracing.fake_device import (
     remedy_for,
 )
 from amp_lab.tracing.operands import Kind, MixedCall, Operand, Sources, mixed_call
-from amp_lab.tracing.ops_seen import LOWER_DTYPES, computes_nothing, flops, storage_key, tensors_in
+from amp_lab.tracing.ops_seen import (
+    LOWER_DTYPES,
+    computes_nothing,
+    flops,
+    has_autocast_rule,
+    tensor_key,
+    tensors_in,
+)
 from amp_lab.tracing.records import LOSS, RNN_LAYERS, Cast, OpRecord, place_of, widest
 from amp_lab.tracing.running_module import ModuleCalls, Outputs, RunningModule, outputs_of
 from amp_lab.tracing.structures import named_tensors
-
-NORMS = {"layer_norm", "group_norm", "rms_norm", "instance_norm"}
+from amp_lab.tracing.torch_call import NORMS, TorchCall
 
 _MADE_OF = {"instance_norm": ("batch_norm",)}
-
-_RNNS = RNN_LAYERS | {f"{name}_cell" for name in RNN_LAYERS}
 _INTEGERS = {torch.int16, torch.int32, torch.int64}
-_RNN_KERNELS = {"mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn", "_lstm_mps"}
-# Each is one row, whatever kernels it chooses: that choice needs the device, the dtypes do not.
-_WHOLE = _RNNS | NORMS | {ATTENTION, "batch_norm"}
 # A cast inside one of these was asked for by the model, not inserted by autocast.
 _CASTING = {
     "to", "half", "float", "double", "bfloat16", "type", "type_as", "_to_copy", "copy_",
@@ -63,65 +63,14 @@ _PLAIN_NAMES = {"__matmul__": "matmul", "__rmatmul__": "matmul"}
 _NOT_FAKED = (fake_tensor.UnsupportedOperatorException, fake_tensor.UnsupportedFakeTensorException)
 
 
-def _key(tensor: torch.Tensor) -> int:
-    return storage_key(tensor) or id(tensor)  # oneDNN's tensors have no storage
-
-
-@dataclass
-class _Call:
-    """A function of torch that the model called, and what was seen inside of it."""
-
-    name: str = ""
-    dtype: torch.dtype | None = None  # of autocast, None where it is off
-    casts: bool = False  # whether it is a cast of the model's own, or has one of its own inside
-    dtypes: dict[int, torch.dtype] = field(default_factory=dict)  # of its arguments, after casts
-    shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    given_dtype: torch.dtype | None = None  # of a recurrent layer: its input's, before casts
-    products: set[torch.dtype] = field(default_factory=set)  # dtypes of matrix products inside
-    copied: dict[int, int] = field(default_factory=dict)  # by storage: what it is a copy of
-
-    def __post_init__(self) -> None:
-        self.is_whole, self.is_rnn = self.name in _WHOLE, self.name in _RNNS
-
-    def inserts_cast(self, source: torch.Tensor, result: torch.Tensor) -> bool:
-        """Whether a change of dtype during this call is autocast's."""
-        if self.casts or self.dtype is None or not source.is_floating_point():
-            return False
-        if not self.is_whole:
-            return result.dtype in (self.dtype, torch.float32)
-        # Inside of it only the cast of an argument is autocast's, and for each step of a recurrent
-        # layer only the first.
-        wanted = self.dtype if self.is_rnn or self.name == ATTENTION else torch.float32
-        key = self.key(source)
-        if key not in self.dtypes or result.dtype != wanted:
-            return False
-        is_first = self.dtypes[key] == source.dtype
-        self.dtypes[key] = result.dtype
-        return is_first or not self.is_rnn
-
-    def see_inside(self, name: str, args: tuple, out: torch.Tensor, is_product: bool) -> None:
-        """Note an op inside a recurrent layer."""
-        if is_product or name in _RNN_KERNELS:
-            self.products.add(out.dtype)
-        elif name == "clone" and self.key(args[0]) in self.dtypes:
-            self.copied[_key(out)] = self.key(args[0])  # an argument, in another order
-
-    def key(self, tensor: torch.Tensor) -> int:
-        """What tells one argument from another: a recurrent layer takes its own to pieces."""
-        return self.origin(tensor) if self.is_rnn else id(tensor)
-
-    def origin(self, tensor: torch.Tensor) -> int:
-        """The storage of a tensor, or of what it was copied from inside this call."""
-        storage = _key(tensor)
-        return self.copied.get(storage, storage)
-
-
 class Tracer(TorchFunctionMode):
     """Follows one forward pass of a `run` under autocast to `dtype`; in float32 without it."""
 
     def __init__(self, device_type: str, dtype: torch.dtype, run: ModelRun):
-        self.device_type, self.dtype = device_type, dtype
-        self._run, self._backend = run, backend(device_type)
+        self.device_type = device_type
+        self.dtype = dtype
+        self._run = run
+        self._backend = backend(device_type)
         self.rows: list[OpRecord] = []
         self.casts: list[Cast] = []
         self.bounces: list[tuple[OpRecord, str]] = []  # widened; cast back for which function
@@ -138,59 +87,75 @@ class Tracer(TorchFunctionMode):
         self._in_loss = False
         self.module_calls = ModuleCalls()
         self._running = RunningModule()
-        self._calls: list[_Call] = []
+        self._calls: list[TorchCall] = []
         self._names: dict[int, str] = {}  # by storage: of what was there before
         self._sources = Sources()
-        self._made: dict[int, OpRecord] = {}  # by storage: the op that wrote it last
+        self._written_by: dict[int, OpRecord] = {}  # by storage: the op that wrote it last
         self._pending: list[Cast] = []  # for the op that comes next
 
     def follow(self, loss_fn: Callable | None) -> "Tracer":
         """Run model and loss, keep their error; raise `TraceError` for what fakes cannot run."""
-        run = self._run
-        for name, tensor in (run.parameters | run.buffers).items():
-            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-            self._name_tensor(tensor, Kind.OWN, f"{kind} {name}")
-        for path, tensor in named_tensors(dict(enumerate(run.args)) | run.kwargs, opened=True):
-            self._name_tensor(tensor, Kind.INPUT, f"input {path[1:]}")
-        self._sources.name_attributes(run.model)
-        enabled = self.dtype is not torch.float32
+        self._name_tensors()
+        model = self._run.model
+        autocast_dtype = None if self.dtype is torch.float32 else self.dtype
         with (
-            self._running.watched(run.model),
-            self.module_calls.watched(run.model),
-            autocast_on(self.device_type, self.dtype if enabled else None, enabled=enabled),
+            self._running.watched(model),
+            self.module_calls.watched(model),
+            autocast_on(self.device_type, autocast_dtype, enabled=autocast_dtype is not None),
             self,
             _Ops(self),
         ):
             try:
-                output = result = run.call()
-                self.outputs = outputs_of(output)
-                if loss_fn is not None:
-                    self._in_loss = True
-                    result = loss = loss_fn(output)
-                    self.loss_dtype = loss.dtype if isinstance(loss, torch.Tensor) else None
-            except NEEDS_VALUES as error:
-                said = f"{self._failed_op} depends on values"
-                raise ValuesNeeded(said, error.func) from error
-            except _NOT_FAKED as error:
-                cure = f"{remedy_for(error, run.model, 'X-ray')}; or {FOR_REAL.text}"
-                said = f"{self._failed_op}: torch cannot run it on fake tensors; {cure}"
-                raise TraceError(said) from error
+                result = self._run_model(loss_fn)
             except NotAnswered:
                 raise
             except Exception as error:  # whatever the model raises: `xray` says it, or raises it
-                if run.is_fake and needs_memory(error):
-                    said = f"{self._failed_op} reads the memory of a tensor"
-                    raise MemoryNeeded(said) from error
+                limit = self._limit_of_fakes(error)
+                if limit is not None:
+                    raise limit from error
                 self.error = error
                 return self
-        if run.is_fake:
+        if self._run.is_fake:
             self._try_backward(result)
         return self
 
+    def _name_tensors(self) -> None:
+        """Name what is there before the model runs."""
+        run = self._run
+        for name, tensor in (run.parameters | run.buffers).items():
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            self._name_tensor(tensor, Kind.OWN, f"{kind} {name}")
+        given = dict(enumerate(run.args)) | run.kwargs
+        for path, tensor in named_tensors(given, opened=True):
+            self._name_tensor(tensor, Kind.INPUT, f"input {path[1:]}")
+        self._sources.name_attributes(run.model)
+
     def _name_tensor(self, tensor: torch.Tensor, kind: Kind, text: str) -> None:
-        """Name a tensor that is there before the model runs."""
-        self._names.setdefault(_key(tensor), text)
+        self._names.setdefault(tensor_key(tensor), text)
         self._sources.name(tensor, kind, text)
+
+    def _run_model(self, loss_fn: Callable | None) -> object:
+        """The loss, or the output of the model if there is no loss."""
+        output = self._run.call()
+        self.outputs = outputs_of(output)
+        if loss_fn is None:
+            return output
+        self._in_loss = True
+        loss = loss_fn(output)
+        if isinstance(loss, torch.Tensor):
+            self.loss_dtype = loss.dtype
+        return loss
+
+    def _limit_of_fakes(self, error: Exception) -> TraceError | None:
+        """What to raise for an error that only fake tensors have; None if the model fails."""
+        if isinstance(error, NEEDS_VALUES):
+            return ValuesNeeded(f"{self._failed_op} depends on values", error.func)
+        if isinstance(error, _NOT_FAKED):
+            cure = f"{remedy_for(error, self._run.model, 'X-ray')}; or {FOR_REAL.text}"
+            return TraceError(f"{self._failed_op}: torch cannot run it on fake tensors; {cure}")
+        if self._run.is_fake and needs_memory(error):
+            return MemoryNeeded(f"{self._failed_op} reads the memory of a tensor")
+        return None
 
     def _try_backward(self, result: object) -> None:
         """Run the backward pass too if the model has an `autograd.Function` of its own in it.
@@ -201,23 +166,26 @@ class Tracer(TorchFunctionMode):
         own = functions_of_the_model(seeds)
         if not own:
             return
-        place = "", f"backward pass of {listed(own, 3)}"
+        pass_of = f"backward pass of {listed(own, 3)}"
         try:
             run_backward(seeds)
         except NEEDS_VALUES as error:
-            self.failed_at = place
-            raise ValuesNeeded(f"the {place[1]} depends on values", error.func) from error
+            self.failed_at = "", pass_of
+            raise ValuesNeeded(f"the {pass_of} depends on values", error.func) from error
         except NotAnswered:
             raise
         except RuntimeError as error:
             if lacks_formula(error):
                 self.without_gradient = first_line(error)
-                return
-            why = _why_not_followed(error)
-            if why:
-                self.backward_not_followed = f"the {place[1]} {why}"
-                return
-            self.error, self.failed_at = error, place
+            elif isinstance(error, _NOT_FAKED):
+                reason = "calls an op that torch cannot run on fake tensors"
+                self.backward_not_followed = f"the {pass_of} {reason}"
+            elif needs_memory(error):
+                reason = "reads the memory of a tensor, which fake ones do not have"
+                self.backward_not_followed = f"the {pass_of} {reason}"
+            else:
+                self.failed_at = "", pass_of
+                self.error = error
 
     @property
     def is_frozen(self) -> bool:
@@ -244,15 +212,12 @@ class Tracer(TorchFunctionMode):
             return func(*args, **kwargs)
         if self._in_loss and self._run.is_fake:
             # The loss brings targets and weights of its own, which are real.
-            args, kwargs = tree_map_only(
-                torch.Tensor,
-                lambda t: t if isinstance(t, fake_tensor.FakeTensor) else self._run.fake(t),
-                (args, kwargs),
-            )
-        enabled = torch.is_autocast_enabled(self.device_type)
-        dtype = torch.get_autocast_dtype(self.device_type) if enabled else None
+            args, kwargs = tree_map_only(torch.Tensor, self._as_fake, (args, kwargs))
+        dtype = None
+        if torch.is_autocast_enabled(self.device_type):
+            dtype = torch.get_autocast_dtype(self.device_type)
         casts = self._casts_itself(name, (*args, *kwargs.values()))
-        call = _Call(_PLAIN_NAMES.get(name, name), dtype, casts=casts)
+        call = TorchCall(_PLAIN_NAMES.get(name, name), dtype, casts)
         self._calls.append(call)
         try:
             return self._run_call(call, func, args, kwargs)
@@ -263,6 +228,11 @@ class Tracer(TorchFunctionMode):
             self._calls.pop()
             self._pending = []
 
+    def _as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, fake_tensor.FakeTensor):
+            return tensor
+        return self._run.fake(tensor)
+
     def _casts_itself(self, name: str, given: tuple) -> bool:
         """Whether a cast inside of a function is not autocast's."""
         if name in _CASTING or any(isinstance(value, torch.dtype) for value in given):
@@ -270,59 +240,71 @@ class Tracer(TorchFunctionMode):
         if name not in NORMS:
             return False
         # One that autocast on this backend leaves alone may compute in fp32 inside all the same.
-        key, ops = f"Autocast{self._backend.key}", (name, *_MADE_OF.get(name, ()))
-        known = [torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", key) for op in ops]
-        return not any(known)
+        ops = (name, *_MADE_OF.get(name, ()))
+        return not any(has_autocast_rule(f"aten::{op}", self.device_type) for op in ops)
 
     def _attention_inside(self, *args, **kwargs) -> object:
         return self.__torch_function__(_SDPA, (), args, kwargs)
 
-    def _run_call(self, call: _Call, func: Callable, args: tuple, kwargs: dict) -> Any:
+    def _run_call(self, call: TorchCall, func: Callable, args: tuple, kwargs: dict) -> Any:
         if func is F.multi_head_attention_forward:
             # Modes are off inside of it, so that its attention has to be sent here.
             with attribute_set(F, ATTENTION, self._attention_inside):
                 return func(*args, **kwargs)
-        if not call.is_whole:
+        if not call.is_one_row:
             return func(*args, **kwargs)
-        # It is one row, whatever it does inside.
-        is_fake, ins, count = self._run.is_fake, tensors_in((args, kwargs)), 0
-        call.dtypes = {call.key(t): t.dtype for t in ins}
-        call.shapes = {call.key(t): tuple(t.shape) for t in ins}
+        ins = tensors_in((args, kwargs))
+        call.note_arguments(ins)
+        count = 0
         if call.name == ATTENTION:
             count = Attention(*args, **kwargs).flops()
         elif call.is_rnn:
             count = self._rnn_flops(ins)
             call.given_dtype = ins[0].dtype
-        alone = is_fake and call.name in RNN_LAYERS
-        out = self._rnn(call, func, args) if alone else func(*args, **kwargs)
-        if is_fake and call.name == ATTENTION and not self._backend.is_host and out.dim() == 4:
-            # In memory as the kernels of real devices leave it: (B, T, H, D).
-            out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        if self._run.is_fake and call.name in RNN_LAYERS:
+            out = self._rnn(call, func, args)
+        else:
+            out = func(*args, **kwargs)
+        if call.name == ATTENTION:
+            out = self._as_in_memory(out)
         self._note(call, call.name, ins, tensors_in(out), count)
         return out
 
-    def _rnn(self, call: _Call, func: Callable, args: tuple) -> Any:
+    def _as_in_memory(self, out: torch.Tensor) -> torch.Tensor:
+        """What attention returns, in memory as the kernels of real devices leave it."""
+        if not self._run.is_fake or self._backend.is_host or out.dim() != 4:
+            return out
+        return out.transpose(1, 2).contiguous().transpose(1, 2)  # (B, T, H, D) in memory
+
+    def _rnn(self, call: TorchCall, func: Callable, args: tuple) -> Any:
         """A recurrent layer over the first of its steps alone: the others do the same."""
         if call.name in self._backend.rnns_without_rule:
             call.dtype = None
         elif call.dtype is not None:  # fake tensors do not reach the kernel that casts to it
             call.dtype = self._backend.fused_rnn_dtype or call.dtype
-        steps, time = args[0], 1 if args[-1] else 0  # (T, B, C), or (B, T, C) if batch_first
-        packed = isinstance(args[1 if call.name == "lstm" else 2], torch.Tensor)
-        if not packed:
+        steps = args[0]
+        after_states = args[1 if call.name == "lstm" else 2]
+        is_packed = isinstance(after_states, torch.Tensor)
+        if not is_packed:
+            is_batch_first = args[-1]
+            time = 1 if is_batch_first else 0  # (B, T, C), or (T, B, C)
             args = (steps.narrow(time, 0, 1), *args[1:])
         with autocast_on(self.device_type, call.dtype, enabled=call.dtype is not None):
             out, *states = func(*args)
-        if not packed:
+        if not is_packed:
             out = out.expand(*steps.shape[:2], out.shape[-1]).contiguous()
         return (out, *states)
 
     def _rnn_flops(self, ins: list[torch.Tensor]) -> int:
         """Of a recurrent layer: every weight meets every item of the batch once in each step."""
+        weights = 0
+        for tensor in ins[1:]:
+            # A state may be a matrix too.
+            is_parameter = self._names.get(tensor_key(tensor), "").startswith("parameter ")
+            if tensor.dim() == 2 and is_parameter:
+                weights += tensor.numel()
         steps = math.prod(ins[0].shape[:-1])
-        matrices = [t for t in ins[1:] if t.dim() == 2]  # among them states, which are no weights
-        weights = [t for t in matrices if self._names.get(_key(t), "").startswith("parameter ")]
-        return sum(2 * steps * weight.numel() for weight in weights)
+        return 2 * steps * weights
 
     # Ops
 
@@ -337,37 +319,38 @@ class Tracer(TorchFunctionMode):
 
         What is torch's own raises if it cannot take them.
         """
-        is_under_autocast = bool(self._calls) and self._calls[-1].dtype is not None
-        if func.namespace == "aten" or not is_under_autocast:
+        if func.namespace == "aten" or not self._calls:
+            return
+        if self._calls[-1].dtype is None:  # autocast is off
             return
         call = mixed_call(func, args, kwargs)
-        key = f"Autocast{self._backend.key}"
-        if call is None or torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+        if call is None or has_autocast_rule(func.name(), self.device_type):
             return
         modules = self.mixed.setdefault(call, [])
         if self._module not in modules:
             modules.append(self._module)
 
-    def see(self, func: OpOverload, args: tuple, kwargs: dict, out: object) -> None:
+    def note_op(self, func: OpOverload, args: tuple, kwargs: dict, out: object) -> None:
         """Note what an op did; runs below autograd and autocast."""
         outs = tensors_in(out)
         if not outs or computes_nothing(func):
             return
+        ins = tensors_in((args, kwargs))
         name = _name(func)
-        call = self._calls[-1] if self._calls else _Call()
+        call = self._calls[-1] if self._calls else TorchCall()
         made_by = f"output of {call.name or name} in {place_of(self._module)}"
-        self._sources.note(tensors_in((args, kwargs)), outs, made_by)
+        self._sources.note(ins, outs, made_by)
         changes_dtype = name == "_to_copy" and args[0].dtype != outs[0].dtype
         if changes_dtype and call.inserts_cast(args[0], outs[0]):
             self._note_cast(call, args[0], outs[0])
             return
         count = flops(func, args, kwargs, out)
-        if not call.is_whole:
-            self._note(call, name, tensors_in((args, kwargs)), outs, count)
+        if not call.is_one_row:
+            self._note(call, name, ins, outs, count)
         elif call.is_rnn:
-            call.see_inside(name, args, outs[0], is_product=count > 0)
+            call.note_inside(name, args, outs[0], is_product=count > 0)
 
-    def _note(self, call: _Call, name: str, ins: list, outs: list, count: int) -> None:
+    def _note(self, call: TorchCall, name: str, ins: list, outs: list, count: int) -> None:
         """Add a row for an op, or for a call that is one row as a whole."""
         row = OpRecord(
             module=self._module,
@@ -385,20 +368,24 @@ class Tracer(TorchFunctionMode):
         )
         self.rows.append(row)
         self._pending = []
-        self._made |= {_key(tensor): row for tensor in outs}
+        for tensor in outs:
+            self._written_by[tensor_key(tensor)] = row
 
-    def _is_widened(self, call: _Call, name: str, ins: list, outs: list) -> bool:
+    def _is_widened(self, call: TorchCall, name: str, ins: list, outs: list) -> bool:
+        if any(_widens(cast.from_dtype, cast.to_dtype) for cast in self._pending):
+            return True
         # Autocast may insert no cast, but have a softmax itself compute and return fp32.
-        changes = [(cast.from_dtype, cast.to_dtype) for cast in self._pending]
-        if name in ("_softmax", "_log_softmax") and call.dtype and not call.casts:
-            changes.append((ins[0].dtype, outs[0].dtype))
-        return any(old in LOWER_DTYPES and new not in LOWER_DTYPES for old, new in changes)
+        if name not in ("_softmax", "_log_softmax") or call.dtype is None or call.casts:
+            return False
+        return _widens(ins[0].dtype, outs[0].dtype)
 
-    def _note_cast(self, call: _Call, source: torch.Tensor, result: torch.Tensor) -> None:
+    def _note_cast(self, call: TorchCall, source: torch.Tensor, result: torch.Tensor) -> None:
         storage = call.origin(source)
-        row = self._made.get(storage)
-        made_in = f"output of {row.called} in" if row else "a tensor made in"
-        made_in += " " + place_of(row.module if row else self._module)
+        row = self._written_by.get(storage)
+        if row is None:
+            made_in = f"a tensor made in {place_of(self._module)}"
+        else:
+            made_in = f"output of {row.called} in {place_of(row.module)}"
         cast = Cast(
             module=self._module,
             from_dtype=source.dtype,
@@ -411,35 +398,28 @@ class Tracer(TorchFunctionMode):
         )
         self.casts.append(cast)
         self._pending.append(cast)
-        if row is not None:
-            self._made[_key(result)] = row  # so that a cast of this cast is still one of the output
-            narrows = result.dtype in LOWER_DTYPES and source.dtype not in LOWER_DTYPES
-            if row.widened and narrows:
-                self.bounces.append((row, call.name))
+        if row is None:
+            return
+        # So that a cast of this cast is still one of the output.
+        self._written_by[tensor_key(result)] = row
+        narrows = result.dtype in LOWER_DTYPES and source.dtype not in LOWER_DTYPES
+        if row.widened and narrows:
+            self.bounces.append((row, call.name))
 
-    def _is_cached(self, call: _Call, source: torch.Tensor, result: torch.Tensor) -> bool:
+    def _is_cached(self, call: TorchCall, source: torch.Tensor, result: torch.Tensor) -> bool:
         """Whether autocast keeps a cast, by the rule of cached_cast in ATen/autocast_mode.cpp."""
-        # A library that takes the weights as one flat copy goes past the cache.
-        flat = call.name in RNN_LAYERS and self._backend.fused_rnn_dtype is not None
-        return (
-            source.dtype is torch.float32
-            and not flat
-            and result.dtype is call.dtype
-            and source.requires_grad
-            and source.is_leaf
-            and not source._is_view()
-            and torch.is_autocast_cache_enabled()
-            and not torch.is_inference_mode_enabled()
-        )
+        if call.name in RNN_LAYERS and self._backend.fused_rnn_dtype is not None:
+            return False  # a library that takes the weights as one flat copy goes past the cache
+        if source.dtype is not torch.float32 or result.dtype is not call.dtype:
+            return False
+        if not source.requires_grad or not source.is_leaf or source._is_view():
+            return False
+        return torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
 
 
-def _why_not_followed(error: Exception) -> str:
-    """Why fake tensors cannot follow code that they run to this error; empty if the code fails."""
-    if isinstance(error, _NOT_FAKED):
-        return "calls an op that torch cannot run on fake tensors"
-    return (
-        "reads the memory of a tensor, which fake ones do not have" if needs_memory(error) else ""
-    )
+def _widens(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether a change of dtype leads out of 16 bits."""
+    return before in LOWER_DTYPES and after not in LOWER_DTYPES
 
 
 def _gives_integers(row: OpRecord) -> bool:
@@ -467,5 +447,5 @@ class _Ops(PlainOpsMode):
         except Exception:
             self._tracer.note_failure(_name(func), (args, kwargs))
             raise
-        self._tracer.see(func, args, kwargs, out)
+        self._tracer.note_op(func, args, kwargs, out)
         return out
