@@ -42,6 +42,11 @@ POLICIES = {  # what autocast does to an op
     "promote": "casts floating-point inputs to the widest dtype among them",
     "banned": "raises",
 }
+_NO_KERNEL = (
+    NotImplementedError,
+    UnsupportedOperatorException,
+    torch.AcceleratorError,  # of an op that asks a device that is not here
+)
 
 
 @dataclass(frozen=True)
@@ -63,37 +68,41 @@ class OpTable(Printed, list[OpRule]):
 
     def __init__(self, rules: Iterable[OpRule], device_type: str, dtype: torch.dtype, real: bool):
         super().__init__(rules)
-        self.device_type, self.dtype = device_type, dtype
+        self.device_type = device_type
+        self.dtype = dtype
         self.real = real  # whether ops were called on the device itself, not on fake tensors
 
     def _contents(self) -> dict[str, Any]:
-        about = {"torch": torch.__version__, "device_type": self.device_type}
-        return about | {"dtype": self.dtype, "real": self.real, "ops": list(self)}
+        return {
+            "torch": torch.__version__,
+            "device_type": self.device_type,
+            "dtype": self.dtype,
+            "real": self.real,
+            "ops": list(self),
+        }
 
     def _table(self) -> Table:
-        rows = [
-            [
-                rule.policy,
-                rule.op,
-                ", ".join(dict.fromkeys(map(short_name, rule.given))),
-                short_name(rule.observed),
-                rule.reason or ("not what the policy says" if rule.agrees is False else ""),
-            ]
-            for rule in self
-        ]
-        count = Counter(rule.policy for rule in self)
-        parts = ", ".join(f"{count[policy]} {policy}" for policy in POLICIES if count[policy])
+        counts = Counter(rule.policy for rule in self)
+        parts = [f"{counts[policy]} {policy}" for policy in POLICIES if counts[policy]]
         where = "the device" if self.real else "fake tensors"
         facts = [f"{policy}: {meaning}" for policy, meaning in POLICIES.items()]
         if self.device_type == "cpu":
             facts += [f"this CPU: {matrix_instructions()}", *lstm_remarks()]
         return Table(
             ["policy", "op", "given", "returned", "note"],
-            rows,
+            [_row_of(rule) for rule in self],
             caption=f"autocast on {self.device_type!r} to {short_name(self.dtype)}, "
-            f"torch {torch.__version__}: {len(self)} ops ({parts}), called on {where}",
+            f"torch {torch.__version__}: {len(self)} ops ({', '.join(parts)}), called on {where}",
             facts=facts,
         )
+
+
+def _row_of(rule: OpRule) -> list[str]:
+    given = dict.fromkeys(map(short_name, rule.given))
+    note = rule.reason
+    if not note and rule.agrees is False:
+        note = "not what the policy says"
+    return [rule.policy, rule.op, ", ".join(given), short_name(rule.observed), note]
 
 
 class OpDifference(NamedTuple):
@@ -136,25 +145,38 @@ def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
     Raises `DeviceError` for an unknown device type and for a dtype that autocast does not take.
     Warns of an op that follows no policy, and leaves it out.
     """
-    dtype, row = checked_dtype(device_type, dtype), backend(device_type)
-    autocast = _Autocast(device_type, dtype, row.is_available())
+    dtype = checked_dtype(device_type, dtype)
+    autocast = _Autocast(device_type, dtype, real=backend(device_type).is_available())
     rules: dict[str, list[OpRule]] = {}
-    key = f"Autocast{row.key}"
-    for name in sorted(torch._C._dispatch_get_registrations_for_dispatch_key(key)):
+    for name in sorted(_names_of_rules(device_type)):
         namespace, _, qualified = name.partition("::")
         if namespace != "aten":  # an extension's, such as torchvision's, and only once imported
             continue
         base, _, overload = qualified.partition(".")
-        op = getattr(getattr(torch.ops.aten, base), overload or "default")
+        op = _overload_of(base, overload)
         policy, reason = autocast.policy(op)
         if policy is None:
             left_out = f"{name} is left out: autocast on {device_type!r} follows no policy"
             warnings.warn(f"{left_out} ({reason})", AmpLabWarning, stacklevel=2)
             continue
         rules.setdefault(base, []).append(autocast.rule(op, policy, reason))
-    table = [rule for base, group in rules.items() for rule in _merged(base, group)]
-    table.sort(key=lambda rule: (list(POLICIES).index(rule.policy), rule.op))
+    table: list[OpRule] = []
+    for base, rules_of_overloads in rules.items():
+        table += _merged(base, rules_of_overloads)
+    order = list(POLICIES)
+    table.sort(key=lambda rule: (order.index(rule.policy), rule.op))
     return OpTable(table, device_type, dtype, autocast.real)
+
+
+def _names_of_rules(device_type: str) -> list[str]:
+    """The full names of the ops for which autocast on a backend has a kernel."""
+    key = f"Autocast{backend(device_type).key}"
+    return torch._C._dispatch_get_registrations_for_dispatch_key(key)
+
+
+def _overload_of(base: str, overload: str) -> OpOverload:
+    """An overload of one of torch's ops; "" is the default."""
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
 
 
 def policies(op: str, device_type: str, dtype: torch.dtype) -> set[str]:
@@ -165,15 +187,14 @@ def policies(op: str, device_type: str, dtype: torch.dtype) -> set[str]:
 
     Raises `DeviceError` for an unknown device type.
     """
-    key = f"Autocast{backend(checked_backend(device_type)).key}"
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    names = _names_of_rules(checked_backend(device_type))
     autocast = _Autocast(device_type, dtype, real=False)
     found = set()
-    for name in registered:
+    for name in names:
         base, _, overload = name.removeprefix("aten::").partition(".")
         if base != op:
             continue
-        policy, _ = autocast.policy(getattr(getattr(torch.ops.aten, base), overload or "default"))
+        policy, _ = autocast.policy(_overload_of(base, overload))
         if policy is not None:
             found.add(policy)
     return found
@@ -181,22 +202,34 @@ def policies(op: str, device_type: str, dtype: torch.dtype) -> set[str]:
 
 def differences(first: OpTable, second: OpTable) -> OpDifferences:
     """The ops, each overload by itself, that autocast treats differently on two backends."""
-    a, b = _policies(first), _policies(second)
-    rows = [
-        OpDifference(name.removesuffix(".default"), a.get(name), b.get(name))
-        for name in sorted(a.keys() | b.keys())
-        if a.get(name) != b.get(name)
-    ]
+    first_policies = _policies(first)
+    second_policies = _policies(second)
+    rows = []
+    for name in sorted(first_policies.keys() | second_policies.keys()):
+        first_policy = first_policies.get(name)
+        second_policy = second_policies.get(name)
+        if first_policy != second_policy:
+            op = name.removesuffix(".default")
+            rows.append(OpDifference(op, first_policy, second_policy))
     return OpDifferences(rows, (first.device_type, second.device_type))
 
 
 def _policies(table: OpTable) -> dict[str, str]:
     """The policy of each overload by its full name."""
-    return {
-        f"{rule.op.partition('.')[0]}.{overload}": rule.policy
-        for rule in table
-        for overload in rule.overloads
-    }
+    found = {}
+    for rule in table:
+        base = rule.op.partition(".")[0]
+        for overload in rule.overloads:
+            found[f"{base}.{overload}"] = rule.policy
+    return found
+
+
+class _Observation(NamedTuple):
+    """What a call under autocast returned."""
+
+    dtype: torch.dtype | None = None  # None: the op could not be called
+    given: tuple[torch.dtype, ...] = ()  # dtypes of the inputs
+    reason: str = ""  # why it could not be called
 
 
 class _CaughtError(Exception):
@@ -238,7 +271,9 @@ class _Autocast:
                 return _policy_of(low, mixed, dtype), "it changes no dtype"
             reasons.append(reason)
         # A kernel may raise for other reasons; the one of a banned op says that it is for autocast.
-        return "banned" if "autocast" in reasons[0] else None, reasons[0]
+        if "autocast" in reasons[0]:
+            return "banned", reasons[0]
+        return None, reasons[0]
 
     def _arriving(
         self, op: OpOverload, dtype: torch.dtype, first: torch.dtype
@@ -263,27 +298,38 @@ class _Autocast:
 
     def rule(self, op: OpOverload, policy: str, reason: str) -> OpRule:
         """The rule of one overload, with what a call returned."""
-        observed, given = None, ()
+        observation = _Observation(reason=reason)
         if policy != "banned":
-            observed, given, reason = self._observe(op, policy)
-        agrees = None
-        if observed is not None and (observed.is_floating_point or observed.is_complex):
-            promised = self.dtype if policy == "lower_precision" else torch.float32
-            agrees = observed in (promised, promised.to_complex())
-        base, overload = op._schema.name.removeprefix("aten::"), op._overloadname
-        return OpRule(base, (overload,), policy, given, observed, reason, agrees)
+            observation = self._observe(op, policy)
+        return OpRule(
+            op=op._schema.name.removeprefix("aten::"),
+            overloads=(op._overloadname,),
+            policy=policy,
+            given=observation.given,
+            observed=observation.dtype,
+            reason=observation.reason,
+            agrees=self._agrees(observation.dtype, policy),
+        )
 
-    def _observe(
-        self, op: OpOverload, policy: str
-    ) -> tuple[torch.dtype | None, tuple[torch.dtype, ...], str]:
+    def _agrees(self, observed: torch.dtype | None, policy: str) -> bool | None:
+        """Whether a returned dtype is what the policy promises; None if it is no float."""
+        if observed is None or not _is_float(observed):
+            return None
+        promised = self.dtype if policy == "lower_precision" else torch.float32
+        return observed in (promised, promised.to_complex())
+
+    def _observe(self, op: OpOverload, policy: str) -> _Observation:
         """What a call returned, what it was given, and why there is none."""
         # Inputs such that the policy has something to change.
         first = torch.float32 if policy == "lower_precision" else self.dtype
         rest = self.dtype if policy.startswith("fp32") else torch.float32
         fitting, reason = _fitting(op)
-        # Some ops have kernels for the device alone.
-        others = sizes_to_try(op) if self.real else ()
-        for sizes in [fitting] if fitting else others:
+        candidates: Iterable[Sizes] = ()
+        if fitting is not None:
+            candidates = [fitting]
+        elif self.real:  # some ops have kernels for the device alone
+            candidates = sizes_to_try(op)
+        for sizes in candidates:
             try:
                 with nullcontext() if self.real else self._fakes():
                     sample = Sample(op, self.device_type, first, rest, sizes)
@@ -292,9 +338,9 @@ class _Autocast:
             except Exception as error:  # kernels, and their fakes in Python, raise what they like
                 reason = _reason(error)
                 continue
-            floating = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
-            return (floating or dtypes)[0], tuple(sample.given), ""
-        return None, (), reason
+            floats = [dtype for dtype in dtypes if _is_float(dtype)]
+            return _Observation((floats or dtypes)[0], tuple(sample.given))
+        return _Observation(reason=reason)
 
     @contextmanager
     def _fakes(self) -> Iterator[None]:
@@ -304,17 +350,23 @@ class _Autocast:
 
 def _policy_of(low: list[Any], mixed: list[Any], dtype: torch.dtype) -> str | None:
     """The policy by what came through of inputs all low, and with the first one in float32."""
-    low_inputs, mixed_inputs = _floating(low), _floating(mixed)
     named = [argument for argument in low if isinstance(argument, torch.dtype)]
     if named == [torch.float32]:  # set, or appended by a change to an overload that takes one
         return "fp32_set_opt_dtype"
+    mixed_inputs = _floating(mixed)
     if set(mixed_inputs) == {dtype}:
         return "lower_precision"
     if set(mixed_inputs) != {torch.float32}:
         return None
-    if set(low_inputs) == {torch.float32}:
+    if set(_floating(low)) == {torch.float32}:
         return "fp32"
-    return "promote" if len(mixed_inputs) > 1 else None
+    if len(mixed_inputs) > 1:
+        return "promote"
+    return None
+
+
+def _is_float(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _floating(given: list[Any]) -> list[torch.dtype]:
@@ -346,16 +398,17 @@ def _returned(op: OpOverload, sample: Sample) -> list[torch.dtype]:
 
 def _reason(error: Exception) -> str:
     """Why an op could not be called, in a line."""
-    missing = NotImplementedError, UnsupportedOperatorException, torch.AcceleratorError
-    if isinstance(error, missing):  # the last for an op that asks a device that is not here
+    if isinstance(error, _NO_KERNEL):
         return "torch has no kernel for it here, and none for fake tensors"
     return first_line(error)
 
 
-def _merged(base: str, rules: list[OpRule]) -> Iterable[OpRule]:
+def _merged(base: str, rules: list[OpRule]) -> list[OpRule]:
     """One rule for all overloads of an op, if they do not differ."""
     called = [rule for rule in rules if rule.observed is not None] or rules
-    if len({rule.policy for rule in rules}) == len({rule.observed for rule in called}) == 1:
+    different_policies = {rule.policy for rule in rules}
+    different_dtypes = {rule.observed for rule in called}
+    if len(different_policies) == 1 and len(different_dtypes) == 1:
         overloads = tuple(rule.overloads[0] for rule in rules)
         return [dataclasses.replace(called[0], overloads=overloads)]
     return [dataclasses.replace(rule, op=f"{base}.{rule.overloads[0]}") for rule in rules]
