@@ -112,11 +112,15 @@ def decisions_of(call: ModelCall, untagged: frozenset[OpOverload] = frozenset())
 
 
 def _require_values(call: ModelCall) -> None:
-    own = [("the model", tensor) for tensor in [*call.model.parameters(), *call.model.buffers()]]
-    given = named_tensors([call.args, dict(call.kwargs)], opened=True)
-    for name, tensor in own + [("an input", tensor) for _, tensor in given]:
-        if tensor.is_meta:
-            raise NoValues(f"{name} is on 'meta' and has no values")
+    for tensor in [*call.model.parameters(), *call.model.buffers()]:
+        _require_value(tensor, "the model")
+    for _, tensor in named_tensors([call.args, dict(call.kwargs)], opened=True):
+        _require_value(tensor, "an input")
+
+
+def _require_value(tensor: torch.Tensor, name: str) -> None:
+    if tensor.is_meta:
+        raise NoValues(f"{name} is on 'meta' and has no values")
 
 
 def _run(call: ModelCall, recorder: "_Recorder") -> None:
@@ -133,7 +137,8 @@ def _run(call: ModelCall, recorder: "_Recorder") -> None:
         call.passes.gradients(),
         recorder,
     ):
-        output = result = model(*args, **kwargs)
+        output = model(*args, **kwargs)
+        result = output
         if call.loss_fn is not None:
             result = call.loss_fn(output)
         seeds = seeds_of(result)
@@ -169,10 +174,10 @@ class _Copies:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._copies:
-            self._copies[id(tensor)] = self._made(tensor)
+            self._copies[id(tensor)] = self._copy(tensor)
         return self._copies[id(tensor)]
 
-    def _made(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         dtype = torch.float32 if tensor.dtype in LOWER_DTYPES else tensor.dtype
         self._recorder.require_room(tensor.numel() * dtype.itemsize)
         copied = tensor.detach().to("cpu", dtype, copy=True)
@@ -242,25 +247,26 @@ class _Recorder(PlainOpsMode):
         """Stop the run if so many bytes more are too many."""
         if self._free is None:
             return
-        most = int(SHARE_OF_MEMORY * self._free)
-        if self._in_use + more > most:
+        allowed = int(SHARE_OF_MEMORY * self._free)
+        if self._in_use + more > allowed:
             self._stop(
                 "the run on the CPU that has them takes more than "
-                f"{bytes_text(most)}, {100 * SHARE_OF_MEMORY:.0f} % of the free memory"
+                f"{bytes_text(allowed)}, {100 * SHARE_OF_MEMORY:.0f} % of the free memory"
             )
 
-    def _stop(self, why: str) -> None:
-        self.stopped = why
-        raise NotAnswered(why)
+    def _stop(self, reason: str) -> None:
+        self.stopped = reason
+        raise NotAnswered(reason)
 
 
 @contextmanager
 def _generators_restored() -> Iterator[None]:
     """The block after which Python, NumPy and torch draw the numbers that they would have drawn."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)

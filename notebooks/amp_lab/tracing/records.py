@@ -44,11 +44,10 @@ class OpRecord:
     @property
     def dtype(self) -> torch.dtype | None:
         """What it computed in: `product_dtype`, or the wider of first floating input and output."""
-        first = [
-            next((dtype for dtype in dtypes if dtype.is_floating_point), None)
-            for dtypes in (self.in_dtypes, self.out_dtypes)
-        ]
-        return self.product_dtype or widest(dtype for dtype in first if dtype)
+        if self.product_dtype is not None:
+            return self.product_dtype
+        first_dtypes = (_first_float(self.in_dtypes), _first_float(self.out_dtypes))
+        return widest(dtype for dtype in first_dtypes if dtype)
 
     @property
     def nbytes(self) -> int:
@@ -83,9 +82,18 @@ class Cast:
 
 def is_of_loss(row: OpRecord) -> bool:
     """Whether an op is part of a loss, which the model may compute itself."""
-    if row.op in _LOSSES or (row.op == "_log_softmax" and "cross_entropy" in row.called):
+    if row.op in _LOSSES:
+        return True
+    if row.op == "_log_softmax" and "cross_entropy" in row.called:
         return True
     return row.module == LOSS and row.op in _REDUCTIONS
+
+
+def _first_float(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+    for dtype in dtypes:
+        if dtype.is_floating_point:
+            return dtype
+    return None
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
@@ -95,7 +103,11 @@ def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
 
 def place_of(module: str) -> str:
     """A module in a sentence: its name in quotes, ``the model itself`` or ``the loss``."""
-    return {"": "the model itself", LOSS: "the loss"}.get(module, repr(module))
+    if not module:
+        return "the model itself"
+    if module == LOSS:
+        return "the loss"
+    return repr(module)
 
 
 def work_of(rows: Iterable[OpRecord]) -> int:
@@ -105,4 +117,5 @@ def work_of(rows: Iterable[OpRecord]) -> int:
 
 def places_of(rows: Iterable[OpRecord]) -> str:
     """The first three of the modules of some ops, in a sentence."""
-    return listed([place_of(module) for module in dict.fromkeys(row.module for row in rows)], 3)
+    modules = dict.fromkeys(row.module for row in rows)
+    return listed([place_of(module) for module in modules], 3)

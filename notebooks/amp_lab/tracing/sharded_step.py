@@ -32,7 +32,7 @@ def trace_sharded(
     given = [tensor for _, tensor in named_tensors((inputs, kwargs), opened=True)]
     with group_of(step.ranks):
         model = sharded(step.run.model, step.run.parameters | step.run.buffers, step.precision)
-        weights = [_local(p) for p in model.parameters()]
+        weights = [_local(parameter) for parameter in model.parameters()]
         for _ in range(2):
             model.zero_grad()
             replay.restart()
@@ -40,20 +40,29 @@ def trace_sharded(
             ledger.own("weights", weights)
             ledger.own("buffers", model.buffers())
             ledger.own("inputs", given)
-            hooks = torch.autograd.graph.saved_tensors_hooks(ledger.keep, lambda tensor: tensor)
             with ledger, ledger.seeing_resizes():
-                with hooks:
-                    output = step.output(model, inputs, kwargs)
-                for name in ("cached", "forward"):
-                    ledger.mark(name)
-                leaves = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-                if leaves:  # none of a frozen model
-                    torch.autograd.backward(leaves, [torch.ones_like(leaf) for leaf in leaves])
-                del output, leaves
+                _run_passes(step, model, inputs, kwargs, ledger)
                 trained = [p for p in model.parameters() if p.grad is not None]
-                ledger.own("gradients", [_local(p.grad) for p in trained])
+                ledger.own("gradients", [_local(parameter.grad) for parameter in trained])
                 ledger.mark("backward")
-        return [_local(p) for p in trained], ledger.trace(kept_at="forward")
+        return [_local(parameter) for parameter in trained], ledger.trace(kept_at="forward")
+
+
+def _run_passes(
+    step: "TrainingStep",
+    model: nn.Module,
+    inputs: tuple,
+    kwargs: dict[str, Any],
+    ledger: StorageLedger,
+) -> None:
+    """Run the forward and the backward pass; what only the graph holds ends with it."""
+    with torch.autograd.graph.saved_tensors_hooks(ledger.keep, lambda tensor: tensor):
+        output = step.output(model, inputs, kwargs)
+    ledger.mark("cached")
+    ledger.mark("forward")
+    roots = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
+    if roots:  # none of a frozen model
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
 def sharded(
@@ -76,22 +85,27 @@ def _copied(
     module: nn.Module, fakes: dict[int, torch.Tensor], done: dict[nn.Module, nn.Module]
 ) -> nn.Module:
     """A module whose own tensors are fakes; what else it holds, it shares, such as hooks."""
-    if module not in done:
-        made = done[module] = module.__new__(type(module))
-        attributes = vars(module).items()
-        vars(made).update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in attributes})
-        for name, own in module._parameters.items():
-            if own is not None:
-                fake = fakes[id(own)]
-                if not isinstance(fake, nn.Parameter):  # one that is tied is one for both
-                    fake = fakes[id(own)] = nn.Parameter(fake, own.requires_grad)
-                made._parameters[name] = fake  # pyrefly: ignore[unsupported-operation]
-        made._buffers.update(
-            {k: b if b is None else fakes[id(b)] for k, b in made._buffers.items()}
-        )
-        for name, inner in module._modules.items():
-            made._modules[name] = inner if inner is None else _copied(inner, fakes, done)
-    return done[module]
+    if module in done:
+        return done[module]
+    copied = module.__new__(type(module))
+    done[module] = copied
+    for name, value in vars(module).items():
+        vars(copied)[name] = copy.copy(value) if isinstance(value, dict) else value
+    for name, own in module._parameters.items():
+        if own is None:
+            continue
+        fake = fakes[id(own)]
+        if not isinstance(fake, nn.Parameter):  # one that is tied is one for both
+            fake = nn.Parameter(fake, own.requires_grad)
+            fakes[id(own)] = fake
+        copied._parameters[name] = fake  # pyrefly: ignore[unsupported-operation]
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            copied._buffers[name] = fakes[id(buffer)]
+    for name, inner in module._modules.items():
+        if inner is not None:
+            copied._modules[name] = _copied(inner, fakes, done)
+    return copied
 
 
 @contextmanager
@@ -109,4 +123,6 @@ def group_of(ranks: int) -> Iterator[None]:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if hasattr(tensor, "to_local"):
+        return tensor.to_local()
+    return tensor

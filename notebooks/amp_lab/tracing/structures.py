@@ -32,16 +32,19 @@ def named_leaves(
     """
     if isinstance(structure, (list, tuple)):
         structure = dict(enumerate(structure))
-    elif dataclasses.is_dataclass(structure) and not isinstance(structure, type):
-        structure = {f.name: getattr(structure, f.name) for f in dataclasses.fields(structure)}
+    elif _is_record(structure):
+        structure = _fields_of(structure)
     if isinstance(structure, Mapping):
         for step, value in structure.items():
             yield from named_leaves(value, f"{path}.{step}", opened=opened)
         return
-    inside = (
-        [*_tensors_inside(structure, path, set())] if opened and not is_cache(structure) else []
-    )
-    yield from inside or [(path, structure)]
+    inside: list[tuple[str, torch.Tensor]] = []
+    if opened and not is_cache(structure):
+        inside += _tensors_inside(structure, path, set())
+    if inside:
+        yield from inside
+    else:
+        yield path, structure
 
 
 def named_tensors(structure: object, *, opened: bool = False) -> list[tuple[str, torch.Tensor]]:
@@ -60,12 +63,11 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any
     attributes to look at.
     """
 
-    def of_leaf(leaf: Any) -> Any:
+    def map_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return function(leaf)
-        is_record = dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)
-        if is_record and not is_cache(leaf):
-            return _record_of(function, leaf)
+        if _is_record(leaf) and not is_cache(leaf):
+            return _mapped_record(function, leaf)
         inside = [tensor for _, tensor in _tensors_inside(leaf, "", set())]
         if inside or is_cache(leaf):
             return _copy_with(leaf, {id(tensor): function(tensor) for tensor in inside})
@@ -74,14 +76,23 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any
             raise TraceError(f"a {kind} does not show its tensors: {_GIVE_TENSORS.text}")
         return leaf
 
-    return pytree.tree_map(of_leaf, structure)
+    return pytree.tree_map(map_leaf, structure)
 
 
-def _record_of(function: Callable[[torch.Tensor], torch.Tensor], record: Any) -> Any:
+def _is_record(thing: object) -> bool:
+    """Whether this is an instance of a dataclass."""
+    return dataclasses.is_dataclass(thing) and not isinstance(thing, type)
+
+
+def _fields_of(record: Any) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+
+
+def _mapped_record(function: Callable[[torch.Tensor], torch.Tensor], record: Any) -> Any:
     copied = copy.copy(record)
-    for field in dataclasses.fields(record):
-        mapped = map_tensors(function, getattr(record, field.name))
-        object.__setattr__(copied, field.name, mapped)  # a frozen dataclass refuses setattr
+    for name, value in _fields_of(record).items():
+        mapped = map_tensors(function, value)
+        object.__setattr__(copied, name, mapped)  # a frozen dataclass refuses setattr
     return copied
 
 
@@ -90,8 +101,10 @@ def _copy_with(thing: Any, mapped: dict[int, Any]) -> Any:
     try:
         return copy.deepcopy(thing, mapped)  # which takes these in place of copies
     except Exception as error:  # whatever is in it, such as a lock or an open file
-        said = f"a {type(thing).__name__} cannot be copied ({first_line(error)})"
-        raise TraceError(f"{said}: {_GIVE_TENSORS.text}") from error
+        kind = type(thing).__name__
+        raise TraceError(
+            f"a {kind} cannot be copied ({first_line(error)}): {_GIVE_TENSORS.text}"
+        ) from error
 
 
 def _is_out_of_sight(thing: Any) -> bool:
@@ -101,8 +114,9 @@ def _is_out_of_sight(thing: Any) -> bool:
 
 def is_cache(thing: object) -> bool:
     """Whether this is an object of a class that is named a cache, as transformers' are."""
-    named = "cache" in type(thing).__name__.lower()
-    return named and hasattr(thing, "__dict__") and not callable(thing)
+    if "cache" not in type(thing).__name__.lower():
+        return False
+    return hasattr(thing, "__dict__") and not callable(thing)
 
 
 def parts_of(thing: Any, *, opened: bool) -> dict[str, Any]:
@@ -113,25 +127,34 @@ def parts_of(thing: Any, *, opened: bool) -> dict[str, Any]:
         return thing._asdict()
     if isinstance(thing, (list, tuple)):
         return {str(number): value for number, value in enumerate(thing)}
-    if isinstance(thing, torch.Tensor) or _is_code(thing):
+    if not opened or isinstance(thing, torch.Tensor) or _is_code(thing):
         return {}
-    return _attributes(thing) if opened else {}
+    return _attributes(thing)
 
 
 def _is_code(thing: Any) -> bool:
     """Whether this is a class, a function or a module, whose tensors are not those of an input."""
-    is_function = inspect.isroutine(thing) or isinstance(thing, functools.partial)
-    return is_function or isinstance(thing, (type, types.ModuleType, nn.Module))
+    if isinstance(thing, (type, types.ModuleType, nn.Module, functools.partial)):
+        return True
+    return inspect.isroutine(thing)
 
 
 def _attributes(thing: Any) -> dict[str, Any]:
     """What stands in the `__dict__` and the `__slots__` of an object."""
-    members = [vars(kind).items() for kind in type(thing).__mro__]
-    slots = [
-        name for pairs in members for name, member in pairs if inspect.ismemberdescriptor(member)
-    ]
-    filled = {name: getattr(thing, name) for name in slots if hasattr(thing, name)}
-    return {**getattr(thing, "__dict__", {}), **filled}
+    attributes = {**getattr(thing, "__dict__", {})}
+    for name in _slots_of(type(thing)):
+        if hasattr(thing, name):  # it is filled
+            attributes[name] = getattr(thing, name)
+    return attributes
+
+
+def _slots_of(kind: type) -> list[str]:
+    slots = []
+    for base in kind.__mro__:
+        for name, member in vars(base).items():
+            if inspect.ismemberdescriptor(member):
+                slots.append(name)
+    return slots
 
 
 def _tensors_inside(thing: Any, path: str, known: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
