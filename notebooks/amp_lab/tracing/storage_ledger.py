@@ -28,7 +28,8 @@ KINDS = (
 )
 """What a byte may belong to, in the order of the tables."""
 
-_DEVICE_OF, _TO_COPY = torch.ops.prim.device.default, torch.ops.aten._to_copy.default
+_DEVICE_OF = torch.ops.prim.device.default
+_TO_COPY = torch.ops.aten._to_copy.default
 
 
 def _widest(dtype: torch.dtype, given: Iterable[Any]) -> torch.dtype:
@@ -46,7 +47,10 @@ def _batch_norm(x, weight, bias, mean, variance, training, *_):
     if x.fake_device.type != "cpu":
         dtype = torch.promote_types(dtype, torch.float32)
     size = x.size(1) if training else 0
-    return torch.empty_like(x), *(x.new_empty(size, dtype=dtype) for _ in range(2))
+    output = torch.empty_like(x)
+    batch_mean = x.new_empty(size, dtype=dtype)
+    batch_deviation = x.new_empty(size, dtype=dtype)
+    return output, batch_mean, batch_deviation
 
 
 def _norm(op: OpOverload) -> Callable[..., tuple[torch.Tensor, ...]]:
@@ -56,23 +60,29 @@ def _norm(op: OpOverload) -> Callable[..., tuple[torch.Tensor, ...]]:
     """
 
     def run(x, *given):
-        output, *statistics = op(x, *given)
-        dtype = _widest(statistics[0].dtype, given)
-        return output, *(one.new_empty(one.shape, dtype=dtype) for one in statistics)
+        output, mean, deviation = op(x, *given)
+        dtype = _widest(mean.dtype, given)
+        wide_mean = mean.new_empty(mean.shape, dtype=dtype)
+        wide_deviation = deviation.new_empty(deviation.shape, dtype=dtype)
+        return output, wide_mean, wide_deviation
 
     return run
 
 
 def _batch_norm_backward(gradient, x, weight, *settings):
     """The gradients of input, weight and bias, as far as they are wanted."""
-    scale = x.new_empty(x.size(1), dtype=torch.float32) if weight is None else weight
-    wanted = zip((x, scale, scale), settings[-1], strict=True)
-    return tuple(torch.empty_like(of) if wants else None for of, wants in wanted)
+    scale = weight
+    if weight is None:
+        scale = x.new_empty(x.size(1), dtype=torch.float32)
+    gradients = []
+    for values, is_wanted in zip((x, scale, scale), settings[-1], strict=True):
+        gradients.append(torch.empty_like(values) if is_wanted else None)
+    return tuple(gradients)
 
 
 # For batch norms, fake tensors take a long way through Python, which also gives the statistics
 # another dtype than kernels do. A step of ResNet-50 would take twice as long.
-_SHORTCUTS = {
+_SHORTCUTS: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.native_batch_norm.default: _batch_norm,
     torch.ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
     torch.ops.aten.native_layer_norm.default: _norm(torch.ops.aten.native_layer_norm.default),
@@ -101,7 +111,8 @@ class LargestTensor(NamedTuple):
 
     def __str__(self) -> str:
         op, place, values = self.maker
-        op = "a cast" if op == "_to_copy" else op
+        if op == "_to_copy":
+            op = "a cast"
         where = f" in {place}" if place else ""
         size = f"{amount(self.nbytes)}, {100 * self.share:.0f} % of the peak"
         return f"the result of {op}{where}, {values}, {size}"
@@ -146,21 +157,25 @@ class StorageLedger(TorchDispatchMode):
             yield
 
     def _maker(self, leaf: torch.Tensor) -> Maker:
-        place = place_of(self._running[-1]) if self._running else ""
+        place = ""
         if "forward" in self._marks:
             place = "the backward pass"
-        is_low = leaf.dtype in LOWER_DTYPES
-        return Maker(self._op, place, f"{'16-bit' if is_low else short_name(leaf.dtype)} values")
+        elif self._running:
+            place = place_of(self._running[-1])
+        dtype = "16-bit" if leaf.dtype in LOWER_DTYPES else short_name(leaf.dtype)
+        return Maker(self._op, place, f"{dtype} values")
 
     def __torch_dispatch__(self, func, types, args: tuple[Any, ...] = (), kwargs=None):
         if takes_wrappers(types):
             return NotImplemented
+        kwargs = kwargs or {}
         if is_composite(func):  # whole only under inference_mode: its parts make what it needs
             with self:
-                return func.decompose(*args, **(kwargs or {}))
-        is_fake = bool(args) and isinstance(args[0], FakeTensor)
-        run: Callable[..., Any] = _SHORTCUTS.get(func, func) if is_fake else func
-        result = run(*args, **(kwargs or {}))
+                return func.decompose(*args, **kwargs)
+        run = func
+        if args and isinstance(args[0], FakeTensor):
+            run = _SHORTCUTS.get(func, func)
+        result = run(*args, **kwargs)
         if func is _DEVICE_OF:  # asked for more often than all else, and makes nothing
             return result
         self._op = func._schema.name.rpartition("::")[2]
@@ -168,33 +183,45 @@ class StorageLedger(TorchDispatchMode):
             self._number(tensor)
         self._op = ""
         if func is _TO_COPY and result.dtype != args[0].dtype:
-            before, made = self._number(args[0]), self._number(result)
-            # A cast of a weight is autocast's copy of it, whoever asked for the cast.
-            if before is not None and made is not None and self._kinds.get(before) == "weights":
-                self._kinds[made] = "cast_cache"
+            self._note_cast(args[0], result)
         return result
+
+    def _note_cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
+        """Note that a cast of a weight is autocast's copy of it, whoever asked for the cast."""
+        before = self._number(source)
+        after = self._number(result)
+        if before is None or after is None:
+            return
+        if self._kinds.get(before) == "weights":
+            self._kinds[after] = "cast_cache"
 
     def _number(self, leaf: torch.Tensor) -> int | None:
         """The number of a tensor's storage, a new one if it is new; None if it is elsewhere."""
         # A fake's own attribute: asking for .device goes through all modes, and takes long.
         device = leaf.fake_device if isinstance(leaf, FakeTensor) else leaf.device
-        key = storage_key(leaf) if device.type == self._device_type else None
+        if device.type != self._device_type:
+            return None
+        key = storage_key(leaf)
         if key is None:
             return None
-        if key not in self._numbers:
-            storage = stored_values(leaf).untyped_storage()
-            self._begin(key, storage, self._maker(leaf))
-        return self._numbers[key]
+        number = self._numbers.get(key)
+        if number is not None:
+            return number
+        storage = stored_values(leaf).untyped_storage()
+        return self._begin(key, storage, self._maker(leaf))
 
     def _begin(self, key: int, storage: torch.UntypedStorage, maker: Maker) -> int:
-        number = self._numbers[key] = len(self._sizes)
+        number = len(self._sizes)
+        self._numbers[key] = number
         self._sizes.append(storage.nbytes())
         self._makers.append(maker)
         self._log.append(number)
 
         def end(_: weakref.ref) -> None:
             self._log.append(~number)
-            del self._numbers[key], self._watches[number]  # another may get the same key
+            # Another storage may get the same key.
+            del self._numbers[key]
+            del self._watches[number]
 
         self._watches[number] = weakref.ref(storage, end)
         return number
@@ -207,16 +234,18 @@ class StorageLedger(TorchDispatchMode):
         """
         resize = torch.UntypedStorage.resize_
 
-        def seen(storage: torch.UntypedStorage, size: int) -> Any:
-            result, key = resize(storage, size), storage._cdata
-            if key in self._numbers:
-                number = self._numbers[key]
-                self._log.append(~number)
-                del self._watches[number]
-            self._kinds[self._begin(key, storage, Maker("", "", ""))] = "gathered"
+        def resize_and_note(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            key = storage._cdata
+            old = self._numbers.get(key)
+            if old is not None:
+                self._log.append(~old)
+                del self._watches[old]
+            new = self._begin(key, storage, Maker("", "", ""))
+            self._kinds[new] = "gathered"
             return result
 
-        torch.UntypedStorage.resize_ = seen  # pyrefly: ignore[bad-assignment]
+        torch.UntypedStorage.resize_ = resize_and_note  # pyrefly: ignore[bad-assignment]
         try:
             yield
         finally:
@@ -224,9 +253,12 @@ class StorageLedger(TorchDispatchMode):
 
     def _numbers_of(self, tensor: torch.Tensor) -> list[int]:
         """The numbers of its storages: a wrapper, such as a quantised weight, may have several."""
-        parts = get_plain_tensors(tensor, out=[])
-        numbers = [self._number(part) for part in parts if isinstance(part, torch.Tensor)]
-        return [number for number in numbers if number is not None]
+        numbers = []
+        for part in get_plain_tensors(tensor, out=[]):
+            number = self._number(part) if isinstance(part, torch.Tensor) else None
+            if number is not None:
+                numbers.append(number)
+        return numbers
 
     def own(self, kind: str, tensors: Iterable[torch.Tensor]) -> None:
         """Say to which kind the storages of these tensors belong, unless it was said before."""
@@ -237,8 +269,10 @@ class StorageLedger(TorchDispatchMode):
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """The hook for what autograd saves."""
         self._kept.update(self._numbers_of(tensor))
+        if tensor.grad_fn is None:
+            return tensor
         # Detached, or a node that saves its own output would hold itself and never be freed.
-        return tensor if tensor.grad_fn is None else tensor.detach()
+        return tensor.detach()
 
     def mark(self, name: str) -> None:
         """Give this moment a name, by which the trace knows it."""
@@ -247,14 +281,7 @@ class StorageLedger(TorchDispatchMode):
     def trace(self, kept_at: str | None = None) -> "StorageTrace":
         """What was noted up to the last mark; what autograd keeps at `kept_at` is activations."""
         self._watches.clear()  # what still lives ends after this, and nobody should be told
-        # Storages that end together do so in any order, since autocast's cache is a hash table;
-        # sorted, so that the traces of two batches can be compared event by event.
-        events: list[int] = []
-        for begin, end in itertools.pairwise([0, *self._marks.values()]):
-            runs = itertools.groupby(self._log[begin:end], lambda event: event >= 0)
-            for made, run in runs:
-                events += run if made else sorted(run)
-        log = np.array(events, np.int64)
+        log = np.array(self._ordered_events(), np.int64)
         kinds = [self._kinds.get(number, "temporaries") for number in range(len(self._sizes))]
         if kept_at is not None:
             alive = _alive(log[: self._marks[kept_at]], len(kinds))
@@ -263,15 +290,38 @@ class StorageLedger(TorchDispatchMode):
                 if alive[number] and kinds[number] in ("inputs", "temporaries"):
                     kinds[number] = "activations"
         kinds = ["temporaries" if kind == "gathered" else kind for kind in kinds]
-        numbers = np.array([KINDS.index(kind) for kind in kinds], np.int64)
-        sizes, makers = np.array(self._sizes, np.int64), tuple(self._makers)
-        return StorageTrace(sizes, numbers, log, dict(self._marks), makers)
+        return StorageTrace(
+            sizes=np.array(self._sizes, np.int64),
+            kinds=np.array([KINDS.index(kind) for kind in kinds], np.int64),
+            log=log,
+            marks=dict(self._marks),
+            makers=tuple(self._makers),
+        )
+
+    def _ordered_events(self) -> list[int]:
+        """The log, in which storages that end together do so in the order of their numbers.
+
+        Since autocast's cache is a hash table, they end in any order. Sorted, so that the traces of
+        two batches can be compared event by event.
+        """
+        events: list[int] = []
+        for start, stop in itertools.pairwise([0, *self._marks.values()]):
+            runs = itertools.groupby(self._log[start:stop], lambda event: event >= 0)
+            for are_begins, run in runs:
+                events += run if are_begins else sorted(run)
+        return events
+
+
+def _decoded(log: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each event the storage, and 1 if it was made or -1 if it ended."""
+    is_begin = log >= 0
+    return np.where(is_begin, log, ~log), np.where(is_begin, 1, -1)
 
 
 def _alive(log: np.ndarray, storages: int) -> np.ndarray:
     """For each storage whether it lives after these events, as 1.0 or 0.0."""
-    made = log >= 0
-    return np.bincount(np.where(made, log, ~log), np.where(made, 1, -1), storages)
+    numbers, changes = _decoded(log)
+    return np.bincount(numbers, changes, storages)
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,29 +336,35 @@ class StorageTrace:
 
     def equals(self, other: "StorageTrace") -> bool:
         """Whether all storages come and go alike."""
-        return self.marks == other.marks and all(
-            np.array_equal(getattr(self, name), getattr(other, name))
-            for name in ("log", "sizes", "kinds")
+        return (
+            self.marks == other.marks
+            and np.array_equal(self.log, other.log)
+            and np.array_equal(self.sizes, other.sizes)
+            and np.array_equal(self.kinds, other.kinds)
         )
 
     def in_use(self) -> np.ndarray:
         """Bytes in use after each event."""
-        made = self.log >= 0
-        return np.cumsum(np.where(made, 1, -1) * self.sizes[np.where(made, self.log, ~self.log)])
+        numbers, changes = _decoded(self.log)
+        return np.cumsum(changes * self.sizes[numbers])
 
     def by_kind(self, events: int) -> dict[str, int]:
         """Bytes of each kind in use after the first `events` of the log."""
-        bytes_alive = _alive(self.log[:events], len(self.sizes)) * self.sizes
-        sums = np.bincount(self.kinds, bytes_alive, minlength=len(KINDS))
-        return dict(zip(KINDS, map(int, sums), strict=True))
+        in_use = self._in_use_after(events)
+        sums = np.bincount(self.kinds, in_use, minlength=len(KINDS))
+        return {kind: int(total) for kind, total in zip(KINDS, sums, strict=True)}
+
+    def _in_use_after(self, events: int) -> np.ndarray:
+        """Bytes of each storage that lives after the first `events` of the log, else 0."""
+        return _alive(self.log[:events], len(self.sizes)) * self.sizes
 
     def largest(self, events: int, peak: int) -> LargestTensor | None:
         """The largest activation or temporary in use after the first `events` of the log.
 
         None if an op made none that is worth a line next to the `peak`, in bytes.
         """
-        transient = np.isin(self.kinds, [KINDS.index(kind) for kind in _TRANSIENT])
-        in_use = _alive(self.log[:events], len(self.sizes)) * self.sizes * transient
+        is_transient = np.isin(self.kinds, [KINDS.index(kind) for kind in _TRANSIENT])
+        in_use = self._in_use_after(events) * is_transient
         if not len(in_use):
             return None
         number = int(np.argmax(in_use))

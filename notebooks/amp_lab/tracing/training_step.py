@@ -1,10 +1,7 @@
 """One training step on fake tensors, and the forecast that comes of it."""
 
 import dataclasses
-import functools
 import gc
-import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +19,6 @@ from amp_lab.backends import Backend, backend
 from amp_lab.errors import AmpLabError, TraceError, first_line
 from amp_lab.precision import Precision
 from amp_lab.report import listed, short_name
-from amp_lab.torch_versions import step_counters_on_host
 from amp_lab.tracing.backward import Seeds, run_backward, seeds_of
 from amp_lab.tracing.decisions import Decisions, MemoryNeeded, Replay, ValuesNeeded
 from amp_lab.tracing.fake_device import (
@@ -38,32 +34,12 @@ from amp_lab.tracing.fake_device import (
     tip_for,
 )
 from amp_lab.tracing.memory_result import MemoryForecast
-from amp_lab.tracing.ops_seen import LOWER_DTYPES, tensors_in
+from amp_lab.tracing.ops_seen import LOWER_DTYPES
+from amp_lab.tracing.optimizer_state import OPTIMIZERS, QUANTIZED, Parameter, optimizer_bytes
 from amp_lab.tracing.records import RNN_LAYERS
 from amp_lab.tracing.storage_ledger import StorageLedger, StorageTrace
 from amp_lab.tracing.structures import named_tensors
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": functools.partial(torch.optim.SGD, lr=0.1),
-    "sgd-momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=1e-4),
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "adafactor": torch.optim.Adafactor,
-    "muon": torch.optim.Muon,  # of matrices; what else there is has AdamW
-}
-"""The optimizers by name. Each is really run, on tensors without memory, to see what it needs."""
-
-QUANTIZED = {  # bits, values in a block, bytes of a look-up table, bytes for a value in a step
-    "adamw-8bit": (8, 256, 256 * 4, 8),
-    "adamw-4bit": (4, 128, 16 * 4, 26),
-    "adamw-fp8": (8, 256, 0, 0),
-}
-"""``AdamW8bit``, ``AdamW4bit`` and ``AdamWFp8`` of `torchao.optim`, which need not be there.
-
-What a step takes is what Inductor 2.15 allocates on a CPU.
-"""
-
-_LOOPS = ("adafactor", "muon")  # over the parameters, in which the last one's temporaries live on
 _MOST_RANKS = 1024
 _RNN_CAVEAT = ": forecast with torch's own kernels; cuDNN or oneDNN may keep twice as much."
 
@@ -71,7 +47,6 @@ _MIXED_DEVICES = "to be on the same device"  # as fake tensors say it
 
 _Traced = TypeVar("_Traced")
 LossFunction = Callable[[Any], torch.Tensor]
-Parameter = tuple[tuple[int, ...], torch.dtype]  # its shape and dtype
 
 
 def traced_on_either(trace: Callable[[], _Traced]) -> _Traced:
@@ -110,15 +85,18 @@ def training_steps(
     With `fsdp_ranks` it is that of one of so many. Opening it takes as long as half a trace. Raises
     `TraceError` or `DeviceError` for what cannot be.
     """
-    if optimizer not in (names := (*OPTIMIZERS, *QUANTIZED)):
+    names = (*OPTIMIZERS, *QUANTIZED)
+    if optimizer not in names:
         raise TraceError(f"optimizer {optimizer!r}: give one of {', '.join(names)}")
     if not 1 <= fsdp_ranks <= _MOST_RANKS:
         raise TraceError(f"ranks {fsdp_ranks}: give 1 to {_MOST_RANKS}")
     checked_backend(device_type)
     traced_on = "cpu" if fsdp_ranks > 1 else device_type
-    with steps_on(model, traced_on, precisions) as (run, asked), torch.enable_grad():
-        options = optimizer, loss_fn, fsdp_ranks
-        yield [TrainingStep(run, device_type, precision, *options) for precision in asked]
+    with steps_on(model, traced_on, precisions) as (run, checked), torch.enable_grad():
+        yield [
+            TrainingStep(run, device_type, precision, optimizer, loss_fn, fsdp_ranks)
+            for precision in checked
+        ]
 
 
 @contextmanager
@@ -129,16 +107,16 @@ def steps_on(
 
     Raises `TraceError` or `DeviceError` for what cannot be.
     """
-    asked = list(precisions)
-    if not asked:
+    given = list(precisions)
+    if not given:
         raise TraceError("precisions is empty; give at least one")
     require_model(model)
-    for precision in asked:
+    for precision in given:
         if precision not in list(Precision):
             raise TraceError(f"precision {precision!r}: give one of {', '.join(Precision)}")
     checked_backend(device_type)
     with _same_every_time(), on_fake_device(model, (), {}, device_type) as run:
-        yield run, [Precision(precision) for precision in asked]
+        yield run, [Precision(precision) for precision in given]
 
 
 @dataclass(frozen=True)
@@ -164,33 +142,38 @@ class TrainingStep:
 
         `decisions` are those of a real run on such inputs, if values decide its course.
         """
-        return traced_on_either(lambda: self._told(inputs, kwargs, decisions))
 
-    def _told(
-        self, inputs: tuple, kwargs: dict[str, Any], decisions: Decisions | None
-    ) -> "TracedStep":
-        with self.run.told(decisions) as replay:
-            traced = self._trace(inputs, kwargs, replay)
-            replay.require_done()
-        return dataclasses.replace(traced, decisions=replay.remark)
+        def replayed() -> TracedStep:
+            with self.run.told(decisions) as replay:
+                traced = self._trace(inputs, kwargs, replay)
+                replay.require_done()
+            return dataclasses.replace(traced, decisions=replay.remark)
+
+        return traced_on_either(replayed)
 
     def _trace(self, inputs: tuple, kwargs: dict[str, Any], replay: Replay) -> "TracedStep":
-        run = self.run
         given = [tensor for _, tensor in named_tensors((inputs, kwargs), opened=True)]
         shapes = tuple(tuple(tensor.shape) for tensor in given)
-        if self.ranks > 1:
-            from amp_lab.tracing.sharded_step import trace_sharded  # FSDP2 takes a second to load
+        with one_line_errors(self.run.model, shapes, self.device_type):
+            if self.ranks > 1:
+                from amp_lab.tracing.sharded_step import trace_sharded  # FSDP2 is slow to load
 
-            with one_line_errors(run.model, shapes, self.device_type):
-                shards, storages = trace_sharded(self, inputs, kwargs, replay)
-            sharded = tuple((tuple(shard.shape), shard.dtype) for shard in shards)
-            return TracedStep(self, shapes, sharded, storages)
+                trained, storages = trace_sharded(self, inputs, kwargs, replay)
+            else:
+                trained, storages = self._trace_alone(given, inputs, kwargs)
+        parameters = tuple((tuple(tensor.shape), tensor.dtype) for tensor in trained)
+        return TracedStep(self, shapes, parameters, storages)
+
+    def _trace_alone(
+        self, given: list[torch.Tensor], inputs: tuple, kwargs: dict[str, Any]
+    ) -> tuple[list[torch.Tensor], StorageTrace]:
+        """The parameters that are trained, and what a step of one process allocates."""
+        run = self.run
         ledger = StorageLedger(self.device_type)
         ledger.own("weights", run.parameters.values())
         ledger.own("buffers", run.buffers.values())
         ledger.own("inputs", given)
         with (
-            one_line_errors(run.model, shapes, self.device_type),
             ledger.naming_modules(run.model),
             ledger,
             # Around the backward pass too, in which activation checkpointing calls modules again.
@@ -201,17 +184,21 @@ class TrainingStep:
             self._require_sizes(gradients)
             ledger.own("gradients", [gradients[key] for key in trained])
             ledger.mark("backward")
-        shapes_trained = tuple((tuple(p.shape), p.dtype) for p in trained.values())
-        return TracedStep(self, shapes, shapes_trained, ledger.trace(kept_at="forward"))
+        return list(trained.values()), ledger.trace(kept_at="forward")
 
     def _require_sizes(self, gradients: dict[int, torch.Tensor]) -> None:
-        sgd = self.optimizer == "sgd"  # as fakes, sums of sparse ones are empty, bags' on CPUs too
-        bad = {key for key, g in gradients.items() if g.is_sparse and not (sgd and g._nnz())}
-        if bad:
-            names = listed([name for name, p in self.run.parameters.items() if id(p) in bad], 3)
-            why = "values decide their size" if sgd else f"{self.optimizer} (not sgd) refuses them"
-            said = f"the gradients of {names} are sparse, and {why}"
-            raise TraceError(f"{said}: make the embedding with sparse=False")
+        sparse = {key: gradient for key, gradient in gradients.items() if gradient.is_sparse}
+        reason = f"{self.optimizer} (not sgd) refuses them"
+        if self.optimizer == "sgd":
+            reason = "values decide their size"
+            # As fakes, sums of sparse ones are empty, and those of bags on CPUs too.
+            sparse = {key: gradient for key, gradient in sparse.items() if not gradient._nnz()}
+        if sparse:
+            names = [name for name, p in self.run.parameters.items() if id(p) in sparse]
+            raise TraceError(
+                f"the gradients of {listed(names, 3)} are sparse, and {reason}: "
+                "make the embedding with sparse=False"
+            )
 
     def output(self, model: nn.Module, inputs: tuple, kwargs: dict[str, Any]) -> Any:
         """The loss, or what the model returns if there is no loss function."""
@@ -226,12 +213,14 @@ class TrainingStep:
 
     def _forward(self, ledger: StorageLedger, inputs: tuple, kwargs: dict[str, Any]) -> Seeds:
         """The forward pass: where the backward pass begins."""
-        low = self.precision.dtype is not torch.float32
+        model = self.run.model
         hooks = torch.autograd.graph.saved_tensors_hooks(ledger.keep, lambda tensor: tensor)
-        device, model = backend(self.device_type), self.run.model
-        once = _CastOnce(device) if device.fused_rnn_dtype else nullcontext()
-        with autocast_on(self.device_type, self.precision.dtype if low else None, enabled=low):
-            with hooks, once:
+        device = backend(self.device_type)
+        rnn_casts = _CastOnce(device) if device.fused_rnn_dtype else nullcontext()
+        dtype = self.precision.dtype
+        autocast_dtype = None if dtype is torch.float32 else dtype
+        with autocast_on(self.device_type, autocast_dtype, enabled=autocast_dtype is not None):
+            with hooks, rnn_casts:
                 output = self.output(model, inputs, kwargs)
             ledger.mark("cached")  # the block's end clears autocast's cache
         ledger.mark("forward")
@@ -257,46 +246,62 @@ class TracedStep:
 
     def forecast(self) -> MemoryForecast:
         """The forecast for this step, its optimizer included, which never ran with it."""
-        step, storages, marks = self.step, self.storages, self.storages.marks
+        step = self.step
+        storages = self.storages
         state, work = optimizer_bytes(step.optimizer, self.trained, step.device_type)
-        cached, kept, done = (storages.by_kind(marks[m]) for m in ("cached", "forward", "backward"))
-        in_use, forward, backward = storages.in_use() + state, marks["forward"], marks["backward"]
-        peak_at = {  # the event of each phase at which the most is in use
-            "forward": int(np.argmax(in_use[:forward])),
-            "backward": forward - 1 + int(np.argmax(in_use[forward - 1 : backward])),
-            "optimizer": backward - 1,
-        }
+        in_use = storages.in_use() + state
+        peak_at = self._peak_events(in_use)
         phases = {name: int(in_use[event]) for name, event in peak_at.items()}
         phases["optimizer"] += work
         peak_phase = max(phases, key=phases.__getitem__)
-        at_peak = storages.by_kind(peak_at[peak_phase] + 1)
+        events = peak_at[peak_phase] + 1
+        at_peak = storages.by_kind(events)
         at_peak["optimizer"] += state
-        at_peak["temporaries"] += work if peak_phase == "optimizer" else 0
-        largest = storages.largest(peak_at[peak_phase] + 1, phases[peak_phase])
-        rnns = {type(m).__name__ for m in step.run.model.modules() if isinstance(m, nn.RNNBase)}
-        caveats = [f"{kind}{_RNN_CAVEAT}" for kind in sorted(rnns)]
-        caveats += _caveat_of_low_weights(step.run.model, step.precision)
-        if self.decisions:
-            caveats.append(self.decisions)
+        if peak_phase == "optimizer":
+            at_peak["temporaries"] += work
+        largest = storages.largest(events, phases[peak_phase])
+        in_autocast = storages.by_kind(storages.marks["cached"])
+        after_forward = storages.by_kind(storages.marks["forward"])
+        after_backward = storages.by_kind(storages.marks["backward"])
         return MemoryForecast(
             model=type(step.run.model).__name__,
             input_shapes=self.input_shapes,
             device_type=step.device_type,
             precision=step.precision,
             optimizer_name=step.optimizer,
-            weights=kept["weights"],
-            buffers=kept["buffers"],
-            gradients=done["gradients"],
+            weights=after_forward["weights"],
+            buffers=after_forward["buffers"],
+            gradients=after_backward["gradients"],
             optimizer=state,
-            activations=kept["activations"],
-            cast_cache=cached["cast_cache"],
-            cast_kept=kept["cast_cache"],
+            activations=after_forward["activations"],
+            cast_cache=in_autocast["cast_cache"],
+            cast_kept=after_forward["cast_cache"],
             phases=phases,
             at_peak=at_peak,
-            caveats=tuple(caveats),
+            caveats=tuple(self._caveats()),
             fsdp_ranks=step.ranks,
             largest_at_peak=str(largest or ""),
         )
+
+    def _peak_events(self, in_use: np.ndarray) -> dict[str, int]:
+        """For each phase the event at which the most is in use; `in_use` is bytes, (events,)."""
+        forward = self.storages.marks["forward"]
+        backward = self.storages.marks["backward"]
+        last_of_forward = forward - 1
+        return {
+            "forward": int(np.argmax(in_use[:forward])),
+            "backward": last_of_forward + int(np.argmax(in_use[last_of_forward:backward])),
+            "optimizer": backward - 1,
+        }
+
+    def _caveats(self) -> Iterator[str]:
+        model = self.step.run.model
+        rnns = {type(m).__name__ for m in model.modules() if isinstance(m, nn.RNNBase)}
+        for kind in sorted(rnns):
+            yield f"{kind}{_RNN_CAVEAT}"
+        yield from _caveat_of_low_weights(model, self.step.precision)
+        if self.decisions:
+            yield self.decisions
 
 
 def _caveat_of_low_weights(model: nn.Module, precision: Precision) -> Iterator[str]:
@@ -316,88 +321,22 @@ class _CastOnce(TorchFunctionMode):
     """
 
     def __init__(self, device: Backend):
-        self._type, self._dtype = device.type, device.fused_rnn_dtype
+        self._type = device.type
+        self._dtype = device.fused_rnn_dtype
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name not in RNN_LAYERS or not torch.is_autocast_enabled(self._type):
             return func(*args, **kwargs)
-
-        def cast(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(self._dtype) if tensor.dtype is torch.float32 else tensor
-
-        args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
         with autocast_on(self._type, self._dtype, enabled=False):
             return func(*args, **kwargs)
 
-
-class _AnyNumber(TorchFunctionMode):
-    """In it a tensor without values reads as 1, as Adafactor reads the norm of a weight."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        meta = func is torch.Tensor.item and args[0].is_meta
-        return 1.0 if meta else func(*args, **(kwargs or {}))
-
-
-def optimizer_bytes(
-    name: str, parameters: Iterable[Parameter], device_type: str
-) -> tuple[int, int]:
-    """Bytes of the optimizer's state, and the most that its step takes on top of it.
-
-    `name` is a key of `OPTIMIZERS` or `QUANTIZED`; `parameters` are the shape and dtype of each.
-    """
-    given, state, most = tuple(parameters), 0, 0
-    if name in _LOOPS:
-        looped = tuple(p for p in given if name == "adafactor" or len(p[0]) == 2)
-        state, most = _bytes_for(name, looped, device_type)
-        given, name = tuple(p for p in given if p not in looped), "adamw"
-    for one, count in Counter(given).items():
-        state_of_one, most_of_one = _bytes_for(name, (one,), device_type)
-        state += count * state_of_one
-        # In one call for all, the temporaries of all are there together; else those of one.
-        together = backend(device_type).foreach and name in OPTIMIZERS
-        most = most + count * most_of_one if together else max(most, most_of_one)
-    return state, most
-
-
-@functools.cache  # a transformer has the same few shapes in every block
-def _bytes_for(name: str, given: tuple[Parameter, ...], device_type: str) -> tuple[int, int]:
-    """The same for parameters in one call, from two steps on ``meta``; the first makes state."""
-    device = backend(device_type)
-    if name in QUANTIZED:
-        ((shape, dtype),) = given
-        state, work = _quantized_bytes(name, math.prod(shape), dtype.itemsize)
-        return state + 4 * device.is_host, work
-    with step_counters_on_host(), _AnyNumber():
-        parameters = [nn.Parameter(torch.empty(s, dtype=d, device="meta")) for s, d in given]
-        gradients = [torch.empty_like(parameter) for parameter in parameters]
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient
-        options = {} if name in _LOOPS else {"foreach": device.foreach}
-        optimizer = OPTIMIZERS[name](parameters, **options)
-        optimizer.step()
-        tensors = tensors_in(list(optimizer.state.values()))
-        ledger = StorageLedger("meta")
-        ledger.own("optimizer", [*parameters, *gradients, *tensors])
-        ledger.mark("before")
-        with ledger:
-            optimizer.step()
-        ledger.mark("after")
-    # Counters of steps, which torch keeps on the host, take memory of the device on a CPU only.
-    state = sum(t.nbytes for t in tensors if t.is_meta or device.is_host)
-    trace = ledger.trace()
-    in_use = trace.in_use()[trace.marks["before"] - 1 :]
-    return state, int(in_use.max() - in_use[0])
-
-
-def _quantized_bytes(name: str, values: int, itemsize: int) -> tuple[int, int]:
-    """The same for a parameter of so many values: two moments, of which blocks share a scale."""
-    bits, block, table, work = QUANTIZED[name]
-    if values < 4096 or values % block:  # such stay as the parameter is
-        return 2 * values * itemsize, 0
-    scales = 4 * values // block
-    return 2 * (values * bits // 8 + scales + table), values * work + 2 * scales
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype is not torch.float32:
+            return tensor
+        return tensor.to(self._dtype)
 
 
 @contextmanager
@@ -408,31 +347,39 @@ def one_line_errors(model: nn.Module, shapes: tuple, device_type: str) -> Iterat
     except AmpLabError:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-        name = type(model).__name__
-        if isinstance(error, NEEDS_VALUES):
-            said = f"{name}: the result of {error.func} depends on values"
-            raise ValuesNeeded(said, error.func) from error
-        if needs_memory(error):
-            raise MemoryNeeded(f"{name}: it reads the memory of a tensor") from error
-        if isinstance(error, fake_tensor.UnsupportedOperatorException):
-            why = f"torch cannot run {error.func} without values"
-            raise TraceError(f"{name}: {why}: {remedy_for(error, model, 'forecast')}") from error
-        given = f"input of shape {', '.join(map(str, shapes))}" if shapes else "no tensor as input"
-        reason = own_reason(error) or first_line(error)
-        reason += tip_for(error, model, "forecast", device_type)
-        raise TraceError(f"{name} with {given}: {reason}") from error
+        raise _one_line_error(error, model, shapes, device_type) from error
+
+
+def _one_line_error(
+    error: Exception, model: nn.Module, shapes: tuple, device_type: str
+) -> TraceError:
+    name = type(model).__name__
+    if isinstance(error, NEEDS_VALUES):
+        return ValuesNeeded(f"{name}: the result of {error.func} depends on values", error.func)
+    if needs_memory(error):
+        return MemoryNeeded(f"{name}: it reads the memory of a tensor")
+    if isinstance(error, fake_tensor.UnsupportedOperatorException):
+        cure = remedy_for(error, model, "forecast")
+        return TraceError(f"{name}: torch cannot run {error.func} without values: {cure}")
+    given = "no tensor as input"
+    if shapes:
+        given = f"input of shape {', '.join(map(str, shapes))}"
+    reason = own_reason(error) or first_line(error)
+    tip = tip_for(error, model, "forecast", device_type)
+    return TraceError(f"{name} with {given}: {reason}{tip}")
 
 
 @contextmanager
 def _same_every_time() -> Iterator[None]:
     """What would make one trace differ from the next, or from the device's, is off."""
-    collecting, onednn = gc.isenabled(), torch._C._get_mkldnn_enabled()
+    collects_garbage = gc.isenabled()
+    uses_onednn = torch._C._get_mkldnn_enabled()
     gc.disable()  # a collection would end storages at another place in the next trace
     # Its recurrent layers have no workspace as fakes; all other ops keep the same without it.
     torch._C._set_mkldnn_enabled(False)
     try:
         yield
     finally:
-        torch._C._set_mkldnn_enabled(onednn)
-        if collecting:
+        torch._C._set_mkldnn_enabled(uses_onednn)
+        if collects_garbage:
             gc.enable()
