@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -86,35 +85,47 @@ def xray(
     require_model(model)
     for name, tensor in model.named_parameters():
         _check_values(tensor, f"parameter {name!r}", real)
-    remark = _autocast_off(model) if dtype is None else ""
-    dtype = dtype_for(model, device_type) if dtype is None else dtype
-    off = dtype is torch.float32
-    if not off:
+    remark = ""
+    if dtype is None:
+        remark = _autocast_off(model)
+        dtype = dtype_for(model, device_type)
+    if dtype is not torch.float32:
         checked_dtype(device_type, dtype)
     _check_inputs(model, inputs, kwargs, real)
     call = ModelCall(without_wrapper(model), inputs, kwargs, loss_fn)
-    remarks = {"autocast_off": remark, "compiled": is_compiled(model)}
     if real:
-        found = _xrayed(call, functools.partial(_on_device, call, device_type), dtype, True)
-        return dataclasses.replace(found, **remarks)
+        found = _xray_for_real(call, device_type, dtype)
+    else:
+        found = _xray_on_fakes(call, device_type, dtype)
+    return dataclasses.replace(found, autocast_off=remark, compiled=is_compiled(model))
 
+
+def _xray_for_real(call: ModelCall, device_type: str, dtype: torch.dtype) -> Xray:
+    def on_device(dtype: torch.dtype) -> Tracer:
+        return _on_device(call, device_type, dtype)
+
+    return _xrayed(call, on_device, dtype, real=True)
+
+
+def _xray_on_fakes(call: ModelCall, device_type: str, dtype: torch.dtype) -> Xray:
     def trace(call: ModelCall, decisions: Decisions | None) -> Xray:
-        run = functools.partial(_on_fakes, call, device_type, decisions)
-        return _xrayed(call, run, dtype, False)
+        def on_fakes(dtype: torch.dtype) -> Tracer:
+            return _on_fakes(call, device_type, decisions, dtype)
+
+        return _xrayed(call, on_fakes, dtype, real=False)
 
     def for_real() -> Xray:
-        return _xrayed(call, functools.partial(_on_device, call, "cpu"), dtype, True)
+        return _xray_for_real(call, "cpu", dtype)
 
-    found = answered(trace, call, "X-ray", for_real)
-    return dataclasses.replace(found, **remarks)
+    return answered(trace, call, "X-ray", for_real)
 
 
 def _autocast_off(model: nn.Module) -> str:
     """What to say if autocast is left off because of a model's weights; empty if it is not."""
     if dtype_for(model, "cpu") is not torch.float32:
         return ""
-    low = _low_weights(model)[0]
-    return _AUTOCAST_OFF.said(dtype=dtype_name(low), short=short_name(low))
+    dtype = _low_weights(model)[0]
+    return _AUTOCAST_OFF.said(dtype=dtype_name(dtype), short=short_name(dtype))
 
 
 def _low_weights(model: nn.Module) -> list[torch.dtype]:
@@ -130,51 +141,55 @@ def _xrayed(
     real: bool,
 ) -> Xray:
     """What is said of a model that `trace` follows under autocast to a dtype."""
-    seen = trace(dtype)
-    off = dtype is torch.float32
-    raised = None if seen.error is None else _raised_under_autocast(seen, trace, call, off)
+    tracer = trace(dtype)
+    raised = None
+    if tracer.error is not None:
+        raised = _raised_under_autocast(tracer.error, tracer, trace, call)
     return Xray(
         model=type(call.model).__name__,
-        device_type=seen.device_type,
-        dtype=seen.dtype,
+        device_type=tracer.device_type,
+        dtype=tracer.dtype,
         real=real,
-        rows=seen.rows,
-        casts=seen.casts,
-        output_dtypes=[dtype for dtype, _ in seen.outputs.values()],
-        outputs=seen.outputs,
-        loss_dtype=seen.loss_dtype,
+        rows=tracer.rows,
+        casts=tracer.casts,
+        output_dtypes=[dtype for dtype, _ in tracer.outputs.values()],
+        outputs=tracer.outputs,
+        loss_dtype=tracer.loss_dtype,
         raised=raised,
-        advice=advise(seen, raised),
-        classes=seen.classes,
-        modules=module_rows(call.model, seen.module_calls),
-        decisions=seen.decisions,
+        advice=advise(tracer, raised),
+        classes=tracer.classes,
+        modules=module_rows(call.model, tracer.module_calls),
+        decisions=tracer.decisions,
         training=call.model.training,
     )
 
 
 def _raised_under_autocast(
-    seen: Tracer, trace: Callable[[torch.dtype], Tracer], call: ModelCall, off: bool
+    error: Exception, tracer: Tracer, trace: Callable[[torch.dtype], Tracer], call: ModelCall
 ) -> str:
     """The error of a run that failed, if the model runs without autocast; else `TraceError`.
 
     Only what runs without autocast is worth a table: else the model or its inputs are wrong. So is
     what fails under autocast before the code that no trace can follow.
     """
-    assert seen.error is not None
+    is_plain = tracer.dtype is torch.float32
     try:
-        plain = seen if off else trace(torch.float32)
+        plain = tracer if is_plain else trace(torch.float32)
     except (MemoryNeeded, NotAnswered) as stop:
-        said = _explained(seen.error, seen, call)
-        return f"{said}; the pass without autocast ends later: {stop}"
+        explained = _explained(error, tracer, call)
+        return f"{explained}; the pass without autocast ends later: {stop}"
     if plain.error is None:
-        return _explained(seen.error, seen, call)
-    # With some weights in 16 bits it only runs under autocast: what fails there counts.
+        return _explained(error, tracer, call)
     low = _low_weights(call.model)
-    told, error = (seen, seen.error) if low else (plain, plain.error)
-    said = _explained(error, told, call)
-    if off and low and low_operand(told.failed_on) and _runs(trace, low[0]):
-        said += f"; {_UNDER_AUTOCAST.said(dtype=dtype_name(low[0]), short=short_name(low[0]))}"
-    raise TraceError(said) from error
+    if not low:
+        raise TraceError(_explained(plain.error, plain, call)) from plain.error
+    # With some weights in 16 bits it only runs under autocast: what fails there counts.
+    explained = _explained(error, tracer, call)
+    dtype = low[0]
+    if is_plain and low_operand(tracer.failed_on) and _runs(trace, dtype):
+        cure = _UNDER_AUTOCAST.said(dtype=dtype_name(dtype), short=short_name(dtype))
+        explained = f"{explained}; {cure}"
+    raise TraceError(explained) from error
 
 
 def _runs(trace: Callable[[torch.dtype], Tracer], dtype: torch.dtype) -> bool:
@@ -190,81 +205,111 @@ def _on_fakes(
 ) -> Tracer:
     """One forward pass on fake tensors under autocast to `dtype`; torch.float32: without it."""
 
-    def trace(default: contextlib.AbstractContextManager) -> Tracer:
+    def trace(default_device: contextlib.AbstractContextManager) -> Tracer:
         with (
             on_fake_device(call.model, call.args, call.kwargs, device_type) as run,
-            default,
+            default_device,
             run.told(decisions) as replay,
         ):
-            seen = Tracer(device_type, dtype, run).follow(call.loss_fn)
-            if seen.error is None:
+            tracer = Tracer(device_type, dtype, run).follow(call.loss_fn)
+            if tracer.error is None:
                 replay.require_done()
-            seen.decisions = replay.remark
-            return seen
+            tracer.decisions = replay.remark
+            return tracer
 
-    seen = trace(contextlib.nullcontext())
-    if isinstance(seen.error, RuntimeError) and "device" in str(seen.error):
-        # Some models count on tensors made without a device being on the CPU.
-        on_cpu = trace(torch.device("cpu"))
-        return seen if on_cpu.error else on_cpu
-    return seen
+    tracer = trace(contextlib.nullcontext())
+    if not isinstance(tracer.error, RuntimeError) or "device" not in str(tracer.error):
+        return tracer
+    # Some models count on tensors made without a device being on the CPU.
+    on_cpu = trace(torch.device("cpu"))
+    return tracer if on_cpu.error else on_cpu
 
 
 def _on_device(call: ModelCall, device_type: str, dtype: torch.dtype) -> Tracer:
     """The same of a copy of the model, for real."""
     try:
-        model, *inputs = copied(call.model, call.args, call.kwargs)
+        model, args, kwargs = copied(call.model, call.args, call.kwargs)
     except (RuntimeError, TypeError) as error:  # tensors of a graph, locks, open files
         raise TraceError(f"real=True runs a copy of the model: {first_line(error)}") from error
     model.to(device_type)  # the copy: the user's own model stays where it is
-    inputs = map_tensors(lambda tensor: tensor.to(device_type), inputs)
-    own: Any = dict(model.named_parameters()), dict(model.named_buffers())
-    run = ModelRun(model, *own, *inputs, fake=lambda x: x)
-    # Dropout draws numbers: what the user draws next must not depend on this run.
-    is_host = backend(device_type).is_host
-    devices = [] if is_host else [torch.accelerator.current_device_index()]
-    with torch.random.fork_rng(devices, device_type="cuda" if is_host else device_type):
+    args, kwargs = map_tensors(lambda tensor: tensor.to(device_type), [args, kwargs])
+    run = ModelRun(
+        model,
+        parameters=dict(model.named_parameters()),
+        buffers=dict(model.named_buffers()),
+        args=args,
+        kwargs=kwargs,
+        fake=lambda structure: structure,
+    )
+    with _generators_kept(device_type):
         return Tracer(device_type, dtype, run).follow(call.loss_fn)
 
 
-def _explained(error: Exception, seen: Tracer, call: ModelCall) -> str:
+def _generators_kept(device_type: str) -> contextlib.AbstractContextManager:
+    """The block after which the user draws the numbers that dropout in it has not drawn."""
+    if backend(device_type).is_host:
+        return torch.random.fork_rng([], device_type="cuda")
+    device = torch.accelerator.current_device_index()
+    return torch.random.fork_rng([device], device_type=device_type)
+
+
+def _explained(error: Exception, tracer: Tracer, call: ModelCall) -> str:
     """The model's own error in a line, with the shapes that it was given."""
     model = call.model
     tensors = [tensor for _, tensor in named_tensors([call.args, call.kwargs], opened=True)]
-    shapes = ", ".join(f"{tuple(t.shape)} {dtype_name(t.dtype)}" for t in tensors)
-    where = f" in {place_of(seen.failed_at[0])} ({seen.failed_at[1]})" if seen.failed_at else ""
-    has_low_weights = bool(_low_weights(model))
-    op = seen.failed_at[1] if seen.failed_at else "an op"
-    mixed = remedy_for_mixed(error, op, seen.failed_on, has_low_weights)
-    tip = f"; {mixed}" if mixed else ""
-    on = f"{type(model).__name__} fails on input {shapes or 'of no tensor'}{where}"
+    shapes = [f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}" for tensor in tensors]
+    given = ", ".join(shapes) or "of no tensor"
+    op = "an op"
+    where = ""
+    if tracer.failed_at is not None:
+        module, op = tracer.failed_at
+        where = f" in {place_of(module)} ({op})"
     reason = own_reason(error) or with_type(error)
-    return f"{on}: {reason}{tip}{tip_for(error, model, 'X-ray', seen.device_type, op)}"
+    has_low_weights = bool(_low_weights(model))
+    mixed = remedy_for_mixed(error, op, tracer.failed_on, has_low_weights)
+    if mixed:
+        reason = f"{reason}; {mixed}"
+    tip = tip_for(error, model, "X-ray", tracer.device_type, op)
+    return f"{type(model).__name__} fails on input {given}{where}: {reason}{tip}"
 
 
 def _check_inputs(model: nn.Module, inputs: tuple, kwargs: dict[str, Any], real: bool) -> None:
     for name, own in (("device", "device_type="), ("precision", "dtype=")):
         if name in kwargs and name not in inspect.signature(model.forward).parameters:
             raise TraceError(f"xray has no {name}=, and the model neither: give {own}")
-    given, found = [*enumerate(inputs), *kwargs.items()], 0
+    given = [*enumerate(inputs), *kwargs.items()]
+    tensors = 0
     for place, value in given:
         name = f"input {place!r}"
-        if isinstance(value, nn.utils.rnn.PackedSequence) and not real:
-            raise TraceError(f"{name} is a PackedSequence, which has no fake copy: give it padded")
-        for _, leaf in named_leaves(value, opened=True):
-            if isinstance(leaf, torch.Tensor):
-                found += 1
-                _check_values(leaf, name, real)
-            elif hasattr(leaf, "__array__"):  # NumPy's, pandas'
-                kind = type(leaf).__name__
-                raise TraceError(f"{name} is no tensor but a {kind}: give torch.as_tensor of it")
-        is_list = isinstance(value, (tuple, list)) and len(value) > 0
-        is_shape = is_list and all(isinstance(size, int) for size in value)
-        if not found and is_shape:  # what other tools for models take
-            raise TraceError(f"{name} is no tensor but {value!r}: give torch.empty{tuple(value)}")
-    if given and not found:
+        tensors += _checked_tensors(value, name, real)
+        if not tensors:
+            _refuse_shape(value, name)
+    if given and not tensors:
         kind = type(given[0][1]).__name__
         raise TraceError(f"there is no tensor among the inputs, but a {kind}: give a tensor")
+
+
+def _checked_tensors(value: object, name: str, real: bool) -> int:
+    """How many tensors are in an input; raises `TraceError` for what is not taken."""
+    if isinstance(value, nn.utils.rnn.PackedSequence) and not real:
+        raise TraceError(f"{name} is a PackedSequence, which has no fake copy: give it padded")
+    tensors = 0
+    for _, leaf in named_leaves(value, opened=True):
+        if isinstance(leaf, torch.Tensor):
+            tensors += 1
+            _check_values(leaf, name, real)
+        elif hasattr(leaf, "__array__"):  # NumPy's, pandas'
+            kind = type(leaf).__name__
+            raise TraceError(f"{name} is no tensor but a {kind}: give torch.as_tensor of it")
+    return tensors
+
+
+def _refuse_shape(value: object, name: str) -> None:
+    """Raise `TraceError` for a shape in place of a tensor, which other tools for models take."""
+    if not isinstance(value, (tuple, list)) or not value:
+        return
+    if all(isinstance(size, int) for size in value):
+        raise TraceError(f"{name} is no tensor but {value!r}: give torch.empty{tuple(value)}")
 
 
 def _check_values(tensor: torch.Tensor, name: str, real: bool) -> None:

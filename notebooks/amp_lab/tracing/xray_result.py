@@ -47,8 +47,8 @@ class Xray(Printed):
     def title(self) -> str:
         """What was X-rayed, in a line."""
         autocast = "off" if self._has_autocast_off else short_name(self.dtype)
-        seen = "a real run" if self.real else "fake tensors, no such device needed"
-        return f"{self.model} on {self.device_type}, autocast {autocast} ({seen})"
+        run = "a real run" if self.real else "fake tensors, no such device needed"
+        return f"{self.model} on {self.device_type}, autocast {autocast} ({run})"
 
     @property
     def _has_autocast_off(self) -> bool:
