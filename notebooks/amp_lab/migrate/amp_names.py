@@ -7,13 +7,21 @@ HOMES = {  # each name, and the submodule of `amp` in which it is defined
     "GradScaler": "grad_scaler",
 }
 OLD_MODULES = {"torch.cuda.amp": "cuda", "torch.cpu.amp": "cpu"}
-OLD = {  # old dotted name: today's name, device
-    ".".join(parts): (name, device)
-    for module, device in OLD_MODULES.items()
-    for name, home in HOMES.items()
-    if device == "cuda" or not name.startswith("custom")  # torch.cpu.amp never had those
-    for parts in ((module, name), (module, home, name))
-}
+
+
+def _old_names() -> dict[str, tuple[str, str]]:
+    old_names = {}
+    for module, device in OLD_MODULES.items():
+        for name, home in HOMES.items():
+            if device == "cpu" and name.startswith("custom"):  # torch.cpu.amp never had those
+                continue
+            old_names[f"{module}.{name}"] = (name, device)
+            old_names[f"{module}.{home}.{name}"] = (name, device)
+    return old_names
+
+
+OLD = _old_names()
+"""Each old dotted name, with today's name and its device."""
 NEW = {f"torch.amp.{name}": name for name in HOMES} | {"torch.autocast": "autocast"}
 NAMED = ("autocast", "GradScaler", "torch custom_fwd", "torch custom_bwd")
 """The triggers of a rule about these names: a file that has one of them has one of these texts."""

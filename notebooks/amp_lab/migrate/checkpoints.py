@@ -1,9 +1,12 @@
 """A checkpoint that training goes on from, without the state of its loss scaler."""
 
+import itertools
+
 import libcst as cst
 
 from amp_lab.migrate import nodes
 from amp_lab.migrate.code_reader import CodeReader, Found
+from amp_lab.migrate.python_tree import Scope
 from amp_lab.remedies import remedy
 
 _NOT_SAVED = remedy(
@@ -38,31 +41,34 @@ def saved_without(code: CodeReader) -> Found:
         return
     loads = [call for call in code.tree.calls if _loads_optimizer(code, call)]
     saves = [call for call in code.tree.calls if _saves_optimizer(code, call)]
-    moved = {name: _moved(code, name) for name in scalers}
-    if any(moved.values()):
-        yield from _moved_one_way(code, moved, loads, saves)
+    methods = {name: _methods_called(code, name) for name in scalers}
+    if any(methods.values()):
+        yield from _moved_one_way(code, methods, loads, saves)
+        return
+    if not loads:
         return
     name = scalers[0]
-    for call in saves if loads else ():
+    for call in saves:
         yield call, _NOT_SAVED.said(scaler=name)
-    if loads and not saves:
+    if not saves:
         yield loads[0], _NOT_LOADED.said(scaler=name)
 
 
 def _moved_one_way(
-    code: CodeReader, moved: dict[str, set[str]], loads: list[cst.Call], saves: list[cst.Call]
+    code: CodeReader, methods: dict[str, set[str]], loads: list[cst.Call], saves: list[cst.Call]
 ) -> Found:
     """Where a scaler's state is saved and not loaded, or the reverse, beside the optimizer's."""
-    for name, methods in moved.items():
-        if methods == {"state_dict"} and loads:
+    for name, called in methods.items():
+        if called == {"state_dict"} and loads:
             func = loads[0].func
             assert isinstance(func, cst.Attribute)  # it is a call of a method
-            yield loads[0], _NEVER_LOADED.said(scaler=name, optimizer=code.key(func.value))
-        if methods == {"load_state_dict"} and saves:
+            optimizer = code.key(func.value)
+            yield loads[0], _NEVER_LOADED.said(scaler=name, optimizer=optimizer)
+        if called == {"load_state_dict"} and saves:
             yield saves[0], _NEVER_SAVED.said(scaler=name)
 
 
-def _moved(code: CodeReader, name: str) -> set[str]:
+def _methods_called(code: CodeReader, name: str) -> set[str]:
     """By which methods the state of a scaler is saved or loaded, if only in a file of its own."""
     found = set()
     for method in ("state_dict", "load_state_dict"):
@@ -77,40 +83,57 @@ def _leaves(code: CodeReader, name: str) -> bool:
     for use in code.tree.uses_ending[name]:
         if code.stays(use.node, name):
             continue
-        call = code.tree.parents[code.tree.parents[use.node]]
-        called = nodes.name_called(call) if isinstance(call, cst.Call) else ""
-        function = code.functions.get(called)
+        argument = code.tree.parents[use.node]
+        call = code.tree.parents[argument]
+        if not isinstance(call, cst.Call):
+            return True
+        function = code.functions.get(nodes.name_called(call))
         if function is None or "state_dict" in code.tree.code(function):
             return True
     return False
 
 
-def _moves(code: CodeReader, call: cst.CSTNode, at: cst.Call, method: str) -> bool:
-    """Whether it is a call of a method of an optimizer that a scaler of this file steps."""
-    if not isinstance(call, cst.Call) or not isinstance(call.func, cst.Attribute):
-        return False
-    owner, scope = code.key(call.func.value), code.tree.calls[at]
-    if call.func.attr.value != method or not code.is_optimizer(owner):
-        return False
-    keys = [key for made in code.made.values() for key in made]
-    if any("." in key or scope.find(key) for key in keys):
-        return True
-    # the scaler is another function's, and so may the optimizer be
-    return scope.find(owner.partition(".")[0]) in code.stepped.get(owner, ())
-
-
 def _loads_optimizer(code: CodeReader, call: cst.Call) -> bool:
     """Whether it gives an optimizer a state that was saved, and not one that was just asked for."""
-    given = call.args[0].value if call.args else None
-    is_own = isinstance(given, cst.Call) and nodes.name_called(given) == "state_dict"
-    return _moves(code, call, call, "load_state_dict") and not is_own
+    if not _is_call_of_optimizer(code, call, "load_state_dict", code.tree.calls[call]):
+        return False
+    if not call.args:
+        return True
+    state = call.args[0].value
+    is_asked_for = isinstance(state, cst.Call) and nodes.name_called(state) == "state_dict"
+    return not is_asked_for
 
 
 def _saves_optimizer(code: CodeReader, call: cst.Call) -> bool:
+    """Whether it saves the state of an optimizer, alone or with other things."""
     if not call.args or not _saves(code, call):
         return False
-    saved = code.tree.calls[call].value_of(call.args[0].value)
-    return any(_moves(code, part, call, "state_dict") for part in nodes.below(saved))
+    scope = code.tree.calls[call]
+    saved = scope.value_of(call.args[0].value)
+    parts = nodes.below(saved)
+    return any(_is_call_of_optimizer(code, part, "state_dict", scope) for part in parts)
+
+
+def _is_call_of_optimizer(code: CodeReader, call: cst.CSTNode, method: str, scope: Scope) -> bool:
+    """Whether it is a call of a method of an optimizer that a scaler of this file steps."""
+    if not isinstance(call, cst.Call) or not isinstance(call.func, cst.Attribute):
+        return False
+    if call.func.attr.value != method:
+        return False
+    optimizer = code.key(call.func.value)
+    if not code.is_optimizer(optimizer):
+        return False
+    if _sees_scaler(code, scope):
+        return True
+    # the scaler is another function's, and so may the optimizer be
+    home = scope.find(optimizer.partition(".")[0])
+    return home in code.stepped.get(optimizer, ())
+
+
+def _sees_scaler(code: CodeReader, scope: Scope) -> bool:
+    """Whether a scaler that is made in this file can be named in a scope."""
+    keys = itertools.chain.from_iterable(code.made.values())
+    return any("." in key or scope.find(key) for key in keys)
 
 
 def _saves(code: CodeReader, call: cst.Call) -> bool:

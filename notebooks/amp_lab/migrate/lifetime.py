@@ -1,11 +1,13 @@
 """A loss scaler that is made anew in each epoch, so that it forgets the scale that it had found."""
 
+import itertools
 from collections.abc import Iterator
 
 import libcst as cst
 
 from amp_lab.migrate import nodes
-from amp_lab.migrate.code_reader import SCALERS, CodeReader, Event, Found, last_part, of_kind
+from amp_lab.migrate.code_reader import SCALERS, CodeReader, Found
+from amp_lab.migrate.events import Event, last_part, of_kind
 from amp_lab.migrate.python_tree import Tree, answered_once
 from amp_lab.remedies import remedy
 
@@ -24,62 +26,81 @@ def made_each_epoch(code: CodeReader) -> Found:
     optimizer that it steps is made anew as well, as for each fold of a cross-validation.
     """
     for event in of_kind("call", code.events):
-        key = _name_of_scaler(code, event)
-        if key is None or _has_a_state(code, event, key):
+        scaler = _name_of_scaler(code, event)
+        if scaler is None or _has_a_state(code, event, scaler):
             continue
-        steps = event.unit.by_scaler["scaler step", key]
-        if not steps or not event.unit.by_scaler["scaled", key]:
+        steps = event.unit.by_scaler["scaler step", scaler]
+        if not steps or not event.unit.by_scaler["scaled", scaler]:
             continue
-        about = code, event, steps[0].optimizer
-        if [*_loops_around(*about), *_loops_of_calls(*about)]:
-            yield event.node, _MADE_EACH_EPOCH.said(scaler=key)
+        if _is_in_each_epoch(code, event, steps[0].optimizer):
+            yield event.node, _MADE_EACH_EPOCH.said(scaler=scaler)
+
+
+def _is_in_each_epoch(code: CodeReader, event: Event, optimizer: str) -> bool:
+    """Whether an event runs in each epoch of training with one optimizer."""
+    loops = itertools.chain(
+        _loops_around(code, event, optimizer), _loops_of_calls(code, event, optimizer)
+    )
+    return next(loops, None) is not None
 
 
 def _name_of_scaler(code: CodeReader, event: Event) -> str | None:
     """The name that is given the scaler which a call makes; None if it makes none."""
     if code.origin(event.node.func, event.unit.scope) not in SCALERS:
         return None
-    targets = [target for target, _ in nodes.assignments(code.tree.parents[event.node])]
-    return code.key(targets[0]) if len(targets) == 1 else None
+    assignment = code.tree.parents[event.node]
+    targets = [target for target, _ in nodes.assignments(assignment)]
+    if len(targets) != 1:
+        return None
+    return code.key(targets[0])
 
 
-def _has_a_state(code: CodeReader, event: Event, key: str) -> bool:
+def _has_a_state(code: CodeReader, event: Event, scaler: str) -> bool:
     """Whether a scaler goes on from an earlier one, or is off."""
-    name = last_part(key)
+    name = last_part(scaler)
     if name in code.disabled:
         return True
     loads = code.tree.uses_ending["load_state_dict"]
     if any(use.parts[-2:-1] == (name,) for use in loads):
         return True
     first_scale = nodes.arguments(event.node.args).get("init_scale")
-    return first_scale is not None and any(
-        isinstance(part, cst.Name | cst.Call) for part in nodes.below(first_scale)
-    )
+    if first_scale is None:
+        return False
+    return any(isinstance(part, cst.Name | cst.Call) for part in nodes.below(first_scale))
 
 
 def _loops_around(code: CodeReader, event: Event, optimizer: str) -> Iterator[cst.CSTNode]:
     """The loops over epochs around an event, which runs in each turn with the same optimizer."""
-    arms = [node for node, _ in event.place.arms]
+    statements = [node for node, _ in event.place.arms]
     for loop in _over_epochs(code, event, optimizer):
-        if not any(code.tree.is_in(node, loop) for node in arms):
+        if not any(code.tree.is_in(statement, loop) for statement in statements):
             yield loop
 
 
 def _loops_of_calls(code: CodeReader, event: Event, optimizer: str) -> Iterator[cst.CSTNode]:
     """The same around the calls of a function, where the event is in all that it does."""
-    function, place = event.unit.scope.node, event.place
-    if place.loops or place.arms or not isinstance(function, cst.FunctionDef):
+    function = event.unit.scope.node
+    if event.place.loops or event.place.arms or not isinstance(function, cst.FunctionDef):
         return
     name = function.name.value
     if optimizer in _assigned_in(code.tree, function) or code.functions[name] is not function:
         return
-    parameters = [param.name.value for param in function.params.params]
     for call in code.calls_of[name]:
         if any(arg.star for arg in call.node.args):  # which may hold another optimizer each time
             continue
-        names = parameters[1:] if isinstance(call.node.func, cst.Attribute) else parameters
-        given = nodes.arguments(call.node.args, names).get(optimizer)
-        yield from _over_epochs(code, call, optimizer if given is None else code.key(given))
+        argument = _argument_of(call.node, function, optimizer)
+        optimizer_there = optimizer if argument is None else code.key(argument)
+        yield from _over_epochs(code, call, optimizer_there)
+
+
+def _argument_of(
+    call: cst.Call, function: cst.FunctionDef, parameter: str
+) -> cst.BaseExpression | None:
+    """What a call of a function or method gives to one of its parameters, if anything."""
+    names = [param.name.value for param in function.params.params]
+    if isinstance(call.func, cst.Attribute):
+        names = names[1:]  # without self
+    return nodes.arguments(call.args, names).get(parameter)
 
 
 def _over_epochs(code: CodeReader, event: Event, optimizer: str) -> Iterator[cst.CSTNode]:
@@ -92,8 +113,10 @@ def _over_epochs(code: CodeReader, event: Event, optimizer: str) -> Iterator[cst
 def _is_over_epochs(loop: cst.CSTNode) -> bool:
     if not isinstance(loop, cst.For):
         return False
-    names = (part.value for part in nodes.below(loop.target) if isinstance(part, cst.Name))
-    return any("epoch" in name.lower() for name in names)
+    for part in nodes.below(loop.target):
+        if isinstance(part, cst.Name) and "epoch" in part.value.lower():
+            return True
+    return False
 
 
 @answered_once
@@ -102,7 +125,13 @@ def _assigned_in(tree: Tree, node: cst.CSTNode) -> set[str]:
     found: set[str] = set()
     for part in nodes.below(node):
         for target, _ in nodes.assignments(part):
-            names = target.elements if isinstance(target, cst.Tuple | cst.List) else ()
-            for one in (target, *(element.value for element in names)):
-                found.add(".".join(nodes.dotted(one) or ()))
+            found.add(_dotted_name(target))
+            if isinstance(target, cst.Tuple | cst.List):
+                found.update(_dotted_name(element.value) for element in target.elements)
     return found
+
+
+def _dotted_name(node: cst.CSTNode) -> str:
+    """The dotted name that an expression is; empty if it is none."""
+    parts = nodes.dotted(node) or ()
+    return ".".join(parts)
