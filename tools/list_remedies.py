@@ -20,7 +20,7 @@ MODULES = (
     "amp_lab.cli.user_code",
     "amp_lab.difference",
     "amp_lab.formats.rehearsal",
-    "amp_lab.migrate.apex",
+    "amp_lab.migrate.apex_names",
     "amp_lab.migrate.lifetime",
     "amp_lab.migrate.mistakes",
     "amp_lab.migrate.skipped_updates",

@@ -9,7 +9,8 @@ import torch
 import build_pairs
 from amp_lab.cli import main
 from amp_lab.migrate import migrate_source
-from amp_lab.migrate.apex import MARK, SECTIONS
+from amp_lab.migrate.apex import MARK
+from amp_lab.migrate.apex_names import SECTIONS
 
 SCRIPT = """\
 import torch
