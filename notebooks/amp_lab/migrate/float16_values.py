@@ -2,13 +2,14 @@
 
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import libcst as cst
 
 from amp_lab.migrate import nodes
 from amp_lab.migrate.amp_names import OLD
-from amp_lab.migrate.code_reader import AUTOCASTS, CodeReader, Event, Unit, last_part
+from amp_lab.migrate.code_reader import AUTOCASTS, CodeReader
+from amp_lab.migrate.events import Event, Unit, last_part
 from amp_lab.migrate.python_tree import Scope
 
 _Name = tuple[str, ...]  # dotted, by its parts
@@ -41,21 +42,24 @@ class Float16Values:
         cast = _first_of(_names_in(loss), self._names(backward))
         if cast is not None:
             return cast
-        parts = set(nodes.below(loss))
-        own = (self._cast_of(event) for event in self._before(backward) if event.node in parts)
-        return next(filter(None, own), None)
+        calls_in_loss = set(nodes.below(loss))
+        for event in self._before(backward):
+            if event.node in calls_in_loss:
+                cast = self._cast_of(event)
+                if cast is not None:
+                    return cast
+        return None
 
     def device(self, cast: cst.Call) -> str:
         """The code of the device that an autocast is for."""
-        given = self._given(cast)
-        return self._code.tree.code(given["device_type"]) if "device_type" in given else '"cuda"'
+        device = self._arguments(cast).get("device_type")
+        return '"cuda"' if device is None else self._code.tree.code(device)
 
     def _before(self, backward: Event) -> Iterator[Event]:
         """The events on a way to a backward, in its own loops or in those around it."""
         for event in backward.unit.events[: backward.order]:
-            pairs = zip(event.place.loops, backward.place.loops, strict=False)
-            is_beside = any(a is not b for a, b in pairs)
-            if not is_beside and not event.place.excludes(backward.place):
+            place = event.place
+            if place.shares_loops(backward.place) and not place.excludes(backward.place):
                 yield event
 
     def _names(self, backward: Event) -> dict[_Name, cst.Call]:
@@ -78,9 +82,12 @@ class Float16Values:
     def _targets(self, node: cst.CSTNode) -> list[_Name]:
         """The names that get a value which a call is part of."""
         for parent, _ in self._code.tree.ancestors(node):
-            targets = [name for target, _ in _assigned(parent) for name in _given_names(target)]
+            targets: list[_Name] = []
+            for target, _ in _assigned(parent):
+                targets += _given_names(target)
             if targets:
-                return [] if _DETACHED.search(self._code.tree.code(parent)) else targets
+                is_detached = _DETACHED.search(self._code.tree.code(parent))
+                return [] if is_detached else targets
             if isinstance(parent, cst.BaseCompoundStatement | cst.SimpleStatementLine):
                 return []
         return []
@@ -90,9 +97,10 @@ class Float16Values:
         flows = []
         for part in nodes.below(unit.scope.node):
             for target, value in _assigned(part):
-                if not _DETACHED.search(self._code.tree.code(value)):
-                    sources = list(_names_in(value))
-                    flows += [(name, sources) for name in _given_names(target)]
+                if _DETACHED.search(self._code.tree.code(value)):
+                    continue
+                sources = list(_names_in(value))
+                flows += [(name, sources) for name in _given_names(target)]
         return flows
 
     # The regions.
@@ -102,62 +110,85 @@ class Float16Values:
         if event.place.autocast is not None:
             return self._cast_around(event)
         parts = nodes.dotted(event.node.func) or ("",)
-        if len(parts) == 1 or parts[0] == "self":
-            return self._functions.get(parts[-1]) or self._cast_of_model(parts, event.unit.scope)
-        return None
+        if len(parts) > 1 and parts[0] != "self":
+            return None
+        cast = self._functions.get(parts[-1])
+        if cast is not None:
+            return cast
+        return self._cast_of_model(parts, event.unit.scope)
 
     def _cast_around(self, event: Event) -> cst.Call | None:
         """The autocast for float16 around a call, where its results have gradients."""
         if event.place.autocast is None:
             return None
         cast = self._code.autocast_of(event.place.autocast)
-        return cast if self._is_float16(cast) and not self._is_without_gradients(event) else None
+        if not self._is_float16(cast) or self._is_without_gradients(event):
+            return None
+        return cast
 
     def _cast_of_model(self, parts: _Name, scope: Scope) -> cst.Call | None:
         """The autocast in the ``forward`` of the model that a name is, as far as is known."""
         forward = self._functions.get("forward")
         if forward is None:
             return None
+        return forward if self._is_model(parts, scope) else None
+
+    def _is_model(self, parts: _Name, scope: Scope) -> bool:
+        """Whether a name is that of a model of this file, by what it is given or by its sound."""
         binding = scope.only(parts[0])
-        is_given = binding is None or isinstance(binding.node, cst.Param)
-        if is_given or len(parts) > 1:
-            return forward if _NAMED_MODEL.search(parts[-1]) else None
-        value = binding.value if binding is not None else None
-        made = nodes.below(value) if value is not None else ()
-        names = {part.value for part in made if isinstance(part, cst.Name)}
-        return forward if names & self._classes_with_forward else None
+        if len(parts) > 1 or binding is None or isinstance(binding.node, cst.Param):
+            return _NAMED_MODEL.search(parts[-1]) is not None
+        if binding.value is None:
+            return False
+        for part in nodes.below(binding.value):
+            if isinstance(part, cst.Name) and part.value in self._classes_with_forward:
+                return True
+        return False
 
     @functools.cached_property
     def _functions(self) -> dict[str, cst.Call]:
         """The functions of the file that compute something in float16, each with its autocast."""
         found: dict[str, cst.Call] = {}
         for event in self._code.events:
-            node = event.unit.scope.node
-            cast = self._cast_around(event) if isinstance(node, cst.FunctionDef) else None
-            if isinstance(node, cst.FunctionDef) and cast is not None:
-                found.setdefault(node.name.value, cast)
+            function = event.unit.scope.node
+            if not isinstance(function, cst.FunctionDef):
+                continue
+            cast = self._cast_around(event)
+            if cast is not None:
+                found.setdefault(function.name.value, cast)
         return found
 
     @functools.cached_property
     def _classes_with_forward(self) -> set[str]:
-        scopes = (scope.parent for scope in self._code.tree.scopes if scope.parent is not None)
-        classes = {scope.node for scope in scopes if "forward" in scope.bindings}
-        return {node.name.value for node in classes if isinstance(node, cst.ClassDef)}
+        """The names of the classes that have a method ``forward`` with something in it."""
+        classes: set[str] = set()
+        for scope in self._code.tree.scopes:
+            outer = scope.parent
+            if outer is None or "forward" not in outer.bindings:
+                continue
+            if isinstance(outer.node, cst.ClassDef):
+                classes.add(outer.node.name.value)
+        return classes
 
     def _is_without_gradients(self, event: Event) -> bool:
         """Whether a call runs in ``no_grad``, by a block or by a decorator of its function."""
-        code = self._code.tree.code
         for parent, _ in self._code.tree.ancestors(event.node):
-            if isinstance(parent, cst.With) and any(
-                _NO_GRADIENTS.search(code(item.item)) for item in parent.items
-            ):
+            if isinstance(parent, cst.With) and self._turns_gradients_off(parent.items):
                 return True
             if isinstance(parent, cst.FunctionDef):
-                return any(_NO_GRADIENTS.search(code(each)) for each in parent.decorators)
+                return self._turns_gradients_off(parent.decorators)
         return False
 
-    def _given(self, cast: cst.Call) -> dict[str, cst.BaseExpression]:
-        names = ("enabled", "dtype") if self._is_old(cast) else ("device_type", "dtype", "enabled")
+    def _turns_gradients_off(self, parts: Sequence[cst.CSTNode]) -> bool:
+        """Whether one of the items of a ``with``, or one of the decorators, is ``no_grad``."""
+        return any(_NO_GRADIENTS.search(self._code.tree.code(part)) for part in parts)
+
+    # The arguments of autocast.
+
+    def _arguments(self, cast: cst.Call) -> dict[str, cst.BaseExpression]:
+        names = ("device_type", "dtype", "enabled")
+        if self._is_old(cast):
+            names = ("enabled", "dtype")
         return nodes.arguments(cast.args, names)
 
     def _is_old(self, cast: cst.Call) -> bool:
@@ -168,15 +199,22 @@ class Float16Values:
 
     def _is_float16(self, cast: cst.Call) -> bool:
         """Whether an autocast is surely on, and surely for float16, which is CUDA's default."""
-        scope, given = self._code.tree.calls[cast], self._given(cast)
-        if any(arg.star for arg in cast.args) or not self._is_on(given.get("enabled"), scope):
+        if any(arg.star for arg in cast.args):
             return False
-        if "dtype" in given:
-            return self._code.origin(scope.value_of(given["dtype"]), scope) in FLOAT16
+        scope = self._code.tree.calls[cast]
+        arguments = self._arguments(cast)
+        if not self._is_on(arguments.get("enabled"), scope):
+            return False
+        if "dtype" in arguments:
+            dtype = scope.value_of(arguments["dtype"])
+            return self._code.origin(dtype, scope) in FLOAT16
         if self._is_old(cast):
-            return OLD[self._origin(cast)][1] == "cuda"
-        device = scope.value_of(given["device_type"]) if "device_type" in given else None
-        return nodes.literal(device) == "cuda"
+            _, device = OLD[self._origin(cast)]
+            return device == "cuda"
+        if "device_type" not in arguments:
+            return False
+        device_type = scope.value_of(arguments["device_type"])
+        return nodes.literal(device_type) == "cuda"
 
     def _is_on(self, enabled: cst.BaseExpression | None, scope: Scope) -> bool:
         """Whether an argument `enabled` is true, or a switch of mixed precision."""
@@ -185,8 +223,10 @@ class Float16Values:
         value = scope.value_of(enabled)
         if nodes.is_false(value):
             return False
+        if nodes.dotted(value) == ("True",):
+            return True
         name = last_part(self._code.key(enabled))
-        return nodes.dotted(value) == ("True",) or bool(_NAMED_SWITCH.search(name))
+        return _NAMED_SWITCH.search(name) is not None
 
 
 def _assigned(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode]]:
@@ -228,6 +268,7 @@ def _first_of(names: Iterable[_Name], casts: dict[_Name, cst.Call]) -> cst.Call 
     """The autocast of the first name that has one, itself or as an attribute: of ``out.loss``."""
     for name in names:
         for length in range(len(name), 0, -1):
-            if name[:length] in casts:
-                return casts[name[:length]]
+            owner = name[:length]
+            if owner in casts:
+                return casts[owner]
     return None

@@ -35,27 +35,56 @@ def without_magics(cell: str) -> str:
     """
     if cell.lstrip().startswith("%%"):  # to whom the rest of the cell belongs is the magic's affair
         return _blank(cell)
-    parts, done, depth, start = [], 0, 0, 0
-    while (piece := _PIECE.search(cell, start)) is not None:
+    parts = []
+    done = 0  # how much of the cell is in `parts`
+    depth = 0  # how many brackets are open
+    piece = _PIECE.search(cell)
+    while piece is not None:
         start = piece.end()
-        if bracket := piece["bracket"]:
-            depth = max(0, depth + (1 if bracket in "([{" else -1))
-        elif (piece["line"] or piece["assigned"]) and depth:
-            # an operator in brackets, such as a % that begins a line
-            start = piece.start() + len(piece[0]) - len(piece[0].lstrip()) + 1
+        if piece["bracket"]:
+            depth = _depth_after(piece["bracket"], depth)
         elif piece["line"] or piece["assigned"]:
-            parts += [cell[done : piece.start()], _blank(piece[0], bool(piece["assigned"]))]
-            done = start
-    return "".join([*parts, cell[done:]])
+            if depth == 0:
+                is_value = piece["assigned"] is not None
+                parts += [cell[done : piece.start()], _blank(piece[0], is_value)]
+                done = start
+            else:  # an operator in brackets, such as a % that begins a line
+                indent = _indent(piece[0])
+                start = piece.start() + len(indent) + 1
+        piece = _PIECE.search(cell, start)
+    parts.append(cell[done:])
+    return "".join(parts)
+
+
+def _depth_after(bracket: str, depth: int) -> int:
+    if bracket in "([{":
+        return depth + 1
+    return max(0, depth - 1)
+
+
+def _indent(text: str) -> str:
+    return text[: len(text) - len(text.lstrip())]
 
 
 def _blank(text: str, is_value: bool = False) -> str:
     """Blanks of the same length, with the old names in them; 0 keeps a block from being empty."""
-    lines = []
-    for number, line in enumerate(re.split(r"(\r?\n)", text)):
-        indent = line[: len(line) - len(line.lstrip())] if number == 0 else ""
-        names = [] if is_value else _KEPT.findall(line)
-        stands_for = "0" if number == 0 and (indent or is_value) and line.strip() else ""
-        what = ";".join(names) or stands_for
-        lines.append(line if line.endswith("\n") else f"{indent}{what}".ljust(len(line)))
-    return "".join(lines)
+    first, *rest = re.split(r"(\r?\n)", text)
+    blanks = [_blank_first_line(first, is_value)]
+    for line in rest:
+        names = "" if is_value else _old_names(line)
+        blanks.append(line if line.endswith("\n") else names.ljust(len(line)))
+    return "".join(blanks)
+
+
+def _blank_first_line(line: str, is_value: bool) -> str:
+    """As `_blank`; it keeps its indent, and what is assigned keeps a value."""
+    indent = _indent(line)
+    code = "" if is_value else _old_names(line)
+    if not code and line.strip() and (indent or is_value):
+        code = "0"
+    return f"{indent}{code}".ljust(len(line))
+
+
+def _old_names(line: str) -> str:
+    """The old names in a line, as statements."""
+    return ";".join(_KEPT.findall(line))
