@@ -17,7 +17,8 @@ from amp_lab.migrate import (
     skipped_updates,
     whole_programs,
 )
-from amp_lab.migrate.code_reader import CodeReader, Event, Found, of_kind
+from amp_lab.migrate.code_reader import CodeReader, Found
+from amp_lab.migrate.events import Event, of_kind
 from amp_lab.migrate.python_tree import Tree
 from amp_lab.migrate.rewriter import Rewriter
 from amp_lab.remedies import remedy
@@ -100,23 +101,34 @@ class Rule(Rewriter):
 
     def run(self) -> None:
         """Ask each rule, if the file has anything of mixed precision."""
-        about = ("autocast", "GradScaler", "scale")
-        has_any = any(use.parts[-1] in about for use in self.tree.uses)
+        names = ("autocast", "GradScaler", "scale")
+        has_any = any(use.parts[-1] in names for use in self.tree.uses)
         if not has_any or "backward" not in self.tree.text:
             return
         # reading costs as much as parsing, so it comes after that question
         code = CodeReader(self.tree)
         for rule in _RULES:
+            kind = "note" if rule in _NOTES else "mistake"
             for node, message in rule(code):
                 if not _is_expected_to_fail(self.tree, node):
-                    self.say(node, "note" if rule in _NOTES else "mistake", message)
+                    self.say(node, kind, message)
 
 
 def _is_expected_to_fail(tree: Tree, node: cst.CSTNode) -> bool:
     """Whether a test wants to see it fail: ``with pytest.raises(…)``."""
-    blocks = (above for above, _ in tree.ancestors(node) if isinstance(above, cst.With))
-    calls = (i.item for block in blocks for i in block.items if isinstance(i.item, cst.Call))
-    return any("raises" in nodes.name_called(call).lower() for call in calls)
+    return any(_expects_error(parent) for parent, _ in tree.ancestors(node))
+
+
+def _expects_error(block: cst.CSTNode) -> bool:
+    if not isinstance(block, cst.With):
+        return False
+    for item in block.items:
+        if isinstance(item.item, cst.Call) and "raises" in nodes.name_called(item.item).lower():
+            return True
+    return False
+
+
+# Clipping.
 
 
 def _clipped_scaled(code: CodeReader) -> Found:
@@ -124,36 +136,48 @@ def _clipped_scaled(code: CodeReader) -> Found:
         scaled = code.scaled_before(clip)
         if scaled is None or _may_be_unscaled(code, scaled, clip):
             continue
-        later = clip.unit.after("scaler step", clip.order)
-        steps = (e for e in later if e.of == scaled.of and not e.place.excludes(clip.place))
-        step = next(steps, None)
-        if step is not None and (code.both_run(clip, step) or code.both_run(scaled, step)):
-            names = {"scaler": scaled.of, "optimizer": step.optimizer}
-            in_both = _has_plain_branch(code, scaled, clip)
-            advice = _CLIPPED_IN_BOTH if in_both else _CLIPPED_SCALED
-            yield clip.node, advice.said(**names)
+        step = _next_step(scaled, clip)
+        if step is None:
+            continue
+        if not code.both_run(clip, step) and not code.both_run(scaled, step):
+            continue
+        is_for_both = _has_plain_branch(code, scaled, clip)
+        advice = _CLIPPED_IN_BOTH if is_for_both else _CLIPPED_SCALED
+        yield clip.node, advice.said(scaler=scaled.of, optimizer=step.optimizer)
+
+
+def _next_step(scaled: Event, clip: Event) -> Event | None:
+    """The first step after a clip by the scaler that scaled the loss."""
+    for step in clip.unit.after("scaler step", clip.order):
+        if step.of == scaled.of and not step.place.excludes(clip.place):
+            return step
+    return None
 
 
 def _may_be_unscaled(code: CodeReader, scaled: Event, clip: Event) -> bool:
     """Whether the gradients may not be scaled any more, or be those of another network."""
-    own = set(nodes.below(clip.node))  # what is called in its arguments finds parameters
+    arguments = set(nodes.below(clip.node))  # what is called among them finds parameters
     for event in clip.unit.events[scaled.order + 1 : clip.order]:
         if event.kind in ("scaler step", "unscale"):
             return True
-        is_other = event.kind == "call" and event.node not in own
-        if is_other and _may_unscale(code, event.node, scaled.of):
+        if event.kind != "call" or event.node in arguments:
+            continue
+        if _may_unscale(code, event.node, scaled.of):
             return True
-    plain = [event.place for event in clip.unit.by_kind["backward"]]
-    if not all(at.excludes(clip.place) or at.excludes(scaled.place) for at in plain):
-        return True
+    for plain in clip.unit.by_kind["backward"]:
+        is_elsewhere = plain.place.excludes(clip.place) or plain.place.excludes(scaled.place)
+        if not is_elsewhere:
+            return True
     text = code.text_between(scaled, clip)
     if _is_passed_on(scaled.of, text) or _UNSCALES.search(text):
         return True
-    return bool(code.scale_names & set(re.findall(r"\w+", text)))  # divided by hand
+    words = re.findall(r"\w+", text)
+    return not code.scale_names.isdisjoint(words)  # divided by hand
 
 
 def _is_passed_on(scaler: str, text: str) -> bool:
-    return bool(re.search(rf"[(,=]\s*{re.escape(scaler)}\s*[,)]", text))
+    """Whether a scaler is an argument of something, or is given another name."""
+    return re.search(rf"[(,=]\s*{re.escape(scaler)}\s*[,)]", text) is not None
 
 
 def _may_unscale(code: CodeReader, call: cst.Call, scaler: str) -> bool:
@@ -164,9 +188,12 @@ def _may_unscale(code: CodeReader, call: cst.Call, scaler: str) -> bool:
         return "unscale" in code.tree.code(function)
     if nodes.is_given(call, "self"):
         return scaler.startswith("self.")
-    if len(parts) != 2 or parts[0] != scaler.partition(".")[0] or parts[1] in _OF_A_MODULE:
+    if len(parts) != 2:
         return False
-    if parts[0] == "self" and parts not in code.tree.assigned:
+    owner, method = parts
+    if owner != scaler.partition(".")[0] or method in _OF_A_MODULE:
+        return False
+    if owner == "self" and parts not in code.tree.assigned:
         return code.may_inherit(call)
     return not code.is_of_torch(parts)
 
@@ -176,39 +203,63 @@ def _has_plain_branch(code: CodeReader, scaled: Event, event: Event) -> bool:
 
     The branches are those of one `if`, or of two with opposite conditions.
     """
-    steps = event.unit.between("scaler step", 0, scaled.order)
-    before = next((s.order for s in steps if not s.place.excludes(scaled.place)), 0)
-    for plain in event.unit.between("backward", before, event.order):
-        is_branch = not set(plain.place.arms) <= set(event.place.arms)
-        is_near = plain.place.loops == scaled.place.loops
-        may_lead = not plain.place.excludes(event.place)
-        if is_branch and is_near and may_lead and not code.both_run(plain, scaled):
+    first = _order_of_step_before(scaled)
+    for plain in event.unit.between("backward", first, event.order):
+        if set(plain.place.arms) <= set(event.place.arms):
+            continue  # it is in no branch of its own
+        if plain.place.loops != scaled.place.loops or plain.place.excludes(event.place):
+            continue
+        if not code.both_run(plain, scaled):
             return True
     return False
 
 
+def _order_of_step_before(scaled: Event) -> int:
+    """The order of the last step by a scaler on the way to a backward; 0 if there is none."""
+    for step in scaled.unit.between("scaler step", 0, scaled.order):
+        if not step.place.excludes(scaled.place):
+            return step.order
+    return 0
+
+
+# Steps of the optimizer itself.
+
+
 def _stepped_beside(code: CodeReader) -> Found:
     for step in of_kind("step", code.events):
-        scaled = code.scaled_before(step) if _is_step(code, step) else None
-        message = _wrong_with_step(code, scaled, step) if scaled is not None else None
+        if not _is_step(code, step):
+            continue
+        scaled = code.scaled_before(step)
+        if scaled is None:
+            continue
+        message = _wrong_with_step(code, scaled, step)
         if message is not None:
             yield step.node, message
 
 
+def _is_step(code: CodeReader, event: Event) -> bool:
+    if event.kind != "step" or "sched" in event.of.lower():
+        return False
+    return code.is_optimizer(event.of)
+
+
 def _wrong_with_step(code: CodeReader, scaled: Event, step: Event) -> str | None:
+    """What is wrong with a plain step after a scaled backward; None if nothing surely is."""
     between = step.unit.events[scaled.order + 1 : step.order]
-    done = {e.kind: e for e in between if e.optimizer == step.of}  # the last of each kind
-    by_scaler = done.get("scaler step")
+    last_of_kind = {event.kind: event for event in between if event.optimizer == step.of}
+    by_scaler = last_of_kind.get("scaler step")
     if by_scaler is not None:
         if not _steps_twice(code, by_scaler, step):
             return None
         is_needed = _steps_alone_elsewhere(code, scaled, by_scaler, step)
         advice = _STEPPED_IN_BOTH if is_needed else _STEPPED_TWICE
         return advice.said(scaler=by_scaler.of, optimizer=step.of)
-    if not _steps_past(code, scaled, step, "unscale" in done):
+    is_unscaled = "unscale" in last_of_kind
+    if not _steps_past(code, scaled, step, is_unscaled):
         return None
-    rest = "" if "unscale" in done else ", and unscale them"
-    advice = _STEPPED_PAST_IN_BOTH if _has_plain_branch(code, scaled, step) else _STEPPED_PAST
+    rest = "" if is_unscaled else ", and unscale them"
+    has_plain_branch = _has_plain_branch(code, scaled, step)
+    advice = _STEPPED_PAST_IN_BOTH if has_plain_branch else _STEPPED_PAST
     return advice.said(scaler=scaled.of, optimizer=step.of, rest=rest)
 
 
@@ -216,80 +267,85 @@ def _steps_twice(code: CodeReader, by_scaler: Event, step: Event) -> bool:
     calls = of_kind("call", step.unit.events[by_scaler.order : step.order])
     if any("zero_grad" in code.tree.code(call.node.func) for call in calls):
         return False  # and gradients anew, by something that is not seen
-    # else other batches may lie between
-    return step.place.loops == by_scaler.place.loops and code.both_run(by_scaler, step)
+    if step.place.loops != by_scaler.place.loops:
+        return False  # other batches may lie between
+    return code.both_run(by_scaler, step)
 
 
 def _steps_alone_elsewhere(code: CodeReader, scaled: Event, by_scaler: Event, step: Event) -> bool:
     """Whether a step is the only one of a run that takes another branch than that of its scaler."""
-    own = [arm for arm in by_scaler.place.arms if arm not in step.place.arms]
-    if not own:
+    own_arms = [arm for arm in by_scaler.place.arms if arm not in step.place.arms]
+    if not own_arms:
         return False
     if _has_plain_branch(code, by_scaler, step):
         return True
-    tests = [code.tree.code(node.test) for node, _ in own if isinstance(node, cst.If)]
-    if any(map(_OF_SCALER.search, tests)):
+    conditions = [node for node, _ in own_arms if isinstance(node, cst.If)]
+    if any(_OF_SCALER.search(code.tree.code(condition.test)) for condition in conditions):
         return True
     # what the other branch calls may run a backward of its own
-    is_scaled_there = any(arm in scaled.place.arms for arm in own)
-    has_other = any(isinstance(node, cst.If) and node.orelse is not None for node, _ in own)
-    return is_scaled_there and has_other
+    is_scaled_there = any(arm in scaled.place.arms for arm in own_arms)
+    has_else = any(condition.orelse is not None for condition in conditions)
+    return is_scaled_there and has_else
 
 
 def _steps_past(code: CodeReader, scaled: Event, step: Event, is_unscaled: bool) -> bool:
     """Whether scaled gradients are surely stepped with, and by the optimizer alone."""
-    by_scaler = step.unit.by_kind["scaler step"]
-    same = step.unit.steps_of[step.of]
-    if by_scaler and not same:
+    steps_by_scaler = step.unit.steps_of[step.of]
+    if not steps_by_scaler and step.unit.by_kind["scaler step"]:
         return False  # it may be the optimizer of another network
-    if any(e.place.excludes(step.place) and not e.place.excludes(scaled.place) for e in same):
-        return False  # a choice between the two, and what it depends on may turn scaling off
+    for by_scaler in steps_by_scaler:
+        if by_scaler.place.excludes(step.place) and not by_scaler.place.excludes(scaled.place):
+            return False  # a choice of the two, and what it depends on may turn scaling off
     if is_unscaled and not set(step.place.arms) <= set(scaled.place.arms):
         return False  # only where a condition holds, such as that all gradients are finite
     text = code.text_between(scaled, step)
-    return not _is_passed_on(scaled.of, text) and not re.search(r"get_scale|\.grad\b", text)
+    return not _is_by_hand(scaled.of, text)
+
+
+def _is_by_hand(scaler: str, text: str) -> bool:
+    """Whether gradients may be unscaled without ``unscale_``, or by what is given the scaler."""
+    return _is_passed_on(scaler, text) or re.search(r"get_scale|\.grad\b", text) is not None
 
 
 def _stepped_in_passes(code: CodeReader) -> Found:
-    told = set()
+    reported = set()
     for event in of_kind("call", code.events):
         func = event.node.func
         if not isinstance(func, cst.Attribute) or func.attr.value not in _PASSES:
             continue
-        optimizer, scaled = code.key(func.value), code.scaled_before(event)
-        if scaled is None or (event.unit, optimizer) in told:
+        optimizer = code.key(func.value)
+        scaled = code.scaled_before(event)
+        if scaled is None or (event.unit, optimizer) in reported:
             continue
         text = code.text_between(scaled, event)
         is_unscaled = "unscale" in text
-        is_checked = bool(_ASKS_FOR_FINITE.search(text))
-        if (is_unscaled and is_checked) or _may_be_by_hand(code, scaled, event):
+        if is_unscaled and _ASKS_FOR_FINITE.search(text):
             continue
-        told.add((event.unit, optimizer))
-        yield (
-            event.node,
-            _STEPPED_IN_PASSES.said(
-                scaler=scaled.of,
-                optimizer=optimizer,
-                step=func.attr.value,
-                rest="" if is_unscaled else ", nor unscale its gradients",
-            ),
+        if _is_by_hand(scaled.of, text) or _calls_what_unscales(code, scaled, event):
+            continue
+        reported.add((event.unit, optimizer))
+        rest = "" if is_unscaled else ", nor unscale its gradients"
+        advice = _STEPPED_IN_PASSES.said(
+            scaler=scaled.of, optimizer=optimizer, step=func.attr.value, rest=rest
         )
+        yield event.node, advice
 
 
-def _may_be_by_hand(code: CodeReader, scaled: Event, step: Event) -> bool:
-    """Whether something between a backward and a pass may unscale the gradients or check them."""
-    text = code.text_between(scaled, step)
-    if _is_passed_on(scaled.of, text) or re.search(r"get_scale|\.grad\b", text):
-        return True
+def _calls_what_unscales(code: CodeReader, scaled: Event, step: Event) -> bool:
+    """Whether a call between a backward and a pass may unscale the gradients or check them."""
     between = of_kind("call", step.unit.events[scaled.order + 1 : step.order])
     return any(_may_unscale(code, event.node, scaled.of) for event in between)
 
 
+# Where autocast ends.
+
+
 def _backward_in_autocast(code: CodeReader) -> Found:
-    spanning = _blocks_around_steps(code)
+    around_steps = _blocks_around_steps(code)
     for event in code.events:
-        is_backward = event.kind in ("scaled", "backward")
-        if is_backward and event.place.autocast not in (None, *spanning):
+        if event.kind not in ("scaled", "backward"):
+            continue
+        if event.place.autocast not in (None, *around_steps):
             yield event.node, _BACKWARD_INSIDE.text
 
 
@@ -300,42 +356,48 @@ def _loop_in_one_block(code: CodeReader) -> Found:
 
 def _blocks_around_steps(code: CodeReader) -> list[cst.Call]:
     """The calls of autocast around a loop with a backward pass and a step of an optimizer."""
-    inside: dict[str, set[cst.Call]] = {"backward": set(), "step": set()}
+    with_backward: set[cst.Call] = set()
+    with_step: set[cst.Call] = set()
     for event in code.events:
         call = event.place.autocast
         if call is None or not event.place.repeats_in_autocast:
             continue
         if event.kind in ("scaled", "backward"):
-            inside["backward"].add(call)
+            with_backward.add(call)
         elif event.kind == "scaler step" or _is_step(code, event):
-            inside["step"].add(call)
-    around = inside["backward"] & inside["step"]
-    return [call for call in around if not nodes.is_false(_cache_of(code.autocast_of(call)))]
+            with_step.add(call)
+    around = with_backward & with_step
+    return [call for call in around if not _is_without_cache(code.autocast_of(call))]
 
 
-def _cache_of(call: cst.Call) -> cst.BaseExpression | None:
-    return nodes.arguments(call.args).get("cache_enabled")
+def _is_without_cache(call: cst.Call) -> bool:
+    return nodes.is_false(nodes.arguments(call.args).get("cache_enabled"))
 
 
-def _is_step(code: CodeReader, event: Event) -> bool:
-    return event.kind == "step" and code.is_optimizer(event.of) and "sched" not in event.of.lower()
+# Updates.
 
 
 def _never_updated(code: CodeReader) -> Found:
     for name in code.made.keys() - code.disabled:
-        own = code.last_of[name]
-        step = own.get("scaler step")
-        if step is None or "scaled" not in own or "update" in own or code.escapes(name):
+        last_of_kind = code.last_of[name]
+        step = last_of_kind.get("scaler step")
+        if step is None or "scaled" not in last_of_kind or "update" in last_of_kind:
+            continue
+        if code.escapes(name):
             continue
         # Not every update is an event: a lambda runs later.
-        updates = code.tree.uses_ending["update"]
-        if not any(use.parts[-2:] == (name, "update") for use in updates):
+        uses = code.tree.uses_ending["update"]
+        if not any(use.parts[-2:] == (name, "update") for use in uses):
             yield step.node, _NEVER_UPDATED.said(scaler=step.of)
 
 
 _NOTES = (_backward_in_autocast,)
-_RULES = (_clipped_scaled, _stepped_beside, _never_updated, checkpoints.saved_without, *_NOTES)
-_RULES += (
+_RULES = (
+    _clipped_scaled,
+    _stepped_beside,
+    _never_updated,
+    checkpoints.saved_without,
+    *_NOTES,
     _stepped_in_passes,
     _loop_in_one_block,
     lifetime.made_each_epoch,
