@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import re
 import stat
 import tokenize
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,8 +37,17 @@ _SKIPPED_FOLDERS = ("__pycache__", "node_modules", "site-packages")
 _WORTH_PROCESSES = 60  # files; below it, starting a process takes longer than it saves
 
 
-# The bytes of the new file, what is said of it, and a title, the old and the new text of each part.
-_Migrated = tuple[bytes, list[Finding], list[tuple[str, str, str]]]
+class _Change(NamedTuple):
+    """The text of a file, or of a cell of a notebook, before and after."""
+
+    title: str
+    """What follows the path in the diff, such as `` (cell 2)``."""
+    old: str
+    new: str
+
+
+# The bytes of the new file, what is said of it, and what is changed.
+_Migrated = tuple[bytes, list[Finding], list[_Change]]
 
 
 @dataclasses.dataclass
@@ -60,7 +71,9 @@ class Result:
     @property
     def to_do(self) -> list[Finding]:
         """The lines that are still to be changed, by this tool or by hand."""
-        done = {"left", "note"} | ({"rewritten"} if self.written else set())
+        done = {"left", "note"}
+        if self.written:
+            done.add("rewritten")
         return [line for line in self.lines if line.kind not in done]
 
 
@@ -72,30 +85,37 @@ def migrate_paths(
     Nothing is changed unless `write`; `wanted` says what is looked at. A file that cannot be done
     is yielded with its error, and left as it was.
     """
-    found: list[Path] = []
     named = dict.fromkeys(map(Path, paths))
     below = {path: list(find(path)) for path in named}
     for path, files_below in below.items():
         if not files_below:
             yield Result(path, error=f"{path}: has no Python file and no notebook in it")
-    for path in dict.fromkeys(path for files_below in below.values() for path in files_below):
+    with_names: list[Path] = []
+    for path in dict.fromkeys(itertools.chain.from_iterable(below.values())):
         if path not in named and path.is_symlink():
             yield Result(path, skipped=f"{path}: is a link: passed over")
             continue
         try:
             if has_names(path):
-                found.append(path)
+                with_names.append(path)
         except OSError as error:
             yield Result(path, error=f"{path}: cannot be read: {error.strerror}")
+    for result in _migrate_all(with_names, write, wanted):
+        if result:
+            yield result
+
+
+def _migrate_all(paths: list[Path], write: bool, wanted: Wanted) -> Iterator[Result]:
+    """Migrate files, many of them in several processes."""
+    # Other processes take a partial, and no function that is defined here.
     migrate = functools.partial(migrate_file, write=write, wanted=wanted)
     processes = min(os.cpu_count() or 1, 4)  # more would wait for the disk
-    if len(found) < _WORTH_PROCESSES or processes == 1:
-        yield from filter(None, map(migrate, found))
+    if len(paths) < _WORTH_PROCESSES or processes == 1:
+        yield from map(migrate, paths)
         return
-    with concurrent.futures.ProcessPoolExecutor(
-        processes, mp_context=multiprocessing.get_context("spawn")
-    ) as pool:
-        yield from filter(None, pool.map(migrate, found, chunksize=8))
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(processes, mp_context=context) as pool:
+        yield from pool.map(migrate, paths, chunksize=8)
 
 
 def find(path: Path) -> Iterator[Path]:
@@ -107,14 +127,22 @@ def find(path: Path) -> Iterator[Path]:
     for folder, below, names in os.walk(path, onerror=broken.append):
         # os.walk goes into what is left
         below[:] = sorted(name for name in below if not _is_skipped(Path(folder, name)))
-        yield from (Path(folder, name) for name in sorted(names) if name.endswith(_ENDINGS))
-        yield from (link for name in below if (link := Path(folder, name)).is_symlink())
-    yield from (Path(error.filename) for error in broken)  # to read them will tell why
+        for name in sorted(names):
+            if name.endswith(_ENDINGS):
+                yield Path(folder, name)
+        for name in below:
+            path_below = Path(folder, name)
+            if path_below.is_symlink():
+                yield path_below
+    for error in broken:  # to read them will tell why
+        yield Path(error.filename)
 
 
 def _is_skipped(folder: Path) -> bool:
     name = folder.name
-    return name.startswith(".") or name in _SKIPPED_FOLDERS or os.path.exists(folder / "pyvenv.cfg")
+    if name.startswith(".") or name in _SKIPPED_FOLDERS:
+        return True
+    return os.path.exists(folder / "pyvenv.cfg")  # a virtual environment
 
 
 def has_names(path: Path) -> bool:
@@ -129,12 +157,12 @@ def migrate_file(path: Path, write: bool = False, wanted: Wanted = EVERYTHING) -
     try:
         return _migrate(path, write, wanted)
     except cst.ParserSyntaxError as error:
-        why = f"line {error.raw_line} does not parse as Python"
+        reason = f"line {error.raw_line} does not parse as Python"
     except (OptionError, OSError) as error:
-        why = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or error
     except ValueError as error:
-        why = f"cannot be migrated: {error}"
-    return Result(path, error=f"{path}: {why}; left as it was")
+        reason = f"cannot be migrated: {error}"
+    return Result(path, error=f"{path}: {reason}; left as it was")
 
 
 def _migrate(path: Path, write: bool, wanted: Wanted) -> Result:
@@ -142,13 +170,16 @@ def _migrate(path: Path, write: bool, wanted: Wanted) -> Result:
         raise OptionError("is a link: give the file itself")
     status = path.stat()
     data = files.read_regular(path, _MOST_BYTES)
-    migrate = _migrate_notebook if path.suffix == ".ipynb" else _migrate_python
-    new, lines, before_and_after = migrate(data, wanted)
-    result = Result(path, lines)
+    if path.suffix == ".ipynb":
+        new, findings, changes = _migrate_notebook(data, wanted)
+    else:
+        new, findings, changes = _migrate_python(data, wanted)
+    result = Result(path, findings)
     if new == data:
         return result
-    result.diff = "".join(_diff(f"{path}{part}", old, now) for part, old, now in before_and_after)
-    result.patch = patch(path, data, new) if wanted.patch else b""
+    result.diff = "".join(_diff(path, change) for change in changes)
+    if wanted.patch:
+        result.patch = patch(path, data, new)
     if write:
         _write(path, data, new, status)
         result.written = True
@@ -156,7 +187,8 @@ def _migrate(path: Path, write: bool, wanted: Wanted) -> Result:
 
 
 def _write(path: Path, old: bytes, new: bytes, status: os.stat_result) -> None:
-    if not status.st_mode & stat.S_IWUSR or not os.access(path, os.W_OK):
+    is_writable = status.st_mode & stat.S_IWUSR and os.access(path, os.W_OK)
+    if not is_writable:
         raise OptionError("is read-only")
     if status.st_nlink > 1:  # to replace the file would part it from its other names
         raise OptionError(f"has {status.st_nlink} names (hard links): copy it first")
@@ -165,11 +197,17 @@ def _write(path: Path, old: bytes, new: bytes, status: os.stat_result) -> None:
     files.write_whole(path, [new], like=status)
 
 
-def _diff(name: str, old: str, new: str) -> str:
-    ends = re.compile(r"\r\n?")
-    before, after = (ends.sub("\n", text).removesuffix("\n").split("\n") for text in (old, new))
-    diff = difflib.unified_diff(before, after, name, name, lineterm="")
-    return "".join(f"{line}\n" for line in diff)
+def _diff(path: Path, change: _Change) -> str:
+    name = f"{path}{change.title}"
+    lines = difflib.unified_diff(
+        _lines_of(change.old), _lines_of(change.new), name, name, lineterm=""
+    )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _lines_of(text: str) -> list[str]:
+    text = re.sub(r"\r\n?", "\n", text)
+    return text.removesuffix("\n").split("\n")
 
 
 def _check_size(size: int) -> None:
@@ -184,9 +222,17 @@ def _migrate_python(data: bytes, wanted: Wanted) -> _Migrated:
     _check_size(len(data))
     if b"\0" in data:
         raise OptionError("has a null byte, so it is no Python")
+    text, encoding = _decode(data)
+    edits, findings = edits_and_findings(text, wanted)
+    new = apply(text, edits)
+    return new.encode(encoding), findings, [_Change("", text, new)]
+
+
+def _decode(data: bytes) -> tuple[str, str]:
+    """The text of a Python file, and its encoding. Raises `OptionError`."""
+    lines = io.BytesIO(data.replace(b"\r\n", b"\n").replace(b"\r", b"\n"))
     try:
-        lines_of = io.BytesIO(data.replace(b"\r\n", b"\n").replace(b"\r", b"\n"))
-        encoding, _ = tokenize.detect_encoding(lines_of.readline)
+        encoding, _ = tokenize.detect_encoding(lines.readline)
         text = data.decode(encoding)
     except LookupError as error:  # rot13, hex and the like are no encodings of text
         raise OptionError(f"its encoding is wrong: {first_line(error)}") from error
@@ -197,9 +243,7 @@ def _migrate_python(data: bytes, wanted: Wanted) -> _Migrated:
         raise OptionError(f"line {line} is not {error.encoding}") from error
     if text.encode(encoding) != data:  # some encodings have two ways to write a character
         raise OptionError(f"its {encoding} cannot be written back as it was")
-    edits, findings = edits_and_findings(text, wanted)
-    new = apply(text, edits)
-    return new.encode(encoding), findings, [("", text, new)]
+    return text, encoding
 
 
 # Notebooks.
@@ -208,12 +252,20 @@ def _migrate_python(data: bytes, wanted: Wanted) -> _Migrated:
 _STRING = re.compile(r'"([^"\\]*(?:\\.[^"\\]*)*)"(\s*:)?')  # a JSON string; a colon follows a key
 
 
+_START = attrgetter("start")
+
+
 class _Cell(NamedTuple):
     number: int  # from 1, among all cells
     text: str
     start: int  # where its text starts in the text of all code cells
     spans: list[slice]
     """Where in the JSON text each piece of its source starts and ends, without quotes."""
+
+    @property
+    def end(self) -> int:
+        """Where its text ends in the text of all code cells."""
+        return self.start + len(self.text)
 
 
 def _migrate_notebook(data: bytes, wanted: Wanted) -> _Migrated:
@@ -229,27 +281,38 @@ def _migrate_notebook(data: bytes, wanted: Wanted) -> _Migrated:
     try:
         edits, findings = edits_and_findings(code, wanted)
     except cst.ParserSyntaxError as error:
-        raise OptionError(_why_no_python(cells)) from error
-    line_of = [code.count("\n", 0, cell.start) for cell in cells]
-    lines = []
-    for finding in findings:
-        at = bisect.bisect_left(line_of, finding.line) - 1
-        lines.append(finding._replace(line=finding.line - line_of[at], cell=cells[at].number))
-    raw_edits, changes = [], []
-    edits = sorted(edits, key=lambda edit: edit.start)
+        raise OptionError(_syntax_error_in(cells)) from error
+    raw_edits: list[Edit] = []
+    changes: list[_Change] = []
+    edits = sorted(edits, key=_START)
     for cell in cells:
-        end = cell.start + len(cell.text)
-        first = bisect.bisect_left(edits, cell.start, key=lambda edit: edit.start)
-        last = bisect.bisect_right(edits, end, key=lambda edit: edit.start)
-        own = [
-            Edit(edit.start - cell.start, min(edit.end, end) - cell.start, edit.text)
-            for edit in edits[first:last]
-        ]
-        new = apply(cell.text, own)
+        new = apply(cell.text, _edits_of(cell, edits))
         if new != cell.text:
             raw_edits.append(_in_json(text, cell, new))
-            changes.append((f" (cell {cell.number})", cell.text, new))
-    return apply(text, raw_edits).encode(), lines, changes
+            changes.append(_Change(f" (cell {cell.number})", cell.text, new))
+    return apply(text, raw_edits).encode(), _by_cell(findings, code, cells), changes
+
+
+def _by_cell(findings: list[Finding], code: str, cells: list[_Cell]) -> list[Finding]:
+    """The findings in the code of all cells, each with its cell and its line in that cell."""
+    lines_before = [code.count("\n", 0, cell.start) for cell in cells]
+    found = []
+    for finding in findings:
+        index = bisect.bisect_left(lines_before, finding.line) - 1
+        line = finding.line - lines_before[index]
+        found.append(finding._replace(line=line, cell=cells[index].number))
+    return found
+
+
+def _edits_of(cell: _Cell, edits: list[Edit]) -> list[Edit]:
+    """Those edits of the code of all cells, in their order, that are of one cell, as its edits."""
+    first = bisect.bisect_left(edits, cell.start, key=_START)
+    last = bisect.bisect_right(edits, cell.end, key=_START)
+    own = []
+    for edit in edits[first:last]:
+        end = min(edit.end, cell.end)
+        own.append(Edit(edit.start - cell.start, end - cell.start, edit.text))
+    return own
 
 
 def _read_notebook(data: bytes) -> tuple[str, list[_Cell]]:
@@ -258,39 +321,65 @@ def _read_notebook(data: bytes) -> tuple[str, list[_Cell]]:
         text = data.decode()
         # The same notebook, with the place of each string in its stead, finds the sources in the
         # text: written anew as a whole, it would get other blanks and escapes.
-        places = _STRING.sub(lambda m: m[0] if m[2] else f'"{m.start(1)} {m.end(1)}"', text)
+        places = _STRING.sub(_place_of_string, text)
         return text, _code_cells(json.loads(text), json.loads(places))
     except UnicodeDecodeError as error:
         raise OptionError(f"byte {error.start} is not UTF-8") from error
     except json.JSONDecodeError as error:
-        why = error.msg.lower().removesuffix(" at").removesuffix(" starting")
-        raise OptionError(f"is no whole notebook: line {error.lineno}, {why}") from error
+        reason = error.msg.lower().removesuffix(" at").removesuffix(" starting")
+        raise OptionError(f"is no whole notebook: line {error.lineno}, {reason}") from error
     except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
         raise OptionError("is JSON, but no notebook") from error
 
 
+def _place_of_string(string: re.Match) -> str:
+    """Where a JSON string starts and ends, as a JSON string; the key of a value stays."""
+    is_key = string[2] is not None
+    if is_key:
+        return string[0]
+    start, end = string.span(1)
+    return f'"{start} {end}"'
+
+
 def _code_cells(notebook: dict, places: dict) -> list[_Cell]:
     """The code cells with something in them; none if the notebook is in another language."""
-    metadata = notebook["metadata"]
-    kernel, info = metadata.get("kernelspec", {}), metadata.get("language_info", {})
-    language = kernel.get("language") or info.get("name")
-    if language is not None and language.lower() not in ("python", "ipython"):
+    if not _is_python(notebook["metadata"]):
         return []
-    cells, start = [], 0
+    cells = []
+    start = 0
     # numbered as people count them, with the text cells
     pairs = zip(notebook["cells"], places["cells"], strict=True)
     for number, (cell, place) in enumerate(pairs, 1):
         if cell["cell_type"] != "code":
             continue
         text = "".join(cell["source"])  # a TypeError if a line of it is no text
-        pieces = [place["source"]] if isinstance(place["source"], str) else place["source"]
-        spans = [slice(*map(int, piece.split())) for piece in pieces]
-        cells.append(_Cell(number, text, start, spans))
+        cells.append(_Cell(number, text, start, _spans_of(place["source"])))
         start += len(text) + 1
     return cells
 
 
-def _why_no_python(cells: list[_Cell]) -> str:
+def _is_python(metadata: dict) -> bool:
+    """Whether a notebook is in Python, or does not say its language."""
+    kernel = metadata.get("kernelspec", {})
+    info = metadata.get("language_info", {})
+    language = kernel.get("language") or info.get("name")
+    if language is None:
+        return True
+    return language.lower() in ("python", "ipython")
+
+
+def _spans_of(places: str | list[str]) -> list[slice]:
+    """The spans of a source, which is one string or a list of them."""
+    if isinstance(places, str):
+        places = [places]
+    spans = []
+    for place in places:
+        start_and_end = map(int, place.split())
+        spans.append(slice(*start_and_end))
+    return spans
+
+
+def _syntax_error_in(cells: list[_Cell]) -> str:
     for cell in cells:
         try:
             with_room_to_recurse(cst.parse_module, without_magics(cell.text))
@@ -303,12 +392,23 @@ def _in_json(text: str, cell: _Cell, new: str) -> Edit:
     """An edit of the JSON text that puts a new source into a cell, and leaves each old line."""
     raw = "".join(text[span] for span in cell.spans)
     raw_lines = re.findall(r"(?:[^\\]|\\[^n])*\\n|(?:[^\\]|\\[^n])+", raw)
-    old_lines, new_lines = (re.findall(r"[^\n]*\n|[^\n]+", source) for source in (cell.text, new))
-    same = dict(zip(old_lines, raw_lines, strict=True))
+    raw_of = dict(zip(_with_ends(cell.text), raw_lines, strict=True))
     is_ascii = text.isascii()
-    lines = [same.get(x) or json.dumps(x, ensure_ascii=is_ascii)[1:-1] for x in new_lines]
-    start, end = cell.spans[0].start, cell.spans[-1].stop
+    lines = []
+    for line in _with_ends(new):
+        old_raw = raw_of.get(line)
+        lines.append(old_raw or json.dumps(line, ensure_ascii=is_ascii)[1:-1])
+    start = cell.spans[0].start
+    end = cell.spans[-1].stop
     before = text[: start - 1].rstrip()
-    # In a list, the blanks after its bracket separate each line from the next one too.
-    separator = f'",{text[len(before) : start - 1]}"' if before.endswith("[") else ""
+    separator = ""
+    if before.endswith("["):
+        # In a list, the blanks after its bracket separate each line from the next one too.
+        blanks = text[len(before) : start - 1]
+        separator = f'",{blanks}"'
     return Edit(start, end, separator.join(lines))
+
+
+def _with_ends(source: str) -> list[str]:
+    """The lines of a source, each with its newline."""
+    return re.findall(r"[^\n]*\n|[^\n]+", source)

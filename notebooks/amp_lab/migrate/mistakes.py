@@ -176,7 +176,7 @@ def _may_be_unscaled(code: CodeReader, scaled: Event, clip: Event) -> bool:
 
 
 def _is_passed_on(scaler: str, text: str) -> bool:
-    """Whether a scaler is an argument of something, or is given another name."""
+    """Whether a scaler by itself is an argument of something."""
     return re.search(rf"[(,=]\s*{re.escape(scaler)}\s*[,)]", text) is not None
 
 
