@@ -84,10 +84,8 @@ class Rule(Rewriter):
             return child is parent.body and not _always_ends(parent)
         if isinstance(parent, cst.With):
             return child is parent.body and _suppresses(parent)
-        if isinstance(parent, cst.BooleanOperation):
-            test = parent.left
-        else:
-            test = getattr(parent, "test", None)
+        is_operator = isinstance(parent, cst.BooleanOperation)
+        test = parent.left if is_operator else getattr(parent, "test", None)
         if test is None or test is child:
             return False
         return self._asks_for_apex(test)
@@ -122,20 +120,14 @@ class Rule(Rewriter):
         call = self.tree.call_of(use.node)
         if call is None or equal is None or equal.added:
             return False
-        name = f"{equal.module}.{equal.name}"
         for parent, child in self.tree.ancestors(use.node):
-            if not isinstance(parent, cst.If | cst.IfExp):
-                continue
-            if child is parent.body and self._makes(parent.orelse, name, call.args):
-                return True
-            if child is parent.orelse and self._makes(parent.body, name, call.args):
+            arm = _other_arm(parent, child)
+            if arm is not None and self._makes(arm, equal.dotted_name, call.args):
                 return True
         return False
 
-    def _makes(self, arm: cst.CSTNode | None, name: str, args: Sequence[cst.Arg]) -> bool:
+    def _makes(self, arm: cst.CSTNode, name: str, args: Sequence[cst.Arg]) -> bool:
         """Whether something of a dotted name is called in an arm, with the same arguments."""
-        if arm is None:
-            return False
         values = self._values(args)
         for node in nodes.below(arm):
             if not isinstance(node, cst.Call):
@@ -203,7 +195,7 @@ class Rule(Rewriter):
         self.replace(use.node, name)
         if call is not None:
             self._add_arguments(call, equal)
-        self.say(use.node, "rewritten", f"{old} is {equal.module}.{equal.name}")
+        self.say(use.node, "rewritten", f"{old} is {equal.dotted_name}")
 
     def _add_arguments(self, call: cst.Call, equal: Equal) -> None:
         """Add the keywords that give torch's class the defaults of Apex's."""
@@ -223,8 +215,7 @@ class Rule(Rewriter):
             return False
         if old in self.compared:  # what is made has to be of the class that is asked for
             return False
-        equal = EQUALS[old]
-        self._rewrite_to(use, old, f"{equal.module}.{equal.name}")
+        self._rewrite_to(use, old, EQUALS[old].dotted_name)
         return True
 
     def _rewrite_import(self, node: cst.Import | cst.ImportFrom, scope: Scope) -> None:
@@ -234,7 +225,10 @@ class Rule(Rewriter):
             olds[alias] = public_name(self.tree.imported[alias] or "")
         if not any(map(is_apex, olds.values())):
             return
-        counts = {alias: len(self.tree.uses_of(nodes.bound_name(alias), scope)) for alias in olds}
+        counts: dict[cst.ImportAlias, int] = {}
+        for alias in olds:
+            uses = self.tree.uses_of(nodes.bound_name(alias), scope)
+            counts[alias] = len(uses)
         if isinstance(node, cst.ImportFrom) and self._can_be_torch(node, olds, counts):
             self._import_from_torch(node, olds)
             return
@@ -340,6 +334,17 @@ class Rule(Rewriter):
                 break
             marks.add(line.strip().removeprefix(MARK))
         return marks
+
+
+def _other_arm(parent: cst.CSTNode, child: cst.CSTNode) -> cst.CSTNode | None:
+    """The arm of an `if` that runs where one of its arms does not."""
+    if not isinstance(parent, cst.If | cst.IfExp):
+        return None
+    if child is parent.body:
+        return parent.orelse
+    if child is parent.orelse:
+        return parent.body
+    return None
 
 
 def _always_ends(tried: cst.Try) -> bool:

@@ -24,6 +24,11 @@ class Equal(NamedTuple):
     keywords: str = ""
     added: str = ""  # keywords, where they are not given
 
+    @property
+    def dotted_name(self) -> str:
+        """The whole name, such as ``torch.optim.AdamW``."""
+        return f"{self.module}.{self.name}"
+
 
 EQUALS = {
     "apex.optimizers.FusedAdam": Equal(  # AdamW's own decay is 0.01
@@ -57,7 +62,7 @@ _SCALER = 'scaler = torch.amp.GradScaler("cuda") once'
 _MASTERS = f"keep the model in float32; put {_AUTOCAST}, and make {_SCALER}, to train"
 _FLOAT = 'compute in torch.autocast("cuda", enabled=False), on x.float() for each input'
 _PROMOTES = "drop it: ops of two dtypes promote by themselves in autocast"
-_ADVICE = {name: f"write {equal.module}.{equal.name}" for name, equal in EQUALS.items()}
+_ADVICE = {name: f"write {equal.dotted_name}" for name, equal in EQUALS.items()}
 _ADVICE |= {  # by the longest name that fits
     "apex.amp.initialize": (
         f"delete it; at O1 and O2 put {_AUTOCAST}, and make {_SCALER}; O0 is plain float32, and O3 "

@@ -14,16 +14,21 @@ from typing import TypeGuard
 import libcst as cst
 
 from amp_lab.migrate import nodes
-from amp_lab.migrate.amp_names import NEW, OLD, OLD_MODULES
+from amp_lab.migrate.amp_names import OLD, OLD_MODULES
 from amp_lab.migrate.context_functions import contexts_of
-from amp_lab.migrate.events import Event, Exit, Place, Unit, last_part, of_kind
+from amp_lab.migrate.events import Event, Exit, Place, Unit, last_part, of_kind, place_of_part
 from amp_lab.migrate.python_tree import Scope, Tree
 
+
+def _old_names_of(name: str) -> list[str]:
+    return [old for old, (today, _) in OLD.items() if today == name]
+
+
 # Each class with the place of `enabled` among its arguments: those of old had no device before it.
-SCALERS = {origin: 4 for origin, (name, _) in OLD.items() if name == "GradScaler"}
+SCALERS = dict.fromkeys(_old_names_of("GradScaler"), 4)
 SCALERS |= {"torch.amp.GradScaler": 5, "torch.amp.grad_scaler.GradScaler": 5}
-AUTOCASTS = {origin: 0 for origin, (name, _) in OLD.items() if name == "autocast"}
-AUTOCASTS |= {origin: 2 for origin, name in NEW.items() if name == "autocast"}
+AUTOCASTS = dict.fromkeys(_old_names_of("autocast"), 0)
+AUTOCASTS |= {"torch.amp.autocast": 2, "torch.autocast": 2}
 AUTOCASTS |= {"torch.amp.autocast_mode.autocast": 2}
 _CLIP_NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
 CLIPS = {f"torch.nn.utils.{name}" for name in _CLIP_NAMES}
@@ -128,7 +133,7 @@ class CodeReader:
             if isinstance(part, cst.FunctionDef):
                 self._read_function(part, unit.scope)
             else:
-                self._read(part, _place_of(part, node, place), unit)
+                self._read(part, place_of_part(part, node, place), unit)
             place = self._place_after(part, place, unit.scope)
         if isinstance(node, cst.Continue | cst.Return):
             unit.exits.append(Exit(node, place, len(unit.events)))
@@ -137,7 +142,8 @@ class CodeReader:
 
     def _read_function(self, function: cst.FunctionDef, scope: Scope) -> None:
         """Note what happens in a function, which runs elsewhere than where it stands."""
-        self._read(function.body, self._start_of(function, scope), self._units[function])
+        start = self._start_of(function, scope)
+        self._read(function.body, start, self._units[function])
 
     def _start_of(self, function: cst.FunctionDef, scope: Scope) -> Place:
         """The place in which a function starts: in autocast, if it is decorated so."""
@@ -151,7 +157,8 @@ class CodeReader:
         """Add the event that a call is."""
         kind, scaler, optimizer = self._kind(call, unit)
         order = len(unit.events)
-        unit.events.append(Event(kind, call, place, unit, order, scaler, optimizer))
+        event = Event(kind, call, place, unit, order, scaler, optimizer)
+        unit.events.append(event)
         if kind in ("scaler step", "unscale"):
             self.stepped[optimizer].add(unit.scope.find(optimizer))
 
@@ -294,7 +301,8 @@ class CodeReader:
     def is_one(self, key: str) -> bool:
         """Whether a name is that of one scaler, and no other name of another one."""
         parts = tuple(key.split("."))
-        return all(map(self._is_new_scaler, self.tree.assigned.get(parts, ())))
+        values = self.tree.assigned.get(parts, ())
+        return all(map(self._is_new_scaler, values))
 
     def is_optimizer(self, key: str) -> bool:
         """Whether a name is that of an optimizer, as far as names and steps tell."""
@@ -350,7 +358,8 @@ class CodeReader:
         is_attribute = any(key.startswith("self.") for key in self.made.get(name, ()))
         if is_attribute and self._object_escapes:
             return True
-        return not all(self.stays(use.node, name) for use in self.tree.uses_ending[name])
+        uses = self.tree.uses_ending[name]
+        return not all(self.stays(use.node, name) for use in uses)
 
     @functools.cached_property
     def _object_escapes(self) -> bool:
@@ -364,14 +373,17 @@ class CodeReader:
             return True
         if len(parts) != 2 or parts[0] != "self":
             return False
-        return parts[1] not in self.functions and parts not in self.tree.assigned
+        _, method = parts
+        return method not in self.functions and parts not in self.tree.assigned
 
     def stays(self, node: cst.CSTNode, name: str) -> bool:
         """Whether a use of a scaler leaves it in this file, and by its name."""
         parent = self.tree.parents[node]
         if isinstance(parent, _KEEPS):
             return True
-        new_names = {last_part(self.key(target)) for target, _ in nodes.assignments(parent)}
+        new_names = set()
+        for target, _ in nodes.assignments(parent):
+            new_names.add(last_part(self.key(target)))
         return new_names == {name}
 
     # Events.
@@ -432,11 +444,12 @@ class CodeReader:
 
     def scaled_before(self, event: Event) -> Event | None:
         """The last scaled backward before an event that is on a way to it, in its loops."""
-        before = event.unit.between("scaled", 0, event.order)
-        scaled = next((e for e in before if not e.place.excludes(event.place)), None)
+        scaled = event.unit.last_scaled_before(event)
         if scaled is None or last_part(scaled.of) in self.disabled:
             return None
-        if not scaled.place.shares_loops(event.place) or not self.both_run(scaled, event):
+        if not scaled.place.shares_loops(event.place):
+            return None
+        if not self.both_run(scaled, event):
             return None
         # What is clipped or stepped may be the gradients of a plain backward in between.
         for backward in event.unit.between("backward", scaled.order, event.order):
@@ -450,24 +463,3 @@ class CodeReader:
         _, end = self.tree.span(second.node)
         text = self.tree.text[start:end]
         return re.sub(r"#.*", "", text)  # a comment that names unscale_ unscales nothing
-
-
-def _arms(node: cst.CSTNode) -> list[cst.CSTNode | None]:
-    """The parts of a statement that exclude each other; a handler runs in place of the rest."""
-    if isinstance(node, cst.If):
-        return [node.body, node.orelse]
-    if isinstance(node, cst.Try | cst.TryStar):
-        return [node.body, *node.handlers]
-    if isinstance(node, cst.Match):
-        return [*node.cases]
-    return []
-
-
-def _place_of(part: cst.CSTNode, node: cst.CSTNode, place: Place) -> Place:
-    """The place of a part of a node that has a place itself."""
-    arms = _arms(node)
-    if part in arms:
-        return place.in_arm(node, arms.index(part))
-    if isinstance(node, cst.For | cst.While) and part is node.body:
-        return dataclasses.replace(place, loops=(*place.loops, node))
-    return place

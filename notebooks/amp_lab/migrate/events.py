@@ -145,6 +145,13 @@ class Unit:
         numbers = range(start, stop)
         return (events[number] for number in reversed(numbers))
 
+    def last_scaled_before(self, event: Event) -> Event | None:
+        """The last scaled backward before an event that is on a way to it."""
+        for scaled in self.between("scaled", 0, event.order):
+            if not scaled.place.excludes(event.place):
+                return scaled
+        return None
+
 
 def of_kind(kind: str, events: Iterable[Event]) -> list[Event]:
     """The events of a kind, in their order."""
@@ -154,3 +161,24 @@ def of_kind(kind: str, events: Iterable[Event]) -> list[Event]:
 def last_part(key: str) -> str:
     """``scaler`` of ``self.scaler``."""
     return key.rpartition(".")[2]
+
+
+def place_of_part(part: cst.CSTNode, node: cst.CSTNode, place: Place) -> Place:
+    """The place of a part of a node that has a place itself."""
+    arms = _arms(node)
+    if part in arms:
+        return place.in_arm(node, arms.index(part))
+    if isinstance(node, cst.For | cst.While) and part is node.body:
+        return dataclasses.replace(place, loops=(*place.loops, node))
+    return place
+
+
+def _arms(node: cst.CSTNode) -> list[cst.CSTNode | None]:
+    """The parts of a statement that exclude each other; a handler runs in place of the rest."""
+    if isinstance(node, cst.If):
+        return [node.body, node.orelse]
+    if isinstance(node, cst.Try | cst.TryStar):
+        return [node.body, *node.handlers]
+    if isinstance(node, cst.Match):
+        return [*node.cases]
+    return []
