@@ -22,8 +22,9 @@ from amp_lab.migrate.apex_names import (
     public_name,
     section_of,
 )
-from amp_lab.migrate.python_tree import Binding, Scope, Tree, Use
+from amp_lab.migrate.python_tree import Tree
 from amp_lab.migrate.rewriter import Rewriter
+from amp_lab.migrate.scopes import Binding, Scope, Use
 from amp_lab.migrate.version_guards import is_guarded
 
 TRIGGERS = ("apex",)

@@ -6,7 +6,7 @@ import libcst as cst
 
 from amp_lab.migrate import nodes
 from amp_lab.migrate.code_reader import CodeReader, Found
-from amp_lab.migrate.python_tree import Scope
+from amp_lab.migrate.scopes import Scope
 from amp_lab.remedies import remedy
 
 _NOT_SAVED = remedy(

@@ -17,7 +17,8 @@ from amp_lab.migrate import nodes
 from amp_lab.migrate.amp_names import OLD, OLD_MODULES
 from amp_lab.migrate.context_functions import contexts_of
 from amp_lab.migrate.events import Event, Exit, Place, Unit, last_part, of_kind, place_of_part
-from amp_lab.migrate.python_tree import Scope, Tree
+from amp_lab.migrate.python_tree import Tree
+from amp_lab.migrate.scopes import Scope
 
 
 def _old_names_of(name: str) -> list[str]:

@@ -12,7 +12,7 @@ from operator import attrgetter
 
 import libcst as cst
 
-from amp_lab.migrate.python_tree import Scope
+from amp_lab.migrate.scopes import Scope
 
 Loops = tuple[cst.CSTNode, ...]
 """The loops around something, the outermost first."""

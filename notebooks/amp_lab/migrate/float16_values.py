@@ -10,7 +10,7 @@ from amp_lab.migrate import nodes
 from amp_lab.migrate.amp_names import OLD
 from amp_lab.migrate.code_reader import AUTOCASTS, CodeReader
 from amp_lab.migrate.events import Event, Unit, last_part
-from amp_lab.migrate.python_tree import Scope
+from amp_lab.migrate.scopes import Scope
 
 _Name = tuple[str, ...]  # dotted, by its parts
 FLOAT16 = {"torch.float16", "torch.half"}

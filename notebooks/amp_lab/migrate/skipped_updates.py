@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import libcst as cst
 
 from amp_lab.migrate import nodes
-from amp_lab.migrate.code_reader import CodeReader, Event, Exit, Found, last_part
+from amp_lab.migrate.code_reader import CodeReader, Found
+from amp_lab.migrate.events import Event, Exit, last_part
 from amp_lab.remedies import remedy
 
 _PATH_WITHOUT_UPDATE = remedy(

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import libcst as cst
 
 from amp_lab.migrate import nodes
-from amp_lab.migrate.code_reader import AUTOCASTS, CodeReader, Event, Found, of_kind
+from amp_lab.migrate.code_reader import AUTOCASTS, CodeReader, Found
+from amp_lab.migrate.events import Event, of_kind
 from amp_lab.migrate.float16_values import FLOAT16, Float16Values
 from amp_lab.remedies import remedy
 
