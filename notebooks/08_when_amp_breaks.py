@@ -10,7 +10,7 @@
 # # Find out why AMP broke, and repair it
 #
 # **What you'll do.** Start from what you see: an error message, a warning, a NaN, or a run that is
-# no faster than before. Find it in one of the two tables and follow the link. Most sections
+# no faster than before. Find it in one of the three tables and follow the link. Most sections
 # reproduce the failure in a few lines, and all of them explain and repair it.
 #
 # **What you'll learn.**
@@ -101,7 +101,7 @@
 # | `Type parameter (T) of Optype (LayerNormalization) bound to different types` | ONNX Runtime refuses the file: in an fp16 model the older exporter (`dynamo=False`) may [leave float32 before the norm](https://github.com/pytorch/pytorch/issues/190338), as where attention has a boolean mask. Export with `dynamo=True`, and outside of autocast: [notebook 18](18_inference_and_export.ipynb#Export) |
 # | `Type 'tensor(float16)' of input parameter … of operator (Range) in node … is invalid` | ONNX Runtime refuses an `arange` in fp16 that the older exporter (`dynamo=False`) wrote. Export with `dynamo=True`: [notebook 18](18_inference_and_export.ipynb#Export) |
 #
-# **From other packages and by users.** These messages are quoted from reports of users.
+# **Other packages.** These messages are quoted from reports of users.
 #
 # | message | what it means |
 # |---|---|
