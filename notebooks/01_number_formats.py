@@ -272,7 +272,7 @@ big, one = torch.tensor(2.0**24), torch.tensor(1.0)  # the same in fp32, from 2^
 assert (big + one) + one != big + (one + one)
 
 # %% [markdown]
-# One order gives 2048 and the other 2050. The same happens in fp32, from 2^24 on. This is one reason
+# One order gives 2048 and the other 2050. The same happens in fp32 at 2^24. This is one reason
 # why two devices, or two runs of a parallel sum, may differ in the last digits, and why you compare
 # floating-point results with a tolerance.
 #

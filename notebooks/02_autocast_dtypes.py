@@ -435,7 +435,7 @@ print(error_of(output.float().sum().backward))
 # The forward pass succeeds, and the error comes with the backward pass, which may be far away in
 # your program. Two decorators repair it: `custom_fwd` remembers the state of autocast, and
 # `custom_bwd` restores it for the backward pass. Here autocast around a backward pass is right. Both
-# have to be told the type of device.
+# need the [type of device](https://docs.pytorch.org/docs/stable/amp.html#torch.amp.custom_fwd).
 #
 # The other use is a function that works in one dtype only, such as a kernel that you wrote for
 # fp32. With `cast_inputs`, a call in an autocast block has its eligible arguments cast before they come

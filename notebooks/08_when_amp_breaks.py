@@ -958,8 +958,7 @@ assert "the loss has no graph" in message
 # %% [markdown]
 # **Notice it earlier.** Print the names of the parameters whose `.grad` is `None` after one step.
 # Before that, `gradient_underflow(model, loss)` refuses such a loss: it has no graph, or it does
-# not depend on the model. `amp-lab memory --loss` says that no gradient leads to the
-# parameters. <!-- tests/tracing/test_memory.py -->
+# not depend on the model. `amp-lab memory --loss` refuses a loss that has no graph. <!-- tests/tracing/test_memory.py -->
 
 # %% [markdown]
 # ### 12 Scaler methods are called in the wrong order
@@ -1721,8 +1720,9 @@ assert not any("quantile" in op or "linalg_inv" in op for op in listed)
 assert torch.linalg.det(torch.eye(2).half().float()) == 1
 
 # %% [markdown]
-# **Notice it earlier.** Run `amp-lab xray` on the model ([notebook 09](09_xray_your_model.ipynb)): it
-# stops at such an op and says what to do.
+# **Notice it earlier.** Run `amp-lab xray` on the model ([notebook 09](09_xray_your_model.ipynb)). It
+# stops at an op that refuses the dtype itself, as the quantile and the inverse do. A missing kernel,
+# such as that of the determinant, shows in a real run alone: `--real`. <!-- tests/remedies/test_dtype_remedies.py -->
 
 # %% [markdown]
 # ### 24 NumPy does not know bf16
@@ -2073,7 +2073,8 @@ assert sum([one] * 1000, start=0 * one) == 256  # 256 + 1 is 256
 # The same happens without autocast where the code itself casts whole numbers, with
 # `.to(torch.bfloat16)` or `dtype=`. And it happens to coordinates with a large offset:
 # `torchvision.ops.batched_nms` shifts the boxes of each class by more than the largest coordinate.
-# Near 53,000, numbers in fp16 are 32 apart and in bf16 256, so boxes of that size become one, or none.
+# Near 53,000, numbers in fp16 are 32 apart and in bf16 256, so the edges of a box of 30 pixels are
+# one spacing apart, or none.
 #
 # **The fix.** Make an island, as in section 1; where the code itself casts, leave out the cast. Never
 # keep indices, positions, coordinates, counters or sums of losses in half precision: call `.float()`

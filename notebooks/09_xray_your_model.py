@@ -581,7 +581,7 @@ print(f"{count / 1e9:.2f} billion parameters, {4 * count / 2**30:.1f} GiB in fp3
 assert count > 6.5e9
 
 # %% [markdown]
-# We train it with AdamW on one sequence of 2048 tokens, on a card of 139 GiB, as an H200 has. The
+# We train it with AdamW on one sequence of 2048 tokens, on a card of 139 GiB. The
 # loss is computed on `.float()`, as above. Before you run this: by how much does bf16 lower the peak?
 
 
@@ -707,8 +707,8 @@ assert planted.module == "blocks.2.norm1"
 # with the module and the value. The two numbers in the report say why: repeated in fp64, the two
 # norms differ by 2.23e-05 of the result, and rounding would explain at most 1e-10. A threshold on
 # the output, between the two, would have called the first pair wrong and the second one right. The
-# same works for a model and its compiled form, for two batch sizes and for two devices, and from a
-# terminal as `amp-lab diff`.
+# same works for two batch sizes and for two devices, and from a terminal as `amp-lab diff`. (Of a
+# compiled model it compares modules, once the outputs differ.) <!-- tests/cli/test_diff_command.py -->
 #
 # ## Hold the forecast against the truth (optional)
 #

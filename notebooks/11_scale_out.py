@@ -728,7 +728,7 @@ assert not hasattr(FSDPModule, "join")
 # ```
 #
 # With `--max-restarts 3` [torchrun](https://docs.pytorch.org/docs/stable/elastic/run.html) starts all processes
-# again when one is lost, up to three times, and the training resumes from its last checkpoint by itself.
+# again when one is lost, up to three times, and the training resumes from its last checkpoint by itself. <!-- tests/training/test_parallel_run.py -->
 #
 # ## Save on four, go on with two (optional)
 #

@@ -104,7 +104,7 @@ assert torch.equal(today, as_apex_did)
 # | `apex.parallel.convert_syncbn_model` | `torch.nn.SyncBatchNorm.convert_sync_batchnorm` |
 # | `apex.normalization.FusedLayerNorm` | `torch.nn.LayerNorm` |
 #
-# (The default of `weight_decay` is 0.01 in `AdamW`, and was 0 in `FusedAdam`.)
+# (The default of `weight_decay` is 0.01 in `AdamW`, and was 0 in `FusedAdam`.) <!-- tests/migrate/test_apex.py -->
 #
 # ## A toy Apex (optional)
 #

@@ -549,16 +549,16 @@ assert arrived[10_000] < arrived[1000] < 0.8
 # on the whole the update arrives. At a tenth of that most values do not move at all, and more than
 # half of the update is gone.
 #
-# So **keep the adapter** beside the base, and no update is rounded away; or merge into a copy of
-# the base in **fp32**; or, if it has to be bf16, merge in fp32 and round **once**, which is the
-# least that bf16 can lose. A base that was quantised for training
+# So **keep the adapter** beside the base; or merge into a copy in **fp32**; or, if it has to be bf16,
+# merge in fp32 and round **once**. (What runs in bf16 rounds small updates in its outputs, too.) A base
+# that was quantised for training
 # ([QLoRA](https://arxiv.org/abs/2305.14314)) is part of what was trained: dequantise it and merge
 # into that.
 #
 # The tests hold this `LoRA` against that of [peft](https://huggingface.co/docs/peft): outputs, dtypes
 # and merged weights are the same. peft too keeps adapters in fp32 where the base is in 16 bits, unless
 # you pass `autocast_adapter_dtype=False`. Its `merge_and_unload` rounds once, and with
-# `safe_merge=True` twice.
+# `safe_merge=True` twice. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## The same prompt, another text
 #

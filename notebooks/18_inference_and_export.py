@@ -588,9 +588,10 @@ with torch.inference_mode():
 # whole step of bf16, which spreads from layer to layer: in a deep model many outputs can differ.
 # <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
-# What can be had: the same bits for the same batch on the same machine
-# (`torch.use_deterministic_algorithms`), a fixed, padded batch, or kernels that are made to be
-# batch-invariant. The same bits on another device, or after an update of the libraries, are [not
+# You can have the same bits for the same batch on the same machine, with
+# [`torch.use_deterministic_algorithms`](https://docs.pytorch.org/docs/stable/notes/randomness.html); a
+# fixed, padded batch; or kernels that are made to be
+# [batch-invariant](https://github.com/thinking-machines-lab/batch_invariant_ops). The same bits on another device, or after an update of the libraries, are [not
 # guaranteed](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html). `amp-lab diff
 # --batch-sizes` finds the op where two batch sizes diverge.
 #
