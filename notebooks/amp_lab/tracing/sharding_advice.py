@@ -111,13 +111,13 @@ _INPUTS = _remedy(
 )
 
 
-def _refused_units(found: ShardingXray) -> Iterator[str]:
-    for unit in found.units:
+def _refused_units(xray: ShardingXray) -> Iterator[str]:
+    for unit in xray.units:
         if unit.refusal is None:
             continue
         place = _place(unit.name)
-        trained = [p for p in found.of(unit.name) if p.trained]
-        groups = _by(trained, "stored")
+        trained = [p for p in xray.of(unit.name) if p.trained]
+        groups = _group_by(trained, "stored")
         if len(groups) < 2:
             yield f"{place} fails at the first step: {unit.refusal}."
             continue
@@ -125,69 +125,69 @@ def _refused_units(found: ShardingXray) -> Iterator[str]:
         yield _TWO_DTYPES.said(place=place, dtypes=" and ".join(dtypes))
 
 
-def _left_out(found: ShardingXray) -> Iterator[str]:
-    left_out = [p for p in found.of(None) if p.trained]
+def _left_out(xray: ShardingXray) -> Iterator[str]:
+    left_out = [p for p in xray.of(None) if p.trained]
     if left_out:
-        cure = _IN_NO_UNIT if _is_fsdp(found) else _IGNORED
+        cure = _IN_NO_UNIT if _is_fsdp(xray) else _IGNORED
         yield cure.said(names=_names(left_out))
 
 
-def _no_master_weights(found: ShardingXray) -> Iterator[str]:
-    low = [p for p in found.parameters if p.trained and p.stored in LOWER_DTYPES]
-    for dtype, members in _by(low, "stored"):
+def _no_master_weights(xray: ShardingXray) -> Iterator[str]:
+    low = [p for p in xray.parameters if p.trained and p.stored in LOWER_DTYPES]
+    for dtype, members in _group_by(low, "stored"):
         more = ""
-        if any(unit.param_dtype is dtype for unit in found.units):
+        if any(unit.param_dtype is dtype for unit in xray.units):
             more = f" and the policy's param_dtype={dtype} has nothing to cast,"
         yield _NO_MASTER_WEIGHTS.said(
             names=_names(members),
             dtype=short_name(dtype),
             more=more,
-            to="param_dtype" if _is_fsdp(found) else "autocast",
+            to="param_dtype" if _is_fsdp(xray) else "autocast",
         )
 
 
-def _upcast_of_low(found: ShardingXray) -> Iterator[str]:
-    wider = [p for p in found.parameters if p.computed.itemsize > p.stored.itemsize]
-    for dtype, members in _by(wider, "computed"):
+def _upcast_of_low(xray: ShardingXray) -> Iterator[str]:
+    wider = [p for p in xray.parameters if p.computed.itemsize > p.stored.itemsize]
+    for dtype, members in _group_by(wider, "computed"):
         stored = short_name(members[0].stored)
         yield _UPCAST.said(names=_names(members), wide=short_name(dtype), stored=stored)
 
 
-def _undone_upcast(found: ShardingXray) -> Iterator[str]:
-    undone = _undone(found)
+def _undone_upcast(xray: ShardingXray) -> Iterator[str]:
+    undone = _undone_upcasts(xray)
     if undone:
         low = short_name(undone[0].computed)
         yield _UNDONE_UPCAST.said(names=_names(undone), low=low, keep=_keep_in_fp32())
 
 
-def _undone(found: ShardingXray) -> list[ShardedParameter]:
-    """Parameters in fp32, of a model mostly in low precision, that are computed in that.
+def _undone_upcasts(xray: ShardingXray) -> list[ShardedParameter]:
+    """Parameters kept in fp32 in a model mostly in low precision, and computed in low precision.
 
     Those trained on a frozen base, such as LoRA's, are in fp32 for the optimizer, as they should.
     """
-    if not _is_fsdp(found):
+    if not _is_fsdp(xray):
         return []
-    low = [p for p in found.parameters if p.stored in LOWER_DTYPES]
+    low = [p for p in xray.parameters if p.stored in LOWER_DTYPES]
     low_elements = sum(p.elements for p in low)
-    if 2 * low_elements < sum(p.elements for p in found.parameters):
+    if 2 * low_elements < sum(p.elements for p in xray.parameters):
         return []
-    narrowed = _narrowed(found)
+    cast_to_low = _computed_in_low_precision(xray)
     if any(p.trained for p in low):
-        return narrowed
-    return [p for p in narrowed if p.of_norm or not p.trained]
+        return cast_to_low
+    return [p for p in cast_to_low if p.of_norm or not p.trained]
 
 
-def _narrowed(found: ShardingXray) -> list[ShardedParameter]:
+def _computed_in_low_precision(xray: ShardingXray) -> list[ShardedParameter]:
     """Parameters that are stored in fp32 and computed in 16 bits."""
-    return [p for p in found.parameters if p.stored is FP32 and p.computed in LOWER_DTYPES]
+    return [p for p in xray.parameters if p.stored is FP32 and p.computed in LOWER_DTYPES]
 
 
-def _norms_in_low_precision(found: ShardingXray) -> Iterator[str]:
-    if not _is_fsdp(found):
+def _norms_in_low_precision(xray: ShardingXray) -> Iterator[str]:
+    if not _is_fsdp(xray):
         return
-    undone = _undone(found)
-    norms = [p for p in _narrowed(found) if p.of_norm and p not in undone]
-    for dtype, members in _by(norms, "computed"):
+    undone = _undone_upcasts(xray)
+    norms = [p for p in _computed_in_low_precision(xray) if p.of_norm and p not in undone]
+    for dtype, members in _group_by(norms, "computed"):
         low = short_name(dtype)
         yield _LOW_NORMS.said(names=_names(members), low=low, keep=_keep_in_fp32())
 
@@ -202,48 +202,53 @@ def _keep_in_fp32() -> str:
     return f"name them in param_dtype_override_fn, or {own_unit}"
 
 
-def _summed_in_low_precision(found: ShardingXray) -> Iterator[str]:
-    cure = _LOW_SUM_FSDP if _is_fsdp(found) else _LOW_SUM_DDP
-    low = [p for p in found.parameters if p.reduced in LOWER_DTYPES]
-    for dtype, members in _by(low, "reduced"):
+def _summed_in_low_precision(xray: ShardingXray) -> Iterator[str]:
+    cure = _LOW_SUM_FSDP if _is_fsdp(xray) else _LOW_SUM_DDP
+    low = [p for p in xray.parameters if p.reduced in LOWER_DTYPES]
+    for dtype, members in _group_by(low, "reduced"):
         yield cure.said(names=_names(members), low=short_name(dtype))
 
 
-def _reduce_dtype_left_out(found: ShardingXray) -> Iterator[str]:
-    for unit in found.units:
+def _reduce_dtype_left_out(xray: ShardingXray) -> Iterator[str]:
+    for unit in xray.units:
         if unit.param_dtype not in LOWER_DTYPES or unit.reduce_dtype is not None:
             continue
-        if any(p.trained and p.reduced is FP32 for p in found.of(unit.name)):
+        if any(p.trained and p.reduced is FP32 for p in xray.of(unit.name)):
             low = short_name(unit.param_dtype)
             yield _NO_REDUCE_DTYPE.said(place=_place(unit.name), low=low)
-            return  # the same policy is mostly that of all
+            return  # one line is enough: most models have one policy for all units
 
 
-def _frozen_in_fp32(found: ShardingXray) -> Iterator[str]:
-    if not _is_fsdp(found):
+def _frozen_in_fp32(xray: ShardingXray) -> Iterator[str]:
+    if not _is_fsdp(xray):
         return
-    frozen = [p for p in _narrowed(found) if not p.trained]
-    for dtype, members in _by(frozen, "computed"):
+    frozen = [p for p in _computed_in_low_precision(xray) if not p.trained]
+    for dtype, members in _group_by(frozen, "computed"):
         yield _FROZEN.said(names=_names(members), low=short_name(dtype))
 
 
-def _buffers(found: ShardingXray) -> Iterator[str]:
-    low_units = {unit.name for unit in found.units if unit.param_dtype in LOWER_DTYPES}
-    others = [buffer for buffer in found.buffers if not buffer.of_norm]
-    wide = [buffer for buffer in others if buffer.dtype is FP32 and buffer.unit in low_units]
+def _buffers_in_fp32(xray: ShardingXray) -> Iterator[str]:
+    """Buffers in fp32 in a unit whose parameters, and so activations, are in 16 bits."""
+    low_units = {unit.name for unit in xray.units if unit.param_dtype in LOWER_DTYPES}
+    in_low_units = [buffer for buffer in xray.buffers if buffer.unit in low_units]
+    wide = [buffer for buffer in in_low_units if buffer.dtype is FP32 and not buffer.of_norm]
     if wide:
         yield _BUFFERS.said(names=_names(wide))
-    statistics = [buffer for buffer in found.buffers if buffer.of_norm]
-    rounded = [buffer for buffer in statistics if buffer.dtype in LOWER_DTYPES]
-    if rounded:
-        yield _LOW_STATISTICS.said(names=_names(rounded))
 
 
-def _inputs_not_cast(found: ShardingXray) -> Iterator[str]:
-    root = next((unit for unit in found.units if not unit.name), None)
+def _low_statistics(xray: ShardingXray) -> Iterator[str]:
+    """Running statistics of norms, stored in 16 bits."""
+    statistics = [buffer for buffer in xray.buffers if buffer.of_norm]
+    low = [buffer for buffer in statistics if buffer.dtype in LOWER_DTYPES]
+    if low:
+        yield _LOW_STATISTICS.said(names=_names(low))
+
+
+def _inputs_not_cast(xray: ShardingXray) -> Iterator[str]:
+    root = next((unit for unit in xray.units if not unit.name), None)
     if root is None or root.cast_forward_inputs or root.param_dtype not in LOWER_DTYPES:
         return
-    wide = [name for name, (_, arrives) in found.inputs.items() if arrives is FP32]
+    wide = [name for name, (_, arrives) in xray.inputs.items() if arrives is FP32]
     if wide:
         yield _INPUTS.said(names=listed(wide, 3), low=short_name(root.param_dtype))
 
@@ -259,15 +264,16 @@ RULES: tuple[Callable[[ShardingXray], Iterator[str]], ...] = (
     _summed_in_low_precision,
     _reduce_dtype_left_out,
     _frozen_in_fp32,
-    _buffers,
+    _buffers_in_fp32,
+    _low_statistics,
     _inputs_not_cast,
 )
 
 
-def _by(
+def _group_by(
     parameters: list[ShardedParameter], key: str
 ) -> list[tuple[torch.dtype, list[ShardedParameter]]]:
-    """The parameters by one of their dtypes."""
+    """The parameters by one of their dtypes, the attribute `key`."""
     groups: dict[Any, list[ShardedParameter]] = {}
     for parameter in parameters:
         groups.setdefault(getattr(parameter, key), []).append(parameter)
@@ -275,7 +281,7 @@ def _by(
 
 
 def _names(tensors: Iterable[ShardedParameter | ShardedBuffer]) -> str:
-    """The first three of them."""
+    """The names of the first three."""
     return listed([tensor.name for tensor in tensors], 3)
 
 
@@ -285,5 +291,5 @@ def _place(unit: str) -> str:
     return f"Unit {unit!r}"
 
 
-def _is_fsdp(found: ShardingXray) -> bool:
-    return found.kind == "FSDP2"
+def _is_fsdp(xray: ShardingXray) -> bool:
+    return xray.kind == "FSDP2"
