@@ -55,13 +55,16 @@ def _run_passes(
     kwargs: dict[str, Any],
     ledger: StorageLedger,
 ) -> None:
-    """Run the forward and the backward pass; what only the graph holds ends with it."""
-    with torch.autograd.graph.saved_tensors_hooks(ledger.keep, lambda tensor: tensor):
+    """Run the forward and the backward pass; the autograd graph is freed when this returns."""
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        pack_hook=ledger.keep, unpack_hook=lambda tensor: tensor
+    )
+    with hooks:
         output = step.output(model, inputs, kwargs)
-    ledger.mark("cached")
+    ledger.mark("cached")  # the same moment: without autocast there is no cache to clear
     ledger.mark("forward")
     roots = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-    if roots:  # none of a frozen model
+    if roots:  # a frozen model has none
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
@@ -73,45 +76,58 @@ def sharded(
 ) -> nn.Module:
     """A copy of the model with fake tensors in place of its own, sharded as `train` does it."""
     named = (*model.named_parameters(), *model.named_buffers())
-    # Anew for each trace, since FSDP2 frees what it has cut into shards.
+    # New ones for each trace, since FSDP2 frees what it has cut into shards.
     fakes = {id(own): torch.empty_like(tensors[name]) for name, own in named}
     ranks = Ranks(Parallel.FSDP, reduce_dtype=reduce_dtype)
     with unset_fake_temporarily():
-        assert ranks.mesh  # it is made of numbers, which fakes do not have
-    return ranks.wrap(_copied(model, fakes, {}), precision)
+        assert ranks.mesh  # made here: it reads its ranks from a tensor, and a fake has no values
+    return ranks.wrap(_copy_with_fakes(model, fakes, copies={}), precision)
 
 
-def _copied(
-    module: nn.Module, fakes: dict[int, torch.Tensor], done: dict[nn.Module, nn.Module]
+def _copy_with_fakes(
+    module: nn.Module, fakes: dict[int, torch.Tensor], copies: dict[nn.Module, nn.Module]
 ) -> nn.Module:
-    """A module whose own tensors are fakes; what else it holds, it shares, such as hooks."""
-    if module in done:
-        return done[module]
-    copied = module.__new__(type(module))
-    done[module] = copied
-    for name, value in vars(module).items():
-        vars(copied)[name] = copy.copy(value) if isinstance(value, dict) else value
+    """A copy of a module and its submodules, with fakes in place of parameters and buffers.
+
+    `fakes` has them by the id of the original. All else is shared with the original, such as hooks.
+    `copies` has the modules copied so far: one that is used in two places stays one.
+    """
+    if module in copies:
+        return copies[module]
+    copied = module.__new__(type(module))  # without __init__
+    copies[module] = copied
+    for name, attribute in vars(module).items():
+        if isinstance(attribute, dict):  # such as _parameters: the original keeps its own
+            vars(copied)[name] = copy.copy(attribute)
+        else:
+            vars(copied)[name] = attribute
     for name, own in module._parameters.items():
-        if own is None:
-            continue
-        fake = fakes[id(own)]
-        if not isinstance(fake, nn.Parameter):  # one that is tied is one for both
-            fake = nn.Parameter(fake, own.requires_grad)
-            fakes[id(own)] = fake
-        copied._parameters[name] = fake  # pyrefly: ignore[unsupported-operation]
+        if own is not None:
+            fake = _fake_parameter(own, fakes)
+            copied._parameters[name] = fake  # pyrefly: ignore[unsupported-operation]
     for name, buffer in module._buffers.items():
         if buffer is not None:
             copied._buffers[name] = fakes[id(buffer)]
-    for name, inner in module._modules.items():
-        if inner is not None:
-            copied._modules[name] = _copied(inner, fakes, done)
+    for name, submodule in module._modules.items():
+        if submodule is not None:
+            copied._modules[name] = _copy_with_fakes(submodule, fakes, copies)
     return copied
+
+
+def _fake_parameter(own: nn.Parameter, fakes: dict[int, torch.Tensor]) -> nn.Parameter:
+    """The fake of a parameter, kept in `fakes`, so that tied parameters stay one parameter."""
+    fake = fakes[id(own)]
+    if isinstance(fake, nn.Parameter):
+        return fake
+    parameter = nn.Parameter(fake, own.requires_grad)
+    fakes[id(own)] = parameter
+    return parameter
 
 
 @contextmanager
 def group_of(ranks: int) -> Iterator[None]:
-    """The block in which this process is the first of so many; the others are not there."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # which makes the back-end
+    """The block in which this process is rank 0 of so many; the other ranks are pretended."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers "fake"
 
     if dist.is_initialized():
         raise TraceError("this process is one of a group: forecast FSDP2's memory in another")

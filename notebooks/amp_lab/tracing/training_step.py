@@ -214,7 +214,9 @@ class TrainingStep:
     def _forward(self, ledger: StorageLedger, inputs: tuple, kwargs: dict[str, Any]) -> Seeds:
         """The forward pass: where the backward pass begins."""
         model = self.run.model
-        hooks = torch.autograd.graph.saved_tensors_hooks(ledger.keep, lambda tensor: tensor)
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            pack_hook=ledger.keep, unpack_hook=lambda tensor: tensor
+        )
         device = backend(self.device_type)
         rnn_casts = _CastOnce(device) if device.fused_rnn_dtype else nullcontext()
         dtype = self.precision.dtype
