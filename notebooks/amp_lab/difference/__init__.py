@@ -71,8 +71,8 @@ def compare_runs(
     """
     if is_compiled(run_a) or is_compiled(run_b):
         return compare_modules(run_a, run_b, inputs, kwargs)
-    a = _recorded("A", run_a, inputs, kwargs)
-    b = _recorded("B", run_b, inputs, kwargs, a)
+    a = _record("A", run_a, inputs, kwargs)
+    b = _record("B", run_b, inputs, kwargs, a)
     alignment = align(a, b)
     growth = []
     unmatched = Counter[str]()  # ops that one run alone has, by the name of the run
@@ -109,7 +109,7 @@ def _growth(pair: Pair) -> Growth:
     return Growth(other.place.module, other.op, one.error, other.error, pair.apart)
 
 
-def _recorded(
+def _record(
     name: str, run: Any, inputs: tuple, kwargs: dict[str, Any], other: RunLog | None = None
 ) -> RunLog:
     if not callable(run):

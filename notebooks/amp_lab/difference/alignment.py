@@ -68,12 +68,12 @@ def align(a: RunLog, b: RunLog) -> Alignment:
         # Side by side, so that an op that replaces another is found beside it.
         for one, other in itertools.zip_longest(stretch_a, stretch_b):
             if tag == "equal":
-                alignment.pairs.append(_matched(one, other))
+                alignment.pairs.append(_matched_pair(one, other))
                 continue
             if one is not None:
-                alignment.pairs.append(_unmatched(one, b))
+                alignment.pairs.append(_unmatched_pair(one, b))
             if other is not None:
-                alignment.pairs.append(_unmatched(other, a))
+                alignment.pairs.append(_unmatched_pair(other, a))
     return alignment
 
 
@@ -86,9 +86,9 @@ def _key(record: OpRecord) -> tuple[str, int, str]:
     return record.place.module, record.place.call, record.op
 
 
-def _matched(one: OpRecord, other: OpRecord) -> Pair:
+def _matched_pair(one: OpRecord, other: OpRecord) -> Pair:
     """Two ops that are the same, with how far apart their results are."""
-    tensors = _common_part(one, other)
+    tensors = _common_rows(one, other)
     if tensors is None:
         # Rows of another batch that lie folded into some other size cannot be told apart.
         return Pair((one, other), math.inf, same=one.log.batch != other.log.batch)
@@ -97,8 +97,11 @@ def _matched(one: OpRecord, other: OpRecord) -> Pair:
     return Pair((one, other), apart, same=apart <= noise)
 
 
-def _common_part(one: OpRecord, other: OpRecord) -> tuple[Tensor, Tensor] | None:
-    """The rows that both results have; None if their shapes differ in more than the batch."""
+def _common_rows(one: OpRecord, other: OpRecord) -> tuple[Tensor, Tensor] | None:
+    """The two results, of different batches the rows that both have; None if the shapes disagree.
+
+    They agree too where as many values lie in another number of dimensions: these come flattened.
+    """
     left = one.exact
     right = other.exact
     if left.shape == right.shape:
@@ -111,10 +114,14 @@ def _common_part(one: OpRecord, other: OpRecord) -> tuple[Tensor, Tensor] | None
     other_batch = other.log.batch
     if batch is None or other_batch is None:
         return None
-    for dim, (size, other_size) in enumerate(zip(left.shape, right.shape, strict=True)):
+    for dim in range(left.dim()):
+        size = left.size(dim)
+        other_size = right.size(dim)
         if size == other_size:
             continue
-        if size * other_batch != other_size * batch:
+        # A dimension with the batch in it, perhaps folded with others, grows as the batch does.
+        is_of_batch = size * other_batch == other_size * batch
+        if not is_of_batch:
             return None
         rows = min(size, other_size)
         left = left.narrow(dim, 0, rows)
@@ -122,7 +129,7 @@ def _common_part(one: OpRecord, other: OpRecord) -> tuple[Tensor, Tensor] | None
     return left, right
 
 
-def _unmatched(record: OpRecord, other_log: RunLog) -> Pair:
+def _unmatched_pair(record: OpRecord, other_log: RunLog) -> Pair:
     """An op that the other run does not have in its place."""
     return Pair((record,), same=_returns_the_same(other_log, record))
 

@@ -108,7 +108,7 @@ def _first_calls(modules: dict[str, nn.Module], inputs: Any) -> dict[str, Any]:
     found = {}
 
     def note(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        found.setdefault(names[module], _copied((args, kwargs)))
+        found.setdefault(names[module], _clone_tensors((args, kwargs)))
 
     with contextlib.ExitStack() as hooks:
         for module in names:
@@ -117,7 +117,7 @@ def _first_calls(modules: dict[str, nn.Module], inputs: Any) -> dict[str, Any]:
     return found
 
 
-def _copied(inputs: Any) -> Any:
+def _clone_tensors(inputs: Any) -> Any:
     return tree_map_only(Tensor, torch.clone, inputs)
 
 
@@ -128,7 +128,7 @@ def _record_eager(module: nn.Module, inputs: Any) -> RunLog:
 
 def _measure(name: str, module: nn.Module, compiled: Any, inputs: Any) -> _Measured:
     """Errors of a module and of its compiled self; of several results, of the one off most."""
-    log = _record_eager(module, _copied(inputs))  # it may write into them
+    log = _record_eager(module, _clone_tensors(inputs))  # it may write into them
     subject = f"{name!r}, compiled," if name else "the model, compiled,"
     if name:
         original = compiled._orig_mod.get_submodule(name)
@@ -141,7 +141,7 @@ def _measure(name: str, module: nn.Module, compiled: Any, inputs: Any) -> _Measu
         raise NumericsError(f"{subject} returns other tensors than without")
     measured = []
     for (eager, exact), result in zip(log.results, results, strict=True):
-        measured.append(_measured(eager, result, exact))
+        measured.append(_measure_errors(eager, result, exact))
     without_results = _Measured(0.0, 0.0, 1.0, torch.float32)
     return max(measured, key=lambda one: one.compiled / one.predicted, default=without_results)
 
@@ -160,7 +160,7 @@ def _run_compiled(compiled: Any, inputs: Any) -> list[Tensor]:
     return [tensor for tensor in results if tensor.is_floating_point()]
 
 
-def _measured(eager: Tensor, compiled: Tensor, exact: Tensor) -> _Measured:
+def _measure_errors(eager: Tensor, compiled: Tensor, exact: Tensor) -> _Measured:
     """The errors of one result."""
     eager_error = rounding.relative_error(eager, exact)
     compiled_error = rounding.relative_error(compiled, exact)

@@ -30,8 +30,10 @@ _SUMS_AND_ORDERS = _SUMS | {
     "flip", "roll", "cat", "stack", "index", "index_select", "gather", "sort", "zeros",
     "zeros_like", "new_zeros", "select", "fill_", "zero_",
 }  # fmt: skip
-_MORE_THAN_THE_OTHER = 4.0  # an op of the two rounds: both may be an unstable kernel
-_DIGITS_LOST = 64.0
+# An op is at fault if it rounds so many times more than its partner; where both round alike, the
+# kernel may be unstable in both runs.
+_TIMES_THE_PARTNER = 4.0
+_TIMES_THE_BETTER = 64.0  # the error of a result that has lost digits
 
 _MERGED = remedy(
     "diff.merged",
@@ -63,7 +65,7 @@ class _Finding(NamedTuple):
 def first_finding(alignment: Alignment) -> Difference | None:
     """The earliest of all kinds; at the same op, in the order of the kinds above."""
     found = []
-    for search in (_functions, _precisions, _orders, _stabilities):
+    for search in (_find_function, _find_precision, _find_order, _find_stability):
         finding = next(search(alignment), None)
         if finding is not None:
             found.append(finding)
@@ -71,7 +73,7 @@ def first_finding(alignment: Alignment) -> Difference | None:
     if found:
         first = min(found, key=lambda finding: numbers[finding.op])
     else:
-        first = next(_merges(alignment), None)
+        first = next(_find_merged(alignment), None)
     if first is None:
         return None
     return _difference(alignment, first, numbers[first.op])
@@ -84,13 +86,13 @@ def _pair_numbers(alignment: Alignment) -> dict[OpRecord, int]:
     return numbers
 
 
-def _functions(alignment: Alignment) -> Iterator[_Finding]:
+def _find_function(alignment: Alignment) -> Iterator[_Finding]:
     """Ops whose exact results differ, on a way to a result of the run that differs as well."""
     agreeing = set()
     for pair in alignment.pairs:
         if pair.same:
             agreeing.update(pair.records)
-    relevant = _reaching(alignment, stops=agreeing)
+    relevant = _used_by_results(alignment, stops=agreeing)
     for pair in alignment.pairs:
         op = pair.last
         if op in relevant and not op.is_neutral:
@@ -98,8 +100,8 @@ def _functions(alignment: Alignment) -> Iterator[_Finding]:
             yield _Finding(op, "function", pair.apart, noise)
 
 
-def _reaching(alignment: Alignment, stops: Set[OpRecord] = frozenset()) -> set[OpRecord]:
-    """The records from which a way leads to a run's results that passes none of the `stops`."""
+def _used_by_results(alignment: Alignment, stops: Set[OpRecord] = frozenset()) -> set[OpRecord]:
+    """The records that a run's results depend on by a path that has none of the `stops`."""
     found = set()
     waiting = [*alignment.a.sinks, *alignment.b.sinks]
     while waiting:
@@ -110,19 +112,26 @@ def _reaching(alignment: Alignment, stops: Set[OpRecord] = frozenset()) -> set[O
     return found
 
 
-def _precisions(alignment: Alignment) -> Iterator[_Finding]:
+def _find_precision(alignment: Alignment) -> Iterator[_Finding]:
     """Ops that round more than the format they are expected in, and more than their partner."""
-    relevant = _reaching(alignment)
+    relevant = _used_by_results(alignment)
     for pair in alignment.pairs:
         for record in pair.records:
             if record not in relevant:
                 continue
-            allowed = _expected_roundoff(alignment, pair, record) + record.allowed
-            limit = max(allowed, _MORE_THAN_THE_OTHER * _smaller_roundoff(pair))
+            predicted = _expected_roundoff(alignment, pair, record) + record.allowed
+            limit = max(predicted, _TIMES_THE_PARTNER * _smaller_roundoff(pair))
             if record.roundoff > limit:
-                op = _blamed(record)
-                kind = "nonfinite" if op.nonfinite else "precision"
-                yield _Finding(op, kind, max(record.roundoff, op.roundoff), allowed)
+                yield _precision_finding(record, predicted)
+
+
+def _precision_finding(record: OpRecord, predicted: float) -> _Finding:
+    """The finding for a record that rounds too much, at the op that is to blame for it."""
+    op = _op_to_blame(record)
+    size = max(record.roundoff, op.roundoff)
+    if op.nonfinite:
+        return _Finding(op, "nonfinite", size, predicted)
+    return _Finding(op, "precision", size, predicted)
 
 
 def _expected_roundoff(alignment: Alignment, pair: Pair, record: OpRecord) -> float:
@@ -140,17 +149,19 @@ def _smaller_roundoff(pair: Pair) -> float:
     return min(record.roundoff for record in pair.records)
 
 
-def _blamed(record: OpRecord) -> OpRecord:
-    """Of a cast that is finite, the op that then computes in the narrower format, if one does."""
-    if record.nonfinite or not record.is_neutral:
+def _op_to_blame(record: OpRecord) -> OpRecord:
+    """The op itself; or, for a cast with a finite result, the op that computes in its format."""
+    is_finite_cast = record.is_neutral and not record.nonfinite
+    if not is_finite_cast:
         return record
-    for user in record.log.records:
-        if record in user.producers and user.dtype == record.dtype and not user.is_neutral:
-            return user
+    for consumer in record.log.records:
+        is_consumer = record in consumer.producers and not consumer.is_neutral
+        if is_consumer and consumer.dtype == record.dtype:
+            return consumer
     return record
 
 
-def _orders(alignment: Alignment) -> Iterator[_Finding]:
+def _find_order(alignment: Alignment) -> Iterator[_Finding]:
     """Sums that are taken in another order, of which nothing is left but the rounding."""
     for numbers in _disagreeing_by_place(alignment).values():
         ops = [alignment.pairs[number].last for number in numbers]
@@ -181,7 +192,7 @@ def _next_agreeing(alignment: Alignment, start: int) -> Pair | None:
     return None
 
 
-def _stabilities(alignment: Alignment) -> Iterator[_Finding]:
+def _find_stability(alignment: Alignment) -> Iterator[_Finding]:
     """Results that are the same in exact arithmetic, one of which has few right digits or none."""
     u = unit_roundoff(alignment.a.format)
     for pair in alignment.pairs:
@@ -192,10 +203,10 @@ def _stabilities(alignment: Alignment) -> Iterator[_Finding]:
         if worse.nonfinite and better.error < worse.error:
             yield _Finding(worse, "nonfinite", worse.error, floor)
             continue
-        limit = _DIGITS_LOST * (better.error + floor)
+        limit = _TIMES_THE_BETTER * (better.error + floor)
         if alignment.same_kind and worse.error > limit:
-            lost = _where_lost(worse, _DIGITS_LOST * floor)
-            if lost.roundoff <= u + lost.allowed:  # else that is a matter of precision
+            lost = _where_lost(worse, _TIMES_THE_BETTER * floor)
+            if lost.roundoff <= u + lost.allowed:  # a larger one is a finding of `_find_precision`
                 yield _Finding(lost, "stability", lost.error, floor)
 
 
@@ -207,9 +218,9 @@ def _by_error(pair: Pair) -> tuple[OpRecord, OpRecord]:
     return one, other
 
 
-def _merges(alignment: Alignment) -> Iterator[_Finding]:
+def _find_merged(alignment: Alignment) -> Iterator[_Finding]:
     """Ops of which one run alone has inputs that differ in fp64 and are equal there."""
-    relevant = _reaching(alignment)
+    relevant = _used_by_results(alignment)
     for pair in alignment.pairs:
         merging = [record for record in pair.records if record.merged]
         if len(merging) == 2:  # both runs have them

@@ -53,7 +53,7 @@ class Difference(Printed):
             ["in A", f"{op_a}, {short_name(self.dtype_a)}"],
             ["in B", f"{op_b}, {short_name(self.dtype_b)}"],
         ]
-        return Table(["kind", self.kind], rows, f"A and B part at {where}", [_wrapped(self.reason)])
+        return Table(["kind", self.kind], rows, f"A and B part at {where}", [_wrap(self.reason)])
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class RunComparison(Printed):
             where = located(jump.op, jump.module, jump.module_type)
             growth = f"from {jump.before:.2g} to {jump.after:.2g}"
             text += f" The error of {jump.run} grows most at {where}, {growth}."
-        return _wrapped(text)
+        return _wrap(text)
 
 
-def _wrapped(text: str) -> str:
+def _wrap(text: str) -> str:
     return "\n".join(textwrap.wrap(text, 98))

@@ -100,7 +100,7 @@ def record_run(name: str, run: Callable[[], Any], other: RunLog | None = None) -
             recorder.finish(run())
     except AmpLabError:
         raise
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # the user's code may raise anything
         raise recorder.raised(error) from error
     finally:
         torch.backends.mha.set_fastpath_enabled(has_fastpath)
@@ -236,7 +236,7 @@ class _Recorder(TorchDispatchMode):
         else:
             out, exact, wide_inputs = self._compute(func, name, args, kwargs)
         if name == "_local_scalar_dense":
-            return exact  # so that both runs go on with the same number
+            return exact  # both runs go on with the same number
         self._note_shadows(func, tensors_in(out), tensors_in(exact))
         self._note(func, name, inputs, out, wide_inputs, merged_input)
         return out
@@ -253,7 +253,7 @@ class _Recorder(TorchDispatchMode):
 
     def _note_shadows(self, func: Any, outs: list[Tensor], exact: list[Tensor]) -> None:
         """Note what an op returned in fp64 as the shadows of what it really returned."""
-        if len(exact) not in (1, len(outs)):  # then it is not known which is which
+        if len(exact) not in (1, len(outs)):  # it is not known which is which
             exact = []
         for tensor, shadow in itertools.zip_longest(outs, exact[: len(outs)]):
             self._coarsest = max(self._coarsest, rounding.unit_roundoff(tensor.dtype))
