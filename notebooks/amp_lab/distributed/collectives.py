@@ -75,7 +75,7 @@ class Collective:
     kind: str  # all_reduce, all_gather, reduce_scatter, broadcast, …
     dtype: torch.dtype
     elements: int  # of the whole tensor: what all_gather returns, what reduce_scatter is given
-    ranks: int  # that take part
+    ranks: int  # how many take part
 
     @property
     def payload_bytes(self) -> int:

@@ -38,7 +38,7 @@ def join(
     if kind is None:
         yield Ranks(device=device)
         return
-    device = _own_device(device)
+    device = _select_device(device)
     _connect(device, timeout_s)
     is_agreed = backend(device).is_host  # NCCL would wait for those who still are in a collective
     try:
@@ -67,13 +67,15 @@ def is_lost(error: BaseException) -> bool:
     """Whether an error says that another process does not answer."""
     if not isinstance(error, RuntimeError) or not dist.is_available():
         return False
-    return isinstance(error, dist.DistError) or "gloo" in str(error)  # which has no type of its own
+    if isinstance(error, dist.DistError):
+        return True
+    return "gloo" in str(error)  # its errors have no type of their own
 
 
 def _problems(kind: str | None, reduce_dtype: str, timeout_s: float) -> Iterator[str]:
     if reduce_dtype not in REDUCE_DTYPES:
         yield f"no dtype {reduce_dtype!r} to sum gradients in; there are {', '.join(REDUCE_DTYPES)}"
-    if not 1 <= timeout_s <= 1e6:  # as written, NaN is refused too
+    if not 1 <= timeout_s <= 1e6:  # a NaN fails this comparison too
         yield f"timeout must be 1 to 1,000,000 seconds, not {timeout_s:g}"
     if kind is not None:
         yield from _problems_together(kind)
@@ -96,7 +98,11 @@ def _problems_together(kind: str) -> Iterator[str]:
         yield f"parallel {kind}: this torch was built without torch.distributed"
 
 
-def _own_device(device: torch.device) -> torch.device:
+def _select_device(device: torch.device) -> torch.device:
+    """Make the device of this process the current one, and return it; all share the CPU.
+
+    It is the one with the number of this process on its machine, unless `device` has an index.
+    """
     if backend(device).is_host:
         return device
     if device.type not in dist.Backend.default_device_backend_map:
@@ -111,33 +117,38 @@ def _own_device(device: torch.device) -> torch.device:
     if index >= count:
         problem = f"more processes on this machine than its {count} {device.type} devices"
         raise ParallelError(f"{problem}: start one for each, torchrun --nproc-per-node {count}")
-    torch.accelerator.set_device_index(index)  # or NCCL puts every process on the first one
+    torch.accelerator.set_device_index(index)  # otherwise NCCL uses the first one in every process
     return torch.device(device.type, index)
 
 
 def _connect(device: torch.device, timeout_s: float) -> None:
-    """Make the process group: gloo for the CPU's tensors, and for the device's what it has."""
-    backends = "gloo"
-    if not backend(device).is_host:  # nccl also stands for rccl
-        device_backend = dist.Backend.default_device_backend_map[device.type]
-        backends = f"cpu:gloo,{device.type}:{device_backend}"
+    """Join the default process group, once all processes are there."""
+    backends = _group_backends(device)
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
         store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-        store = _unused_part(store, rank, size, timeout_s)
+        store = _unused_store(store, rank, size, timeout_s)
         dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=timeout)
-        dist.all_reduce(torch.zeros(1))  # else a rank might leave while others still connect
-    except ParallelError:  # which is a RuntimeError, and says more
+        dist.all_reduce(torch.zeros(1))  # a rank must not leave while others still connect
+    except ParallelError:  # of the store; it is a RuntimeError too
         raise
-    except (RuntimeError, ValueError) as error:  # no such host, nobody there, a wrong number
+    except (RuntimeError, ValueError) as error:  # an unknown host, a timeout, a port out of range
         host = os.environ["MASTER_ADDR"]
         port = os.environ["MASTER_PORT"]
         problem = f"no connection to the other processes at {host}:{port}"
         raise ParallelError(f"{problem} ({first_line(error)})") from error
 
 
-def _unused_part(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
-    """A part of the store that all ranks take, and none has ever used.
+def _group_backends(device: torch.device) -> str:
+    """The backends of the process group: gloo on the CPU, the device's own beside it."""
+    if backend(device).is_host:
+        return "gloo"
+    device_backend = dist.Backend.default_device_backend_map[device.type]  # ROCm's is "nccl" too
+    return f"cpu:gloo,{device.type}:{device_backend}"
+
+
+def _unused_store(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.Store:
+    """The store under a prefix that all ranks agree on, and no earlier start has used.
 
     torchrun gives processes that it starts anew the store of those before them, with addresses
     where nobody listens any more (pytorch issue 135712), and no number that is the same on all
@@ -180,7 +191,7 @@ def _receive_name(store: dist.Store, rank: int, timeout_s: float) -> str:
     while name is None:
         if store.check([offer]):
             receiver, offered = store.get(offer).decode().split()
-            if receiver == drawn:  # else it is left from an earlier start
+            if receiver == drawn:  # an offer to another name is left from an earlier start
                 name = offered
         _wait_until(end, "rank 0 does not answer", timeout_s)
     store.set(f"amp_lab/{name}/{rank}", "here")

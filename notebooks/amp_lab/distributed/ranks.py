@@ -142,14 +142,14 @@ class Ranks:
         `precision`, in place of autocast. Batch norms keep fp32 weights, like their statistics.
         """
         if self.kind is Parallel.FSDP:
-            self._shard(model, precision)  # which moves each part as it is cut
+            self._shard(model, precision)  # it moves each part as it is cut
             return model
         model.to(self.device)
         if self.kind is None:
             return model
         options: dict[str, Any] = no_buffer_broadcast()  # all take rank 0's wherever it matters
         options["device_ids"] = None if backend(self.device).is_host else [self.device]
-        options["gradient_as_bucket_view"] = True  # or the gradients are kept twice
+        options["gradient_as_bucket_view"] = True  # without it, gradients are kept twice
         wrapped = nn.parallel.DistributedDataParallel(model, **options)
         hook = self._gradient_hook()
         if hook is not None:
@@ -215,20 +215,20 @@ class Ranks:
 
     def set_memory_format(self, model: nn.Module, memory_format: torch.memory_format) -> None:
         """Put the weights into a memory format, unless they are shards, which have none."""
-        if self.kind is not Parallel.FSDP:  # which keeps weights as rows of numbers
+        if self.kind is not Parallel.FSDP:
             model.to(memory_format=memory_format)
 
     def autocast(self, precision: Precision, device_type: str) -> torch.autocast:
         """Autocast for a forward pass: it does nothing in fp32 and tf32, and under FSDP2."""
-        is_sharded = self.kind is Parallel.FSDP  # whose policy casts instead
+        is_sharded = self.kind is Parallel.FSDP  # its policy casts instead
         enabled = _is_16_bit(precision) and not is_sharded
         return torch.autocast(device_type, dtype=precision.dtype, enabled=enabled)
 
     def no_gradients(self) -> contextlib.AbstractContextManager:
         """The block of an evaluation."""
         if self.kind is Parallel.FSDP:
-            # It makes the memory that it gathers weights into once, and trains with it afterwards,
-            # which autograd refuses for tensors that were made in inference mode.
+            # FSDP2 allocates once what it gathers weights into, and trains with it afterwards.
+            # Autograd refuses tensors that were made in inference mode.
             return torch.no_grad()
         return torch.inference_mode()
 
