@@ -153,7 +153,7 @@ def _refused_by_this_cpu(trace: Tracer) -> Iterator[str]:
         if row.op == "lstm" and _is_low(row) and not _is_projected(row):
             # torch chooses the kernel by the input as the model gives it, before autocast casts.
             facts.append((row, (row.dtype, row.given_dtype)))
-    for subject, _, (dtype, given_dtype) in _grouped(facts):
+    for subject, _, (dtype, given_dtype) in _group_rows(facts):
         error = lstm_error(dtype, with_gradients=True, input_dtype=given_dtype)
         if error is None:
             continue
@@ -180,7 +180,7 @@ def _loss_in_low_precision(trace: Tracer) -> Iterator[str]:
         is_outside = row.module == LOSS
         place = None if is_outside else _logits_among(trace.outputs, row)
         facts.append((row, (row.op.strip("_"), what, is_outside, place)))
-    for subject, _, (op, what, is_outside, place) in _grouped(facts):
+    for subject, _, (op, what, is_outside, place) in _group_rows(facts):
         if is_outside:
             yield _LOSS_IN_LOW_PRECISION.said(where=subject, op=op, what=what)
         elif place is None:
@@ -208,7 +208,7 @@ def _work_left_wide(trace: Tracer) -> Iterator[str]:
     for row in trace.rows:
         if row.flops and not _is_low(row):
             facts.append((row, (row.dtype, _reason_to_stay_wide(row, trace))))
-    for subject, rows, (dtype, reason) in _grouped(facts):
+    for subject, rows, (dtype, reason) in _group_rows(facts):
         share = work_of(rows) / work_of(trace.rows)
         untouched = _is_untouched(rows, trace.rows)
         least_share = _TINY if untouched else LARGE
@@ -226,7 +226,7 @@ def _large_op_in_fp32(trace: Tracer) -> Iterator[str]:
     for row in trace.rows:
         if row.widened and row.dtype is torch.float32 and not row.flops:
             facts.append((row, None))
-    for subject, rows, _ in _grouped(facts):
+    for subject, rows, _ in _group_rows(facts):
         size = sum(row.nbytes for row in rows)
         if size < LARGE * written:
             continue
@@ -241,19 +241,19 @@ def _rounded_softmax_and_norms(trace: Tracer) -> Iterator[str]:
     for row in trace.rows:
         if row.op not in _SOFTMAX | NORMS or not _is_low(row):
             continue
-        if is_of_loss(row):  # which has a remark of its own
+        if is_of_loss(row):  # the loss has a remark of its own
             continue
         # On CUDA a softmax may take low precision and return fp32, which rounds nothing.
         if all(dtype in LOWER_DTYPES for dtype in row.out_dtypes):
             facts.append((row, row.dtype))
-    for subject, _, dtype in _grouped(facts):
+    for subject, _, dtype in _group_rows(facts):
         runs = f"{subject} runs in {short_name(dtype)} on {trace.device_type}"
         yield f"{runs}: its input and its output are rounded to it."
 
 
 def _cast_there_and_back(trace: Tracer) -> Iterator[str]:
     low = short_name(trace.dtype)
-    for subject, _, wanted_by in _grouped(trace.bounces):
+    for subject, _, wanted_by in _group_rows(trace.bounces):
         yield (
             f"{subject}: autocast takes its input from {low} to fp32, and its output back to {low} "
             f"for {wanted_by}."
@@ -267,7 +267,7 @@ def _sizes_of_no_whole_tile(trace: Tracer) -> Iterator[str]:
     if not rows or backend(trace.device_type).is_host:
         return
     facts = [(row, _odd_sizes(row)) for row in rows]
-    texts = [f"{subject}: {sizes}" for subject, _, sizes in _grouped(facts)]
+    texts = [f"{subject}: {sizes}" for subject, _, sizes in _group_rows(facts)]
     shown = texts[:3]
     more = ""
     if len(texts) > 3:
@@ -397,7 +397,7 @@ def _is_low(row: OpRecord) -> bool:
     return row.dtype in LOWER_DTYPES
 
 
-def _grouped(pairs: Iterable[tuple[OpRecord, Any]]) -> Iterator[tuple[str, list[OpRecord], Any]]:
+def _group_rows(pairs: Iterable[tuple[OpRecord, Any]]) -> Iterator[tuple[str, list[OpRecord], Any]]:
     """Rows of one function and alike in a fact: ``linear in 'a', 'b'``, the rows, the fact."""
     groups: dict[tuple[str, Any], list[OpRecord]] = defaultdict(list)
     for row, fact in pairs:

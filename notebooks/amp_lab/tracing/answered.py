@@ -71,7 +71,7 @@ def _with_decisions(
             decisions = decisions_of(call, untagged)
             with _masks_are_read():
                 return trace(call, decisions)
-        except ValuesNeeded as error:  # of another op, which torch does not mark either
+        except ValuesNeeded as error:  # from another op that torch does not mark either
             refused = error
         except NotAnswered as error:
             run_for_real = for_real if isinstance(error, OtherCourse) else None
@@ -124,7 +124,7 @@ def _remedy(attempts: Iterator[Attempt], refused: TraceError, model: nn.Module, 
     for text, attempt in attempts:
         try:
             attempt()
-        except Exception:  # whatever the user's model raises: this one does not work
+        except Exception:  # the user's model may raise anything: this one does not work
             continue
         return text
     assert isinstance(refused.__cause__, Exception)

@@ -213,7 +213,7 @@ KERNELS: tuple[AttentionKernel, ...] = (
     AttentionKernel(
         torch.backends.cuda.cudnn_sdp_enabled,
         _fits_cudnn,
-        _efficient,  # which keeps as much
+        _efficient,  # cuDNN's keeps as much
         f"{_SDP_UTILS}, can_use_cudnn_attention",
     ),
     AttentionKernel(

@@ -66,7 +66,7 @@ def nodes_below(roots: Iterable[Any]) -> Iterator[Any]:
     """Some nodes and all that they lead to, the nearest first."""
     queue = list(dict.fromkeys(roots))
     seen = set(queue)
-    for node in queue:  # which grows meanwhile
+    for node in queue:  # the loop adds to the queue
         yield node
         for child, _ in node.next_functions:
             if child is not None and child not in seen:

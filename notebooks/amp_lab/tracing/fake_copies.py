@@ -41,13 +41,13 @@ class FakeCopies:
         if reason is not None:
             raise TraceError(f"{name} {reason}")
         if is_wrapper(tensor):
-            fake = self._of_wrapper(tensor, name)
+            fake = self._copy_wrapper(tensor, name)
         else:
-            fake = self._of_plain(tensor)
+            fake = self._copy_plain(tensor)
         self._copies[id(tensor)] = (tensor, fake)
         return fake
 
-    def _of_plain(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _copy_plain(self, tensor: torch.Tensor) -> torch.Tensor:
         key = (storage_key(tensor), tensor.dtype)
         with torch.no_grad():
             if key not in self._storages:
@@ -60,7 +60,7 @@ class FakeCopies:
             return nn.Parameter(fake, tensor.requires_grad)
         return fake.detach().requires_grad_(tensor.requires_grad)
 
-    def _of_wrapper(self, tensor: Any, name: str) -> torch.Tensor:
+    def _copy_wrapper(self, tensor: Any, name: str) -> torch.Tensor:
         """A copy of a tensor that is made of tensors, such as a quantised weight and its scales."""
         kind = type(tensor)
         try:
@@ -70,7 +70,7 @@ class FakeCopies:
             if isinstance(tensor, nn.Parameter):
                 return nn.Parameter(fake, tensor.requires_grad)
             return fake
-        except Exception as error:  # whatever the code of the subclass raises
+        except Exception as error:  # the code of the subclass may raise anything
             reason = f"is a {kind.__name__} without a fake copy ({first_line(error)})"
             raise TraceError(f"{name} {reason}: {QUANTISED.text}") from error
 

@@ -51,7 +51,7 @@ def remember_check(op: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any
     found = None
     if "alpha" not in kwargs:
         name = op._schema.name.removeprefix("aten::").rstrip("_")
-        found = _found(name, args, out)
+        found = _evaluate(name, args, out)
     if found is None:
         if hasattr(out, _ATTRIBUTE):  # an in-place op may have changed it
             delattr(out, _ATTRIBUTE)
@@ -68,24 +68,25 @@ def found_in_finite_values(op: OpOverload, args: tuple) -> bool | int | float | 
     return getattr(args[0], _ATTRIBUTE, None)
 
 
-def _found(name: str, args: tuple, out: torch.Tensor) -> bool | int | float | None:
+def _evaluate(name: str, args: tuple, out: torch.Tensor) -> bool | int | float | None:
+    """What each element of the result is; None if the op is no part of a check."""
     if name in _FINDS:
         return _FINDS[name]
     if name in _COMPARES and _is_check(*args[:2]):
         left, right = args[:2]
         if right is left:
             right = 0.0
-        return _COMPARES[name](0.0, right)
+        return _COMPARES[name](0.0, right)  # 0.0 stands for any finite value
     if name in _COMPUTES:
-        return _computed(name, args)
+        return _evaluate_elementwise(name, args)
     if name in _KEEPS:
-        return _kept(args[0], out)
+        return _evaluate_kept(args[0], out)
     if name in _SUMS:
-        return _summed(args[0], out)
+        return _evaluate_sum(args[0], out)
     return None
 
 
-def _computed(name: str, args: tuple) -> bool | int | float | None:
+def _evaluate_elementwise(name: str, args: tuple) -> bool | int | float | None:
     operands = [_element(given) for given in args[:2]]
     if None in operands:
         return None
@@ -94,7 +95,7 @@ def _computed(name: str, args: tuple) -> bool | int | float | None:
     return _COMPUTES[name](*operands)
 
 
-def _kept(given: Any, out: torch.Tensor) -> bool | int | float | None:
+def _evaluate_kept(given: Any, out: torch.Tensor) -> bool | int | float | None:
     """What each element of a result is that has elements of one operand alone."""
     if not isinstance(given, torch.Tensor):
         return None
@@ -103,8 +104,8 @@ def _kept(given: Any, out: torch.Tensor) -> bool | int | float | None:
     return _element(given)
 
 
-def _summed(given: Any, out: torch.Tensor) -> int | float | None:
-    element = _kept(given, out)
+def _evaluate_sum(given: Any, out: torch.Tensor) -> int | float | None:
+    element = _evaluate_kept(given, out)
     if element is None:
         return None
     terms = given.numel() // out.numel()

@@ -113,7 +113,7 @@ def inference_table(
     model refuses, such as cast weights, is named. Raises as `forecast_inference`.
     """
     total, limit = memory_and_limit(memory_bytes, reserve)
-    precisions = list(precisions)  # which may be gone through twice
+    precisions = list(precisions)  # an iterator could be read only once
 
     def trace(call: ModelCall, decisions: Decisions | None) -> _ByWay:
         with _steps(call.model, device_type, precisions, ways=[True, False]) as steps:
@@ -169,7 +169,7 @@ def _each_way(
         except ValuesNeeded:
             raise
         except TraceError as error:
-            if step.precision is Precision.FP32:  # then the model or its inputs are wrong
+            if step.precision is Precision.FP32:  # the model or its inputs are wrong
                 raise
             by_way.failed[step.way] = str(error)
             continue

@@ -118,7 +118,7 @@ def token_count(given: Arguments) -> int | None:
 
     Of a model with a decoder of its own, those of the decoder.
     """
-    tensors = tensors_in(_of_decoder(given))
+    tensors = tensors_in(_decoder_arguments(given))
     for tensor in tensors:
         if tensor.ndim == 2 and not tensor.is_floating_point():
             return tensor.shape[1]
@@ -133,14 +133,16 @@ def with_tokens(given: Arguments, count: int) -> Arguments:
     given_count = token_count(given)
 
     def resized(tensor: torch.Tensor) -> torch.Tensor:
-        return _resized(tensor, given_count, count)
+        return _resize(tensor, given_count, count)
 
     args, kwargs = given
-    args_of_decoder, kwargs_of_decoder = tree_map_only(torch.Tensor, resized, _of_decoder(given))
+    args_of_decoder, kwargs_of_decoder = tree_map_only(
+        torch.Tensor, resized, _decoder_arguments(given)
+    )
     return args_of_decoder or args, kwargs | kwargs_of_decoder
 
 
-def _of_decoder(given: Arguments) -> Arguments:
+def _decoder_arguments(given: Arguments) -> Arguments:
     """The arguments that grow with the tokens, where an encoder has ids of its own."""
     _, kwargs = given
     if kwargs.get("decoder_input_ids") is None:
@@ -149,7 +151,7 @@ def _of_decoder(given: Arguments) -> Arguments:
     return (), {name: kwargs[name] for name in names}
 
 
-def _resized(tensor: torch.Tensor, given_count: int | None, count: int) -> torch.Tensor:
+def _resize(tensor: torch.Tensor, given_count: int | None, count: int) -> torch.Tensor:
     shape = list(tensor.shape)
     for dimension in _dimensions_of_tokens(tensor):
         if shape[dimension] == given_count:
@@ -223,7 +225,7 @@ def _with_remark(forecast: CacheForecast, remark: str) -> CacheForecast:
 class _Growth:
     """How a cache grows with the tokens."""
 
-    tensors: tuple[CachedTensor, ...]  # that are of it
+    tensors: tuple[CachedTensor, ...]  # of the cache
     per_token: int = 0  # bytes, of all sequences together; 0: it does not grow, or nobody knows
     remarks: tuple[str, ...] = ()
 
@@ -250,10 +252,10 @@ def _growth(
         if count or tensor.is_named:
             bytes_per_token[tensor] = count
     fewer, more = sorted([other_tokens, tokens])
-    return _counted(bytes_per_token, f"{fewer:,} and {more:,} tokens")
+    return _growth_of_counts(bytes_per_token, f"{fewer:,} and {more:,} tokens")
 
 
-def _counted(bytes_per_token: dict[CachedTensor, int | None], passes: str) -> _Growth:
+def _growth_of_counts(bytes_per_token: dict[CachedTensor, int | None], passes: str) -> _Growth:
     """The growth of tensors by so many bytes for each token, as two `passes` have shown it."""
     tensors = tuple(bytes_per_token)
     counts = [count for count in bytes_per_token.values() if count is not None]

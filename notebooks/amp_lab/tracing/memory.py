@@ -196,7 +196,7 @@ def memory_table(
     which was given, and there is no largest batch. The rest is as for `forecast_memory`.
     """
     total, limit = memory_and_limit(memory_bytes, reserve)
-    precisions = list(precisions)  # which may be gone through twice
+    precisions = list(precisions)  # an iterator could be read only once
 
     def trace(call: ModelCall, decisions: Decisions | None) -> _ByPrecision:
         with_loss: dict[str, Any] = {**options, "loss_fn": call.loss_fn}
@@ -275,7 +275,7 @@ def _each_precision(
         known = tuple(by_precision.solved.values())
         try:
             by_batch = MemoryByBatch(step, inputs, limit, known)
-        except Exception as error:  # whatever the model raises at a batch that was not given
+        except Exception as error:  # a batch that was not given may make the model raise anything
             try:
                 trace = step.trace(*inputs.of(inputs.batch, step.traced_on), decisions)
             except TraceError as failure:  # what was given fails too
@@ -287,7 +287,8 @@ def _each_precision(
             by_precision.solved[precision] = by_batch
             by_precision.forecasts.append(by_batch.at(inputs.batch))
     failed = by_precision.failed
-    if not by_precision.forecasts or "fp32" in failed:  # then the model or its inputs are wrong
+    # A failure in every precision, or in fp32, is one of the model or its inputs.
+    if not by_precision.forecasts or "fp32" in failed:
         raise next(iter(failed.values()))
     return by_precision
 

@@ -51,7 +51,7 @@ def ways_out(table: MemoryTable, eight_bit: MemoryForecast | None) -> Iterator[s
     if eight_bit is not None and eight_bit.peak < smallest.peak:
         yield _with_saving(_EIGHT_BIT_STATE, smallest, eight_bit.peak, limit)
     if smallest.fsdp_ranks == 1:
-        yield _sharded(smallest, limit)
+        yield _advise_sharding(smallest, limit)
     if smallest.gradients:
         if any(forecast.cast_cache for forecast in table.forecasts):  # of weights in fp32
             halved = _peak_with(smallest, weights=0.5, gradients=0.5, state=0.5)
@@ -69,7 +69,7 @@ def needs_eight_bit(table: MemoryTable) -> bool:
     return table.forecasts[0].optimizer_name in _ADAM
 
 
-def _sharded(forecast: MemoryForecast, limit: int) -> str:
+def _advise_sharding(forecast: MemoryForecast, limit: int) -> str:
     """FSDP2 on as few ranks as make the step fit, or on the most there may be."""
     for ranks in _RANKS:
         share = 1 / ranks

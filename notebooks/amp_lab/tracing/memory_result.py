@@ -164,11 +164,11 @@ class MemoryTable(Printed):
             yield from largest_line(str(forecast.precision), forecast.largest_at_peak)
         yield "The parts are not all there at one time, so they do not add up to the peak."
         if first.gradients:
-            yield self._of_several_processes()
+            yield self._fact_of_processes()
         yield "Not counted: what the driver and its libraries take for themselves."
         yield from first.caveats
 
-    def _of_several_processes(self) -> str:
+    def _fact_of_processes(self) -> str:
         """What several processes add, or that they are in it already."""
         first = self.forecasts[0]
         if first.fsdp_ranks > 1:

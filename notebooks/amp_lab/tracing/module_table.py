@@ -97,7 +97,7 @@ def module_rows(model: nn.Module, calls: ModuleCalls) -> list[ModuleRow]:
             own_parameters=_size(own),
             frozen=_size(inside) - _size(trainable),
             nbytes=sum(parameter.nbytes for parameter in inside),
-            tied=_tied(name, module, first_names),
+            tied=_tied_parameters(name, module, first_names),
             other_names=tuple(names[id(module)][1:]),
         )
         rows.append(row)
@@ -114,7 +114,9 @@ def _depth(name: str) -> int:
     return name.count(".") + 1
 
 
-def _tied(module_name: str, module: nn.Module, first_names: dict[int, str]) -> dict[str, str]:
+def _tied_parameters(
+    module_name: str, module: nn.Module, first_names: dict[int, str]
+) -> dict[str, str]:
     """Parameters of a module that are others too: the first name of each in the model.
 
     `first_names` has the first name of each parameter, by its id; those of the module are added.

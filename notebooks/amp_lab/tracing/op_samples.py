@@ -149,11 +149,11 @@ class Sample:
         # The op's own table comes before a default: some defaults fit no shape of ours.
         by_op = _by_op(self._op)
         if name in by_op:
-            return self._named(by_op[name], argument)
+            return self._value_by_name(by_op[name], argument)
         if argument.has_default_value():
             return argument.default_value
         if name in _BY_NAME:
-            return self._named(_BY_NAME[name], argument)
+            return self._value_by_name(_BY_NAME[name], argument)
         if _is_free(self._op, argument):
             return self._free(argument)
         kind = str(argument.type)
@@ -172,7 +172,7 @@ class Sample:
             return [self._tensor(shape), self._tensor(shape)]
         return self._tensor(shape)
 
-    def _named(self, value: Any, argument: torch.Argument) -> Any:
+    def _value_by_name(self, value: Any, argument: torch.Argument) -> Any:
         """The value that a name stands for: a tensor of a shape, a list, or its first element."""
         kind = str(argument.type)
         if isinstance(value, tuple):

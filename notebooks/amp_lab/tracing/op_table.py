@@ -162,7 +162,7 @@ def op_table(device_type: str, dtype: torch.dtype | None = None) -> OpTable:
         rules.setdefault(base, []).append(autocast.rule(op, policy, reason))
     table: list[OpRule] = []
     for base, rules_of_overloads in rules.items():
-        table += _merged(base, rules_of_overloads)
+        table += _merge_overloads(base, rules_of_overloads)
     order = list(POLICIES)
     table.sort(key=lambda rule: (order.index(rule.policy), rule.op))
     return OpTable(table, device_type, dtype, autocast.real)
@@ -265,8 +265,8 @@ class _Autocast:
         reasons = []
         # The kernel of cuDNN's recurrent networks knows float16 alone: CUDA's default.
         for dtype in dict.fromkeys((self.dtype, torch.get_autocast_dtype(self.device_type))):
-            low, reason = self._arriving(op, dtype, first=dtype)
-            mixed, _ = self._arriving(op, dtype, first=torch.float32)
+            low, reason = self._catch_arguments(op, dtype, first=dtype)
+            mixed, _ = self._catch_arguments(op, dtype, first=torch.float32)
             if low is not None and mixed is not None:
                 return _policy_of(low, mixed, dtype), "it changes no dtype"
             reasons.append(reason)
@@ -275,7 +275,7 @@ class _Autocast:
             return "banned", reasons[0]
         return None, reasons[0]
 
-    def _arriving(
+    def _catch_arguments(
         self, op: OpOverload, dtype: torch.dtype, first: torch.dtype
     ) -> tuple[list[Any] | None, str]:
         """The arguments with which the op is called below autocast; None, and why, if it is not.
@@ -323,10 +323,10 @@ class _Autocast:
         # Inputs such that the policy has something to change.
         first = torch.float32 if policy == "lower_precision" else self.dtype
         rest = self.dtype if policy.startswith("fp32") else torch.float32
-        fitting, reason = _fitting(op)
+        sizes_found, reason = _find_sizes(op)
         candidates: Iterable[Sizes] = ()
-        if fitting is not None:
-            candidates = [fitting]
+        if sizes_found is not None:
+            candidates = [sizes_found]
         elif self.real:  # some ops have kernels for the device alone
             candidates = sizes_to_try(op)
         for sizes in candidates:
@@ -334,7 +334,7 @@ class _Autocast:
                 with nullcontext() if self.real else self._fakes():
                     sample = Sample(op, self.device_type, first, rest, sizes)
                     with autocast_on(self.device_type, self.dtype):
-                        dtypes = _returned(op, sample)
+                        dtypes = _call(op, sample)
             except Exception as error:  # kernels, and their fakes in Python, raise what they like
                 reason = _reason(error)
                 continue
@@ -353,12 +353,12 @@ def _policy_of(low: list[Any], mixed: list[Any], dtype: torch.dtype) -> str | No
     named = [argument for argument in low if isinstance(argument, torch.dtype)]
     if named == [torch.float32]:  # set, or appended by a change to an overload that takes one
         return "fp32_set_opt_dtype"
-    mixed_inputs = _floating(mixed)
+    mixed_inputs = _float_dtypes(mixed)
     if set(mixed_inputs) == {dtype}:
         return "lower_precision"
     if set(mixed_inputs) != {torch.float32}:
         return None
-    if set(_floating(low)) == {torch.float32}:
+    if set(_float_dtypes(low)) == {torch.float32}:
         return "fp32"
     if len(mixed_inputs) > 1:
         return "promote"
@@ -369,30 +369,31 @@ def _is_float(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _floating(given: list[Any]) -> list[torch.dtype]:
+def _float_dtypes(given: list[Any]) -> list[torch.dtype]:
     return [tensor.dtype for tensor in tensors_in(given) if tensor.is_floating_point()]
 
 
 @functools.cache
-def _fitting(op: OpOverload) -> tuple[Sizes | None, str]:
-    """Shapes that the op takes, tried on tensors without values; None, and why not, if none fit."""
+def _find_sizes(op: OpOverload) -> tuple[Sizes | None, str]:
+    """The first sizes with which the op runs on meta tensors; if none do, None and the reason."""
     reason = ""
     for sizes in sizes_to_try(op):
         try:
-            _returned(op, Sample(op, "meta", torch.float32, torch.float32, sizes))
-        except NotImplementedError as error:  # whatever the shapes
+            sample = Sample(op, "meta", first=torch.float32, rest=torch.float32, sizes=sizes)
+            _call(op, sample)
+        except NotImplementedError as error:  # no kernel for meta tensors, of any size
             return None, _reason(error)
-        except Exception as error:
+        except Exception as error:  # most often, these sizes do not fit together
             reason = _reason(error)
         else:
             return sizes, ""
     return None, reason
 
 
-def _returned(op: OpOverload, sample: Sample) -> list[torch.dtype]:
-    """The dtypes that a call returns."""
+def _call(op: OpOverload, sample: Sample) -> list[torch.dtype]:
+    """Call the op; the dtypes of the tensors that it returns."""
     with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # that an op is deprecated: the user called none
+        warnings.simplefilter("ignore")  # of deprecated ops: the user did not call them
         return [tensor.dtype for tensor in tensors_in(op(**sample.arguments))]
 
 
@@ -403,7 +404,7 @@ def _reason(error: Exception) -> str:
     return first_line(error)
 
 
-def _merged(base: str, rules: list[OpRule]) -> list[OpRule]:
+def _merge_overloads(base: str, rules: list[OpRule]) -> list[OpRule]:
     """One rule for all overloads of an op, if they do not differ."""
     called = [rule for rule in rules if rule.observed is not None] or rules
     different_policies = {rule.policy for rule in rules}

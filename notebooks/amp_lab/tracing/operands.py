@@ -246,9 +246,14 @@ def _matmul_in_place(error: Exception, op: str) -> str | None:
 def user_line(error: Exception) -> str:
     """The innermost line of code that is neither torch's nor ours, as ``model.py:12``; or empty."""
     place = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
+    for frame, line in traceback.walk_tb(error.__traceback__):  # the innermost comes last
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(_TORCH) or path.is_relative_to(_OURS) or not path.suffix:
-            continue
-        place = f"{path.name}:{line}"
+        if _is_user_file(path):
+            place = f"{path.name}:{line}"
     return place
+
+
+def _is_user_file(path: Path) -> bool:
+    if not path.suffix:  # code without a file, such as ``<string>``
+        return False
+    return not path.is_relative_to(_TORCH) and not path.is_relative_to(_OURS)

@@ -79,7 +79,7 @@ def flops(func: OpOverload, args: tuple, kwargs: dict[str, Any], out: Any) -> in
     own_formula = FLOP_FORMULAS.get(packet) or _FLOPS_BY_NAME.get(func._schema.name)
     if own_formula is not None:
         return shape_wrapper(own_formula)(*args, **kwargs, out_val=out)
-    formula = flop_registry.get(packet)  # which torch has wrapped already
+    formula = flop_registry.get(packet)  # torch has wrapped it already
     if formula is None:
         return 0
     return formula(*args, **kwargs, out_val=out)

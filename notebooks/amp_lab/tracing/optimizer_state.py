@@ -21,7 +21,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
     "adafactor": torch.optim.Adafactor,
-    "muon": torch.optim.Muon,  # of matrices; what else there is has AdamW
+    "muon": torch.optim.Muon,  # for matrices; AdamW has the other parameters
 }
 """The optimizers by name. Each is really run, on tensors without memory, to see what it needs."""
 

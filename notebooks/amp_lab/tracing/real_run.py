@@ -104,7 +104,7 @@ def decisions_of(call: ModelCall, untagged: frozenset[OpOverload] = frozenset())
             _run(call, recorder)
         except TraceError:  # it says by itself what to do
             raise
-        except Exception as error:  # whatever the user's model and loss raise
+        except Exception as error:  # the user's model and loss may raise anything
             raise NotAnswered(f"the run on the CPU in fp32 fails: {with_type(error)}") from error
     if recorder.stopped is not None:  # the model may have caught the error
         raise NotAnswered(recorder.stopped)

@@ -81,7 +81,7 @@ def xray_sharding(
         raise TraceError(f"reduce_dtype {reduce_dtype!r}: give one of {', '.join(REDUCE_DTYPES)}")
     if parallel == Parallel.DDP:
         reduced = None if reduce_dtype == "fp32" else REDUCE_DTYPES[reduce_dtype]
-        return _ddp(model, call, _computed_in(model, call, chosen, device_type), reduced)
+        return _ddp(model, call, _autocast_dtypes(model, call, chosen, device_type), reduced)
     if parallel != Parallel.FSDP:
         name = type(model).__name__
         raise TraceError(f"{name} is neither sharded nor in DDP: give parallel='fsdp' or 'ddp'")
@@ -133,8 +133,8 @@ def _read_fsdp(model: nn.Module, call: _Call) -> ShardingXray:
         units.append(unit)
         unit_of |= dict.fromkeys(module_names, unit.name)
         for group in fsdp_groups(state):
-            parameters += _of_group(group, unit.name, names)
-            managed |= _managed_by(group)
+            parameters += _parameters_of_group(group, unit.name, names)
+            managed |= _parameter_ids(group)
     for name, own in model.named_parameters():
         if id(own) not in managed:
             parameters.append(_parameter(model, name, own, computed=own.dtype, unit=None))
@@ -149,7 +149,7 @@ def _read_fsdp(model: nn.Module, call: _Call) -> ShardingXray:
     )
 
 
-def _managed_by(group: Any) -> set[int]:
+def _parameter_ids(group: Any) -> set[int]:
     """The ids of a group's parameters; while one is gathered, the whole one is the module's."""
     found = set()
     for own in group.fsdp_params:
@@ -187,8 +187,10 @@ def _unit(name: str, state: Any) -> Unit:
     )
 
 
-def _of_group(group: Any, unit: str, names: dict[nn.Module, str]) -> Iterator[ShardedParameter]:
-    reduced = _reduced_in(group)
+def _parameters_of_group(
+    group: Any, unit: str, names: dict[nn.Module, str]
+) -> Iterator[ShardedParameter]:
+    reduced = _reduce_dtype(group)
     for own in group.fsdp_params:
         info = own._module_info
         computed = own.param_dtype or own.orig_dtype
@@ -208,7 +210,7 @@ def _of_group(group: Any, unit: str, names: dict[nn.Module, str]) -> Iterator[Sh
         )
 
 
-def _reduced_in(group: Any) -> torch.dtype | None:
+def _reduce_dtype(group: Any) -> torch.dtype | None:
     """The dtype in which a group's gradients are summed; None if nothing in it is trained."""
     trained = [own for own in group.fsdp_params if own.sharded_param.requires_grad]
     if not trained:
@@ -225,7 +227,7 @@ def _read_ddp(
     hooks = [getattr(hook, "__name__", type(hook).__name__) for hook, _ in ddp._comm_hooks]
     reduced = _HOOKS.get(hooks[0]) if hooks else None
     unknown_hook = next((name for name in hooks if name not in _HOOKS), None)
-    computed = _computed_in(ddp.module, call, precision, device_type)
+    computed = _autocast_dtypes(ddp.module, call, precision, device_type)
     return _ddp(ddp.module, call, computed, reduced, unknown_hook, ddp.parameters_to_ignore)
 
 
@@ -257,7 +259,7 @@ def _ddp(
     )
 
 
-def _computed_in(
+def _autocast_dtypes(
     model: nn.Module, call: _Call, precision: Precision, device_type: str
 ) -> dict[str, torch.dtype]:
     """What autocast casts parameters to."""

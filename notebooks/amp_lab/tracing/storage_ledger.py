@@ -127,12 +127,12 @@ class StorageLedger(TorchDispatchMode):
         self._sizes: list[int] = []  # of each storage, in bytes
         self._log: list[int] = []  # i: storage i was made; ~i: it ended
         self._marks: dict[str, int] = {}  # name: length of the log then
-        self._kinds: dict[int, str] = {}  # of those storages of which it was said
+        self._kinds: dict[int, str] = {}  # of storages; all others are temporaries
         self._kept: set[int] = set()  # what autograd keeps
         self._numbers: dict[int, int] = {}  # key of a living storage: its number
         self._watches: dict[int, weakref.ref] = {}
         self._makers: list[Maker] = []  # of each storage
-        self._op = ""  # that runs
+        self._op = ""  # the op that runs
         self._running: list[str] | None = None  # names of modules that run, the innermost last
 
     @contextmanager
@@ -312,7 +312,7 @@ class StorageLedger(TorchDispatchMode):
         return events
 
 
-def _decoded(log: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _decode_events(log: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """For each event the storage, and 1 if it was made or -1 if it ended."""
     is_begin = log >= 0
     return np.where(is_begin, log, ~log), np.where(is_begin, 1, -1)
@@ -320,7 +320,7 @@ def _decoded(log: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _alive(log: np.ndarray, storages: int) -> np.ndarray:
     """For each storage whether it lives after these events, as 1.0 or 0.0."""
-    numbers, changes = _decoded(log)
+    numbers, changes = _decode_events(log)
     return np.bincount(numbers, changes, storages)
 
 
@@ -345,7 +345,7 @@ class StorageTrace:
 
     def in_use(self) -> np.ndarray:
         """Bytes in use after each event."""
-        numbers, changes = _decoded(self.log)
+        numbers, changes = _decode_events(self.log)
         return np.cumsum(changes * self.sizes[numbers])
 
     def by_kind(self, events: int) -> dict[str, int]:

@@ -40,7 +40,7 @@ def named_leaves(
         return
     inside: list[tuple[str, torch.Tensor]] = []
     if opened and not is_cache(structure):
-        inside += _tensors_inside(structure, path, set())
+        inside += _tensors_inside(structure, path, visited=set())
     if inside:
         yield from inside
     else:
@@ -67,11 +67,12 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], structure: Any
         if isinstance(leaf, torch.Tensor):
             return function(leaf)
         if _is_record(leaf) and not is_cache(leaf):
-            return _mapped_record(function, leaf)
-        inside = [tensor for _, tensor in _tensors_inside(leaf, "", set())]
-        if inside or is_cache(leaf):
-            return _copy_with(leaf, {id(tensor): function(tensor) for tensor in inside})
-        if _is_out_of_sight(leaf):
+            return _map_record(function, leaf)
+        tensors = [tensor for _, tensor in _tensors_inside(leaf, path="", visited=set())]
+        if tensors or is_cache(leaf):  # an empty cache too: a model writes into it
+            mapped = {id(tensor): function(tensor) for tensor in tensors}
+            return _copy_with(leaf, mapped)
+        if _hides_its_tensors(leaf):
             kind = type(leaf).__name__
             raise TraceError(f"a {kind} does not show its tensors: {_GIVE_TENSORS.text}")
         return leaf
@@ -88,7 +89,7 @@ def _fields_of(record: Any) -> dict[str, Any]:
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
-def _mapped_record(function: Callable[[torch.Tensor], torch.Tensor], record: Any) -> Any:
+def _map_record(function: Callable[[torch.Tensor], torch.Tensor], record: Any) -> Any:
     copied = copy.copy(record)
     for name, value in _fields_of(record).items():
         mapped = map_tensors(function, value)
@@ -97,18 +98,19 @@ def _mapped_record(function: Callable[[torch.Tensor], torch.Tensor], record: Any
 
 
 def _copy_with(thing: Any, mapped: dict[int, Any]) -> Any:
-    """A copy of an object that has other tensors in it, by the id of those that it has."""
+    """A copy of an object with other tensors in it; `mapped` has them by the id of the old ones."""
     try:
-        return copy.deepcopy(thing, mapped)  # which takes these in place of copies
-    except Exception as error:  # whatever is in it, such as a lock or an open file
+        # `mapped` is the memo, in which deepcopy looks for a copy before it makes one.
+        return copy.deepcopy(thing, mapped)
+    except Exception as error:  # what it holds may refuse, such as a lock or an open file
         kind = type(thing).__name__
         raise TraceError(
             f"a {kind} cannot be copied ({first_line(error)}): {_GIVE_TENSORS.text}"
         ) from error
 
 
-def _is_out_of_sight(thing: Any) -> bool:
-    """Whether an object moves to a device and has no attributes to look at."""
+def _hides_its_tensors(thing: Any) -> bool:
+    """Whether an object has a method `to`, as one with tensors has, but no attributes."""
     return not _is_code(thing) and hasattr(thing, "to") and not _attributes(thing)
 
 
@@ -157,12 +159,15 @@ def _slots_of(kind: type) -> list[str]:
     return slots
 
 
-def _tensors_inside(thing: Any, path: str, known: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a structure and in the attributes of its objects, each once."""
-    if id(thing) in known:
+def _tensors_inside(thing: Any, path: str, visited: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in a structure and in the attributes of its objects, each once.
+
+    `visited` has the ids of all objects that were looked at.
+    """
+    if id(thing) in visited:
         return
-    known.add(id(thing))
+    visited.add(id(thing))
     if isinstance(thing, torch.Tensor):
         yield path, thing
     for step, part in parts_of(thing, opened=True).items():
-        yield from _tensors_inside(part, f"{path}.{step}", known)
+        yield from _tensors_inside(part, f"{path}.{step}", visited)

@@ -104,7 +104,7 @@ def _xray_for_real(call: ModelCall, device_type: str, dtype: torch.dtype) -> Xra
     def on_device(dtype: torch.dtype) -> Tracer:
         return _on_device(call, device_type, dtype)
 
-    return _xrayed(call, on_device, dtype, real=True)
+    return _build_xray(call, on_device, dtype, real=True)
 
 
 def _xray_on_fakes(call: ModelCall, device_type: str, dtype: torch.dtype) -> Xray:
@@ -112,7 +112,7 @@ def _xray_on_fakes(call: ModelCall, device_type: str, dtype: torch.dtype) -> Xra
         def on_fakes(dtype: torch.dtype) -> Tracer:
             return _on_fakes(call, device_type, decisions, dtype)
 
-        return _xrayed(call, on_fakes, dtype, real=False)
+        return _build_xray(call, on_fakes, dtype, real=False)
 
     def for_real() -> Xray:
         return _xray_for_real(call, "cpu", dtype)
@@ -134,7 +134,7 @@ def _low_weights(model: nn.Module) -> list[torch.dtype]:
     return [dtype for dtype in LOWER_DTYPES if dtype in dtypes]
 
 
-def _xrayed(
+def _build_xray(
     call: ModelCall,
     trace: Callable[[torch.dtype], Tracer],
     dtype: torch.dtype,
@@ -176,15 +176,15 @@ def _raised_under_autocast(
     try:
         plain = tracer if is_plain else trace(torch.float32)
     except (MemoryNeeded, NotAnswered) as stop:
-        explained = _explained(error, tracer, call)
+        explained = _explain_error(error, tracer, call)
         return f"{explained}; the pass without autocast ends later: {stop}"
     if plain.error is None:
-        return _explained(error, tracer, call)
+        return _explain_error(error, tracer, call)
     low = _low_weights(call.model)
     if not low:
-        raise TraceError(_explained(plain.error, plain, call)) from plain.error
+        raise TraceError(_explain_error(plain.error, plain, call)) from plain.error
     # With some weights in 16 bits it only runs under autocast: what fails there counts.
-    explained = _explained(error, tracer, call)
+    explained = _explain_error(error, tracer, call)
     dtype = low[0]
     if is_plain and low_operand(tracer.failed_on) and _runs(trace, dtype):
         cure = _UNDER_AUTOCAST.said(dtype=dtype_name(dtype), short=short_name(dtype))
@@ -253,7 +253,7 @@ def _generators_kept(device_type: str) -> contextlib.AbstractContextManager:
     return torch.random.fork_rng([device], device_type=device_type)
 
 
-def _explained(error: Exception, tracer: Tracer, call: ModelCall) -> str:
+def _explain_error(error: Exception, tracer: Tracer, call: ModelCall) -> str:
     """The model's own error in a line, with the shapes that it was given."""
     model = call.model
     tensors = [tensor for _, tensor in named_tensors([call.args, call.kwargs], opened=True)]
