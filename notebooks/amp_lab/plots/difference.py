@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from amp_lab.plots import style
+from amp_lab.plots.style import COLOURS, Look, Values
 
 
 def error_growth(steps: Sequence[Any], parts_at: str | None = None) -> Figure:
@@ -18,29 +19,53 @@ def error_growth(steps: Sequence[Any], parts_at: str | None = None) -> Figure:
     is marked. Errors of exactly zero have no place on the logarithmic axis and are left out.
     """
     figure, ax = style.subplots(size=(9.0, 3.8))
-    curves = {
-        "A against fp64": ([step.a for step in steps], style.COLOURS["fp32"], "-"),
-        "B against fp64": ([step.b for step in steps], style.COLOURS["bf16"], "--"),
-        "A against B, both in fp64": ([step.apart for step in steps], style.SECOND, ":"),
-    }
-    for name, (values, colour, dash) in curves.items():
-        shown = {n: value for n, value in enumerate(values) if 0 < value < math.inf}
-        marker = "o" if len(shown) < 40 else None
-        look: style.Look = {"linestyle": dash, "marker": marker, "color": colour}
-        if shown:
-            ax.plot(list(shown), list(shown.values()), markersize=3, label=name, **look)
+    of_a = [step.a for step in steps]
+    of_b = [step.b for step in steps]
+    apart = [step.apart for step in steps]
+    _error_curve(ax, "A against fp64", of_a, COLOURS["fp32"], "-")
+    _error_curve(ax, "B against fp64", of_b, COLOURS["bf16"], "--")
+    _error_curve(ax, "A against B, both in fp64", apart, style.SECOND, ":")
     ax.set_yscale("log")
-    marked = [n for n, step in enumerate(steps) if step.module == parts_at]
-    if marked:
-        at = marked[0]
-        ax.axvline(at, color=style.GUIDE, linewidth=1)
-        side = "right" if at > len(steps) / 2 else "left"
-        place: style.Look = {"ha": side, "va": "bottom", "transform": ax.get_xaxis_transform()}
-        ax.text(at, 1.01, f"part in {parts_at or 'the model itself'}", fontsize=9, **place)
-    _name_modules(ax, steps)
+    modules = [step.module for step in steps]
+    if parts_at in modules:
+        _mark(ax, modules.index(parts_at), parts_at or "the model itself", len(steps))
+    _name_modules(ax, modules)
     style.label(ax, "module", "relative error after each op")
     style.legend_beside(figure, "outside lower center", ncols=3)
     return figure
+
+
+def _error_curve(ax: Axes, name: str, errors: Values, colour: str, dash: str) -> None:
+    """A line through the errors that a logarithmic axis has; nothing if there are none."""
+    shown: dict[int, float] = {}
+    for n, error in enumerate(errors):
+        if 0 < error < math.inf:
+            shown[n] = error
+    if not shown:
+        return
+    marker = None
+    if len(shown) < 40:  # more of them would run into each other
+        marker = "o"
+    at = list(shown)
+    values = list(shown.values())
+    look: Look = {
+        "linestyle": dash,
+        "marker": marker,
+        "markersize": 3,
+        "color": colour,
+    }
+    ax.plot(at, values, label=name, **look)
+
+
+def _mark(ax: Axes, at: int, module: str, of: int) -> None:
+    """A line where two runs part, and its name above, on the side that has more room."""
+    ax.axvline(at, color=style.GUIDE, linewidth=1)
+    side = "left"
+    if at > of / 2:
+        side = "right"
+    above: Look = {"ha": side, "va": "bottom", "transform": ax.get_xaxis_transform()}
+    text = f"part in {module}"
+    ax.text(at, 1.01, text, fontsize=9, **above)
 
 
 def gap_and_change(gap: Tensor, moved: Mapping[str, Tensor]) -> Axes:
@@ -51,19 +76,28 @@ def gap_and_change(gap: Tensor, moved: Mapping[str, Tensor]) -> Axes:
     _, ax = style.subplots(size=(8.5, 4.0))
     for (name, change), mark in zip(moved.items(), "o+x", strict=False):
         ax.plot(gap, change, mark, markersize=4, alpha=0.6, label=name)
-    ends = [float(gap.min()), float(gap.max())]
+    smallest = float(gap.min())
+    largest = float(gap.max())
+    ends = [smallest, largest]
     ax.plot(ends, ends, "--", color=style.GUIDE, label="as far as the gap")
     ax.set(xscale="log", yscale="log")
-    return style.label(ax, "gap between the two best classes in fp32", "moved by", legend="best")
+    x_label = "gap between the two best classes in fp32"
+    return style.label(ax, x_label, "moved by", legend="best")
 
 
-def _name_modules(ax: Any, steps: Sequence[Any]) -> None:
-    """A tick where a module begins, up to a dozen."""
-    shown: list[int] = []
-    for n, step in enumerate(steps):
-        begins = not n or step.module != steps[n - 1].module
-        has_room = not shown or n - shown[-1] >= len(steps) / 12
+def _name_modules(ax: Axes, modules: Sequence[str]) -> None:
+    """A tick where a module begins, up to a dozen; `modules` has that of each op."""
+    names: dict[int, str] = {}
+    least_distance = len(modules) / 12
+    before = None
+    latest = -math.inf
+    for n, module in enumerate(modules):
+        begins = module != before
+        before = module
+        has_room = n - latest >= least_distance
         if begins and has_room:
-            shown.append(n)
-    names = [steps[n].module or "(model)" for n in shown]
-    ax.set_xticks(shown, names, rotation=30, ha="right", fontsize=9)
+            names[n] = module or "(model)"
+            latest = n
+    places = list(names)
+    texts = list(names.values())
+    ax.set_xticks(places, texts, rotation=30, ha="right", fontsize=9)

@@ -10,39 +10,53 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from amp_lab.plots import style
+from amp_lab.plots.style import Look, Values
 
 _MARKS = "osD^vPX<>"
 _DASHES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1))]
+_HATCHES = ("", "//")
+_MOST_NAMES = 16  # of layers, that have room below an axis
 
 
 def _shade(i: int, of: int) -> tuple[float, ...]:
     """Colours that differ in lightness, from dark to light."""
-    return colormaps["viridis"](0.9 * i / max(1, of - 1))
+    last = max(1, of - 1)
+    return colormaps["viridis"](0.9 * i / last)
 
 
 def sqnr_by_format(errors: Mapping[str, Mapping[str, float]]) -> Axes:
     """Bars of signal to quantisation noise, by format, for each kind of values."""
     _, ax = style.subplots(size=(8.5, 3.6))
-    for i, (kind, of_format) in enumerate(errors.items()):
-        hatch = ("", "//")[i]
-        looks = {"width": 0.38, "color": _shade(i, 2), "hatch": hatch, "edgecolor": "white"}
-        for n, value in enumerate(of_format.values()):
-            named = {"label": kind} if n == 0 else {}  # once in the legend
-            style.bar(ax, n + 0.4 * i - 0.2, value, f"{value:.0f}", **looks, **named)
-        ax.set_xticks(range(len(of_format)), list(of_format))
+    for i, (kind, sqnr_of) in enumerate(errors.items()):
+        look: Look = {
+            "width": 0.38,
+            "color": _shade(i, 2),
+            "hatch": _HATCHES[i],
+            "label": kind,
+            **style.EDGED,
+        }
+        offset = 0.4 * i - 0.2
+        for n, sqnr in enumerate(sqnr_of.values()):
+            text = f"{sqnr:.0f}"
+            style.bar(ax, n + offset, sqnr, text, **look)
+            look.pop("label", None)  # once in the legend
+        formats = list(sqnr_of)
+        ax.set_xticks(range(len(formats)), formats)
     ax.margins(y=0.35)
     return style.label(ax, "format", "SQNR (dB)", legend="upper left")
 
 
-def loss_by_format(losses: Mapping[str, Sequence[Sequence[float]]], over: int = 10) -> Axes:
+def loss_by_format(losses: Mapping[str, Sequence[Values]], over: int = 10) -> Axes:
     """The mean loss of several seeds over the steps, smoothed over so many, for each format."""
     _, ax = style.subplots(size=(8.5, 4.0))
+    window = np.ones(over) / over
     for i, (name, runs) in enumerate(losses.items()):
-        window = np.ones(over) / over
-        mean = np.convolve(np.mean(runs, 0), window, "valid")
-        steps = range(over, over + len(mean))
+        mean = np.mean(runs, 0)
+        smooth = np.convolve(mean, window, "valid")
+        steps = range(over, over + len(smooth))
+        colour = _shade(i, len(losses))
         dash = _DASHES[i % len(_DASHES)]
-        ax.plot(steps, mean, color=_shade(i, len(losses)), linestyle=dash, label=name)
+        ax.plot(steps, smooth, color=colour, linestyle=dash, label=name)
     return style.label(ax, "step", "loss (cross-entropy)", legend="best")
 
 
@@ -52,29 +66,46 @@ def errors_by_layer(reports: Sequence[Any]) -> Figure:
     `reports` are those of a `Rehearsal`. A layer that a format leaves in 16 bits has an open mark,
     and one that does not fit it has none.
     """
-    names = list(dict.fromkeys(report.layer.name for report in reports))
-    forms = list(dict.fromkeys(report.format for report in reports))
+    layers = dict.fromkeys(report.layer.name for report in reports)
+    names = list(layers)
+    formats = dict.fromkeys(report.format for report in reports)
     figure, ax = style.subplots(size=(9.0, 4.2))
-    for i, form in enumerate(forms):
+    for i, name in enumerate(formats):
+        shown = [report for report in reports if report.format == name and report.decibels]
         mark = _MARKS[i % len(_MARKS)]
-        colour = _shade(i, len(forms))
-        shown = [report for report in reports if report.format == form and report.decibels]
-        ax.plot(*_points(shown, names), color=colour, linewidth=1)
-        ax.plot([], [], marker=mark, color=colour, linewidth=1, markersize=5, label=form)
-        left_out = [report for report in shown if report.left_out]
-        converted = [report for report in shown if not report.left_out]
-        for part, fill in ((left_out, "white"), (converted, colour)):
-            points = _points(part, names)
-            ax.plot(*points, mark, color=colour, markerfacecolor=fill, markersize=5)
-    step = math.ceil(len(names) / 16)  # 16 names have room
-    ax.set_xticks(range(0, len(names), step), names[::step], rotation=30, ha="right", fontsize=9)
-    style.label(ax, "layer (open: left in 16 bits)", "SQNR of the worst product in dB")
+        colour = _shade(i, len(formats))
+        _format_line(ax, shown, names, mark, colour, name)
+    every = math.ceil(len(names) / _MOST_NAMES)
+    ticks = range(0, len(names), every)
+    ax.set_xticks(ticks, names[::every], rotation=30, ha="right", fontsize=9)
+    x_label = "layer (open: left in 16 bits)"
+    style.label(ax, x_label, "SQNR of the worst product in dB")
     style.legend_beside(figure, "outside right upper")
     return figure
 
 
+def _format_line(
+    ax: Axes, reports: Sequence[Any], names: list[str], mark: str, colour: Any, label: str
+) -> None:
+    """A line through the layers of one format, with a mark on each of them."""
+    places, decibels = _points(reports, names)
+    ax.plot(places, decibels, color=colour, linewidth=1)
+    look: Look = {"color": colour, "marker": mark, "markersize": 5}
+    ax.plot([], [], linewidth=1, label=label, **look)  # for the legend
+    left_out = [report for report in reports if report.left_out]
+    converted = [report for report in reports if not report.left_out]
+    for marked, fill in ((left_out, "white"), (converted, colour)):
+        places, decibels = _points(marked, names)
+        ax.plot(places, decibels, linestyle="none", markerfacecolor=fill, **look)
+
+
 def _points(reports: Sequence[Any], names: list[str]) -> tuple[list[int], list[float]]:
     """Layers by their place among the names, and the SQNR of their worst product."""
-    places = [names.index(report.layer.name) for report in reports]
-    decibels = [report.worst[1] for report in reports]
+    places: list[int] = []
+    decibels: list[float] = []
+    for report in reports:
+        place = names.index(report.layer.name)
+        _, worst = report.worst
+        places.append(place)
+        decibels.append(worst)
     return places, decibels

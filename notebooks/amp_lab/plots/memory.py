@@ -1,7 +1,6 @@
 """Memory, and what ranks send each other."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -9,6 +8,28 @@ from matplotlib.figure import Figure
 
 from amp_lab.plots import style
 from amp_lab.plots.style import Look, Values
+
+_KIB = 2**10
+_MIB = 2**20
+_GIB = 2**30
+_KINDS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_DASHES = {"fp32": "-", "tf32": (0, (5, 1)), "fp16": "--", "bf16": ":"}
+_IN_A_BAR: Look = {
+    "fontsize": 8,
+    "linespacing": 0.9,
+    # keeps the hatch off the letters
+    "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1},
+    **style.CENTRED,
+}
+# Of a number: x is a share of the axes' width, and y a value; then so many points to the right.
+_AT_LEFT_END: Look = {
+    "xycoords": ("axes fraction", "data"),
+    "textcoords": "offset points",
+    "xytext": (6, 3),
+}
+
+Sent = Sequence[tuple[str, str, int]]
+"""Collective, dtype and bytes of each kind of message."""
 
 
 def memory_by_dtype(
@@ -19,32 +40,41 @@ def memory_by_dtype(
     `tensors` has an attribute `peak`, a list of (shape, dtype, bytes).
     """
     figure, axes = style.subplots(1, len(panels), size=(9.0, 2.9), squeeze=False)
-    for ax, (title, setups) in zip(axes[0], panels.items(), strict=True):
+    limit_gib = limit / _GIB
+    for ax, title, setups in style.by_panel(axes[0], panels):
         for row, tensors in enumerate(setups.values()):
-            style.stacked(ax, row, _by_dtype(tensors.peak))
-        ax.axvline(limit / 2**30, color="white", linewidth=4)  # shows the line on a dark bar
-        ax.axvline(limit / 2**30, color="black", linestyle="--", linewidth=1.5)
-        ax.set_yticks(range(len(setups)), list(setups))
+            bars = _by_dtype(tensors.peak)
+            style.stacked(ax, row, bars)
+        ax.axvline(limit_gib, color="white", linewidth=4)  # shows the line on a dark bar
+        ax.axvline(limit_gib, color="black", linestyle="--", linewidth=1.5)
+        rows = range(len(setups))
+        ax.set_yticks(rows, list(setups))
         ax.invert_yaxis()
         ax.set_xlabel("peak memory of a step (GiB)")
         ax.set_title(title, fontsize=11, pad=20)
-        ax.text(limit / 2**30, 1.02, limit_label, transform=ax.get_xaxis_transform(), ha="center")
+        above = ax.get_xaxis_transform()
+        ax.text(limit_gib, 1.02, limit_label, transform=above, ha="center")
     style.legend_beside(figure, "outside lower center", ncols=4)
     return figure
 
 
 def _by_dtype(peak: Iterable[tuple[Any, Any, int]]) -> list[tuple[float, Look]]:
     """GiB and look of each kind of tensors; too small to be seen, it stays out of the legend."""
-    kinds = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-    sizes = dict.fromkeys((*kinds.values(), "integers"), 0.0)
-    for _, dtype, size in peak:
+    sizes = dict.fromkeys(_KINDS.values(), 0.0)
+    sizes["integers"] = 0.0
+    for _, dtype, nbytes in peak:
         name = str(dtype).removeprefix("torch.")
-        sizes[kinds.get(name, "integers")] += size / 2**30
-    bars = []
+        kind = _KINDS.get(name, "integers")
+        sizes[kind] += nbytes / _GIB
+    bars: list[tuple[float, Look]] = []
     for kind, size in sizes.items():
-        label = kind if size > 0.1 else None
-        if size:
-            bars.append((size, style.look_of(kind, height=0.6, label=label)))
+        if not size:
+            continue
+        label = None
+        if size > 0.1:
+            label = kind
+        look = style.look_of(kind, height=0.6, label=label)
+        bars.append((size, look))
     return bars
 
 
@@ -53,71 +83,110 @@ def memory_against_batch(
 ) -> Axes:
     """Peak memory of a step, `curves[precision]` as (batches, bytes); `limit` is the card's."""
     _, ax = style.subplots(size=(7.0, 3.2))
-    dashes = {"fp32": "-", "tf32": (0, (5, 1)), "fp16": "--", "bf16": ":"}
     for precision, (batches, peaks) in curves.items():
-        gib = {batch: peak / 2**30 for batch, peak in zip(batches, peaks, strict=True)}
-        style.lines(ax, {precision: gib}, dashes, linewidth=2)
+        gib: dict[int, float] = {}
+        for batch, peak in zip(batches, peaks, strict=True):
+            gib[batch] = peak / _GIB
+        curve = {precision: gib}
+        style.lines(ax, curve, _DASHES, linewidth=2)
     if limit is not None:
-        gib = limit / 2**30
-        ax.axhline(gib, color="black", linewidth=1)
-        where: Look = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
-        ax.annotate(f"the card: {gib:.3g} GiB", (0, gib), xytext=(6, 3), **where)
+        _limit_line(ax, limit / _GIB)
     ax.set_xlim(left=0)  # memory that no sample needs is where the lines meet the axis
     ax.set_ylim(bottom=0)
-    return style.label(ax, "batch", "peak memory of a step (GiB)", legend="lower right")
+    y_label = "peak memory of a step (GiB)"
+    return style.label(ax, "batch", y_label, legend="lower right")
+
+
+def _limit_line(ax: Axes, gib: float) -> None:
+    """A line where the memory of the card ends, with a text at its left end."""
+    ax.axhline(gib, color="black", linewidth=1)
+    text = f"the card: {gib:.3g} GiB"
+    left_end = (0, gib)
+    ax.annotate(text, left_end, **_AT_LEFT_END)
 
 
 def memory_per_rank(engines: Mapping[str, Mapping[int, Mapping[str, float]]]) -> Figure:
     """Stacked bars of memory against the number of ranks: `engines[name][ranks][part]` in bytes."""
-    figure, axes = style.subplots(1, len(engines), size=(8.0, 3.2), sharey=True, squeeze=False)
-    for ax, (title, sizes) in zip(axes[0], engines.items(), strict=True):
-        for x, parts in enumerate(sizes.values()):
+    size = (8.0, 3.2)
+    figure, axes = style.subplots(1, len(engines), size=size, sharey=True, squeeze=False)
+    for ax, title, parts_of in style.by_panel(axes[0], engines):
+        for x, parts in enumerate(parts_of.values()):
             looks = style.part_looks(parts, style.THREE_PARTS)
-            mib = [(parts[part] / 2**20, look | {"width": 0.6}) for part, look in looks.items()]
-            style.stacked(ax, x, mib, "{:.3g}")
-        ax.set_xticks(range(len(sizes)), list(sizes))
+            bars: list[tuple[float, Look]] = []
+            for part, look in looks.items():
+                look["width"] = 0.6
+                mib = parts[part] / _MIB
+                bars.append((mib, look))
+            style.stacked(ax, x, bars, "{:.3g}")
+        ticks = range(len(parts_of))
+        ax.set_xticks(ticks, list(parts_of))
         ax.set_xlabel("ranks")
         ax.set_title(title, fontsize=11)
         ax.margins(y=0.15)  # room for the number above the highest bar
-    axes[0, 0].set_ylabel("memory of a rank (MiB)")
+    first, *_ = axes[0]
+    first.set_ylabel("memory of a rank (MiB)")
     style.legend_beside(figure, "outside right upper", reverse=True)  # the last part is on top
     return figure
 
 
 def bytes_per_parameter(setups: Mapping[str, Mapping[str, float]]) -> Axes:
     """Stacked bars of what is held for one parameter: `setups[name][part]` in bytes."""
-    figure, ax = style.subplots(size=(8.5, 0.46 * len(setups) + 1.0))
-    parts = dict.fromkeys(part for sizes in setups.values() for part in sizes)
-    looks = style.part_looks(parts, style.FIVE_PARTS[: len(parts)])
-    for y, sizes in enumerate(setups.values()):
-        held = [(sizes.get(part, 0), look | {"height": 0.75}) for part, look in looks.items()]
-        style.stacked(ax, y, held, "{:.3g}", size=11)
-    style.name_rows(ax, list(setups), room=0.08, fontsize=11)
-    ax.set_xticks(range(0, 21, 4))
+    height = 0.46 * len(setups) + 1.0
+    figure, ax = style.subplots(size=(8.5, height))
+    parts: dict[str, None] = {}  # a set in order
+    for bytes_of in setups.values():
+        parts |= dict.fromkeys(bytes_of)
+    greys = style.FIVE_PARTS[: len(parts)]
+    looks = style.part_looks(parts, greys)
+    for look in looks.values():
+        look["height"] = 0.75
+    for y, bytes_of in enumerate(setups.values()):
+        bars: list[tuple[float, Look]] = []
+        for part, look in looks.items():
+            nbytes = bytes_of.get(part, 0)
+            bars.append((nbytes, look))
+        style.stacked(ax, y, bars, "{:.3g}", size=11)
+    names = list(setups)
+    style.name_rows(ax, names, room=0.08, fontsize=11)
+    ticks = range(0, 21, 4)
+    ax.set_xticks(ticks)
     ax.set_xlabel("held for each parameter when the optimizer steps (bytes)")
     style.legend_beside(figure, "outside right upper")
     return ax
 
 
-def _total(parts: Sequence[tuple[str, str, int]]) -> int:
-    return sum(size for _, _, size in parts)
-
-
-def sent_bytes(setups: Mapping[str, Sequence[tuple[str, str, int]]], ranks: int) -> Axes:
+def sent_bytes(setups: Mapping[str, Sent], ranks: int) -> Axes:
     """Stacked bars of what a rank sends a step: `setups[name]` has (collective, dtype, bytes)."""
-    figure, ax = style.subplots(size=(8.5, 0.48 * len(setups) + 1.0))
-    totals = [_total(parts) for parts in setups.values()]
-    longest = max(totals) / 2**10
-    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # keeps the hatch off the letters
-    inside: Look = {"ha": "center", "va": "center", "fontsize": 8, "linespacing": 0.9, "bbox": box}
-    for y, parts in enumerate(setups.values()):
-        looks = [style.look_of(d, height=0.75, linewidth=1.5, label=d) for _, d, _ in parts]
-        kib = [size / 2**10 for *_, size in parts]
-        style.stacked(ax, y, list(zip(kib, looks, strict=True)), "{:,.0f}")
-        for end, size, (kind, *_) in zip(accumulate(kib), kib, parts, strict=True):
-            if size > longest / 8:  # a shorter bar has no room for its name
-                ax.text(end - size / 2, y, kind.replace("_", "-\n"), **inside)
-    style.name_rows(ax, list(setups), room=0.08)
+    height = 0.48 * len(setups) + 1.0
+    figure, ax = style.subplots(size=(8.5, height))
+    longest = max(_total_kib(sent) for sent in setups.values())
+    for y, sent in enumerate(setups.values()):
+        bars: list[tuple[float, Look]] = []
+        for _, dtype, nbytes in sent:
+            look = style.look_of(dtype, height=0.75, linewidth=1.5, label=dtype)
+            bars.append((nbytes / _KIB, look))
+        style.stacked(ax, y, bars, "{:,.0f}")
+        _name_collectives(ax, y, sent, longest / 8)
+    names = list(setups)
+    style.name_rows(ax, names, room=0.08)
     ax.set_xlabel(f"sent by each of {ranks} ranks in a step (KiB)")
     style.legend_beside(figure, "outside right upper")
     return ax
+
+
+def _total_kib(sent: Sent) -> float:
+    nbytes = sum(nbytes for _, _, nbytes in sent)
+    return nbytes / _KIB
+
+
+def _name_collectives(ax: Axes, y: float, sent: Sent, least: float) -> None:
+    """Write the collective on each bar of a row; one of `least` KiB or fewer has no room for it."""
+    end = 0.0
+    for collective, _, nbytes in sent:
+        kib = nbytes / _KIB
+        end += kib
+        if kib <= least:
+            continue
+        name = collective.replace("_", "-\n")
+        middle = end - kib / 2
+        ax.text(middle, y, name, **_IN_A_BAR)

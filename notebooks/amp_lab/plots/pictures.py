@@ -2,17 +2,24 @@
 
 from collections.abc import Mapping, Sequence
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
 from amp_lab.plots import style
 
+_ONE_SCALE = {"cmap": "gray", "vmin": 0, "vmax": 1}  # so that pictures can be compared
+_LEVELS = 15  # a channel: noise in all 256 would fill a notebook's file
+
 
 def side_by_side(pictures: Mapping[str, Tensor], values: str = "brightness") -> Figure:
     """Pictures {title: (1, 1, H, W)} with `values` in [0, 1], on one grey scale."""
-    figure, axes = style.subplots(1, len(pictures), size=(2.6 * len(pictures) + 0.8, 3.0))
-    for ax, (title, picture) in zip(axes, pictures.items(), strict=True):
-        image = ax.imshow(picture[0, 0].cpu().numpy(), cmap="gray", vmin=0, vmax=1)  # one scale
+    columns = len(pictures)
+    width = 2.6 * columns + 0.8
+    figure, axes = style.subplots(1, columns, size=(width, 3.0))
+    for ax, title, picture in style.by_panel(axes, pictures):
+        pixels = picture[0, 0].cpu().numpy()
+        image = ax.imshow(pixels, **_ONE_SCALE)
         ax.set_title(title)
         ax.set_axis_off()
     figure.colorbar(image, ax=axes, shrink=0.8, label=values)
@@ -21,17 +28,27 @@ def side_by_side(pictures: Mapping[str, Tensor], values: str = "brightness") -> 
 
 def augmentation_grid(rows: Mapping[str, Sequence[Tensor]]) -> Figure:
     """Images {title: [(3, H, W) in epoch 0, …]} with values in [0, 1], a row for each title."""
-    columns = len(next(iter(rows.values())))
-    size = (1.3 * columns, 1.3 * len(rows) + 0.3)
+    first_row, *_ = rows.values()
+    columns = len(first_row)
+    width = 1.3 * columns
+    height = 1.3 * len(rows) + 0.3
+    size = (width, height)
     figure, axes = style.subplots(len(rows), columns, size=size, squeeze=False)
-    for line, (title, images) in zip(axes, rows.items(), strict=True):
-        for ax, image in zip(line, images, strict=True):
-            # In 16 levels a channel: noise in all 256 would fill a notebook's file.
-            levels = (image.clip(0, 1) * 15).round() / 15
-            ax.imshow(levels.permute(1, 2, 0).numpy(), interpolation="nearest")
-            ax.set(xticks=[], yticks=[])
-            ax.spines[:].set_visible(False)
-        line[0].set_ylabel(title, fontsize=9)
+    for row, title, images in style.by_panel(axes, rows):
+        for ax, image in zip(row, images, strict=True):
+            _show(ax, image)
+        row[0].set_ylabel(title, fontsize=9)
     for epoch, ax in enumerate(axes[0]):
         ax.set_title(f"epoch {epoch}", fontsize=11)
     return figure
+
+
+def _show(ax: Axes, image: Tensor) -> None:
+    """An image (3, H, W), in few levels and without axes."""
+    scaled = image.clip(0, 1) * _LEVELS
+    rounded = scaled.round() / _LEVELS
+    pixels = rounded.permute(1, 2, 0)
+    ax.imshow(pixels.numpy(), interpolation="nearest")
+    ax.set_xticks([])
+    ax.set_yticks([])
+    ax.spines[:].set_visible(False)

@@ -1,7 +1,6 @@
 """Times, rates and speed-ups, and the limits of a device."""
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -9,6 +8,24 @@ from matplotlib.figure import Figure
 from amp_lab.plots import style
 from amp_lab.plots.style import COLOURS, Look, Values
 from amp_lab.timing import Comparison, Estimate, Ratio
+
+_LEVEL: Look = {"color": "black", "linewidth": 1}  # a line to compare with
+_TICK: Look = {"color": "black", "linewidth": 2}  # of a limit on a bar
+_KIND_LOOKS = [
+    ("black", "*"),
+    (style.PATH, "^"),
+    (COLOURS["bf16"], "o"),
+    ("black", "v"),
+]
+# Both lines may be of one precision, and one colour: their dash and their fill differ.
+_LINE_LOOKS = (("-o", None), ("--s", "white"))
+_ROOF_DASHES = ["-", "--", ":", "-."]
+_POINT_MARKS = "osD^vP*X"
+
+Bar = tuple[str, str, Estimate | None, float | None, str]
+"""Precision, rung, milliseconds, those at the limit, and the text beside the bar."""
+Point = tuple[str, str, float, Estimate]
+"""Label, precision, FLOPs per byte, and FLOP/s."""
 
 
 def time_and_memory(
@@ -21,8 +38,25 @@ def time_and_memory(
 
     The names of the comparison are precisions. Losses of each step are drawn beside them, if given.
     """
-    panels = 3 if losses else 2
-    figure, (left, right, *rest) = style.subplots(1, panels, size=(4.0 * panels, 3.2))
+    panels = 2
+    if losses:
+        panels = 3
+    width = 4.0 * panels
+    figure, (left, right, *rest) = style.subplots(1, panels, size=(width, 3.2))
+    _time_bars(left, times)
+    left.set_ylabel("time of a step (ms)")
+    left.margins(y=0.4)  # room for three lines above the highest bar
+    _memory_bars(right, mebibytes)
+    right.set_ylabel(f"memory, {memory_label} (MiB)")
+    right.margins(y=0.25)
+    for ax in rest:
+        style.lines(ax, losses or {}, first=1, linewidth=2)
+        style.label(ax, "step", "loss", legend="best")
+        ax.set_ylim(bottom=0)
+    return figure
+
+
+def _time_bars(ax: Axes, times: Comparison) -> None:
     first, *_ = times.samples_s
     for name in times.samples_s:
         milliseconds = times.time_s(name).times(1e3)
@@ -31,37 +65,39 @@ def time_and_memory(
             speedup = times.ratio(first, name)
             low, high = speedup.interval
             text += f"\n{speedup.median:.2f}x as fast\n({low:.2f}x to {high:.2f}x)"
-        style.measured_bar(left, name, milliseconds, text, **style.look_of(name, width=0.6))
-    left.set_ylabel("time of a step (ms)")
-    first_value = next(iter(mebibytes.values()))
+        look = style.look_of(name, width=0.6)
+        style.measured_bar(ax, name, milliseconds, text, **look)
+
+
+def _memory_bars(ax: Axes, mebibytes: Mapping[str, float]) -> None:
+    first, *_ = mebibytes.values()
     for name, value in mebibytes.items():
         text = f"{value:.3g}"
-        if value != first_value:
-            text += f"\n{value / first_value:.0%}"
-        style.bar(right, name, value, text, **style.look_of(name, width=0.6))
-    right.set_ylabel(f"memory, {memory_label} (MiB)")
-    left.margins(y=0.4)  # room for three lines above the highest bar
-    right.margins(y=0.25)
-    for ax in rest:
-        style.lines(ax, losses or {}, first=1, linewidth=2)
-        style.label(ax, "step", "loss", legend="best").set_ylim(bottom=0)
-    return figure
+        if value != first:
+            share = value / first
+            text += f"\n{share:.0%}"
+        look = style.look_of(name, width=0.6)
+        style.bar(ax, name, value, text, **look)
 
 
 def time_by_kind(kinds: Mapping[str, Comparison]) -> Axes:
     """Bars of time, `kinds[kind]` over precisions, with the speed-up over the first precision."""
     _, ax = style.subplots(size=(7.0, 3.2))
-    first, *others = next(iter(kinds.values())).samples_s
-    width = 0.8 / (1 + len(others))
-    for i, precision in enumerate([first, *others]):
+    comparisons = list(kinds.values())
+    precisions = list(comparisons[0].samples_s)
+    first = precisions[0]
+    width = 0.8 / len(precisions)
+    for i, precision in enumerate(precisions):
         look = style.look_of(precision, width=width)
-        for k, times in enumerate(kinds.values()):
+        offset = i * width
+        for k, times in enumerate(comparisons):
             milliseconds = times.time_s(precision).times(1e3)
             text = ""
             has_room = i == 1 or times.trusted  # not to say twice that it was busy
             if i and has_room:
-                text = f"{times.ratio(first, precision).median:.2f}x"
-            style.measured_bar(ax, k + i * width, milliseconds, text, **look)
+                speedup = times.ratio(first, precision)
+                text = f"{speedup.median:.2f}x"
+            style.measured_bar(ax, k + offset, milliseconds, text, **look)
         ax.bar([0], [0], label=precision, **look)  # for the legend, whatever could be measured
     middles = [k + 0.4 - width / 2 for k in range(len(kinds))]
     ax.set_xticks(middles, list(kinds))
@@ -78,20 +114,26 @@ def throughput_over_batch(batches: Mapping[int, Comparison]) -> Figure:
     `batches[batch]` compares the time of a step of so many samples in both.
     """
     figure, (left, right) = style.subplots(1, 2, size=(8.5, 2.9))
-    first, second = next(iter(batches.values())).samples_s
+    sizes = list(batches)
+    comparisons = list(batches.values())
+    first, second = comparisons[0].samples_s
     for precision, form in ((first, "-o"), (second, "--s")):
-        rates = [times.time_s(precision).rate(batch) for batch, times in batches.items()]
-        look: Look = {"color": COLOURS[precision], "label": precision}
-        style.measured_line(left, list(batches), rates, form, **look)
+        rates: list[Estimate] = []
+        for batch, times in batches.items():
+            step_s = times.time_s(precision)
+            rates.append(step_s.rate(batch))
+        colour = COLOURS[precision]
+        style.measured_line(left, sizes, rates, form, color=colour, label=precision)
     left.set_yscale("log")
     style.label(left, "batch", "samples per second", legend="lower right")
-    ratios = [times.ratio(first, second) for times in batches.values()]
-    style.measured_line(right, list(batches), ratios, "-D", color="black")
-    right.axhline(1, color="black", linewidth=1)
+    ratios = [times.ratio(first, second) for times in comparisons]
+    style.measured_line(right, sizes, ratios, "-D", color="black")
+    right.axhline(1, **_LEVEL)
     right.set_ylim(bottom=0)  # a small ratio shall look small
-    style.label(right, "batch", f"speed-up of {second} over {first}")
+    y_label = f"speed-up of {second} over {first}"
+    style.label(right, "batch", y_label)
     for ax in (left, right):
-        style.log2_axis(ax, ticks=list(batches))
+        style.log2_axis(ax, ticks=sizes)
     return figure
 
 
@@ -99,34 +141,46 @@ def growth(panels: Mapping[str, tuple[Sequence[int], Sequence[Ratio], Values]]) 
     """Speed-up and share of FP32's memory by AMP: `panels[what]` is (values, speed-ups, shares)."""
     alike = {"sharey": "row", "sharex": "col", "squeeze": False}
     figure, axes = style.subplots(2, len(panels), size=(8.5, 4.4), **alike)
-    for (upper, lower), (what, curves) in zip(axes.T, panels.items(), strict=True):
-        values, speedups, shares = curves
-        style.measured_line(upper, values, speedups, "-o", color=COLOURS["bf16"], linewidth=2)
-        lower.plot(values, shares, "--s", color=COLOURS["fp32"], linewidth=2)
-        for ax, level in ((upper, 1), (lower, 0.5)):
-            ax.axhline(level, color="black", linewidth=1)
+    upper_row, lower_row = axes
+    blue = COLOURS["fp32"]
+    orange = COLOURS["bf16"]
+    for (upper, lower), what, (values, speedups, shares) in style.by_panel(axes.T, panels):
+        style.measured_line(upper, values, speedups, "-o", color=orange, linewidth=2)
+        upper.axhline(1, **_LEVEL)
+        lower.plot(values, shares, "--s", color=blue, linewidth=2)
+        lower.axhline(0.5, **_LEVEL)
         style.log2_axis(lower, ticks=values)
         lower.set_xlabel(what)
-    for row, level in zip(axes, (1, 0.5), strict=True):  # each row around its level
-        ends: list[float] = []
-        for ax in row:
-            ends.extend(ax.dataLim.intervaly)
-        bottom = min(0.85 * level, 0.95 * min(ends))
-        row[0].set_ylim(bottom, 1.05 * max(ends))  # a row's axes share it
-    axes[0, 0].set_ylabel("speed-up by AMP")
-    axes[1, 0].set_ylabel("memory, share of FP32")
+    _limit_around(upper_row, level=1)
+    _limit_around(lower_row, level=0.5)
+    upper_row[0].set_ylabel("speed-up by AMP")
+    lower_row[0].set_ylabel("memory, share of FP32")
     return figure
+
+
+def _limit_around(row: Sequence[Axes], level: float) -> None:
+    """Limit the y axis that a row of axes shares to its level and what is drawn."""
+    ends: list[float] = []
+    for ax in row:
+        ends.extend(ax.dataLim.intervaly)
+    bottom = min(0.85 * level, 0.95 * min(ends))
+    top = 1.05 * max(ends)
+    row[0].set_ylim(bottom, top)
 
 
 def speedup_over_size(sizes: Sequence[int], speedups: Mapping[str, Sequence[Ratio]]) -> Axes:
     """Speed-ups against the image size; `speedups[label]` has a ratio for each size."""
     _, ax = style.subplots(size=(7.0, 3.2))
-    ax.axhline(1, color="black", linewidth=1)
-    # Both lines may be of one precision, and one colour: their dash and their fill differ.
-    looks = (("-o", None), ("--s", "white"))
-    for (label, ratios), (form, face) in zip(speedups.items(), looks, strict=False):
-        look: Look = {"color": COLOURS[style.precision_of(label)], "markerfacecolor": face}
-        style.measured_line(ax, sizes, ratios, form, linewidth=2, label=label, **look)
+    ax.axhline(1, **_LEVEL)
+    for (label, ratios), (form, face) in zip(speedups.items(), _LINE_LOOKS, strict=False):
+        precision = style.precision_of(label)
+        look: Look = {
+            "color": COLOURS[precision],
+            "markerfacecolor": face,
+            "linewidth": 2,
+            "label": label,
+        }
+        style.measured_line(ax, sizes, ratios, form, **look)
     ax.set_xticks(sizes)
     x_label = "height and width of the images (pixels)"
     return style.label(ax, x_label, "speed-up", legend="lower right")
@@ -138,14 +192,18 @@ def flops_per_byte(panels: Mapping[str, Sequence[tuple[str, float]]]) -> Figure:
     kinds: dict[str, None] = {}  # a set in order
     for layers in panels.values():
         kinds |= dict.fromkeys(kind for kind, _ in layers)
-    looks = [("black", "*"), (style.PATH, "^"), (COLOURS["bf16"], "o"), ("black", "v")]
-    for ax, (title, layers) in zip(axes, panels.items(), strict=True):
-        for kind, (colour, marker) in zip(kinds, looks, strict=False):
-            at = [i for i, (found, _) in enumerate(layers) if found == kind]
-            values = [layers[i][1] for i in at]
-            look: Look = {"color": colour, "markeredgecolor": "black", "markeredgewidth": 0.6}
-            ax.plot(at, values, marker, markersize=7, label=kind, **look)
-        ax.set(yscale="log", xlabel="layer, from input to output")
+    edge: Look = {"markeredgecolor": "black", "markeredgewidth": 0.6}
+    for ax, title, layers in style.by_panel(axes, panels):
+        for kind, (colour, marker) in zip(kinds, _KIND_LOOKS, strict=False):
+            intensities: dict[int, float] = {}
+            for i, (kind_of_layer, intensity) in enumerate(layers):
+                if kind_of_layer == kind:
+                    intensities[i] = intensity
+            at = list(intensities)
+            values = list(intensities.values())
+            ax.plot(at, values, marker, color=colour, markersize=7, label=kind, **edge)
+        ax.set_yscale("log")
+        ax.set_xlabel("layer, from input to output")
         ax.set_yticks([1, 10, 100], ["1", "10", "100"])
         ax.set_title(title, fontsize=11)
         ax.grid(axis="y", color=style.GRID)
@@ -154,80 +212,108 @@ def flops_per_byte(panels: Mapping[str, Sequence[tuple[str, float]]]) -> Figure:
     return figure
 
 
-def speed_ladder(
-    panels: Mapping[str, Sequence[tuple[str, str, Estimate | None, float | None, str]]],
-) -> Figure:
+def speed_ladder(panels: Mapping[str, Sequence[Bar]]) -> Figure:
     """Bars of time from the lowest rung to the highest, and a tick where the device's limit is.
 
     `panels[title]` has (precision, rung, milliseconds, those at the limit, text beside the bar).
     """
     heights = [len(rows) + 1.5 for rows in panels.values()]
-    size = (8.0, 0.26 * sum(heights) + 0.6)
+    height = 0.26 * sum(heights) + 0.6
+    size = (8.0, height)
     figure, axes = style.subplots(len(panels), size=size, height_ratios=heights, squeeze=False)
     has_limits = False
-    for ax, (title, rows) in zip(axes[:, 0], panels.items(), strict=True):
-        for y, (precision, _, milliseconds, limit, text) in enumerate(rows):
-            look = style.look_of(precision, height=0.75)
-            if milliseconds is None:
-                style.bar(ax, y, 0, text, **look)
-            else:
-                style.measured_bar(ax, y, milliseconds, text, **look)
+    for ax, title, rows in style.by_panel(axes[:, 0], panels):
+        names: list[str] = []
+        for y, (precision, rung, milliseconds, limit, text) in enumerate(rows):
+            names.append(f"{precision} {rung}")
+            _rung_bar(ax, y, precision, milliseconds, text)
             if limit is not None:
                 has_limits = True
-                ax.plot([limit, limit], [y - 0.45, y + 0.45], color="black", linewidth=2)
-        style.name_rows(ax, [f"{precision} {rung}" for precision, rung, *_ in rows], room=0.12)
+                _limit_tick(ax, y, limit)
+        style.name_rows(ax, names, room=0.12)
         ax.set_xlim(left=0)  # margins would begin the bars left of 0
         ax.set_title(title, fontsize=10, loc="left")
     x_label = "time of a step (ms)"
     if has_limits:
         x_label += "; black: the limit of the device"
-    axes[-1, 0].set_xlabel(x_label)
+    lowest = axes[-1, 0]
+    lowest.set_xlabel(x_label)
     return figure
 
 
-def roofline(
-    roofs: Mapping[str, float],
-    bytes_per_s: float,
-    points: Sequence[tuple[str, str, float, Estimate]],
-) -> Figure:
+def _rung_bar(ax: Axes, y: int, precision: str, time: Estimate | None, text: str) -> None:
+    """The bar of a rung; without a time, its text alone."""
+    look = style.look_of(precision, height=0.75)
+    if time is None:
+        style.bar(ax, y, 0, text, **look)
+        return
+    style.measured_bar(ax, y, time, text, **look)
+
+
+def _limit_tick(ax: Axes, y: int, limit: float) -> None:
+    lower_end = y - 0.45
+    upper_end = y + 0.45
+    ax.plot([limit, limit], [lower_end, upper_end], **_TICK)
+
+
+def roofline(roofs: Mapping[str, float], bytes_per_s: float, points: Sequence[Point]) -> Figure:
     """FLOP/s against FLOPs per byte, both logarithmic, below the roofs of each precision.
 
     `roofs` is {precision: FLOP/s}; `points` are (label, precision, FLOPs per byte, FLOP/s).
     """
     figure, ax = style.subplots(size=(8.0, 4.2))
-    intensities = [x for _, _, x, _ in points]
-    low = min([1.0, *intensities]) / 2
-    high = max([100.0, *intensities]) * 4
-    for (precision, flops_per_s), dash in zip(roofs.items(), ["-", "--", ":", "-."], strict=False):
-        x = [low, flops_per_s / bytes_per_s, high]
-        y = [low * bytes_per_s, flops_per_s, flops_per_s]  # left of the ridge, memory is the limit
-        ax.plot(x, y, dash, color=COLOURS[precision], label=f"limit in {precision}")
+    _roofs(ax, roofs, bytes_per_s, points)
     labels = dict.fromkeys(label for label, *_ in points)
-    markers = dict(zip(labels, "osD^vP*X", strict=False))
+    marker_of = dict(zip(labels, _POINT_MARKS, strict=False))
+    edge: Look = {"markeredgecolor": "black"}
     for label, precision, intensity, achieved in points:
-        look: Look = {"color": COLOURS[precision], "markeredgecolor": "black", "markersize": 8}
-        style.measured_line(ax, [intensity], [achieved], markers[label], **look)
-    for label, marker in markers.items():  # the legend has them without a precision's colour
-        ax.plot([], [], marker, color=style.STRONG_GRID, markeredgecolor="black", label=label)
+        marker = marker_of[label]
+        colour = COLOURS[precision]
+        style.measured_line(ax, [intensity], [achieved], marker, color=colour, markersize=8, **edge)
+    for label, marker in marker_of.items():  # the legend has them without a precision's colour
+        ax.plot([], [], marker, color=style.STRONG_GRID, label=label, **edge)
     ax.set(xscale="log", yscale="log")
     style.label(ax, "FLOPs per byte moved", "FLOP/s")
     style.legend_beside(figure, "outside right upper", fontsize=9)
     return figure
 
 
+def _roofs(
+    ax: Axes, roofs: Mapping[str, float], bytes_per_s: float, points: Iterable[Point]
+) -> None:
+    """The limit of each precision, over a range that has all points."""
+    intensities = [intensity for _, _, intensity, _ in points]
+    low = min([1.0, *intensities]) / 2
+    high = max([100.0, *intensities]) * 4
+    for (precision, flops_per_s), dash in zip(roofs.items(), _ROOF_DASHES, strict=False):
+        ridge = flops_per_s / bytes_per_s  # left of it, memory is the limit
+        x = [low, ridge, high]
+        y = [low * bytes_per_s, flops_per_s, flops_per_s]
+        colour = COLOURS[precision]
+        ax.plot(x, y, dash, color=colour, label=f"limit in {precision}")
+
+
 def best_speedups(machines: Mapping[str, Mapping[str, Ratio]]) -> Figure:
     """Bars of the best speed-up of each workload, side by side: `machines[name][workload]`."""
-    names = list(dict.fromkeys(itertools.chain.from_iterable(machines.values())))
-    figure, ax = style.subplots(size=(8.0, 0.3 * len(names) * len(machines) + 1.4))
-    width = 0.8 / len(machines)
-    for i, (machine, found) in enumerate(machines.items()):
-        grey = str(0.15 + 0.6 * i / max(1, len(machines) - 1))
-        look: Look = {"color": grey, "edgecolor": "white", "height": width}
-        for title, speedup in found.items():
+    workloads: dict[str, None] = {}  # a set in order
+    for speedup_of in machines.values():
+        workloads |= dict.fromkeys(speedup_of)
+    names = list(workloads)
+    height = 0.3 * len(names) * len(machines) + 1.4
+    figure, ax = style.subplots(size=(8.0, height))
+    bar_height = 0.8 / len(machines)
+    last = max(1, len(machines) - 1)
+    for i, (machine, speedup_of) in enumerate(machines.items()):
+        grey = 0.15 + 0.6 * i / last
+        look: Look = {"color": str(grey), "height": bar_height, **style.EDGED}
+        offset = i * bar_height
+        for name, speedup in speedup_of.items():
+            y = names.index(name) + offset
             text = f"{speedup.median:.2f}x"
-            style.measured_bar(ax, names.index(title) + i * width, speedup, text, **look)
+            style.measured_bar(ax, y, speedup, text, **look)
         ax.barh([0], [0], label=machine, **look)  # for the legend, whatever could be measured
-    style.name_rows(ax, names, room=0.12, middle=0.4 - width / 2)
+    middle = 0.4 - bar_height / 2
+    style.name_rows(ax, names, room=0.12, middle=middle)
     ax.set_xlabel("best speed-up over fp32 eager on the same device")
     style.legend_beside(figure, "outside lower center", ncols=2, fontsize=9)
     return figure
@@ -239,23 +325,30 @@ def passes(chains: Mapping[str, Sequence[str]]) -> Axes:
     Those that begin with "read" or "write" stand for memory and are black, the others for what
     stays in the cache.
     """
-    _, ax = style.subplots(size=(8.5, 0.62 * len(chains) + 0.5))
+    height = 0.62 * len(chains) + 0.5
+    _, ax = style.subplots(size=(8.5, height))
     for y, chain in enumerate(chains.values()):
         left = 0.0
         for text in chain:
             width = 0.085 * len(text) + 0.3
-            face = "white"
-            ink = "black"
-            if text.startswith(("read", "write")):
-                face = "black"
-                ink = "white"
-            ax.barh(y, width, left=left, height=0.6, color=face, edgecolor="black")
-            ax.text(left + width / 2, y, text, ha="center", va="center", fontsize=9, color=ink)
+            _box(ax, left, y, width, text)
             left += width + 0.12
-    ax.set_yticks(range(len(chains)), list(chains))
+    rows = range(len(chains))
+    ax.set_yticks(rows, list(chains))
     ax.invert_yaxis()
     ax.set_xticks([])
     ax.set_frame_on(False)
     ax.tick_params(axis="y", length=0)
     ax.set_xlabel("what a pass does, from left to right")
     return ax
+
+
+def _box(ax: Axes, left: float, y: int, width: float, text: str) -> None:
+    face = "white"
+    ink = "black"
+    if text.startswith(("read", "write")):
+        face = "black"
+        ink = "white"
+    ax.barh(y, width, left=left, height=0.6, color=face, edgecolor="black")
+    middle = left + width / 2
+    ax.text(middle, y, text, fontsize=9, color=ink, **style.CENTRED)

@@ -3,7 +3,7 @@
 import io
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from os import PathLike
 from pathlib import Path
@@ -40,13 +40,37 @@ OTHER = "0.75"
 # What was measured while the machine was busy: it must not be taken for a result.
 BUSY = "machine too busy"
 UNTRUSTED = {"color": "0.92", "hatch": "////", "edgecolor": "0.7"}
+_UNTRUSTED_BOX = {
+    "facecolor": UNTRUSTED["color"],
+    "edgecolor": UNTRUSTED["edgecolor"],
+    "hatch": UNTRUSTED["hatch"],
+    "marker": "s",
+    "s": 90,
+    "zorder": 3,
+}
+_INTERVAL = {"ecolor": SECOND, "capsize": 3}
 # The parts of a stack, from its beginning. Neighbours differ in their hatch as well.
 THREE_PARTS = (("0.15", ""), ("0.5", "//"), ("0.8", ".."))
 FIVE_PARTS = (("0.1", ""), ("0.45", "//"), ("0.65", "xx"), ("0.75", ""), ("0.9", ".."))
 
 Look = dict[str, Any]
 Values = Sequence[float]
+Panels = Mapping[str, Any]  # what each panel shows, by its title
+CENTRED: Look = {"ha": "center", "va": "center"}
+EDGED: Look = {"edgecolor": "white"}  # bars that touch are told apart by it
 Inside = Literal["best", "upper left", "center right", "lower right"]  # of the axes, for a legend
+
+_SETTINGS = {
+    "figure.dpi": 80,
+    "figure.figsize": (8.0, 3.5),
+    "figure.constrained_layout.use": True,
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": False,
+    "legend.frameon": False,
+}
+"""Of matplotlib, for all figures."""
 
 # pyplot shows what it makes in a notebook, but keeps a list of it, and may open a window for it.
 # `save` wants neither, so it puts a bare `Figure` here for as long as it draws.
@@ -59,18 +83,7 @@ def use_style() -> None:
         from matplotlib_inline.backend_inline import set_matplotlib_formats
 
         set_matplotlib_formats("retina")
-    plt.rcParams.update(
-        {
-            "figure.dpi": 80,
-            "figure.figsize": (8.0, 3.5),
-            "figure.constrained_layout.use": True,
-            "font.size": 11,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.grid": False,
-            "legend.frameon": False,
-        }
-    )
+    plt.rcParams.update(_SETTINGS)
 
 
 def image(draw: Callable[..., Figure], *arguments: object, form: str = "png") -> bytes:
@@ -107,18 +120,24 @@ def subplots(
     return figure, figure.subplots(rows, columns, **options)
 
 
+def by_panel(axes: Iterable[Axes], panels: Panels) -> Iterator[tuple[Axes, str, Any]]:
+    """The axes, the title and the contents of each panel."""
+    for ax, (title, contents) in zip(axes, panels.items(), strict=True):
+        yield ax, title, contents
+
+
 def look_of(precision: str, **more: Any) -> Look:
     """How bars of a precision are drawn; what is no precision is light grey with dots."""
     colour = COLOURS.get(precision, OTHER)
     hatch = HATCHES.get(precision, "..")
-    return {"color": colour, "hatch": hatch, "edgecolor": "white", **more}
+    return {"color": colour, "hatch": hatch, **EDGED, **more}
 
 
 def part_looks(parts: Iterable[str], greys: Sequence[tuple[str, str]]) -> dict[str, Look]:
     """The looks of the parts of a stack, which are no precisions; as many as there are greys."""
     looks: dict[str, Look] = {}
     for part, (grey, hatch) in zip(parts, greys, strict=True):
-        looks[part] = {"color": grey, "hatch": hatch, "edgecolor": "white", "label": part}
+        looks[part] = {"color": grey, "hatch": hatch, "label": part, **EDGED}
     return looks
 
 
@@ -150,7 +169,8 @@ def measured_bar(ax: Axes, at: Any, estimate: Estimate, text: str, **look: Any) 
     if not estimate.trusted:
         look |= UNTRUSTED
         text = text and busy
-    look |= {axis: _errors([estimate]), "error_kw": {"ecolor": SECOND, "capsize": 3}}
+    look[axis] = _errors([estimate])
+    look["error_kw"] = _INTERVAL
     bar(ax, at, estimate.median, text, **look)
 
 
@@ -161,28 +181,43 @@ def measured_line(
 
     It leaves out those that are not trusted: they are hatched in grey, and the axes say `BUSY`.
     """
-    # One that is not trusted is no number to the line, which has a gap there.
-    medians = [one.median if one.trusted else math.nan for one in estimates]
-    ax.errorbar(at, medians, _errors(estimates), fmt=form, capsize=3, **look)
-    untrusted = {x: one for x, one in zip(at, estimates, strict=True) if not one.trusted}
-    if not untrusted:
-        return
+    medians: list[float] = []
+    untrusted: dict[float, Estimate] = {}
+    for x, estimate in zip(at, estimates, strict=True):
+        if estimate.trusted:
+            medians.append(estimate.median)
+        else:  # no number to the line, which has a gap there
+            medians.append(math.nan)
+            untrusted[x] = estimate
+    intervals = _errors(estimates)
+    ax.errorbar(at, medians, intervals, fmt=form, capsize=3, **look)
+    if untrusted:
+        _grey_boxes(ax, untrusted)
+
+
+def _grey_boxes(ax: Axes, untrusted: Mapping[float, Estimate]) -> None:
+    """Boxes {x: estimate} with their intervals, and `BUSY` once above all lines of the axes."""
     places = list(untrusted)
-    medians = [one.median for one in untrusted.values()]
-    errors = _errors(list(untrusted.values()))
+    estimates = list(untrusted.values())
+    medians = [estimate.median for estimate in estimates]
+    intervals = _errors(estimates)
     grey = UNTRUSTED["edgecolor"]
-    ax.errorbar(places, medians, errors, fmt="none", capsize=3, ecolor=grey)
-    box: Look = {"facecolor": UNTRUSTED["color"], "edgecolor": grey, "hatch": UNTRUSTED["hatch"]}
-    ax.scatter(places, medians, s=90, marker="s", zorder=3, **box)
-    if not any(text.get_text() == BUSY for text in ax.texts):  # once for all lines of the axes
-        middle = {"ha": "center", "va": "bottom", "transform": ax.transAxes}
-        ax.text(0.5, 1.0, BUSY, fontsize=9, color=GUIDE, **middle)
+    ax.errorbar(places, medians, intervals, fmt="none", capsize=3, ecolor=grey)
+    ax.scatter(places, medians, **_UNTRUSTED_BOX)
+    texts = [text.get_text() for text in ax.texts]
+    if BUSY not in texts:
+        above: Look = {"ha": "center", "va": "bottom", "transform": ax.transAxes}
+        ax.text(0.5, 1.0, BUSY, fontsize=9, color=GUIDE, **above)
 
 
 def _errors(estimates: Sequence[Estimate]) -> list[list[float]]:
     """Distances from the medians to the ends of the intervals, as matplotlib takes them."""
-    below = [estimate.median - estimate.interval[0] for estimate in estimates]
-    above = [estimate.interval[1] - estimate.median for estimate in estimates]
+    below: list[float] = []
+    above: list[float] = []
+    for estimate in estimates:
+        low, high = estimate.interval
+        below.append(estimate.median - low)
+        above.append(high - estimate.median)
     return [below, above]
 
 
@@ -191,12 +226,17 @@ def stacked(
 ) -> None:
     """Bars of (length, look), each from where the one before it ends; `total` formats the sum."""
     start = 0.0
+    last = len(parts) - 1
     for i, (length, look) in enumerate(parts):
         end = start + length
-        is_last = i == len(parts) - 1
-        text = total.format(end) if is_last else ""
-        side = "bottom" if "width" in look else "left"
-        bar(ax, at, length, text, size, **look | {side: start})
+        text = ""
+        if i == last:
+            text = total.format(end)
+        side = "left"
+        if "width" in look:  # the bars stand upright
+            side = "bottom"
+        placed = look | {side: start}
+        bar(ax, at, length, text, size, **placed)
         start = end
 
 
@@ -204,7 +244,9 @@ def name_rows(
     ax: Axes, names: Sequence[str], room: float, fontsize: float = 9, middle: float = 0.0
 ) -> None:
     """Names beside rows of lying bars, the first on top, and `room` for texts at the other side."""
-    ax.set_yticks([row + middle for row in range(len(names))], names, fontsize=fontsize)
+    rows = range(len(names))
+    middles = [row + middle for row in rows]
+    ax.set_yticks(middles, names, fontsize=fontsize)
     ax.tick_params(axis="y", length=0)
     ax.invert_yaxis()
     ax.margins(x=room)
@@ -228,16 +270,22 @@ def lines(
             dash = dashes[precision]
         else:
             dash = dashes[i]
-        marker = markers[i] if markers else None
+        marker = None
+        if markers:
+            marker = markers[i]
         if not isinstance(points, Mapping):
             points = dict(enumerate(points, first))
-        line: Look = {"linestyle": dash, "marker": marker, "color": COLOURS[precision], **look}
-        ax.plot(list(points), list(points.values()), label=label, **line)
+        colour = COLOURS[precision]
+        line: Look = {"linestyle": dash, "marker": marker, "color": colour, **look}
+        x = list(points)
+        y = list(points.values())
+        ax.plot(x, y, label=label, **line)
 
 
 def precision_of(label: str) -> str:
     """The precision that a label begins with: ``fp16`` of ``fp16, O1``."""
-    return label.split()[0].rstrip(",")
+    first_word, *_ = label.split()
+    return first_word.rstrip(",")
 
 
 def label(ax: Axes, x: str, y: str, legend: Inside | None = None) -> Axes:
@@ -259,24 +307,35 @@ def dtype_cells(
     ax: Axes, outcomes: Mapping[str, Mapping[str, str]], ops: Sequence[str], fontsize: float = 11
 ) -> None:
     """A table of `outcomes[backend][op]`, a column for each backend; a missing op is left empty."""
-    for column, found in enumerate(outcomes.values()):
+    for column, outcome_of in enumerate(outcomes.values()):
         for row, op in enumerate(ops):
-            if op not in found:
-                continue
-            text = found[op]
-            face = COLOURS.get(text, "white")
-            ax.add_patch(Rectangle((column, row), 0.96, 0.9, facecolor=face, edgecolor=GUIDE))
-            ink = "white" if text in ("fp32", "fp16") else "black"  # on a dark face, or a light
-            middle = (column + 0.48, row + 0.45)
-            ax.text(*middle, text, ha="center", va="center", color=ink, fontsize=fontsize)
-    ax.set(xlim=(0, len(outcomes)), ylim=(len(ops), 0))
-    middles_of_columns = [column + 0.48 for column in range(len(outcomes))]
-    middles_of_rows = [row + 0.45 for row in range(len(ops))]
+            if op in outcome_of:
+                _cell(ax, column, row, outcome_of[op], fontsize)
+    columns = range(len(outcomes))
+    rows = range(len(ops))
+    middles_of_columns = [column + 0.48 for column in columns]
+    middles_of_rows = [row + 0.45 for row in rows]
+    ax.set_xlim(0, len(outcomes))
+    ax.set_ylim(len(ops), 0)
     ax.set_xticks(middles_of_columns, list(outcomes))
     ax.set_yticks(middles_of_rows, ops)
     ax.xaxis.tick_top()  # as the head of a table
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
+
+
+def _cell(ax: Axes, column: int, row: int, text: str, fontsize: float) -> None:
+    """A box in the colour of its text, if that is a precision."""
+    face = COLOURS.get(text, "white")
+    corner = (column, row)
+    box = Rectangle(corner, width=0.96, height=0.9, facecolor=face, edgecolor=GUIDE)
+    ax.add_patch(box)
+    ink = "black"
+    if text in ("fp32", "fp16"):  # whose colours are dark
+        ink = "white"
+    x = column + 0.48
+    y = row + 0.45
+    ax.text(x, y, text, color=ink, fontsize=fontsize, **CENTRED)
 
 
 def legend_beside(
@@ -285,6 +344,9 @@ def legend_beside(
     """One legend outside of the axes; what several bars or axes share stands in it once."""
     handles: dict[str, Any] = {}
     for ax in figure.axes:
-        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    figure.legend(list(handles.values()), list(handles), loc=loc, **options)
+        shapes, labels = ax.get_legend_handles_labels()
+        for shape, label in zip(shapes, labels, strict=True):
+            handles.setdefault(label, shape)
+    labels = list(handles)
+    shapes = list(handles.values())
+    figure.legend(shapes, labels, loc=loc, **options)

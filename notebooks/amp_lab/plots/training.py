@@ -9,21 +9,38 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 from torch import Tensor
 
 from amp_lab.plots import style
-from amp_lab.plots.style import COLOURS, Values
+from amp_lab.plots.style import COLOURS, Look, Values
+
+_DASHES = ["-", "--", "-.", ":"]
+_LOOK_OF_SETTING = {  # fp32 is a wide line, on which the others can be seen to lie
+    "fp32": ("-", {"linewidth": 8, "alpha": 0.35}),
+    "fp16": ("-", {"linewidth": 2, "alpha": 1}),
+    "bf16": (":", {"linewidth": 3, "alpha": 1}),
+}
+_SCALE_LOOKS = [("black", "-"), (style.SECOND, "--")]
+_DOT: Look = {"marker": "o", "linestyle": "none", "alpha": 0.6, "markersize": 7}
+_MEAN: Look = {"color": "black", "linewidth": 2}
+_UNIT_SCALE: Look = {"color": "black", "linestyle": ":", "linewidth": 1}
+
+Runs = Mapping[str, Tensor]
+"""Values (seeds, epochs) of each precision."""
 
 
-def _mean_and_band(ax: Axes, runs: Mapping[str, Tensor], **look: Any) -> None:
+def _mean_and_band(ax: Axes, runs: Runs, **look: Any) -> None:
     """Values {precision: (seeds, epochs)}: their mean, and a band from lowest to highest seed."""
+    means: dict[str, list[float]] = {}
     for precision, run in runs.items():
         low = run.amin(0)
         high = run.amax(0)
-        epochs = range(1, run.shape[1] + 1)
-        ax.fill_between(epochs, low, high, color=COLOURS[precision], alpha=0.2, linewidth=0)
-    means = {precision: run.mean(0).tolist() for precision, run in runs.items()}
+        mean = run.mean(0)
+        means[precision] = mean.tolist()
+        epochs = range(1, len(mean) + 1)
+        colour = COLOURS[precision]
+        ax.fill_between(epochs, low, high, color=colour, alpha=0.2, linewidth=0)
     style.lines(ax, means, first=1, linewidth=2, **look)
 
 
-def loss_curves(losses: Mapping[str, Tensor]) -> Axes:
+def loss_curves(losses: Runs) -> Axes:
     """Losses {precision: (seeds, epochs)}: their mean, and a band from lowest to highest seed."""
     _, ax = style.subplots()
     _mean_and_band(ax, losses)
@@ -31,12 +48,13 @@ def loss_curves(losses: Mapping[str, Tensor]) -> Axes:
     return style.label(ax, "epoch", "loss (mean squared error)", legend="best")
 
 
-def loss_and_accuracy(losses: Mapping[str, Tensor], accuracies: Mapping[str, Tensor]) -> Figure:
+def loss_and_accuracy(losses: Runs, accuracies: Runs) -> Figure:
     """Loss and accuracy {precision: (seeds, epochs)}: mean, and a band from lowest to highest."""
     figure, (left, right) = style.subplots(1, 2, size=(7.5, 2.9))
     for ax, curves in ((left, losses), (right, accuracies)):
-        _mean_and_band(ax, curves, dashes=["-", "--", "-.", ":"], markers="osd^")
-        ax.xaxis.get_major_locator().set_params(integer=True)  # there is no epoch 1.5
+        _mean_and_band(ax, curves, dashes=_DASHES, markers="osd^")
+        epoch_ticks = ax.xaxis.get_major_locator()
+        epoch_ticks.set_params(integer=True)  # there is no epoch 1.5
     left.set_ylim(bottom=0)  # a small difference shall look small
     style.label(left, "epoch", "training loss (cross-entropy)", legend="best")
     right.set_ylim(0, 1)  # all that an accuracy can be
@@ -47,29 +65,33 @@ def loss_and_accuracy(losses: Mapping[str, Tensor], accuracies: Mapping[str, Ten
 
 def loss_by_backend(panels: Mapping[str, Mapping[str, Values]]) -> Figure:
     """Loss over the epochs, a panel for each backend: `panels[backend][precision]` is a list."""
-    figure, axes = style.subplots(1, len(panels), size=(4.0 * len(panels), 3.0), sharey=True)
-    for ax, (backend, losses) in zip(axes, panels.items(), strict=True):
+    columns = len(panels)
+    width = 4.0 * columns
+    figure, axes = style.subplots(1, columns, size=(width, 3.0), sharey=True)
+    for ax, backend, losses in style.by_panel(axes, panels):
         style.lines(ax, losses, first=1, linewidth=2.5)
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))  # there is no epoch 1.5
-        ax.set(title=backend, xlabel="epoch")
-    axes[0].set_ylabel("cross-entropy in training")
-    axes[0].legend()
+        whole_epochs = MaxNLocator(integer=True)  # there is no epoch 1.5
+        ax.xaxis.set_major_locator(whole_epochs)
+        ax.set_title(backend)
+        ax.set_xlabel("epoch")
+    first, *_ = axes
+    first.set_ylabel("cross-entropy in training")
+    first.legend()
     return figure
 
 
 def losses_by_setting(losses: Mapping[str, Values]) -> Axes:
     """Losses {setting: loss of each step}, on a log axis; a setting begins with a precision."""
     figure, ax = style.subplots()
-    # fp32 is a wide line, on which the others can be seen to lie.
-    looks = {"fp32": ("-", 8, 0.35), "fp16": ("-", 2, 1), "bf16": (":", 3, 1)}
-    seen = set()
+    drawn: set[str] = set()
     for setting, values in losses.items():
         precision = style.precision_of(setting)
-        line, width, alpha = looks[precision]
-        if precision in seen:
-            line = "--"  # it would hide the first
-        seen.add(precision)
-        style.lines(ax, {setting: values}, [line], linewidth=width, alpha=alpha)
+        dash, look = _LOOK_OF_SETTING[precision]
+        if precision in drawn:
+            dash = "--"  # it would hide the first
+        drawn.add(precision)
+        curve = {setting: values}
+        style.lines(ax, curve, [dash], **look)
     ax.set_yscale("log")
     style.legend_beside(figure, "outside right upper")
     return style.label(ax, "step", "loss")
@@ -78,8 +100,10 @@ def losses_by_setting(losses: Mapping[str, Values]) -> Axes:
 def training_curves(curves: Mapping[str, Values], what: str) -> Figure:
     """A measure {"train": [...], "test": [...]} of each epoch; `what` is its name."""
     figure, ax = style.subplots()
-    for (part, values), line in zip(curves.items(), ["--o", "-o"], strict=True):
-        ax.plot(range(1, len(values) + 1), values, line, color=COLOURS["fp32"], label=part)
+    colour = COLOURS["fp32"]
+    for (part, values), form in zip(curves.items(), ["--o", "-o"], strict=True):
+        epochs = range(1, len(values) + 1)
+        ax.plot(epochs, values, form, color=colour, label=part)
     style.label(ax, "epoch", what, legend="best")
     return figure
 
@@ -88,22 +112,35 @@ def scores_by_seed(scores: Mapping[str, Values]) -> Axes:
     """Dots of a score in percent, `scores[precision]`, for each seed, and a bar at their mean."""
     _, ax = style.subplots(size=(6.0, 2.0))
     for y, (precision, values) in enumerate(scores.items()):
-        mean = sum(values) / len(values)
-        # One below the other, since equal scores would hide each other.
-        middle = (len(values) - 1) / 2
-        heights = [y + 0.06 * (seed - middle) for seed in range(len(values))]
-        ax.plot(values, heights, "o", color=COLOURS[precision], alpha=0.6, markersize=7)
-        ax.plot([mean, mean], [y - 0.3, y + 0.3], color="black", linewidth=2)
-    ax.set_yticks(range(len(scores)), list(scores))
-    ax.set(ylim=(len(scores) - 0.5, -0.5), xlabel="test accuracy; bar: mean of the seeds (%)")
+        _seed_dots(ax, y, values, COLOURS[precision])
+    rows = range(len(scores))
+    ax.set_yticks(rows, list(scores))
+    lowest = len(scores) - 0.5
+    ax.set_ylim(lowest, -0.5)
+    ax.set_xlabel("test accuracy; bar: mean of the seeds (%)")
     return ax
+
+
+def _seed_dots(ax: Axes, y: int, values: Values, colour: str) -> None:
+    """Dots, one below the other, since equal scores would hide each other; a bar at their mean."""
+    count = len(values)
+    middle = (count - 1) / 2
+    heights = [y + 0.06 * (seed - middle) for seed in range(count)]
+    ax.plot(values, heights, color=colour, **_DOT)
+    mean = sum(values) / count
+    top = y - 0.3
+    bottom = y + 0.3
+    ax.plot([mean, mean], [top, bottom], **_MEAN)
 
 
 def _stairs(ax: Axes, scales: Values, skipped: Sequence[int], markersize: float) -> None:
     """The scale at each step, with a cross where the step was skipped."""
-    ax.step(range(len(scales)), scales, where="mid", color=COLOURS["fp16"], label="loss scale")
+    steps = range(len(scales))
+    colour = COLOURS["fp16"]
+    ax.step(steps, scales, where="mid", color=colour, label="loss scale")
     at_skips = [scales[step] for step in skipped]
-    ax.plot(skipped, at_skips, "x", color="black", markersize=markersize, label="step skipped")
+    cross: Look = {"color": "black", "markersize": markersize}
+    ax.plot(skipped, at_skips, "x", label="step skipped", **cross)
     ax.set_yscale("log", base=2)
 
 
@@ -116,45 +153,55 @@ def scale_over_time(scales: Values, skipped: Sequence[int]) -> Axes:
 
 def scales_by_setting(logs: Mapping[str, tuple[Values, Sequence[int]]]) -> Figure:
     """Loss scales and skipped steps, one panel a setting: `logs[setting]` is (scales, skipped)."""
-    size = (8.0, 1.35 * len(logs) + 0.5)
-    figure, axes = style.subplots(len(logs), size=size, sharex=True, sharey=True)
-    for ax, (setting, (scales, skipped)) in zip(axes, logs.items(), strict=True):
+    rows = len(logs)
+    height = 1.35 * rows + 0.5
+    figure, axes = style.subplots(rows, size=(8.0, height), sharex=True, sharey=True)
+    for ax, setting, (scales, skipped) in style.by_panel(axes, logs):
         _stairs(ax, scales, skipped, markersize=6)
-        ax.set_title(f"{setting}: {len(skipped)} skipped", loc="left", fontsize=10)
+        title = f"{setting}: {len(skipped)} skipped"
+        ax.set_title(title, loc="left", fontsize=10)
         ax.set_ylabel("loss scale")
-    axes[-1].set_xlabel("step; x: skipped")
+    lowest = axes[-1]
+    lowest.set_xlabel("step; x: skipped")
     return figure
 
 
 def loss_scales(histories: Mapping[str, Values]) -> Axes:
     """Two loss scales {name: scale after each step}, a precision in its colour; dotted: 1."""
     _, ax = style.subplots()
-    looks = [("black", "-"), (style.SECOND, "--")]
-    for (name, scales), (colour, line) in zip(histories.items(), looks, strict=True):
-        colour = COLOURS.get(style.precision_of(name), colour)
+    for (name, scales), (other_colour, dash) in zip(histories.items(), _SCALE_LOOKS, strict=True):
+        precision = style.precision_of(name)
+        colour = COLOURS.get(precision, other_colour)
         steps = range(1, len(scales) + 1)
-        ax.step(steps, scales, line, where="mid", color=colour, linewidth=2, label=name)
-    ax.axhline(1, color="black", linestyle=":", linewidth=1)
+        ax.step(steps, scales, dash, where="mid", color=colour, linewidth=2, label=name)
+    ax.axhline(1, **_UNIT_SCALE)
     ax.set_yscale("log", base=2)
-    ax.yaxis.set_major_locator(LogLocator(base=2**16))  # the scale may rise by a hundred powers
+    far_apart = LogLocator(base=2**16)  # the scale may rise by a hundred powers
+    ax.yaxis.set_major_locator(far_apart)
     return style.label(ax, "step", "loss scale", legend="center right")
 
 
 def gradient_norm_in_step(norms: Mapping[str, float], scaled: Sequence[str]) -> Axes:
     """Length of the gradient after each stage {name: length} of a step; first come the `scaled`."""
     _, ax = style.subplots(size=(8.0, 3.2))
-    ax.axvspan(-0.5, len(scaled) - 0.5, color=style.SCALED)
-    ax.plot(range(len(norms)), norms.values(), ":", color=style.GUIDE, zorder=1)  # behind the dots
-    ax.plot(range(len(norms)), norms.values(), "o", color=COLOURS["fp16"], markersize=10)
-    for at, value in enumerate(norms.values()):
-        text = f"{value:.2f}"
-        if value > 100:
-            text = f"{value:,.0f}"
-        ax.annotate(text, (at, value), xytext=(12, 6), textcoords="offset points")  # off the line
-    for at, text in ((0, "scaled: do not look"), (len(scaled), "true: clip, log, step")):
-        ax.text(at - 0.45, 0.96, text, transform=ax.get_xaxis_transform(), va="top")
+    stages = range(len(norms))
+    lengths = list(norms.values())
+    first_true = len(scaled)
+    ax.axvspan(-0.5, first_true - 0.5, color=style.SCALED)
+    ax.plot(stages, lengths, ":", color=style.GUIDE, zorder=1)  # behind the dots
+    ax.plot(stages, lengths, "o", color=COLOURS["fp16"], markersize=10)
+    off_the_line: Look = {"xytext": (12, 6), "textcoords": "offset points"}
+    for stage, length in enumerate(lengths):
+        text = f"{length:.2f}"
+        if length > 100:
+            text = f"{length:,.0f}"
+        ax.annotate(text, (stage, length), **off_the_line)
+    at_top: Look = {"transform": ax.get_xaxis_transform(), "va": "top"}
+    ax.text(-0.45, 0.96, "scaled: do not look", **at_top)
+    ax.text(first_true - 0.45, 0.96, "true: clip, log, step", **at_top)
     ax.set_yscale("log", base=2)
     ax.margins(y=0.3)  # room for both texts above the highest value
-    ax.set_xticks(range(len(norms)), norms)
+    ax.set_xticks(stages, norms)
     ax.set_xlim(-0.5, len(norms) - 0.5)
-    return style.label(ax, "after this stage of the step", "length of the gradient")
+    x_label = "after this stage of the step"
+    return style.label(ax, x_label, "length of the gradient")
