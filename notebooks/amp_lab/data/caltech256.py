@@ -31,18 +31,22 @@ def load(options: images.LoadOptions) -> images.ImageData:
     all_train, all_test = images.split(targets, every=10)
     train, test = images.shorten(all_train, all_test, targets, options.limit)
     files = np.array([place.parent / path for path in paths])
+    train_files = files[train].tolist()
+    test_files = files[test].tolist()
     size = options.image_size or images.PHOTOGRAPH_SIZE
     mean_std = images.IMAGENET_MEAN_STD
+    marker = place / images.MARKER
+    content = "\n".join(paths)
     return images.ImageData(
         name="caltech256",
         train=images.ImagesOnDisk(
-            files[train].tolist(), targets[train], size, mean_std, options.seed, images.jitter
+            train_files, targets[train], size, mean_std, options.seed, images.jitter
         ),
-        test=images.ImagesOnDisk(files[test].tolist(), targets[test], size, mean_std),
+        test=images.ImagesOnDisk(test_files, targets[test], size, mean_std),
         classes=tuple(name.partition(".")[2] for name in classes),  # 001.ak47
         image_size=size,
-        stand_in=(place / images.MARKER).exists(),
-        fingerprint=images.fingerprint("\n".join(paths).encode(), targets, train, test),
+        stand_in=marker.exists(),
+        fingerprint=images.fingerprint(content.encode(), targets, train, test),
         skipped=tuple(skipped),
     )
 
@@ -53,13 +57,20 @@ def find_folder(folder: Path) -> Path | None:
     places = [folder / FOLDER, folder / "caltech256" / FOLDER]
     if folder_itself.name == FOLDER:
         places = [folder_itself]
-    return next((place for place in places if place.is_dir()), None)
+    for place in places:
+        if place.is_dir():
+            return place
+    return None
 
 
 def _scan(place: Path) -> tuple[list[str], dict[str, int]]:
     """Names of the class folders, and the target of each image by its path from above `place`."""
-    folders = (path for path in place.glob("[0-9][0-9][0-9]*") if path.is_dir())
-    classes = sorted(path.name for path in folders if path.suffix != ".clutter")  # is no class
+    classes: list[str] = []
+    for path in place.glob("[0-9][0-9][0-9]*"):
+        is_clutter = path.suffix == ".clutter"  # which is no class
+        if path.is_dir() and not is_clutter:
+            classes.append(path.name)
+    classes.sort()
     if not classes:
         raise DataError(f"{place} holds no folder like 001.ak47; {images.remedy(place)}")
     targets_of = {}
@@ -67,7 +78,8 @@ def _scan(place: Path) -> tuple[list[str], dict[str, int]]:
         # Sorted, since the order of a folder's entries depends on the file system.
         for file in sorted(os.listdir(place / name)):
             if file.lower().endswith(_SUFFIXES):
-                targets_of[f"{place.name}/{name}/{file}"] = target
+                path_from_above = f"{place.name}/{name}/{file}"
+                targets_of[path_from_above] = target
     if not targets_of:
         raise DataError(f"{place} holds no images; {images.remedy(place)}")
     return classes, targets_of
@@ -81,19 +93,22 @@ def _readable_images(
     Reads caltech256.csv beside `place`, or decodes every image and then writes it. Images that the
     list lacks are decoded each time: it never lacks a good one unnoticed.
     """
-    table = place.parent / "caltech256.csv"
+    parent = place.parent
+    table = parent / "caltech256.csv"
     in_table = _read_table(table, targets_of)
-    damaged = images.find_damaged(place.parent, sorted(targets_of.keys() - in_table))
+    unchecked = sorted(targets_of.keys() - in_table)
+    damaged = images.find_damaged(parent, unchecked)
     good = [path for path in targets_of if path not in damaged]
     if damaged and not skip_damaged:
-        raise images.damaged_error(damaged, len(targets_of), place.parent)
+        raise images.damaged_error(damaged, len(targets_of), parent)
     if len(good) < 10:  # one in ten is a test image, and without one nothing can be evaluated
         raise DataError(f"{place} has {len(good)} images that can be read; it takes at least 10")
     lacking = [path for path in good if path not in in_table]
     if not in_table:
         _write_table(table, good, targets_of)
     elif lacking:
-        raise DataError(f"{table} lacks {listed(lacking, 3)}; delete it to have it made again")
+        examples = listed(lacking, 3)
+        raise DataError(f"{table} lacks {examples}; delete it to have it made again")
     return good, damaged
 
 
@@ -104,7 +119,8 @@ def _read_table(table: Path, targets_of: dict[str, int]) -> set[str]:
     remedy = "correct it, or delete the file to have it made again"
     try:
         with open_regular(table) as content, io.TextIOWrapper(content, "utf-8", newline="") as file:
-            paths = _read_rows(csv.DictReader(file, strict=True), targets_of)
+            rows = csv.DictReader(file, strict=True)
+            paths = _read_rows(rows, targets_of)
     except _TableError as error:
         raise DataError(f"{table}, {error}; {remedy}") from None
     except (OSError, UnicodeError, csv.Error) as error:
@@ -120,8 +136,9 @@ class _TableError(Exception):
 
 def _read_rows(rows: csv.DictReader, targets_of: dict[str, int]) -> set[str]:
     """The paths in the rows. Raises `_TableError` for the first that does not fit the folders."""
+    columns = rows.fieldnames or []
     for column in ("path", "target"):
-        if column not in (rows.fieldnames or []):
+        if column not in columns:
             raise _TableError(f"line 1: no column {column!r}")
     paths: set[str] = set()
     for row in rows:
@@ -138,8 +155,9 @@ def _fault(row: dict[str, str], targets_of: dict[str, int], before: set[str]) ->
     target = row["target"]
     if path not in targets_of:
         return f"no image {path!r} there"
-    if target != str(targets_of[path]):
-        return f"target {target!r} should be {targets_of[path]}, as the folder is numbered"
+    number = targets_of[path]
+    if target != str(number):
+        return f"target {target!r} should be {number}, as the folder is numbered"
     if path in before:
         return f"{path} is there twice"
     return None
@@ -147,7 +165,8 @@ def _fault(row: dict[str, str], targets_of: dict[str, int], before: set[str]) ->
 
 def _write_table(table: Path, paths: list[str], targets_of: dict[str, int]) -> None:
     # All processes of a distributed run may come here at once, so each writes a file of its own.
-    draft = table.with_name(f".{table.name}.{os.getpid()}")
+    draft_name = f".{table.name}.{os.getpid()}"
+    draft = table.with_name(draft_name)
     try:
         with draft.open("w", newline="", encoding="utf-8") as file:
             rows = csv.writer(file, lineterminator="\n")

@@ -41,12 +41,15 @@ def load(options: images.LoadOptions) -> images.ImageData:
             _require_data_only(place / name, md5)
     train, test = _read(options.folder, checksums)
     targets = np.array(train.targets + test.targets)
-    of_train, of_test = np.split(np.arange(len(targets)), [len(train)])
+    indices = np.arange(len(targets))
+    of_train, of_test = np.split(indices, [len(train)])
     keep_train, keep_test = images.shorten(of_train, of_test, targets, options.limit)
     keep_test = keep_test - len(train)  # counted from the first test image
     train_pixels, train_targets = _choose(train, keep_train)
     test_pixels, test_targets = _choose(test, keep_test)
     size = options.image_size or 32
+    # The checksums stand for the content of all images, which need not be read for them.
+    content = json.dumps(checksums)
     return images.ImageData(
         name="cifar10",
         train=images.ImagesInMemory(
@@ -56,8 +59,7 @@ def load(options: images.LoadOptions) -> images.ImageData:
         classes=tuple(train.classes),
         image_size=size,
         stand_in=stand_in,
-        # The checksums stand for the content of all images, which need not be read for them.
-        fingerprint=images.fingerprint(json.dumps(checksums).encode(), keep_train, keep_test),
+        fingerprint=images.fingerprint(content.encode(), keep_train, keep_test),
     )
 
 
@@ -71,7 +73,9 @@ def _choose(part: CIFAR10, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def find_folder(folder: Path) -> Path | None:
     """The folder of the batches in `folder`, if it is there."""
     place = folder / FOLDER
-    return place if place.exists() else None
+    if not place.exists():
+        return None
+    return place
 
 
 def _read(folder: Path, checksums: dict[str, str]) -> list[CIFAR10]:
@@ -83,24 +87,28 @@ def _read(folder: Path, checksums: dict[str, str]) -> list[CIFAR10]:
     }
     reader = type("Reader", (CIFAR10,), attributes)
     try:
-        return [_fitting(reader(folder, train=is_train)) for is_train in (True, False)]
+        train = _fitting(reader(folder, train=True))
+        test = _fitting(reader(folder, train=False))
+        return [train, test]
     except RuntimeError:  # torchvision's, for a wrong checksum; it does not say of which file
         _require_files(folder / FOLDER, checksums)
         raise
     except (EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as error:
         place = folder / FOLDER
         problem = f"{place} has other things in its files than images and classes"
-        raise DataError(f"{problem} ({with_type(error)}); {images.remedy(place)}") from None
+        remedy = images.remedy(place)
+        raise DataError(f"{problem} ({with_type(error)}); {remedy}") from None
 
 
 def _require_files(place: Path, checksums: dict[str, str]) -> None:
     """Raise `DataError` for the first file that is missing or has another checksum."""
+    remedy = images.remedy(place)
     for name, md5 in checksums.items():
         path = place / name
         if not path.is_file():
-            raise DataError(f"{path} is missing; {images.remedy(place)}") from None
+            raise DataError(f"{path} is missing; {remedy}") from None
         if md5_of(path) != md5:
-            raise DataError(f"{path} is damaged or altered; {images.remedy(place)}") from None
+            raise DataError(f"{path} is damaged or altered; {remedy}") from None
 
 
 def _fitting(part: CIFAR10) -> CIFAR10:
@@ -108,7 +116,8 @@ def _fitting(part: CIFAR10) -> CIFAR10:
     data = part.data
     labels = part.targets
     classes = part.classes
-    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+    are_texts = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+    if not are_texts:
         raise ValueError("the names of its classes are no list of texts")
     if data.dtype != np.uint8:
         raise ValueError(f"pixels of {data.dtype}")
@@ -139,7 +148,8 @@ def _require_data_only(path: Path, md5: str) -> None:
             _DataUnpickler(file, encoding="latin1").load()
     except Exception as error:  # a damaged pickle may raise anything
         reason = f"is no batch of CIFAR-10 ({first_line(error)})"
-        raise DataError(f"{path} {reason}; {images.remedy(path.parent)}") from None
+        remedy = images.remedy(path.parent)
+        raise DataError(f"{path} {reason}; {remedy}") from None
 
 
 def _read_marker(marker: Path) -> dict[str, str]:
@@ -148,15 +158,24 @@ def _read_marker(marker: Path) -> dict[str, str]:
         checksums = read_json(marker)["md5"]
         return {name: checksums[name] for name in CHECKSUMS}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{marker} is damaged; {images.remedy(marker.parent)}") from error
+        remedy = images.remedy(marker.parent)
+        raise DataError(f"{marker} is damaged; {remedy}") from error
 
 
 def _flip_and_shift(draws: torch.Tensor) -> torch.Tensor:
     """Matrices that mirror half of the images, and shift by up to 4 whole pixels of 32."""
     flip, x, y, _ = draws.unbind(1)
-    flip = 1 - 2 * (flip < 0.5).float()
-    x = ((9 * x).floor() - 4) / 16
-    y = ((9 * y).floor() - 4) / 16
+    is_mirrored = flip < 0.5
+    flip = 1 - 2 * is_mirrored.float()
+    x = _whole_pixels(x) / 16
+    y = _whole_pixels(y) / 16
     zero = torch.zeros_like(x)
     one = torch.ones_like(x)
-    return torch.stack([flip, zero, x, zero, one, y], dim=1).view(-1, 2, 3)
+    rows = torch.stack([flip, zero, x, zero, one, y], dim=1)
+    return rows.view(-1, 2, 3)
+
+
+def _whole_pixels(draws: torch.Tensor) -> torch.Tensor:
+    """From -4 to 4, by numbers in [0, 1)."""
+    from_zero = (9 * draws).floor()
+    return from_zero - 4

@@ -18,7 +18,8 @@ def load(options: LoadOptions) -> ImageData:
 
     digits: Any = load_digits()  # a Bunch; with other arguments it would be a tuple
     targets = digits.target.astype(np.int64)
-    pixels = (digits.images * (255 / 16)).round().astype(np.uint8)
+    levels = digits.images * (255 / 16)
+    pixels = levels.round().astype(np.uint8)
     images = pixels[:, None]  # (1797, 1, 8, 8)
     all_train, all_test = split(targets, every=5)
     train, test = shorten(all_train, all_test, targets, options.limit)
@@ -35,7 +36,8 @@ def load(options: LoadOptions) -> ImageData:
 
 def jitter(draws: torch.Tensor) -> torch.Tensor:
     """Matrices that turn by up to 10 degrees, scale by up to 10 %, shift by up to 1/16 a side."""
-    turn, zoom, x, y = (2 * draws - 1).unbind(1)  # each (B,), -1 to 1
+    centred = 2 * draws - 1  # from -1 to 1
+    turn, zoom, x, y = centred.unbind(1)  # each (B,)
     angle = turn * np.pi / 18
     scale = 1 + zoom / 10
     x = x / 8
@@ -43,4 +45,5 @@ def jitter(draws: torch.Tensor) -> torch.Tensor:
     cos = scale * angle.cos()
     sin = scale * angle.sin()
     # No mirroring, unlike for photographs: a mirrored digit is no digit.
-    return torch.stack([cos, -sin, x, sin, cos, y], dim=1).view(-1, 2, 3)
+    rows = torch.stack([cos, -sin, x, sin, cos, y], dim=1)
+    return rows.view(-1, 2, 3)

@@ -18,6 +18,8 @@ from amp_lab.data.downloads import md5_of
 from amp_lab.data.images import MARKER
 from amp_lab.errors import DataError, first_line
 
+_ROW_BYTES = 3 * 32 * 32  # of a picture in a batch of CIFAR-10
+
 
 def make_stand_in(
     name: str,
@@ -37,7 +39,8 @@ def make_stand_in(
     Raises `DataError` for a wrong value, and if there is a data set in `folder` already.
     """
     if name not in _LAYOUTS:
-        raise DataError(f"there is no stand-in for {name!r}; use {' or '.join(_LAYOUTS)}")
+        known = " or ".join(_LAYOUTS)
+        raise DataError(f"there is no stand-in for {name!r}; use {known}")
     max_classes, default_count, real, write = _LAYOUTS[name]
     if classes is None:
         classes = max_classes
@@ -69,23 +72,30 @@ def make_stand_in(
 
 def _write_marker(marker: Path, checksums: dict[str, str]) -> None:
     what = "generated pictures in the layout of a real data set"
-    content = json.dumps({"what": what, "md5": checksums}, indent=1)
-    marker.write_text(content + "\n")
+    content = {"what": what, "md5": checksums}
+    text = json.dumps(content, indent=1)
+    marker.write_text(text + "\n")
 
 
 def _write_cifar10(place: Path, classes: int, count: int, seed: int) -> dict[str, str]:
     """Batches as the University of Toronto packed them, five and one; returns the MD5 of each."""
     for_test = count // 6  # as of the real 6,000 of each class
-    test = list(itertools.product(range(classes), range(for_test)))
-    train = list(itertools.product(range(classes), range(for_test, count)))
-    np.random.default_rng(seed).shuffle(train)
+    targets = range(classes)
+    test = list(itertools.product(targets, range(for_test)))
+    train = list(itertools.product(targets, range(for_test, count)))
+    rng = np.random.default_rng(seed)
+    rng.shuffle(train)
     _write_batch(place / "test_batch", "testing batch 1 of 1", test, seed)
     for i in range(5):
-        path = place / f"data_batch_{i + 1}"
-        label = f"training batch {i + 1} of 5"
+        number = i + 1
+        path = place / f"data_batch_{number}"
+        label = f"training batch {number} of 5"
         _write_batch(path, label, train[i::5], seed)
-    names = [f"generated-{target}" for target in range(classes)]
-    meta = {"num_cases_per_batch": len(train) // 5, "label_names": names, "num_vis": 3072}
+    meta = {
+        "num_cases_per_batch": len(train) // 5,
+        "label_names": [f"generated-{target}" for target in targets],
+        "num_vis": _ROW_BYTES,
+    }
     meta_path = place / CIFAR10.meta["filename"]
     _python2_pickle(meta_path, meta)
     return {name: md5_of(place / name) for name in cifar10.CHECKSUMS}
@@ -93,13 +103,21 @@ def _write_cifar10(place: Path, classes: int, count: int, seed: int) -> dict[str
 
 def _write_batch(path: Path, label: str, pictures: list[tuple[int, int]], seed: int) -> None:
     """A file of CIFAR-10 with these pictures, each a target and a number."""
-    images = np.stack([_draw(seed, target, number, side=32) for target, number in pictures])
-    rows = images.transpose(0, 3, 1, 2).reshape(len(pictures), 3072)
+    drawn: list[np.ndarray] = []
+    labels: list[int] = []
+    filenames: list[str] = []
+    for target, number in pictures:
+        drawn.append(_draw(seed, target, number, side=32))
+        labels.append(int(target))
+        filenames.append(f"generated_{target}_{number}.png")
+    images = np.stack(drawn)
+    channels_first = images.transpose(0, 3, 1, 2)
+    rows = channels_first.reshape(len(pictures), _ROW_BYTES)
     batch = {
         "batch_label": label,
-        "labels": [int(target) for target, _ in pictures],
+        "labels": labels,
         "data": rows,
-        "filenames": [f"generated_{target}_{number}.png" for target, number in pictures],
+        "filenames": filenames,
     }
     _python2_pickle(path, batch)
 
@@ -113,7 +131,9 @@ class _Python2Pickler(_Pickler):
     dispatch = dict(_Pickler.dispatch)  # noqa: RUF012 - it is the name that Pickler reads
 
     def _save_text(self, text: str | bytes) -> None:
-        raw = text.encode() if isinstance(text, str) else text
+        raw = text
+        if isinstance(text, str):
+            raw = text.encode()
         length = struct.pack("<i", len(raw))
         self.write(pickle.BINSTRING + length + raw)
         self.memoize(text)
@@ -129,7 +149,9 @@ def _python2_pickle(path: Path, content: dict) -> None:
 
 def _write_caltech256(place: Path, classes: int, count: int, seed: int) -> dict[str, str]:
     """JPEG files of various sizes in a folder for each class, and clutter, as the last, in 257."""
-    folders = {number: f"{number:03}.generated-{number:03}" for number in range(1, classes + 1)}
+    folders: dict[int, str] = {}
+    for number in range(1, classes + 1):
+        folders[number] = f"{number:03}.generated-{number:03}"
     folders[257] = "257.clutter"
     for name in folders.values():
         (place / name).mkdir()
@@ -137,10 +159,12 @@ def _write_caltech256(place: Path, classes: int, count: int, seed: int) -> dict[
     def write(picture: tuple[int, int]) -> None:
         number, index = picture
         image = _photograph(seed, number, index)
-        path = place / folders[number] / f"{number:03}_{index:04}.jpg"
+        file_name = f"{number:03}_{index:04}.jpg"
+        path = place / folders[number] / file_name
         image.save(path, quality=85)
 
-    pictures = list(itertools.product(folders, range(1, count + 1)))
+    indices = range(1, count + 1)
+    pictures = list(itertools.product(folders, indices))
     with ThreadPoolExecutor() as pool:
         list(pool.map(write, pictures))  # which raises what a thread has raised
     return {}  # the real ones come without checksums too
@@ -151,7 +175,9 @@ def _photograph(seed: int, number: int, index: int) -> Image.Image:
     pixels = _draw(seed, number - 1, index, side=48)
     rng = np.random.default_rng([seed, number, index, 1])
     width, height = map(int, rng.integers(120, 320, size=2))
-    image = Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
+    size = (width, height)
+    image = Image.fromarray(pixels)
+    image = image.resize(size, Image.Resampling.BICUBIC)
     if rng.random() < 1 / 16:
         image = image.convert("L")
     return image
@@ -162,24 +188,38 @@ def _draw(seed: int, target: int, number: int, side: int) -> np.ndarray:
 
     The class decides on shape, stripes and hue; place, size, phase and background are random.
     """
+    # The order in which numbers are drawn is part of what a seed stands for.
     rng = np.random.default_rng([seed, target, number])
-    line = np.linspace(-1, 1, side)
     radius = rng.uniform(0.4, 0.8)
-    x = ((line - rng.uniform(-0.3, 0.3)) / radius)[None, :]
-    y = ((line - rng.uniform(-0.3, 0.3)) / radius)[:, None]
+    line = np.linspace(-1, 1, side)
+    left = rng.uniform(-0.3, 0.3)
+    x = ((line - left) / radius)[None, :]
+    top = rng.uniform(-0.3, 0.3)
+    y = ((line - top) / radius)[:, None]
     shape = _shape(target % 4, x, y)
     angle = np.pi * (target * 0.7549) + rng.normal(0, 0.1)
     across = x * np.cos(angle) + y * np.sin(angle)
-    wave = (5 + 3 * (target % 3)) * across
-    stripes = 0.7 + 0.3 * np.sin(wave + rng.uniform(0, 2 * np.pi))
+    frequency = 5 + 3 * (target % 3)
+    phase = rng.uniform(0, 2 * np.pi)
+    wave = np.sin(frequency * across + phase)
+    stripes = 0.7 + 0.3 * wave
     hue = target * 0.618 + rng.normal(0, 0.05)  # the golden ratio spreads any number of hues
-    phase = 2 * np.pi * (hue + np.array([0, 1 / 3, 2 / 3]))
-    colour = 0.5 + 0.5 * np.cos(phase)
-    inside = stripes[..., None] * colour  # (side, side, 3)
-    background = rng.uniform(0, 1, 3) + rng.uniform(-0.3, 0.3) * x[..., None]
+    inside = stripes[..., None] * _colour(hue)  # (side, side, 3)
+    colour = rng.uniform(0, 1, 3)
+    slope = rng.uniform(-0.3, 0.3)
+    background = colour + slope * x[..., None]
     image = np.where(shape[..., None], inside, background)
-    image = image + rng.normal(0, 0.1, image.shape)
-    return (255 * image.clip(0, 1)).astype(np.uint8)
+    noise = rng.normal(0, 0.1, image.shape)
+    image = image + noise
+    levels = 255 * image.clip(0, 1)
+    return levels.astype(np.uint8)
+
+
+def _colour(hue: float) -> np.ndarray:
+    """Red, green and blue in [0, 1]; hues that differ by a whole number are the same."""
+    thirds = np.array([0, 1 / 3, 2 / 3])
+    phase = 2 * np.pi * (hue + thirds)
+    return 0.5 + 0.5 * np.cos(phase)
 
 
 def _shape(kind: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -192,7 +232,8 @@ def _shape(kind: int, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     elif kind == 2:
         distance = abs(x) + abs(y)
     else:
-        distance = 2 * abs(radius - 0.7) + 0.3
+        from_ring = abs(radius - 0.7)
+        distance = 2 * from_ring + 0.3
     return distance < 1
 
 

@@ -66,18 +66,21 @@ def _made(
     train, test = split
     targets = np.array([file.target for file in files], dtype=np.int64)
     paths = np.array([layout.place / file.path for file in files])
+    train_paths = paths[train].tolist()
+    test_paths = paths[test].tolist()
     size = options.image_size or images.PHOTOGRAPH_SIZE
     mean_std = images.IMAGENET_MEAN_STD
     names = "\n".join(Path(file.path).as_posix() for file in files)
+    content = os.fsencode(names)
     return images.ImageData(
         name="folder",
         train=images.ImagesOnDisk(
-            paths[train].tolist(), targets[train], size, mean_std, options.seed, images.jitter
+            train_paths, targets[train], size, mean_std, options.seed, images.jitter
         ),
-        test=images.ImagesOnDisk(paths[test].tolist(), targets[test], size, mean_std),
+        test=images.ImagesOnDisk(test_paths, targets[test], size, mean_std),
         classes=tuple(layout.classes),
         image_size=size,
-        fingerprint=images.fingerprint(os.fsencode(names), targets, train, test),
+        fingerprint=images.fingerprint(content, targets, train, test),
         skipped=tuple(sorted(damaged)),
     )
 
@@ -89,7 +92,9 @@ def _find_layout(place: Path) -> _Layout:
     if not place.is_dir():
         raise DataError(f"{place}: is a file; give the folder that has a folder for each class")
     test = _find_test_part(place)
-    train = place if test is None else place / _TRAIN
+    train = place
+    if test is not None:
+        train = place / _TRAIN
     classes = _class_names(train)
     if len(classes) == 1:
         raise DataError(
@@ -156,11 +161,13 @@ def _list_images(layout: _Layout, part: Path) -> list[_File]:
         folder = part / name
         if is_test and not folder.is_dir():  # no test image of this class
             continue
-        found = [path for path in _files_below(folder) if _is_image(path)]
-        if not found:
-            raise DataError(f"{folder}: no image there ends in {', '.join(_SUFFIXES)}")
-        for path in found:
-            files.append(_File(os.path.relpath(path, layout.place), target, is_test))
+        paths = [path for path in _files_below(folder) if _is_image(path)]
+        if not paths:
+            endings = ", ".join(_SUFFIXES)
+            raise DataError(f"{folder}: no image there ends in {endings}")
+        for path in paths:
+            relative_path = os.path.relpath(path, layout.place)
+            files.append(_File(relative_path, target, is_test))
     return files
 
 
@@ -186,7 +193,8 @@ def _raise(error: OSError) -> None:
 
 def _is_image(path: str) -> bool:
     """Whether a file is taken for an image; raises `DataError` for one of a kind not read here."""
-    suffix = os.path.splitext(path)[1].lower()
+    _, suffix = os.path.splitext(path)
+    suffix = suffix.lower()
     if suffix in _UNREAD:
         raise DataError(
             f"{path}: images that end in {suffix} are not read; convert it to JPEG or PNG, or take "
@@ -200,7 +208,9 @@ def _require_enough(folder: Path, classes: list[str], targets: np.ndarray) -> No
     counts = np.bincount(targets, minlength=len(classes))
     for name, count in zip(classes, counts, strict=True):
         if count < 2:
-            images_text = "1 image" if count == 1 else "0 images"
+            images_text = "0 images"
+            if count == 1:
+                images_text = "1 image"
             raise DataError(
                 f"{folder / name}: {images_text} that can be read; it takes 2, for one of them is "
                 "kept for the test"
@@ -212,10 +222,12 @@ def _hold_out(targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
     Which ones does not depend on the seed of a run, so that runs are compared on the same images.
     """
-    random = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     is_test = np.zeros(len(targets), dtype=bool)
-    for target in range(int(targets.max()) + 1):
-        of_class = random.permutation(np.flatnonzero(targets == target))
+    last = int(targets.max())
+    for target in range(last + 1):
+        of_class = np.flatnonzero(targets == target)
+        of_class = rng.permutation(of_class)
         count = max(1, len(of_class) // _TEST_EVERY)
         is_test[of_class[:count]] = True
     return np.flatnonzero(~is_test), np.flatnonzero(is_test)
@@ -223,7 +235,8 @@ def _hold_out(targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _find_damaged(layout: _Layout, files: list[_File]) -> set[str]:
     """The paths of those of these images that cannot be decoded."""
-    return set(images.find_damaged(layout.place, [file.path for file in files]))
+    paths = [file.path for file in files]
+    return set(images.find_damaged(layout.place, paths))
 
 
 def _require_sound(layout: _Layout, files: list[_File]) -> None:

@@ -79,9 +79,11 @@ class ImageSet(Dataset):
         return images
 
     def _epochs_and_indices(self, keys: Sequence[int]) -> list[tuple[int, int]]:
-        if min(keys) < 0:
-            raise IndexError(f"key {min(keys)} is negative")
-        return [divmod(key, len(self)) for key in keys]
+        smallest = min(keys)
+        if smallest < 0:
+            raise IndexError(f"key {smallest} is negative")
+        count = len(self)
+        return [divmod(key, count) for key in keys]
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,9 @@ class ImageData:
         counts = f"{len(self.train)} training and {len(self.test)} test"
         if not self.is_text:
             return f"{name}: {counts} images of {size}x{size}, {len(self.classes)} classes"
-        unit = "characters" if isinstance(self.tokens, Characters) else "byte pairs"
+        unit = "byte pairs"
+        if isinstance(self.tokens, Characters):
+            unit = "characters"
         different = f"{len(self.classes):,} different ones"
         return f"{name}: {counts} passages of {size} {unit}, {different}"
 
@@ -136,21 +140,26 @@ class LoadOptions:
 
 def generator(*parts: int) -> torch.Generator:
     """A random generator for the CPU; close numbers give seeds that have nothing in common."""
-    seed = np.random.SeedSequence(parts).generate_state(1, np.uint64)[0]
+    sequence = np.random.SeedSequence(parts)
+    (seed,) = sequence.generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(seed))
 
 
 def _shuffled_classes(targets: np.ndarray) -> np.ndarray:
     """Indices sorted by class, and each class shuffled, in a way that is always the same."""
-    shuffled = np.random.default_rng(0).permutation(len(targets))
+    rng = np.random.default_rng(0)
+    shuffled = rng.permutation(len(targets))
     return np.lexsort((shuffled, targets))
 
 
 def split(targets: np.ndarray, every: int) -> tuple[np.ndarray, np.ndarray]:
     """Indices of training and test images: of each class, one in `every` (give or take one)."""
     order = _shuffled_classes(targets)
-    test = np.arange(len(order)) % every == every - 1
-    return np.sort(order[~test]), np.sort(order[test])
+    place = np.arange(len(order)) % every
+    is_test = place == every - 1
+    train = order[~is_test]
+    test = order[is_test]
+    return np.sort(train), np.sort(test)
 
 
 def _choose(targets: np.ndarray, count: int) -> np.ndarray:
@@ -161,8 +170,9 @@ def _choose(targets: np.ndarray, count: int) -> np.ndarray:
     starts = np.cumsum(sizes) - sizes  # where each class begins in the order
     rank = np.arange(len(order)) - starts[classes]
     depth = (rank + 0.5) / sizes[classes]  # of an image in its class, from 0 to 1
-    chosen = np.argsort(depth, kind="stable")[:count]
-    return np.sort(order[chosen])
+    by_depth = np.argsort(depth, kind="stable")
+    chosen = order[by_depth[:count]]
+    return np.sort(chosen)
 
 
 def shorten(
@@ -181,9 +191,12 @@ def fingerprint(*parts: bytes | np.ndarray) -> str:
     """A hash of all parts, 16 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
-        content = part.tobytes() if isinstance(part, np.ndarray) else part
+        content = part
+        if isinstance(part, np.ndarray):
+            content = part.tobytes()
         # With its length, so that moving bytes from one part to the next changes the hash.
-        digest.update(len(content).to_bytes(8, "little") + content)
+        length = len(content).to_bytes(8, "little")
+        digest.update(length + content)
     return digest.hexdigest()
 
 
@@ -205,7 +218,8 @@ class _Augmented(ImageSet):
     ):
         self._source = source
         self._size = size
-        self.targets = torch.from_numpy(targets.astype(np.int64))
+        int64_targets = targets.astype(np.int64)
+        self.targets = torch.from_numpy(int64_targets)
         mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in mean_std)
         # One product and one sum for (pixel / 255 - mean) / std; a grey channel becomes three here.
         self._scale = 1 / (255 * std)
@@ -221,7 +235,8 @@ class _Augmented(ImageSet):
             return indices, None
         count = len(self)
         draws = [_draws(count, self._seed, epoch)[index] for epoch, index in places]
-        return indices, self._augment(torch.stack(draws))
+        matrices = self._augment(torch.stack(draws))
+        return indices, matrices
 
 
 class ImagesInMemory(_Augmented):
@@ -230,20 +245,23 @@ class ImagesInMemory(_Augmented):
     def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """See `ImageSet.read`."""
         indices, matrices = self._indices_and_matrices(keys)
-        images = torch.from_numpy(self._source)[indices].float()  # (B, C, H, W), 0 to 255
+        source = torch.from_numpy(self._source)
+        images = source[indices].float()  # (B, C, H, W), 0 to 255
         if matrices is not None:
             images = _warp(images, matrices, self._size)
         elif images.shape[-1] != self._size:
             size = (self._size, self._size)
             images = functional.interpolate(images, size, mode="bilinear")
-        images = (images * self._scale).add_(self._offset)
+        images = images * self._scale
+        images.add_(self._offset)
         return images, self.targets[indices]
 
 
 @lru_cache(maxsize=2)  # all of an epoch at once is cheap
 def _draws(count: int, seed: int, epoch: int) -> torch.Tensor:
     """Numbers in [0, 1) for every image of a data set in this epoch, (count, 4)."""
-    return torch.rand(count, 4, generator=generator(seed, epoch, AUGMENT))
+    rng = generator(seed, epoch, AUGMENT)
+    return torch.rand(count, 4, generator=rng)
 
 
 def _warp(images: torch.Tensor, matrices: torch.Tensor, size: int) -> torch.Tensor:
@@ -252,7 +270,8 @@ def _warp(images: torch.Tensor, matrices: torch.Tensor, size: int) -> torch.Tens
     Coordinates are those of `grid_sample`, from -1 to 1; `matrices` is (B, 2, 3). What comes from
     outside is black.
     """
-    line = (2 * torch.arange(size) + 1) / size - 1
+    odd_numbers = 2 * torch.arange(size) + 1
+    line = odd_numbers / size - 1  # the middles of the pixels
     a, b, c = matrices[..., None, None].unbind(2)  # each (B, 2, 1, 1)
     # Not `affine_grid`, which does this as a matrix product: the last bit of that may depend on
     # the size of the batch and the number of threads.
@@ -278,19 +297,20 @@ class ImagesOnDisk(_Augmented):
         return default_collate(images), self.targets[indices]
 
     def _image(self, index: int, matrix: torch.Tensor | None) -> torch.Tensor:
-        picture = read_picture(self._source[index])
-        larger = round(self._size * 8 / 7)  # 256 for 224
-        resized = functional.interpolate(
-            picture[None], (larger, larger), mode="bilinear", antialias=True
-        )
+        picture = read_picture(self._source[index])[None]
+        edge = round(self._size * 8 / 7)  # 256 for 224
+        size = (edge, edge)
+        resized = functional.interpolate(picture, size, mode="bilinear", antialias=True)
         if matrix is None:
             return center_crop(resized[0], [self._size])
-        return _warp(resized.float(), matrix, self._size)[0].round_().byte()
+        (warped,) = _warp(resized.float(), matrix, self._size)
+        return warped.round_().byte()
 
     def finish(self, images: torch.Tensor) -> torch.Tensor:
         """See `ImageSet.finish`."""
         if images.device.type == "cpu":  # numpy's memory has huge pages: far fewer page faults
-            images = torch.from_numpy(np.empty(images.shape, np.float32)).copy_(images)
+            memory = torch.from_numpy(np.empty(images.shape, np.float32))
+            images = memory.copy_(images)
         scale = self._scale.to(images.device)
         offset = self._offset.to(images.device)
         return images.float().mul_(scale).add_(offset)
@@ -298,15 +318,20 @@ class ImagesOnDisk(_Augmented):
 
 def jitter(draws: torch.Tensor) -> torch.Tensor:
     """Matrices that crop 7/8, mirror half, turn by up to 15 degrees and scale by up to 10 %."""
-    turn, zoom, x, y = (2 * draws - 1).unbind(1)  # each (B,), -1 to 1
-    flip = 1 - 2 * (turn < 0).float()  # its sign mirrors, and its size turns
-    angle = (2 * turn.abs() - 1) * np.pi / 12
-    scale = 7 / 8 / (1 + zoom / 10)
+    centred = 2 * draws - 1  # from -1 to 1
+    turn, zoom, x, y = centred.unbind(1)  # each (B,)
+    is_mirrored = turn < 0  # its sign mirrors, and its size turns
+    flip = 1 - 2 * is_mirrored.float()
+    share_of_turn = 2 * turn.abs() - 1
+    angle = share_of_turn * np.pi / 12
+    zoom_factor = 1 + zoom / 10
+    scale = 7 / 8 / zoom_factor
     x = x / 8
     y = y / 8
     cos = scale * angle.cos()
     sin = scale * angle.sin()
-    return torch.stack([flip * cos, -sin, x, flip * sin, cos, y], dim=1).view(-1, 2, 3)
+    rows = torch.stack([flip * cos, -sin, x, flip * sin, cos, y], dim=1)
+    return rows.view(-1, 2, 3)
 
 
 def find_damaged(folder: Path, paths: list[str]) -> list[str]:
@@ -330,10 +355,10 @@ def find_damaged(folder: Path, paths: list[str]) -> list[str]:
 
 def damaged_error(damaged: Sequence[str], count: int, folder: Path) -> DataError:
     """The error for such images among so many in `folder`, with what to do about them."""
+    examples = listed(damaged, 3)
     return DataError(
-        f"{len(damaged)} of {count} images cannot be read, {listed(damaged, 3)} in {folder}; put "
-        "good ones in their place, or leave them out: skip_damaged=True, on the command line "
-        "--skip-damaged"
+        f"{len(damaged)} of {count} images cannot be read, {examples} in {folder}; put good ones "
+        "in their place, or leave them out: skip_damaged=True, on the command line --skip-damaged"
     )
 
 
@@ -341,7 +366,8 @@ def read_picture(path: Path) -> torch.Tensor:
     """The picture in this file, uint8 (3, H, W); raises `DataError` if it cannot be decoded."""
     try:
         with open_regular(path) as file, Image.open(file, formats=_FORMATS) as picture:
-            _require_reasonable(os.fstat(file.fileno()).st_size, picture)
+            status = os.fstat(file.fileno())
+            _require_reasonable(status.st_size, picture)
             if picture.format == "JPEG":
                 with suppress(Exception):  # torchvision is faster; where it fails, Pillow says why
                     return decode_image(str(path), ImageReadMode.RGB)
@@ -356,7 +382,8 @@ def _require_reasonable(nbytes: int, picture: Image.Image) -> None:
     if nbytes > _MOST_BYTES:
         raise ValueError(f"{nbytes:,} bytes are too many")
     pixels = picture.width * picture.height
-    if pixels > (Image.MAX_IMAGE_PIXELS or math.inf):
+    most_pixels = Image.MAX_IMAGE_PIXELS or math.inf
+    if pixels > most_pixels:
         raise ValueError(f"{picture.width} x {picture.height} pixels are too many")
 
 

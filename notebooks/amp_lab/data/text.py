@@ -35,7 +35,8 @@ class Passages(ImageSet):
         self._tokens = torch.from_numpy(tokens)
         self._context = context
         self._seed = seed
-        count = (len(tokens) - context) // context  # so that there is room to shift them
+        usable = len(tokens) - context  # so that there is room to shift them
+        count = usable // context
         kept = min(count, limit or count)
         # Those that a limit keeps come from all of the text.
         self._step = count // kept * context
@@ -44,15 +45,20 @@ class Passages(ImageSet):
     def read(self, keys: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens (B, T) and the next ones (B, T) of these keys; `IndexError` for a negative one."""
         places = self._epochs_and_indices(keys)
-        starts = [self._start(epoch) + index * self._step for epoch, index in places]
-        rows = torch.stack([self._tokens[i : i + self._context + 1] for i in starts]).long()
+        passages: list[torch.Tensor] = []
+        for epoch, index in places:
+            start = self._start(epoch) + index * self._step
+            end = start + self._context + 1  # with the token that follows the last
+            passages.append(self._tokens[start:end])
+        rows = torch.stack(passages).long()
         return rows[:, :-1], rows[:, 1:]
 
     def _start(self, epoch: int) -> int:
         if self._seed is None:
             return 0
-        draws = generator(self._seed, epoch, OFFSET)
-        return int(torch.randint(self._context, (), generator=draws))
+        rng = generator(self._seed, epoch, OFFSET)
+        offset = torch.randint(self._context, (), generator=rng)
+        return int(offset)
 
 
 def load_text(
@@ -82,22 +88,29 @@ def load_text(
     if context is not None and not 1 <= context <= _LONGEST_CONTEXT:
         raise DataError(f"context={context} must be between 1 and {_LONGEST_CONTEXT} tokens")
     try:
-        sources = _of_stdlib() if name == "stdlib" else _of_files(Path(folder))
-        pieces = _pieces("\n".join(sources))
+        if name == "stdlib":
+            sources = _of_stdlib()
+        else:
+            sources = _of_files(Path(folder))
+        text = "\n".join(sources)
+        pieces = _pieces(text)
         tokens = make_tokens(pieces, tokenizer, vocabulary)
     except OSError as error:
         raise DataError(f"{name} cannot be read: {first_line(error)}") from error
     context = context or CONTEXT
     train, test = _split(tokens.encode(pieces))
-    if len(test) < 2 * context:
+    least_in_test = 2 * context
+    if len(test) < least_in_test:
         total = len(train) + len(test)
+        least = least_in_test * _TEST_EVERY
         raise DataError(
-            f"{name}: {total:,} tokens are too few for passages of {context}: it takes "
-            f"{2 * context * _TEST_EVERY:,}; give more text or a smaller --context"
+            f"{name}: {total:,} tokens are too few for passages of {context}: it takes {least:,}; "
+            "give more text or a smaller --context"
         )
     test_limit = None
     if limit is not None:
-        test_limit = math.ceil(limit / (_TEST_EVERY - 1))
+        train_for_each_test = _TEST_EVERY - 1
+        test_limit = math.ceil(limit / train_for_each_test)
     return ImageData(
         name=name,
         train=Passages(train, context, limit, seed),
@@ -120,7 +133,8 @@ def _split(pieces: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 def _pieces(text: str) -> list[str]:
     """A text in pieces, at least as many as it takes for one of them to be the test."""
-    length = max(1, min(_PIECE, len(text) // _TEST_EVERY))
+    longest = len(text) // _TEST_EVERY
+    length = max(1, min(_PIECE, longest))
     return [text[start : start + length] for start in range(0, len(text), length)]
 
 
@@ -143,7 +157,8 @@ def _of_files(place: Path) -> Iterator[str]:
         raise DataError(f"{place}: no file there ends in .txt or .md")
     size = sum(file.stat().st_size for file in files)
     if size > _MOST_BYTES:
-        raise DataError(f"{place}: {size / 2**30:.1f} GiB of text, and at most 1 GiB is taken")
+        gib = size / 2**30
+        raise DataError(f"{place}: {gib:.1f} GiB of text, and at most 1 GiB is taken")
     for file in files:
         content = read_regular(file, _MOST_BYTES)  # not from a pipe or a device, without end
         if b"\0" in content:

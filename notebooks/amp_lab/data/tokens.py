@@ -120,10 +120,9 @@ class BytePairs:
             found = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         numbers = [np.array(one.ids, np.int32) for one in found]
         largest = max((int(row.max()) for row in numbers if len(row)), default=0)
-        if largest >= len(self.names):
-            raise DataError(
-                f"the tokenizer has {len(self.names):,} tokens and gives the number {largest:,}"
-            )
+        count = len(self.names)
+        if largest >= count:
+            raise DataError(f"the tokenizer has {count:,} tokens and gives the number {largest:,}")
         return numbers
 
     def decode(self, numbers: Sequence[int]) -> str:
@@ -194,17 +193,22 @@ def saved_tokens(state: dict[str, Any]) -> Tokens | None:
 
     Raises `DataError` for a text that is none, and for other tokens than the run's classes.
     """
-    name = "tokenizer" if "tokenizer" in state else "characters"
+    name = "characters"
+    if "tokenizer" in state:
+        name = "tokenizer"
     if name not in state:
         return None
-    if not isinstance(state[name], str):
-        raise DataError(f"the {name} of the checkpoint is {type(state[name]).__name__}, no text")
+    saved = state[name]
+    if not isinstance(saved, str):
+        raise DataError(f"the {name} of the checkpoint is {type(saved).__name__}, no text")
     tokens: Tokens
     if name == "tokenizer":
-        tokens = BytePairs(state[name])
+        tokens = BytePairs(saved)
     else:
-        tokens = Characters(state[name])
-    if len(tokens.names) != state["classes"]:
-        count = f"{len(tokens.names):,} tokens, and the model {state['classes']:,}"
-        raise DataError(f"the {name} of the checkpoint has {count}")
+        tokens = Characters(saved)
+    count = len(tokens.names)
+    classes = state["classes"]
+    if count != classes:
+        counts = f"{count:,} tokens, and the model {classes:,}"
+        raise DataError(f"the {name} of the checkpoint has {counts}")
     return tokens
