@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from amp_lab import AmpLabError, load_checkpoint, save_checkpoint
-from amp_lab.bench.results import load_results
+from amp_lab.bench import load_results
 from amp_lab.checkpoint import is_checkpoint
 from amp_lab.files import read_json, read_regular, write_whole
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from amp_lab.bench.results import Compared, Results, Row, load_results
+from amp_lab.bench.results import Compared, Results, Row
+from amp_lab.bench.results_file import load_results
 from amp_lab.errors import OptionError
 from amp_lab.timing import Ratio
 

@@ -11,7 +11,8 @@ from torch import nn
 from amp_lab import timing
 from amp_lab.bench import runner
 from amp_lab.bench.limits import Ceilings
-from amp_lab.bench.results import Results, Row, load_results
+from amp_lab.bench.results import Results, Row
+from amp_lab.bench.results_file import load_results
 from amp_lab.bench.rungs import Case
 from amp_lab.bench.workloads import Problem, Workload, convmodel_workload
 from amp_lab.errors import OptionError

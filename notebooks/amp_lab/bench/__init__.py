@@ -3,7 +3,8 @@
 from amp_lab.bench.convmodel import ConvModel, quantized_sine
 from amp_lab.bench.fused_convmodel import FusedStep
 from amp_lab.bench.limits import count_step, measure_ceilings
-from amp_lab.bench.results import Compared, load_results
+from amp_lab.bench.results import Compared
+from amp_lab.bench.results_file import load_results
 from amp_lab.bench.rungs import RUNGS
 from amp_lab.bench.runner import run_bench
 from amp_lab.bench.tiled_convmodel import TiledStep, why_not_tiled

@@ -27,10 +27,14 @@ def quantized_sine(
         raise ValueError(f"quantized_sine: size={size} must be at least 2")
     line = torch.linspace(0, 1, size, device=device)
     y, x = torch.meshgrid(line, line, indexing="ij")  # each (size, size)
-    wave = torch.cos(4 * 2 * math.pi * x) + torch.cos(2 * 2 * math.pi * y)  # in [-2, 2]
+    along_x = torch.cos(4 * 2 * math.pi * x)
+    along_y = torch.cos(2 * 2 * math.pi * y)
+    wave = along_x + along_y  # in [-2, 2]
+    scaled = (wave + 2) / 4
     steps = LEVELS - 1
-    target = torch.round((wave + 2) / 4 * steps) / steps
-    return torch.stack([x, y])[None], target[None, None]
+    target = torch.round(scaled * steps) / steps
+    inputs = torch.stack([x, y])
+    return inputs[None], target[None, None]
 
 
 class ConvModel(nn.Sequential):
@@ -42,5 +46,8 @@ class ConvModel(nn.Sequential):
     def __init__(self, hidden: int = 256):
         layers: list[nn.Module] = []
         for channels in (2, hidden, hidden):
-            layers += [nn.Conv2d(channels, hidden, 1), nn.BatchNorm2d(hidden), nn.ReLU()]
-        super().__init__(*layers, nn.Conv2d(hidden, 1, kernel_size=1))
+            layers.append(nn.Conv2d(channels, hidden, kernel_size=1))
+            layers.append(nn.BatchNorm2d(hidden))
+            layers.append(nn.ReLU())
+        layers.append(nn.Conv2d(hidden, 1, kernel_size=1))
+        super().__init__(*layers)

@@ -52,20 +52,27 @@ class FusedStep:
         return loss
 
     def _start(self, inputs: Tensor, target: Tensor) -> None:
-        self.x = inputs[0].flatten(1).float().contiguous()  # (2, P)
+        coordinates = inputs[0].flatten(1)  # (2, P)
+        self.x = coordinates.float().contiguous()
         self.columns = self.x[:, :, None]  # (2, P, 1)
         self.target = target.flatten().float()  # (P,)
         device = self.x.device
         self.pixels = self.target.numel()
         # A GPU has thousands of threads to keep busy, and no cache that is worth a block.
-        block = BLOCK if backend(device).is_host else self.pixels
-        starts = range(0, self.pixels, block)
-        self.blocks = [slice(start, min(start + block, self.pixels)) for start in starts]
-        shape = (3, self.pixels, self.convs[1].in_channels)
+        block = self.pixels
+        if backend(device).is_host:
+            block = BLOCK
+        self.blocks: list[slice] = []
+        for start in range(0, self.pixels, block):
+            end = min(start + block, self.pixels)
+            self.blocks.append(slice(start, end))
+        channels = self.convs[1].in_channels
+        shape = (3, self.pixels, channels)
         if self.kept.shape != shape:  # else as before: new memory must be mapped first
             self.kept = torch.empty(shape, dtype=self.dtype, device=device)
         self.z2, self.z3, self.g2 = self.kept  # (P, C)
-        self.w1, w2, w3, w4 = (conv.weight.flatten(1) for conv in self.convs)
+        weights = [conv.weight.flatten(1) for conv in self.convs]
+        self.w1, w2, w3, w4 = weights
         self.w2 = w2.to(self.dtype)
         self.w3 = w3.to(self.dtype)
         self.w4 = w4.flatten()
@@ -77,32 +84,46 @@ class FusedStep:
 
     def _forward(self) -> None:
         """Three layers in two passes: mean and variance of the first follow from the input's."""
+        norm1, norm2, norm3 = self.norms
+        conv1, conv2, conv3, _ = self.convs
+        pixels = self.pixels
+        mean, variance = self._first_moments()
+        self.n1 = _Normalised(norm1, mean, variance, conv1.bias, pixels)
+        scaled = self.w1 * self.n1.scale[:, None]  # (C, 2)
+        self.weight1 = scaled.T.contiguous()
+        sums = self._second_layer()
+        self.n2 = _Normalised.from_sums(norm2, sums, conv2.bias, pixels)
+        sums = self._third_layer()
+        self.n3 = _Normalised.from_sums(norm3, sums, conv3.bias, pixels)
+
+    def _first_moments(self) -> tuple[Tensor, Tensor]:
+        """Mean and variance (C,) of the first convolution's output, which is linear in x."""
         mean = self.x.mean(1)  # (2,)
         centred = self.x - mean[:, None]
         covariance = centred @ centred.T / self.pixels  # (2, 2)
-        variance = ((self.w1 @ covariance) * self.w1).sum(1)
-        norm1, norm2, norm3 = self.norms
-        bias1, bias2, bias3, _ = (conv.bias for conv in self.convs)
-        self.n1 = _Normalised(norm1, self.w1 @ mean, variance, bias1, self.pixels)
-        self.weight1 = (self.w1 * self.n1.scale[:, None]).T.contiguous()  # (2, C)
-        self.n2 = _Normalised.from_sums(norm2, self._second_layer(), bias2, self.pixels)
-        self.n3 = _Normalised.from_sums(norm3, self._third_layer(), bias3, self.pixels)
+        products = (self.w1 @ covariance) * self.w1
+        return self.w1 @ mean, products.sum(1)
 
     def _second_layer(self) -> list[Tensor]:
         """Write z2; return the sums of it and of its squares."""
+        weight = self.w2.T
         sums = []
         for b in self.blocks:
-            torch.mm(self._first(b), self.w2.T, out=self.z2[b])
-            sums.append(self.k.sums(self.z2[b]))
+            z2 = self.z2[b]
+            torch.mm(self._first(b), weight, out=z2)
+            sums.append(self.k.sums(z2))
         return _totals(sums)
 
     def _third_layer(self) -> list[Tensor]:
         """The same for z3."""
+        n2 = self.n2
+        weight = self.w3.T
         sums = []
         for b in self.blocks:
-            a2 = self.k.activation(self.z2[b], self.n2.scale, self.n2.shift)
-            torch.mm(a2, self.w3.T, out=self.z3[b])
-            sums.append(self.k.sums(self.z3[b]))
+            z3 = self.z3[b]
+            a2 = self.k.activation(self.z2[b], n2.scale, n2.shift)
+            torch.mm(a2, weight, out=z3)
+            sums.append(self.k.sums(z3))
         return _totals(sums)
 
     def _output(self) -> Tensor:
@@ -111,59 +132,76 @@ class FusedStep:
         n3 = self.n3
         self.dy = torch.empty(self.pixels, device=self.x.device)
         loss, self.d, self.dz = self._head()
-        _set_grad(conv.weight, n3.scale * self.dz + n3.shift * self.d)
+        dw4 = n3.scale * self.dz + n3.shift * self.d
+        _set_grad(conv.weight, dw4)
         _set_grad(conv.bias, self.dy.sum())
         return loss / self.pixels
 
     def _head(self) -> list[Tensor]:
         """Write dy; return sums: of squared errors, and where a ReLU is open of dy and dy * z3."""
         bias = self.convs[3].bias
-        n3 = self.n3
+        scale = self.n3.scale
+        shift = self.n3.shift
         factor = 2 / self.pixels
         sums: list[tuple[Tensor, ...]] = []
         for b in self.blocks:
             z3 = self.z3[b]
-            loss, self.dy[b] = self.k.head(
-                z3, n3.scale, n3.shift, self.w4, bias, self.target[b], factor
-            )
-            d, dz = self.k.head_sums(z3, self.dy[b], n3.scale, n3.shift)
+            target = self.target[b]
+            loss, self.dy[b] = self.k.head(z3, scale, shift, self.w4, bias, target, factor)
+            d, dz = self.k.head_sums(z3, self.dy[b], scale, shift)
             sums.append((loss, d, dz))
         return _totals(sums)
 
     def _backward(self) -> None:
         """Two more passes; g2 is the gradient of the second normalisation's output."""
-        to_z3 = self.n3.backward(self.w4 * self.d, self.w4 * self.dz)
-        dw3, *sums = self._through_third(to_z3)
-        _set_grad(self.convs[2].weight, dw3)
-        dw2, g, gx0, gx1 = self._through_second(self.n2.backward(*sums))
-        _set_grad(self.convs[1].weight, dw2)
+        conv1, conv2, conv3, _ = self.convs
+        g3 = self.w4 * self.d
+        gz3 = self.w4 * self.dz
+        to_z3 = self.n3.backward(g3, gz3)
+        dw3, g2, gz2 = self._through_third(to_z3)
+        _set_grad(conv3.weight, dw3)
+        to_z2 = self.n2.backward(g2, gz2)
+        dw2, g1, gx0, gx1 = self._through_second(to_z2)
+        _set_grad(conv2.weight, dw2)
         gx = torch.stack([gx0, gx1], 1)  # (C, 2)
-        of_g, of_z, constant = self.n1.backward(g, (self.w1 * gx).sum(1))
+        dw1 = self._first_weight_grad(g1, gx)
+        _set_grad(conv1.weight, dw1)
+        for conv in (conv1, conv2, conv3):  # whose normalisation takes any constant away
+            conv.bias.grad = torch.zeros_like(conv.bias)
+
+    def _first_weight_grad(self, g: Tensor, gx: Tensor) -> Tensor:
+        """(C, 2), from the sums over the pixels of the gradient (C,), and of it times x (C, 2)."""
+        gz = (self.w1 * gx).sum(1)
+        of_g, of_z, constant = self.n1.backward(g, gz)
         zx = self.w1 @ (self.x @ self.x.T)  # (C, 2)
         x_sums = self.x.sum(1)  # (2,)
-        dw1 = gx * of_g[:, None] + zx * of_z[:, None] + constant[:, None] * x_sums
-        _set_grad(self.convs[0].weight, dw1)
-        for conv in self.convs[:3]:  # whose normalisation takes any constant away
-            conv.bias.grad = torch.zeros_like(conv.bias)
+        from_g = gx * of_g[:, None]
+        from_z = zx * of_z[:, None]
+        from_constant = constant[:, None] * x_sums
+        return from_g + from_z + from_constant
 
     def _through_third(self, to_z3: Sequence[Tensor]) -> list[Tensor]:
         """Write g2; return the gradient of the weights, and the sums of g2 and of g2 * z2."""
         n2 = self.n2
         n3 = self.n3
-        dw3 = torch.zeros_like(self.convs[2].weight.flatten(1))
+        weight = self.convs[2].weight.flatten(1)
+        dw3 = torch.zeros_like(weight)
         sums = []
         for b in self.blocks:
             z2 = self.z2[b]
+            z3 = self.z3[b]
             dy = self.dy[b]
-            dz3 = self.k.through_head(self.z3[b], dy, n3.scale, n3.shift, self.w4, *to_z3)
+            g2 = self.g2[b]
+            dz3 = self.k.through_head(z3, dy, n3.scale, n3.shift, self.w4, *to_z3)
             dw3 += dz3.T @ self.k.activation(z2, n2.scale, n2.shift)
             da2 = dz3 @ self.w3
-            sums.append(self.k.through_relu(self.g2[b], da2, z2, n2.scale, n2.shift))
+            sums.append(self.k.through_relu(g2, da2, z2, n2.scale, n2.shift))
         return [dw3, *_totals(sums)]
 
     def _through_second(self, to_z2: Sequence[Tensor]) -> list[Tensor]:
         """The gradient of the weights, and the sums of g1, the gradient below, and of g1 * x."""
-        dw2 = torch.zeros_like(self.convs[1].weight.flatten(1))
+        weight = self.convs[1].weight.flatten(1)
+        dw2 = torch.zeros_like(weight)
         sums = []
         for b in self.blocks:
             dz2 = self.k.through_norm(self.g2[b], self.z2[b], *to_z2)
@@ -177,7 +215,11 @@ class FusedStep:
 
 def _totals(sums: Sequence[tuple[Tensor, ...]]) -> list[Tensor]:
     """The sums over all blocks, from those of each."""
-    return [torch.stack(parts).sum(0) for parts in zip(*sums, strict=True)]
+    totals: list[Tensor] = []
+    for of_blocks in zip(*sums, strict=True):
+        stacked = torch.stack(of_blocks)
+        totals.append(stacked.sum(0))
+    return totals
 
 
 def _set_grad(parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -194,8 +236,10 @@ class _Normalised:
         self.inverse_std = (variance + norm.eps).rsqrt()
         self.scale = norm.weight * self.inverse_std
         self.shift = norm.bias - mean * self.scale
-        norm.running_mean.lerp_(mean + bias, norm.momentum)
-        unbiased = variance * (n / (n - 1))
+        with_bias = mean + bias
+        norm.running_mean.lerp_(with_bias, norm.momentum)
+        correction = n / (n - 1)
+        unbiased = variance * correction
         norm.running_var.lerp_(unbiased, norm.momentum)
         norm.num_batches_tracked += 1
 
@@ -203,7 +247,8 @@ class _Normalised:
     def from_sums(cls, norm: Any, sums: Sequence[Tensor], bias: Tensor, n: int):
         """From the sums of z and of its squares."""
         mean, mean_square = (total / n for total in sums)
-        variance = (mean_square - mean * mean).clamp_min(0)  # rounding may make it negative
+        variance = mean_square - mean * mean
+        variance = variance.clamp_min(0)  # rounding may make it negative
         return cls(norm, mean, variance, bias, n)
 
     def backward(self, g: Tensor, gz: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,19 +257,26 @@ class _Normalised:
         `g` and `gz` are the sums over the pixels of the gradient of the output, and of its product
         with z. Sets the gradients of the normalisation's own parameters.
         """
-        d_weight = (gz - self.mean * g) * self.inverse_std
+        centred = gz - self.mean * g
+        d_weight = centred * self.inverse_std
         _set_grad(self.norm.weight, d_weight)
         _set_grad(self.norm.bias, g)
-        of_z = -self.scale * d_weight * self.inverse_std / self.pixels
-        constant = -self.scale * g / self.pixels - of_z * self.mean
-        return self.scale, of_z, constant
+        scale = self.scale
+        of_z = -scale * d_weight * self.inverse_std / self.pixels
+        of_mean = -scale * g / self.pixels
+        constant = of_mean - of_z * self.mean
+        return scale, of_z, constant
 
 
 # --- The chains of elementwise ops; (B, C) blocks of pixels, (C,) factors.
 
 
 def _first(x0, x1, weight, shift, dtype):
-    return torch.relu(x0 * weight[0] + x1 * weight[1] + shift).to(dtype)
+    w0 = weight[0]
+    w1 = weight[1]
+    a = x0 * w0 + x1 * w1 + shift
+    a = torch.relu(a)
+    return a.to(dtype)
 
 
 def _sums(z):
@@ -233,7 +285,9 @@ def _sums(z):
 
 
 def _activation(z, scale, shift):
-    return torch.relu(z.float() * scale + shift).to(z.dtype)
+    a = z.float() * scale + shift
+    a = torch.relu(a)
+    return a.to(z.dtype)
 
 
 def _head(z, scale, shift, weight, bias, target, factor):

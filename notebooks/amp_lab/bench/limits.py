@@ -34,7 +34,9 @@ class Ceilings:
         rate = self.flops_per_s[precision]
         if rate is None or flops is None or nbytes is None:
             return None
-        return max(flops / rate, nbytes / self.stream_rate(nbytes))
+        compute_s = flops / rate
+        memory_s = nbytes / self.stream_rate(nbytes)
+        return max(compute_s, memory_s)
 
     def stream_rate(self, nbytes: int) -> float:
         """The highest rate for so many bytes or more, since a cache may hold them."""
@@ -54,7 +56,8 @@ class Ceilings:
     @property
     def memory_bytes_per_s(self) -> float:
         """Bytes/s of what fits in no cache."""
-        return self.stream_bytes_per_s[max(self.stream_bytes_per_s)]
+        largest = max(self.stream_bytes_per_s)
+        return self.stream_bytes_per_s[largest]
 
 
 @dataclass(frozen=True)
@@ -70,17 +73,19 @@ class Count:
 
 def measure_ceilings(device: torch.device) -> Ceilings:
     """Matrix products and a copy, timed here and now; the fastest of some calls counts."""
-    rates = {name: rate for name, rate in describe_device(device).rates.items() if rate is not None}
+    known_rates = describe_device(device).rates
+    rates = {name: rate for name, rate in known_rates.items() if rate is not None}
     largest, _ = _largest(device)
     n = filling_size(device, largest, seconds=_LONG_S)
     # A precision that is emulated takes seconds at this size, and is no limit to anything.
-    timed = [name for name, rate in rates.items() if rate > 0.5 * rates[Precision.FP32]]
-    compared = compare(
-        {p: matrix_product(device, p, n) for p in timed}, device=device, budget_s=4, precision=0.1
-    )
+    least_rate = 0.5 * rates[Precision.FP32]
+    timed = [precision for precision, rate in rates.items() if rate > least_rate]
+    runs = {precision: matrix_product(device, precision, n) for precision in timed}
+    compared = compare(runs, device=device, budget_s=4, precision=0.1)
+    flops = 2 * n**3
     for precision in timed:
         fastest_s = min(compared.samples_s[precision])
-        rates[precision] = max(rates[precision], 2 * n**3 / fastest_s)
+        rates[precision] = max(rates[precision], flops / fastest_s)
     return Ceilings(
         flops_per_s={str(precision): rates.get(precision) for precision in Precision},
         stream_bytes_per_s=_stream_rates(device),
@@ -90,7 +95,9 @@ def measure_ceilings(device: torch.device) -> Ceilings:
 
 def _largest(device: torch.device) -> tuple[int, int]:
     """The largest edge of a matrix and the most bytes of a copy for a device."""
-    return _LARGEST["cpu" if backend(device).is_host else "accelerator"]
+    if backend(device).is_host:
+        return _LARGEST["cpu"]
+    return _LARGEST["accelerator"]
 
 
 def _stream_rates(device: torch.device) -> dict[int, float]:

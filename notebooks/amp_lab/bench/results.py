@@ -1,10 +1,8 @@
 """What a benchmark found: rows, their table and their file."""
 
-import dataclasses
 import itertools
+import math
 import os
-import re
-import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,19 +10,13 @@ from typing import Any
 
 from amp_lab.bench.limits import Ceilings
 from amp_lab.errors import OptionError
-from amp_lab.files import read_json, require_types, save
+from amp_lab.files import save
 from amp_lab.report import Printed, Table, listed, plural, rate_text
 from amp_lab.timing import Comparison, Estimate, Ratio, time_text
 
 SCHEMA = "amp-lab bench 2"  # written into each file; another number means other fields
 STATES = ("ok", "failed", "out of memory", "not run")
 BASELINE = ("fp32", "eager")  # what all others of a workload are held against
-_SIZE = re.compile("[1-9][0-9]{0,17}", re.ASCII)  # in bytes
-# What no step of any device is beyond: seconds and ratios, and FLOPs, bytes and their rates.
-_SMALLEST = 1e-12
-_LARGEST = 1e12
-_LARGEST_RATE = 1e30
-_POSITIVE = ("median_s", "samples_s", "speedup", "speedup_interval")
 # Times a measured limit: nothing is faster, so a time that says so is wrong.
 _TOLERANCE = 1.1
 
@@ -84,7 +76,8 @@ class Row:
     @property
     def milliseconds(self) -> Estimate:
         """The median with its interval; for a row that has samples."""
-        compared = Comparison({"": tuple(self.samples_s)}, self.disturbed, "")
+        samples = {"": tuple(self.samples_s)}
+        compared = Comparison(samples, self.disturbed, "")
         milliseconds = compared.time_s("").times(1e3)
         return replace(milliseconds, trusted=self.trusted)
 
@@ -115,7 +108,13 @@ def _setting(row: Row) -> str:
 
 
 def _time(row: Row) -> str:
-    return time_text(row.median_s or float("nan"))
+    median_s = row.median_s or math.nan
+    return time_text(median_s)
+
+
+def _spread(row: Row) -> str:
+    share = ratio(row.iqr_s, row.median_s)
+    return _text(share, "{:.0%}")
 
 
 def _speedup(row: Row) -> str:
@@ -124,13 +123,18 @@ def _speedup(row: Row) -> str:
     return _text(row.ratio, "{}")
 
 
+def _memory(row: Row) -> str:
+    mebibytes = ratio(row.peak_bytes, 2**20)
+    return _text(mebibytes, "{:,.0f} MiB")
+
+
 _COLUMNS: dict[str, Callable[[Row], str]] = {
     "": _setting,
     "time": _time,
-    "spread": lambda row: _text(ratio(row.iqr_s, row.median_s), "{:.0%}"),
+    "spread": _spread,
     "speed-up": _speedup,
     "per second": lambda row: f"{_figure(row.items_per_s)} {row.unit}",
-    "memory": lambda row: _text(ratio(row.peak_bytes, 2**20), "{:,.0f} MiB"),
+    "memory": _memory,
     "FLOP/s": lambda row: rate_text(row.flops_per_s, "FLOP/s"),
     "of limit": lambda row: _text(row.share_of_limit, "{:.0%}"),
     "off fp32": lambda row: _text(row.error, "{:.1e}"),
@@ -151,19 +155,15 @@ class Results(Printed, Ceilings):
 
     def save(self, path: str | os.PathLike) -> None:
         """Write the JSON, whole or not at all. Raises `OptionError` if that fails."""
-        save(Path(path), [self.to_json().encode() + b"\n"])
+        text = self.to_json() + "\n"
+        save(Path(path), [text.encode()])
 
     def ladder(self) -> dict[str, list[tuple]]:
         """For `plots.speed_ladder`: the rows by workload, with their state where it is not ok."""
         panels: dict[str, list[tuple]] = {}
         for row in self.rows:
             bars = panels.setdefault(row.title, [])
-            if row.status != "ok":  # it may have been timed before it failed, which is no result
-                bars.append((row.precision, row.rung, None, None, row.status))
-                continue
-            remark = f"{row.speedup:.2f}x" if row.speedup else "no fp32 eager"
-            floor_ms = ratio(row.floor_s, 1e-3)
-            bars.append((row.precision, row.rung, row.milliseconds, floor_ms, remark))
+            bars.append(_ladder_bar(row))
         return panels
 
     def roofline(self) -> tuple[dict[str, float], float, list[tuple]]:
@@ -171,6 +171,18 @@ class Results(Printed, Ceilings):
 
         Without what is not trusted.
         """
+        fastest = self._fastest()
+        roofs: dict[str, float] = {}
+        used = {precision for _, precision in fastest}
+        for precision, rate in self.flops_per_s.items():
+            is_shown = precision in used or not used
+            if is_shown and rate is not None:
+                roofs[precision] = rate
+        points = [(*names, *point) for names, point in fastest.items()]
+        return roofs, self.memory_bytes_per_s, points
+
+    def _fastest(self) -> dict[tuple[str, str], tuple[float, Estimate]]:
+        """FLOPs per byte and FLOP/s of the fastest rung, by workload and precision."""
         fastest: dict[tuple[str, str], tuple[float, Estimate]] = {}
         for row in self.rows:
             is_other_fp32 = row.precision == BASELINE[0] and not row.is_baseline
@@ -178,15 +190,12 @@ class Results(Printed, Ceilings):
             if is_other_fp32 or not row.trusted or not intensity or not row.flops:
                 continue
             rate = row.milliseconds.rate(1e3 * row.flops)
-            _, best = fastest.setdefault((row.workload, row.precision), (intensity, rate))
+            names = (row.workload, row.precision)
+            point = (intensity, rate)
+            _, best = fastest.setdefault(names, point)
             if rate.median > best.median:
-                fastest[row.workload, row.precision] = (intensity, rate)
-        roofs = {name: rate for name, rate in self.flops_per_s.items() if rate is not None}
-        used = {precision for _, precision in fastest}
-        if used:
-            roofs = {name: rate for name, rate in roofs.items() if name in used}
-        points = [(*names, *point) for names, point in fastest.items()]
-        return roofs, self.memory_bytes_per_s, points
+                fastest[names] = point
+        return fastest
 
     def distrust_impossible(self) -> None:
         """Mark what is faster than this device: it is not trusted, nor a speed-up over it."""
@@ -221,27 +230,29 @@ class Results(Printed, Ceilings):
         columns = dict(_COLUMNS)
         if all(row.peak_bytes is None for row in self.rows):  # as on a CPU
             del columns["memory"]
-        lines = []
+        rows = []
         for row in self.rows:
             if row.status == "ok":
                 cells = [cell(row) for cell in columns.values()]
             else:
                 blank = [""] * (len(columns) - 2)
                 cells = [f"  {row.setting}", row.status, *blank]
-            lines.append((row.title, cells))
-        right = range(1, len(columns))  # figures
-        return Table(list(columns), _with_titles(lines), self.title(), self._facts(), right=right)
+            rows.append((row.title, cells))
+        head = list(columns)
+        lines = _with_titles(rows)
+        figures = range(1, len(columns))
+        return Table(head, lines, self.title(), self._facts(), right=figures)
 
     def title(self) -> str:
         """Where and when it was measured."""
         return "{device}, torch {torch}, {threads} threads, {date}".format(**self.environment)
 
     def _facts(self) -> list[str]:
-        rates = [
-            f"{name} {rate_text(rate, 'FLOP/s')}"
-            for name, rate in self.flops_per_s.items()
-            if rate is not None
-        ]
+        rates: list[str] = []
+        for name, rate in self.flops_per_s.items():
+            if rate is not None:
+                text = rate_text(rate, "FLOP/s")
+                rates.append(f"{name} {text}")
         memory = rate_text(self.memory_bytes_per_s, "B/s")
         facts = [
             f"The device's limits, measured: {', '.join(rates)}; memory {memory}.",
@@ -272,10 +283,22 @@ class Results(Printed, Ceilings):
         distrusted: dict[tuple[str, str], list[str]] = {}
         for row in self.rows:
             if row.status == "ok" and not row.trusted:
-                distrusted.setdefault((row.title, row.reason), []).append(row.setting)
+                same = distrusted.setdefault((row.title, row.reason), [])
+                same.append(row.setting)
         for (title, reason), rungs in distrusted.items():
             doubts.append(f"Not trusted, marked with ?: {title}, {listed(rungs)}: {reason}.")
         return doubts
+
+
+def _ladder_bar(row: Row) -> tuple:
+    """Precision, rung, milliseconds, those at the limit, and a text: its speed-up, or its state."""
+    if row.status != "ok":  # it may have been timed before it failed, which is no result
+        return row.precision, row.rung, None, None, row.status
+    remark = "no fp32 eager"
+    if row.speedup:
+        remark = f"{row.speedup:.2f}x"
+    floor_ms = ratio(row.floor_s, 1e-3)
+    return row.precision, row.rung, row.milliseconds, floor_ms, remark
 
 
 def _with_titles(rows: list[tuple[str, list[str]]]) -> list[list[str]]:
@@ -289,94 +312,6 @@ def _with_titles(rows: list[tuple[str, list[str]]]) -> list[list[str]]:
     return lines
 
 
-def load_results(path: str | os.PathLike) -> Results:
-    """The results in a file. Raises `OptionError`, which says what is wrong with which file."""
-    try:
-        content = read_json(Path(path))
-    except OSError as error:
-        raise OptionError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:  # no JSON, or no text
-        raise OptionError(f"{path}: damaged, it is no JSON ({error})") from error
-    schema = str(content.get("schema")) if isinstance(content, dict) else ""
-    if not schema.startswith(SCHEMA.rpartition(" ")[0]):
-        raise OptionError(f"{path}: no results of amp-lab bench")
-    if schema != SCHEMA:
-        raise OptionError(
-            f"{path}: written as {reprlib.repr(schema)}, and this amp_lab reads {SCHEMA!r}"
-        )
-    del content["schema"]
-    try:
-        content["rows"] = [_made(Row, row) for row in content["rows"]]
-        results = _made(Results, content)
-        _check_values(results)
-    except KeyError as error:
-        raise OptionError(f"{path}: damaged, {error} is missing") from error
-    except TypeError as error:
-        raise OptionError(f"{path}: damaged, {error}") from error
-    return results
-
-
-def _check_values(results: Results) -> None:
-    """Raise `TypeError` or `KeyError` for what was not measured, or cannot be."""
-    for name in ("device", "torch", "date"):
-        _require(isinstance(results.environment[name], str), name, results.environment[name])
-    threads = results.environment["threads"]
-    _require(isinstance(threads, int) and threads > 0, "threads", threads)
-    for row in results.rows:
-        _check_row(row)
-    rates = results.stream_bytes_per_s
-    is_sized = bool(rates) and all(_SIZE.fullmatch(str(size)) for size in rates)
-    _require(is_sized, "stream_bytes_per_s", rates)
-    results.stream_bytes_per_s = {int(size): rate for size, rate in rates.items()}  # JSON has text
-    for rate in (*rates.values(), *results.flops_per_s.values()):
-        _check_figure("a rate per_s", rate)
-
-
-def _check_row(row: Row) -> None:
-    _require(row.status in STATES, "status", row.status)
-    times = [row.median_s, row.iqr_s, row.items_per_s, *row.samples_s]
-    is_timed = bool(row.samples_s) and None not in times
-    if row.status == "ok" and not is_timed:
-        raise TypeError(f"{row.title}, {row.setting} is ok, but has no time")
-    interval = row.speedup_interval
-    _require(interval is None or len(interval) == 2, "speedup_interval", interval)
-    for name, value in vars(row).items():
-        _check_figure(name, value)
-
-
-def _require(is_right: bool, name: str, value: object) -> None:
-    if not is_right:
-        raise TypeError(f"{name!r} is {reprlib.repr(value)}")
-
-
-def _check_figure(name: str, value: object) -> None:
-    """Raise `TypeError` for a number, or a list of some, that nothing measured can be."""
-    least = 0.0
-    if name in _POSITIVE or name.endswith("per_s"):
-        least = _SMALLEST
-    if name == "progress":  # a loss may rise
-        least = -_LARGEST
-    most = _LARGEST
-    if name.endswith(("per_s", "flops", "bytes")):
-        most = _LARGEST_RATE
-    numbers = value if isinstance(value, list) else [value]
-    for number in numbers:
-        if isinstance(number, (int, float)) and not least <= number <= most:
-            raise TypeError(f"{name!r} is {number:.3g}")
-
-
-def _made(kind: type, values: object) -> Any:
-    """A dataclass of values. Raises `TypeError` for a field too many, or of another type."""
-    if not isinstance(values, dict):
-        raise TypeError(f"a {kind.__name__.lower()} is {reprlib.repr(values)}")
-    known = {field.name for field in dataclasses.fields(kind)}
-    for name in values.keys() - known:
-        raise TypeError(f"{reprlib.repr(name)} is no field of a {kind.__name__.lower()}")
-    made = kind(**values)
-    require_types(made)
-    return made
-
-
 @dataclass(repr=False)
 class Compared(Printed):
     """Several results side by side, by what they have in common.
@@ -388,11 +323,13 @@ class Compared(Printed):
     names: list[str]
 
     def __post_init__(self):
-        if not self.common():
-            raise OptionError(
-                f"{', '.join(self.names)} have nothing in common: no workload of one size, in one "
-                "precision, on one rung (was one of them measured with --quick?)"
-            )
+        if self.common():
+            return
+        names = ", ".join(self.names)
+        raise OptionError(
+            f"{names} have nothing in common: no workload of one size, in one precision, on one "
+            "rung (was one of them measured with --quick?)"
+        )
 
     def common(self) -> list[tuple[Row, ...]]:
         """The rows of each result that all of them have, in the order of the first."""
@@ -400,8 +337,10 @@ class Compared(Printed):
         for result in self.results:
             for row in result.rows:
                 if row.status == "ok":
-                    found.setdefault(row.key, []).append(row)
-        return [tuple(rows) for rows in found.values() if len(rows) == len(self.results)]
+                    same = found.setdefault(row.key, [])
+                    same.append(row)
+        count = len(self.results)
+        return [tuple(rows) for rows in found.values() if len(rows) == count]
 
     def _contents(self) -> dict[str, Any]:
         rows = []
@@ -420,27 +359,33 @@ class Compared(Printed):
         best: list[dict[str, Ratio]] = [{} for _ in self.results]
         for rows in self.common():
             for found, row in zip(best, rows, strict=True):
-                if row.ratio is None:
+                speedup = row.ratio
+                if speedup is None:
                     continue
-                so_far = found.setdefault(row.title, row.ratio)
-                if (row.ratio.trusted, row.ratio.median) > (so_far.trusted, so_far.median):
-                    found[row.title] = row.ratio
+                so_far = found.setdefault(row.title, speedup)
+                if (speedup.trusted, speedup.median) > (so_far.trusted, so_far.median):
+                    found[row.title] = speedup
         return dict(zip(self.names, best, strict=True))
 
     def _table(self) -> Table:
-        lines = []
-        for rows in self.common():
-            cells = [f"  {rows[0].setting}"]
-            for row in rows:
-                cells += [_time(row), _speedup(row)]
-            lines.append((rows[0].title, cells))
+        rows = []
+        for same in self.common():
+            first = same[0]
+            cells = [f"  {first.setting}"]
+            for row in same:
+                cells.append(_time(row))
+                cells.append(_speedup(row))
+            rows.append((first.title, cells))
         head = [""]
         for name in self.names:
             head += [name, "speed-up"]
         caption = "Time of a step, and speed-up over fp32 eager on the same device"
-        named = zip(self.names, self.results, strict=True)
-        facts = [f"{name}: {result.title()}" for name, result in named]
-        return Table(head, _with_titles(lines), caption, facts, right=range(1, len(head)))
+        facts: list[str] = []
+        for name, result in zip(self.names, self.results, strict=True):
+            facts.append(f"{name}: {result.title()}")
+        lines = _with_titles(rows)
+        figures = range(1, len(head))
+        return Table(head, lines, caption, facts, right=figures)
 
 
 def _is_above(rate: float | None, limit: float | None) -> bool:

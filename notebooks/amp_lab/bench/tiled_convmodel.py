@@ -33,7 +33,10 @@ class TiledStep(FusedStep):
     def __init__(
         self, model: ConvModel, dtype: torch.dtype = torch.bfloat16, *, tiles: type | None = None
     ):
-        self.tiles_type = tiles or _tiles_of(next(model.parameters()).device)
+        if tiles is None:
+            weight = next(model.parameters())
+            tiles = _tiles_of(weight.device)
+        self.tiles_type = tiles
         if dtype not in self.tiles_type.dtypes:
             raise OptionError(f"the step in tiles computes in bf16, not in {dtype}")
         super().__init__(model, dtype, compiled=False)
@@ -73,7 +76,8 @@ class TiledStep(FusedStep):
 
     def _through_third(self, to_z3: Sequence[Tensor]) -> list[Tensor]:
         of_g, *rest = to_z3
-        rows = torch.stack([self.n3.scale, self.n3.shift, self.w4 * of_g, *rest])
+        of_dy = self.w4 * of_g
+        rows = torch.stack([self.n3.scale, self.n3.shift, of_dy, *rest])
         weight = self.tiles.right_side(self.w3)
         inputs = (self.z2, self.z3, self.dy, self.affine2, rows, weight)
         return self._run_back("backward3", *inputs, self.g2, sums=2)
@@ -102,6 +106,7 @@ def why_not_tiled(device: torch.device | str = "cpu") -> str | None:
     """Why `TiledStep` cannot run on a device, in a line; None if it can."""
     if backend(device).is_host:
         return why_not_in_cpp()
-    if not backend(device).has_triton or importlib.util.find_spec("triton") is None:
+    has_package = importlib.util.find_spec("triton") is not None
+    if not backend(device).has_triton or not has_package:
         return f"the step in tiles needs Triton on a GPU, and there is none here for {device}"
     return None

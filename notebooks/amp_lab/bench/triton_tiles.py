@@ -5,8 +5,9 @@ registers right before it, and its sums are taken right after it. Only the gradi
 is too large for that, and has a kernel of its own, so that with 256 channels z2, z3 and g2 are read
 seven, four and three times, where a CPU reads them three times, twice and once.
 
-Matrices are (pixels, channels), row by row. `rows` are constants of each channel, one row after the
-other. FIRST says that below the layer lie the coordinates, and not another layer.
+Matrices are (pixels, channels), row by row; in them, `p` are the pixels of a tile and `c` channels.
+`rows` are constants of each channel, one row after the other. FIRST says that below the layer lie
+the coordinates, and not another layer.
 """
 
 import torch
@@ -40,10 +41,8 @@ class TritonTiles:
         has_addresses = pixels * channels < 2**31  # of 32 bits
         if not (channels_fit and pixels_fit and has_addresses):
             size = f"{pixels} pixels of {channels} channels"
-            raise OptionError(
-                f"{size}: on a GPU the step in tiles needs a multiple of {_TILE} pixels, and of "
-                f"channels a power of two from {_DEPTH}"
-            )
+            wanted = f"a multiple of {_TILE} pixels, and of channels a power of two from {_DEPTH}"
+            raise OptionError(f"{size}: on a GPU the step in tiles needs {wanted}")
         self.pixels = pixels
         self.channels = channels
         self.device = device
@@ -58,30 +57,35 @@ class TritonTiles:
     def run(self, name: str, *tensors: Tensor) -> None:
         """Run a pass: the tensors are in the order of its function in tiled_convmodel.cpp."""
         if name in ("forward2", "forward3"):
-            self._launch(_layer, *tensors, self.pixels, FIRST=name == "forward2")
+            is_first = name == "forward2"
+            self._launch(_layer, *tensors, self.pixels, FIRST=is_first)
         elif name == "head":
             self._launch(_head, *tensors, self.pixels)
         elif name == "backward3":
             z2, z3, dy, affine2, rows, weight, g2, dw, sums = tensors
-            self._back((dy, z3, rows, z2, affine2), weight, g2, dw, sums, first=False)
+            inputs = (dy, z3, rows, z2, affine2)
+            self._back(inputs, weight, g2, dw, sums, first=False)
         else:
             g2, z2, x, affine1, rows, weight, dw, sums = tensors
-            self._back((g2, z2, rows, x, affine1), weight, None, dw, sums, first=True)
+            inputs = (g2, z2, rows, x, affine1)
+            self._back(inputs, weight, None, dw, sums, first=True)
 
     def _back(self, inputs, weight, out, dw, sums, *, first: bool) -> None:
         self._launch(_below, inputs, weight, out, sums, self.pixels, FIRST=first)
         block = min(_BLOCK, self.channels)
         blocks = self.channels // block
         grid = (blocks, blocks, self.shares)
-        self._launch(
-            _weights, inputs, dw, self.pixels, self.parts, FIRST=first, BLOCK=block, grid=grid
-        )
+        sizes = (self.pixels, self.parts)
+        self._launch(_weights, inputs, dw, *sizes, FIRST=first, BLOCK=block, grid=grid)
 
     def _launch(self, kernel, *arguments, grid: tuple[int, ...] = (), **constants) -> None:
         constants |= {"C": self.channels, **OPTIONS}
+        if not grid:
+            grid = (self.parts,)
         with torch.accelerator.device_index(self.device.index):
             try:
-                kernel[grid or (self.parts,)](*arguments, **constants)
+                launch = kernel[grid]
+                launch(*arguments, **constants)
             except triton.TritonError as error:
                 message = f"Triton has no step in tiles for {self.device}: {with_type(error)}"
                 raise OptionError(message) from error
@@ -96,34 +100,63 @@ def _at(p, c, C: tl.constexpr):
 
 
 @triton.jit
+def _pixels_of(tile):
+    return tile * _TILE + tl.arange(0, _TILE)
+
+
+@triton.jit
+def _values(matrix, p, c, C: tl.constexpr):
+    """A part of a matrix of activations or gradients, in float32."""
+    return tl.load(matrix + _at(p, c, C)).to(tl.float32)
+
+
+@triton.jit
 def _row(rows, i, c, C: tl.constexpr):
     return tl.load(rows + i * C + c)[None, :]
+
+
+@triton.jit
+def _column(pixel_values, p):
+    return tl.load(pixel_values + p)[:, None]
 
 
 @triton.jit
 def _activation(below, rows, p, c, pixels, C: tl.constexpr, FIRST: tl.constexpr):
     """relu(w0 * x0 + w1 * x1 + shift) of the coordinates, or relu(scale * z + shift)."""
     if FIRST:
-        x0 = tl.load(below + p)[:, None]
-        x1 = tl.load(below + pixels + p)[:, None]
-        a = x0 * _row(rows, 0, c, C) + x1 * _row(rows, 1, c, C) + _row(rows, 2, c, C)
+        x0 = _column(below, p)
+        x1 = _column(below + pixels, p)
+        w0 = _row(rows, 0, c, C)
+        w1 = _row(rows, 1, c, C)
+        shift = _row(rows, 2, c, C)
+        a = x0 * w0 + x1 * w1 + shift
     else:
-        z = tl.load(below + _at(p, c, C)).to(tl.float32)
-        a = z * _row(rows, 0, c, C) + _row(rows, 1, c, C)
+        z = _values(below, p, c, C)
+        scale = _row(rows, 0, c, C)
+        shift = _row(rows, 1, c, C)
+        a = z * scale + shift
     return tl.maximum(a, 0.0)
 
 
 @triton.jit
 def _gradient(above, z, rows, p, c, C: tl.constexpr, FIRST: tl.constexpr):
     """Of a layer's output z: through its normalisation, and if it is the last through its ReLU."""
-    z = tl.load(z + _at(p, c, C)).to(tl.float32)
+    z = _values(z, p, c, C)
     if FIRST:
-        g = tl.load(above + _at(p, c, C)).to(tl.float32)
-        return g * _row(rows, 0, c, C) + z * _row(rows, 1, c, C) + _row(rows, 2, c, C)
-    is_open = z * _row(rows, 0, c, C) + _row(rows, 1, c, C) > 0
-    g = tl.load(above + p)[:, None] * _row(rows, 2, c, C)
+        g = _values(above, p, c, C)
+        of_g = _row(rows, 0, c, C)
+        of_z = _row(rows, 1, c, C)
+        constant = _row(rows, 2, c, C)
+        return g * of_g + z * of_z + constant
+    scale = _row(rows, 0, c, C)
+    shift = _row(rows, 1, c, C)
+    is_open = z * scale + shift > 0
+    weight = _row(rows, 2, c, C)
+    g = _column(above, p) * weight
     g = tl.where(is_open, g, 0.0)
-    return g + z * _row(rows, 3, c, C) + _row(rows, 4, c, C)
+    of_z = _row(rows, 3, c, C)
+    constant = _row(rows, 4, c, C)
+    return g + z * of_z + constant
 
 
 # --- The kernels.
@@ -133,36 +166,47 @@ def _gradient(above, z, rows, p, c, C: tl.constexpr, FIRST: tl.constexpr):
 def _layer(below, rows, weight, z, sums, pixels, C: tl.constexpr, FIRST: tl.constexpr):
     """z = activation @ weight, and the sums of z and of its squares."""
     tile = tl.program_id(0)
-    p = tile * _TILE + tl.arange(0, _TILE)
+    p = _pixels_of(tile)
     c = tl.arange(0, C)
     out = tl.zeros((_TILE, C), tl.float32)
     for start in range(0, C, _DEPTH):
         k = start + tl.arange(0, _DEPTH)
-        a = _activation(below, rows, p, k, pixels, C, FIRST)
         w = tl.load(weight + _at(k, c, C))
-        out = tl.dot(a.to(w.dtype), w, out, input_precision="ieee")
-    tl.store(z + _at(p, c, C), out.to(z.dtype.element_ty))
+        a = _activation(below, rows, p, k, pixels, C, FIRST)
+        a = a.to(w.dtype)
+        out = tl.dot(a, w, out, input_precision="ieee")
+    rounded = out.to(z.dtype.element_ty)
+    tl.store(z + _at(p, c, C), rounded)
+    total = tl.sum(out, 0)
+    total_of_squares = tl.sum(out * out, 0)
     sums += 2 * tile * C
-    tl.store(sums + c, tl.sum(out, 0))
-    tl.store(sums + C + c, tl.sum(out * out, 0))
+    tl.store(sums + c, total)
+    tl.store(sums + C + c, total_of_squares)
 
 
 @triton.jit
 def _head(z, rows, bias, target, dy, sums, pixels, C: tl.constexpr):
     """The last layer, dy; sums of dy, dy * z where the ReLU is open, and of squared errors."""
     tile = tl.program_id(0)
-    p = tile * _TILE + tl.arange(0, _TILE)
+    p = _pixels_of(tile)
     c = tl.arange(0, C)
-    z = tl.load(z + _at(p, c, C)).to(tl.float32)
-    a = tl.maximum(z * _row(rows, 0, c, C) + _row(rows, 1, c, C), 0.0)
-    error = tl.sum(a * _row(rows, 2, c, C), 1) + tl.load(bias) - tl.load(target + p)
+    z = _values(z, p, c, C)
+    scale = _row(rows, 0, c, C)
+    shift = _row(rows, 1, c, C)
+    a = tl.maximum(z * scale + shift, 0.0)
+    weight = _row(rows, 2, c, C)
+    product = tl.sum(a * weight, 1)
+    error = product + tl.load(bias) - tl.load(target + p)
     d = error * 2 / pixels
     tl.store(dy + p, d)
     g = tl.where(a > 0, d[:, None], 0.0)
+    total = tl.sum(g, 0)
+    total_with_z = tl.sum(g * z, 0)
+    squared_error = tl.sum(error * error, 0)
     sums += 3 * tile * C
-    tl.store(sums + c, tl.sum(g, 0))
-    tl.store(sums + C + c, tl.sum(g * z, 0))
-    tl.store(sums + 2 * C, tl.sum(error * error, 0))
+    tl.store(sums + c, total)
+    tl.store(sums + C + c, total_with_z)
+    tl.store(sums + 2 * C, squared_error)
 
 
 @triton.jit
@@ -170,7 +214,7 @@ def _below(inputs, weight, out, sums, pixels, C: tl.constexpr, FIRST: tl.constex
     """The gradient of a layer's input through the ReLU below; its sums, with what is below too."""
     above, z, rows, below, below_rows = inputs
     tile = tl.program_id(0)
-    p = tile * _TILE + tl.arange(0, _TILE)
+    p = _pixels_of(tile)
     c = tl.arange(0, C)
     da = tl.zeros((_TILE, C), tl.float32)
     for start in range(0, C, _DEPTH):
@@ -182,16 +226,21 @@ def _below(inputs, weight, out, sums, pixels, C: tl.constexpr, FIRST: tl.constex
     g = tl.where(a > 0, da, 0.0)
     if FIRST:
         sums += 3 * tile * C
-        x0 = tl.load(below + p)[:, None]
-        x1 = tl.load(below + pixels + p)[:, None]
-        tl.store(sums + C + c, tl.sum(g * x0, 0))
-        tl.store(sums + 2 * C + c, tl.sum(g * x1, 0))
+        x0 = _column(below, p)
+        x1 = _column(below + pixels, p)
+        total_with_x0 = tl.sum(g * x0, 0)
+        total_with_x1 = tl.sum(g * x1, 0)
+        tl.store(sums + C + c, total_with_x0)
+        tl.store(sums + 2 * C + c, total_with_x1)
     else:
         sums += 2 * tile * C
-        tl.store(out + _at(p, c, C), g.to(out.dtype.element_ty))
-        z_below = tl.load(below + _at(p, c, C)).to(tl.float32)
-        tl.store(sums + C + c, tl.sum(g * z_below, 0))
-    tl.store(sums + c, tl.sum(g, 0))
+        rounded = g.to(out.dtype.element_ty)
+        tl.store(out + _at(p, c, C), rounded)
+        z_below = _values(below, p, c, C)
+        total_with_z = tl.sum(g * z_below, 0)
+        tl.store(sums + C + c, total_with_z)
+    total = tl.sum(g, 0)
+    tl.store(sums + c, total)
 
 
 @triton.jit
@@ -199,12 +248,17 @@ def _weights(inputs, dw, pixels, tiles, C: tl.constexpr, FIRST: tl.constexpr, BL
     """A block of dz.T @ activation, summed over the tiles of a share of the pixels."""
     above, z, rows, below, below_rows = inputs
     share = tl.program_id(2)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    shares = tl.num_programs(2)
+    first_row = tl.program_id(0) * BLOCK
+    first_column = tl.program_id(1) * BLOCK
+    n = first_row + tl.arange(0, BLOCK)
+    k = first_column + tl.arange(0, BLOCK)
+    dtype = z.dtype.element_ty
     out = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for tile in range(share, tiles, tl.num_programs(2)):
-        p = tile * _TILE + tl.arange(0, _TILE)
-        dz = _gradient(above, z, rows, p, n, C, FIRST).to(z.dtype.element_ty)
-        a = _activation(below, below_rows, p, k, pixels, C, FIRST).to(z.dtype.element_ty)
+    for tile in range(share, tiles, shares):
+        p = _pixels_of(tile)
+        dz = _gradient(above, z, rows, p, n, C, FIRST).to(dtype)
+        a = _activation(below, below_rows, p, k, pixels, C, FIRST).to(dtype)
         out = tl.dot(tl.trans(dz), a, out, input_precision="ieee")
-    tl.store(dw + share * C * C + _at(n, k, C), out)
+    dw += share * C * C
+    tl.store(dw + _at(n, k, C), out)

@@ -4,7 +4,7 @@ To add a workload, write the function that makes it, and give it a row in `WORKL
 """
 
 from collections.abc import Callable, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +61,8 @@ class _Product(nn.Module):
 
     def __init__(self, m: int, k: int, n: int):
         super().__init__()
-        self.right = nn.Parameter(torch.randn(k, n) / k**0.5)
+        right = torch.randn(k, n)
+        self.right = nn.Parameter(right / k**0.5)
 
     def forward(self, left: Tensor) -> Tensor:  # (M, K)
         return left @ self.right
@@ -78,19 +79,23 @@ class Block(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
         hidden = 4 * width
-        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+        widen = nn.Linear(width, hidden)
+        narrow = nn.Linear(hidden, width)
+        self.mlp = nn.Sequential(widen, nn.GELU(), narrow)
 
     def forward(self, x: Tensor) -> Tensor:
         """The block's output."""
         qkv = self.qkv(self.norm1(x))
         q, k, v = (self._by_head(part) for part in qkv.chunk(3, -1))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(-2))
+        by_head = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attended = by_head.transpose(1, 2).flatten(-2)
+        x = x + self.out(attended)
         return x + self.mlp(self.norm2(x))
 
     def _by_head(self, x: Tensor) -> Tensor:
         """(B, T, width) to (B, heads, T, width / heads)."""
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        split = x.unflatten(-1, (self.heads, -1))
+        return split.transpose(1, 2)
 
 
 class Gpt(nn.Module):
@@ -100,7 +105,8 @@ class Gpt(nn.Module):
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
         self.place = nn.Embedding(tokens, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(blocks)))
+        layers = [Block(width, heads) for _ in range(blocks)]
+        self.blocks = nn.Sequential(*layers)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
@@ -118,14 +124,26 @@ def convmodel_workload(size: int, *, hidden: int = 256, kind: str = "training") 
     def build(device: torch.device) -> Problem:
         inputs, target = quantized_sine(size, device)
         model = ConvModel(hidden).to(device)
-        return Problem(model, inputs, lambda out: F.mse_loss(out, target), 1e-3, target)
 
-    shape = f"1x2x{size}x{size}"
-    layers = {"convolution", "norm"}
-    if kind != "training":
-        return Workload("convmodel-inference", shape, kind, "images", 1, build, layers)
-    steps = {"by_hand": FusedStep, "in_tiles": TiledStep}
-    return Workload("convmodel", shape, kind, "images", 1, build, layers, **steps)
+        def loss_fn(out: Tensor) -> Tensor:
+            return F.mse_loss(out, target)
+
+        return Problem(model, inputs, loss_fn, lr=1e-3, target=target)
+
+    workload = Workload(
+        name="convmodel",
+        size=f"1x2x{size}x{size}",
+        kind=kind,
+        unit="images",
+        items=1,
+        build=build,
+        layers={"convolution", "norm"},
+        by_hand=FusedStep,
+        in_tiles=TiledStep,
+    )
+    if kind == "training":
+        return workload
+    return replace(workload, name="convmodel-inference", by_hand=None, in_tiles=None)
 
 
 def classifier_workload(model_name: str, batch: int, size: int, *, classes: int = 10) -> Workload:
@@ -136,14 +154,25 @@ def classifier_workload(model_name: str, batch: int, size: int, *, classes: int 
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0  # compiled code would drop other values, and give another loss
-        images = torch.randn(batch, 3, size, size).to(device)
-        labels = (torch.arange(batch) % classes).to(device)
-        return Problem(model, images, lambda out: F.cross_entropy(out.float(), labels), 1e-4)
+        images = torch.randn(batch, 3, size, size)
+        labels = torch.arange(batch) % classes
+        labels = labels.to(device)
 
-    shape = f"{batch}x3x{size}x{size}"
-    name = model_name.replace("_", "-")
-    layers = {"convolution", "norm"}
-    return Workload(name, shape, "training", "images", batch, build, layers, many_layers=True)
+        def loss_fn(out: Tensor) -> Tensor:
+            return F.cross_entropy(out.float(), labels)
+
+        return Problem(model, images.to(device), loss_fn, lr=1e-4)
+
+    return Workload(
+        name=model_name.replace("_", "-"),
+        size=f"{batch}x3x{size}x{size}",
+        kind="training",
+        unit="images",
+        items=batch,
+        build=build,
+        layers={"convolution", "norm"},
+        many_layers=True,
+    )
 
 
 def gpt_workload(batch: int, tokens: int, width: int, blocks: int, vocabulary: int) -> Workload:
@@ -152,18 +181,29 @@ def gpt_workload(batch: int, tokens: int, width: int, blocks: int, vocabulary: i
     def build(device: torch.device) -> Problem:
         heads = max(1, width // 64)
         model = Gpt(vocabulary, width, heads, blocks, tokens).to(device)
-        text = torch.randint(vocabulary, (batch, tokens + 1)).to(device)
+        shape = (batch, tokens + 1)
+        text = torch.randint(vocabulary, shape).to(device)
 
         def loss_fn(logits: Tensor) -> Tensor:
+            by_position = logits.flatten(0, 1)
             next_tokens = text[:, 1:].flatten()
-            return F.cross_entropy(logits.flatten(0, 1).float(), next_tokens)
+            return F.cross_entropy(by_position.float(), next_tokens)
 
         inputs = text[:, :-1].contiguous()
-        return Problem(model, inputs, loss_fn, 1e-4)
+        return Problem(model, inputs, loss_fn, lr=1e-4)
 
-    size = f"{batch}x{tokens}, width {width}, {blocks} blocks"
-    layers = {"large linear"} if width > 1024 else set()  # see rungs.gains_from_fp8
-    return Workload("gpt", size, "training", "tokens", batch * tokens, build, layers)
+    layers: Set[str] = frozenset()
+    if width > 1024:  # see rungs.gains_from_fp8
+        layers = {"large linear"}
+    return Workload(
+        name="gpt",
+        size=f"{batch}x{tokens}, width {width}, {blocks} blocks",
+        kind="training",
+        unit="tokens",
+        items=batch * tokens,
+        build=build,
+        layers=layers,
+    )
 
 
 def product_workload(m: int, k: int, n: int) -> Workload:
@@ -172,9 +212,21 @@ def product_workload(m: int, k: int, n: int) -> Workload:
     def build(device: torch.device) -> Problem:
         model = _Product(m, k, n).to(device)
         left = torch.randn(m, k).to(device)
-        return Problem(model, left, lambda out: out.float().square().mean(), 1e-3)
 
-    return Workload("product", f"{m}x{k}x{n}", "product", "products", 1, build)
+        def loss_fn(out: Tensor) -> Tensor:
+            squares = out.float().square()
+            return squares.mean()
+
+        return Problem(model, left, loss_fn, lr=1e-3)
+
+    return Workload(
+        name="product",
+        size=f"{m}x{k}x{n}",
+        kind="product",
+        unit="products",
+        items=1,
+        build=build,
+    )
 
 
 def _products(n: int, *, quick: bool = False) -> list[Workload]:
@@ -211,5 +263,9 @@ WORKLOADS = {
 
 def workloads(device: torch.device | str, *, quick: bool) -> list[Workload]:
     """All workloads in the sizes that suit a device; `quick` takes small ones."""
-    column = _COLUMNS.index((backend(device).is_host, quick))
-    return [workload for sizes in WORKLOADS.values() for workload in sizes[column]]
+    is_host = backend(device).is_host
+    column = _COLUMNS.index((is_host, quick))
+    found: list[Workload] = []
+    for sizes in WORKLOADS.values():
+        found += sizes[column]
+    return found
