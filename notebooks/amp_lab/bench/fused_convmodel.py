@@ -80,7 +80,8 @@ class FusedStep:
     def _first(self, b: slice) -> Tensor:
         """The first activation of a block, (B, C): cheaper to compute again than to keep."""
         x0, x1 = self.columns[:, b]
-        return self.k.first(x0, x1, self.weight1, self.n1.shift, self.dtype)
+        shift = self.n1.shift
+        return self.k.first(x0, x1, self.weight1, shift, self.dtype)
 
     def _forward(self) -> None:
         """Three layers in two passes: mean and variance of the first follow from the input's."""
@@ -120,8 +121,9 @@ class FusedStep:
         weight = self.w3.T
         sums = []
         for b in self.blocks:
+            z2 = self.z2[b]
             z3 = self.z3[b]
-            a2 = self.k.activation(self.z2[b], n2.scale, n2.shift)
+            a2 = self.k.activation(z2, n2.scale, n2.shift)
             torch.mm(a2, weight, out=z3)
             sums.append(self.k.sums(z3))
         return _totals(sums)
@@ -147,8 +149,9 @@ class FusedStep:
         for b in self.blocks:
             z3 = self.z3[b]
             target = self.target[b]
-            loss, self.dy[b] = self.k.head(z3, scale, shift, self.w4, bias, target, factor)
-            d, dz = self.k.head_sums(z3, self.dy[b], scale, shift)
+            dy = self.dy[b]
+            loss, dy[:] = self.k.head(z3, scale, shift, self.w4, bias, target, factor)
+            d, dz = self.k.head_sums(z3, dy, scale, shift)
             sums.append((loss, d, dz))
         return _totals(sums)
 
@@ -204,7 +207,9 @@ class FusedStep:
         dw2 = torch.zeros_like(weight)
         sums = []
         for b in self.blocks:
-            dz2 = self.k.through_norm(self.g2[b], self.z2[b], *to_z2)
+            z2 = self.z2[b]
+            g2 = self.g2[b]
+            dz2 = self.k.through_norm(g2, z2, *to_z2)
             a1 = self._first(b)
             dw2 += dz2.T @ a1
             da1 = dz2 @ self.w2
@@ -292,37 +297,53 @@ def _activation(z, scale, shift):
 
 def _head(z, scale, shift, weight, bias, target, factor):
     a = torch.relu(z.float() * scale + shift)
-    error = (a * weight).sum(1) + bias - target  # (B,)
-    return (error * error).sum(), error * factor
+    product = (a * weight).sum(1)  # (B,)
+    error = product + bias - target
+    squares = error * error
+    return squares.sum(), error * factor
 
 
 def _head_sums(z, dy, scale, shift):
     z = z.float()
-    d = torch.where(z * scale + shift > 0, dy[:, None], 0.0)
-    return d.sum(0), (d * z).sum(0)
+    is_open = z * scale + shift > 0
+    d = torch.where(is_open, dy[:, None], 0.0)
+    total = d.sum(0)
+    with_z = (d * z).sum(0)
+    return total, with_z
 
 
 def _through_head(z, dy, scale, shift, weight, of_g, of_z, constant):
     low = z.dtype
     z = z.float()
-    g = torch.where(z * scale + shift > 0, dy[:, None] * weight, 0.0)
-    return (g * of_g + z * of_z + constant).to(low)
+    is_open = z * scale + shift > 0
+    g = dy[:, None] * weight
+    g = torch.where(is_open, g, 0.0)
+    dz = g * of_g + z * of_z + constant
+    return dz.to(low)
 
 
 def _through_relu(out, da, z, scale, shift):
     z = z.float()
-    g = torch.where(z * scale + shift > 0, da.float(), 0.0)
+    is_open = z * scale + shift > 0
+    g = torch.where(is_open, da.float(), 0.0)
     out.copy_(g)
-    return g.sum(0), (g * z).sum(0)
+    total = g.sum(0)
+    with_z = (g * z).sum(0)
+    return total, with_z
 
 
 def _through_norm(g, z, of_g, of_z, constant):
-    return (g.float() * of_g + z.float() * of_z + constant).to(z.dtype)
+    dz = g.float() * of_g + z.float() * of_z + constant
+    return dz.to(z.dtype)
 
 
 def _first_sums(da, a, x0, x1):
-    g = torch.where(a > 0, da.float(), 0.0)
-    return g.sum(0), (g * x0).sum(0), (g * x1).sum(0)
+    is_open = a > 0
+    g = torch.where(is_open, da.float(), 0.0)
+    total = g.sum(0)
+    with_x0 = (g * x0).sum(0)
+    with_x1 = (g * x1).sum(0)
+    return total, with_x0, with_x1
 
 
 _CHAINS = (

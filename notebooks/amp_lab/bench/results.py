@@ -20,6 +20,11 @@ BASELINE = ("fp32", "eager")  # what all others of a workload are held against
 # Times a measured limit: nothing is faster, so a time that says so is wrong.
 _TOLERANCE = 1.1
 
+_Points = dict[tuple[str, str], tuple[float, Estimate]]
+"""FLOPs per byte and FLOP/s, by workload and precision."""
+_Titled = list[tuple[str, list[str]]]
+"""Titles and cells of rows."""
+
 
 @dataclass
 class Row:
@@ -181,9 +186,9 @@ class Results(Printed, Ceilings):
         points = [(*names, *point) for names, point in fastest.items()]
         return roofs, self.memory_bytes_per_s, points
 
-    def _fastest(self) -> dict[tuple[str, str], tuple[float, Estimate]]:
+    def _fastest(self) -> _Points:
         """FLOPs per byte and FLOP/s of the fastest rung, by workload and precision."""
-        fastest: dict[tuple[str, str], tuple[float, Estimate]] = {}
+        fastest: _Points = {}
         for row in self.rows:
             is_other_fp32 = row.precision == BASELINE[0] and not row.is_baseline
             intensity = ratio(row.flops, row.moved_bytes)
@@ -230,7 +235,7 @@ class Results(Printed, Ceilings):
         columns = dict(_COLUMNS)
         if all(row.peak_bytes is None for row in self.rows):  # as on a CPU
             del columns["memory"]
-        rows = []
+        rows: _Titled = []
         for row in self.rows:
             if row.status == "ok":
                 cells = [cell(row) for cell in columns.values()]
@@ -264,7 +269,8 @@ class Results(Printed, Ceilings):
         ]
         for row in self.rows:
             if row.status != "ok":
-                facts.append(f"{row.title}, {row.setting}: {row.status}, {row.reason}.")
+                name = f"{row.title}, {row.setting}"
+                facts.append(f"{name}: {row.status}, {row.reason}.")
         facts += self._doubts()
         if self.environment.get("quick"):
             facts.append("A quick run: small sizes, and nothing that takes long to compile.")
@@ -279,14 +285,16 @@ class Results(Printed, Ceilings):
         timed = {row.title: row for row in self.rows if row.rounds}
         disturbed = sum(row.disturbed for row in timed.values())
         rounds = sum(row.rounds for row in timed.values())
-        doubts = [f"Something else used this machine in {disturbed} of {plural(rounds, 'round')}."]
+        of_rounds = f"{disturbed} of {plural(rounds, 'round')}"
+        doubts = [f"Something else used this machine in {of_rounds}."]
         distrusted: dict[tuple[str, str], list[str]] = {}
         for row in self.rows:
             if row.status == "ok" and not row.trusted:
                 same = distrusted.setdefault((row.title, row.reason), [])
                 same.append(row.setting)
         for (title, reason), rungs in distrusted.items():
-            doubts.append(f"Not trusted, marked with ?: {title}, {listed(rungs)}: {reason}.")
+            names = f"{title}, {listed(rungs)}"
+            doubts.append(f"Not trusted, marked with ?: {names}: {reason}.")
         return doubts
 
 
@@ -301,7 +309,7 @@ def _ladder_bar(row: Row) -> tuple:
     return row.precision, row.rung, row.milliseconds, floor_ms, remark
 
 
-def _with_titles(rows: list[tuple[str, list[str]]]) -> list[list[str]]:
+def _with_titles(rows: _Titled) -> list[list[str]]:
     """Cells of rows, each under the title that it shares with others, which is a row of its own."""
     lines: list[list[str]] = []
     for title, same in itertools.groupby(rows, key=lambda row: row[0]):
@@ -368,7 +376,7 @@ class Compared(Printed):
         return dict(zip(self.names, best, strict=True))
 
     def _table(self) -> Table:
-        rows = []
+        rows: _Titled = []
         for same in self.common():
             first = same[0]
             cells = [f"  {first.setting}"]

@@ -48,36 +48,44 @@ class TiledStep(FusedStep):
 
     def _run(self, name: str, *tensors: Tensor, sums: int) -> list[Tensor]:
         """One pass; the sums over all its parts, so many rows for each channel."""
-        parts = self.x.new_zeros(self.tiles.parts, sums, self.channels)
+        shape = (self.tiles.parts, sums, self.channels)
+        parts = self.x.new_zeros(shape)
         self.tiles.run(name, *tensors, parts)
         return [*parts.sum(0)]
 
     def _run_back(self, name: str, *tensors: Tensor, sums: int) -> list[Tensor]:
         """The same, with the gradient of the weights before the sums."""
-        dw = self.x.new_zeros(self.tiles.shares, self.channels, self.channels)
+        shape = (self.tiles.shares, self.channels, self.channels)
+        dw = self.x.new_zeros(shape)
         totals = self._run(name, *tensors, dw, sums=sums)
         return [dw.sum(0), *totals]
 
     def _second_layer(self) -> list[Tensor]:
         self.affine1 = torch.stack([*self.weight1, self.n1.shift])
         weight = self.tiles.right_side(self.w2.T)
-        return self._run("forward2", self.x, self.affine1, weight, self.z2, sums=2)
+        inputs = (self.x, self.affine1, weight)
+        return self._run("forward2", *inputs, self.z2, sums=2)
 
     def _third_layer(self) -> list[Tensor]:
-        self.affine2 = torch.stack([self.n2.scale, self.n2.shift])
+        n2 = self.n2
+        self.affine2 = torch.stack([n2.scale, n2.shift])
         weight = self.tiles.right_side(self.w3.T)
-        return self._run("forward3", self.z2, self.affine2, weight, self.z3, sums=2)
+        inputs = (self.z2, self.affine2, weight)
+        return self._run("forward3", *inputs, self.z3, sums=2)
 
     def _head(self) -> list[Tensor]:
-        rows = torch.stack([self.n3.scale, self.n3.shift, self.w4])
+        n3 = self.n3
+        rows = torch.stack([n3.scale, n3.shift, self.w4])
         bias = self.convs[3].bias
-        d, dz, losses = self._run("head", self.z3, rows, bias, self.target, self.dy, sums=3)
+        inputs = (self.z3, rows, bias, self.target)
+        d, dz, losses = self._run("head", *inputs, self.dy, sums=3)
         return [losses[0], d, dz]
 
     def _through_third(self, to_z3: Sequence[Tensor]) -> list[Tensor]:
         of_g, *rest = to_z3
         of_dy = self.w4 * of_g
-        rows = torch.stack([self.n3.scale, self.n3.shift, of_dy, *rest])
+        n3 = self.n3
+        rows = torch.stack([n3.scale, n3.shift, of_dy, *rest])
         weight = self.tiles.right_side(self.w3)
         inputs = (self.z2, self.z3, self.dy, self.affine2, rows, weight)
         return self._run_back("backward3", *inputs, self.g2, sums=2)

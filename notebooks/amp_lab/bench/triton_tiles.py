@@ -96,7 +96,9 @@ class TritonTiles:
 
 @triton.jit
 def _at(p, c, C: tl.constexpr):
-    return p[:, None] * C + c[None, :]
+    rows = p[:, None]
+    columns = c[None, :]
+    return rows * C + columns
 
 
 @triton.jit
@@ -107,17 +109,20 @@ def _pixels_of(tile):
 @triton.jit
 def _values(matrix, p, c, C: tl.constexpr):
     """A part of a matrix of activations or gradients, in float32."""
-    return tl.load(matrix + _at(p, c, C)).to(tl.float32)
+    values = tl.load(matrix + _at(p, c, C))
+    return values.to(tl.float32)
 
 
 @triton.jit
 def _row(rows, i, c, C: tl.constexpr):
-    return tl.load(rows + i * C + c)[None, :]
+    row = tl.load(rows + i * C + c)
+    return row[None, :]
 
 
 @triton.jit
 def _column(pixel_values, p):
-    return tl.load(pixel_values + p)[:, None]
+    column = tl.load(pixel_values + p)
+    return column[:, None]
 
 
 @triton.jit
@@ -220,7 +225,8 @@ def _below(inputs, weight, out, sums, pixels, C: tl.constexpr, FIRST: tl.constex
     for start in range(0, C, _DEPTH):
         k = start + tl.arange(0, _DEPTH)
         w = tl.load(weight + _at(k, c, C))
-        dz = _gradient(above, z, rows, p, k, C, FIRST).to(w.dtype)
+        dz = _gradient(above, z, rows, p, k, C, FIRST)
+        dz = dz.to(w.dtype)
         da = tl.dot(dz, w, da, input_precision="ieee")
     a = _activation(below, below_rows, p, c, pixels, C, FIRST)
     g = tl.where(a > 0, da, 0.0)
@@ -257,8 +263,10 @@ def _weights(inputs, dw, pixels, tiles, C: tl.constexpr, FIRST: tl.constexpr, BL
     out = tl.zeros((BLOCK, BLOCK), tl.float32)
     for tile in range(share, tiles, shares):
         p = _pixels_of(tile)
-        dz = _gradient(above, z, rows, p, n, C, FIRST).to(dtype)
-        a = _activation(below, below_rows, p, k, pixels, C, FIRST).to(dtype)
-        out = tl.dot(tl.trans(dz), a, out, input_precision="ieee")
+        dz = _gradient(above, z, rows, p, n, C, FIRST)
+        dz = tl.trans(dz.to(dtype))
+        a = _activation(below, below_rows, p, k, pixels, C, FIRST)
+        a = a.to(dtype)
+        out = tl.dot(dz, a, out, input_precision="ieee")
     dw += share * C * C
     tl.store(dw + _at(n, k, C), out)

@@ -86,7 +86,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """The block's output."""
         qkv = self.qkv(self.norm1(x))
-        q, k, v = (self._by_head(part) for part in qkv.chunk(3, -1))
+        q, k, v = map(self._by_head, qkv.chunk(3, -1))
         by_head = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         attended = by_head.transpose(1, 2).flatten(-2)
         x = x + self.out(attended)
@@ -230,20 +230,36 @@ def product_workload(m: int, k: int, n: int) -> Workload:
 
 
 def _products(n: int, *, quick: bool = False) -> list[Workload]:
-    # Aligned, each size in turn one less than a multiple of 8, and a product of few rows.
-    shapes = [(n, n, n), (n - 1, n, n), (n, n - 1, n), (n, n, n - 1), (8, n, n)]
+    odd = n - 1
+    shapes = [
+        (n, n, n),  # aligned
+        (odd, n, n),  # then each size in turn is no multiple of 8
+        (n, odd, n),
+        (n, n, odd),
+        (8, n, n),  # few rows
+    ]
     if quick:
         shapes = shapes[::2]
     return [product_workload(*shape) for shape in shapes]
 
 
 _PICTURES = (128, 256, 256, 512)  # the last is the size of the article that the ConvModel is from
-_IMAGES = ((16, 96), (16, 224), (64, 96), (128, 224))
+_IMAGES = (  # batch, and pixels along each edge
+    (16, 96),
+    (16, 224),
+    (64, 96),
+    (128, 224),
+)
 _TEXTS = (  # batch, tokens, width, blocks, vocabulary
     (4, 128, 128, 2, 1024), (8, 256, 256, 4, 4096),
     (4, 512, 512, 4, 8192), (4, 1024, 2048, 4, 32768),
 )  # fmt: skip
-_COLUMNS = ((True, True), (True, False), (False, True), (False, False))  # on a CPU, quick
+_COLUMNS = (  # on a CPU, quick
+    (True, True),
+    (True, False),
+    (False, True),
+    (False, False),
+)
 
 WORKLOADS = {
     "convmodel": [[convmodel_workload(n)] for n in _PICTURES],

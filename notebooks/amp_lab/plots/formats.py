@@ -13,7 +13,6 @@ from amp_lab.plots import style
 from amp_lab.plots.style import Look, Values
 
 _MARKS = "osD^vPX<>"
-_DASHES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1))]
 _HATCHES = ("", "//")
 _MOST_NAMES = 16  # of layers, that have room below an axis
 
@@ -55,7 +54,7 @@ def loss_by_format(losses: Mapping[str, Sequence[Values]], over: int = 10) -> Ax
         smooth = np.convolve(mean, window, "valid")
         steps = range(over, over + len(smooth))
         colour = _shade(i, len(losses))
-        dash = _DASHES[i % len(_DASHES)]
+        dash = style.DASHES[i % len(style.DASHES)]
         ax.plot(steps, smooth, color=colour, linestyle=dash, label=name)
     return style.label(ax, "step", "loss (cross-entropy)", legend="best")
 

@@ -7,13 +7,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from amp_lab.plots import style
-from amp_lab.plots.style import Look, Values
+from amp_lab.plots.style import Bars, Look, Values
 
 _KIB = 2**10
 _MIB = 2**20
 _GIB = 2**30
 _KINDS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_DASHES = {"fp32": "-", "tf32": (0, (5, 1)), "fp16": "--", "bf16": ":"}
+_DASHES = {
+    "fp32": "-",
+    "tf32": style.LONG_DASH,
+    "fp16": "--",
+    "bf16": ":",
+}
 _IN_A_BAR: Look = {
     "fontsize": 8,
     "linespacing": 0.9,
@@ -39,9 +44,10 @@ def memory_by_dtype(
 
     `tensors` has an attribute `peak`, a list of (shape, dtype, bytes).
     """
-    figure, axes = style.subplots(1, len(panels), size=(9.0, 2.9), squeeze=False)
+    count = len(panels)
+    figure, axes = style.columns(count, size=(9.0, 2.9))
     limit_gib = limit / _GIB
-    for ax, title, setups in style.by_panel(axes[0], panels):
+    for ax, title, setups in style.by_panel(axes, panels):
         for row, tensors in enumerate(setups.values()):
             bars = _by_dtype(tensors.peak)
             style.stacked(ax, row, bars)
@@ -58,7 +64,7 @@ def memory_by_dtype(
     return figure
 
 
-def _by_dtype(peak: Iterable[tuple[Any, Any, int]]) -> list[tuple[float, Look]]:
+def _by_dtype(peak: Iterable[tuple[Any, Any, int]]) -> Bars:
     """GiB and look of each kind of tensors; too small to be seen, it stays out of the legend."""
     sizes = dict.fromkeys(_KINDS.values(), 0.0)
     sizes["integers"] = 0.0
@@ -66,7 +72,7 @@ def _by_dtype(peak: Iterable[tuple[Any, Any, int]]) -> list[tuple[float, Look]]:
         name = str(dtype).removeprefix("torch.")
         kind = _KINDS.get(name, "integers")
         sizes[kind] += nbytes / _GIB
-    bars: list[tuple[float, Look]] = []
+    bars: Bars = []
     for kind, size in sizes.items():
         if not size:
             continue
@@ -107,12 +113,12 @@ def _limit_line(ax: Axes, gib: float) -> None:
 
 def memory_per_rank(engines: Mapping[str, Mapping[int, Mapping[str, float]]]) -> Figure:
     """Stacked bars of memory against the number of ranks: `engines[name][ranks][part]` in bytes."""
-    size = (8.0, 3.2)
-    figure, axes = style.subplots(1, len(engines), size=size, sharey=True, squeeze=False)
-    for ax, title, parts_of in style.by_panel(axes[0], engines):
+    count = len(engines)
+    figure, axes = style.columns(count, size=(8.0, 3.2), sharey=True)
+    for ax, title, parts_of in style.by_panel(axes, engines):
         for x, parts in enumerate(parts_of.values()):
             looks = style.part_looks(parts, style.THREE_PARTS)
-            bars: list[tuple[float, Look]] = []
+            bars: Bars = []
             for part, look in looks.items():
                 look["width"] = 0.6
                 mib = parts[part] / _MIB
@@ -123,7 +129,7 @@ def memory_per_rank(engines: Mapping[str, Mapping[int, Mapping[str, float]]]) ->
         ax.set_xlabel("ranks")
         ax.set_title(title, fontsize=11)
         ax.margins(y=0.15)  # room for the number above the highest bar
-    first, *_ = axes[0]
+    first, *_ = axes
     first.set_ylabel("memory of a rank (MiB)")
     style.legend_beside(figure, "outside right upper", reverse=True)  # the last part is on top
     return figure
@@ -141,7 +147,7 @@ def bytes_per_parameter(setups: Mapping[str, Mapping[str, float]]) -> Axes:
     for look in looks.values():
         look["height"] = 0.75
     for y, bytes_of in enumerate(setups.values()):
-        bars: list[tuple[float, Look]] = []
+        bars: Bars = []
         for part, look in looks.items():
             nbytes = bytes_of.get(part, 0)
             bars.append((nbytes, look))
@@ -161,7 +167,7 @@ def sent_bytes(setups: Mapping[str, Sent], ranks: int) -> Axes:
     figure, ax = style.subplots(size=(8.5, height))
     longest = max(_total_kib(sent) for sent in setups.values())
     for y, sent in enumerate(setups.values()):
-        bars: list[tuple[float, Look]] = []
+        bars: Bars = []
         for _, dtype, nbytes in sent:
             look = style.look_of(dtype, height=0.75, linewidth=1.5, label=dtype)
             bars.append((nbytes / _KIB, look))

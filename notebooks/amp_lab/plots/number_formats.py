@@ -17,7 +17,7 @@ NORMAL = -14
 TOP = 16
 RIGHT = 20  # where the axis of gradients ends
 LEFT: Look = {"loc": "left", "fontsize": 11}  # of titles
-_DASHES = ["-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1))]
+_DASHES = style.DASHES[:6]
 # Points up, for labels that would meet another line.
 _RAISED = {"fp16": -12, "fp8 E5M2": 5, "fp8 E4M3": -5}
 _HISTOGRAM: Look = {
@@ -45,8 +45,9 @@ def range_and_spacing(formats: Mapping[str, Exponents]) -> list[Axes]:
     `formats[name]`, whose first word is a precision, has the exponents of two from the smallest
     subnormal number to the largest, spacing / magnitude at each, and the smallest normal exponent.
     """
-    size = (8.5, 6.5)
-    _, (above, below) = style.subplots(2, size=size, sharex=True, height_ratios=[1, 1.3])
+    heights = [1, 1.3]
+    _, axes = style.rows(2, (8.5, 6.5), sharex=True, height_ratios=heights)
+    above, below = axes
     for row, (name, (exponents, spacing, normal)) in enumerate(formats.items()):
         _range_bar(above, row, name, exponents, normal)
         dash = _DASHES[row % len(_DASHES)]
@@ -58,8 +59,10 @@ def range_and_spacing(formats: Mapping[str, Exponents]) -> list[Axes]:
     below.set_xticks(ticks)
     below.set_xlim(-155, 165)
     style.label(below, "log2 of the magnitude", "spacing / magnitude")
-    above.set_title("range: solid = normal numbers, hatched = subnormal numbers", **LEFT)
-    below.set_title("spacing of neighbours, relative to their size", **LEFT)
+    of_range = "range: solid = normal numbers, hatched = subnormal numbers"
+    above.set_title(of_range, **LEFT)
+    of_spacing = "spacing of neighbours, relative to their size"
+    below.set_title(of_spacing, **LEFT)
     for ax in (above, below):
         ax.axvline(0, color="grey", linewidth=0.8, zorder=0)
     return [above, below]
@@ -148,19 +151,25 @@ def _fp16_ranges(scales: Values, left: int, name_zero_at: float) -> list[Axes]:
     """A panel for each loss scale, with fp16's ranges as backgrounds, named in the first."""
     rows = len(scales)
     height = 2.2 * rows + 0.6
-    size = (8.0, height)
-    _, grid = style.subplots(rows, size=size, sharex=True, sharey=True, squeeze=False)
-    axes = list(grid[:, 0])
+    _, panels = style.rows(rows, (8.0, height), sharex=True, sharey=True)
+    axes = list(panels)
     for ax, scale in zip(axes, scales, strict=True):
         ax.axvspan(left, ZERO, color=style.LOST)
         ax.axvspan(ZERO, NORMAL, color=style.SUBNORMAL)
         ax.axvspan(TOP, RIGHT, color=style.LOST)
         exponent = math.log2(scale)
-        ax.set_title(rf"loss scale $2^{{{exponent:.0f}}}$", **LEFT)
+        title = rf"loss scale $2^{{{exponent:.0f}}}$"
+        ax.set_title(title, **LEFT)
     first = axes[0]
     last = axes[-1]
-    names = {name_zero_at: "zero in fp16", -19.5: "subnormal", 1: "normal", 18: "inf"}
-    on_top: Look = {"transform": first.get_xaxis_transform(), "ha": "center", "va": "top"}
+    names = {
+        name_zero_at: "zero in fp16",
+        -19.5: "subnormal",
+        1: "normal",
+        18: "inf",
+    }
+    share_of_height = first.get_xaxis_transform()
+    on_top: Look = {"transform": share_of_height, "ha": "center", "va": "top"}
     for middle, name in names.items():
         first.text(middle, 0.97, name, fontsize=10, **on_top)
     last.set_xlim(left, RIGHT)
@@ -182,7 +191,8 @@ def dtype_track(steps: Sequence[tuple[str, str]]) -> Axes:
             narrower = narrower or precision
         names.append(name)
         lanes.append(lane)
-        ax.scatter(at, lane, s=90, marker=marker, color=COLOURS[precision], zorder=2)
+        colour = COLOURS[precision]
+        ax.scatter(at, lane, s=90, marker=marker, color=colour, zorder=2)
     places = range(len(steps))
     ax.plot(places, lanes, color=style.PATH, linewidth=1.5, zorder=1)
     ax.set_yticks([0, 1], [narrower, "fp32"])
@@ -209,9 +219,9 @@ def dtypes_by_model(outcomes: Mapping[str, Mapping[str, DtypeOf]]) -> Figure:
             names |= dict.fromkeys(dtype_of)
     ops = list(names)
     height = 0.3 * len(ops) + 0.8
-    size = (9.0, height)
-    figure, axes = style.subplots(1, len(outcomes), size=size, sharey=True, squeeze=False)
-    for ax, title, backends in style.by_panel(axes[0], outcomes):
+    count = len(outcomes)
+    figure, axes = style.columns(count, (9.0, height), sharey=True)
+    for ax, title, backends in style.by_panel(axes, outcomes):
         style.dtype_cells(ax, backends, ops, fontsize=9)
         ax.set_title(title, fontsize=11)
     return figure

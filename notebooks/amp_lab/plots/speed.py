@@ -24,6 +24,8 @@ _POINT_MARKS = "osD^vP*X"
 
 Bar = tuple[str, str, Estimate | None, float | None, str]
 """Precision, rung, milliseconds, those at the limit, and the text beside the bar."""
+Growth = tuple[Sequence[int], Sequence[Ratio], Values]
+"""Values, and for each the speed-up and the share of memory."""
 Point = tuple[str, str, float, Estimate]
 """Label, precision, FLOPs per byte, and FLOP/s."""
 
@@ -42,7 +44,8 @@ def time_and_memory(
     if losses:
         panels = 3
     width = 4.0 * panels
-    figure, (left, right, *rest) = style.subplots(1, panels, size=(width, 3.2))
+    figure, axes = style.columns(panels, size=(width, 3.2))
+    left, right, *rest = axes
     _time_bars(left, times)
     left.set_ylabel("time of a step (ms)")
     left.margins(y=0.4)  # room for three lines above the highest bar
@@ -64,7 +67,8 @@ def _time_bars(ax: Axes, times: Comparison) -> None:
         if name != first:
             speedup = times.ratio(first, name)
             low, high = speedup.interval
-            text += f"\n{speedup.median:.2f}x as fast\n({low:.2f}x to {high:.2f}x)"
+            text += f"\n{speedup.median:.2f}x as fast"
+            text += f"\n({low:.2f}x to {high:.2f}x)"
         look = style.look_of(name, width=0.6)
         style.measured_bar(ax, name, milliseconds, text, **look)
 
@@ -99,8 +103,10 @@ def time_by_kind(kinds: Mapping[str, Comparison]) -> Axes:
                 text = f"{speedup.median:.2f}x"
             style.measured_bar(ax, k + offset, milliseconds, text, **look)
         ax.bar([0], [0], label=precision, **look)  # for the legend, whatever could be measured
-    middles = [k + 0.4 - width / 2 for k in range(len(kinds))]
-    ax.set_xticks(middles, list(kinds))
+    names = list(kinds)
+    half_width = width / 2
+    middles = [k + 0.4 - half_width for k in range(len(names))]
+    ax.set_xticks(middles, names)
     ax.tick_params(axis="x", length=0)
     ax.set_ylabel("forward and backward (ms)")
     ax.margins(y=0.2)  # room for the text above the highest bar
@@ -113,7 +119,8 @@ def throughput_over_batch(batches: Mapping[int, Comparison]) -> Figure:
 
     `batches[batch]` compares the time of a step of so many samples in both.
     """
-    figure, (left, right) = style.subplots(1, 2, size=(8.5, 2.9))
+    figure, axes = style.columns(2, size=(8.5, 2.9))
+    left, right = axes
     sizes = list(batches)
     comparisons = list(batches.values())
     first, second = comparisons[0].samples_s
@@ -137,14 +144,15 @@ def throughput_over_batch(batches: Mapping[int, Comparison]) -> Figure:
     return figure
 
 
-def growth(panels: Mapping[str, tuple[Sequence[int], Sequence[Ratio], Values]]) -> Figure:
+def growth(panels: Mapping[str, Growth]) -> Figure:
     """Speed-up and share of FP32's memory by AMP: `panels[what]` is (values, speed-ups, shares)."""
     alike = {"sharey": "row", "sharex": "col", "squeeze": False}
     figure, axes = style.subplots(2, len(panels), size=(8.5, 4.4), **alike)
     upper_row, lower_row = axes
     blue = COLOURS["fp32"]
     orange = COLOURS["bf16"]
-    for (upper, lower), what, (values, speedups, shares) in style.by_panel(axes.T, panels):
+    for (upper, lower), what, curves in style.by_panel(axes.T, panels):
+        values, speedups, shares = curves
         style.measured_line(upper, values, speedups, "-o", color=orange, linewidth=2)
         upper.axhline(1, **_LEVEL)
         lower.plot(values, shares, "--s", color=blue, linewidth=2)
@@ -163,7 +171,9 @@ def _limit_around(row: Sequence[Axes], level: float) -> None:
     ends: list[float] = []
     for ax in row:
         ends.extend(ax.dataLim.intervaly)
-    bottom = min(0.85 * level, 0.95 * min(ends))
+    below_level = 0.85 * level
+    below_all = 0.95 * min(ends)
+    bottom = min(below_level, below_all)
     top = 1.05 * max(ends)
     row[0].set_ylim(bottom, top)
 
@@ -204,7 +214,9 @@ def flops_per_byte(panels: Mapping[str, Sequence[tuple[str, float]]]) -> Figure:
             ax.plot(at, values, marker, color=colour, markersize=7, label=kind, **edge)
         ax.set_yscale("log")
         ax.set_xlabel("layer, from input to output")
-        ax.set_yticks([1, 10, 100], ["1", "10", "100"])
+        powers = [1, 10, 100]
+        names = [str(power) for power in powers]
+        ax.set_yticks(powers, names)
         ax.set_title(title, fontsize=11)
         ax.grid(axis="y", color=style.GRID)
     axes[0].set_ylabel("FLOPs per byte, in fp32")
@@ -219,10 +231,10 @@ def speed_ladder(panels: Mapping[str, Sequence[Bar]]) -> Figure:
     """
     heights = [len(rows) + 1.5 for rows in panels.values()]
     height = 0.26 * sum(heights) + 0.6
-    size = (8.0, height)
-    figure, axes = style.subplots(len(panels), size=size, height_ratios=heights, squeeze=False)
+    count = len(panels)
+    figure, axes = style.rows(count, (8.0, height), height_ratios=heights)
     has_limits = False
-    for ax, title, rows in style.by_panel(axes[:, 0], panels):
+    for ax, title, rows in style.by_panel(axes, panels):
         names: list[str] = []
         for y, (precision, rung, milliseconds, limit, text) in enumerate(rows):
             names.append(f"{precision} {rung}")
@@ -236,7 +248,7 @@ def speed_ladder(panels: Mapping[str, Sequence[Bar]]) -> Figure:
     x_label = "time of a step (ms)"
     if has_limits:
         x_label += "; black: the limit of the device"
-    lowest = axes[-1, 0]
+    lowest = axes[-1]
     lowest.set_xlabel(x_label)
     return figure
 
@@ -290,7 +302,8 @@ def _roofs(
         x = [low, ridge, high]
         y = [low * bytes_per_s, flops_per_s, flops_per_s]
         colour = COLOURS[precision]
-        ax.plot(x, y, dash, color=colour, label=f"limit in {precision}")
+        label = f"limit in {precision}"
+        ax.plot(x, y, dash, color=colour, label=label)
 
 
 def best_speedups(machines: Mapping[str, Mapping[str, Ratio]]) -> Figure:
@@ -299,10 +312,11 @@ def best_speedups(machines: Mapping[str, Mapping[str, Ratio]]) -> Figure:
     for speedup_of in machines.values():
         workloads |= dict.fromkeys(speedup_of)
     names = list(workloads)
-    height = 0.3 * len(names) * len(machines) + 1.4
+    count = len(machines)
+    height = 0.3 * len(names) * count + 1.4
     figure, ax = style.subplots(size=(8.0, height))
-    bar_height = 0.8 / len(machines)
-    last = max(1, len(machines) - 1)
+    bar_height = 0.8 / count
+    last = max(1, count - 1)
     for i, (machine, speedup_of) in enumerate(machines.items()):
         grey = 0.15 + 0.6 * i / last
         look: Look = {"color": str(grey), "height": bar_height, **style.EDGED}

@@ -50,10 +50,34 @@ _UNTRUSTED_BOX = {
 }
 _INTERVAL = {"ecolor": SECOND, "capsize": 3}
 # The parts of a stack, from its beginning. Neighbours differ in their hatch as well.
-THREE_PARTS = (("0.15", ""), ("0.5", "//"), ("0.8", ".."))
-FIVE_PARTS = (("0.1", ""), ("0.45", "//"), ("0.65", "xx"), ("0.75", ""), ("0.9", ".."))
+THREE_PARTS = (
+    ("0.15", ""),
+    ("0.5", "//"),
+    ("0.8", ".."),
+)
+FIVE_PARTS = (
+    ("0.1", ""),
+    ("0.45", "//"),
+    ("0.65", "xx"),
+    ("0.75", ""),
+    ("0.9", ".."),
+)
+# Of lines that are no precisions, or have their colours alone. The last: lengths of strokes, gaps.
+LONG_DASH = (0, (5, 1))
+DENSE_DOTS = (0, (1, 1))
+DASH_AND_DOTS = (0, (3, 1, 1, 1))
+DASHES = (
+    "-",
+    "--",
+    "-.",
+    ":",
+    LONG_DASH,
+    DENSE_DOTS,
+    DASH_AND_DOTS,
+)
 
 Look = dict[str, Any]
+Bars = list[tuple[float, Look]]  # of a stack: length and look of each
 Values = Sequence[float]
 Panels = Mapping[str, Any]  # what each panel shows, by its title
 CENTRED: Look = {"ha": "center", "va": "center"}
@@ -109,7 +133,8 @@ def save(path: str | PathLike[str], draw: Callable[..., Figure], *arguments: obj
     Raises `OptionError` if it cannot be written.
     """
     form = Path(path).suffix.removeprefix(".") or "png"
-    files.save(Path(path), [image(draw, *arguments, form=form)])
+    picture = image(draw, *arguments, form=form)
+    files.save(Path(path), [picture])
 
 
 def subplots(
@@ -118,6 +143,19 @@ def subplots(
     """`pyplot.subplots` with a size in inches, for figures that `save` can write too."""
     figure = _new_figure.get()(figsize=size)
     return figure, figure.subplots(rows, columns, **options)
+
+
+def columns(count: int, size: tuple[float, float], **options: Any) -> tuple[Figure, Sequence[Axes]]:
+    """Panels side by side, of which there may be one alone."""
+    figure, grid = subplots(1, count, size=size, squeeze=False, **options)
+    (axes,) = grid
+    return figure, axes
+
+
+def rows(count: int, size: tuple[float, float], **options: Any) -> tuple[Figure, Sequence[Axes]]:
+    """Panels one below the other, of which there may be one alone."""
+    figure, grid = subplots(count, size=size, squeeze=False, **options)
+    return figure, grid[:, 0]
 
 
 def by_panel(axes: Iterable[Axes], panels: Panels) -> Iterator[tuple[Axes, str, Any]]:
@@ -221,9 +259,7 @@ def _errors(estimates: Sequence[Estimate]) -> list[list[float]]:
     return [below, above]
 
 
-def stacked(
-    ax: Axes, at: float, parts: Sequence[tuple[float, Look]], total: str = "", size: int = 9
-) -> None:
+def stacked(ax: Axes, at: float, parts: Bars, total: str = "", size: int = 9) -> None:
     """Bars of (length, look), each from where the one before it ends; `total` formats the sum."""
     start = 0.0
     last = len(parts) - 1
@@ -244,8 +280,8 @@ def name_rows(
     ax: Axes, names: Sequence[str], room: float, fontsize: float = 9, middle: float = 0.0
 ) -> None:
     """Names beside rows of lying bars, the first on top, and `room` for texts at the other side."""
-    rows = range(len(names))
-    middles = [row + middle for row in rows]
+    places = range(len(names))
+    middles = [place + middle for place in places]
     ax.set_yticks(middles, names, fontsize=fontsize)
     ax.tick_params(axis="y", length=0)
     ax.invert_yaxis()
@@ -311,12 +347,12 @@ def dtype_cells(
         for row, op in enumerate(ops):
             if op in outcome_of:
                 _cell(ax, column, row, outcome_of[op], fontsize)
-    columns = range(len(outcomes))
-    rows = range(len(ops))
-    middles_of_columns = [column + 0.48 for column in columns]
-    middles_of_rows = [row + 0.45 for row in rows]
-    ax.set_xlim(0, len(outcomes))
-    ax.set_ylim(len(ops), 0)
+    width = len(outcomes)
+    height = len(ops)
+    middles_of_columns = [column + 0.48 for column in range(width)]
+    middles_of_rows = [row + 0.45 for row in range(height)]
+    ax.set_xlim(0, width)
+    ax.set_ylim(height, 0)
     ax.set_xticks(middles_of_columns, list(outcomes))
     ax.set_yticks(middles_of_rows, ops)
     ax.xaxis.tick_top()  # as the head of a table

@@ -50,7 +50,8 @@ def loss_curves(losses: Runs) -> Axes:
 
 def loss_and_accuracy(losses: Runs, accuracies: Runs) -> Figure:
     """Loss and accuracy {precision: (seeds, epochs)}: mean, and a band from lowest to highest."""
-    figure, (left, right) = style.subplots(1, 2, size=(7.5, 2.9))
+    figure, axes = style.columns(2, size=(7.5, 2.9))
+    left, right = axes
     for ax, curves in ((left, losses), (right, accuracies)):
         _mean_and_band(ax, curves, dashes=_DASHES, markers="osd^")
         epoch_ticks = ax.xaxis.get_major_locator()
@@ -101,7 +102,8 @@ def training_curves(curves: Mapping[str, Values], what: str) -> Figure:
     """A measure {"train": [...], "test": [...]} of each epoch; `what` is its name."""
     figure, ax = style.subplots()
     colour = COLOURS["fp32"]
-    for (part, values), form in zip(curves.items(), ["--o", "-o"], strict=True):
+    forms = ["--o", "-o"]
+    for (part, values), form in zip(curves.items(), forms, strict=True):
         epochs = range(1, len(values) + 1)
         ax.plot(epochs, values, form, color=colour, label=part)
     style.label(ax, "epoch", what, legend="best")
@@ -158,7 +160,8 @@ def scales_by_setting(logs: Mapping[str, tuple[Values, Sequence[int]]]) -> Figur
     figure, axes = style.subplots(rows, size=(8.0, height), sharex=True, sharey=True)
     for ax, setting, (scales, skipped) in style.by_panel(axes, logs):
         _stairs(ax, scales, skipped, markersize=6)
-        title = f"{setting}: {len(skipped)} skipped"
+        count = len(skipped)
+        title = f"{setting}: {count} skipped"
         ax.set_title(title, loc="left", fontsize=10)
         ax.set_ylabel("loss scale")
     lowest = axes[-1]
@@ -173,7 +176,8 @@ def loss_scales(histories: Mapping[str, Values]) -> Axes:
         precision = style.precision_of(name)
         colour = COLOURS.get(precision, other_colour)
         steps = range(1, len(scales) + 1)
-        ax.step(steps, scales, dash, where="mid", color=colour, linewidth=2, label=name)
+        look: Look = {"color": colour, "linewidth": 2}
+        ax.step(steps, scales, dash, where="mid", label=name, **look)
     ax.axhline(1, **_UNIT_SCALE)
     ax.set_yscale("log", base=2)
     far_apart = LogLocator(base=2**16)  # the scale may rise by a hundred powers
@@ -187,7 +191,8 @@ def gradient_norm_in_step(norms: Mapping[str, float], scaled: Sequence[str]) -> 
     stages = range(len(norms))
     lengths = list(norms.values())
     first_true = len(scaled)
-    ax.axvspan(-0.5, first_true - 0.5, color=style.SCALED)
+    border = first_true - 0.5
+    ax.axvspan(-0.5, border, color=style.SCALED)
     ax.plot(stages, lengths, ":", color=style.GUIDE, zorder=1)  # behind the dots
     ax.plot(stages, lengths, "o", color=COLOURS["fp16"], markersize=10)
     off_the_line: Look = {"xytext": (12, 6), "textcoords": "offset points"}
@@ -202,6 +207,7 @@ def gradient_norm_in_step(norms: Mapping[str, float], scaled: Sequence[str]) -> 
     ax.set_yscale("log", base=2)
     ax.margins(y=0.3)  # room for both texts above the highest value
     ax.set_xticks(stages, norms)
-    ax.set_xlim(-0.5, len(norms) - 0.5)
+    right_end = len(norms) - 0.5
+    ax.set_xlim(-0.5, right_end)
     x_label = "after this stage of the step"
     return style.label(ax, x_label, "length of the gradient")
