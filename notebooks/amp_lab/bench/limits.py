@@ -80,7 +80,9 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     # A precision that is emulated takes seconds at this size, and is no limit to anything.
     least_rate = 0.5 * rates[Precision.FP32]
     timed = [precision for precision, rate in rates.items() if rate > least_rate]
-    runs = {precision: matrix_product(device, precision, n) for precision in timed}
+    runs: dict[str, Callable[[], object]] = {}
+    for precision in timed:
+        runs[precision] = matrix_product(device, precision, n)
     compared = compare(runs, device=device, budget_s=4, precision=0.1)
     flops = 2 * n**3
     for precision in timed:

@@ -131,9 +131,10 @@ class _Python2Pickler(_Pickler):
     dispatch = dict(_Pickler.dispatch)  # noqa: RUF012 - it is the name that Pickler reads
 
     def _save_text(self, text: str | bytes) -> None:
-        raw = text
         if isinstance(text, str):
             raw = text.encode()
+        else:
+            raw = text
         length = struct.pack("<i", len(raw))
         self.write(pickle.BINSTRING + length + raw)
         self.memoize(text)

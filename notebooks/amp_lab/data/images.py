@@ -191,9 +191,10 @@ def fingerprint(*parts: bytes | np.ndarray) -> str:
     """A hash of all parts, 16 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
-        content = part
         if isinstance(part, np.ndarray):
             content = part.tobytes()
+        else:
+            content = part
         # With its length, so that moving bytes from one part to the next changes the hash.
         length = len(content).to_bytes(8, "little")
         digest.update(length + content)

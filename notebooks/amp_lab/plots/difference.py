@@ -28,7 +28,9 @@ def error_growth(steps: Sequence[Any], parts_at: str | None = None) -> Figure:
     ax.set_yscale("log")
     modules = [step.module for step in steps]
     if parts_at in modules:
-        _mark(ax, modules.index(parts_at), parts_at or "the model itself", len(steps))
+        at = modules.index(parts_at)
+        name = parts_at or "the model itself"
+        _mark(ax, at, name, of=len(steps))
     _name_modules(ax, modules)
     style.label(ax, "module", "relative error after each op")
     style.legend_beside(figure, "outside lower center", ncols=3)
@@ -63,9 +65,14 @@ def _mark(ax: Axes, at: int, module: str, of: int) -> None:
     side = "left"
     if at > of / 2:
         side = "right"
-    above: Look = {"ha": side, "va": "bottom", "transform": ax.get_xaxis_transform()}
+    above: Look = {
+        "ha": side,
+        "va": "bottom",
+        "transform": ax.get_xaxis_transform(),
+        "fontsize": 9,
+    }
     text = f"part in {module}"
-    ax.text(at, 1.01, text, fontsize=9, **above)
+    ax.text(at, 1.01, text, **above)
 
 
 def gap_and_change(gap: Tensor, moved: Mapping[str, Tensor]) -> Axes:
@@ -74,13 +81,15 @@ def gap_and_change(gap: Tensor, moved: Mapping[str, Tensor]) -> Axes:
     Above the dashed line a decision can change.
     """
     _, ax = style.subplots(size=(8.5, 4.0))
+    dots: Look = {"markersize": 4, "alpha": 0.6}
     for (name, change), mark in zip(moved.items(), "o+x", strict=False):
-        ax.plot(gap, change, mark, markersize=4, alpha=0.6, label=name)
+        ax.plot(gap, change, mark, label=name, **dots)
     smallest = float(gap.min())
     largest = float(gap.max())
     ends = [smallest, largest]
     ax.plot(ends, ends, "--", color=style.GUIDE, label="as far as the gap")
-    ax.set(xscale="log", yscale="log")
+    ax.set_xscale("log")
+    ax.set_yscale("log")
     x_label = "gap between the two best classes in fp32"
     return style.label(ax, x_label, "moved by", legend="best")
 
@@ -100,4 +109,4 @@ def _name_modules(ax: Axes, modules: Sequence[str]) -> None:
             latest = n
     places = list(names)
     texts = list(names.values())
-    ax.set_xticks(places, texts, rotation=30, ha="right", fontsize=9)
+    ax.set_xticks(places, texts, **style.SLANTED)

@@ -14,6 +14,7 @@ from amp_lab.plots.style import Look, Values
 
 _MARKS = "osD^vPX<>"
 _HATCHES = ("", "//")
+_Points = tuple[list[int], list[float]]
 _MOST_NAMES = 16  # of layers, that have room below an axis
 
 
@@ -27,10 +28,12 @@ def sqnr_by_format(errors: Mapping[str, Mapping[str, float]]) -> Axes:
     """Bars of signal to quantisation noise, by format, for each kind of values."""
     _, ax = style.subplots(size=(8.5, 3.6))
     for i, (kind, sqnr_of) in enumerate(errors.items()):
+        colour = _shade(i, 2)
+        hatch = _HATCHES[i]
         look: Look = {
             "width": 0.38,
-            "color": _shade(i, 2),
-            "hatch": _HATCHES[i],
+            "color": colour,
+            "hatch": hatch,
             "label": kind,
             **style.EDGED,
         }
@@ -55,7 +58,8 @@ def loss_by_format(losses: Mapping[str, Sequence[Values]], over: int = 10) -> Ax
         steps = range(over, over + len(smooth))
         colour = _shade(i, len(losses))
         dash = style.DASHES[i % len(style.DASHES)]
-        ax.plot(steps, smooth, color=colour, linestyle=dash, label=name)
+        look: Look = {"color": colour, "linestyle": dash}
+        ax.plot(steps, smooth, label=name, **look)
     return style.label(ax, "step", "loss (cross-entropy)", legend="best")
 
 
@@ -68,37 +72,42 @@ def errors_by_layer(reports: Sequence[Any]) -> Figure:
     layers = dict.fromkeys(report.layer.name for report in reports)
     names = list(layers)
     formats = dict.fromkeys(report.format for report in reports)
+    count = len(formats)
     figure, ax = style.subplots(size=(9.0, 4.2))
     for i, name in enumerate(formats):
-        shown = [report for report in reports if report.format == name and report.decibels]
-        mark = _MARKS[i % len(_MARKS)]
-        colour = _shade(i, len(formats))
-        _format_line(ax, shown, names, mark, colour, name)
+        of_format = [report for report in reports if report.format == name]
+        fitting = [report for report in of_format if report.decibels]
+        look: Look = {
+            "color": _shade(i, count),
+            "marker": _MARKS[i % len(_MARKS)],
+            "markersize": 5,
+        }
+        ax.plot([], [], linewidth=1, label=name, **look)  # for the legend
+        _format_line(ax, fitting, names, look)
     every = math.ceil(len(names) / _MOST_NAMES)
     ticks = range(0, len(names), every)
-    ax.set_xticks(ticks, names[::every], rotation=30, ha="right", fontsize=9)
+    shown = names[::every]
+    ax.set_xticks(ticks, shown, **style.SLANTED)
     x_label = "layer (open: left in 16 bits)"
     style.label(ax, x_label, "SQNR of the worst product in dB")
     style.legend_beside(figure, "outside right upper")
     return figure
 
 
-def _format_line(
-    ax: Axes, reports: Sequence[Any], names: list[str], mark: str, colour: Any, label: str
-) -> None:
+def _format_line(ax: Axes, reports: Sequence[Any], names: list[str], look: Look) -> None:
     """A line through the layers of one format, with a mark on each of them."""
+    colour = look["color"]
     places, decibels = _points(reports, names)
     ax.plot(places, decibels, color=colour, linewidth=1)
-    look: Look = {"color": colour, "marker": mark, "markersize": 5}
-    ax.plot([], [], linewidth=1, label=label, **look)  # for the legend
     left_out = [report for report in reports if report.left_out]
     converted = [report for report in reports if not report.left_out]
     for marked, fill in ((left_out, "white"), (converted, colour)):
         places, decibels = _points(marked, names)
-        ax.plot(places, decibels, linestyle="none", markerfacecolor=fill, **look)
+        marks: Look = {"linestyle": "none", "markerfacecolor": fill, **look}
+        ax.plot(places, decibels, **marks)
 
 
-def _points(reports: Sequence[Any], names: list[str]) -> tuple[list[int], list[float]]:
+def _points(reports: Sequence[Any], names: list[str]) -> _Points:
     """Layers by their place among the names, and the SQNR of their worst product."""
     places: list[int] = []
     decibels: list[float] = []

@@ -19,6 +19,12 @@ _DASHES = {
     "fp16": "--",
     "bf16": ":",
 }
+_BEHIND_LIMIT: Look = {"color": "white", "linewidth": 4}  # shows the line on a dark bar
+_LIMIT: Look = {
+    "color": "black",
+    "linestyle": "--",
+    "linewidth": 1.5,
+}
 _IN_A_BAR: Look = {
     "fontsize": 8,
     "linespacing": 0.9,
@@ -33,6 +39,8 @@ _AT_LEFT_END: Look = {
     "xytext": (6, 3),
 }
 
+BytesOf = Mapping[str, float]
+"""Bytes by the name of what they hold."""
 Sent = Sequence[tuple[str, str, int]]
 """Collective, dtype and bytes of each kind of message."""
 
@@ -51,10 +59,11 @@ def memory_by_dtype(
         for row, tensors in enumerate(setups.values()):
             bars = _by_dtype(tensors.peak)
             style.stacked(ax, row, bars)
-        ax.axvline(limit_gib, color="white", linewidth=4)  # shows the line on a dark bar
-        ax.axvline(limit_gib, color="black", linestyle="--", linewidth=1.5)
+        ax.axvline(limit_gib, **_BEHIND_LIMIT)
+        ax.axvline(limit_gib, **_LIMIT)
         rows = range(len(setups))
-        ax.set_yticks(rows, list(setups))
+        names = list(setups)
+        ax.set_yticks(rows, names)
         ax.invert_yaxis()
         ax.set_xlabel("peak memory of a step (GiB)")
         ax.set_title(title, fontsize=11, pad=20)
@@ -111,21 +120,17 @@ def _limit_line(ax: Axes, gib: float) -> None:
     ax.annotate(text, left_end, **_AT_LEFT_END)
 
 
-def memory_per_rank(engines: Mapping[str, Mapping[int, Mapping[str, float]]]) -> Figure:
+def memory_per_rank(engines: Mapping[str, Mapping[int, BytesOf]]) -> Figure:
     """Stacked bars of memory against the number of ranks: `engines[name][ranks][part]` in bytes."""
     count = len(engines)
     figure, axes = style.columns(count, size=(8.0, 3.2), sharey=True)
     for ax, title, parts_of in style.by_panel(axes, engines):
         for x, parts in enumerate(parts_of.values()):
-            looks = style.part_looks(parts, style.THREE_PARTS)
-            bars: Bars = []
-            for part, look in looks.items():
-                look["width"] = 0.6
-                mib = parts[part] / _MIB
-                bars.append((mib, look))
+            bars = _mib_of_parts(parts)
             style.stacked(ax, x, bars, "{:.3g}")
         ticks = range(len(parts_of))
-        ax.set_xticks(ticks, list(parts_of))
+        ranks = list(parts_of)
+        ax.set_xticks(ticks, ranks)
         ax.set_xlabel("ranks")
         ax.set_title(title, fontsize=11)
         ax.margins(y=0.15)  # room for the number above the highest bar
@@ -135,7 +140,17 @@ def memory_per_rank(engines: Mapping[str, Mapping[int, Mapping[str, float]]]) ->
     return figure
 
 
-def bytes_per_parameter(setups: Mapping[str, Mapping[str, float]]) -> Axes:
+def _mib_of_parts(parts: BytesOf) -> Bars:
+    looks = style.part_looks(parts, style.THREE_PARTS)
+    bars: Bars = []
+    for part, look in looks.items():
+        look["width"] = 0.6
+        mib = parts[part] / _MIB
+        bars.append((mib, look))
+    return bars
+
+
+def bytes_per_parameter(setups: Mapping[str, BytesOf]) -> Axes:
     """Stacked bars of what is held for one parameter: `setups[name][part]` in bytes."""
     height = 0.46 * len(setups) + 1.0
     figure, ax = style.subplots(size=(8.5, height))
@@ -165,12 +180,13 @@ def sent_bytes(setups: Mapping[str, Sent], ranks: int) -> Axes:
     """Stacked bars of what a rank sends a step: `setups[name]` has (collective, dtype, bytes)."""
     height = 0.48 * len(setups) + 1.0
     figure, ax = style.subplots(size=(8.5, height))
-    longest = max(_total_kib(sent) for sent in setups.values())
+    longest = max(map(_total_kib, setups.values()))
     for y, sent in enumerate(setups.values()):
         bars: Bars = []
         for _, dtype, nbytes in sent:
+            kib = nbytes / _KIB
             look = style.look_of(dtype, height=0.75, linewidth=1.5, label=dtype)
-            bars.append((nbytes / _KIB, look))
+            bars.append((kib, look))
         style.stacked(ax, y, bars, "{:,.0f}")
         _name_collectives(ax, y, sent, longest / 8)
     names = list(setups)

@@ -27,14 +27,16 @@ _HISTOGRAM: Look = {
     "linewidth": 0.3,
     **style.EDGED,
 }
-_HISTOGRAM_LOOKS = [
-    (COLOURS["fp16"], ""),
-    (COLOURS["bf16"], "//"),
-    (COLOURS["tf32"], "xx"),
+_HISTOGRAM_LOOKS: list[Look] = [
+    {"color": COLOURS["fp16"], "hatch": "", **_HISTOGRAM},
+    {"color": COLOURS["bf16"], "hatch": "//", **_HISTOGRAM},
+    {"color": COLOURS["tf32"], "hatch": "xx", **_HISTOGRAM},
 ]
 
 Exponents = tuple[Sequence[int], Values, int]
 """Exponents of two, spacing / magnitude at each of them, and the smallest normal one."""
+Histogram = Mapping[int, int]
+"""How many values have each exponent of two."""
 DtypeOf = Mapping[str, str]
 """The dtype that an op computes in, or a word, by the op's name."""
 
@@ -45,10 +47,12 @@ def range_and_spacing(formats: Mapping[str, Exponents]) -> list[Axes]:
     `formats[name]`, whose first word is a precision, has the exponents of two from the smallest
     subnormal number to the largest, spacing / magnitude at each, and the smallest normal exponent.
     """
+    size = (8.5, 6.5)
     heights = [1, 1.3]
-    _, axes = style.rows(2, (8.5, 6.5), sharex=True, height_ratios=heights)
+    _, axes = style.rows(2, size, sharex=True, height_ratios=heights)
     above, below = axes
-    for row, (name, (exponents, spacing, normal)) in enumerate(formats.items()):
+    for row, (name, facts) in enumerate(formats.items()):
+        exponents, spacing, normal = facts
         _range_bar(above, row, name, exponents, normal)
         dash = _DASHES[row % len(_DASHES)]
         _spacing_line(below, name, exponents, spacing, dash)
@@ -73,9 +77,14 @@ def _range_bar(ax: Axes, row: int, name: str, exponents: Sequence[int], normal: 
     colour = COLOURS[style.precision_of(name)]
     low = exponents[0]
     high = exponents[-1] + 1
-    hollow: Look = {"color": "white", "edgecolor": colour, "hatch": "////"}
+    hollow: Look = {
+        "color": "white",
+        "edgecolor": colour,
+        "hatch": "////",
+        "height": 0.6,
+    }
     subnormal_length = normal - low
-    ax.barh(row, subnormal_length, left=low, height=0.6, **hollow)
+    ax.barh(row, subnormal_length, left=low, **hollow)
     normal_length = high - normal
     ax.barh(row, normal_length, left=normal, height=0.6, color=colour)
     ax.text(high + 3, row, name, va="center")
@@ -90,14 +99,23 @@ def _spacing_line(
     x = exponents[-1] + 1
     y = spacing[-1]
     points_up = _RAISED.get(name, 0)
-    offset: Look = {"xytext": (6, points_up), "textcoords": "offset points"}
-    ax.annotate(name, (x, y), va="center_baseline", **offset)
+    beside: Look = {
+        "xytext": (6, points_up),
+        "textcoords": "offset points",
+        "va": "center_baseline",
+    }
+    right_end = (x, y)
+    ax.annotate(name, right_end, **beside)
 
 
 def weight_over_updates(weights: Mapping[str, Values]) -> Axes:
     """A weight after each of many small updates; `weights` maps a precision to its history."""
     _, ax = style.subplots()
-    dashes = {"fp32": "-", "bf16": "--", "fp16": ":"}
+    dashes = {
+        "fp32": "-",
+        "bf16": "--",
+        "fp16": ":",
+    }
     style.lines(ax, weights, dashes, linewidth=3)
     return style.label(ax, "updates so far", "weight", legend="upper left")
 
@@ -118,7 +136,7 @@ def gradients_against_fp16(log2_magnitudes: Tensor, scales: Values) -> list[Axes
     return axes
 
 
-def exponents_against_fp16(kinds: Mapping[str, Mapping[int, int]], scales: Values) -> list[Axes]:
+def exponents_against_fp16(kinds: Mapping[str, Histogram], scales: Values) -> list[Axes]:
     """Histograms of gradient exponents, moved by each of `scales`, over the range of fp16.
 
     `kinds` maps a name to {exponent k: number of values between 2^k and 2^(k+1)}.
@@ -130,10 +148,10 @@ def exponents_against_fp16(kinds: Mapping[str, Mapping[int, int]], scales: Value
     axes = _fp16_ranges(scales, left, name_zero_at=-31)
     for ax, scale in zip(axes, scales, strict=True):
         shift = math.log2(scale)
-        for (name, counts), (colour, hatch) in zip(kinds.items(), _HISTOGRAM_LOOKS, strict=False):
+        for (name, counts), look in zip(kinds.items(), _HISTOGRAM_LOOKS, strict=False):
             exponents = [k + shift for k in counts]
             shares = _percentages(counts)
-            ax.bar(exponents, shares, label=name, color=colour, hatch=hatch, **_HISTOGRAM)
+            ax.bar(exponents, shares, label=name, **look)
         ax.set_ylabel("values (%)")
         ax.margins(y=0.25)  # room for the names of the ranges
     first, *_ = axes
@@ -141,7 +159,7 @@ def exponents_against_fp16(kinds: Mapping[str, Mapping[int, int]], scales: Value
     return axes
 
 
-def _percentages(counts: Mapping[int, int]) -> list[float]:
+def _percentages(counts: Histogram) -> list[float]:
     """Shares of the values of a kind, since kinds differ in number."""
     total = max(1, sum(counts.values()))
     return [100 * count / total for count in counts.values()]
@@ -151,7 +169,8 @@ def _fp16_ranges(scales: Values, left: int, name_zero_at: float) -> list[Axes]:
     """A panel for each loss scale, with fp16's ranges as backgrounds, named in the first."""
     rows = len(scales)
     height = 2.2 * rows + 0.6
-    _, panels = style.rows(rows, (8.0, height), sharex=True, sharey=True)
+    size = (8.0, height)
+    _, panels = style.rows(rows, size, sharex=True, sharey=True)
     axes = list(panels)
     for ax, scale in zip(axes, scales, strict=True):
         ax.axvspan(left, ZERO, color=style.LOST)
@@ -169,9 +188,14 @@ def _fp16_ranges(scales: Values, left: int, name_zero_at: float) -> list[Axes]:
         18: "inf",
     }
     share_of_height = first.get_xaxis_transform()
-    on_top: Look = {"transform": share_of_height, "ha": "center", "va": "top"}
+    on_top: Look = {
+        "transform": share_of_height,
+        "ha": "center",
+        "va": "top",
+        "fontsize": 10,
+    }
     for middle, name in names.items():
-        first.text(middle, 0.97, name, fontsize=10, **on_top)
+        first.text(middle, 0.97, name, **on_top)
     last.set_xlim(left, RIGHT)
     last.set_xlabel("log2 of |gradient × loss scale|")
     return axes
@@ -191,10 +215,16 @@ def dtype_track(steps: Sequence[tuple[str, str]]) -> Axes:
             narrower = narrower or precision
         names.append(name)
         lanes.append(lane)
-        colour = COLOURS[precision]
-        ax.scatter(at, lane, s=90, marker=marker, color=colour, zorder=2)
+        look: Look = {
+            "s": 90,
+            "marker": marker,
+            "color": COLOURS[precision],
+            "zorder": 2,
+        }
+        ax.scatter(at, lane, **look)
     places = range(len(steps))
-    ax.plot(places, lanes, color=style.PATH, linewidth=1.5, zorder=1)
+    path: Look = {"color": style.PATH, "linewidth": 1.5, "zorder": 1}
+    ax.plot(places, lanes, **path)
     ax.set_yticks([0, 1], [narrower, "fp32"])
     ax.set_xticks(places, names, rotation=20)
     ax.set_ylim(-0.4, 1.4)
@@ -220,7 +250,8 @@ def dtypes_by_model(outcomes: Mapping[str, Mapping[str, DtypeOf]]) -> Figure:
     ops = list(names)
     height = 0.3 * len(ops) + 0.8
     count = len(outcomes)
-    figure, axes = style.columns(count, (9.0, height), sharey=True)
+    size = (9.0, height)
+    figure, axes = style.columns(count, size, sharey=True)
     for ax, title, backends in style.by_panel(axes, outcomes):
         style.dtype_cells(ax, backends, ops, fontsize=9)
         ax.set_title(title, fontsize=11)

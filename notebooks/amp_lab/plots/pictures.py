@@ -16,9 +16,11 @@ def side_by_side(pictures: Mapping[str, Tensor], values: str = "brightness") -> 
     """Pictures {title: (1, 1, H, W)} with `values` in [0, 1], on one grey scale."""
     columns = len(pictures)
     width = 2.6 * columns + 0.8
-    figure, axes = style.subplots(1, columns, size=(width, 3.0))
+    size = (width, 3.0)
+    figure, axes = style.subplots(1, columns, size)
     for ax, title, picture in style.by_panel(axes, pictures):
-        pixels = picture[0, 0].cpu().numpy()
+        grey = picture[0, 0].cpu()
+        pixels = grey.numpy()
         image = ax.imshow(pixels, **_ONE_SCALE)
         ax.set_title(title)
         ax.set_axis_off()
@@ -31,9 +33,10 @@ def augmentation_grid(rows: Mapping[str, Sequence[Tensor]]) -> Figure:
     first_row, *_ = rows.values()
     columns = len(first_row)
     width = 1.3 * columns
-    height = 1.3 * len(rows) + 0.3
+    count = len(rows)
+    height = 1.3 * count + 0.3
     size = (width, height)
-    figure, axes = style.subplots(len(rows), columns, size=size, squeeze=False)
+    figure, axes = style.subplots(count, columns, size, squeeze=False)
     for row, title, images in style.by_panel(axes, rows):
         for ax, image in zip(row, images, strict=True):
             _show(ax, image)

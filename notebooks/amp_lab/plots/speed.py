@@ -11,6 +11,12 @@ from amp_lab.timing import Comparison, Estimate, Ratio
 
 _LEVEL: Look = {"color": "black", "linewidth": 1}  # a line to compare with
 _TICK: Look = {"color": "black", "linewidth": 2}  # of a limit on a bar
+_LAYER_DOT: Look = {
+    "linestyle": "none",
+    "markersize": 7,
+    "markeredgecolor": "black",
+    "markeredgewidth": 0.6,
+}
 _KIND_LOOKS = [
     ("black", "*"),
     (style.PATH, "^"),
@@ -24,6 +30,8 @@ _POINT_MARKS = "osD^vP*X"
 
 Bar = tuple[str, str, Estimate | None, float | None, str]
 """Precision, rung, milliseconds, those at the limit, and the text beside the bar."""
+Layers = Sequence[tuple[str, float]]
+"""Kind and FLOPs per byte of each layer."""
 Growth = tuple[Sequence[int], Sequence[Ratio], Values]
 """Values, and for each the speed-up and the share of memory."""
 Point = tuple[str, str, float, Estimate]
@@ -62,7 +70,8 @@ def time_and_memory(
 def _time_bars(ax: Axes, times: Comparison) -> None:
     first, *_ = times.samples_s
     for name in times.samples_s:
-        milliseconds = times.time_s(name).times(1e3)
+        seconds = times.time_s(name)
+        milliseconds = seconds.times(1e3)
         text = f"{milliseconds.median:.3g}"
         if name != first:
             speedup = times.ratio(first, name)
@@ -95,7 +104,8 @@ def time_by_kind(kinds: Mapping[str, Comparison]) -> Axes:
         look = style.look_of(precision, width=width)
         offset = i * width
         for k, times in enumerate(comparisons):
-            milliseconds = times.time_s(precision).times(1e3)
+            seconds = times.time_s(precision)
+            milliseconds = seconds.times(1e3)
             text = ""
             has_room = i == 1 or times.trusted  # not to say twice that it was busy
             if i and has_room:
@@ -129,8 +139,8 @@ def throughput_over_batch(batches: Mapping[int, Comparison]) -> Figure:
         for batch, times in batches.items():
             step_s = times.time_s(precision)
             rates.append(step_s.rate(batch))
-        colour = COLOURS[precision]
-        style.measured_line(left, sizes, rates, form, color=colour, label=precision)
+        look: Look = {"color": COLOURS[precision], "label": precision}
+        style.measured_line(left, sizes, rates, form, **look)
     left.set_yscale("log")
     style.label(left, "batch", "samples per second", legend="lower right")
     ratios = [times.ratio(first, second) for times in comparisons]
@@ -146,16 +156,23 @@ def throughput_over_batch(batches: Mapping[int, Comparison]) -> Figure:
 
 def growth(panels: Mapping[str, Growth]) -> Figure:
     """Speed-up and share of FP32's memory by AMP: `panels[what]` is (values, speed-ups, shares)."""
-    alike = {"sharey": "row", "sharex": "col", "squeeze": False}
-    figure, axes = style.subplots(2, len(panels), size=(8.5, 4.4), **alike)
+    size = (8.5, 4.4)
+    columns = len(panels)
+    alike = {
+        "sharey": "row",
+        "sharex": "col",
+        "squeeze": False,
+    }
+    figure, axes = style.subplots(2, columns, size, **alike)
     upper_row, lower_row = axes
-    blue = COLOURS["fp32"]
-    orange = COLOURS["bf16"]
-    for (upper, lower), what, curves in style.by_panel(axes.T, panels):
+    of_speed: Look = {"color": COLOURS["bf16"], "linewidth": 2}
+    of_memory: Look = {"color": COLOURS["fp32"], "linewidth": 2}
+    for column, what, curves in style.by_panel(axes.T, panels):
+        upper, lower = column
         values, speedups, shares = curves
-        style.measured_line(upper, values, speedups, "-o", color=orange, linewidth=2)
+        style.measured_line(upper, values, speedups, "-o", **of_speed)
         upper.axhline(1, **_LEVEL)
-        lower.plot(values, shares, "--s", color=blue, linewidth=2)
+        lower.plot(values, shares, "--s", **of_memory)
         lower.axhline(0.5, **_LEVEL)
         style.log2_axis(lower, ticks=values)
         lower.set_xlabel(what)
@@ -182,7 +199,8 @@ def speedup_over_size(sizes: Sequence[int], speedups: Mapping[str, Sequence[Rati
     """Speed-ups against the image size; `speedups[label]` has a ratio for each size."""
     _, ax = style.subplots(size=(7.0, 3.2))
     ax.axhline(1, **_LEVEL)
-    for (label, ratios), (form, face) in zip(speedups.items(), _LINE_LOOKS, strict=False):
+    for (label, ratios), line_look in zip(speedups.items(), _LINE_LOOKS, strict=False):
+        form, face = line_look
         precision = style.precision_of(label)
         look: Look = {
             "color": COLOURS[precision],
@@ -196,22 +214,18 @@ def speedup_over_size(sizes: Sequence[int], speedups: Mapping[str, Sequence[Rati
     return style.label(ax, x_label, "speed-up", legend="lower right")
 
 
-def flops_per_byte(panels: Mapping[str, Sequence[tuple[str, float]]]) -> Figure:
+def flops_per_byte(panels: Mapping[str, Layers]) -> Figure:
     """FLOPs per byte of layers in their order: `panels[title]` is a list of (kind, value)."""
-    figure, axes = style.subplots(1, len(panels), size=(8.0, 3.4), sharey=True)
+    size = (8.0, 3.4)
+    columns = len(panels)
+    figure, axes = style.subplots(1, columns, size, sharey=True)
     kinds: dict[str, None] = {}  # a set in order
     for layers in panels.values():
         kinds |= dict.fromkeys(kind for kind, _ in layers)
-    edge: Look = {"markeredgecolor": "black", "markeredgewidth": 0.6}
     for ax, title, layers in style.by_panel(axes, panels):
         for kind, (colour, marker) in zip(kinds, _KIND_LOOKS, strict=False):
-            intensities: dict[int, float] = {}
-            for i, (kind_of_layer, intensity) in enumerate(layers):
-                if kind_of_layer == kind:
-                    intensities[i] = intensity
-            at = list(intensities)
-            values = list(intensities.values())
-            ax.plot(at, values, marker, color=colour, markersize=7, label=kind, **edge)
+            look: Look = {"color": colour, "marker": marker, **_LAYER_DOT}
+            _dots_of_kind(ax, layers, kind, look)
         ax.set_yscale("log")
         ax.set_xlabel("layer, from input to output")
         powers = [1, 10, 100]
@@ -224,19 +238,31 @@ def flops_per_byte(panels: Mapping[str, Sequence[tuple[str, float]]]) -> Figure:
     return figure
 
 
+def _dots_of_kind(ax: Axes, layers: Layers, kind: str, look: Look) -> None:
+    places: list[int] = []
+    intensities: list[float] = []
+    for place, (kind_of_layer, intensity) in enumerate(layers):
+        if kind_of_layer == kind:
+            places.append(place)
+            intensities.append(intensity)
+    ax.plot(places, intensities, label=kind, **look)
+
+
 def speed_ladder(panels: Mapping[str, Sequence[Bar]]) -> Figure:
     """Bars of time from the lowest rung to the highest, and a tick where the device's limit is.
 
     `panels[title]` has (precision, rung, milliseconds, those at the limit, text beside the bar).
     """
-    heights = [len(rows) + 1.5 for rows in panels.values()]
+    heights = [len(bars) + 1.5 for bars in panels.values()]
     height = 0.26 * sum(heights) + 0.6
+    size = (8.0, height)
     count = len(panels)
-    figure, axes = style.rows(count, (8.0, height), height_ratios=heights)
+    figure, axes = style.rows(count, size, height_ratios=heights)
     has_limits = False
-    for ax, title, rows in style.by_panel(axes, panels):
+    for ax, title, bars in style.by_panel(axes, panels):
         names: list[str] = []
-        for y, (precision, rung, milliseconds, limit, text) in enumerate(rows):
+        for y, bar in enumerate(bars):
+            precision, rung, milliseconds, limit, text = bar
             names.append(f"{precision} {rung}")
             _rung_bar(ax, y, precision, milliseconds, text)
             if limit is not None:
@@ -277,14 +303,20 @@ def roofline(roofs: Mapping[str, float], bytes_per_s: float, points: Sequence[Po
     _roofs(ax, roofs, bytes_per_s, points)
     labels = dict.fromkeys(label for label, *_ in points)
     marker_of = dict(zip(labels, _POINT_MARKS, strict=False))
-    edge: Look = {"markeredgecolor": "black"}
     for label, precision, intensity, achieved in points:
         marker = marker_of[label]
-        colour = COLOURS[precision]
-        style.measured_line(ax, [intensity], [achieved], marker, color=colour, markersize=8, **edge)
-    for label, marker in marker_of.items():  # the legend has them without a precision's colour
-        ax.plot([], [], marker, color=style.STRONG_GRID, label=label, **edge)
-    ax.set(xscale="log", yscale="log")
+        look: Look = {
+            "color": COLOURS[precision],
+            "markersize": 8,
+            "markeredgecolor": "black",
+        }
+        style.measured_line(ax, [intensity], [achieved], marker, **look)
+    # The legend has them without a precision's colour.
+    grey: Look = {"color": style.STRONG_GRID, "markeredgecolor": "black"}
+    for label, marker in marker_of.items():
+        ax.plot([], [], marker, label=label, **grey)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
     style.label(ax, "FLOPs per byte moved", "FLOP/s")
     style.legend_beside(figure, "outside right upper", fontsize=9)
     return figure
@@ -295,12 +327,15 @@ def _roofs(
 ) -> None:
     """The limit of each precision, over a range that has all points."""
     intensities = [intensity for _, _, intensity, _ in points]
-    low = min([1.0, *intensities]) / 2
-    high = max([100.0, *intensities]) * 4
+    lowest = min([1.0, *intensities])
+    highest = max([100.0, *intensities])
+    low = lowest / 2
+    high = highest * 4
     for (precision, flops_per_s), dash in zip(roofs.items(), _ROOF_DASHES, strict=False):
         ridge = flops_per_s / bytes_per_s  # left of it, memory is the limit
         x = [low, ridge, high]
-        y = [low * bytes_per_s, flops_per_s, flops_per_s]
+        lowest_rate = low * bytes_per_s
+        y = [lowest_rate, flops_per_s, flops_per_s]
         colour = COLOURS[precision]
         label = f"limit in {precision}"
         ax.plot(x, y, dash, color=colour, label=label)
@@ -319,7 +354,11 @@ def best_speedups(machines: Mapping[str, Mapping[str, Ratio]]) -> Figure:
     last = max(1, count - 1)
     for i, (machine, speedup_of) in enumerate(machines.items()):
         grey = 0.15 + 0.6 * i / last
-        look: Look = {"color": str(grey), "height": bar_height, **style.EDGED}
+        look: Look = {
+            "color": str(grey),
+            "height": bar_height,
+            **style.EDGED,
+        }
         offset = i * bar_height
         for name, speedup in speedup_of.items():
             y = names.index(name) + offset
@@ -339,16 +378,19 @@ def passes(chains: Mapping[str, Sequence[str]]) -> Axes:
     Those that begin with "read" or "write" stand for memory and are black, the others for what
     stays in the cache.
     """
-    height = 0.62 * len(chains) + 0.5
+    count = len(chains)
+    height = 0.62 * count + 0.5
     _, ax = style.subplots(size=(8.5, height))
     for y, chain in enumerate(chains.values()):
         left = 0.0
         for text in chain:
-            width = 0.085 * len(text) + 0.3
+            letters = len(text)
+            width = 0.085 * letters + 0.3
             _box(ax, left, y, width, text)
             left += width + 0.12
-    rows = range(len(chains))
-    ax.set_yticks(rows, list(chains))
+    rows = range(count)
+    names = list(chains)
+    ax.set_yticks(rows, names)
     ax.invert_yaxis()
     ax.set_xticks([])
     ax.set_frame_on(False)
@@ -363,6 +405,11 @@ def _box(ax: Axes, left: float, y: int, width: float, text: str) -> None:
     if text.startswith(("read", "write")):
         face = "black"
         ink = "white"
-    ax.barh(y, width, left=left, height=0.6, color=face, edgecolor="black")
+    box: Look = {
+        "height": 0.6,
+        "color": face,
+        "edgecolor": "black",
+    }
+    ax.barh(y, width, left=left, **box)
     middle = left + width / 2
     ax.text(middle, y, text, fontsize=9, color=ink, **style.CENTRED)

@@ -26,7 +26,13 @@ COLOURS = {
     "fp16": "#b3446c",
     "fp8": "#8fbcbb",
 }
-HATCHES = {"fp32": "", "tf32": "..", "bf16": "//", "fp16": "xx", "fp8": "--"}
+HATCHES = {
+    "fp32": "",
+    "tf32": "..",
+    "bf16": "//",
+    "fp16": "xx",
+    "fp8": "--",
+}
 # Greys for what is no precision: backgrounds, then lines, then anything else.
 LOST = "0.80"
 SUBNORMAL = "0.91"
@@ -77,10 +83,13 @@ DASHES = (
 )
 
 Look = dict[str, Any]
+Grey = tuple[str, str]  # a shade and a hatch
+Size = tuple[float, float]  # width and height in inches
 Bars = list[tuple[float, Look]]  # of a stack: length and look of each
 Values = Sequence[float]
 Panels = Mapping[str, Any]  # what each panel shows, by its title
 CENTRED: Look = {"ha": "center", "va": "center"}
+SLANTED: Look = {"rotation": 30, "ha": "right", "fontsize": 9}  # names below an axis
 EDGED: Look = {"edgecolor": "white"}  # bars that touch are told apart by it
 Inside = Literal["best", "upper left", "center right", "lower right"]  # of the axes, for a legend
 
@@ -132,27 +141,28 @@ def save(path: str | PathLike[str], draw: Callable[..., Figure], *arguments: obj
 
     Raises `OptionError` if it cannot be written.
     """
-    form = Path(path).suffix.removeprefix(".") or "png"
+    suffix = Path(path).suffix
+    form = suffix.removeprefix(".") or "png"
     picture = image(draw, *arguments, form=form)
     files.save(Path(path), [picture])
 
 
 def subplots(
-    rows: int = 1, columns: int = 1, size: tuple[float, float] | None = None, **options: Any
+    rows: int = 1, columns: int = 1, size: Size | None = None, **options: Any
 ) -> tuple[Figure, Any]:
     """`pyplot.subplots` with a size in inches, for figures that `save` can write too."""
     figure = _new_figure.get()(figsize=size)
     return figure, figure.subplots(rows, columns, **options)
 
 
-def columns(count: int, size: tuple[float, float], **options: Any) -> tuple[Figure, Sequence[Axes]]:
+def columns(count: int, size: Size, **options: Any) -> tuple[Figure, Sequence[Axes]]:
     """Panels side by side, of which there may be one alone."""
     figure, grid = subplots(1, count, size=size, squeeze=False, **options)
     (axes,) = grid
     return figure, axes
 
 
-def rows(count: int, size: tuple[float, float], **options: Any) -> tuple[Figure, Sequence[Axes]]:
+def rows(count: int, size: Size, **options: Any) -> tuple[Figure, Sequence[Axes]]:
     """Panels one below the other, of which there may be one alone."""
     figure, grid = subplots(count, size=size, squeeze=False, **options)
     return figure, grid[:, 0]
@@ -166,12 +176,15 @@ def by_panel(axes: Iterable[Axes], panels: Panels) -> Iterator[tuple[Axes, str, 
 
 def look_of(precision: str, **more: Any) -> Look:
     """How bars of a precision are drawn; what is no precision is light grey with dots."""
-    colour = COLOURS.get(precision, OTHER)
-    hatch = HATCHES.get(precision, "..")
-    return {"color": colour, "hatch": hatch, **EDGED, **more}
+    return {
+        "color": COLOURS.get(precision, OTHER),
+        "hatch": HATCHES.get(precision, ".."),
+        **EDGED,
+        **more,
+    }
 
 
-def part_looks(parts: Iterable[str], greys: Sequence[tuple[str, str]]) -> dict[str, Look]:
+def part_looks(parts: Iterable[str], greys: Sequence[Grey]) -> dict[str, Look]:
     """The looks of the parts of a stack, which are no precisions; as many as there are greys."""
     looks: dict[str, Look] = {}
     for part, (grey, hatch) in zip(parts, greys, strict=True):
@@ -312,10 +325,16 @@ def lines(
         if not isinstance(points, Mapping):
             points = dict(enumerate(points, first))
         colour = COLOURS[precision]
-        line: Look = {"linestyle": dash, "marker": marker, "color": colour, **look}
+        line: Look = {
+            "label": label,
+            "linestyle": dash,
+            "marker": marker,
+            "color": colour,
+            **look,
+        }
         x = list(points)
         y = list(points.values())
-        ax.plot(x, y, label=label, **line)
+        ax.plot(x, y, **line)
 
 
 def precision_of(label: str) -> str:

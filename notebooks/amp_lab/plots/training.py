@@ -18,10 +18,24 @@ _LOOK_OF_SETTING = {  # fp32 is a wide line, on which the others can be seen to 
     "bf16": (":", {"linewidth": 3, "alpha": 1}),
 }
 _SCALE_LOOKS = [("black", "-"), (style.SECOND, "--")]
-_DOT: Look = {"marker": "o", "linestyle": "none", "alpha": 0.6, "markersize": 7}
+_BAND: Look = {"alpha": 0.2, "linewidth": 0}
+_DOT: Look = {
+    "marker": "o",
+    "linestyle": "none",
+    "alpha": 0.6,
+    "markersize": 7,
+}
 _MEAN: Look = {"color": "black", "linewidth": 2}
-_UNIT_SCALE: Look = {"color": "black", "linestyle": ":", "linewidth": 1}
+_UNIT_SCALE: Look = {
+    "color": "black",
+    "linestyle": ":",
+    "linewidth": 1,
+}
 
+Losses = Mapping[str, Values]
+"""Losses by the name of what had them."""
+ScaleLog = tuple[Values, Sequence[int]]
+"""Loss scales, and the steps that were skipped."""
 Runs = Mapping[str, Tensor]
 """Values (seeds, epochs) of each precision."""
 
@@ -36,7 +50,7 @@ def _mean_and_band(ax: Axes, runs: Runs, **look: Any) -> None:
         means[precision] = mean.tolist()
         epochs = range(1, len(mean) + 1)
         colour = COLOURS[precision]
-        ax.fill_between(epochs, low, high, color=colour, alpha=0.2, linewidth=0)
+        ax.fill_between(epochs, low, high, color=colour, **_BAND)
     style.lines(ax, means, first=1, linewidth=2, **look)
 
 
@@ -52,8 +66,8 @@ def loss_and_accuracy(losses: Runs, accuracies: Runs) -> Figure:
     """Loss and accuracy {precision: (seeds, epochs)}: mean, and a band from lowest to highest."""
     figure, axes = style.columns(2, size=(7.5, 2.9))
     left, right = axes
-    for ax, curves in ((left, losses), (right, accuracies)):
-        _mean_and_band(ax, curves, dashes=_DASHES, markers="osd^")
+    for ax, runs in zip(axes, (losses, accuracies), strict=True):
+        _mean_and_band(ax, runs, dashes=_DASHES, markers="osd^")
         epoch_ticks = ax.xaxis.get_major_locator()
         epoch_ticks.set_params(integer=True)  # there is no epoch 1.5
     left.set_ylim(bottom=0)  # a small difference shall look small
@@ -64,11 +78,12 @@ def loss_and_accuracy(losses: Runs, accuracies: Runs) -> Figure:
     return figure
 
 
-def loss_by_backend(panels: Mapping[str, Mapping[str, Values]]) -> Figure:
+def loss_by_backend(panels: Mapping[str, Losses]) -> Figure:
     """Loss over the epochs, a panel for each backend: `panels[backend][precision]` is a list."""
     columns = len(panels)
     width = 4.0 * columns
-    figure, axes = style.subplots(1, columns, size=(width, 3.0), sharey=True)
+    size = (width, 3.0)
+    figure, axes = style.subplots(1, columns, size, sharey=True)
     for ax, backend, losses in style.by_panel(axes, panels):
         style.lines(ax, losses, first=1, linewidth=2.5)
         whole_epochs = MaxNLocator(integer=True)  # there is no epoch 1.5
@@ -81,7 +96,7 @@ def loss_by_backend(panels: Mapping[str, Mapping[str, Values]]) -> Figure:
     return figure
 
 
-def losses_by_setting(losses: Mapping[str, Values]) -> Axes:
+def losses_by_setting(losses: Losses) -> Axes:
     """Losses {setting: loss of each step}, on a log axis; a setting begins with a precision."""
     figure, ax = style.subplots()
     drawn: set[str] = set()
@@ -105,7 +120,8 @@ def training_curves(curves: Mapping[str, Values], what: str) -> Figure:
     forms = ["--o", "-o"]
     for (part, values), form in zip(curves.items(), forms, strict=True):
         epochs = range(1, len(values) + 1)
-        ax.plot(epochs, values, form, color=colour, label=part)
+        look: Look = {"color": colour, "label": part}
+        ax.plot(epochs, values, form, **look)
     style.label(ax, "epoch", what, legend="best")
     return figure
 
@@ -114,10 +130,13 @@ def scores_by_seed(scores: Mapping[str, Values]) -> Axes:
     """Dots of a score in percent, `scores[precision]`, for each seed, and a bar at their mean."""
     _, ax = style.subplots(size=(6.0, 2.0))
     for y, (precision, values) in enumerate(scores.items()):
-        _seed_dots(ax, y, values, COLOURS[precision])
-    rows = range(len(scores))
-    ax.set_yticks(rows, list(scores))
-    lowest = len(scores) - 0.5
+        colour = COLOURS[precision]
+        _seed_dots(ax, y, values, colour)
+    count = len(scores)
+    rows = range(count)
+    names = list(scores)
+    ax.set_yticks(rows, names)
+    lowest = count - 0.5
     ax.set_ylim(lowest, -0.5)
     ax.set_xlabel("test accuracy; bar: mean of the seeds (%)")
     return ax
@@ -138,11 +157,19 @@ def _seed_dots(ax: Axes, y: int, values: Values, colour: str) -> None:
 def _stairs(ax: Axes, scales: Values, skipped: Sequence[int], markersize: float) -> None:
     """The scale at each step, with a cross where the step was skipped."""
     steps = range(len(scales))
-    colour = COLOURS["fp16"]
-    ax.step(steps, scales, where="mid", color=colour, label="loss scale")
+    line: Look = {
+        "where": "mid",
+        "color": COLOURS["fp16"],
+        "label": "loss scale",
+    }
+    ax.step(steps, scales, **line)
     at_skips = [scales[step] for step in skipped]
-    cross: Look = {"color": "black", "markersize": markersize}
-    ax.plot(skipped, at_skips, "x", label="step skipped", **cross)
+    cross: Look = {
+        "color": "black",
+        "markersize": markersize,
+        "label": "step skipped",
+    }
+    ax.plot(skipped, at_skips, "x", **cross)
     ax.set_yscale("log", base=2)
 
 
@@ -153,12 +180,14 @@ def scale_over_time(scales: Values, skipped: Sequence[int]) -> Axes:
     return style.label(ax, "step", "loss scale", legend="lower right")
 
 
-def scales_by_setting(logs: Mapping[str, tuple[Values, Sequence[int]]]) -> Figure:
+def scales_by_setting(logs: Mapping[str, ScaleLog]) -> Figure:
     """Loss scales and skipped steps, one panel a setting: `logs[setting]` is (scales, skipped)."""
     rows = len(logs)
     height = 1.35 * rows + 0.5
-    figure, axes = style.subplots(rows, size=(8.0, height), sharex=True, sharey=True)
-    for ax, setting, (scales, skipped) in style.by_panel(axes, logs):
+    size = (8.0, height)
+    figure, axes = style.subplots(rows, size=size, sharex=True, sharey=True)
+    for ax, setting, log in style.by_panel(axes, logs):
+        scales, skipped = log
         _stairs(ax, scales, skipped, markersize=6)
         count = len(skipped)
         title = f"{setting}: {count} skipped"
@@ -172,12 +201,18 @@ def scales_by_setting(logs: Mapping[str, tuple[Values, Sequence[int]]]) -> Figur
 def loss_scales(histories: Mapping[str, Values]) -> Axes:
     """Two loss scales {name: scale after each step}, a precision in its colour; dotted: 1."""
     _, ax = style.subplots()
-    for (name, scales), (other_colour, dash) in zip(histories.items(), _SCALE_LOOKS, strict=True):
+    for (name, scales), scale_look in zip(histories.items(), _SCALE_LOOKS, strict=True):
+        other_colour, dash = scale_look
         precision = style.precision_of(name)
         colour = COLOURS.get(precision, other_colour)
         steps = range(1, len(scales) + 1)
-        look: Look = {"color": colour, "linewidth": 2}
-        ax.step(steps, scales, dash, where="mid", label=name, **look)
+        look: Look = {
+            "where": "mid",
+            "color": colour,
+            "linewidth": 2,
+            "label": name,
+        }
+        ax.step(steps, scales, dash, **look)
     ax.axhline(1, **_UNIT_SCALE)
     ax.set_yscale("log", base=2)
     far_apart = LogLocator(base=2**16)  # the scale may rise by a hundred powers
@@ -193,9 +228,14 @@ def gradient_norm_in_step(norms: Mapping[str, float], scaled: Sequence[str]) -> 
     first_true = len(scaled)
     border = first_true - 0.5
     ax.axvspan(-0.5, border, color=style.SCALED)
-    ax.plot(stages, lengths, ":", color=style.GUIDE, zorder=1)  # behind the dots
-    ax.plot(stages, lengths, "o", color=COLOURS["fp16"], markersize=10)
-    off_the_line: Look = {"xytext": (12, 6), "textcoords": "offset points"}
+    line: Look = {"color": style.GUIDE, "zorder": 1}  # behind the dots
+    ax.plot(stages, lengths, ":", **line)
+    dot: Look = {"color": COLOURS["fp16"], "markersize": 10}
+    ax.plot(stages, lengths, "o", **dot)
+    off_the_line: Look = {
+        "xytext": (12, 6),
+        "textcoords": "offset points",
+    }
     for stage, length in enumerate(lengths):
         text = f"{length:.2f}"
         if length > 100:
@@ -203,7 +243,8 @@ def gradient_norm_in_step(norms: Mapping[str, float], scaled: Sequence[str]) -> 
         ax.annotate(text, (stage, length), **off_the_line)
     at_top: Look = {"transform": ax.get_xaxis_transform(), "va": "top"}
     ax.text(-0.45, 0.96, "scaled: do not look", **at_top)
-    ax.text(first_true - 0.45, 0.96, "true: clip, log, step", **at_top)
+    right_of_border = first_true - 0.45
+    ax.text(right_of_border, 0.96, "true: clip, log, step", **at_top)
     ax.set_yscale("log", base=2)
     ax.margins(y=0.3)  # room for both texts above the highest value
     ax.set_xticks(stages, norms)
