@@ -191,8 +191,8 @@ assert fp16.largest == 65504
 # ## Spacing
 #
 # The bit patterns of positive numbers are in the same order as the numbers. So we find the next
-# larger number by adding 1 to the bits, and can *measure* the spacing at any magnitude: we see by
-# how much the number grew.
+# larger number by adding 1 to the last bit, and can *measure* the spacing at any magnitude: we see
+# by how much the number grew.
 
 
 # %%
@@ -371,7 +371,7 @@ for name in ("fp32", "fp16", "bf16"):
 
 # %% [markdown]
 # Added to 1, an update of 1/2048 is lost in fp16, and one of 1/256 is lost in bf16. (For other
-# weights, and downwards from 1, the limit lies between this share and half of it.) So **bf16 has the
+# normal weights, and downwards from 1, the limit lies between this share and half of it.) So **bf16 has the
 # range of fp32, but not its precision**: it usually needs no loss scaling, but it loses updates that
 # are up to eight times as large as those that fp16 loses.
 #
@@ -472,8 +472,8 @@ assert not torch.backends.cuda.matmul.allow_fp16_accumulation
 # %% [markdown]
 # Not here: 2060 is the exact sum, rounded to fp16 once at the end. According to PyTorch's notes on
 # [numerical accuracy](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html) and on
-# [CUDA](https://docs.pytorch.org/docs/stable/notes/cuda.html), the matrix units of GPUs work in the
-# same way, with 16 bits coming in, fp32 inside, and 16 bits going out. For fp16 two switches loosen
+# [CUDA](https://docs.pytorch.org/docs/stable/notes/cuda.html), the matrix units of GPUs usually work
+# in the same way, with 16 bits coming in, fp32 inside, and 16 bits going out. For fp16 two switches loosen
 # this on CUDA, and the cell asserts their defaults: `allow_fp16_reduced_precision_reduction`, which
 # is on, lets *partial* sums be combined in fp16, and `allow_fp16_accumulation`, which is off, adds up
 # in fp16 altogether. (bf16 has one of its own, `allow_bf16_reduced_precision_reduction`.) Sums, layer
@@ -563,16 +563,16 @@ _ = plots.gradients_against_fp16(gradients.abs().log2(), scales=(1, 2**16))
 # %% [markdown]
 # These are two histograms of log2|gradient|, drawn over the range of fp16: what lies in the dark
 # area on the left becomes zero, the lighter grey is subnormal, white is normal, and the dark area
-# on the right is infinite. At scale 1 (above), the gradients fill the two grey areas and leave
-# nearly all of the normal range unused. Scaling by 2^16 (below) moves all of them 16 places to the
+# on the right is infinite. At scale 1 (above), nearly all gradients lie in the two grey areas on
+# the left. Scaling by 2^16 (below) moves all of them 16 places to the
 # right and changes nothing else.
 #
 # The last column printed above the picture is the error: the norm of all differences, divided by
 # the norm of all gradients. It stays below a tenth of a percent even at scale 1, since the
 # gradients that vanish are the smallest ones. So a network like this may well train without a
 # scale. But a weight that gets *only* gradients that vanish learns nothing then, and what becomes zero
-# in one layer is lost for the layers below. The paper reports an object detector that diverged in fp16
-# without loss scaling, and did as well as in fp32 with a scale of 8.
+# in one layer is lost for the layers below. [The paper](https://arxiv.org/abs/1710.03740) reports
+# an object detector that diverged in fp16 without loss scaling, and did as well as in fp32 with a scale of 8.
 #
 # ### Why they are so small
 #
@@ -585,7 +585,7 @@ wanted = (logits.softmax(dim=1) - nn.functional.one_hot(targets, 10)) / len(targ
 torch.testing.assert_close(trained[-1], wanted, rtol=1e-4, atol=2e-10)
 
 # %% [markdown]
-# So there are two reasons. The mean over 1024 examples divides by 2^10, from the first step on. And
+# So there are two reasons. The mean over 1024 examples divides by 2^10, before training as well. And
 # as the network becomes confident, the probabilities of the wrong classes fall towards zero, and
 # the gradients with them. To see how much each contributes, we print the median gradient before and
 # after training, as a power of two.
@@ -605,8 +605,8 @@ assert medians["trained", "mean"] < medians["untrained", "mean"] - 10
 #
 # ## FP8 overflows in two ways (optional)
 #
-# AMP stops at 16 bits; for training in fp8 you take a library that was made for it, such as torchao
-# or Transformer Engine. But since you will meet both fp8 formats, it is worth knowing how they
+# AMP stops at 16 bits; for training in fp8 you take a library that was made for it, such as
+# [torchao](15_below_16_bits.ipynb). But since you will meet both fp8 formats, it is worth knowing how they
 # overflow. With 8 bits there are 256 patterns, few enough to look at all of them.
 
 # %%

@@ -188,10 +188,10 @@ assert dtype_of(torch.prod, narrow) is torch.float32
 # has a reason of its own:
 #
 # - **In-place ops and `out=`** write into a tensor that exists, and its dtype cannot change. So
-#   autocast leaves the call alone: a product of fp32 matrices runs in fp32, and gets no faster.
-# - **An explicit `dtype=`** decides the dtype of the result. `prod` is on every backend's list for
-#   fp32. On CUDA and XPU its input is then left alone as well; a CPU and MPS multiply in fp32 first.
-#   `dtype=` is also a way to get fp32 from an op that is *not* listed, such as `softmax` on a CPU.
+#   autocast leaves these two calls alone: the product runs in fp32, and gets no faster.
+# - **An explicit `dtype=`** decides the dtype of the result. `prod` has the policy fp32,
+#   and yet the call above returns `low`. `dtype=` is also a way to get fp32 from an op that is *not*
+#   listed, such as `softmax` on a CPU.
 # - **Tensors on another device** are not cast, because the first argument of `torch.autocast` names
 #   one type of device. (The `meta` device stands in for "another" here.)
 # - **float64 and integers** are not cast either.
@@ -278,7 +278,7 @@ assert weight.grad.dtype is weight.dtype is torch.float32
 
 # %% [markdown]
 # The forward pass has two casts down, the product in low precision, one cast up, and the loss in
-# fp32. The backward pass does the same in reverse, so it multiplies in low precision as well. Here each
+# fp32. The backward pass goes back through them, and multiplies in low precision as well. Here each
 # backward op runs in the dtype that autocast chose for its forward op, simply because the tensors
 # that were saved have that dtype. And since the backward of a cast is the cast back, the gradient
 # of `weight` arrives in fp32.
@@ -351,8 +351,9 @@ assert seen == {"plain": torch.float32, "decorated": low}
 # %% [markdown]
 # It is not: **the state belongs to the thread**, and a new one begins without autocast, so the
 # product ran in fp32. If you run a model in threads of your own, enter autocast in each of them, or
-# use the decorator. (A block can also switch to the other half precision, for instance to bf16 for a
-# part that overflows.)
+# use the decorator. (An inner block can also switch to the other half precision. If it uses trained
+# weights that the outer one has cast, it needs
+# `cache_enabled=False`.) <!-- tests/notebooks/test_02_autocast_dtypes.py -->
 #
 # ## The cache of weight casts
 #
@@ -509,14 +510,14 @@ for group, ops in groups.items():
 # CUDA's. (These numbers may change with the version of PyTorch.) The
 # third line matters most: `exp`, `sum`, `softmax` and `layer_norm` run in fp32 on CUDA, since their
 # results or their inner sums can leave the range of fp16. On the CPU, whose default is bf16,
-# they are not listed and stay in low precision. So a test on a CPU tells you little about what a
-# GPU will do.
+# they are not listed and stay in low precision. So a test on a CPU does not tell
+# you which dtypes a GPU will use.
 #
 # ## Ask for any backend's policy
 #
 # You can still see CUDA's dtypes without CUDA, because autocast casts *before* a kernel is chosen.
 # A **fake tensor** has a device, a shape and a dtype, but no data, and so it needs no such device.
-# `torch.autocast("cuda")` refuses to work without a GPU, so we set the switch beneath it by hand.
+# `torch.autocast("cuda")` turns itself off without a GPU, so we set the switch beneath it by hand.
 
 
 # %%
@@ -881,8 +882,8 @@ check_policy(policy)
 #     return "not listed"
 # ```
 #
-# An op with one of the two policies returns the same dtype for both. An op without one returns what it
-# was given.
+# Here an op with one of the two policies returns the same dtype for both, and one without returns
+# what it was given.
 #
 # </details>
 #

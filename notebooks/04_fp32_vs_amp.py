@@ -159,8 +159,8 @@ def step_amp(model, optimizer, scaler, dtype):
 
 # %% [markdown]
 # A run consists of a network, an optimizer, and for AMP one scaler. We enable the scaler for fp16
-# only. With bf16 it is disabled and scales nothing, so that one step function serves both.
-# <!-- tests/test_precision.py -->
+# only. With bf16 it is disabled and scales nothing, so that one step
+# function serves both. <!-- tests/test_precision.py -->
 
 
 # %%
@@ -273,7 +273,7 @@ print(f"from seed to seed, fp32 differs by {spread:.5f}")
 #
 # Does a loss of that size mean that the picture is right? We let the networks of the first seed
 # draw it. `inference_mode` records nothing for a backward pass. `eval` is another switch: it makes
-# batch normalisation use its running statistics.
+# batch normalisation use its running statistics. <!-- tests/notebooks/test_04_fp32_vs_amp.py -->
 
 
 # %%
@@ -314,7 +314,7 @@ assert all(one < differences["fp32 and target"].mean() for one in between)
 # %% [markdown]
 # Black means no difference. The first two pictures show the same rings: each network is off most
 # where the target jumps from one level to the next. The last one, bf16 against fp32, has no rings but
-# a brighter patch in one corner, and is darker on the whole, since these two differ by less. Two runs
+# a few brighter patches, and is darker on the whole, since these two differ by less. Two runs
 # that round differently drift apart, but here they stay nearer to each other than to the target.
 #
 # ## Time of a training step
@@ -324,7 +324,7 @@ assert all(one < differences["fp32 and target"].mean() for one in between)
 # between it times a small product of its own and, on Linux, asks the operating system who had the
 # cores. A round that another program disturbed is left out, and if too few rounds remain, the result
 # says that it is not to be trusted. From the ratios within each round come the median and, in
-# brackets, its 95 % interval.
+# brackets, its 95 % interval. <!-- tests/test_timing.py -->
 #
 # A measured time can still be wrong. So we also count the arithmetic of a step, and check whether
 # the device can do that much in the time.
@@ -387,7 +387,7 @@ assert device.type == "cpu" or not fastest.is_below(1)
 # CPU cores used here, a step took less than two thirds of the time. On your device, AMP is faster if the
 # interval lies above 1x and slower if it lies below. If it contains 1x, this measurement cannot
 # tell. *Too busy to tell* means that something else kept the machine busy. Stop it and run the cell
-# again.
+# again. <!-- tests/test_timing.py -->
 #
 # ## Memory of a training step
 #
@@ -395,7 +395,7 @@ assert device.type == "cpu" or not fastest.is_below(1)
 # itself, also reads their peak. A CPU and Apple's GPU have no such count. But most of the memory of *this*
 # step is what the forward pass keeps for the backward pass, and that can be counted on any device. Autograd
 # shows those tensors to a hook. We count each storage once, and leave out the parameters, which are there
-# anyway.
+# anyway. <!-- tests/test_timing.py -->
 
 
 # %%
@@ -452,7 +452,8 @@ _ = plots.time_and_memory(
 # %% [markdown]
 # FP32 is the bar on the left of each half. The label above each other bar gives its speed-up, or
 # its share of FP32's memory. The thin line on top of a time is its interval; memory is counted and
-# has none. If the machine was too busy to tell, the bars of time are grey and say so.
+# has none. If the machine was too busy to tell, the bars of time are grey
+# and say so. <!-- tests/plots/test_plots.py -->
 #
 # ## Inference
 #
@@ -645,9 +646,9 @@ for precision in precisions[1:]:
     assert memory < 1 or precision is Precision.TF32 or device.type == "mps"
 
 # %% [markdown]
-# - A step took less than two thirds of the time and kept 52% of the memory, and the losses differed
-#   by less than those of two seeds do. [Notebook 10](10_speed_ladder.ipynb) times the same network at
-#   other sizes and layouts, where AMP gains more or costs time.
+# - A step took less than two thirds of the time and kept 52% of the memory, and the mean losses
+#   differed by less than the seeds do. [Notebook 10](10_speed_ladder.ipynb) times the same network at
+#   other sizes and layouts, where AMP gains differently.
 # - To see whether reduced precision costs accuracy, compare the losses of several seeds. With few
 #   seeds you only see a difference that is larger than their spread; pairs can show smaller ones with
 #   fewer runs.

@@ -164,14 +164,13 @@ def train_epoch_fp32(model, loader, optimizer, scheduler):
 # ## The same loop with AMP
 #
 # The lines that compute something new are marked, and the function takes two more arguments. The
-# forward pass and the loss go under autocast, and the scaler takes over `backward` and `step`.
-# <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+# forward pass and the loss go under autocast, and the scaler takes over
+# `backward` and `step`. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # Both autocast and `GradScaler` take `enabled=`. When it is false, autocast casts nothing, and the
 # scaler leaves the loss as it is and only calls `optimizer.step`. We enable autocast for fp16 and bf16
 # and the scaler for fp16 alone, so that one loop serves every precision. With two loops, a bug is
-# easily fixed in only one of them.
-# <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+# easily fixed in only one of them. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # `outputs.float()` has the whole loss computed in FP32. Without it the backend decides: a CPU computes
 # cross-entropy in FP32 anyway, but CUDA rounds the log-probabilities inside it to the narrow format
@@ -388,7 +387,8 @@ for p in both:  # 25 times as many pixels or more take longer
 # interval wholly above or below 1x says that one of the two is faster. On this CPU bf16 *costs*
 # time on small images, and gains a little only at 160 pixels. Your device may draw
 # the line elsewhere. *Cores apart*: the host of a virtual machine moves its cores, so some timings
-# jump. If a line says that the machine was busy, stop what else runs there, and run the cell again.
+# jump. If a line says that the machine was busy, stop what else runs there, and run
+# the cell again. <!-- tests/test_timing.py -->
 #
 # ## Find the layers to blame
 #
@@ -528,7 +528,8 @@ _ = plots.speedup_over_size(step_sizes, speedups)
 # of the images. The solid line compares it with plain autocast and lies above 1 here at every size,
 # so the islands have paid. The dashed line compares it with FP32: on small images it lies near 1,
 # so not much is lost any more, and at 160 pixels well above 1, so that autocast is worth it there.
-# If nothing lost, the solid line lies near 1. Grey points are not to be trusted.
+# If nothing lost, the solid line lies near 1. Grey points are not
+# to be trusted. <!-- tests/plots/test_plots.py -->
 #
 # The lesson is not about one layer of one library. One part of a network can lose what all the
 # others gain, and timing the layers by kind can find that part. [Notebook
@@ -644,8 +645,8 @@ assert distance(resumed) == 0
 # ```
 #
 # `--dataset digits` needs no download, `--clip-norm` clips unscaled gradients, `--checkpoint-every`
-# saves more often, and `--resume` continues a run that was stopped or killed.
-# <!-- tests/training/test_run.py -->
+# saves more often, and `--resume` continues a run that was
+# stopped or killed. <!-- tests/training/test_run.py -->
 #
 # ## Clip gradients: unscale first (optional)
 #
@@ -739,7 +740,8 @@ assert not survived  # neither epoch 2 nor epoch 1
 # Both checkpoints are gone. The remedy has three parts: write under another name, make sure that the
 # file is on the disk, and only then give it the real name, which the file system does at once or not at
 # all. This is what *atomic* means, and `amp_lab.save_checkpoint` does it. It also adds a checksum, so
-# that `load_checkpoint` can tell if a file has been damaged. Here one byte in the middle is changed:
+# that `load_checkpoint` can tell if a file has been damaged. Here one byte in the middle is
+# changed: <!-- tests/checkpoint/test_checkpoint_file.py -->
 
 # %%
 save_checkpoint(path, weights=torch.ones(1000))
@@ -967,8 +969,8 @@ check_superfluous(superfluous)
 # A disabled scaler has no state, and without dropout nothing draws from the random states once the
 # run has begun: the order of the images depends on seed and epoch alone. (A `DataLoader` that
 # shuffles would draw from them.) Save both all the same. It costs a few kilobytes, and checkpoints
-# stay complete when somebody adds dropout or trains in fp16.
-# <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
+# stay complete when somebody adds dropout or
+# trains in fp16. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
 # </details>
 #

@@ -121,7 +121,8 @@ assert place.name == "256_ObjectCategories"
 # %% [markdown]
 # `load_dataset` leaves out the folder `257.clutter`, which is not a class, and keeps about one image in ten
 # of each class for testing. The parts are the same in each run; otherwise the accuracies of two runs would
-# be of two different tests. The tutorial has 26,802 training and 2,978 test images.
+# be of two different tests. The tutorial has 26,802 training and
+# 2,978 test images. <!-- tests/data/test_caltech256.py -->
 
 # %% tags=["nbval-ignore-output"]
 print(f"{len(data.train)} images for training, {len(data.test)} for testing")
@@ -368,8 +369,8 @@ assert steps_at == {256: 1050, 512: 530}
 assert round(100 / 2_978, 2) == 0.03  # what one test image is worth, in points
 
 # %% [markdown]
-# The accuracies, 83.1 % and 80.9 %, come from one run each, at different batch sizes, and AMP's had half as
-# many steps to learn in. The 2.2 points may be due to that, to chance, or to fp16; the table cannot tell.
+# The accuracies, 83.1 % and 80.9 %, come from one run each, at different batch sizes, and AMP's had about half
+# as many steps to learn in. The 2.2 points may be due to that, to chance, or to fp16; the table cannot tell.
 # A speed-up of only 1.10x is no surprise either, since a GTX 1060 is older than [Tensor
 # Cores](https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/index.html), the units
 # that multiply fp16 matrices faster. On that card AMP mostly made room for a larger batch.
@@ -502,8 +503,8 @@ for name in ("FP32, batch 512", "AMP, batch 512"):
     assert Counter(shape for shape, _, _ in frozen[name].peak)[512, 256, 56, 56] == 3
 
 # %% [markdown]
-# The worst moment is in the first residual block, where three tensors of 256 maps are alive: the
-# block's own output, and its shortcut before and after batch normalisation. The 64 maps are the
+# The worst moment is in the first residual block, where three tensors of 256 maps are alive: what
+# its three convolutions give, and its shortcut before and after batch normalisation. The 64 maps are the
 # block's input. With AMP all these maps take half the bytes, while the images and the weights,
 # which make up most of the rest, stay fp32. Earlier maps are gone: no parameter of the frozen backbone
 # needs a gradient, so a map is freed once no later layer needs it.
@@ -597,7 +598,8 @@ assert most[torch.bfloat16] > 1.8 * most[torch.float32]
 #
 # A run is more than its weights. To go on as if nothing had happened, it also needs the state of the
 # optimizer, and that of the scaler, which the tutorial did not save. `save_checkpoint` takes whatever has a
-# `state_dict`, and writes the file so that a crash leaves the old one or the new one, never half of one.
+# `state_dict`, and writes the file so that a crash leaves the old one or the new one, never
+# half of one. <!-- tests/checkpoint/test_checkpoint_file.py -->
 
 # %% tags=["nbval-ignore-output"]
 model, optimizer, scaler = run  # of the last precision above
@@ -634,7 +636,8 @@ assert (loaded_loss, loaded_accuracy) == (loss, accuracy)
 #
 # In each epoch a training image is moved, turned and scaled a little differently, and may be mirrored. In
 # one data set, the changes depend only on the seed, the epoch and the image's index. So a run that stops
-# can go on, and two precisions train on the very same pixels.
+# can go on, and two precisions train on the
+# very same pixels. <!-- tests/data/test_caltech256.py -->
 
 
 # %%
