@@ -968,7 +968,7 @@ check_superfluous(superfluous)
 #
 # A disabled scaler has no state, and without dropout nothing draws from the random states once the
 # run has begun: the order of the images depends on seed and epoch alone. (A `DataLoader` that
-# shuffles would draw from them.) Save both all the same. It costs a few kilobytes, and checkpoints
+# shuffles would draw from them.) Save both all the same. It costs little, and checkpoints
 # stay complete when somebody adds dropout or
 # trains in fp16. <!-- tests/notebooks/test_05_cifar10_mobilenet.py -->
 #
