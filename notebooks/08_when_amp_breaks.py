@@ -124,6 +124,9 @@
 # | `Recomputed values for the following tensors have different metadata than during the forward pass.` | if `dtype` differs, the checkpointed part keeps something that was in another dtype the second time, such as a table that `forward` casts and stores ([a report](https://github.com/pytorch/pytorch/issues/141896)): cast it where it is used. [Notebook 07](07_training_recipes.ipynb#Checkpoint-activations) |
 # | `Expected attn_mask dtype to be bool or float or to match query dtype` | the mask belongs to it too: give a boolean one, or cast it to the dtype of q. [Notebook 17](17_language_model.ipynb#One-dtype-for-q,-k-and-v) <!-- tests/notebooks/test_17_language_model.py --> |
 # | `torch.jit.trace` fails, or gives another dtype, inside an autocast block | open the block with `cache_enabled=False` ([a report](https://github.com/pytorch/pytorch/pull/63552)), or cast first and take `torch.export`: [notebook 18](18_inference_and_export.ipynb#Export) |
+# | `scale … has inconsistent type tensor(float)`, of a `BatchNormalization` | exported inside of a block, it gets an input in fp16 and weights in fp32, which [ONNX takes from opset 15 on](https://onnx.ai/onnx/operators/onnx__BatchNormalization.html): `opset_version=15` or later, or export outside of the block |
+# | `ScalarType ComplexDouble` in an export of a 16-bit model | the older exporter multiplies 16 bits by an fp32 number without dimensions wrongly ([a report](https://github.com/pytorch/pytorch/issues/158658)): `dynamo=True`, or `x * self.p.to(x.dtype)` |
+# | `self and mat2 must have the same dtype`, with weights in FP8 or int8 | a weight times its scale in fp32 is fp32 ([a report](https://github.com/kohya-ss/musubi-tuner/issues/1076)): cast the product to `x.dtype`. Autocast hides it in training |
 # | FP8 with a scale for each row gives NaN with LoRA | a row of zeros, as LoRA's B is at first, has the scale 0 ([a report](https://github.com/pytorch/ao/issues/3356)): set `activation_value_lb=1e-12` |
 #
 # **No message.** If nothing was raised, look for what is wrong with the result.
@@ -149,6 +152,9 @@
 # | a KL divergence, or a ratio of probabilities, is noisy in bf16 | [notebook 09](09_xray_your_model.ipynb#The-surprise-in-cross-entropy): cast the logits, not the log-probabilities |
 # | logged gradients are 65536 times too large, or jump by a factor of 2 | [section&nbsp;15](#15-Clipping-leaves-next-to-nothing-of-the-gradients) |
 # | a Dice, IoU or focal loss is NaN | [section&nbsp;6](#6-A-norm-written-by-hand-overflows-above-256) |
+# | gradients are infinite with several ranks only | the *sum* over the ranks exceeds 65504 in fp16: divide before the `all_reduce`, as [PyTorch's hook](https://github.com/pytorch/pytorch/blob/main/torch/distributed/algorithms/ddp_comm_hooks/default_hooks.py) does, or send bf16 |
+# | a resumed run takes twice the memory, in 16-bit weights | loading copies *into* the model and keeps its dtype ([a report](https://github.com/pytorch/pytorch/issues/138253)): build it in 16 bits again before you load, and then make the optimizer |
+# | a loop of `p = p.float()` over the parameters changes nothing | it only gives `p` another value: call `model.float()`, before the optimizer is made and before `fully_shard` |
 # | the loaded model is worse than the one that was saved | [section&nbsp;46](#46-After-resuming-the-loss-jumps-or-is-NaN) |
 # | the logged loss is off by a factor of 2 at times | [section&nbsp;12](#12-Scaler-methods-are-called-in-the-wrong-order) |
 # | weight decay, or an average of weights (EMA), does nothing in bf16 | [section&nbsp;29](#29-Half-precision-weights-stop-moving) |
@@ -2011,6 +2017,8 @@ assert after_updates(model) == 1.0
 # **Why.** `assign=True` took over the dtype of the checkpoint. Just below 1, bf16 numbers are 2^-8
 # apart, and a change of less than half of that is rounded away. So it goes with weight decay, which
 # changes a weight by `lr * weight_decay`, often 1e-4 or less of it, and with a moving average in bf16.
+# Code that writes `self.W.data = self.W.to(x.dtype)` in a forward pass casts a parameter for good: cast
+# a copy, or what the module gets. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
 # The moments of Adam have the dtype of
 # the parameters. In fp16 its epsilon of 1e-8 is 0, so in the first step (unless it is fused) a weight
 # whose gradient is 0 is changed by 0/0, which is NaN:
@@ -2071,7 +2079,9 @@ assert sum([one] * 1000, start=0 * one) == 256  # 256 + 1 is 256
 # positions have only 513 angles. This has happened in well-known models (the last link of this page).
 #
 # The same happens without autocast where the code itself casts whole numbers, with
-# `.to(torch.bfloat16)` or `dtype=`. And it happens to coordinates with a large offset:
+# `.to(torch.bfloat16)` or `dtype=`, or where `model.bfloat16()` casts a buffer of rates (`inv_freq`), for
+# which `.float()` afterwards comes too late ([notebook 17](17_language_model.ipynb)). Cast the sines and
+# cosines, and not the timestep. And it happens to coordinates with a large offset:
 # `torchvision.ops.batched_nms` shifts the boxes of each class by more than the largest coordinate.
 # Near 53,000, numbers in fp16 are 32 apart and in bf16 256, so the edges of a box of 30 pixels are
 # one spacing apart, or none.
@@ -2084,6 +2094,9 @@ assert sum([one] * 1000, start=0 * one) == 256  # 256 + 1 is 256
 with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
     assert angles(1024).unique().numel() == 1024
 assert torch.tensor([998, 999]).to(torch.bfloat16).tolist() == [1000, 1000]
+rates = nn.Module()
+rates.register_buffer("inv_freq", torch.tensor([1 / 3]))
+assert rates.bfloat16().float().inv_freq != torch.tensor([1 / 3])
 boxes = torch.tensor([53000.0, 53030.0])  # two edges, 30 pixels apart
 assert boxes.half().diff() == 32
 assert boxes.bfloat16().diff() == 0

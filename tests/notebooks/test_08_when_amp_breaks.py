@@ -224,3 +224,31 @@ def test_fake_quantization_that_is_fused_takes_fp32_alone_and_the_other_one_runs
         output = prepared(version=0)(x)
     output.float().sum().backward()
     assert output.dtype is dtype
+
+
+def test_data_that_forward_casts_stays_cast():
+    """Section 29: a loss with weights of its own, as a library of metric losses had."""
+
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.W = nn.Parameter(torch.ones(2, 2))
+
+        def forward(self, x):
+            self.W.data = self.W.to(x.dtype)
+            return (x @ self.W).sum()
+
+    loss = Loss()
+    loss(torch.ones(1, 2).bfloat16())
+    assert loss.W.dtype is torch.bfloat16
+    loss.W.data = loss.W.float()
+    loss(torch.ones(1, 2))
+    assert loss.W.dtype is torch.float32
+
+
+def test_a_loop_that_gives_a_name_another_value_casts_no_parameter():
+    model = nn.Linear(2, 2).bfloat16()
+    for parameter in model.parameters():
+        parameter = parameter.float()
+    assert model.weight.dtype is torch.bfloat16
+    assert model.float().weight.dtype is torch.float32
