@@ -78,7 +78,7 @@ assert math.isclose(clipped_first.norm(), 0.1 / 65536, rel_tol=1e-6)
 
 # %% [markdown]
 # It matters a great deal. If we divide first, the gradient has the length 0.1 that we asked for. If we clip first, a
-# length of 1.5e-06 is left, and with SGD the training stands still without any error. So the rule behind the recipes is
+# length of 1.5e-06 is left, and with SGD the training nearly stands still without any error. So the rule behind the recipes is
 # this: **whatever looks at gradients belongs after `unscale_`, and whatever makes gradients starts from
 # `scaler.scale(…)`.** What looks only at weights needs no change, because autocast leaves the weights in fp32.
 #
@@ -162,7 +162,7 @@ def change(recipe, dtype=None, make_model=new_model, make_optimizer=sgd):
 
 # %% [markdown]
 # `check_same` compares that with fp32. How close is close enough? fp16 has 11 significant bits, so
-# one rounding has a relative error of up to 2^-11; bf16 has 8, and an error of up to 2^-8. A value
+# one rounding of a normal number has a relative error of up to 2^-11; bf16 has 8, and 2^-8. A value
 # is rounded several times on its way through the network, and these errors cancel in part. We
 # therefore allow four roundings, which is 2^-9 in fp16 and 2^-6 in bf16.
 
@@ -274,13 +274,13 @@ assert math.isclose(norms["step"], MAX_NORM, rel_tol=1e-3)
 # **Without `unscale_`** we would clip in the grey part, as in the five lines above, and `step` would divide by the
 # scale afterwards. If a gradient overflows in fp16, the norm is not finite, and the scaler skips the step. In bf16
 # nothing skips it. There, call `clip_grad_norm_` with `error_if_nonfinite=True`: otherwise the step makes weights NaN,
-# often all of them.
+# often all of them. <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ## Accumulate gradients
 #
 # You need this if the batch that you want does not fit into memory. Several small batches add up
 # their gradients before one step. We weight each batch by its share of the samples, so that the last
-# group, which is shorter, comes out right as well.
+# group, which is shorter, comes out right as well. <!-- tests/notebooks/test_07_training_recipes.py -->
 
 # %%
 GROUP = 2
@@ -365,7 +365,7 @@ def penalty_plain(model, optimizer):
 # With AMP we make the inner gradient from the scaled loss, so that it survives fp16, and unscale it
 # by hand, because `unscale_` knows only about `.grad`. The penalty belongs to the forward pass, so we
 # compute it under autocast again. The outer half is as usual. If the inner gradient overflows in
-# fp16, so does the loss, and the step is skipped.
+# fp16, so does the loss, and the step is skipped. <!-- tests/notebooks/test_07_training_recipes.py -->
 
 
 # %%
@@ -452,7 +452,7 @@ check_same(change(schedule_plain), lambda dtype: change(schedule_amp, dtype))
 # %% [markdown]
 # **Without this check** skipped steps use up the schedule. We start with a scale of 2^20, which is much
 # too large, so that the scaler has to search. PyTorch warns only if the very first step was skipped and
-# the optimizer is not fused; we silence that here.
+# the optimizer is not fused; we silence that here. <!-- tests/notebooks/test_07_training_recipes.py -->
 
 
 # %%
@@ -616,7 +616,7 @@ assert all(p.grad is None for p in body.parameters())
 assert "No inf checks were recorded for this optimizer" in message
 
 # %% [markdown]
-# "No inf checks were recorded" means that the scaler found no gradient in this optimizer. With
+# These words mean that the scaler found no gradient in this optimizer. With
 # `use_reentrant=False` the gradients are there.
 #
 # ## Compile the model
@@ -763,7 +763,7 @@ for make in (torch.optim.SGD, torch.optim.Adam):
 # %% [markdown]
 # SGD takes a step 65,536 times too long, which is hard to overlook. Adam divides the gradient by the root of its running
 # mean square, so the factor cancels and training looks right, until the first overflow turns the weights into NaN.
-# (If `scaler.update()` is still there, it raises `No inf checks were recorded` at once.)
+# (If `scaler.update()` is still there, it raises `No inf checks were recorded prior to update` at once.) <!-- tests/notebooks/test_07_training_recipes.py -->
 #
 # ### Evaluate during training
 #
@@ -799,9 +799,9 @@ assert not evaluation_sees_the_step(torch.autocast(device.type, enabled=False)) 
 # ### Load half precision weights
 #
 # `load_state_dict` copies values *into* the parameters, which stay fp32, so a file of fp16 or bf16
-# weights needs no care. But `assign=True`, or `.half()` on the model, makes the parameters fp16
-# themselves, and the scaler refuses to unscale their gradients. (Training in bf16 has no scaler that
-# complains; small updates are just rounded away.) Call `model.float()` before you make the optimizer.
+# weights needs no care. But `assign=True` with fp16 weights, or `.half()` on the model, makes the parameters
+# fp16, and the scaler refuses to unscale their gradients. (With bf16 parameters nothing complains, and
+# small updates are rounded away.) Call `model.float()` before you make the optimizer. <!-- tests/notebooks/test_07_training_recipes.py -->
 
 # %%
 half_weights = {name: tensor.half() for name, tensor in new_model().state_dict().items()}
@@ -828,7 +828,7 @@ assert message == "ValueError: Attempting to unscale FP16 gradients."
 # | [Accumulate](#Accumulate-gradients) | `scale` per batch; `step` and `update` per group | gradients are divided twice |
 # | [Penalise](#Penalise-gradients) | scale the inner loss, divide its gradients by `get_scale()` | the penalty is 2^32 times too large |
 # | [Schedule](#Schedule-the-learning-rate) | `scheduler.step()` only if the scale did not fall | skipped steps use up the schedule |
-# | [Average](#Average-the-weights) | nothing; keep the average in fp32 | in half precision it stops short, or never moves |
+# | [Average](#Average-the-weights) | nothing; keep the average in fp32 | in half precision it may never move |
 # | [Checkpoint](#Checkpoint-activations) | nothing; `use_reentrant=False` | parameters get no gradient |
 # | [Compile](#Compile-the-model) | nothing; always the same autocast state | the model is compiled again |
 # | [Several](#Use-several-losses-and-optimizers) | one scaler, one `update` at the end | a step is twice as long as it should be |

@@ -220,7 +220,7 @@ small = xray(net, images, device_type="cuda")
 small
 
 # %% [markdown]
-# The table has a line for each module that computes. It says how many ops the module ran, its share
+# The table has a line for each module that computes; alike ones may share one. It says how many ops ran, the share
 # of the arithmetic of matrix products and convolutions, the dtype of that work and of the other ops,
 # the number of casts, and the dtype of what the module returns. The sentences under "Look at" are
 # advice from this trace. Here the convolution does 62.8 % of the work, and all of the work is in
@@ -447,7 +447,7 @@ assert policy_of["cuda"]["nll_loss"] == "fp32"
 # ## The surprise in cross-entropy
 #
 # `log_softmax` and `nll_loss` are both in CUDA's table as ops that run in fp32, and `cross_entropy`
-# with class numbers is one after the other. So it is odd that the X-rays above show `_log_softmax`
+# with class numbers is, by default, one after the other. So it is odd that the X-rays above show `_log_softmax`
 # in fp16. Let us call both forms on fp16 logits, under the rules of each backend.
 
 
@@ -707,8 +707,8 @@ assert planted.module == "blocks.2.norm1"
 # with the module and the value. The two numbers in the report say why: repeated in fp64, the two
 # norms differ by 2.23e-05 of the result, and rounding would explain at most 1e-10. A threshold on
 # the output, between the two, would have called the first pair wrong and the second one right. The
-# same works for two batch sizes and for two devices, and from a terminal as `amp-lab diff`. (Of a
-# compiled model it compares modules, once the outputs differ.) <!-- tests/cli/test_diff_command.py -->
+# same works from a terminal as `amp-lab diff`, for two batch sizes too. (Of a compiled model it
+# compares modules, once the outputs differ.) <!-- tests/cli/test_diff_command.py -->
 #
 # ## Hold the forecast against the truth (optional)
 #
@@ -770,8 +770,7 @@ low_weights = 2 * sum(p.numel() for p in small_zoo["ResNet-18"][0].parameters())
 assert 0.8 < low_weights / kept["ResNet-18", "bf16"] < 0.9
 
 # %% [markdown]
-# The forecast also names its own limit: a recurrent layer has kernels of its own on each device, and
-# they keep what they like.
+# The forecast also names its own limit: a library's kernel for a recurrent layer may keep more than torch's.
 
 # %%
 caveats = forecast_memory(Classifier(), torch.rand(8, 32, 64), precision="fp32").caveats
@@ -790,8 +789,8 @@ assert not forecast.caveats
 #   `batch_norm` is fp32, and an LSTM stays in fp32 on MPS.
 # - Under autocast, `F.cross_entropy` on fp16 logits rounds its `log_softmax` to fp16 on CUDA, XPU and
 #   MPS, and still returns fp32. Give it `logits.float()`.
-# - AMP nearly halves a ResNet's activations and makes weights, gradients and optimizer state no smaller, and its copies
-#   of the weights come on top. A ResNet-50 fits with almost twice the batch. With AdamW and one sequence of
+# - AMP nearly halved the ResNet-50's activations and made weights, gradients and optimizer state no smaller, and its copies
+#   of the weights came on top. It fits with almost twice the batch. With AdamW and one sequence of
 #   2,048 tokens, a 7B transformer keeps its peak of 125 GiB.
 # - When two runs differ, `first_difference` names the first op that rounding does not explain, or
 #   none if there is no such op.

@@ -97,9 +97,9 @@ assert low.dtype.itemsize == 2
 # ## First, keep the memory (optional)
 #
 # On a CPU there is something to put right before we compare. By default glibc, the usual C library of Linux, gives
-# large blocks back to the operating system when a tensor is freed: always from 32 MiB on, and often below.
-# The next tensor gets new pages, which the system fills with zeros first. We take a small ConvModel and a
-# large picture:
+# large blocks [back to the operating system](https://man7.org/linux/man-pages/man3/mallopt.3.html) when a tensor is
+# freed: on 64-bit systems from 32 MiB on, and often below. The next tensor gets new pages, which the system fills with
+# zeros first. We take a small ConvModel and a large picture:
 
 
 # %%
@@ -138,12 +138,12 @@ for kept in (False, True):
 assert device.type != "cpu" or not has_kept or anew["fp32", True] < anew["fp32", False] / 10
 
 # %% [markdown]
-# Both get faster by far. FP32 gains more than AMP, since its tensors are larger. Memory is kept for the
+# Both get faster by far. FP32, which took more memory anew, gains more than AMP. Memory is kept for the
 # rest of this notebook. Before you compare precisions on such a CPU elsewhere, call `keep_memory`, or
 # set `MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=1000000000000` in the environment of a program. Other
 # allocators keep memory too ([PyTorch's tuning
 # guide](https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#switch-memory-allocator)).
-# The price is memory, which stays with the process.
+# The price is memory, which stays with the process. <!-- tests/test_allocator.py -->
 
 # %% [markdown]
 # ## The limit: what can this device do?
@@ -453,7 +453,7 @@ assert counts[low].flops == flops
 assert counts[low].moved_bytes < counts["fp32"].moved_bytes
 
 # %% [markdown]
-# The FP32 step moves 732 MiB, and AMP halves that to 373 MiB. The step by hand stores two activations
+# The FP32 step moves 732 MiB, and AMP about half of it, 373 MiB. The step by hand stores two activations
 # and one gradient of P x 256 values in two bytes each. According to its source it writes each once, and
 # reads the first activation three times, the second twice and the gradient once. On a CPU that is nearly
 # all, as long as its blocks stay in the cache. On a GPU it takes all pixels as one block, and what passes
@@ -704,8 +704,8 @@ advice
 # Read the last column first. One recipe for training and one for inference are *recommended*. A recipe
 # takes the place of a simpler one only if it surely takes less time, and at least 3 % less. (The next
 # section asks for a tenth, since each rung is work for you.) For the others a few words say why they are
-# not, and the lines below the table say more. Only a recipe that learns as FP32 does in the few steps
-# that were tried can be recommended.
+# not, and the lines below the table say more. For training, only a recipe that learns as FP32 does in the
+# few steps that were tried can be recommended. <!-- tests/advisor/test_advise.py -->
 
 # %%
 assert {best.verdict for best in advice.chosen.values()} == {"recommended"}
@@ -768,8 +768,8 @@ assert amp_lab_command(["bench", "--list"]) == 0
 #   format that the hardware emulates.
 # - The gain depends on the size, the layout and what else is switched on: the same network gains
 #   differently in [notebook 04](04_fp32_vs_amp.ipynb), with a smaller picture. Compare ratios of one run.
-# - `advise` climbs with a model of yours, and never to a rung that, in the few steps that it tries,
-#   does not learn as FP32 does.
+# - `advise` climbs with a model of yours. For training it recommends no rung that, in the few steps that
+#   it tries, does not learn as FP32 does.
 #
 # Next, [notebook 11](11_scale_out.ipynb) takes training to several devices.
 #

@@ -267,7 +267,7 @@ def join(device_type):
 # the sum of their tensors on every rank. `all_gather` leaves all of their tensors, one after another,
 # on every rank. `reduce_scatter` leaves an n-th of the sum on each. So an `all_reduce` gives the same as a
 # `reduce_scatter` followed by an `all_gather`.
-# <!-- tests/distributed/test_collectives.py -->
+# <!-- tests/distributed/test_shared_memory.py -->
 #
 # ## DDP
 #
@@ -356,7 +356,7 @@ def check_losses(what, ranks):
 # *before* they travel, and gradients travel and are summed in `reduce_dtype`. Always give both, since
 # the default of the second changed in PyTorch 2.15. There is one more difference: autocast casts
 # *ops*, the policy [casts *modules*](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html), so
-# norms and the loss run in bf16 too. Give the outermost call `output_dtype=torch.float32`, for the loss.
+# norms and the loss run in bf16 too. Give the outermost call `output_dtype=torch.float32`, for the loss. <!-- tests/tracing/test_sharding.py -->
 
 
 # %%
@@ -581,7 +581,7 @@ for n in counts:
 #
 # ## One decision about the loss scale
 #
-# With fp16 there is a `GradScaler` on every rank, and each decides for itself whether to skip the step.
+# With fp16 there is a `GradScaler` on every rank, and each decides whether to skip the step.
 # If they do not decide alike, the replicas are different models from then on. To see what makes them
 # agree, we let one rank alone meet an overflow, in one of two places: in its batch, or in its gradient
 # after all communication. A skipped step shows in the scale.
@@ -713,7 +713,7 @@ assert not hasattr(FSDPModule, "join")
 # %% [markdown]
 # ## On your own hardware (optional)
 #
-# The command `amp-lab train` of notebooks 05 and 06 does all this when torchrun starts it. On one machine
+# The command `amp-lab train` of notebooks 05 and 06 trains with DDP or FSDP2 when torchrun starts it. On one machine
 # with two GPUs, or on a CPU, start it like this:
 #
 # ```

@@ -22,7 +22,7 @@
 #
 # **What you need.** [Notebook 02](02_autocast_dtypes.ipynb) for autocast, and [notebook
 # 03](03_grad_scaler_step_by_step.ipynb) for the scaler. Keras and TensorFlow come with `pdm run lab`.
-# TensorFlow comes as its build for CPUs. From Python 3.14 on it has none, and only torch runs.
+# TensorFlow runs on the CPU. From Python 3.14 on it is not installed, and only torch runs.
 
 # %% [markdown]
 # A process has one Keras backend, which an environment variable can name before Keras is imported.
@@ -434,7 +434,7 @@ def step_with_tensorflow(self, data):
 
 
 # %% [markdown]
-# Both steps work in every precision: without a `LossScaleOptimizer`, `scale_loss` returns the loss
+# Both steps work in all three precisions: without a `LossScaleOptimizer`, `scale_loss` returns the loss
 # as it is. This small network uses them:
 # <!-- tests/notebooks/test_12_keras.py -->
 
