@@ -419,7 +419,7 @@ side_by_side
 # installed. The dispatcher tells which ops are in the table. A call of each op, caught behind
 # autocast, tells the policy. Where the op can run here, the dtype of its result confirms it. Here are
 # the rows that explain the picture. A `-` says that the op is not in that table, and
-# `fp32_set_opt_dtype` means "fp32, unless the call names a dtype".
+# `fp32_set_opt_dtype` means "fp32, unless the call names a dtype". <!-- tests/tracing/test_op_table.py -->
 
 # %%
 tables = {backend: op_table(backend) for backend in BACKENDS}
@@ -561,7 +561,7 @@ _ = memory.plot()
 # The picture shows the peak memory against the batch, with a line for each precision and a horizontal
 # one for the card. All lines are straight and start near the same height, that of weights, gradients
 # and optimizer state, and those for fp16 and bf16 lie on each other. Where a line crosses the card's
-# is its largest batch. `largest_batch` finds that crossing for you.
+# is its largest batch. `largest_batch` finds that crossing for you. <!-- tests/tracing/test_largest_batch.py -->
 #
 # In practice you leave some room. The driver, the workspaces of cuDNN and cuBLAS, and the gaps between
 # blocks of memory are not in the forecast, which counts tensors and nothing else. We expect it to come

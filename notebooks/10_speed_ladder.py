@@ -150,7 +150,7 @@ assert device.type != "cpu" or not has_kept or anew["fp32", True] < anew["fp32",
 #
 # Computing and moving data both have a highest rate, and we can measure it: with one large matrix
 # product in each precision, and with a copy or a sum, whichever is faster. What fits in a cache is
-# read faster, so there is a rate for each size. If something else was using the machine,
+# read faster, so there is a rate for each size. If something else was seen to use the machine,
 # `limits.trusted` is false, and no speed-up below is checked against these figures.
 
 # %% tags=["nbval-ignore-output"]
@@ -274,7 +274,7 @@ class Ladder:
 # The rungs take turns, so that a machine that slows down in the meantime slows all of them down. `compare` pairs the
 # times of each round, gives every ratio with an interval, and leaves out the rounds in which another program used the
 # machine. At full scale, a GPU's default, we time three steps in a row, since the device must be free to begin the next
-# step before the host has seen the end of the last.
+# step before the host has seen the end of the last. <!-- tests/test_timing.py -->
 
 
 # %%
@@ -548,7 +548,7 @@ assert 0.98 < products * 2 * pixels * hidden**2 / flops <= 1
 # For a GPU the same passes are written in Triton, in `amp_lab/bench/triton_tiles.py`
 # [*(not yet seen on a GPU)*](../data/results/README.md "triton-tiles"). `torch.compile` does not find
 # such kernels by itself, because it keeps the order of the layers. For a model of your own it is rarely
-# worth the work; it shows how far the limit is from what the usual rungs reach.
+# worth the work; it shows how far the limit is from what the usual rungs reach. <!-- tests/bench/test_tiled_convmodel.py -->
 #
 # ## Where AMP loses
 #

@@ -680,7 +680,7 @@ assert found.inputs["0"] == (fp32, bf16)
 # %% [markdown]
 # All inputs are cast as well, if they are floating-point numbers. To keep one of them in fp32, such as a time or a position, give
 # that unit's policy `cast_forward_inputs=False`, and cast the others in `forward`. All trained parameters of a unit must be stored in
-# one dtype, or the first step fails. We convert the last layer, which the outermost unit takes:
+# one dtype, or the first step fails. We convert the last layer, which the outermost unit takes: <!-- tests/tracing/test_sharding.py -->
 
 # %%
 mixed = new_model(config)

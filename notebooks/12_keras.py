@@ -725,7 +725,7 @@ for backend, (went_on, resumed_losses, saved, loaded) in resumed.items():
 # | `optimizer.loss_scale` | `optimizer.dynamic_scale`, once it is built |
 # | `tf.train.experimental.enable_mixed_precision_graph_rewrite(optimizer)` | [set a policy](https://www.tensorflow.org/versions/r2.5/api_docs/python/tf/train/experimental/enable_mixed_precision_graph_rewrite) |
 #
-# We can check some of these rows:
+# We can check some of these rows ([the names of 2.x](https://www.tensorflow.org/versions/r2.5/api_docs/python/tf/keras/mixed_precision/LossScaleOptimizer)):
 
 # %%
 assert keras.mixed_precision.set_global_policy is keras.config.set_dtype_policy
