@@ -379,7 +379,8 @@ assert off > 0  # it rounds, unlike FP32
 # **Rung 5: by hand.** `torch.compile` keeps the order of the layers, but we may rearrange them.
 # Batch normalisation needs the mean of a whole layer before the next layer can begin, so a step
 # takes five passes over the pixels. `FusedStep` makes these five; its source is
-# `amp_lab/bench/fused_convmodel.py`. On a CPU it works on a block of pixels at a time, of 2 MiB, which fits into many caches. It computes the first layer again instead of
+# `amp_lab/bench/fused_convmodel.py`. On a CPU it works on a block of pixels at a time, of 2 MiB,
+# which fits into many caches. It computes the first layer again instead of
 # storing it, and keeps only two of all activations. It scales no gradients, so it computes in bf16.
 
 # %% tags=["nbval-ignore-output"]

@@ -254,6 +254,6 @@ def user_line(error: Exception) -> str:
 
 
 def _is_user_file(path: Path) -> bool:
-    if not path.suffix:  # code without a file, such as ``<string>``
+    if path.name.startswith("<") or not path.suffix:  # such as ``<string>``: code without a file
         return False
     return not path.is_relative_to(_TORCH) and not path.is_relative_to(_OURS)
