@@ -27,9 +27,9 @@
 # **A message.** Search this page for yours (Ctrl+F), or find it in the table. Your message may have
 # the dtypes the other way round, or say `BFloat16` where this page has `Half`. Of the messages that
 # lead to a section, the code there produces all but those marked *quoted*, on the CPU or on tensors
-# without data. The quoted ones need a GPU or another package, and are from its source or from a
-# user's report. Older versions gave the message of section 25, and in section 36 we make PyTorch
-# believe that it has an old card.
+# without data. The quoted ones need a GPU, another package or the older FSDP, and are from a source or
+# from a user's report. Older versions gave the message of section 25, and in section 36 we make PyTorch
+# believe that it has an old card. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
 #
 # | message | section |
 # |---|---|
@@ -101,14 +101,14 @@
 # | `Type parameter (T) of Optype (LayerNormalization) bound to different types` | ONNX Runtime refuses the file: in an fp16 model the older exporter (`dynamo=False`) may [leave float32 before the norm](https://github.com/pytorch/pytorch/issues/190338), as where attention has a boolean mask. Export with `dynamo=True`, and outside of autocast: [notebook 18](18_inference_and_export.ipynb#Export) |
 # | `Type 'tensor(float16)' of input parameter … of operator (Range) in node … is invalid` | ONNX Runtime refuses an `arange` in fp16 that the older exporter (`dynamo=False`) wrote. Export with `dynamo=True`: [notebook 18](18_inference_and_export.ipynb#Export) |
 #
-# **Other packages.** These messages are quoted from reports of users.
+# **Other packages.** Most of these messages are quoted from reports of users.
 #
 # | message | what it means |
 # |---|---|
 # | `invalid value encountered in cast`, and the image is black; `NaN detected in latents` | the image or the latents are NaN, which NumPy casts to 0. In a diffusion model the decoder (VAE) often exceeds 65504 in fp16: run it alone, with its input, in fp32 or bf16 ([a report](https://github.com/huggingface/diffusers/pull/7858)); compute saved latents again. [Section&nbsp;1](#1-The-loss-is-NaN-because-an-activation-exceeds-65504) |
 # | `probability tensor contains either inf, nan or element < 0`; `satisfy the constraint Simplex()` | sampling is only the first to check: the logits are NaN ([a report](https://github.com/QwenLM/Qwen-VL/issues/364)). Load a model that was [trained in bf16](19_choose_your_precision.ipynb#Trained-in-bf16,-on-a-card-without-it) in bf16, or see [section&nbsp;4](#4-A-mask-value-does-not-fit-into-fp16) |
 # | `"LayerNormKernelImpl" not implemented for 'Half'`, `"addmm_impl_cpu_"`, `"slow_conv2d_cpu"` | a whole model in fp16 on a CPU, in an older torch, often because no GPU was found ([a report](https://github.com/facebookresearch/seamless_communication/issues/47)): load it in fp32 or bf16, or update torch |
-# | `fp16 mixed precision requires a GPU`; `Your setup doesn't support bf16/gpu.` | torch sees no GPU, often because it was built without CUDA; or the card has no bf16 ([a report](https://github.com/bmaltais/kohya_ss/issues/639)). `amp-lab doctor` tells. [Section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off) |
+# | `fp16 mixed precision requires a GPU`; `Your setup doesn't support bf16/gpu.` | torch sees no GPU, often because it was built without CUDA; or the card has no bf16 ([a report](https://github.com/bmaltais/kohya_ss/issues/639)). `amp-lab doctor` names the device. [Section&nbsp;31](#31-Autocast-or-the-scaler-is-switched-off) |
 # | `Bfloat16 is only supported on GPUs with compute capability of at least 8.0.` | vLLM, on a card before Ampere: `--dtype half` ([a report](https://github.com/vllm-project/vllm/issues/1157)). [Section&nbsp;36](#36-Autocast-refuses-the-device-or-its-dtype) |
 # | `BFloat16 is not supported on MPS` | update macOS and torch, or take fp16 ([a report](https://github.com/oobabooga/textgen/issues/5216)): [notebook 19](19_choose_your_precision.ipynb) |
 # | `Current loss scale already at minimum - cannot decrease scale anymore.` | DeepSpeed ([a report](https://github.com/deepspeedai/DeepSpeed/issues/5426)): see [section&nbsp;2](#2-The-loss-scale-falls-towards-0). If the model was trained in bf16, train it on in bf16 |
@@ -127,7 +127,7 @@
 # | `scale … has inconsistent type tensor(float)`, of a `BatchNormalization` | exported inside of a block, it gets an input in fp16 and weights in fp32, which [ONNX takes from opset 15 on](https://onnx.ai/onnx/operators/onnx__BatchNormalization.html): `opset_version=15` or later, or export outside of the block |
 # | `ScalarType ComplexDouble` in an export of a 16-bit model | the older exporter multiplies 16 bits by an fp32 number without dimensions wrongly ([a report](https://github.com/pytorch/pytorch/issues/158658)): `dynamo=True`, or `x * self.p.to(x.dtype)` |
 # | `self and mat2 must have the same dtype`, with weights in FP8 or int8 | a weight times its scale in fp32 is fp32 ([a report](https://github.com/kohya-ss/musubi-tuner/issues/1076)): cast the product to `x.dtype`. Autocast hides it in training |
-# | FP8 with a scale for each row gives NaN with LoRA | a row of zeros, as LoRA's B is at first, has the scale 0 ([a report](https://github.com/pytorch/ao/issues/3356)): set `activation_value_lb=1e-12` |
+# | FP8 with a scale for each row gives NaN with LoRA | in torchao a row of zeros, as LoRA's B is at first, has the scale 0 ([a report](https://github.com/pytorch/ao/issues/3356)): set `activation_value_lb=1e-12` |
 #
 # **No message.** If nothing was raised, look for what is wrong with the result.
 #
@@ -175,7 +175,7 @@
 #
 # ## Set up
 #
-# Nearly all failing programs run on the CPU even if you have a GPU, where a message may be worded
+# Nearly all failing programs run on the CPU even if you have a GPU, where a message may be worded <!-- tests/migrate/test_mistakes.py -->
 # differently. As a rule of thumb fp16 is slow on a CPU, so what is fp16 here is tiny. If a failure
 # belongs to the GPU, its section says so.
 
@@ -450,8 +450,7 @@ assert healthy == [2.0**16] * 19 + [2.0**17] * 20 + [2.0**18] * 20 + [2.0**19]
 
 # %% [markdown]
 # The picture shows the scale after each of 60 steps on a logarithmic axis. The healthy scale climbs
-# in stairs. The other halves in every step, and after 17 steps it is below 1, the dotted line. A
-# few halvings at the start of a run are normal, but a scale below 1 seldom is.
+# in stairs. The other halves in every step, and after 17 steps it is below 1, the dotted line.
 #
 # **Notice it earlier.** Stop the run when `scaler.get_scale() < 1`. `ScaleLog` keeps the history:
 
@@ -491,7 +490,7 @@ assert lost.count_nonzero() == 0
 # **Why.** The gradient of each of the 16,384 outputs is 1e-4 / 16384 = 6e-9. That is less than half
 # of fp16's smallest number, 6e-8, so it becomes zero when it is cast to fp16 on its way back.
 #
-# **The fix.** Use a scaler. The gradient is then as in exact arithmetic, up to rounding in fp16:
+# **The fix.** Use a scaler. Here the gradient is then as in exact arithmetic, up to rounding in fp16:
 
 # %%
 kept = gradient_of(weight, torch.amp.GradScaler("cpu"))
@@ -556,8 +555,7 @@ assert F.scaled_dot_product_attention(query, query, query, attn_mask=~mask).isfi
 
 # %% [markdown]
 # **Notice it earlier.** `amp-lab xray --dtype fp16` finds a fill that raises, without a GPU.
-# `find_nonfinite` names the line where the added mask becomes infinite. You can also search
-# the source for `1e9`, `1e10` and `1e20`.
+# `find_nonfinite` names the line where the added mask becomes infinite. <!-- tests/tracing/test_advice.py, tests/remedies/test_nonfinite_remedies.py -->
 
 # %% [markdown]
 # ### 5 NaN because an epsilon of 1e-8 is zero in fp16
@@ -631,10 +629,10 @@ assert weight.grad.count_nonzero() == 0
 # and a number divided by infinity is 0. A multiplication is on none of autocast's lists (`pow` is, on
 # CUDA), so it stays in fp16. Squares, variances and distances that are written by hand can overflow
 # long before their inputs do. So can a sum over the pixels of an image, as in a Dice or IoU loss: 512 x
-# 512 ones are 262,144. (Autocast for CUDA sums in fp32, but a model in fp16 does not.)
+# 512 ones are 262,144. (Autocast for CUDA returns a sum in fp32, but a model in fp16 does not.)
 #
-# **The fix.** Use the library's function, which computes in fp32 inside, or call `.float()` on the
-# input, such as the logits of a loss.
+# **The fix.** Use the library's function, here `F.rms_norm`, which computes in fp32 inside, or call
+# `.float()` on the input, such as the logits of a loss.
 
 # %%
 exact = rms_norm(150 * x)
@@ -738,7 +736,7 @@ assert "Function 'MulBackward0' returned nan values in its 0th output." in messa
 # ([notebook 03](03_grad_scaler_step_by_step.ipynb)). Infinity times 0 is NaN, and the scaler would
 # skip the step and halve the scale. Anomaly detection does not know that, and raises first.
 #
-# **The fix.** Use a scale that does not overflow. A NaN that you find then is a real fault.
+# **The fix.** Use a scale that does not overflow. A NaN that you find then is not the scaler's.
 
 # %%
 calm = torch.amp.GradScaler("cpu", init_scale=1.0)  # or enabled=False, in bf16 or fp32
@@ -783,7 +781,7 @@ assert "Attempting to unscale FP16 gradients." in message
 # small one would vanish again, which the scale is there to prevent. Besides, fp16 weights lose small
 # updates. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
 #
-# On the CPU, bf16 parameters are not refused, and fail as in section 29. On CUDA the scaler has no
+# On the CPU, bf16 parameters are not refused, and may fail as in section 29. On CUDA the scaler has no
 # kernel for bf16 gradients in torch 2.15, and the same step raises another error,
 # `"_amp_foreach_non_finite_check_and_unscale_cuda" not implemented for 'BFloat16'`
 # ([issue 127176](https://github.com/pytorch/pytorch/issues/127176)).
@@ -910,8 +908,8 @@ assert "No inf checks were recorded for this optimizer." in message
 # - `.item()`, `float()` and `.detach()`, and by `torch.tensor([loss_a, loss_b])`, which copies numbers;
 # - ops without a derivative, such as `argmax`, `histc`, comparisons, and casts to whole numbers.
 #
-# `backward()` then raises the message of section 25. With `requires_grad_()` on such a loss it raises
-# nothing, and the weights still get no gradient. (`round` and `sign` do not cut the graph. Their
+# If the loss is a tensor, `backward()` then raises the message of section 25. With `requires_grad_()`
+# on it nothing is raised, and the weights still get no gradient. (`round` and `sign` do not cut the graph. Their
 # derivative is 0, so the gradients are zeros.)
 #
 # **The fix.** If the part is meant to be frozen, do not step its optimizer. If it is not, keep the
@@ -1030,8 +1028,8 @@ call("step", "update")
 assert message_of(lambda: call("update", "step")) == messages["update"]
 
 # %% [markdown]
-# `get_scale()` after `update` is the scale of the next step. A loss that is divided by it is off by
-# a factor of 2 wherever the scale has changed. Log the loss before it is scaled.
+# `get_scale()` after `update` is the scale of the next step. A loss that is divided by it is off, by
+# default by a factor of 2, wherever the scale has changed. Log the loss before it is scaled.
 
 # %%
 scaler = torch.amp.GradScaler("cpu")
@@ -1255,8 +1253,8 @@ assert (
 #
 # **The fix.** In fp16, leave `error_if_nonfinite=False`, the default. `unscale_` has noted the
 # infinity, so `step` skips the optimizer. In bf16 the scaler is disabled and skips nothing, so keep
-# the error: without it, an infinite gradient makes its weight NaN, and a NaN gradient makes every
-# weight NaN.
+# the error: without it, an infinite gradient makes its weight NaN, and a NaN gradient all weights that
+# are clipped with it. <!-- tests/notebooks/test_07_training_recipes.py -->
 
 # %%
 assert overflowing_step(strict=False)
@@ -1599,7 +1597,7 @@ assert "Unexpected floating ScalarType in at::autocast::prioritize" in promoted
 assert on_cuda == promoted
 
 # %% [markdown]
-# **Why.** Autocast keeps the cast of a trained weight until the outermost block ends (except in
+# **Why.** Autocast keeps the cast of a trained fp32 weight until the outermost block ends (except in
 # `inference_mode`), and does not note its dtype. So the inner block casts the input to bf16, but
 # finds an fp16 weight. The second message is about the policy *promote* ([notebook
 # 02](02_autocast_dtypes.ipynb)). It looks for the widest of the inputs, and knows only fp32 and the
@@ -1692,7 +1690,7 @@ assert unlikely.grad.half().isinf()  # its gradient is none that fp16 can hold
 # **What you see.** An op raises one of these:
 # - `quantile() input tensor must be either float or double dtype`
 # - `linalg.inv: Low precision dtypes not supported. Got Half`
-# - `"lu_cpu" not implemented for 'Half'`, or any other name in the quotes.
+# - `"lu_cpu" not implemented for 'Half'`, or another name in the quotes.
 #
 # **The smallest program that does it.** We take a quantile under the rules of CUDA, and the inverse
 # and the determinant of a matrix that is already fp16.
@@ -2035,7 +2033,7 @@ assert half.isnan().all()
 # **The fix.** Use fp32 weights. Without `assign`, loading copies into them, and `.float()` repairs
 # a model that is in half precision already. Make the optimizer after that. If you round
 # stochastically instead ([notebook 16](16_low_precision_state.ipynb)), round once in a step, after the
-# decay *and* the update: a decay in bf16 before it is lost.
+# decay *and* the update: a small decay in bf16 before it is lost.
 
 # %%
 model, _ = make()
@@ -2082,7 +2080,8 @@ assert sum([one] * 1000, start=0 * one) == 256  # 256 + 1 is 256
 # `.to(torch.bfloat16)` or `dtype=`, or where `model.bfloat16()` casts a buffer of rates (`inv_freq`), for
 # which `.float()` afterwards comes too late ([notebook 17](17_language_model.ipynb)). Cast the sines and
 # cosines, and not the timestep. And it happens to coordinates with a large offset:
-# `torchvision.ops.batched_nms` shifts the boxes of each class by more than the largest coordinate.
+# [`batched_nms`](https://github.com/pytorch/vision/blob/main/torchvision/ops/boxes.py) may shift the
+# boxes of class k by k times more than the largest coordinate.
 # Near 53,000, numbers in fp16 are 32 apart and in bf16 256, so the edges of a box of 30 pixels are
 # one spacing apart, or none.
 #
@@ -2120,7 +2119,7 @@ assert boxes.bfloat16().diff() == 0
 # - `In CPU autocast, but the target dtype is not supported. Disabling autocast.`
 #
 # **The smallest program that does it.** A script for a GPU runs on a machine without one, or asks
-# for a dtype that autocast does not know. (Where PyTorch finds a GPU, the first two do not warn.)
+# for a dtype that autocast does not know. (Where CUDA or ROCm is there, the first two do not warn.)
 
 # %%
 warned = {
@@ -2383,8 +2382,8 @@ assert released == 6  # all of them twice, since none was kept
 assert all(p.dtype is torch.bfloat16 for p in make()[0].bfloat16().parameters())
 
 # %% [markdown]
-# **Notice it earlier.** Count before you run: 16 bytes a parameter, plus the activations of a batch.
-# `amp-lab memory` does it for your model, and for inference with `--eval`.
+# **Notice it earlier.** Count before you run: with Adam 16 bytes a parameter, plus the activations.
+# `amp-lab memory` does it for your model, and for inference with `--eval`. <!-- tests/tracing/test_inference_memory.py -->
 
 # %% [markdown]
 # ### 35 Old names warn
@@ -2413,8 +2412,8 @@ with warnings.catch_warnings(action="ignore"):
 assert "full(): argument 'fill_value' (position 2) must be Number, not str" in message
 
 # %% [markdown]
-# **Why.** The functions have moved to `torch.amp`, which serves several kinds of devices. The old
-# names still work, but only on CUDA and ROCm. The first argument of the old `GradScaler` is the scale
+# **Why.** The functions have moved to `torch.amp`, which serves several kinds of devices. The names
+# in `torch.cuda.amp` still work, but only on CUDA and ROCm. The first argument of the old `GradScaler` is the scale
 # and not a device, so a device stands where a number should. Apex [removed its
 # `amp`](https://github.com/NVIDIA/apex/pull/1896) in 2025.
 #
@@ -2716,7 +2715,7 @@ assert (
 assert "FSDP expects uniform original parameter dtype but got" in messages[2]
 
 # %% [markdown]
-# **Why.** `SyncBatchNorm` has kernels for GPUs only. DDP averages a bucket when each of its
+# **Why.** `SyncBatchNorm` synchronises on accelerators only. DDP averages a bucket when each of its
 # parameters has a gradient, so one that never gets one leaves it waiting. FSDP2 wants one dtype for
 # all trained weights of a `fully_shard`. (A frozen base in bf16 with adapters in fp32 is not
 # refused.) Ranks drift apart without a message when a gradient changes after the average, or when
@@ -2836,7 +2835,7 @@ for dtype in (torch.bfloat16, torch.float16):
 
 # %% [markdown]
 # **Notice it earlier.** `amp-lab doctor` says where an LSTM fails on your CPU, and `amp-lab xray
-# --device cpu` names the layers of your model that will.
+# --device cpu` names the layers of your model that will. <!-- tests/test_cpu.py -->
 
 # %% [markdown]
 # ### 43 Flash attention refuses fp32
@@ -2860,7 +2859,7 @@ assert v.dtype is torch.bfloat16
 assert q.dtype is torch.float32
 
 # %% [markdown]
-# **Why.** The kernel takes 16 bits alone, and autocast casts for PyTorch's ops, not for a function of
+# **Why.** This kernel takes 16 bits alone, and autocast casts for PyTorch's ops, not for a function of
 # another package. Its inputs are fp32 if the model was loaded in fp32 and runs without
 # autocast ([an example](https://github.com/QwenLM/Qwen3/issues/406)), or if a norm or a rotation
 # before the kernel returns fp32.
@@ -2939,7 +2938,7 @@ torch.testing.assert_close(larger(x)[:, :5], head(x))
 
 # %% [markdown]
 # **Notice it earlier.** `amp-lab xray` names the products on a GPU whose sizes are not multiples of 8.
-# `amp-lab rehearse` leaves out the layers that FP8 would refuse, and says what to pad.
+# `amp-lab rehearse` leaves out the layers that FP8 would refuse, and says what to pad. <!-- tests/tracing/test_advice.py, tests/formats/test_rehearsal.py -->
 
 # %% [markdown]
 # ## Memory and checkpoints
@@ -3072,8 +3071,8 @@ assert "expected dtype float for `end`" in message_of(adam.step)  # PyTorch's ow
 assert torch.tensor(1e5).half().isinf()
 
 # %% [markdown]
-# PyTorch's own Adam refuses a state in another dtype than the weight, as it does if the model is cast
-# after the optimizer was made.
+# PyTorch's own Adam refuses this state in another dtype than the weight, as it does if the model is cast
+# between two steps.
 #
 # A scaler that was loaded does not skip the first step:
 
@@ -3164,7 +3163,7 @@ check_diagnosis(sections)
 # %% [markdown]
 # <details><summary>Hint</summary>
 #
-# Start from the second table at the top, and read "What you see" in each section that comes into question.
+# Start from the third table at the top, and read "What you see" in each section that comes into question.
 #
 # </details>
 #
