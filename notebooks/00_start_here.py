@@ -41,7 +41,7 @@ plots.use_style()
 #
 # ## The idea in five lines
 #
-# PyTorch's floating-point tensors are fp32 unless you say otherwise: a number takes 32 bits. Inside a
+# PyTorch makes floating-point tensors in fp32 unless you say otherwise: a number takes 32 bits. Inside a
 # `torch.autocast` block, ops that can do with less, such as matrix products, take numbers of 16
 # bits instead.
 
