@@ -1535,7 +1535,7 @@ assert torch.equal(backward_through(UnderAutocast), torch.full((1, 2, 2), 2.0))
 # fp32 mixed: autocast casts for the ops that it knows. Cast what you give it (for a loss, to fp32), or give your
 # own op a rule with `torch.library.register_autocast`. If the message comes in the forward pass of a
 # model in fp16, see [section 18](#18-A-half-precision-output-leaves-the-block). Under `torch.vmap` the
-# backward pass of a norm [raises it too](https://github.com/pytorch/pytorch/issues/184890): make the norm
+# backward pass of a norm [may raise it](https://github.com/pytorch/pytorch/issues/184890): make the norm
 # an island.
 
 # %%
@@ -2253,7 +2253,7 @@ assert (plain.ops, amp.ops, amp.casts) == (5, 16, 11)
 # - The limit is the data loader or the launching of kernels, and not arithmetic.
 # - Large ops stay in fp32. `amp-lab xray` lists them. For one product of an island on CUDA,
 #   [`torch.mm(…, out_dtype=torch.float32)`](https://github.com/pytorch/torchtitan/issues/4273) keeps
-#   16-bit inputs and returns fp32.
+#   16-bit inputs and returns fp32, but has no backward pass of its own.
 # - Sizes are not multiples of 8, or of 16 in FP8
 #   ([section 44](#44-A-size-is-not-a-multiple-of-16-or-8)).
 # - The "fp32" you compare with is really TF32.
@@ -2502,7 +2502,7 @@ assert not torch.amp.is_autocast_available("hip")
 
 # %% [markdown]
 # **Notice it earlier.** Before the first run, `recommend_precision(device)` of this collection's
-# package measures what a device is fast in. Also run the model once on `meta` in a unit test.
+# package measures what a device is fast in.
 
 # %% [markdown]
 # ## Hardware, several devices and the compiler
@@ -2938,7 +2938,7 @@ torch.testing.assert_close(larger(x)[:, :5], head(x))
 
 # %% [markdown]
 # **Notice it earlier.** `amp-lab xray` names the products on a GPU whose sizes are not multiples of 8.
-# `amp-lab rehearse` leaves out the layers that FP8 would refuse, and says what to pad. <!-- tests/tracing/test_advice.py, tests/formats/test_rehearsal.py -->
+# `amp-lab rehearse` leaves out the layers that FP8 would refuse, and says why. <!-- tests/tracing/test_advice.py, tests/formats/test_rehearsal.py -->
 
 # %% [markdown]
 # ## Memory and checkpoints
@@ -2982,10 +2982,10 @@ assert torch.cuda.OutOfMemoryError is torch.OutOfMemoryError
 #   NaN](https://github.com/pytorch/pytorch/issues/195202).)
 #
 # **The fix.** Ask `amp-lab memory my_model.py:MODEL --input 8,3,224,224 --memory 24GiB` with your
-# model and card: it forecasts each precision and the largest batch, and says what else saves how
-# much ([Will it fit?](../docs/your_model.md#will-it-fit)). Then use a batch that fits, and add up
-# the gradients of several, which gives the gradient of the large one, up to rounding and without
-# batch normalisation.
+# model and card: it forecasts each precision and the largest batch, and if that is too little, says
+# what saves how much ([Will it fit?](../docs/your_model.md#will-it-fit)). Then use a batch that fits,
+# and add up the gradients of several, which gives the gradient of the large one, up to rounding and
+# without batch normalisation.
 
 
 # %%
