@@ -674,9 +674,9 @@ assert (asked.get_scale(), got.get_scale()) == (1024, 65536)
 # ### Let a tool do it
 #
 # `amp-lab migrate PATH` rewrites files and notebooks: the old names with the behaviour that
-# they had, and those names of Apex for which torch has an exact equal. It leaves magics and choices
+# they had, and those names of Apex for which torch has an equal. It leaves magics and choices
 # between versions, reports the rest, and mistakes that it can prove. This is part of an old program,
-# which runs in fp16 on a GPU, and in bf16 on a CPU. Both traps are in it:
+# which runs in fp16 on a GPU, and in bf16 on a CPU. Both traps are in it: <!-- tests/migrate/test_apex.py, tests/migrate/test_magics.py, tests/migrate/test_files.py, tests/migrate/test_mistakes.py -->
 
 # %%
 OLD_PROGRAM = """
