@@ -1746,7 +1746,7 @@ assert "Got unsupported ScalarType BFloat16" in message
 
 # %% [markdown]
 # **Why.** NumPy has no bf16. It does have fp16, so an fp16 prediction gives no message, and what
-# follows usually stays fp16, as long as no wider array joins in.
+# follows usually stays fp16, as long as no wider dtype joins in.
 #
 # **The fix.** Convert what leaves the block to fp32. A list needs no conversion.
 
