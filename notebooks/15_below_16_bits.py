@@ -21,7 +21,7 @@
 #
 # **What you need.** [Notebook 01](01_number_formats.ipynb), which takes number formats apart. You
 # need no GPU: the rounded numbers are those of torchao, bit for bit. What is missing is the
-# accumulation, which some GPUs do in fewer bits, and the speed.
+# accumulation, which some GPUs do in fewer bits, and the speed. <!-- tests/formats/test_scaling.py -->
 
 # %% tags=["nbval-ignore-output"]
 import argparse
@@ -133,7 +133,7 @@ assert refused
 # ## The values that share a scale
 #
 # `FORMATS` puts an element and its scales together. `quantize` rounds a tensor to one of them and
-# multiplies the scales back in, so that we see in fp32 what the hardware would have.
+# multiplies the scales back in, so that we see in fp32 what the hardware would have. <!-- tests/formats/test_scaling.py -->
 #
 # | format | element | values that share a scale | the scale is |
 # |---|---|---|---|
@@ -234,7 +234,7 @@ for before, now in pairwise(growing):
 # input (*dgrad*), and the gradient of the weight (*wgrad*). In most recipes all three take rounded
 # operands. Here each operand is rounded along the dimension that its product sums over, so the
 # weight is rounded twice, once in each direction. The weights that the optimizer updates and all
-# ops between the layers stay in 16 or 32 bits.
+# ops between the layers stay in fp32 here.
 #
 # We accumulate in fp32. A Hopper GPU accumulates FP8 products in about 14 bits ([DeepSeek-V3's
 # report](https://arxiv.org/abs/2412.19437), section 3.5.2), unless the kernel adds up parts in
@@ -384,9 +384,9 @@ for name in ("fp8", "mxfp8", "mxfp4", "nvfp4"):
 #
 # ## Three remedies
 #
-# Recipes for four bits add these three things, among others. The first is a **random Hadamard
+# NVIDIA's recipe for NVFP4 adds these three things, among others. The first is a **random Hadamard
 # transform**: both operands of a product are mixed by the same orthogonal matrix, so the exact
-# product stays the same, but an outlier is spread over its block.
+# product stays the same, but an outlier is spread, here over 16 values.
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -410,9 +410,8 @@ assert mixed["mxfp4"] < 0.9 * plain["mxfp4"]
 assert 0.9 < mixed["nvfp4"] / plain["nvfp4"] < 1.1
 
 # %% [markdown]
-# MXFP4 gains about a quarter. NVFP4 gains nothing here, since half of its blocks of 16 hold no
-# outlier until the transform spreads it; its [recipe](https://arxiv.org/abs/2509.25149) has the
-# transform for wgrad alone.
+# MXFP4 gains about a quarter, and NVFP4 nothing here. Its
+# [recipe](https://arxiv.org/abs/2509.25149) has the transform for wgrad alone.
 #
 # The second is **stochastic rounding**, for gradients: a value goes to the number above or below at
 # random, with the probability that makes the mean right. A single rounding is worse for it, but
@@ -437,8 +436,7 @@ assert abs(average - 0.2) < 0.01
 # ## The real product
 #
 # PyTorch multiplies in FP8 through `torch.nn.functional.scaled_mm`, on a GPU with the hardware and
-# on a CPU by a slow reference for small shapes. It takes the rounded operands and their scales, and
-# should give what we simulate:
+# on a CPU. It takes the rounded operands and their scales, and should give what we simulate:
 
 # %% tags=["nbval-ignore-output"]
 a, b = torch.randn(32, 64), torch.randn(48, 64)
@@ -511,7 +509,7 @@ assert (usual, fnuz) == (1.0, 0.5)
 # `rehearse` does this for a model of yours. It takes one step in fp32, repeats the products of
 # linear layers and convolutions in each format, and names the layers that are better left in 16
 # bits and why. Then the whole model runs with the rest rounded. We give it our GPT, in which one of
-# the 256 features inside the second block is a million times as large.
+# the 256 features inside the second block is about a million times as large.
 
 # %% tags=["nbval-ignore-output"]
 torch.manual_seed(0)
@@ -563,7 +561,7 @@ assert report.formats[1].gradients_off < 0.01
 # - One scale for the tensor is simple, and in FP8 it stood outliers of a hundred. In four bits an
 #   outlier wipes out most of its block; smaller blocks lose fewer values.
 # - In most recipes the operands of all three products of a linear layer are rounded. Weights,
-#   optimizer state and all other ops are not. Accumulation is in fp32 here, and in about 14 bits on
+#   optimizer state and most other ops are not. Accumulation is in fp32 here, and in about 14 bits on
 #   some GPUs.
 # - Without a scale, nearly all gradients of the blocks' weights are zero in E4M3 here. With one, even
 #   four bits follow fp32 here, which says nothing about a long training of a large model.

@@ -315,7 +315,7 @@ assert share["nearest"] < share["stochastic"] < 2 * share["nearest"]
 # | | fp32 masters, products in bf16 | everything in bf16 | gradients summed over ranks in |
 # |---|---|---|---|
 # | PyTorch | `torch.autocast` | `model.bfloat16()` | the gradients' dtype (DDP) |
-# | FSDP2 | `MixedPrecisionPolicy(param_dtype=bf16)` | a model in bf16 | `reduce_dtype` (before torch 2.15 its default was `param_dtype`) |
+# | FSDP2 | `MixedPrecisionPolicy(param_dtype=bf16)` | a model in bf16 | [`reduce_dtype`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) (before torch 2.15 its default was `param_dtype`) |
 # | DeepSpeed | `"bf16": {"enabled": true}` | the same with `"bf16_master_weights_and_grads": true` and `"bf16_optimizer_states": true` ([settings](https://www.deepspeed.ai/docs/config-json/)) | `communication_data_type` |
 # | torchtitan ([settings](https://github.com/pytorch/torchtitan/tree/main/torchtitan/config)) | `training.mixed_precision_param` | `training.dtype` | `training.mixed_precision_reduce` |
 #
@@ -349,8 +349,9 @@ assert off[1] < 2**-8 < off[64] < off[224]
 # A single gradient is rounded once. The more of them are added, the smaller each usually is beside
 # the sum, and the more of it is lost. Sum in fp32 if you accumulate over many micro-batches: in
 # [DeepSpeed](https://www.deepspeed.ai/docs/config-json/) with `"data_types": {"grad_accum_dtype":
-# "fp32"}`, in FSDP2 with `reduce_dtype=torch.float32`, which holds for micro-batches that are not
-# synchronised as well as between ranks.
+# "fp32"}`, in FSDP2 with
+# [`reduce_dtype=torch.float32`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html),
+# which holds for micro-batches that are not synchronised as well as between ranks.
 #
 # ## State in fewer bits
 #
@@ -465,8 +466,11 @@ assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 # five orders of magnitude and loses far fewer, which did no harm here. It may be a risk all the
 # same: one such weight with a large mean can be enough for a jump of the loss. Without a zero this
 # does not happen: a square below the smallest number is stored as that number, which only makes the
-# update too small. torchao's 4-bit optimizer has no zero for its squares. Its 8-bit optimizer has
-# one, and a table of numbers that lie close together near it.
+# update too small. torchao's [4-bit
+# optimizer](https://github.com/pytorch/ao/blob/main/torchao/optim/subclass_4bit.py) has no zero for
+# its squares. Its 8-bit optimizer has one, and a [table of
+# numbers](https://github.com/pytorch/ao/blob/main/torchao/optim/quant_utils.py) that lie close
+# together near it.
 #
 # In your own code you change the optimizer; `bf16_stochastic_round` is for weights in bf16:
 #
@@ -476,16 +480,17 @@ assert zeros["INT8"] > 0.1 > zeros["E4M3"] >= zeros["INT8, no zero"] == 0
 # optimizer = AdamW8bit(model.parameters(), lr=1e-4, bf16_stochastic_round=True)
 # ```
 #
-# Its step is compiled, which takes some seconds the first time. Two things surprise people: its
-# learning rate is a tensor, so a schedule of your own has to use `group["lr"].fill_(…)`, and
-# parameters of fewer than 4,096 values, or of no multiple of a block, keep a state that is not
-# quantised.
+# Its [step](https://github.com/pytorch/ao/blob/main/torchao/optim/adam.py) is compiled, which takes
+# some seconds the first time. Two things surprise people: its learning rate is a tensor, so a
+# schedule of your own has to use `group["lr"].fill_(…)`, and parameters of fewer than 4,096 values,
+# or of no multiple of a block, keep a state that is not quantised.
 #
 # ## Less state from the start
 #
 # Adafactor and Muon are in PyTorch itself. Each wants a learning rate of its own. Muon makes the
-# update of each matrix nearly orthogonal, with matrix products that `torch.optim.Muon` always
-# computes in bf16. Where the CPU is slow in bf16, we train one network, and for half as long:
+# update of each matrix nearly orthogonal, with matrix products that
+# [`torch.optim.Muon`](https://github.com/pytorch/pytorch/blob/main/torch/optim/_muon.py) computes in
+# bf16. Where the CPU is slow in bf16, we train one network, and for half as long:
 
 
 # %%
