@@ -56,7 +56,7 @@ print("from the layer", query.dtype, " after the rotation", rotated.dtype)
 assert (query.dtype, rotated.dtype) == (torch.bfloat16, torch.float32)
 
 # %% [markdown]
-# Where bf16 meets fp32, the result is fp32, and it stays fp32, at twice the memory, until the next
+# Here bf16 meets fp32, and the result is fp32. It stays fp32, at twice the memory, until the next
 # product casts it down. That is not wrong, and often it is wanted, but you should know where it
 # happens. In a transformer the usual places are rotations, norms, the residual stream and the loss.
 #
@@ -232,7 +232,7 @@ assert min(off["the rates"], off["the places"]) > 1
 # keeps the rates in one, so **load** a model in the dtype that you want (`from_pretrained(…,
 # dtype=…)`, which leaves the rates in fp32) and do not cast it afterwards. For a full fine-tuning
 # load it in fp32 and use autocast, since bf16 weights can stand still ([notebook
-# 19](19_choose_your_precision.ipynb#What-frameworks-call-it)); for LoRA, below, bf16 is right.
+# 19](19_choose_your_precision.ipynb#What-frameworks-call-it)); for LoRA, below, bf16 is right. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ### One dtype for q, k and v
 #
@@ -608,7 +608,7 @@ print(f"loss of the test in fp32 {in_fp32:.4f}, in bf16 {in_bf16:.4f}")
 assert abs(in_bf16 - in_fp32) < 0.01
 
 # %% [markdown]
-# A text parts where bf16 moves the two best logits by more than the gap between them. From there on
+# A text parts where bf16 moves logits by more than the gap between the two best. From there on
 # it goes its own way, since each character depends on those before. It is not that bf16 writes
 # worse: at such a place both were about as good, and the loss is nearly the same. So compare models
 # by their loss, or by the share of single decisions that agree, and not by whole texts. (And
@@ -637,7 +637,7 @@ for name, low in {"fp32": torch.float32, "bf16": torch.bfloat16}.items():
 #
 # What the **cache** holds is worth a look. Under autocast over fp32 weights, a Llama of
 # transformers rotates with fp32 cosines, so that its cache is fp32, of twice the size (the tests
-# check it on a small one). For generation take a model in bf16, without autocast.
+# check it on a small one). For generation take a model in bf16, without autocast. <!-- tests/notebooks/test_17_language_model.py -->
 #
 # ## Trained in bf16, on a card without it
 #

@@ -331,7 +331,7 @@ assert list(seen.values()) == [1, 2, 2, 3, 4, 5]
 # program of its own. Autocast on or off is a different function, and so is one that records
 # gradients. A service that mixes these pays for each of them once: decide on one, and run it once
 # before the first user comes. Mark a size as changing with `torch._dynamo.mark_dynamic`, and make
-# it an error to compile again with `torch.compiler.set_stance("fail_on_recompile")`.
+# it an error to compile again with `torch.compiler.set_stance("fail_on_recompile")`. <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # Two things can differ between a compiled model and an eager one in bf16. The first is the cache of
 # autocast. Outside of `inference_mode`, eager mode casts a trained weight once for each autocast
@@ -369,7 +369,7 @@ assert casts == {"eager": 1, "compiled": 16}
 # %% [markdown]
 # In training, compile the loop around the 16 calls and not the layer. For a server, cast the weights
 # once: under `inference_mode` eager mode casts them [in each use
-# too](02_autocast_dtypes.ipynb#The-cache-of-weight-casts).
+# too](02_autocast_dtypes.ipynb#The-cache-of-weight-casts). <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # The second is rounding. Eager bf16 rounds after every op, and a compiled kernel mostly when it
 # writes to memory, so its results can differ. Usually they are *nearer* to the exact ones:
@@ -398,7 +398,7 @@ with torch._inductor.config.patch(emulate_precision_casts=True):
 
 # %% [markdown]
 # `emulate_precision_casts` rounds where eager does, which here gives the same bits. It does not promise
-# that for a whole model: the compiler also rewrites ops, such as a softmax of scaled values.
+# that for a whole model: the compiler also rewrites ops, such as a softmax of scaled values. <!-- tests/notebooks/test_18_inference_and_export.py -->
 #
 # ## Export
 #
@@ -432,7 +432,7 @@ assert inside.module()(x).dtype is torch.bfloat16
 # plain way is to **cast first**, so that the graph has bf16 weights and ops, and that is what we
 # do. The program takes any batch (the example has two images, since export specialises a batch of
 # 1), and it is for the type of device on which it was exported. We save the program and load it
-# again:
+# again: <!-- tests/notebooks/test_18_inference_and_export.py -->
 
 # %% tags=["nbval-ignore-output"]
 half = copy.deepcopy(model).cpu().bfloat16()  # in evaluation mode already: call eval() first
@@ -508,7 +508,7 @@ else:
 #
 # For a run of `amp-lab train`, one line exports the model: `amp-lab export runs/x model.onnx
 # --dtype fp16` (or `.pt2`, `.safetensors`) casts a copy, says what that changed, reads the file
-# again and compares decisions before the file takes its name.
+# again and compares decisions before the file takes its name. <!-- tests/training/test_export.py -->
 #
 # ## Eight bits and fewer
 #
@@ -593,7 +593,7 @@ with torch.inference_mode():
 # fixed, padded batch; or kernels that are made to be
 # [batch-invariant](https://github.com/thinking-machines-lab/batch_invariant_ops). The same bits on another device, or after an update of the libraries, are [not
 # guaranteed](https://docs.pytorch.org/docs/stable/notes/numerical_accuracy.html). `amp-lab diff
-# --batch-sizes` finds the op where two batch sizes diverge.
+# --batch-sizes` says whether two batch sizes differ by more than rounding, and from which op on. <!-- tests/difference/test_first_difference.py -->
 #
 # ## Summary
 #

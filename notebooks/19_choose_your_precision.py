@@ -316,7 +316,7 @@ assert not in_fp16.isfinite().all()
 # compare each value with 65504. Run it in fp32, or in bf16 where fp32 does not fit, if need be
 # slowly on a CPU: here only the range counts. Leave a margin of at least 2, since inside an
 # attention or a norm values can be larger than what comes out. `amp-lab export --dtype fp16`
-# refuses a model whose outputs are not finite.
+# refuses a model whose outputs are not finite. <!-- tests/training/test_export.py -->
 #
 # What then? Keep the layers that exceed the range in fp32, and the rest in fp16. Or move a power of
 # two from one layer into the next. Within the range that is exact, and possible where what lies
@@ -465,7 +465,7 @@ logging.disable(logging.NOTSET)
 # two settings do something else than they say: on a CPU Fabric's `16-mixed` computes in bf16, and
 # warns, and accelerate's `fp16` computes in fp32, without a word.
 #
-# In full, as the tests of this notebook check it with hooks on the same model, on a CPU:
+# In full, as the tests of this notebook check it with hooks on a tiny model, on a CPU:
 #
 # | setting | weights | products | gradients | state | outputs |
 # |---|---|---|---|---|---|
@@ -481,16 +481,16 @@ logging.disable(logging.NOTSET)
 # | Keras `mixed_bfloat16` | fp32 | bf16 | fp32 | fp32 | bf16 |
 # | Keras `bfloat16` | bf16 | bf16 | bf16 | bf16 | bf16 |
 #
-# Fabric and Lightning's Trainer differ in the outputs, since Fabric wraps the model. The settings for
-# fp16 (`16-mixed`, `fp16=True`, `mixed_float16`) do the same on a GPU, with fp16 in place of bf16 and
-# a scaler that they bring themselves.
+# Fabric and Lightning's Trainer differ in the outputs, since Fabric wraps the model. By their
+# documentation the settings for fp16 (`16-mixed`, `fp16=True`, `mixed_float16`) do the same on a GPU,
+# with fp16 in place of bf16 and a scaler of their own. <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # Mind transformers with a **model loaded in bf16**: since version 5, `from_pretrained` loads a
 # model in the dtype that it was saved in, which for most language models is bf16. Fine-tuning then
 # has no fp32 weights, and with a small learning rate a bf16 weight can stand still, because its
 # step is less than half of what lies between two bf16 numbers. Ask for `dtype=torch.float32`. A
 # saved Keras model keeps its policy; to change it, build the model anew under another and load the
-# weights ([notebook 12](12_keras.ipynb)).
+# weights ([notebook 12](12_keras.ipynb)). <!-- tests/notebooks/test_19_choose_your_precision.py -->
 #
 # What could not be run here, by their documentation:
 #
