@@ -78,8 +78,7 @@ for dtype in (fp16, bf16):
 # %% [markdown]
 # In fp16 scaling changes 995 of these small gradients, because it saves their bits from underflow.
 # In bf16 it changes none of them, so there a scaler gains nothing for them, and the advice is only
-# half true. The ten practices below come from an article about the way from Apex to `torch.amp`,
-# and for each there is an experiment, with a verdict.
+# half true. For each of the ten practices below there is an experiment, with a verdict.
 #
 # ## What the experiments share
 #
@@ -371,7 +370,7 @@ assert (left_alone.item(), by_hand.item()) == (32 * 300**2, float("inf"))
 #
 # ### 6. Use the scaler
 #
-# The article says: always. We take a loss with a factor of 2^-22, as it may be one term among others,
+# The advice is: always. We take a loss with a factor of 2^-22, as it may be one term among others,
 # and look at its gradients first:
 
 # %%

@@ -118,7 +118,7 @@ assert torch.equal(e2m1, ELEMENTS["e2m1"].round(some))
 # %% [markdown]
 # After a `clamp`, PyTorch's cast gives the same numbers. Without the `clamp`, the result for a
 # value beyond the range depends on the version of torch ([notebook 01](01_number_formats.ipynb)).
-# Most ops refuse these dtypes: they are for storage, and for the matrix product further down.
+# Many ops refuse these dtypes: they are for storage, and for the matrix product further down.
 
 # %% tags=["nbval-ignore-output"]
 refused = ""
