@@ -268,7 +268,7 @@ big, one = torch.tensor(2048.0).half(), torch.tensor(1.0).half()
 print(f"(2048 + 1) + 1 = {(big + one) + one:g},  2048 + (1 + 1) = {big + (one + one):g}")
 assert (big + one) + one == 2048
 assert big + (one + one) == 2050
-big, one = torch.tensor(2.0**24), torch.tensor(1.0)  # the same in fp32, from 2^24 on
+big, one = torch.tensor(2.0**24), torch.tensor(1.0)  # the same in fp32 at 2^24
 assert (big + one) + one != big + (one + one)
 
 # %% [markdown]

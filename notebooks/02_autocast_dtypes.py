@@ -647,7 +647,7 @@ for name in ("cuda", "xpu", "mps"):
         with torch.autocast(name):
             enabled, dtype = torch.is_autocast_enabled(name), (on_the_cpu @ on_the_cpu).dtype
     print(f"{name:<5} enabled: {enabled!s:<6} matmul: {dtype}  {len(caught)} warning(s)")
-    assert dtype is torch.float32  # in no case did autocast do anything
+    assert dtype is torch.float32  # in no case did autocast cast anything
     assert torch.amp.is_autocast_available(name)  # and yet
 
 # %% [markdown]

@@ -509,7 +509,7 @@ logging.disable(logging.NOTSET)
 #   `torch.set_float32_matmul_precision` for products, `torch.backends.cudnn.allow_tf32` for
 #   convolutions.
 # - Before a bf16 model goes to fp16, look at its largest values.
-# - "Mixed" keeps fp32 weights, and "true" does not. Which dtype a framework returns is worth a look.
+# - "Mixed" keeps fp32 weights, and "true" in 16 bits does not. Which dtype a framework returns is worth a look.
 #
 # ## Exercises
 #

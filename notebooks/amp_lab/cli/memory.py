@@ -23,7 +23,9 @@ def add(commands) -> None:
     )
     add_model(memory)
     option = memory.add_argument
-    precisions = "fp32, tf32, fp16, bf16; may be repeated (default: fp32, fp16, bf16)"
+    precisions = (
+        "fp32, tf32, fp16, bf16; may be repeated (default: fp32, bf16, and fp16 without --eval)"
+    )
     reserve = "percent of it left to the driver and to fragmentation (default: 10)"
     add_absent_device(memory)
     option("--memory", metavar="SIZE", help="the budget: that of the card, such as 24GiB")
