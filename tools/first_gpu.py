@@ -320,6 +320,7 @@ def _models(settings: Settings) -> Iterator[tuple[str, Any, Any]]:
     """A convolutional network, a recurrent one and a transformer, each with its input."""
     import torch
     import torchvision
+
     from gpt import Gpt
 
     device = settings.device
@@ -359,10 +360,10 @@ def _tiles(settings: Settings) -> Figures:
     """The ConvModel's step in tiles: gradients as near to FP32's as by hand, and its time."""
     import torch
     import torch.nn.functional as F
-    from recording import times_as_fast
 
     from amp_lab import Precision, compare
     from amp_lab.bench import ConvModel, FusedStep, TiledStep, quantized_sine, why_not_tiled
+    from recording import times_as_fast
 
     reason = why_not_tiled(settings.device)
     if reason:
@@ -394,10 +395,10 @@ def _tiles(settings: Settings) -> Figures:
 def _article(settings: Settings) -> Figures:
     """The training step of AMD's article in its exact size, against IEEE FP32 and the default."""
     import torch
-    from recording import times_as_fast
 
     from amp_lab import Precision, compare, measure
     from amp_lab.bench import ConvModel, quantized_sine
+    from recording import times_as_fast
 
     size = 32 if settings.tiny else 512
     inputs, targets = (tensor.to(settings.device) for tensor in quantized_sine(size))
@@ -460,9 +461,9 @@ def _resnet50(settings: Settings) -> Figures:
     """Images per second of a training step, in each precision, with channels-last."""
     import torch
     import torchvision
-    from recording import plain, times_as_fast
 
     from amp_lab import Precision, compare
+    from recording import plain, times_as_fast
 
     batch, size = (2, 64) if settings.tiny else (256, 224)
     kind = torch.device(settings.device).type
@@ -500,8 +501,9 @@ def _resnet50(settings: Settings) -> Figures:
 
 def _latency(settings: Settings) -> Figures:
     """One image in each way, and what `advise` recommends against the fastest of the others."""
-    import latency
     import torch
+
+    import latency
 
     models: dict[str, Callable[[], torch.nn.Module]] = dict(latency.MODELS)
     size, minutes, budget_s = 224, 0.5, 5.0

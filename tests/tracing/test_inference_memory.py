@@ -5,7 +5,6 @@ import contextlib
 import pytest
 import torch
 import torchvision.models as tv
-from gpt import Gpt
 from memory_models import Meter, images
 from torch import nn
 
@@ -15,6 +14,7 @@ from amp_lab.errors import TraceError
 from amp_lab.tracing.inference_memory import QUANTIZED_WEIGHTS, InferenceTable, inference_table
 from amp_lab.tracing.inference_result import InferenceForecast
 from amp_lab.tracing.memory import BatchedInputs
+from gpt import Gpt
 
 TOKENS = torch.randint(0, 500, (4, 32))
 MODELS = {

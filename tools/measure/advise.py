@@ -17,16 +17,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-import gpt
 import torch
 import torchvision
-from recording import parser, plain, record
 from torch import nn
 
+import gpt
 from amp_lab.advisor import Advice, Candidate, Case, advise
 from amp_lab.advisor.recipes import INFERENCE, TRAINING, Recipe, Step, loss_of
 from amp_lab.device import pick_device
 from amp_lab.timing import compare, measure
+from recording import parser, plain, record
 
 ENOUGH = 1.05  # of the time of the fastest
 MOVED = 3.0  # between the times of two exchanges: the cores lay elsewhere

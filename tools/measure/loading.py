@@ -22,7 +22,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from recording import parser, record, times_as_fast
 from torch.utils.data import DataLoader
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
@@ -34,6 +33,7 @@ from amp_lab.data.generated import make_stand_in
 from amp_lab.data.images import IMAGENET_MEAN_STD
 from amp_lab.device import pick_device
 from amp_lab.timing import Rounds
+from recording import parser, record, times_as_fast
 
 PARTS = {"as generated": 1, "twice the size": 2}
 BATCH, SIZE, WORKERS = 64, 224, 2

@@ -13,7 +13,6 @@ import gc
 
 import torch
 import torchvision
-from recording import parser, record
 from torch import nn
 
 from amp_lab.bench import Block
@@ -21,6 +20,7 @@ from amp_lab.device import pick_device
 from amp_lab.precision import Precision
 from amp_lab.tracing.memory import forecast_memory, largest_batch, parse_bytes
 from amp_lab.tracing.training_step import OPTIMIZERS
+from recording import parser, record
 
 PRECISIONS = (Precision.FP32, Precision.FP16, Precision.BF16)
 

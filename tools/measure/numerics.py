@@ -16,7 +16,6 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from recording import parser, record, times_as_long
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,6 +24,7 @@ from amp_lab.numerics import ScaleLog, find_nonfinite, gradient_underflow
 from amp_lab.numerics.tensor_summary import is_finite
 from amp_lab.timing import compare
 from amp_lab.training.models import build_model
+from recording import parser, record, times_as_long
 
 PARTS = ("underflow", "scale", "nonfinite")
 

@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
-from recording import parser, record
 from torch import Tensor, nn
 
 from amp_lab import advise
@@ -34,6 +33,7 @@ from amp_lab.precision import Precision
 from amp_lab.timing import Rounds, allocated_bytes, is_out_of_memory, measure
 from amp_lab.training.loop import cross_entropy, fit
 from amp_lab.training.models import build_model
+from recording import parser, record
 from training import adamw, make_step
 
 Batch = tuple[Tensor, Tensor]  # images (N, 3, H, W), classes (N)

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from recording import parser, plain, record
 
 from amp_lab.device import pick_device
 from amp_lab.distributed.collectives import count_communication
@@ -26,6 +25,7 @@ from amp_lab.precision import Precision
 from amp_lab.timing import Rounds
 from amp_lab.training.models import build_model
 from amp_lab.training.run_folder import METRICS
+from recording import parser, plain, record
 
 PRECISIONS = ["fp32", "bf16"]
 BATCH = 32  # images of each process

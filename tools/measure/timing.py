@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from recording import parser, record
 
 from amp_lab import compare, pick_device
+from recording import parser, record
 
 RATIOS = ((10, 10), (10, 11), (10, 20))  # repetitions of the same work
 PARTS = ("quiet", "loaded", "speed", "overhead")

@@ -20,7 +20,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from recording import parser, plain, record, times_as_fast, times_as_long
 from torch import nn
 
 from amp_lab.checkpoint import save_checkpoint
@@ -32,6 +31,7 @@ from amp_lab.training.loop import fit
 from amp_lab.training.models import build_model
 from amp_lab.training.run import train
 from amp_lab.training.train_options import RunConfig
+from recording import parser, plain, record, times_as_fast, times_as_long
 
 PARTS = ("speed", "loop", "added", "checkpoint", "accuracy")
 TRAINED = {  # for what is added: model, its classes, and a batch of it

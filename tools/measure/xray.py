@@ -21,16 +21,16 @@ import time
 from pathlib import Path
 from typing import Required, TypedDict
 
-import gpt
 import torch
 import torchvision
-from recording import parser, record
 
+import gpt
 from amp_lab.backends import BACKENDS
 from amp_lab.device import pick_device
 from amp_lab.tracing.memory import compare_memory, largest_batch
 from amp_lab.tracing.op_table import op_table
 from amp_lab.tracing.xray import xray
+from recording import parser, record
 
 PARTS = ("xray", "ops", "memory", "transformer")
 IMAGE = (3, 224, 224)
