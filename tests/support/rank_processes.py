@@ -77,8 +77,7 @@ def run_ranks(function, size: int, *arguments, each=(), timeout_s: float = 120, 
 def start_ranks(function, size: int, folder: Path, *arguments, each=(), **environment) -> list:
     """The same without waiting; what the processes print is in `folder`, as 0.out, 0.err, …"""
     CONTEXT.set_forkserver_preload(LOADED)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     processes = []
     for rank in range(size):
         settings = {
@@ -97,6 +96,18 @@ def start_ranks(function, size: int, folder: Path, *arguments, each=(), **enviro
         process.start()
         processes.append(process)
     return processes
+
+
+def free_port() -> int:
+    """A port at which nothing listens, from those that Linux gives to no connection by itself.
+
+    A port that the system chooses may be taken by a connection of another test before the first
+    rank listens at it.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def start_torchrun(size: int, log: Path, *line: str, restarts: int = 0):

@@ -16,6 +16,7 @@ from urllib.request import urlopen
 import nbformat
 import pytest
 from cases import some_of
+from rank_processes import free_port
 
 import build_pairs
 import lab
@@ -33,11 +34,6 @@ HEADER = """# ---
 # ---
 
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def answers(port: int) -> bool:

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import socket
 import subprocess
 import sys
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from memory_models import loss_of
+from rank_processes import free_port
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -56,8 +56,7 @@ def peak_of_a_rank(precision):
 
 def test_it_is_what_a_rank_of_two_allocates():
     # Not forked, since torch's profiler ends a forked process with an error.
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment = os.environ | address | {"PYTHONPATH": os.pathsep.join(sys.path)}
     line = [sys.executable, __file__]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
