@@ -536,8 +536,8 @@ def policy_of(device_type, dtype=None):
 
 
 # %% [markdown]
-# Now we need a list of ops that models are made of. Each takes a 4x4 matrix, and makes any weights or
-# targets from it.
+# Now we need a list of ops that models are made of. Each is a function of one 4x4 matrix. Weights
+# and targets, where an op needs some, are made of that matrix too.
 
 
 # %%

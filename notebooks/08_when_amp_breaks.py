@@ -27,9 +27,9 @@
 # **A message.** Search this page for yours (Ctrl+F), or find it in the table. Your message may have
 # the dtypes the other way round, or say `BFloat16` where this page has `Half`. Of the messages that
 # lead to a section, the code there produces all but those marked *quoted*, on the CPU or on tensors
-# without data. The quoted ones need a GPU, another package or the older FSDP, and are from a source or
-# from a user's report. Older versions gave the message of section 25, and in section 36 we make PyTorch
-# believe that it has an old card. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
+# without data. The quoted ones need a GPU, another package or the older FSDP, and are from a source
+# or from a user's report. The message of section 25 is from older versions. In section 36 we make
+# PyTorch believe that the card is an old one. <!-- tests/notebooks/test_08_when_amp_breaks.py -->
 #
 # | message | section |
 # |---|---|
@@ -585,8 +585,8 @@ assert torch.tensor(1e-8).half() == 0
 #
 # **The fix.** Compute this part in fp32, on `h.float()`, with an epsilon of 1e-3 or more if you
 # train. An epsilon that fp16 can hold, at least `torch.finfo(dtype).tiny`, keeps a row of zeros
-# finite. In the backward pass, at a loss scale of 65536, the gradients often overflow with
-# it. <!-- tests/remedies/test_nonfinite_remedies.py -->
+# finite. In training it is too small: at a loss scale of 65536 the gradients
+# often overflow. <!-- tests/remedies/test_nonfinite_remedies.py -->
 
 # %%
 assert F.normalize(h.half())[1].isnan().all()
@@ -2056,7 +2056,8 @@ assert torch.equal(
 # suppression (NMS) keeps boxes twice. Or an index is out of range: 999 becomes 1000.
 #
 # **The smallest program that does it.** We compute the angles of rotary position embeddings, which
-# are positions times frequencies. Written as a matrix product, as here, autocast lowers it.
+# are positions times frequencies. Here we write this as a matrix product, which autocast computes
+# in bf16.
 
 
 # %%

@@ -240,10 +240,10 @@ assert sum(memory_alone.values()) == 16 * parameters
 #
 # ## Start the processes
 #
-# `torchrun` starts n copies of one script, and tells each copy its number and where to find the others,
-# in environment variables. First the script joins the *process group*. Its
-# [backend](https://docs.pytorch.org/docs/stable/distributed.html#backends) moves the data: gloo on CPUs,
-# NCCL on NVIDIA GPUs, and RCCL, which goes by the same name, on AMD's.
+# `torchrun` starts n copies of one script, and tells each copy its number and where to find the
+# others, in environment variables. First the script joins the *process group*. Its
+# [backend](https://docs.pytorch.org/docs/stable/distributed.html#backends) moves the data: gloo on
+# CPUs, and NCCL on GPUs. (AMD's RCCL is called NCCL there, too.)
 
 
 # %%
@@ -444,8 +444,8 @@ def set_up(config, device, engine, compute, reduce):
 
 # %% [markdown]
 # `count_communication` notes the collectives of a process with dtype and size, and adds up what a rank has to send for
-# them. A payload of S bytes costs 2(n-1)/n S in an `all_reduce`, and (n-1)/n S in the other two. Without a switch
-# that adds, no algorithm can do with less, and rings, a usual one, need no more.
+# them. A payload of S bytes costs 2(n-1)/n S in an `all_reduce`, and (n-1)/n S in the other two. Unless the network
+# itself adds, no algorithm sends less, and the usual one, a ring, sends no more.
 # <!-- tests/distributed/test_collectives.py -->
 
 

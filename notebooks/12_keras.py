@@ -220,8 +220,8 @@ print(found)
 assert [name for name, kind in found.items() if kind != "Adam"] == ["mixed_float16"]
 
 # %% [markdown]
-# You may end up without a loss scale. You can ask for that with `auto_scale_loss=False`. Or it happens
-# by accident: you give the policy to the layers, and the model itself has the global one.
+# You can train without a loss scale on purpose, with `auto_scale_loss=False`. It also happens by
+# accident: you give the policy to the layers, and the model itself has the global one.
 
 # %%
 print("asked for:", optimizer_of(new_head(), auto_scale_loss=False))

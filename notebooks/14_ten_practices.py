@@ -400,7 +400,7 @@ _ = plots.losses_by_setting({name: curves[name] for name in shown})
 
 # %% [markdown]
 # The picture shows the loss over the steps for four of the trainings, on a logarithmic axis. Three
-# of the lines lie on each other, and fp16 without a scaler stays far above them. Two more are not
+# of the lines are nearly the same, and fp16 without a scaler stays far above them. Two more are not
 # drawn: those of fp32 and bf16 with a scaler are equal to those without, on a CPU to the last bit.
 
 # %%

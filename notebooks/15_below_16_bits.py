@@ -63,9 +63,9 @@ assert not unscaled.any()
 assert (scaled / gradient - 1).abs().max() < 2**-4
 
 # %% [markdown]
-# As it is, the gradient becomes zero, since the smallest positive number of E4M3 is 2^-9. With a
-# scale, all three values arrive with an error of at most a sixteenth. In fp16, one loss scale is
-# usually enough for a whole model, and bf16 needs none ([notebook
+# Without the scale, the gradient becomes zero, since the smallest positive number of E4M3 is 2^-9.
+# With a scale, all three values arrive with an error of at most a sixteenth. In fp16, one loss
+# scale is usually enough for a whole model, and bf16 needs none ([notebook
 # 03](03_grad_scaler_step_by_step.ipynb)). Below 16 bits a *tensor* usually gets a scale of its own,
 # or even every 16 of its values, and the formats differ in how many values share one. (Two numbers
 # belong together: the *factor*, which values are multiplied by before they are rounded, and its

@@ -116,9 +116,9 @@ print("V100, a model trained in bf16:", choose(turing, "infer", trained_in="bf16
 # scaler; **fp16** on the cards that have nothing else, with a scaler for training; **fp32** where
 # nothing is faster, and where digits matter more than time (solvers, statistics, small differences
 # of large numbers; if fp32 is not enough there, float64). Training keeps fp32 weights and casts
-# under autocast. Inference may cast the weights once, which halves them. If you know that a model's
-# values stay far below 65504, fp16 is usually the closer choice for inference, with three bits more
-# ([notebook 18](18_inference_and_export.ipynb)).
+# under autocast. For inference you can cast the weights once, to half their size. If you know that
+# a model's values stay far below 65504, fp16 is usually the closer choice for inference, with three
+# bits more ([notebook 18](18_inference_and_export.ipynb)).
 #
 # The choice is where you *begin*. Then measure it: small layers may gain nothing from any format,
 # and `amp-lab advise` times each precision on your own model and machine ([notebook

@@ -119,26 +119,35 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    record_it = commands.add_parser("record")
-    record_it.add_argument("out", type=Path)
-    record_it.add_argument("--checkout", type=Path, default=ROOT, help="whose package it is")
-    record_it.add_argument("--part", choices=PARTS, action="append", help="default: all")
-    record_it.add_argument("--libraries", action="store_true", help="the models of others too")
-    compare_them = commands.add_parser("compare")
-    compare_them.add_argument("before", type=Path)
-    compare_them.add_argument("after", type=Path)
+    recording = commands.add_parser("record")
+    recording.add_argument("out", type=Path)
+    recording.add_argument("--checkout", type=Path, default=ROOT, help="whose package it is")
+    recording.add_argument("--part", choices=PARTS, action="append", help="default: all")
+    recording.add_argument("--libraries", action="store_true", help="the models of others too")
+    comparing = commands.add_parser("compare")
+    comparing.add_argument("before", type=Path)
+    comparing.add_argument("after", type=Path)
     options = parser.parse_args()
     if options.command == "compare":
-        before = json.loads(options.before.read_text(encoding="utf-8"))
-        after = json.loads(options.after.read_text(encoding="utf-8"))
-        found = list(differences(before, after))
-        print("\n".join(found) or "no difference")
-        return 1 if found else 0
+        return print_differences(options.before, options.after)
     out = options.out.resolve()
     use_package(options.checkout.resolve())
-    found = record(options.part or list(PARTS), options.libraries)
+    parts = options.part or list(PARTS)
+    found = record(parts, options.libraries)
     out.write_text(json.dumps(found, indent=1), encoding="utf-8")
     return 0
+
+
+def print_differences(before: Path, after: Path) -> int:
+    """Print how two recordings differ; return 1 if they do."""
+    recorded_before = json.loads(before.read_text(encoding="utf-8"))
+    recorded_after = json.loads(after.read_text(encoding="utf-8"))
+    found = list(differences(recorded_before, recorded_after))
+    if not found:
+        print("no difference")
+        return 0
+    print("\n".join(found))
+    return 1
 
 
 def use_package(checkout: Path) -> None:
